@@ -2,8 +2,8 @@
 
     python -m benchmarks.claims [--check | --missing]
 
-Reads docs/benchmarks.json and docs/*-study.json (what was measured) and docs/claims.yaml (what papers say); writes no
-number of its own.
+Reads docs/benchmarks.json and docs/*-study.json (what was measured) and src/hotrow/study/claims.yaml (what papers say);
+writes no number of its own.
 With --check it writes nothing, and the exit status says whether the pages are up to date. With --missing it lists the
 cells that are still to be measured, by processor.
 """
@@ -27,6 +27,7 @@ from benchmarks.results import Cell, Reports, missing, over_processors
 from benchmarks.step_shapes import SHAPES
 from benchmarks.study_figures import study_cells
 from benchmarks.tiers_page import memory_chart, tiers_sentence, tiers_shown, tiers_table
+from hotrow.study.everything import CLAIMS
 
 ROOT = Path(__file__).resolve().parent.parent
 SUMMARY_CELLS = {
@@ -102,8 +103,8 @@ Shares of the interaction are left out until then."""
 CLAIMS_HEAD = """\
 # Claims
 
-What the papers behind hotrow claim, and what we measured of it. The page is generated from docs/claims.yaml,
-docs/benchmarks.json and docs/*-study.json by `python -m benchmarks.claims`.
+What the papers behind hotrow claim, and what we measured of it. The page is generated from
+src/hotrow/study/claims.yaml, docs/benchmarks.json and docs/*-study.json by `python -m benchmarks.claims`.
 
 "Not read" means that the paper's body was not at hand, so we print no figure for it. "Not yet" means not built. The two
 figures of a row come from different machines and were taken against different peers. The page of each paper has the
@@ -620,7 +621,7 @@ def shares(found: ByProcessor) -> str:
 def pages() -> dict[Path, str]:
     """Every generated file and what it must hold."""
     docs, reports = ROOT / "docs", load_reports()
-    papers = yaml.safe_load((docs / "claims.yaml").read_text())
+    papers = yaml.safe_load(CLAIMS.read_text())
     cells = over_processors(reports)
     known = {**cells, **study_cells()}
     return {

@@ -1,4 +1,4 @@
-"""What the studies in docs/NAME-study.json found, as cells that docs/claims.yaml can quote like benchmarks.json's.
+"""What the studies in docs/NAME-study.json found, as cells that claims.yaml can quote like benchmarks.json's.
 
 Such a cell holds a sentence, `told`, made of the study's rows, beside the command, machine and date of the study. For
 studies of `hotrow study` the file is the results.json that it wrote.
@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.results import Cell, processor_of
 from benchmarks.rivals.memory import ENOUGH, machines
 from benchmarks.study_docs import DOCS
+from hotrow.study.everything import SENTENCES
 
 Report = Mapping[str, Any]
 """The content of a study's JSON file."""
@@ -66,56 +67,6 @@ def bytes_told(report: Report) -> str:
     )
 
 
-def speeds_told(group: str, report: Report) -> str:
-    """Returns the speeds of a group of a sweep, line by line: that of its first point, and the others beside it."""
-    lines: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
-    for row in report["cells"]:
-        if row["group"] == group:
-            *others, point = row["axes"].values()
-            lines.setdefault(" ".join(others), []).append((point, row))
-    texts = []
-    for name, points in lines.items():
-        first = next((row for _, row in points if row.get("samples_per_s")), None)
-        said = [f"{point} {_beside(row, first)}" for point, row in points]
-        texts.append((f"{name}: " if name else "") + ", ".join(said))
-    return "; ".join(texts)
-
-
-def _beside(row: Mapping[str, Any], first: Mapping[str, Any] | None) -> str:
-    """Returns a speed in samples/s if it is the first of its line, else as a share of the first."""
-    if not row.get("samples_per_s") or first is None:
-        return str(row.get("status", "not measured"))
-    if row is first:
-        return f"{row['samples_per_s']:,.0f} samples/s"
-    return f"{row['samples_per_s'] / first['samples_per_s']:.0%}"
-
-
-def quality_told(report: Report) -> str:
-    """Returns by how much NE rises with the batch size, each with the rate that was best on validation rows."""
-    best: dict[int, Mapping[str, Any]] = {}
-    for row in report["cells"]:
-        size = int(row["axes"]["train.batch_size"])
-        if row.get("val_ne") is not None and (size not in best or row["val_ne"] < best[size]["val_ne"]):
-            best[size] = row
-    base = best[min(best)]["test_ne"]
-    texts = [f"{size:,} {best[size]['test_ne'] / base - 1:+.2%}" for size in sorted(best)[1:]]
-    return f"test NE beside batches of {min(best):,}: {', '.join(texts)}"
-
-
-def prediction_told(report: Report) -> str:
-    """Returns how far blind predictions were off, and how often they chose the fastest placement."""
-    found = report["prediction"]
-    text = (
-        f"geometric mean error {found['geometric_mean_error']:.1%} over {found['cells']} cells, "
-        f"{found['share_within_15_percent']:.0%} within 15 %, repeat noise {found['median_noise']:.1%}"
-    )
-    if "share_placement_chosen_well" in found:
-        text += f"; the placement predicted fastest was, within 3 %, in {found['share_placement_chosen_well']:.0%}"
-    return text
-
-
-SWEEPS = ("models", "dense", "sparse", "mlp", "batch", "hash", "lookups", "placement")
-"""Groups of the study `efficiency`."""
 FIGURES: Mapping[str, Mapping[str, Callable[[Report], str]]] = {
     "memory": {"study_memory_machines": machines_told, "study_memory_rivals": rivals_told},
     "hot": {
@@ -125,9 +76,7 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Report], str]]] = {
         },
         "study_hot_bytes": bytes_told,
     },
-    "efficiency": {f"study_efficiency_{group}": partial(speeds_told, group) for group in SWEEPS},
-    "quality": {"study_quality": quality_told},
-    "prediction": {"study_prediction": prediction_told},
+    **SENTENCES,
 }
 """Study -> name of a cell -> what makes its sentence."""
 OF_BENCHMARKS = ("memory", "hot")

@@ -37,7 +37,6 @@ from numpy.typing import NDArray
 from benchmarks import bench
 from benchmarks.results import end_on_signals, record
 from benchmarks.rivals import memory
-from benchmarks.rivals.group import MemoryGroup
 from benchmarks.rivals.memory import MemoryCell
 from benchmarks.rivals.sides import Settings, Side
 from benchmarks.rivals.work import SEED
@@ -46,6 +45,7 @@ from hotrow.base.machine import usable_cores
 from hotrow.embedding import EmbeddingCollection
 from hotrow.placement.budget import Memory
 from hotrow.placement.stores import TableRows, open_store
+from hotrow.study.group import MemoryGroup
 from hotrow.tables import TableConfig
 
 VARIANTS = (("tiers", "auto", (4, 0)), ("tiers", "threads", (4,)), ("mmap", "auto", (1, 0)), ("rocksdb", "auto", (0,)))

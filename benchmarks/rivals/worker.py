@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from benchmarks.rivals.group import MemoryGroup, enter_and
+from hotrow.study.group import MemoryGroup, enter_and
 
 ROOT = str(Path(__file__).resolve().parents[2])
 

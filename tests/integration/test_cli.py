@@ -30,7 +30,7 @@ from hotrow.data.sources.synthetic_config import criteo_kaggle
 from resealed import reseal
 
 VERBS = ["demo", "init", "prepare", "inspect", "plan", "train", "eval", "predict", "export", "check"]
-VERBS += ["doctor", "probe", "clean"]
+VERBS += ["doctor", "probe", "study", "clean"]
 SMALL = "{embedding_dim: 4, bottom_mlp: [8], top_mlp: [8]}"
 
 

@@ -45,6 +45,8 @@ from benchmarks import (
 )
 from hotrow.base import machine
 from hotrow.kernels import ops
+from hotrow.study import everything
+from hotrow.study.everything import CLAIMS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -281,7 +283,7 @@ def test_claims_and_readme_name_cells_that_exist() -> None:
     known |= {tiers.name_of(cell) for cell in tiers.step_cells(quick=True, threads=2)}
     known |= {f"hot_{name}" for name in hot.CELLS}
     known |= {name for figures in study_figures.FIGURES.values() for name in figures}
-    papers = yaml.safe_load((claims.ROOT / "docs" / "claims.yaml").read_text())
+    papers = yaml.safe_load(CLAIMS.read_text())
     named = {claim["ours"] for paper in papers for claim in paper["claims"]} - {None}
     assert named | set(claims.README_CELLS) | set(claims.SUMMARY_CELLS) <= known
 
@@ -339,15 +341,19 @@ def test_what_sweeps_say_of_claims() -> None:
 
     rows = [row(8000, point="m1", dense="16"), row(2000, point="m1", dense="64"), {**row(1, dense="9"), "group": "x"}]
     rows += [row(500, point="m2", dense="16"), row(None, "out of memory", point="m2", dense="64")]
-    told = study_figures.speeds_told("dense", {"cells": rows})
+    told = everything.speeds_told("dense", {"cells": rows})
     assert told == "m1: 16 8,000 samples/s, 64 25%; m2: 16 500 samples/s, 64 out of memory"
     quality = [
-        {"axes": {"lr": lr, "train.batch_size": size}, "val_ne": val, "test_ne": test}
+        {
+            "axes": {"lr": lr, "train.batch_size": size},
+            "batch_size": int(size),
+            **{"val_ne": val, "test_ne": test, "test_auc": 0.7, "samples_per_s": 1.0},
+        }
         for lr, size, val, test in [("1", "64", 0.9, 0.8), ("2", "64", 0.95, 0.7), ("1", "4096", 0.99, 0.84)]
     ]
-    assert study_figures.quality_told({"cells": quality}) == "test NE beside batches of 64: 4,096 +5.00%"
+    assert everything.quality_told({"cells": quality}) == "test NE beside batches of 64: 4,096 +5.00%"
     found = {"geometric_mean_error": 0.05, "cells": 216, "share_within_15_percent": 0.9, "median_noise": 0.02}
-    told = study_figures.prediction_told({"prediction": {**found, "share_placement_chosen_well": 0.95}})
+    told = everything.prediction_told({"prediction": {**found, "share_placement_chosen_well": 0.95}})
     assert told.startswith("geometric mean error 5.0% over 216 cells, 90% within 15 %, repeat noise 2.0%; ")
     assert told.endswith("the placement predicted fastest was, within 3 %, in 95%")
 

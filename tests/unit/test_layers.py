@@ -34,6 +34,7 @@ ROOMS = (
     "hot",
     "report",
     "run",
+    "study",
     "inspect",
     "export",
     "api",

@@ -28,6 +28,7 @@ from benchmarks.kernel_study_page import kernels_page
 from benchmarks.study_docs import StudyDocs
 from hotrow import draw
 from hotrow.kernels import ops
+from hotrow.study import runner
 from resealed import reseal
 
 TINY: dict[str, Any] = {
@@ -197,7 +198,7 @@ def test_cells_say_whether_others_had_the_processors(
 @pytest.mark.parametrize(("num_done", "left_s"), [(1, 400.0), (4, 40.0)])
 def test_the_time_left_follows_what_the_estimate_turned_out_to_be_worth(num_done: int, left_s: float) -> None:
     """Cells estimated at a second each: after 100 s, the rest in proportion."""
-    assert study_runner.remaining_s(_Second, [CELL] * 5, num_done, 100.0 if num_done == 1 else 160.0) == left_s
+    assert runner.remaining_s(_Second, [CELL] * 5, num_done, 100.0 if num_done == 1 else 160.0) == left_s
 
 
 class _Second:
@@ -242,7 +243,7 @@ def test_what_does_not_fit_is_skipped_with_the_reason_or_cut() -> None:
 
 def test_going_on_keeps_the_memory_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_tiny(tmp_path, memory_bytes=10_000_000)
-    monkeypatch.setattr(study_runner, "available_memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(runner, "available_memory_bytes", lambda: 64 << 30)
     run_tiny(tmp_path)
     assert json.loads((tmp_path / "kernels.json").read_text())["memory_bytes"] == 10_000_000
 

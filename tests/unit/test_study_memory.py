@@ -20,7 +20,6 @@ import torch
 
 from benchmarks import studies, study_runner
 from benchmarks.rivals import memory, page
-from benchmarks.rivals.group import GroupError, MemoryGroup, own_group
 from benchmarks.rivals.memory import LossError, MemoryCell, Turns, check_losses
 from benchmarks.rivals.page import speed_charts
 from benchmarks.rivals.sides import InTiers, Settings, Side
@@ -31,6 +30,7 @@ from benchmarks.tiers import name_of, open_table, step_cells
 from benchmarks.tiers_page import tiers_sentence, tiers_table
 from hotrow import Batch, EmbeddingCollection, KeyedJaggedTensor, Memory
 from hotrow.placement.budget import TableSlots
+from hotrow.study.group import GroupError, MemoryGroup, own_group
 
 WORK = Work(rows=(3, 900, 4000), embedding_dim=8, batch_size=64, zipf=1.05, bottom_mlp=(16,), top_mlp=(16,))
 TINY: dict[str, Any] = {

@@ -7,6 +7,7 @@ file cannot be mistaken for a complete one. Data is private: only the owner can 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -169,6 +170,24 @@ def file_name(name: str) -> str:
     if len(escaped) <= MAX_NAME_BYTES:
         return escaped
     return f"{escaped[: MAX_NAME_BYTES - 66].rpartition('%')[0]}%-{hashlib.sha256(name.encode()).hexdigest()}"
+
+
+@contextmanager
+def claim(path: Path) -> Iterator[bool]:
+    """Yields whether this process has the folder to itself inside the block; a kill releases it too."""
+    descriptor, claimed = os.open(path, os.O_RDONLY | os.O_CLOEXEC), True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        claimed = False
+    except OSError:  # a file system that cannot lock folders, as NFS: processes cannot be told apart there
+        pass
+    try:
+        yield claimed
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # by name: a forked child may hold the descriptor too
+        os.close(descriptor)
 
 
 def check_writable(folder: Path) -> None:

@@ -493,6 +493,41 @@ def check(
     return tools.check(path)
 
 
+@verb(
+    "study",
+    home="hotrow.study.everything",
+    example="hotrow study efficiency --quick   (how long: hotrow study efficiency --estimate)",
+)
+def study(
+    name: Annotated[
+        str, typer.Argument(help="efficiency, quality, prediction, all, or the path of a YAML file (docs/study.md).")
+    ],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of results, where a study continues; default: studies/NAME.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A first look: the ends of every axis, few rounds.")] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Only say how many cells, about how long and how much disk.")
+    ] = False,
+    hardware: Annotated[
+        Path | None, typer.Option(help="This machine's figures; default: those that hotrow probe kept.")
+    ] = None,
+) -> Answer:
+    """Sweep short trainings over any field of a config: how speed depends on model, batch, data and placement."""
+    from hotrow.study.everything import run_all
+    from hotrow.study.run import run_study
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    if name == "all":
+        result = run_all(out, estimate=estimate, hardware=hardware, say=say)
+        return result, lambda: _print_fields({field: value for field, value in result.items() if field != "parts"})
+    result = run_study(name, out, quick=quick, estimate=estimate, hardware=hardware, say=say)
+    return result, lambda: _print_fields({field: value for field, value in result.items() if field != "cells"})
+
+
 @verb("doctor", home="hotrow.cli.tools", example="hotrow doctor")
 def doctor() -> Answer:
     """Show what decides whether and how fast hotrow runs here; paste it into bug reports."""

@@ -17,10 +17,8 @@ runs/criteo-dlrm-001/
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
-import os
 import re
 import shlex
 import sys
@@ -33,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hotrow.base.files import atomic_write, check_text, check_writable, open_private
+from hotrow.base.files import atomic_write, check_text, check_writable, claim, open_private
 from hotrow.base.machine import host_facts, versions
 from hotrow.base.records import Document
 from hotrow.config.load import parse_yaml
@@ -99,7 +97,7 @@ class RunFolder:
         for found in [Path(path)] if path else _numbered(Path("runs"), name).values():
             if not _stopped_before_training(found, preparation):
                 continue
-            with _claimed(found) as claimed:
+            with claim(found) as claimed:
                 # The process that owned it may have taken its first step meanwhile.
                 if claimed and _stopped_before_training(found, preparation):
                     folder = cls.open(found)
@@ -136,7 +134,7 @@ class RunFolder:
         if self._is_claimed:
             yield
             return
-        with _claimed(self.path) as claimed:
+        with claim(self.path) as claimed:
             if not claimed:
                 raise ValueError(
                     f"another process trains in {self.path}: wait until it has ended, or end it (SIGTERM lets it save "
@@ -215,7 +213,7 @@ class RunFolder:
             options = dict(_flat(config))
         is_training = False
         if self.record.status == "running":
-            with _claimed(self.path) as claimed:
+            with claim(self.path) as claimed:
                 is_training = not claimed
         record = asdict(self.record)
         return RunFacts(
@@ -397,24 +395,6 @@ def _measurement(line: bytes, where: str) -> dict[str, Any]:
     if not (isinstance(found, dict) and isinstance(found.get("kind"), str) and type(found.get("step")) is int):
         raise ValueError(f"{where}: it was damaged or edited; restore it from a copy, or remove the line")
     return found
-
-
-@contextmanager
-def _claimed(path: Path) -> Iterator[bool]:
-    """Yields whether this process has the folder to itself inside the block; a kill releases it too."""
-    descriptor, claimed = os.open(path, os.O_RDONLY | os.O_CLOEXEC), True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        claimed = False
-    except OSError:  # a file system that cannot lock folders, as NFS: processes cannot be told apart there
-        pass
-    try:
-        yield claimed
-    finally:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # by name: a forked child may hold the descriptor too
-        os.close(descriptor)
 
 
 def _now() -> str:

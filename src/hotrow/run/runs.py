@@ -32,15 +32,18 @@ from hotrow.plan.demand import required_bytes
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, resume_command
 from hotrow.run.setup import Setup, storage_line
-from hotrow.run.trainer import Interrupt, Training
+from hotrow.run.trainer import Interrupt, MakeMeter, Training
 
 Pin = Literal["auto", "cores", "off"]
 
 
-def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = False) -> RunFolder:
+def train(
+    config: Config, *, folder: RunFolder | None = None, quiet: bool = False, also: MakeMeter | None = None
+) -> RunFolder:
     """Trains a new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
 
-    folder: a run folder that was made beforehand; None: the folder that `config.run` names is made.
+    folder: a run folder that was made beforehand; None: the folder that `config.run` names is made. also: makes one
+    more meter, for who measures training.
 
     On SIGINT or SIGTERM the run finishes the step, saves a checkpoint and returns; a second signal aborts it. Raises
     ValueError if the config or the data is wrong, before the folder is made if that can be known by then.
@@ -56,7 +59,7 @@ def train(config: Config, *, folder: RunFolder | None = None, quiet: bool = Fals
     folder = folder or RunFolder.create(config.run, name=name)
     with folder.claimed():
         folder.keep_vocabulary(dataset.path)
-        return _run(setup.in_folder(folder.path), folder, None, quiet=quiet)
+        return _run(setup.in_folder(folder.path), folder, None, quiet=quiet, also=also)
 
 
 def _check_vocabularies(dataset: PackedDataset) -> None:
@@ -136,7 +139,9 @@ def _start_again(folder: RunFolder) -> str:
     return f"remove the folder and start it again, as by: {shlex.join(map(str, folder.record.command))}"
 
 
-def _run(setup: Setup, folder: RunFolder, checkpoint: Path | None, *, quiet: bool) -> RunFolder:
+def _run(
+    setup: Setup, folder: RunFolder, checkpoint: Path | None, *, quiet: bool, also: MakeMeter | None = None
+) -> RunFolder:
     full = explain_full_disk(
         folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder.path)}"
     )
@@ -144,7 +149,7 @@ def _run(setup: Setup, folder: RunFolder, checkpoint: Path | None, *, quiet: boo
     team = threads(setup.config.train.threads, pin=setup.config.train.pin)
     failing = _explain_failure(setup, folder)
     with full, folder, failing, team, Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
-        training = Training(setup, folder, interrupt, progress)
+        training = Training(setup, folder, interrupt, progress, also)
         with closing(training):
             _train(training, checkpoint)
     return folder

@@ -11,13 +11,13 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from hotrow.run.wear import LEDGER, WriteLedger, WriteMeter, checkpoint_bytes
 
 EVAL_BATCH_SIZE = 4096
 LOOKAHEAD = MemoryConfig().lookahead
+MakeMeter: TypeAlias = Callable[[Session], Meter]
 MOST_SKIPPED = 100
 """A run ends after this many skipped steps in a row: weights that have overflowed do not recover."""
 
@@ -149,7 +150,14 @@ class Interrupt:
 class Training:
     """The loop of one run: steps, and after each what is due (a metrics line, an evaluation, a checkpoint)."""
 
-    def __init__(self, setup: Setup, folder: RunFolder, interrupt: Interrupt, progress: ProgressLine) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        folder: RunFolder,
+        interrupt: Interrupt,
+        progress: ProgressLine,
+        also: MakeMeter | None = None,
+    ) -> None:
         config, dataset, options = setup.config, setup.dataset, setup.config.train
         self.setup, self.config, self.dataset, self.folder = setup, config, dataset, folder
         self.interrupt, self.progress = interrupt, progress
@@ -181,6 +189,7 @@ class Training:
         self.writes = WriteMeter(embedding.placement.find(Tiers), ledger, self.session, checkpoint_bytes=most)
         self.meters: list[Meter] = [self.clock, HotMeter(self.turns, folder.measurements), self.writes]
         self.meters += meters_of_rows(embedding, self.session, drive_written_bytes=self.writes.total_bytes)
+        self.meters += [] if also is None else [also(self.session)]
         self.meters += [] if self.trace is None else [self.trace]
         if not self._has("val"):
             self._without_validation()

@@ -243,6 +243,17 @@ def _crc_of(file: BinaryIO, offset: int, num_bytes: int) -> int:
     return crc
 
 
+def write_counts(path: Path | str, counts: NDArray[np.uint32]) -> None:
+    """Writes the accesses per row of a table that has no vocabulary."""
+    body = counts.tobytes()
+    raw = _COUNTS_HEADER.pack(
+        COUNTS_MAGIC, VERSION, BYTE_ORDER, COUNTS_HEADER_BYTES, counts.itemsize, len(counts), zlib.crc32(body)
+    )
+    raw = raw.ljust(COUNTS_HEADER_BYTES - _CRC.size, b"\0")
+    with atomic_write(path) as file:
+        file.write(raw + _CRC.pack(zlib.crc32(raw)) + body)
+
+
 def open_counts(path: Path | str) -> NDArray[Any]:
     """Maps the accesses per row in training rows, read-only: [num_embeddings] uint32 or uint64; row 0: rare ids.
 

@@ -115,7 +115,7 @@ def _salt(config: SyntheticConfig, table: SyntheticTable) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def _ranks(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int64]:
+def draw_ranks(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Draws ranks 0 .. N - 1 by inverting the distribution function at 53 random bits."""
     uniform = (words >> np.uint64(11)).astype(np.float64)
     uniform *= 2.0**-53
@@ -177,15 +177,15 @@ class Generator:
         table, salt = self.config.tables[j], self.salts[j]
         if table.kind == "one_hot":
             words = _raw(self.config, _IDS + j, index, len(time))
-            items = _exchange(table, salt, _ranks(table, words), time)
+            items = _exchange(table, salt, draw_ranks(table, words), time)
             if table.missing:
-                # `_ranks` leaves only 11 bits, too few for a share; mixing makes more bits from the same word.
+                # `draw_ranks` leaves only 11 bits, too few for a share; mixing makes more bits from the same word.
                 items[mix64(words) < np.uint64(table.missing * 2.0**64)] = table.num_embeddings
             return Ids(items)
         lengths = _lengths(table, _raw(self.config, _LENGTHS + j, index, len(time)))
         splits = np.concatenate([[0], lengths.cumsum()])
         words = _raw(self.config, _IDS + j, index, int(splits[-1]))
-        return Ids(_exchange(table, salt, _ranks(table, words), np.repeat(time, lengths)), splits)
+        return Ids(_exchange(table, salt, draw_ranks(table, words), np.repeat(time, lengths)), splits)
 
     def labels(self, index: int, logits: Floats) -> NDArray[np.float32]:
         """Draws the labels [n] of cell `index`: 1 with probability sigmoid(logit)."""

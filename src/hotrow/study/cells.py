@@ -1,0 +1,299 @@
+"""The cells of a study in YAML: data prepared once, predictions written first, each cell trained in its own process."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hotrow.base.records import read_sealed, write_sealed
+from hotrow.bench import how_clean
+from hotrow.config.schema import Config, MemoryConfig
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.placement.budget import Memory
+from hotrow.plan.cost import predict, work_of
+from hotrow.plan.demand import required_bytes
+from hotrow.plan.divide import slots_of
+from hotrow.plan.hardware import Hardware
+from hotrow.plan.modelled import faster
+from hotrow.run.setup import Setup, tables_of
+from hotrow.study.data import prepared
+from hotrow.study.group import GroupError, MemoryGroup, enter_and
+from hotrow.study.results import files_of, summary_of
+from hotrow.study.runner import Plan
+from hotrow.study.study import Cell, Study, expand
+from hotrow.study.worker import Spec, write_spec
+
+START_S = 3.0
+"""A process's start: mostly the import of torch."""
+MOST_S = 2.5
+"""Seconds of rounds, if the machine is quiet or not."""
+CELL_S, QUALITY_S = START_S + MOST_S + 1.0, 15.0
+"""What a cell takes, for the estimate."""
+WARM_PASSES, WARM_PASSES_IN_TIERS = 1, 2
+"""In the first pass rows come into being; those that tiers then moved out are read in the second."""
+MANY_PASSES = 1_000_000
+SLACK_BYTES = 256 << 20
+"""What a cell in a memory group may use beside its DRAM: batches, activations, dense layers, page cache."""
+CELL_TIMEOUT_S = 900.0
+PREDICTIONS = "predictions.json"
+_CURE = "remove the folder, or pass another --out"
+
+
+class CellError(RuntimeError):
+    """A cell that ended in a way that is not a result."""
+
+
+@dataclass(frozen=True)
+class Studied:
+    """A study as the runner asks for it."""
+
+    study: Study
+    origin: str
+    quick: bool = False
+    hardware: Hardware | None = None
+    """This machine, for predictions, and its watts and price; None: neither is shown."""
+    machines: Mapping[str, Hardware | str] | None = None
+    """Declared machines to model every cell for, or why one cannot be."""
+
+    FAILURES: ClassVar[tuple[type[Exception], ...]] = (CellError,)
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """All cells; those with the same data are next to each other."""
+        cells = expand(self.study, origin=self.origin, quick=self.quick)
+        return sorted(cells, key=lambda cell: cell.data.digest)
+
+    def plan(self, *, memory_bytes: int, cores: int) -> Plan:
+        return Plan(tuple(self.cells))
+
+    def estimate_s(self, cells: Sequence[Cell]) -> float:
+        data = {cell.data for cell in cells}
+        rows_s = sum(1.0 + rows.num_bytes / 50e6 for rows in data)
+        return rows_s + sum(QUALITY_S if cell.measures == "quality" else CELL_S for cell in cells)
+
+    def disk_bytes(self) -> int:
+        """Returns about how many bytes packed rows take at a time: if the study predicts, those of all cells."""
+        sizes = [rows.num_bytes for rows in {cell.data for cell in self.cells}]
+        return sum(sizes) if self.study.predicts else max(sizes)
+
+    def setup_of(self, cell: Cell) -> str:
+        return cell.data.digest
+
+    def begin(self, cells: Sequence[Cell], folder: Path) -> None:
+        """Writes the predictions that the study wants, before anything is measured."""
+        shutil.rmtree(folder / "work", ignore_errors=True)  # of a process that was killed
+        if self.study.predicts and cells:
+            self._predict_all(folder)
+
+    def _predict_all(self, folder: Path) -> None:
+        if self.hardware is None:
+            raise ValueError(
+                f"study {self.origin} predicts, which needs this machine's figures: run hotrow probe first"
+            )
+        known = self.predictions(folder)
+        if missing := [cell for cell in self.cells if cell.key not in known]:
+            known |= {cell.key: self.predicted(cell, self.hardware, folder) for cell in missing}
+            machine = {"hardware": self.hardware.name, "hardware_date": self.hardware.date}
+            written = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            write_sealed(folder / PREDICTIONS, {"hotrow_predictions": 1, **machine, "written": written, "cells": known})
+
+    def predictions(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """Returns what was predicted of each cell; nothing if the study does not predict."""
+        if not (folder / PREDICTIONS).exists():
+            return {}
+        fields = read_sealed(folder / PREDICTIONS, cure=_CURE)
+        return dict(fields["cells"])
+
+    def config_of(self, cell: Cell, dataset: PackedDataset, folder: Path) -> Config:
+        """Returns the config that the cell trains with."""
+        plain = cell.resolved(data=str(dataset.path), tables_bytes=1 << 40)
+        needed = required_bytes(plain, tables_of(plain, dataset))
+        config = cell.resolved(data=str(dataset.path), tables_bytes=needed, folder=folder)
+        for place in _folders(config):
+            place.mkdir(parents=True, exist_ok=True)
+        if cell.measures == "quality":
+            return config
+        passes = math.ceil(dataset.split("train").num_rows / config.train.batch_size)
+        train = config.train.model_copy(update={"epochs": MANY_PASSES, "log_every": passes, "eval_every": None})
+        return config.model_copy(update={"train": train})
+
+    def predicted(self, cell: Cell, hardware: Hardware, folder: Path, *, threads: int | None = None) -> dict[str, Any]:
+        """Returns the step's predicted time on a machine, or why there is none. threads: instead of the config's."""
+        dataset = prepared(cell.data, folder / "data")
+        try:
+            config = self.config_of(cell, dataset, folder / "work")
+            setup = Setup.decide(config, dataset, folder)
+            warm = WARM_PASSES_IN_TIERS if setup.in_tiers else WARM_PASSES
+            passes = warm + cell.rounds
+            config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": passes})})
+            per_pass = math.ceil(dataset.split("train").num_rows / config.train.batch_size)
+            work = work_of(config, setup.tables, dataset, warmup=warm * per_pass)
+            work = work if threads is None else replace(work, threads=threads)
+            slots = None
+            if isinstance(setup.memory, Memory):
+                settled, slots = slots_of(config, setup.tables, setup.memory)
+                work = replace(work, folder=str(settled.folder), writes=settled.writes)
+            found = predict(work, hardware, slots)
+        except ValueError as error:
+            return {"reason": str(error)}
+        phases = {f"{phase}_ms": 1e3 * seconds for phase, seconds in found.seconds.items()}
+        return {"step_ms": 1e3 * found.step_s, **phases, "wait_ms": 1e3 * found.wait_s, "binds": found.binds}
+
+    def measure(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, dict[str, Any] | str]]:
+        """Yields each cell with its row; their data is removed afterwards."""
+        before = self.predictions(folder)
+        for cell in cells:
+            try:
+                yield cell, self._row(cell, folder, before.get(cell.key))
+            except CellError as error:
+                yield cell, str(error)
+            finally:
+                shutil.rmtree(folder / "work", ignore_errors=True)
+        shutil.rmtree(folder / "data" / cells[0].data.digest)
+
+    def _row(self, cell: Cell, folder: Path, predicted: Mapping[str, Any] | None) -> dict[str, Any]:
+        dataset = prepared(cell.data, folder / "data")
+        config = self.config_of(cell, dataset, folder / "work")
+        tables = tables_of(config, dataset)
+        facts: dict[str, Any] = {
+            "group": cell.group,
+            "measures": cell.measures,
+            "axes": cell.labels,
+            "batch_size": config.train.batch_size,
+            "table_bytes": required_bytes(config, tables),
+        }
+        row = {"key": cell.key, **facts, **run_cell(cell, config, folder / "work")}
+        if "rounds" in row:
+            row["note"] = how_clean(row)
+        if predicted is not None:
+            row["predicted"] = dict(predicted)
+        modelled = {name: self._modelled(cell, row, machine, folder) for name, machine in (self.machines or {}).items()}
+        return {**row, **self._costs(row), **({"modelled": modelled} if modelled else {})}
+
+    def _modelled(self, cell: Cell, row: Mapping[str, Any], machine: Hardware | str, folder: Path) -> dict[str, Any]:
+        """Returns a step's modelled time on a machine that is not here, and a range; or why there is none.
+
+        The range is what was measured here, divided by how many times faster the machine is at the work that it speeds
+        up most and least.
+        """
+        if isinstance(machine, str) or "step_ms" not in row:
+            return {"reason": machine if isinstance(machine, str) else "not measured here"}
+        assert self.hardware is not None, "machines are modelled from this one"
+        found = self.predicted(cell, machine, folder, threads=machine.num_cores)
+        if "step_ms" not in found:
+            return found
+        rates = faster(machine, machine.num_cores, self.hardware, self.hardware.num_cores)
+        bounds = [row["step_ms"] / rate for name, rate in rates.items() if name != "one thread"]
+        return {
+            **found,
+            "least_ms": min(*bounds, found["step_ms"]),
+            "most_ms": max(*bounds, found["step_ms"]),
+        }
+
+    def _costs(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns samples per joule and per unit of money, if the machine's file says what it takes."""
+        found: dict[str, Any] = {}
+        if self.hardware is None or row.get("samples_per_s") is None:
+            return found
+        for name, figure, per in (
+            ("samples_per_j", self.hardware.watts, 1.0),
+            ("samples_per_unit", self.hardware.price_per_hour, 3600.0),
+        ):
+            if figure is not None and figure.value > 0:
+                found |= {name: row["samples_per_s"] * per / figure.value, f"{name}_source": figure.source}
+        return found
+
+    def headline(self, row: Mapping[str, Any]) -> str:
+        speed = row.get("samples_per_s")
+        return str(row["status"]) if speed is None else f"{speed:,.0f} samples/s"
+
+    def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return summary_of(self.study, self._own(rows))
+
+    def _own(self, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Returns the rows of this study's cells in their order: the file may hold those of an earlier version."""
+        place = {cell.key: at for at, cell in enumerate(expand(self.study, origin=self.origin, quick=self.quick))}
+        return sorted((row for row in rows if row["key"] in place), key=lambda row: place[row["key"]])
+
+    def files(self, report: Mapping[str, Any]) -> Mapping[str, str]:
+        return files_of(self.study, {**report, "cells": self._own(report["cells"])})
+
+
+def _folders(config: Config) -> list[Path]:
+    memory = config.memory
+    return [] if isinstance(memory, str) else [Path(place) for place in (memory.file, memory.ssd) if place is not None]
+
+
+def dram_bytes(config: Config) -> int | None:
+    """Returns the DRAM that the config gives to tables, if it says how much."""
+    return config.memory.dram_bytes if isinstance(config.memory, MemoryConfig) else None
+
+
+def run_cell(cell: Cell, config: Config, work: Path) -> dict[str, Any]:
+    """Returns the fields of a cell that were measured in a process of its own, in a memory group if it limits DRAM.
+
+    Raises CellError if the process ended in another way than by its result or for memory.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    in_tiers = config.memory != "dram" and not isinstance(config.memory, str)
+    spec = Spec(
+        config=config.model_dump(mode="json"),
+        run=str(work / "run"),
+        result=str(work / "result.json"),
+        measures=cell.measures,
+        warm_passes=WARM_PASSES_IN_TIERS if in_tiers else WARM_PASSES,
+        rounds=cell.rounds,
+        most_s=MOST_S,
+    )
+    write_spec(work / "spec.json", spec)
+    limited: dict[str, Any] = {}
+    with ExitStack() as stack:
+        group = None
+        if (dram := dram_bytes(config)) is not None:
+            try:
+                group = stack.enter_context(MemoryGroup())
+            except GroupError as error:
+                limited["unlimited"] = str(error)
+        command = enter_and(group, [sys.executable, "-m", "hotrow.study.worker", str(work / "spec.json")])
+        with (
+            (work / "stderr").open("wb") as errors,
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            ) as process,
+        ):
+            try:
+                assert process.stdout is not None
+                process.stdout.readline()
+                if group is not None and dram is not None and process.poll() is None:
+                    limited["limit_bytes"] = group.used_bytes() + dram + SLACK_BYTES
+                    group.limit(limited["limit_bytes"])
+                process.communicate("go\n", timeout=CELL_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise CellError(f"it took more than {CELL_TIMEOUT_S:.0f} s") from None
+            except BaseException:
+                process.kill()
+                raise
+        return {**_result(process.returncode, work), **limited}
+
+
+def _result(returncode: int, work: Path) -> dict[str, Any]:
+    file = work / "result.json"
+    if returncode == 0 and file.exists():
+        row = json.loads(file.read_text(encoding="utf-8"))
+        assert isinstance(row, dict)
+        return row
+    if returncode in (-9, 137):
+        return {"status": "out of memory", "reason": "the system ended the process for memory"}
+    said = (work / "stderr").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    raise CellError(f"the process ended with code {returncode}: {said[-1] if said else 'it said nothing'}")

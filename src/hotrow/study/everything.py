@@ -1,0 +1,143 @@
+"""`hotrow study all`: a short form of every study, and one page that sets the papers' claims beside what was measured.
+
+claims.yaml is also the source of docs/claims.md, which `python -m benchmarks.claims` makes of full studies.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hotrow.base.files import atomic_write
+from hotrow.base.machine import host_facts
+from hotrow.config.load import parse_yaml
+from hotrow.draw import load_template
+from hotrow.study.results import quality_by_batch
+from hotrow.study.run import run_study
+
+CLAIMS = Path(__file__).with_name("claims.yaml")
+Report = Mapping[str, Any]
+"""The content of a study's results.json."""
+
+
+# ---- studies in a sentence
+
+
+def speeds_told(group: str, report: Report) -> str:
+    """Returns the speeds of a group of a sweep, line by line: that of its first point, and the others beside it."""
+    lines: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    for row in report["cells"]:
+        if row["group"] == group:
+            *others, point = row["axes"].values()
+            lines.setdefault(" ".join(others), []).append((point, row))
+    texts = []
+    for name, points in lines.items():
+        first = next((row for _, row in points if row.get("samples_per_s")), None)
+        said = [f"{point} {_beside(row, first)}" for point, row in points]
+        texts.append((f"{name}: " if name else "") + ", ".join(said))
+    return "; ".join(texts)
+
+
+def _beside(row: Mapping[str, Any], first: Mapping[str, Any] | None) -> str:
+    """Returns a speed in samples/s if it is the first of its line, else as a share of the first."""
+    if not row.get("samples_per_s") or first is None:
+        return str(row.get("status", "not measured"))
+    if row is first:
+        return f"{row['samples_per_s']:,.0f} samples/s"
+    return f"{row['samples_per_s'] / first['samples_per_s']:.0%}"
+
+
+def quality_told(report: Report) -> str:
+    """Returns by how much NE rises with the batch size, each with the rate that was best on validation rows."""
+    first, *others = quality_by_batch(report["cells"])
+    texts = [f"{one['batch_size']:,} {one['ne_gap']:+.2%}" for one in others]
+    return f"test NE beside batches of {first['batch_size']:,}: {', '.join(texts)}"
+
+
+def prediction_told(report: Report) -> str:
+    """Returns how far blind predictions were off, and how often they chose the fastest placement."""
+    found = report["prediction"]
+    text = (
+        f"geometric mean error {found['geometric_mean_error']:.1%} over {found['cells']} cells, "
+        f"{found['share_within_15_percent']:.0%} within 15 %, repeat noise {found['median_noise']:.1%}"
+    )
+    if "share_placement_chosen_well" in found:
+        text += f"; the placement predicted fastest was, within 3 %, in {found['share_placement_chosen_well']:.0%}"
+    return text
+
+
+SWEEPS = ("models", "dense", "sparse", "mlp", "batch", "hash", "lookups", "placement")
+"""Groups of the study `efficiency`."""
+SENTENCES: Mapping[str, Mapping[str, Callable[[Report], str]]] = {
+    "efficiency": {f"study_efficiency_{group}": partial(speeds_told, group) for group in SWEEPS},
+    "quality": {"study_quality": quality_told},
+    "prediction": {"study_prediction": prediction_told},
+}
+"""Study -> what a claim names -> what makes its sentence."""
+
+
+# ---- all of them
+
+
+def run_all(
+    out: Path | str | None = None,
+    *,
+    estimate: bool = False,
+    hardware: Path | str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Measures what `out` lacks of every study's quick form, and writes the page.
+
+    out: by default studies/all. A study that cannot run here, such as one without its data, is on the page with the
+    reason.
+    """
+    folder = Path(out) if out is not None else Path("studies") / "all"
+    found: dict[str, tuple[str, str]] = {}
+    parts: dict[str, Any] = {}
+    for study, sentences in SENTENCES.items():
+        command = f"hotrow study {study} --quick"
+        try:
+            parts[study] = run_study(study, folder / study, quick=True, estimate=estimate, hardware=hardware, say=say)
+            if not estimate:
+                report = json.loads((folder / study / "results.json").read_text(encoding="utf-8"))
+                found |= {name: (told(report), command) for name, told in sentences.items()}
+        except ValueError as error:
+            parts[study] = {"reason": str(error)}
+            found |= dict.fromkeys(sentences, (f"not measured: {error}", command))
+            say(f"{study}: {error}")
+    result = {"study": "all", "out": str(folder), "parts": parts}
+    if estimate:
+        return result
+    papers = parse_yaml(CLAIMS.read_text(encoding="utf-8"), origin=str(CLAIMS))
+    with atomic_write(folder / "claims.html") as file:
+        file.write(claims_page(papers, found, host_facts()).encode())
+    return {**result, "files": [str(folder / "claims.html")]}
+
+
+def claims_page(papers: list[dict[str, Any]], found: Mapping[str, tuple[str, str]], machine: Mapping[str, Any]) -> str:
+    """Returns the page. found: sentence and command by what a claim names."""
+    shown = [{**paper, "claims": [_shown(claim, found) for claim in paper["claims"]]} for paper in papers]
+    where = f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
+    return load_template("study/claims.html").render(papers=shown, machine=where)
+
+
+def _shown(claim: Mapping[str, Any], found: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    """Returns one line of the page."""
+    note = f"; {claim['note']}" if "note" in claim else ""
+    if claim["ours"] in found:
+        told, command = found[claim["ours"]]
+        return {"claim": claim["claim"], "figure": claim["figure"], "ours": _plain(told + note), "command": command}
+    told = claim.get("page", "not built")
+    if claim["ours"] is not None:
+        told = "measured from a checkout alone: docs/benchmarks.md"
+    command = claim.get("command", "make bench" if claim["ours"] is not None else "")
+    return {"claim": claim["claim"], "figure": claim["figure"], "ours": _plain(told), "command": command}
+
+
+def _plain(text: str) -> str:
+    """Returns Markdown without its links and code marks."""
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "")

@@ -1,0 +1,324 @@
+"""What a study found: its figures by group, charts, a table for LaTeX and one page."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hotrow.bench import is_disturbed
+from hotrow.draw import bar_chart, line_chart, load_template
+from hotrow.study.study import Group, Study
+
+Row = Mapping[str, Any]
+GOOD_SHARE = 0.95
+"""The best batch size is the smallest that reaches this share of the highest speed."""
+CLOSE = 0.15
+SAME_PLACEMENT = 0.03
+"""A placement counts as chosen well if it is slower than the fastest by at most this."""
+
+
+# ---- summaries
+
+
+def summary_of(study: Study, rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns the fields that sum a study up."""
+    fields: dict[str, Any] = {"title": study.title, "asks": study.asks}
+    errors = prediction_summary(rows)
+    return fields | ({"prediction": errors} if errors else {})
+
+
+def error_of(row: Row) -> float | None:
+    """Returns predicted over measured step time; None if one of them is missing."""
+    predicted = row.get("predicted", {}).get("step_ms")
+    return predicted / row["step_ms"] if predicted and row.get("step_ms") else None
+
+
+def prediction_summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns how far predictions were off, over all cells that were predicted and measured; {} if none were."""
+    ratios = [ratio for row in rows if (ratio := error_of(row)) is not None]
+    if not ratios:
+        return {}
+    off = [abs(math.log(ratio)) for ratio in ratios]
+    noise = [row["noise"] for row in rows if error_of(row) is not None]
+    return {
+        "cells": len(ratios),
+        "geometric_mean_error": math.exp(statistics.fmean(off)) - 1,
+        "median_error": math.exp(statistics.median(off)) - 1,
+        "worst_error": math.exp(max(off)) - 1,
+        "share_within_15_percent": sum(abs(ratio - 1) <= CLOSE for ratio in ratios) / len(ratios),
+        "median_bias": statistics.median(ratios) - 1,
+        "median_noise": statistics.median(noise),
+        "not_predicted": sum(row.get("predicted", {}).get("reason") is not None for row in rows),
+        **_placements(rows),
+    }
+
+
+def _placements(rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns in how many models the placement that was predicted fastest is the fastest, or within 3 % of it."""
+    models: dict[str, list[Row]] = {}
+    for row in rows:
+        if error_of(row) is not None and "model" in row["axes"]:
+            models.setdefault(f"{row['group']}/{row['axes']['model']}", []).append(row)
+    compared = [own for own in models.values() if len(own) > 1]
+    if not compared:
+        return {}
+    good = 0
+    for own in compared:
+        chosen = min(own, key=lambda row: row["predicted"]["step_ms"])
+        good += chosen["step_ms"] <= (1 + SAME_PLACEMENT) * min(row["step_ms"] for row in own)
+    return {"models_with_placements": len(compared), "share_placement_chosen_well": good / len(compared)}
+
+
+def best_batches(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns, for each line of a group in which the batch size varies, the fastest and the smallest good one."""
+    found = []
+    for line, own in lines_of(rows, "train.batch_size").items():
+        fastest = max(own, key=lambda row: row["samples_per_s"])
+        enough = [row for row in own if row["samples_per_s"] >= GOOD_SHARE * fastest["samples_per_s"]]
+        good = min(enough, key=lambda row: row["batch_size"])
+        found.append(
+            {
+                "line": line,
+                "fastest": fastest["batch_size"],
+                "samples_per_s": fastest["samples_per_s"],
+                "smallest_good": good["batch_size"],
+                "at_the_end": fastest["batch_size"] == max(row["batch_size"] for row in own),
+            }
+        )
+    return found
+
+
+def quality_by_batch(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns, for each batch size, the point of the other axes with the lowest validation NE, and its gap on test.
+
+    The gap is the test NE over that of the smallest batch size, both with their own best rate.
+    """
+    best: dict[int, Row] = {}
+    for row in rows:
+        if row.get("val_ne") is not None and row.get("test_ne") is not None:
+            before = best.get(row["batch_size"])
+            if before is None or row["val_ne"] < before["val_ne"]:
+                best[row["batch_size"]] = row
+    if not best:
+        return []
+    base = best[min(best)]["test_ne"]
+    return [
+        {
+            "batch_size": size,
+            "point": " ".join(f"{axis} {label}" for axis, label in row["axes"].items() if axis != "train.batch_size"),
+            **{name: row[name] for name in ("test_ne", "test_auc", "samples_per_s")},
+            "ne_gap": row["test_ne"] / base - 1,
+        }
+        for size, row in sorted(best.items())
+    ]
+
+
+def lines_of(rows: Sequence[Row], axis: str) -> dict[str, list[Row]]:
+    """Returns the rows that have a speed and vary along `axis`, by what they have in common otherwise."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.get("samples_per_s") is not None and axis in row["axes"]:
+            others = [label for name, label in row["axes"].items() if name != axis]
+            found.setdefault(" ".join(others) or axis, []).append(row)
+    return found
+
+
+# ---- pictures, LaTeX
+
+
+def _number(label: str) -> float | None:
+    try:
+        return float(label)
+    except ValueError:
+        return None
+
+
+def charts_of(name: str, group: Group, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Yields the names and the SVG of a group's charts: speed along its last axis."""
+    if group.draw is not None:
+        points = {row["key"]: (row["step_ms"], ratio) for row in rows if (ratio := error_of(row)) is not None}
+        lines = {
+            "predicted over measured": sorted(points.values()),
+            "1": [(x, 1.0) for x, _ in sorted(points.values())],
+        }
+        label = "Predicted over measured step time"
+        if points:
+            yield name, line_chart(lines, x_label="measured step, ms", y_label=label, dashed=["1"], label=label)
+        return
+    axis = [*group.axes][-1]
+    lines = {}
+    for line, own in lines_of(rows, axis).items():
+        most = max(row["samples_per_s"] for row in own)
+        places = [(_number(row["axes"][axis]), row["samples_per_s"] / most) for row in own]
+        if all(x is not None and x > 0 for x, _ in places):
+            lines[line] = [(float(x), share) for x, share in places if x is not None]
+    label = f"{name}: speed along {axis}"
+    if lines:
+        ticks = {x: f"{x:g}" for line in lines.values() for x, _ in line}
+        yield name, line_chart(lines, x_label=axis, y_label="speed, of the line's best", ticks=ticks, label=label)
+    else:
+        values = {" ".join(row["axes"].values()): row["samples_per_s"] for row in rows if row.get("samples_per_s")}
+        if chart := bar_chart(values, y_label="samples/s", label=label):
+            yield name, chart
+
+
+_TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_TEX |= {char: f"\\{char}" for char in "&%$#_{}"}
+
+
+def tex(text: str) -> str:
+    """Returns a text in LaTeX, with its special characters escaped."""
+    return "".join(_TEX.get(char, char) for char in text)
+
+
+def table_tex(study: Study, rows: Sequence[Row]) -> str:
+    """Returns a table for LaTeX, with the package booktabs alone: every measured cell, then what was not."""
+    lines = [
+        f"% {tex(study.title)}; needs \\usepackage{{booktabs}}",
+        r"\begin{tabular}{llrrl}",
+        r"\toprule",
+        r"group & cell & samples/s & least--most & clean rounds \\",
+    ]
+    for name in study.groups:
+        lines.append(r"\midrule")
+        for row in rows:
+            if row["group"] == name:
+                point = tex(", ".join(f"{axis} {label}" for axis, label in row["axes"].items()))
+                lines.append(f"{tex(name)} & {point} & {' & '.join(_tex_figures(row))} \\\\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _tex_figures(row: Row) -> list[str]:
+    if "rounds" not in row:
+        speed = row.get("samples_per_s")
+        return [tex(str(row["status"])) if speed is None else f"{speed:.0f}", "", ""]
+    low, high = row["spread"]
+    clean = f"{row['clean_rounds']} of {row['taken_rounds']}"
+    return [f"{row['samples_per_s']:.0f}", f"{low:.0f}--{high:.0f}", clean]
+
+
+# ---- the page
+
+
+def files_of(study: Study, report: Mapping[str, Any]) -> dict[str, str]:
+    """Returns charts, table and page by file name. report: the content of results.json, only this study's rows."""
+    rows: Sequence[Row] = report["cells"]
+    files = {"table.tex": table_tex(study, rows)}
+    groups = []
+    for name, group in study.groups.items():
+        own = [row for row in rows if row["group"] == name]
+        charts = dict(charts_of(name, group, own))
+        files |= {f"{chart}.svg": svg for chart, svg in charts.items()}
+        groups.append(_shown_group(name, group, own, charts, machines=study.machines))
+    machine = report["machine"]
+    template = load_template("study/study.html")
+    files["report.html"] = template.render(
+        title=study.title,
+        asks=study.asks,
+        command=report["command"],
+        quick=report["quick"],
+        machine=f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB",
+        backend=f"{report['backend']['name']} ({report['backend']['isa']})",
+        torch=report["versions"]["torch"],
+        commit=report.get("commit"),
+        num_cells=len(rows),
+        num_disturbed=sum(is_disturbed(row) for row in rows if "rounds" in row),
+        prediction=_prediction_words(report.get("prediction")),
+        groups=groups,
+        skipped=report["skipped"],
+    )
+    return files
+
+
+def _prediction_words(found: Mapping[str, Any] | None) -> dict[str, str]:
+    if not found:
+        return {}
+    words = {
+        "cells predicted before they were measured": f"{found['cells']}",
+        "geometric mean error": f"{found['geometric_mean_error']:.1%}",
+        "median error": f"{found['median_error']:.1%}",
+        "worst error": f"{found['worst_error']:.0%}",
+        "within 15 %": f"{found['share_within_15_percent']:.0%}",
+        "predictions are too high by (median)": f"{found['median_bias']:+.1%}",
+        "half the range of a cell's own rounds (median)": f"{found['median_noise']:.1%}",
+        "cells that could not be predicted": f"{found['not_predicted']}",
+    }
+    if "share_placement_chosen_well" in found:
+        words["the placement predicted fastest is the fastest, or within 3 % of it"] = (
+            f"{found['share_placement_chosen_well']:.0%} of {found['models_with_placements']} models"
+        )
+    return words
+
+
+def _shown_group(
+    name: str, group: Group, rows: Sequence[Row], charts: Mapping[str, str], *, machines: Sequence[str]
+) -> dict[str, Any]:
+    quality = group.measures == "quality"
+    axes = [*(["model"] if group.draw else []), *group.axes]
+    columns: dict[str, Callable[[Row], str]] = {}
+    if quality:
+        columns |= {head: _digits(field, "{:.5f}") for head, field in _QUALITY.items()}
+    columns |= {
+        "samples/s": _digits("samples_per_s", "{:,.0f}"),
+        "least to most": lambda row: "{:,.0f} to {:,.0f}".format(*row["spread"]) if "spread" in row else "",
+    }
+    if not quality:
+        columns["step, ms"] = _digits("step_ms", "{:.3f}")
+    for head, field in (("samples/J", "samples_per_j"), ("samples per unit of money", "samples_per_unit")):
+        if any(field in row for row in rows):
+            columns[head] = _with_source(field)
+    if any("predicted" in row for row in rows):
+        columns |= {
+            "predicted, ms": _predicted,
+            "predicted / measured": _ratio,
+            "own noise": _digits("noise", "±{:.1%}"),
+        }
+    for machine in machines:
+        columns[f"modelled: {machine}, its processors alone, samples/s (range)"] = _modelled(machine)
+    columns["how clean, or why not measured"] = lambda row: str(row.get("note") or row.get("reason") or row["status"])
+    return {
+        "name": name,
+        "asks": group.asks,
+        "charts": [*charts.values()],
+        "heads": [*axes, *columns],
+        "num_words": len(axes),
+        "rows": [
+            [row["axes"].get(axis, "") for axis in axes] + [form(row) for form in columns.values()] for row in rows
+        ],
+        "best": best_batches(rows) if "train.batch_size" in axes and not quality else [],
+        "quality": quality_by_batch(rows) if quality else [],
+    }
+
+
+_QUALITY = {"validation NE": "val_ne", "test NE": "test_ne", "test AUC": "test_auc"}
+
+
+def _digits(field: str, form: str) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(field) is None else form.format(row[field])
+
+
+def _with_source(field: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[field]:,.1f} ({row[f'{field}_source']})" if field in row else ""
+
+
+def _predicted(row: Row) -> str:
+    found = row.get("predicted", {})
+    return f"{found['step_ms']:.3f}" if "step_ms" in found else str(found.get("reason", ""))
+
+
+def _ratio(row: Row) -> str:
+    ratio = error_of(row)
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def _modelled(machine: str) -> Callable[[Row], str]:
+    def text(row: Row) -> str:
+        found = row.get("modelled", {}).get(machine, {})
+        if "step_ms" not in found:
+            return str(found.get("reason", ""))
+        speed, low, high = (1e3 * row["batch_size"] / found[f"{name}_ms"] for name in ("step", "most", "least"))
+        return f"{speed:,.0f} ({low:,.0f} to {high:,.0f})"
+
+    return text

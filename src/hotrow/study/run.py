@@ -1,0 +1,70 @@
+"""Runs a study: `hotrow study NAME` calls `run_study`, and `hotrow study all` a short form of all of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hotrow.base.files import disk_free_bytes, size
+from hotrow.plan.hardware import Hardware, known_hardware, read_hardware
+from hotrow.plan.modelled import modelled
+from hotrow.study.cells import Studied
+from hotrow.study.runner import Sweep, run_sweep
+from hotrow.study.study import find_study, read_study
+
+
+def run_study(
+    name: str,
+    out: Path | str | None = None,
+    *,
+    quick: bool = False,
+    estimate: bool = False,
+    hardware: Path | str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Measures the cells of a study that are not in `out` yet, writes its files there, and returns what it found.
+
+    name: one of hotrow's studies, or the path of a YAML file. out: by default studies/<name>, or <name>-quick. quick:
+    only the ends of every axis. estimate: measure nothing. hardware: this machine's figures; None: those that `hotrow
+    probe` kept, if it has run.
+
+    Raises ValueError naming file and field for a study that cannot be read, and if another process measures in `out`.
+    """
+    file = find_study(name)
+    study, stem = read_study(file), file.stem
+    folder = Path(out) if out is not None else Path("studies") / (f"{stem}-quick" if quick else stem)
+    here = known_hardware() if hardware is None else read_hardware(hardware)
+    machines = {machine: _machine(machine, here) for machine in study.machines}
+    studied = Studied(study, str(file), quick=quick, hardware=here, machines=machines)
+    cells = studied.cells  # what is wrong with the study is said before anything is made
+    if study.predicts and here is None and not estimate:
+        raise ValueError(f"study {file} predicts, which needs this machine's figures: run hotrow probe first")
+    disk = studied.disk_bytes()
+    say(f"{stem}: {len(cells)} cells; the rows they train on take up to {size(disk)} in {folder / 'data'}")
+    if not estimate and disk > (free := disk_free_bytes(folder)):
+        raise ValueError(
+            f"the rows of the study take {size(disk)}, and {folder} has {size(free)} free: choose another --out"
+        )
+    words = [
+        "hotrow",
+        "study",
+        name,
+        *(["--quick"] if quick else []),
+        *(["--out", str(out)] if out is not None else []),
+    ]
+    sweep = Sweep(name=stem, cells=studied, command=shlex.join(words), quick=quick)
+    result = run_sweep(sweep, folder, estimate_only=estimate, say=say)
+    result["disk_bytes"] = disk
+    return result
+
+
+def _machine(name: str, here: Hardware | None) -> Hardware | str:
+    """Returns a declared machine with steps modelled from those measured here, or why it cannot be modelled."""
+    if here is None:
+        return "this machine's figures are missing, from which it would be modelled: run hotrow probe"
+    try:
+        return modelled(read_hardware(name), here)
+    except ValueError as error:
+        return str(error)

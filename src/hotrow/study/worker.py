@@ -1,0 +1,175 @@
+"""One cell of a study, measured in this process: `python -m hotrow.study.worker SPEC.json`.
+
+It trains with `run.runs.train`, as a user's run does, with one more meter: `Passes` times pass after pass over the data
+and ends the run when it has enough. It prints "ready" before tables exist and waits for a line, so that its parent can
+limit its memory by what it uses by then. The result goes to the file that the spec names.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic.dataclasses import dataclass as record
+from typing_extensions import override
+
+from hotrow.base.files import write_json
+from hotrow.base.machine import Disturbance
+from hotrow.base.records import STRICT
+from hotrow.batch import Batch
+from hotrow.bench import Rounds, cleanest, wants_more
+from hotrow.config.load import make_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.run.folder import RunFolder
+from hotrow.run.meters import Meter, Session
+from hotrow.run.record import PHASES
+from hotrow.run.runs import train
+
+LEAST_ROUND_S = 0.2
+"""A round is as many passes over the data as take this long: a shorter time says little of who had the processors."""
+LEAST_ROUNDS = 3
+
+
+@record(frozen=True, config=STRICT, kw_only=True)
+class Spec:
+    """What a worker is to do."""
+
+    config: dict[str, Any]
+    run: str
+    """The run's folder, which must not exist yet."""
+    result: str
+    """Where to write the result."""
+    measures: str
+    warm_passes: int
+    rounds: int
+    most_s: float
+    """Seconds after which no round begins, if there are LEAST_ROUNDS."""
+
+
+class MeasuredEnough(Exception):  # noqa: N818  # not an error
+    """Ends a run that has been measured; nobody needs the rest of it, nor its checkpoint."""
+
+
+class Passes(Meter):
+    """Times rounds of training: passes over the data, after some that warm caches and slots."""
+
+    def __init__(self, session: Session, *, warm_passes: int, rounds: int, most_s: float) -> None:
+        self._session, self._warm_passes, self._rounds, self._most_s = session, warm_passes, rounds, most_s
+        self.taken: list[tuple[float, dict[str, float]]] = []
+        self._first_s = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        state = self._session.state
+        self._before, self._step, self._samples = dict(state.seconds), state.step, state.num_samples
+        self._stall_s = state.stall_s
+        self._disturbance, self._start = Disturbance(), time.perf_counter()
+
+    @override
+    def end_step(self, batch: Batch) -> None:
+        """Ends a round with the pass that makes it long enough. Raises MeasuredEnough after the last one."""
+        state, now = self._session.state, time.perf_counter()
+        if state.batch or state.epoch < self._warm_passes:
+            return
+        if state.epoch == self._warm_passes:
+            self._first_s = now
+            self._begin()
+            return
+        if now - self._start < LEAST_ROUND_S:
+            return
+        num_steps = state.step - self._step
+        ms = {f"{phase}_ms": 1e3 * (state.seconds[phase] - self._before[phase]) / num_steps for phase in PHASES}
+        whole = {"step_ms": sum(ms.values()), "wait_ms": 1e3 * (state.stall_s - self._stall_s) / num_steps}
+        samples = {"samples": (state.num_samples - self._samples) / num_steps, "steps": float(num_steps)}
+        self.taken.append((self._disturbance.share(), {**whole, **ms, **samples}))
+        late = now - self._first_s > self._most_s and len(self.taken) >= min(LEAST_ROUNDS, self._rounds)
+        if late or not wants_more(self.taken, self._rounds):
+            raise MeasuredEnough
+        self._begin()
+
+    def figures(self) -> dict[str, Any]:
+        """Returns medians over the clean rounds; with few of those, over the less disturbed half of all."""
+        return figures_of(cleanest(self.taken, (len(self.taken) + 1) // 2))
+
+
+def figures_of(rounds: Rounds[dict[str, float]]) -> dict[str, Any]:
+    """Returns the fields of a row: medians of the rounds, and the least and most of them."""
+    medians = {name: statistics.median(one[name] for one in rounds.results) for name in rounds.results[0]}
+    steps_ms = [one["step_ms"] for one in rounds.results]
+    samples, num_steps = medians.pop("samples"), medians.pop("steps")
+    return {
+        "status": "measured",
+        "samples_per_s": 1e3 * samples / medians["step_ms"],
+        "spread": [1e3 * samples / max(steps_ms), 1e3 * samples / min(steps_ms)],
+        **medians,
+        "spread_ms": [min(steps_ms), max(steps_ms)],
+        "noise": (max(steps_ms) - min(steps_ms)) / 2 / medians["step_ms"],
+        "steps_per_round": round(num_steps),
+        **rounds.counts(),
+    }
+
+
+def measure(spec: Spec) -> dict[str, Any]:
+    """Trains as the spec says, and returns the fields of a row."""
+    config = make_config(spec.config, origin="cell")
+    folder = RunFolder.create(spec.run, name="cell")
+    if spec.measures == "quality":
+        run = train(config, folder=folder, quiet=True)
+        test, val = ((run.record.metrics or {}).get(split) for split in ("test", "val"))
+        found: dict[str, Any] = {"status": "measured", "steps": run.record.steps, "train_s": run.record.train_s}
+        for split, metrics in (("test", test), ("val", val)):
+            if metrics is not None:
+                found |= {f"{split}_{name}": metrics[name] for name in ("ne", "logloss", "auc")}
+        return {**found, "samples_per_s": run.record.samples_per_s}
+    meters: list[Passes] = []
+
+    def passes(session: Session) -> Meter:
+        meters.append(Passes(session, warm_passes=spec.warm_passes, rounds=spec.rounds, most_s=spec.most_s))
+        return meters[0]
+
+    with suppress(MeasuredEnough):
+        train(config, folder=folder, quiet=True, also=passes)
+    lines = [line for line in folder.measurements() if line["kind"] == "train"]
+    hits = lines[-1].get("hits_per_lookup") if lines else None
+    return {**meters[0].figures(), **({} if hits is None else {"hits_per_lookup": hits})}
+
+
+def outcome(spec: Spec) -> dict[str, Any]:
+    """Returns the row of a cell that was measured, or that cannot be: "refused" by hotrow, or out of memory."""
+    try:
+        row = measure(spec)
+    except MemoryError as error:
+        row = {"status": "out of memory", "reason": str(error) or "MemoryError"}
+    except ValueError as error:
+        row = {"status": "refused", "reason": str(error)}
+    except RuntimeError as error:
+        if "memory" not in str(error).lower():
+            raise
+        row = {"status": "out of memory", "reason": str(error).splitlines()[0]}
+    return {**row, "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    (path,) = sys.argv[1:] if arguments is None else arguments
+    spec = Spec(**json.loads(Path(path).read_text(encoding="utf-8")))
+    PackedDataset.open(spec.config["data"])
+    print("ready", flush=True)
+    sys.stdin.readline()
+    write_json(spec.result, outcome(spec))
+
+
+def write_spec(path: Path, spec: Spec) -> None:
+    """Writes what `main` reads."""
+    write_json(path, asdict(spec))
+
+
+if __name__ == "__main__":
+    main()

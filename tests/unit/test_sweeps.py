@@ -1,0 +1,647 @@
+"""Studies in YAML: what they expand into, what is kept when they stop, and what their files say."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from hotrow.base.files import claim
+from hotrow.base.records import read_sealed
+from hotrow.cli.app import main
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.plan.cost import Prediction
+from hotrow.plan.hardware import Figure, Hardware
+from hotrow.run.meters import Session
+from hotrow.study import cells, data, everything, results, runner, worker
+from hotrow.study.cells import Studied
+from hotrow.study.data import SyntheticRows
+from hotrow.study.group import GroupError, MemoryGroup
+from hotrow.study.run import run_study
+from hotrow.study.study import STUDIES, Cell, Draw, Range, expand, find_study, read_study
+
+NAME = "Tiny <script>alert(1)</script> & 50 %"
+TINY: dict[str, Any] = {
+    "title": NAME,
+    "asks": "For tests.",
+    "base": {
+        "data": {"tables": 2, "rows": 50, "dense": 2, "samples": 64},
+        "model": {"embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]},
+        "train": {"batch_size": 16, "threads": 1},
+        "memory": "dram",
+    },
+    "rounds": 3,
+    "groups": {
+        "batch": {"asks": "Why <b>?", "axes": {"train.batch_size": [16, 32]}},
+        "both": {
+            "axes": {
+                "data.rows": [50, 60],
+                "mlp": {
+                    "a_b & <i>": {"model.bottom_mlp": [2], "model.top_mlp": [3]},
+                    "wide": {"model.bottom_mlp": [8, 8], "model.top_mlp": [8]},
+                },
+            },
+        },
+    },
+}
+HARDWARE = Hardware(
+    name="a machine",
+    date="2026-11-01",
+    host={},
+    versions={},
+    num_cores=2,
+    dram_bytes=Figure(1e9),
+    watts=Figure(50.0, source="declared", note="the label"),
+)
+
+
+def write_study(folder: Path, **changes: Any) -> Path:
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**TINY, **changes}, sort_keys=False))
+    return path
+
+
+def cells_of(folder: Path, *, quick: bool = False, **changes: Any) -> list[Cell]:
+    path = write_study(folder, **changes)
+    return expand(read_study(path), origin=str(path), quick=quick)
+
+
+def row_of(**changes: Any) -> dict[str, Any]:
+    """What a worker returns."""
+    rounds = {"rounds": 3, "clean_rounds": 3, "taken_rounds": 3}
+    speed = {"samples_per_s": 8000.0, "spread": [7000.0, 9000.0], "step_ms": 2.0, "spread_ms": [1.8, 2.2], "noise": 0.1}
+    return {"status": "measured", **speed, **rounds, **changes}
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the cells whose training was begun. No process trains."""
+    names: list[str] = []
+
+    def run(cell: Cell, config: Any, work: Path) -> dict[str, Any]:
+        names.append(cell.name)
+        return row_of()
+
+    monkeypatch.setattr(cells, "run_cell", run)
+    return names
+
+
+# ---- expansion
+
+
+def test_a_grid_has_every_combination_of_its_points(tmp_path: Path) -> None:
+    found = cells_of(tmp_path)
+    both = [cell for cell in found if cell.group == "both"]
+    wanted = itertools.product([50, 60], [("a_b & <i>", [2], [3]), ("wide", [8, 8], [8])])
+    assert [cell.name for cell in found[:2]] == ["batch/train.batch_size=16", "batch/train.batch_size=32"]
+    for cell, (rows, (label, bottom, top)) in zip(both, wanted, strict=True):
+        config = cell.resolved(data="d", tables_bytes=0)
+        assert cell.labels == {"data.rows": str(rows), "mlp": label}
+        assert isinstance(cell.data, SyntheticRows) and (cell.data.rows, cell.data.tables) == (rows, 2)
+        assert (config.model.bottom_mlp, config.model.top_mlp, config.train.batch_size) == (bottom, top, 16)  # type: ignore[attr-defined]
+    assert len({cell.key for cell in found}) == len(found) == 6
+
+
+def test_a_quick_look_takes_the_ends_of_every_axis(tmp_path: Path) -> None:
+    groups = {"batch": {"axes": {"train.batch_size": [16, 32, 64, 128], "data.rows": [9]}}}
+    found = cells_of(tmp_path, quick=True, groups=groups)
+    assert [cell.labels["train.batch_size"] for cell in found] == ["16", "128"] and found[0].rounds == 3
+
+
+def test_a_cell_is_another_if_anything_of_it_changes(tmp_path: Path) -> None:
+    (first, *_), (other, *_) = (
+        cells_of(tmp_path),
+        cells_of(tmp_path, base={**TINY["base"], "optimizer": {"dense": {"lr": 0.2}}}),
+    )
+    assert first.name == other.name and first.key != other.key
+
+
+def test_draws_depend_on_seed_number_and_field_alone() -> None:
+    fields: dict[str, Any] = {
+        "data.rows": Range(10, 1000),
+        "train.batch_size": [16, 32, 64],
+        "data.zipf": Range(0.5, 1.5, "linear"),
+    }
+    draw = Draw(models=40, seed=3, datasets=4, fields=fields)
+    drawn = [draw.model(number) for number in range(40)]
+    assert drawn == [draw.model(number) for number in range(40)]
+    assert drawn != [replace(draw, seed=4).model(number) for number in range(40)]
+    fewer = Draw(models=40, seed=3, datasets=4, fields={"train.batch_size": [16, 32, 64]})
+    assert [one["train.batch_size"] for one in drawn] == [fewer.model(n)["train.batch_size"] for n in range(40)]
+    data_fields = [(one["data.rows"], one["data.zipf"]) for one in drawn]
+    assert len(set(data_fields)) == 4 and data_fields[0] == data_fields[4]
+    assert len({one["train.batch_size"] for one in drawn}) == 3
+    assert all(isinstance(rows, int) and 10 <= rows <= 1000 and 0.5 <= zipf <= 1.5 for rows, zipf in data_fields)
+
+
+def test_every_draw_meets_every_point(tmp_path: Path) -> None:
+    draw = {"models": 3, "seed": 1, "fields": {"train.batch_size": [8, 16]}}
+    axes = {"memory": {"dram": {"memory": "dram"}, "half": {"memory.dram": "50%"}}}
+    found = cells_of(tmp_path, groups={"grid": {"draw": draw, "axes": axes}})
+    assert [tuple(cell.labels.values()) for cell in found] == [
+        (str(n), where) for n in range(3) for where in axes["memory"]
+    ]
+    config = found[1].resolved(data="d", tables_bytes=5000)
+    assert config.memory.dram == 2500  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"axes": {"train.batch_sise": [1]}}, r"tiny.yaml: groups.batch: cell .*unknown key train.batch_sise"),
+        ({"axes": {"data.row": [1]}}, r"tiny.yaml: groups.batch: data: row: there is no such field"),
+        ({"axes": {"data.rows": [0]}}, r"groups.batch: data: rows is '0': it must be at least 2"),
+        ({"axes": {"train.batch_size": []}}, r"study .*tiny.yaml: groups.batch: axes.train.batch_size has no values"),
+        ({"axes": {"train.batch_size": ["many"]}}, r"groups.batch: cell .*train.batch_size is 'many'; allowed:"),
+        ({"axes": {"train.batch_size": [8, 8]}}, r"the cell batch/train.batch_size=8 is there twice"),
+        ({"axes": {"train.batch_size.x": [8]}}, r"train.batch_size.x: batch_size is 16, which has no fields"),
+        ({"axes": {"run": ["here"]}}, r"groups.batch: run is given; a study chooses the folders of its runs itself"),
+        ({"axes": {}}, r"groups.batch: it has neither axes nor draw"),
+        ({"axis": {}}, r"groups.batch.axis: there is no such field"),
+        ({"axes": {"memory.dram": ["a%"]}}, r"groups.batch: cell .*size 'a%' is not understood"),
+        ({"draw": {"models": 1, "fields": {"data.rows": {"low": 9, "high": 3}}}}, r"low is 9 and high is 3"),
+    ],
+)  # fmt: skip
+def test_what_a_study_may_not_say(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        cells_of(tmp_path, groups={"batch": changes})
+
+
+@pytest.mark.parametrize("place", ["/etc", "../out", "a/b"])
+def test_folders_of_tiers_stay_in_the_study(place: str, tmp_path: Path) -> None:
+    (cell, *_) = cells_of(tmp_path, groups={"g": {"axes": {"memory.file": [place], "memory.dram": ["50%"]}}})
+    with pytest.raises(ValueError, match=r"memory.file is .*; it becomes a file name"):
+        cell.resolved(data="d", tables_bytes=100, folder=tmp_path)
+
+
+def test_the_studies_that_come_with_hotrow() -> None:
+    counts = {}
+    for path in STUDIES.glob("*.yaml"):
+        study = read_study(path)
+        counts[path.stem] = len(expand(study, origin=path.name))
+        assert len(expand(study, origin=path.name, quick=True)) <= counts[path.stem]
+    assert counts["prediction"] >= 200 and set(counts) == {"efficiency", "quality", "prediction"}
+    prediction = expand(read_study(STUDIES / "prediction.yaml"), origin="prediction")
+    assert len({cell.data for cell in prediction}) == 12
+    with pytest.raises(
+        ValueError, match=r"there is no study 'speed'; choose one of efficiency, prediction, quality, all, or"
+    ):
+        find_study("speed")
+
+
+# ---- data
+
+
+@pytest.mark.parametrize("lookups", [1, 3.5])
+def test_rows_are_as_the_study_says(lookups: float, tmp_path: Path) -> None:
+    rows = SyntheticRows(tables=3, rows=400, spread=2.0, dense=2, lookups=lookups, zipf=1.1, samples=3000)
+    dataset = data.prepared(rows, tmp_path)
+    assert [table.num_embeddings for table in dataset.info.tables] == [200, 400, 800]
+    block = dataset.split("train").block(0)
+    assert dataset.split("train").num_rows == 3000 and len(block.dense) == 2
+    for table, ids in zip(dataset.info.tables, block.ids, strict=True):
+        values = ids if lookups == 1 else ids.values  # type: ignore[union-attr]
+        counts = np.bincount(values, minlength=table.num_embeddings)  # type: ignore[arg-type]
+        assert np.array_equal(counts, dataset.counts(table.name)) and counts[0] == 0
+        assert np.all(np.diff(counts[1:]) <= 0), "rows are numbered by falling count"
+        assert len(values) / 3000 == pytest.approx(lookups, rel=0.05)
+        law = np.arange(1, table.num_embeddings) ** -1.1
+        assert counts[1] / counts.sum() == pytest.approx(law[0] / law.sum(), rel=0.2)
+    assert data.prepared(rows, tmp_path / "again").checksum == dataset.checksum
+    assert data.prepared(rows, tmp_path).path == dataset.path
+
+
+def test_rows_half_written_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = SyntheticRows(tables=1, rows=20, dense=0, samples=10)
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "write_counts", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            data.prepared(rows, tmp_path)
+    assert data.prepared(rows, tmp_path).split("train").num_rows == 10
+
+
+def test_real_rows_need_their_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HOTROW_DATA", raising=False)
+    with pytest.raises(
+        ValueError, match=r"the study needs a.tsv: set the environment variable HOTROW_DATA to its folder"
+    ):
+        _ = data.RealRows(file="a.tsv").path
+    monkeypatch.setenv("HOTROW_DATA", str(tmp_path))
+    with pytest.raises(ValueError, match=r"a.tsv, which does not exist"):
+        _ = data.RealRows(file="a.tsv").path
+
+
+# ---- rounds
+
+
+def passes(
+    step_s: Callable[[int], float], *, rounds: int, steps_per_pass: int = 4, share: float = 0.0, warm: int = 1
+) -> worker.Passes:
+    """A meter that saw steps of 10 samples that took so long by their number, until it had enough."""
+    session = Session(steps_per_pass)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker.Disturbance, "share", lambda self: share)
+        patch.setattr(worker, "LEAST_ROUND_S", 0.0)
+        meter = worker.Passes(session, warm_passes=warm, rounds=rounds, most_s=100)
+        with suppress(worker.MeasuredEnough):
+            for step in range(1000):
+                session.state.seconds["dense"] += step_s(step)
+                session.state.num_samples += 10
+                session.state.step, session.state.epoch = step + 1, (step + 1) // steps_per_pass
+                session.state.batch = (step + 1) % steps_per_pass
+                meter.end_step(None)  # type: ignore[arg-type]
+    return meter
+
+
+def test_a_figure_is_the_median_of_passes_without_the_first() -> None:
+    seconds = [9.0, 0.001, 0.004, 0.002]  # by pass
+    found = passes(lambda step: seconds[min(step // 4, 3)], rounds=3).figures()
+    assert (found["step_ms"], found["spread_ms"]) == (pytest.approx(2), pytest.approx([1, 4]))
+    assert found["samples_per_s"] == pytest.approx(10 / 0.002) and found["spread"] == pytest.approx([2500, 10000])
+    assert (found["rounds"], found["clean_rounds"], found["taken_rounds"]) == (3, 3, 3)
+
+
+def test_passes_that_warm_do_not_count() -> None:
+    found = passes(lambda step: 0.5 if step < 8 else 0.001, rounds=3, warm=2).figures()
+    assert found["spread_ms"] == pytest.approx([1, 1]) and found["taken_rounds"] == 3
+
+
+def test_a_busy_machine_yields_a_figure_too_and_says_so() -> None:
+    found = passes(lambda step: 0.001, rounds=9, share=0.9).figures()
+    assert found["step_ms"] == pytest.approx(1) and found["clean_rounds"] == 0 < found["rounds"]
+    assert runner.bench.how_clean(found).endswith("a disturbed machine")
+
+
+# ---- running
+
+
+def test_what_was_measured_before_an_interruption_is_not_measured_again(
+    tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = write_study(tmp_path), tmp_path / "out"
+    real = cells.run_cell
+
+    def stop(cell: Cell, config: Any, work: Path) -> dict[str, Any]:
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        return real(cell, config, work)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cells, "run_cell", stop)
+        with pytest.raises(KeyboardInterrupt, match="stopped; 2 cells are in"):
+            run_study(str(path), out)
+    assert len(json.loads((out / "results.json").read_text())["cells"]) == 2
+    result = run_study(str(path), out)
+    assert len(trained) == len(set(trained)) == 6 and result["measured"] == 6
+    assert run_study(str(path), out)["measured"] == 6 and len(trained) == 6
+    assert not list((out / "data").iterdir()) and not (out / "work").exists()
+
+
+def test_a_study_that_changed_measures_what_changed(tmp_path: Path, trained: list[str]) -> None:
+    out = tmp_path / "out"
+    run_study(str(write_study(tmp_path)), out)
+    groups = {**TINY["groups"], "batch": {"axes": {"train.batch_size": [16, 64]}}}
+    run_study(str(write_study(tmp_path, groups=groups)), out)
+    assert trained[6:] == ["batch/train.batch_size=64"]
+    page = (out / "report.html").read_text()
+    assert page.count("<td>16</td>") == page.count("<td>64</td>") == 1 and "<td>32</td>" not in page
+
+
+def test_a_study_is_not_measured_twice_at_once(tmp_path: Path, trained: list[str]) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with claim(out) as claimed:
+        assert claimed
+        with pytest.raises(
+            ValueError, match=r"another process measures in .*out: wait until it has ended, or pass another --out"
+        ):
+            run_study(str(write_study(tmp_path)), out)
+    assert not trained
+    run_study(str(write_study(tmp_path)), out)
+
+
+def test_running_out_of_memory_is_a_result(tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = {"status": "out of memory", "reason": "the system ended the process for memory"}
+    monkeypatch.setattr(cells, "run_cell", lambda cell, *_: row_of() if cell.group == "both" else reason)
+    result = run_study(str(write_study(tmp_path)), tmp_path / "out")
+    assert (result["measured"], result["skipped"]) == (6, 0)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("the system ended the process for memory") == 2
+    assert (tmp_path / "out" / "table.tex").read_text().count("& out of memory &") == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(MemoryError("x"), "out of memory"), (RuntimeError("not enough memory: you tried"), "out of memory"),
+     (ValueError("memory is 'dram': tables take 9 GiB"), "refused")],
+)  # fmt: skip
+def test_how_a_worker_says_that_a_cell_cannot_be(
+    error: Exception, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(spec: Any) -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setattr(worker, "measure", fail)
+    found = worker.outcome(None)  # type: ignore[arg-type]
+    assert found["status"] == status and found["reason"] == str(error)
+
+
+def test_a_worker_that_fails_otherwise_is_reported_and_tried_again(
+    tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(cell: Cell, *_: Any) -> dict[str, Any]:
+        raise cells.CellError("the process ended with code 1: <why>")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cells, "run_cell", fail)
+        assert run_study(str(write_study(tmp_path)), tmp_path / "out")["skipped"] == 6
+    assert "the process ended with code 1: &lt;why&gt;" in (tmp_path / "out" / "report.html").read_text()
+    assert run_study(str(write_study(tmp_path)), tmp_path / "out")["measured"] == len(trained) == 6
+
+
+def test_a_memory_group_ends_a_cell_that_takes_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        with MemoryGroup():
+            pass
+    except GroupError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(cells, "SLACK_BYTES", 1 << 20)
+    big = {
+        "data": {"tables": 2, "rows": 100_000, "dense": 2, "samples": 4096},
+        "model": {"embedding_dim": 64, "bottom_mlp": [4], "top_mlp": [4]},
+    }
+    groups = {"g": {"axes": {"memory.dram": ["90%"], "train.batch_size": [4096]}}}
+    (cell,) = cells_of(tmp_path, base=big, groups=groups)
+    studied = Studied(read_study(tmp_path / "tiny.yaml"), "tiny")
+    dataset = data.prepared(cell.data, tmp_path / "data")
+    config = studied.config_of(cell, dataset, tmp_path / "work")
+    memory = config.memory.model_copy(update={"dram": "40MiB"})  # type: ignore[union-attr]
+    found = cells.run_cell(cell, config.model_copy(update={"memory": memory}), tmp_path / "work")
+    assert found["status"] == "out of memory" and found["limit_bytes"] > 0
+
+
+def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real trainings in processes of their own."""
+    monkeypatch.setattr(cells, "MOST_S", 0.1)
+    path = write_study(tmp_path, groups={"batch": TINY["groups"]["batch"]})
+    said: list[str] = []
+    result = run_study(str(path), tmp_path / "out", say=said.append)
+    assert [row["axes"]["train.batch_size"] for row in result["cells"]] == ["16", "32"]
+    for row in result["cells"]:
+        assert (
+            row["status"] == "measured"
+            and row["rounds"] >= 1
+            and row["spread"][0] <= row["samples_per_s"] <= row["spread"][1]
+        )
+        assert row["step_ms"] == pytest.approx(
+            sum(row[f"{phase}_ms"] for phase in ("data", "lookup", "dense", "update")), rel=0.5
+        )
+        assert row["samples_per_s"] == pytest.approx(1e3 * row["batch_size"] / row["step_ms"], rel=0.01)
+        assert row["peak_bytes"] > row["table_bytes"] > 0
+    names = [Path(file).name for file in result["files"]]
+    assert names == ["results.json", "results.csv", "table.tex", "batch.svg", "report.html"]
+    assert re.search(r"tiny: 2 of 2 cells to measure, about 0:00:\d\d", said[1])
+    assert not (tmp_path / "out" / "work").exists()
+
+
+# ---- predictions
+
+
+@pytest.fixture
+def predicting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The predictions that were made, each of 3 ms and a bit more than the one before; this machine's file is known."""
+    made: list[float] = []
+
+    def predict(work: Any, hardware: Any, slots: Any = None) -> Prediction:
+        made.append(0.003 + 0.0001 * len(made))
+        phases = {"data": 0.0, "lookup": 0.0, "dense": made[-1], "update": 0.0}
+        return Prediction(seconds=phases, wait_s=0.0, binds="dense")
+
+    monkeypatch.setattr(cells, "predict", predict)
+    monkeypatch.setattr("hotrow.study.run.known_hardware", lambda: HARDWARE)
+    return made
+
+
+def test_all_predictions_are_on_disk_before_the_first_cell_trains(
+    tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real, stamps = tmp_path / "out", cells.run_cell, []
+
+    def run(cell: Cell, config: Any, work: Path) -> dict[str, Any]:
+        stamps.append((out / "predictions.json").stat().st_mtime_ns)
+        before = read_sealed(out / "predictions.json", cure="")
+        assert len(before["cells"]) == 6 and before["hardware_date"] == "2026-11-01"
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        return real(cell, config, work)
+
+    monkeypatch.setattr(cells, "run_cell", run)
+    path = write_study(tmp_path, predicts=True)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(str(path), out)
+    monkeypatch.setattr(cells, "run_cell", real)
+    result = run_study(str(path), out)
+    assert len(set(stamps)) == 1 and len(predicting) == 6, "a study that goes on predicts nothing anew"
+    sealed = read_sealed(out / "predictions.json", cure="")["cells"]
+    assert {row["key"]: row["predicted"] for row in result["cells"]} == sealed
+    found = json.loads((out / "results.json").read_text())["prediction"]
+    ratios = [one["step_ms"] / 2.0 for one in sealed.values()]
+    assert found["geometric_mean_error"] == pytest.approx(math.prod(ratios) ** (1 / 6) - 1)
+    assert found["share_within_15_percent"] == 0 and found["median_noise"] == 0.1
+    assert "geometric mean error" in (out / "report.html").read_text()
+
+
+def test_predictions_that_were_edited_are_refused(tmp_path: Path, trained: list[str], predicting: list[float]) -> None:
+    path, out = write_study(tmp_path, predicts=True), tmp_path / "out"
+    run_study(str(path), out)
+    file = out / "predictions.json"
+    file.write_text(file.read_text().replace('"binds": "dense"', '"binds": "none"', 1))
+    (out / "results.json").unlink()
+    with pytest.raises(ValueError, match=r"predictions.json differs from its checksum"):
+        run_study(str(path), out)
+
+
+def test_a_study_that_predicts_needs_this_machines_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.study.run.known_hardware", lambda: None)
+    with pytest.raises(ValueError, match="predicts, which needs this machine's figures: run hotrow probe first"):
+        run_study(str(write_study(tmp_path, predicts=True)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_modelled_speed_has_a_column_of_its_own(
+    tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"fast": HARDWARE, "odd": "odd lacks kernels"}
+    monkeypatch.setattr("hotrow.study.run._machine", lambda name, here: known[name])
+    monkeypatch.setattr(cells, "faster", lambda *_: {"one thread": 1.0, "threads": 4.0, "flops_per_s": 0.5})
+    result = run_study(str(write_study(tmp_path, machines=["fast", "odd"])), tmp_path / "out")
+    first = result["cells"][0]
+    assert first["samples_per_s"] == 8000.0 and first["modelled"]["fast"]["step_ms"] == pytest.approx(3.0)
+    assert first["samples_per_j"] == 160.0 and first["samples_per_j_source"] == "declared"
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert (first["modelled"]["fast"]["least_ms"], first["modelled"]["fast"]["most_ms"]) == (0.5, 4.0)
+    assert (
+        "modelled: fast, its processors alone, samples/s" in page
+        and "odd lacks kernels" in page
+        and "160.0 (declared)" in page
+    )
+
+
+def placed(model: int, where: str, *, predicted: float, measured: float) -> dict[str, Any]:
+    axes = {"model": str(model), "memory": where}
+    return {
+        "key": f"{model}{where}",
+        "group": "g",
+        "axes": axes,
+        "predicted": {"step_ms": predicted},
+        **row_of(step_ms=measured),
+    }
+
+
+def test_errors_and_choices_against_counting_by_hand() -> None:
+    rows = [
+        placed(0, "dram", predicted=2, measured=2), placed(0, "ssd", predicted=3, measured=4),  # chosen well
+        placed(1, "dram", predicted=3, measured=2), placed(1, "ssd", predicted=2.9, measured=2.05),  # within 3 %
+        placed(2, "dram", predicted=3, measured=2), placed(2, "ssd", predicted=2.9, measured=3),  # chosen badly
+        {"key": "x", "group": "g", "axes": {"model": "3"}, "predicted": {"reason": "no"}, **row_of()},
+    ]  # fmt: skip
+    found = results.prediction_summary(rows)
+    ratios = [1, 3 / 4, 1.5, 2.9 / 2.05, 1.5, 2.9 / 3]
+    assert found["cells"] == 6 and found["not_predicted"] == 1
+    assert found["geometric_mean_error"] == pytest.approx(math.exp(sum(abs(math.log(r)) for r in ratios) / 6) - 1)
+    assert found["share_within_15_percent"] == pytest.approx(2 / 6)
+    assert found["share_placement_chosen_well"] == pytest.approx(2 / 3) and found["models_with_placements"] == 3
+
+
+# ---- files
+
+
+def test_the_best_batch_is_the_smallest_that_is_nearly_as_fast_as_the_fastest() -> None:
+    speeds = {64: 100.0, 128: 190.0, 256: 197.0, 512: 200.0}
+    rows = [
+        {"axes": {"point": "a", "train.batch_size": str(b)}, "batch_size": b, "samples_per_s": s}
+        for b, s in speeds.items()
+    ]
+    (found,) = results.best_batches(rows)
+    assert (found["line"], found["fastest"], found["smallest_good"], found["at_the_end"]) == ("a", 512, 128, True)
+
+
+def test_quality_takes_the_rate_that_validation_chose() -> None:
+    def row(batch: int, rate: str, val: float, test: float) -> dict[str, Any]:
+        axes = {"lr": rate, "train.batch_size": str(batch)}
+        return {
+            "axes": axes,
+            "batch_size": batch,
+            "val_ne": val,
+            "test_ne": test,
+            "test_auc": 0.7,
+            "samples_per_s": 1.0,
+        }
+
+    rows = [row(64, "1", 0.80, 0.82), row(64, "2", 0.81, 0.70), row(256, "1", 0.9, 0.9), row(256, "2", 0.85, 0.861)]
+    found = results.quality_by_batch(rows)
+    assert [(one["batch_size"], one["point"]) for one in found] == [(64, "lr 1"), (256, "lr 2")]
+    assert [one["ne_gap"] for one in found] == pytest.approx([0.0, 0.861 / 0.82 - 1])
+
+
+def test_files_hold_the_same_cells_and_escape_names(tmp_path: Path, trained: list[str]) -> None:
+    result = run_study(str(write_study(tmp_path)), tmp_path / "out")
+    texts = {Path(file).name: Path(file).read_text() for file in result["files"]}
+    lines = list(csv.DictReader(io.StringIO(texts["results.csv"])))
+    assert sorted(line["axes.mlp"] for line in lines) == ["", "", "a_b & <i>", "a_b & <i>", "wide", "wide"]
+    assert {line["key"] for line in lines} == {row["key"] for row in result["cells"]}
+    page = texts["report.html"]
+    assert page.count("<script") == 1 and "<b>?" not in page and "<i>" not in page and "&lt;script&gt;" in page
+    for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ET.fromstring(text)
+    table = texts["table.tex"]
+    assert r"a\_b \& <i>" in table and r"\& 50 \%" in table and table.count(r" \\") == 7
+    assert table.count("{tabular}") == 2 and "usepackage{booktabs}" in table
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [("50% a_b", r"50\% a\_b"), ("~^\\{}#$&", r"\textasciitilde{}\textasciicircum{}\textbackslash{}\{\}\#\$\&")],
+)
+def test_latex_escapes(text: str, escaped: str) -> None:
+    assert results.tex(text) == escaped
+
+
+# ---- all studies
+
+
+def test_all_sets_claims_beside_what_was_measured(
+    tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A study that cannot run is on the page with the reason."""
+
+    def tiny(rows: Any, parent: Path) -> PackedDataset:
+        if not isinstance(rows, SyntheticRows):
+            rows.path  # noqa: B018  # says what is missing
+        if not (parent / rows.digest).exists():
+            SyntheticRows(tables=2, rows=50, dense=2, samples=64).write(parent / rows.digest)
+        return PackedDataset.open(parent / rows.digest)
+
+    monkeypatch.setattr(cells, "prepared", tiny)
+    real = everything.run_study
+
+    def run(name: str, out: Path, **options: Any) -> dict[str, Any]:
+        if name == "prediction":
+            raise ValueError("run hotrow probe first")
+        return real(name, out, **options)
+
+    monkeypatch.setattr(everything, "run_study", run)
+    monkeypatch.delenv("HOTROW_DATA", raising=False)
+    everything.run_all(tmp_path / "out")
+    everything.run_all(tmp_path / "out")
+    assert len(trained) == len(set(trained)) == 24, "the second time nothing is measured again"
+    page = (tmp_path / "out" / "claims.html").read_text()
+    assert "measured from a checkout alone" in page and "8,000 samples/s" in page
+    assert "not measured: the study needs criteo_terabyte_80k.tsv.gz" in page
+    assert "not measured: run hotrow probe first" in page and "](" not in page
+    assert (tmp_path / "out" / "efficiency" / "report.html").exists()
+
+
+# ---- the command
+
+
+def run_cli(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("sys.argv", ["hotrow", "study", *arguments])
+    try:
+        main()
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    return 0
+
+
+def test_the_command_estimates_without_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trained: list[str]
+) -> None:
+    assert (
+        run_cli([str(write_study(tmp_path)), "--estimate", "--json", "--out", str(tmp_path / "out")], monkeypatch) == 0
+    )
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["num_cells"] == 6 and result["estimate_s"] > 6 and result["disk_bytes"] > 0
+    assert not trained and not (tmp_path / "out").exists()
+
+
+def test_bad_input_ends_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study(tmp_path, groups={"g": {"axes": {"train.batch": [1]}}})
+    assert run_cli([str(path)], monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert "tiny.yaml: groups.g: " in error and "unknown key train.batch" in error and "Traceback" not in error
