@@ -64,7 +64,7 @@ TRAFFIC = Traffic(tables=1, lookups=1, rows=1, misses=1, reads=1, read_bytes=1, 
 def machine(work: Work, unit_s: Callable[[str, str], float], *, threads: tuple[int, ...] = (1, 4)) -> Hardware:
     """A machine that takes `unit_s(phase, kind)` for a unit of every kind there is."""
     amounts = dict(amounts_of(work, TRAFFIC))
-    amounts["update by sgd"] = amounts_of(replace(work, optimizer="sgd"), TRAFFIC)["update"]
+    amounts["update"] = amounts["update"] | amounts_of(replace(work, optimizer="sgd"), TRAFFIC)["update"]
     kernels = {
         phase: [
             Point({"threads": float(n), kind: 1.0}, Figure(unit_s(phase, kind) / n)) for kind in own for n in threads
@@ -305,7 +305,12 @@ def test_what_is_absent_is_named(work: Work) -> None:
     cases: list[tuple[Hardware, Work, list[TableSlots] | None, str]] = [
         (replace(hardware, kernels={}), work, None, r"made up has no steps measured for phase 'data'.*hotrow probe"),
         (replace(hardware, kernels=kernels | {"update": []}), work, None, r"phase 'update'.*kernels\.update"),
-        (hardware, replace(work, dense_optimizer="adam"), None, r"no steps measured with: steps with adam .*kernels\.data"),
+        (
+            hardware,
+            replace(work, dense_optimizer="adam"),
+            None,
+            r"no steps measured with: steps with adam .*kernels\.data",
+        ),
         (hardware, replace(work, threads=8), None, r"no steps on 8 threads .*only on 1 to 4: set train\.threads"),
         (replace(hardware, disks=[]), replace(work, steps=(0, math.inf)), slots, r"made up has no disk .*hotrow probe"),
     ]

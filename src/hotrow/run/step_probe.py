@@ -409,8 +409,7 @@ def _points(work: Work, traffic: Traffic | None, steps: Sequence[Mapping[str, fl
     for phase in PHASES:
         taken = [step[phase] for step in steps]
         if sorted(taken)[len(taken) // 4] > 0:
-            name = "update by sgd" if phase == "update" and work.optimizer == "sgd" else phase
-            yield name, _point(work.threads, amounts[phase], taken)
+            yield phase, _point(work.threads, amounts[phase], taken)
 
 
 def _point(threads: int, amounts: Amounts, taken: Sequence[float]) -> Point:
