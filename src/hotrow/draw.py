@@ -319,7 +319,6 @@ def load_template(name: str, *, folder: Path = PACKAGE, **filters: Callable[...,
     """
     # Here, because importing hotrow stays lean.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
     environment = Environment(
         loader=FileSystemLoader([folder, PACKAGE]),
@@ -330,6 +329,6 @@ def load_template(name: str, *, folder: Path = PACKAGE, **filters: Callable[...,
     )
     style, script = ((PACKAGE / file).read_text(encoding="utf-8") for file in ("page.css", "page.js"))
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment.globals.update(style=Markup(style), script=Markup(script), script_sha256=allowed)
+    environment.globals.update(style=style, script=script, script_sha256=allowed)
     environment.filters.update(filters)
     return environment.get_template(name)

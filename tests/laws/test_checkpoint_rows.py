@@ -144,7 +144,7 @@ def test_a_save_costs_the_rows_that_changed(big: Model, tmp_path: Path, monkeypa
     order = torch.randperm(1_000_000, generator=torch.Generator().manual_seed(0))
     touch(big, order[:20_000])
     asked: list[int] = []
-    monkeypatch.setattr("hotrow.run.checkpoint._check_room", lambda path, num_bytes: asked.append(num_bytes))
+    monkeypatch.setattr("hotrow.run.checkpoint.check_room", lambda path, num_bytes, **words: asked.append(num_bytes))
     first = save_checkpoint(tmp_path / "step-1", big.parts)
     touch(big, order[19_500:20_500])  # half of them for the first time
     second = save_checkpoint(tmp_path / "step-2", big.parts)
