@@ -223,6 +223,7 @@ def measure_kernels(
     """
     before, started = torch.get_num_threads(), time.perf_counter()
     found: dict[str, list[Point]] = {}
+    gc.freeze()  # what was imported need not be searched after every shape
     try:
         for name, points in _windows(threads, seconds * WINDOWS_SHARE).items():
             found.setdefault(name, []).extend(points)
@@ -235,6 +236,7 @@ def measure_kernels(
                 found.setdefault(name, []).append(point)
             gc.collect()  # tables hang on cycles of a few small objects
     finally:
+        gc.unfreeze()
         torch.set_num_threads(before)
     return found
 
