@@ -271,7 +271,7 @@ def test_rows_in_dram_are_never_slower_than_tiers(work: Work) -> None:
     before = math.inf
     for slots in (TableSlots(0, 600), TableSlots(100, 600), TableSlots(4000, 3000), TableSlots(10_000, 19_000)):
         found = predict(work, hardware, [*whole[:2], slots])
-        assert in_dram.step_s < found.step_s <= before and found.wait_s <= found.seconds["lookup"]
+        assert in_dram.step_s < found.step_s <= before and found.wait_s <= found.seconds["data"]
         before = found.step_s
 
 
@@ -284,7 +284,10 @@ def test_a_step_hides_what_it_can_of_its_reads(work: Work) -> None:
     assert waits.wait_s > 0.9 * waits.step_s and waits.binds == "disk reads"
     traffic = cost.traffic_of(steady, slots)
     assert traffic is not None and traffic.reads > 50
-    assert predict(replace(steady, lookahead=0), slow_steps, slots).wait_s > 0, "without look-ahead nothing is hidden"
+    ahead, late = (predict(replace(steady, lookahead=n), slow_steps, slots) for n in (4, 0))
+    assert late.wait_s > 0, "without look-ahead nothing is hidden"
+    assert late.seconds["lookup"] == pytest.approx(ahead.seconds["lookup"] + late.wait_s)
+    assert waits.seconds["data"] > waits.wait_s > waits.seconds["lookup"], "announcing waits"
 
 
 def test_rows_that_a_run_meets_first_are_made_and_not_read(dataset: PackedDataset) -> None:

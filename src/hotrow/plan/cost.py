@@ -197,9 +197,10 @@ class Prediction:
     """A step's predicted time."""
 
     seconds: Mapping[str, float]
-    """By phase, with the names of `run.record.PHASES`; the wait for rows is in `lookup`."""
+    """By phase, with the names of `run.record.PHASES`."""
     wait_s: float
-    """The part of `lookup` that waits for rows from disk: what reads take beyond what the step hides."""
+    """The wait for rows from disk, what reads take beyond what the step hides: a part of `data`, because announcing a
+    batch waits for slots and reads; without look-ahead a part of `lookup`."""
     binds: str
     """What a faster machine would need first: "dense", "rows in DRAM", "disk reads", "python", ..."""
 
@@ -745,8 +746,9 @@ class CostModel:
             hidden_s = sum(seconds.values()) if work.lookahead else 0.0
             together = min(MOST_READS, max(1.0, traffic.reads * max(1, work.lookahead)))
             wait_s = max(0.0, _io_seconds(disk_of(work, self.hardware), traffic, together=together) - hidden_s)
-            seconds["lookup"] += wait_s
-        return Prediction(seconds=seconds, wait_s=wait_s, binds=self._binds(work, amounts, seconds, wait_s))
+        binds = self._binds(work, amounts, seconds, wait_s)
+        seconds["data" if work.lookahead else "lookup"] += wait_s
+        return Prediction(seconds=seconds, wait_s=wait_s, binds=binds)
 
     def _binds(
         self,
@@ -755,7 +757,7 @@ class CostModel:
         seconds: Mapping[str, float],
         wait_s: float,
     ) -> str:
-        """Returns what takes most of the step."""
+        """Returns what takes most of the step. seconds: without the wait."""
         threads = min(self.measured_threads("dense"), key=lambda n: abs(n - work.threads))
         shares = dict.fromkeys(("dense", "rows in DRAM", "python", "data"), 0.0) | {"disk reads": wait_s}
         shares["data"] = seconds["data"]

@@ -212,7 +212,7 @@ class Step:
     step_ms: dict[str, float]
     """By phase."""
     wait_ms: float
-    """The part of `lookup` that waits for rows from disk."""
+    """The wait for rows from disk: a part of `data`, or of `lookup` without look-ahead."""
     samples_per_s: float
     binds: str
     """What a faster machine would need first."""

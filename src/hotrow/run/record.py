@@ -22,9 +22,10 @@ from hotrow.tables import TableConfig
 ALL_DONE = "all steps are done"
 """`RunRecord.ended` of a run that can train on with more epochs."""
 PHASES = ("data", "lookup", "dense", "update")
-"""The phases of a step. data: waiting for the batch and announcing later batches. lookup: the pooled lookup, with any
-wait for rows from disk. dense: dense layers forward and backward (the backward of the lookup only keeps the pooled
-gradient), and their optimizer. update: sorting, summing and updating the touched rows."""
+"""The phases of a step. data: waiting for the batch and announcing later batches, with nearly all of the wait for rows
+from disk. lookup: the pooled lookup, with the rest of that wait: all of it without look-ahead. dense: dense layers
+forward and backward (the backward of the lookup only keeps the pooled gradient), and their optimizer. update: sorting,
+summing and updating the touched rows."""
 
 
 class Counted(TypedDict):
@@ -53,7 +54,7 @@ class Predicted(TypedDict):
     step_ms: dict[str, Amount]
     """By phase, as `RunRecord.step_ms`."""
     wait_ms: Amount
-    """The part of `lookup` that waits for rows from disk."""
+    """The wait for rows from disk: a part of `data`, or of `lookup` without look-ahead."""
     samples_per_s: Amount
     binds: str
     hardware: dict[str, str]
