@@ -43,15 +43,16 @@ def dataset(make_dataset: Callable[..., PackedDataset], tmp_path_factory: pytest
 @pytest.fixture(scope="module")
 def work(dataset: PackedDataset) -> Work:
     config = config_of(dataset)
-    return work_of(config, tables_of(config, dataset), dataset)
+    return replace(work_of(config, tables_of(config, dataset), dataset), folder=f"{ELSEWHERE}/rows")
 
 
 def figures(**values: float) -> dict[str, Figure]:
     return {name.lstrip("d"): Figure(value, source="declared", note="made up") for name, value in values.items()}
 
 
+ELSEWHERE = "/a disk of the test"
 DISK = Disk(
-    folder="/",
+    folder=ELSEWHERE,
     reads_per_s=figures(d1=1e4, d128=1e5),
     writes_per_s=figures(d1=1e4, d128=5e4),
     read_bytes_per_s=Figure(1e9),
@@ -315,7 +316,18 @@ def test_what_is_absent_is_named(work: Work) -> None:
             r"no steps measured with: steps with adam .*kernels\.data",
         ),
         (hardware, replace(work, threads=8), None, r"no steps on 8 threads .*only on 1 to 4: set train\.threads"),
-        (replace(hardware, disks=[]), replace(work, steps=(0, math.inf)), slots, r"made up has no disk .*hotrow probe"),
+        (
+            replace(hardware, disks=[]),
+            replace(work, steps=(0, math.inf)),
+            slots,
+            r"no disk of /a disk of the test/rows in",
+        ),
+        (
+            hardware,
+            replace(work, steps=(0, math.inf), folder="/proc/rows"),
+            slots,
+            r"cannot be predicted: no disk of /proc/rows in the file of made up: hotrow probe /proc/rows",
+        ),
     ]
     for given, what, placed, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -57,7 +57,7 @@ def hardware(write: Callable[..., Path], dataset: PackedDataset, tmp_path: Path)
     made = machine(work_of(config, tables_of(config, dataset), dataset), some_units)
     (disk,) = made.disks
     slow = {"reads_per_s": {"1": Figure(1e3)}, "writes_per_s": {"1": Figure(1e3)}}
-    return replace(made, disks=[replace(disk, **slow)])
+    return replace(made, disks=[replace(disk, folder=str(tmp_path), **slow)])
 
 
 @pytest.fixture(autouse=True)

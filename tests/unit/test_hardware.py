@@ -297,6 +297,11 @@ def test_the_disk_of_a_folder(tmp_path: Path) -> None:
     machine = replace(WHOLE, disks=[replace(DISK, folder=str(tmp_path))])
     assert machine.disk_at(tmp_path / "not" / "made yet") == machine.disks[0]
     assert machine.disk_at("/proc") is None
+    gone = replace(DISK, folder="/gone")
+    both = replace(WHOLE, disks=[gone, *machine.disks])
+    assert both.disk_at("/gone/rows") == gone, "what is not here is known by its path"
+    assert both.disk_at(tmp_path) == machine.disks[0]
+    assert replace(WHOLE, disks=[gone], host={"declared": "d.yaml"}).disk_at(tmp_path) == gone
 
 
 def test_figures_are_shown_in_their_units() -> None:

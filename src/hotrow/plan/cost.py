@@ -22,7 +22,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -147,7 +146,7 @@ class Work:
     writes: str = "gathered"
     """How rows that leave DRAM are written; see `MemoryConfig.writes`."""
     folder: str = ""
-    """Where rows lie that DRAM does not hold; empty: nobody said."""
+    """Where rows lie that DRAM does not hold; empty: nobody said, and it is the present one."""
     lookahead: int = 4
     """Batches whose rows are fetched before they are needed."""
     steps: tuple[float, float] = (0.0, math.inf)
@@ -672,16 +671,14 @@ def _rate(by_depth: Mapping[str, Figure], depth: float) -> float:
 
 
 def disk_of(work: Work, hardware: Hardware) -> Disk:
-    """Returns the disk that holds the work's folder; the first if none does. Raises ValueError if there is none."""
-    if not hardware.disks:
+    """Returns the disk that holds the work's folder. Raises ValueError if it was not measured."""
+    folder = work.folder or "."
+    if (disk := hardware.disk_at(folder)) is None:
         raise ValueError(
-            f"{hardware.name} has no disk in its hardware file, and these slots leave rows on one: "
-            "measure it with hotrow probe FOLDER, or declare it"
+            f"reads and writes of rows cannot be predicted: no disk of {folder} in the file of {hardware.name}: "
+            f"hotrow probe {folder}"
         )
-    holding = [
-        disk for disk in hardware.disks if work.folder and Path(work.folder).absolute().is_relative_to(disk.folder)
-    ]
-    return max(holding, key=lambda disk: len(disk.folder), default=hardware.disks[0])
+    return disk
 
 
 # ---- seconds

@@ -104,10 +104,8 @@ class Division:
 
     def miss_costs(self, demands: Sequence[TableDemand]) -> dict[str, float]:
         """Returns seconds of disk and processor per missed row, by table; empty if no figures of a disk are known."""
-        if self.hardware is None or not self.hardware.disks:
-            return {}
-        disk = self.hardware.disk_at(self.memory.folder) or self.hardware.disks[0]
-        return {demand.name: miss_s(demand, disk) for demand in demands}
+        disk = self.hardware.disk_at(self.memory.folder) if self.hardware is not None else None
+        return {} if disk is None else {demand.name: miss_s(demand, disk) for demand in demands}
 
     @cached_property
     def work(self) -> Work:

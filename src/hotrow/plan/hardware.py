@@ -200,9 +200,19 @@ class Hardware:
             yield from ((name, point.sizes.get("threads", 1)) for point in points)
 
     def disk_at(self, folder: Path | str) -> Disk | None:
-        """Returns the disk that `folder`, which may be absent yet, lies on; None if it was not measured."""
-        device = _device(Path(folder))
-        return next((disk for disk in self.disks if device is not None and _device(Path(disk.folder)) == device), None)
+        """Returns the disk that `folder`, which may be absent yet, lies on; None if it was not measured.
+
+        A disk whose folder exists here is known by its device, another one by its path. The one disk of a declared
+        machine is that of any folder: nobody's run has a folder there.
+        """
+        path = Path(folder).resolve()
+        if "declared" in self.host and len(self.disks) == 1:
+            return self.disks[0]
+        for disk in sorted(self.disks, key=lambda disk: (Path(disk.folder).exists(), -len(disk.folder))):
+            own = Path(disk.folder)
+            if _device(path) == own.stat().st_dev if own.exists() else path.is_relative_to(own):
+                return disk
+        return None
 
     def with_declared(self, path: Path | str) -> Hardware:
         """Returns this machine with what the file at `path` declares instead of what was measured.
@@ -227,14 +237,9 @@ class Hardware:
 HARDWARE = Document(Hardware, marks={"hotrow_hardware": 1}, cure=CURE)
 
 
-def _device(folder: Path) -> int | None:
+def _device(folder: Path) -> int:
     """Returns the device number of `folder`, or of its nearest parent that exists."""
-    folder = folder.absolute()
-    while not folder.exists():
-        if folder == folder.parent:
-            return None
-        folder = folder.parent
-    return folder.stat().st_dev
+    return next(each for each in (folder, *folder.parents) if each.exists()).stat().st_dev
 
 
 # ---- declared files
