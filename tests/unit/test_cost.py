@@ -167,9 +167,26 @@ def test_the_loader_gathers_windows(dataset: PackedDataset) -> None:
     assert gathered(1, shuffle=False)[0] == BATCH
 
 
-def test_steps_on_a_gpu_are_refused(dataset: PackedDataset) -> None:
-    config = config_of(dataset, device="cuda")
-    with pytest.raises(ValueError, match=r"steps on a GPU cannot be predicted yet: set device to cpu"):
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"device": "cuda"}, r"steps on a GPU \(.* set device to cpu"),
+        ({"train": {"dense_dtype": "bf16"}}, r"dense layers in bf16 \(train\.dense_dtype"),
+        ({"memory": {"file": "/dax"}}, r"rows in files used as memory \(memory\.file"),
+        ({"memory": {"file": "/dax", "file_bytes": "1MiB", "ssd": "/nvme"}}, r"rows in files used as memory"),
+        ({"hot": {"schedule": "fae"}}, r"hot and cold phases \(hot\.schedule: fae"),
+    ],
+)
+def test_what_has_no_model_is_refused(dataset: PackedDataset, fields: dict[str, Any], message: str) -> None:
+    config = config_of(dataset, **fields)
+    with pytest.raises(ValueError, match=rf"^{message}.*\) cannot be predicted yet$"):
+        work_of(config, [], dataset)
+
+
+def test_a_model_that_sees_every_row_is_refused(dataset: PackedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.models.dlrm.DLRM.lookup", "sequence")
+    config = config_of(dataset)
+    with pytest.raises(ValueError, match=r"^models that see every row of a list \(dlrm\) cannot be predicted yet$"):
         work_of(config, tables_of(config, dataset), dataset)
 
 

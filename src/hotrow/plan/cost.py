@@ -214,13 +214,11 @@ class Prediction:
 def work_of(config: Config, tables: Sequence[TableConfig], dataset: PackedDataset, *, warmup: int = 0) -> Work:
     """Counts what a training step does; different rows by the dataset's access counts.
 
-    warmup: the first steps, which do not count. Raises ValueError for dense layers or slots on a GPU, which have no
-    prediction yet, and for a dataset without training rows.
+    warmup: the first steps, which do not count. Raises ValueError for what has no prediction yet (`not_modelled`), and
+    for a dataset without training rows.
     """
-    if config.device == "cuda" or config.hbm is not None:
-        raise ValueError(
-            "steps on a GPU cannot be predicted yet: set device to cpu and memory.hbm to null to ask about the CPU"
-        )
+    if reason := not_modelled(config):
+        raise ValueError(f"{reason} cannot be predicted yet")
     train, batch_size = dataset.split("train"), config.train.batch_size
     if not train.num_rows:
         raise ValueError(f"{dataset.path} has no training rows: there is no step to predict")
@@ -232,6 +230,8 @@ def work_of(config: Config, tables: Sequence[TableConfig], dataset: PackedDatase
     memory = config.memory if isinstance(config.memory, MemoryConfig) else MemoryConfig()
     num_dense, dims = len(dataset.info.dense), {name: own.embedding_dim for own in tables for name in own.feature_names}
     model = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator().manual_seed(0))
+    if model.lookup == "sequence":
+        raise ValueError(f"models that see every row of a list ({config.model.name}) cannot be predicted yet")
     precision, dense_optimizer = config.train.precision, config.optimizer.dense.name
     return Work(
         batch_size=batch_size,
@@ -250,8 +250,21 @@ def work_of(config: Config, tables: Sequence[TableConfig], dataset: PackedDatase
         lookahead=memory.lookahead,
         steps=(run.first, run.last),
         folder=str(memory.ssd or memory.file or config.run or ""),
-        **dense_work(model, dims, num_dense, batch_size, lengths),
+        **dense_work(model, dims, num_dense, batch_size),
     )
+
+
+def not_modelled(config: Config) -> str | None:
+    """Returns which field of a config the model does not know, and what it does; None if it knows all of them."""
+    if config.device == "cuda" or config.hbm is not None:
+        return "steps on a GPU (to ask about the CPU, set device to cpu and memory.hbm to null)"
+    if (dtype := config.train.dense_dtype) != "fp32":
+        return f"dense layers in {dtype} (train.dense_dtype; fp32 can)"
+    if isinstance(config.memory, MemoryConfig) and config.memory.file is not None:
+        return "rows in files used as memory (memory.file; memory.ssd can)"
+    if config.hot.takes_turns:
+        return f"hot and cold phases (hot.schedule: {config.hot.schedule}; none and window can)"
+    return None
 
 
 @dataclass(frozen=True)
@@ -348,17 +361,15 @@ SAMPLES = 2
 """Samples of the batch on which a model shows what it computes."""
 
 
-def dense_work(
-    model: Network, dims: Mapping[str, int], num_dense: int, batch_size: int, lengths: Mapping[str, float]
-) -> dict[str, Any]:
+def dense_work(model: Network, dims: Mapping[str, int], num_dense: int, batch_size: int) -> dict[str, Any]:
     """Returns the fields of `Work` about dense layers: what the model does with a batch of SAMPLES samples, times B.
 
-    dims, lengths: columns, and mean ids per sample, of each feature. Running the model once shows everything, so no
+    dims: columns of each feature, whose rows the model takes pooled. Running the model once shows everything, so no
     model is known by its name.
     """
     seen = _Calls()
     with seen:
-        logits = model(torch.zeros(SAMPLES, num_dense), _rows_of_samples(model, dims, lengths))
+        logits = model(torch.zeros(SAMPLES, num_dense), torch.zeros(SAMPLES, sum(dims.values()), requires_grad=True))
     products: list[tuple[int, int, int]] = []
     pairs: list[tuple[int, int, int]] = []
     constant: list[int] = []
@@ -386,18 +397,6 @@ def dense_work(
 
 def _times(samples: int, batch_size: int) -> int:
     return round(samples * batch_size / SAMPLES)
-
-
-def _rows_of_samples(model: Network, dims: Mapping[str, int], lengths: Mapping[str, float]) -> Any:
-    """Returns rows of zeros as the model takes them; every bag has its feature's mean length, if the model sees it."""
-    if model.lookup == "pooled":
-        return torch.zeros(SAMPLES, sum(dims.values()), requires_grad=True)
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, dim in dims.items():
-        length = round(lengths[name])
-        rows = torch.zeros(SAMPLES * length, dim, requires_grad=True)
-        found[name] = rows, torch.arange(0, SAMPLES * length + 1, length) if length else torch.zeros(SAMPLES + 1).long()
-    return found
 
 
 def _graph(output: Tensor) -> Iterator[Any]:

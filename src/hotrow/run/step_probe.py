@@ -355,7 +355,6 @@ def _memory(shape: Shape, config: Config, tables: Sequence[TableConfig], folder:
 def _work(shape: Shape, parts: Parts, batches: Sequence[Batch]) -> Work:
     """Counts what these steps did, exactly."""
     config, tables, batch_size = shape.config, parts.embedding.tables, len(batches[0])
-    lengths = {table.name: length for table, length in zip(tables, shape.lengths, strict=True)}
     dims = {table.name: table.embedding_dim for table in tables}
     own = []
     for table, demand, length in zip(tables, demands_of(config, tables, training=True), shape.lengths, strict=True):
@@ -382,7 +381,7 @@ def _work(shape: Shape, parts: Parts, batches: Sequence[Batch]) -> Work:
         dense_optimizer="split sgd" if config.train.precision == "split_bf16" and dense == "sgd" else dense,
         precision=config.train.precision,
         threads=1,
-        **dense_work(parts.model, dims, shape.num_dense, batch_size, lengths),
+        **dense_work(parts.model, dims, shape.num_dense, batch_size),
     )
 
 
