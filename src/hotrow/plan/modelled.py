@@ -12,11 +12,33 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hotrow.plan.cost import CALLS, CostModel
-from hotrow.plan.hardware import Figure, Hardware, Point, known_hardware, read_hardware
+from hotrow.plan.cost import CACHES, CostModel
+from hotrow.plan.hardware import CURE, Figure, Hardware, Point, known_hardware, read_hardware
 
-ONE_THREAD = (*CALLS, "features", "dense columns", "jagged columns", "in tiers", "tables in tiers", "I/Os")
-"""Kinds of amounts that one thread works on however many there are."""
+_DENSE = ("sgd", "adagrad", "adam", "split sgd")
+_MIB = tuple(cache >> 20 for cache in CACHES)
+_KINDS: dict[str, tuple[str, ...]] = {
+    "one thread": (
+        *("steps", "cold steps", "steps with lists", *(f"steps with {name}" for name in _DENSE)),
+        *("calls", "products", "tables", "tensors", "split tensors"),
+        *("features", "jagged features", "features beside lists", "dense columns"),
+        *("in tiers", "tables in tiers", "I/Os"),
+        # The probe measures windows once, for all numbers of threads.
+        *("gathered samples", "gathered values", "gathered lists", "gathered ids of lists", "checked values"),
+    ),
+    "flops_per_s": ("multiply-adds", "pairs' multiply-adds"),
+    "random_rows": ("far rows", *(f"lines from beyond {mib} MiB" for mib in _MIB)),
+    "stream_bytes_per_s": tuple(f"{what} values beyond {_MIB[0]} MiB" for what in ("pooled", "layer")),
+    "threads": (
+        *("ids", "bags", "lines", "rows", "columns", "columns not float32", "columns of other widths", "state bytes"),
+        *(f"{what}{by}" for what in ("keys", "sorted keys", "gradients") for by in ("", " by sgd")),
+        *("gradients of other widths", "dense values", "pooled values", "layer values", "called values"),
+        *("values of last layers", "pairs", *(f"weights by {name}" for name in _DENSE)),
+        *("mapped ids", "mapped rows", "missed rows", "moved bytes"),
+    ),
+}
+RATES = {kind: rate for rate, kinds in _KINDS.items() for kind in kinds}
+"""By which rate each kind of amount scales; "one thread": not at all, however many threads there are."""
 POINT_S, LEAST_S = 1e-3, 1e-12
 
 
@@ -36,10 +58,10 @@ def modelled(machine: Hardware, here: Hardware) -> Hardware:
     kernels: dict[str, list[Point]] = {}
     for phase in here.kernels:
         measured = model.measured_threads(phase)
-        pairs = {(1, 1), (measured[-1], machine.num_cores)} if 1 in measured else {(measured[-1], machine.num_cores)}
+        pairs = {machine.num_cores: measured[-1]} | ({1: 1} if 1 in measured else {})
         kernels[phase] = [
             point
-            for own, theirs in sorted(pairs)
+            for theirs, own in sorted(pairs.items())
             for point in _points(model.units(phase, own), faster(machine, theirs, here, own), theirs, here.name)
         ]
     note = f"modelled from steps measured on {here.name} on {here.date}, by the rates of both machines"
@@ -58,14 +80,10 @@ def _points(units: Mapping[str, float], faster: Mapping[str, float], threads: in
 
 
 def rate_of(kind: str) -> str:
-    """Returns the rate by which a kind of amount scales."""
-    if kind in ONE_THREAD or kind.startswith(("steps", "tensors")):
-        return "one thread"
-    if kind.endswith("multiply-adds"):
-        return "flops_per_s"
-    if kind.startswith(("lines from", "gradients from", "far rows")):
-        return "random_rows"
-    return "stream_bytes_per_s" if " beyond " in kind else "threads"
+    """Returns the rate by which a kind of amount scales. Raises ValueError for an unknown kind."""
+    if kind not in RATES:
+        raise ValueError(f"steps with {kind!r} cannot be modelled: measured for another version of hotrow: {CURE}")
+    return RATES[kind]
 
 
 def faster(machine: Hardware, threads: int, here: Hardware, own: int) -> dict[str, float]:
