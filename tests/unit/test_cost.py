@@ -324,6 +324,12 @@ def test_what_is_absent_is_named(work: Work) -> None:
     slots = [TableSlots(50, 0), TableSlots(4000, 0), TableSlots(0, 700)]
     kernels = hardware.kernels
     cases: list[tuple[Hardware, Work, list[TableSlots] | None, str]] = [
+        (
+            replace(hardware, cost_version=0),
+            work,
+            None,
+            r"^made up: measured for another version of hotrow: run hotrow",
+        ),
         (replace(hardware, kernels={}), work, None, r"made up has no steps measured for phase 'data'.*hotrow probe"),
         (replace(hardware, kernels=kernels | {"update": []}), work, None, r"phase 'update'.*kernels\.update"),
         (

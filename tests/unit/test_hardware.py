@@ -274,6 +274,18 @@ def test_figures_of_another_machine_are_not_taken(kept: Path, field: str) -> Non
         assert known_hardware() is None
 
 
+def test_steps_for_another_cost_model_are_not_taken(kept: Path) -> None:
+    other = replace(WHOLE, host=this_host(), cost_version=module.COST_VERSION + 1)
+    HARDWARE.write(kept, other)
+    with pytest.warns(UserWarning, match=r"hardware\.json: measured for another version of hotrow"):
+        assert known_hardware() is None
+    with pytest.raises(ValueError, match="measured for another version of hotrow: run hotrow probe again"):
+        read_hardware(kept)
+    HARDWARE.write(kept, replace(other, kernels={}))
+    assert known_hardware() is not None, "the rest does not depend on the model"
+    assert other.with_declared(MACHINES / "cpu-server.yaml").cost_version == other.cost_version
+
+
 def test_a_damaged_file_is_not_taken(kept: Path) -> None:
     kept.write_text("{}")
     with pytest.warns(UserWarning, match=r"hardware\.json has no checksum"):

@@ -39,7 +39,7 @@ from hotrow.models.layers import Network
 from hotrow.placement.budget import LEAST_GATHERED_ROWS, LEAST_ROWS, TableDemand, TableSlots
 from hotrow.placement.store_file import DEPTH, page_records
 from hotrow.plan.demand import demands_of, most_rows
-from hotrow.plan.hardware import Disk, Figure, Hardware, Point
+from hotrow.plan.hardware import Disk, Figure, Hardware, Point, check_cost_version
 from hotrow.plan.solve import TableUse, rates_of
 from hotrow.tables import TableConfig
 
@@ -684,9 +684,10 @@ def disk_of(work: Work, hardware: Hardware) -> Disk:
 
 
 class CostModel:
-    """What units of work take on one machine; see `predict`."""
+    """What units of work take on one machine; see `predict`. Raises ValueError for steps of another version."""
 
     def __init__(self, hardware: Hardware) -> None:
+        check_cost_version(hardware, hardware.name)
         self.hardware = hardware
         self._units: dict[tuple[str, int], Amounts] = {}
 

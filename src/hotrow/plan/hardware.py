@@ -34,6 +34,8 @@ Source = Literal["measured", "declared", "assumed"]
 MACHINES = Path(__file__).with_name("machines")
 """The folder of the declared machines that come with hotrow."""
 CURE = "measure it again with hotrow probe"
+COST_VERSION = 1
+"""Of the cost model: raised whenever amounts of `plan/cost.py` change, so that points measured before go unused."""
 DECLARED_CURE = "docs/probe.md says what a declared file holds"
 
 
@@ -167,6 +169,8 @@ class Hardware:
     """Seconds of one random read of a row in DRAM, by `row_bytes` and `threads`, with the best prefetching."""
     kernels: dict[str, list[Point]] = field(default_factory=dict)
     """Times of our own kernels and of a step's fixed parts, by name; `plan/cost.py` says which it uses."""
+    cost_version: Count = 1
+    """COST_VERSION when `kernels` was measured; the first files do not say it."""
     disks: list[Disk] = field(default_factory=list)
     gpus: list[Gpu] = field(default_factory=list)
     network_bytes_per_s: BytesPerS | None = None
@@ -225,6 +229,7 @@ class Hardware:
         fields = asdict(self)
         if "name" in declared:
             fields = {"date": self.date, "versions": self.versions, "host": {"declared": Path(path).name}}
+            fields["cost_version"] = self.cost_version
         for name, key in (("disks", "folder"), ("gpus", "name")):
             if isinstance(declared.get(name), list):
                 declared[name] = _merged(fields.get(name, []), declared[name], key)
@@ -254,7 +259,7 @@ def read_declared(path: Path | str) -> dict[str, Any]:
     for name in fields:
         if name not in known:
             raise ValueError(f"{path}: {name}: there is no such field; {DECLARED_CURE}")
-        if name in ("host", "versions", "date", "kernels"):
+        if name in ("host", "versions", "date", "kernels", "cost_version"):
             raise ValueError(f"{path}: {name} cannot be declared: it comes from hotrow probe; remove it")
     if "num_cores" in fields and not (isinstance(fields.get("notes"), dict) and fields["notes"].get("num_cores")):
         raise ValueError(f"{path}: num_cores needs its public source, or the reason for it, as notes.num_cores")
@@ -348,7 +353,15 @@ def read_hardware(path: Path | str) -> Hardware:
     if not path.is_file():
         names = ", ".join(sorted(each.stem for each in MACHINES.glob("*.yaml")))
         raise ValueError(f"{path} is not a file; run hotrow probe, or name one of the declared machines: {names}")
-    return HARDWARE.read(path)
+    found = HARDWARE.read(path)
+    check_cost_version(found, str(path))
+    return found
+
+
+def check_cost_version(hardware: Hardware, where: str) -> None:
+    """Raises ValueError, which begins with `where`, if steps were measured for another cost model."""
+    if hardware.kernels and hardware.cost_version != COST_VERSION:
+        raise ValueError(f"{where}: measured for another version of hotrow: run hotrow probe again")
 
 
 # ---- figures in words

@@ -33,6 +33,7 @@ from hotrow.kernels import ops
 from hotrow.placement.store_file import DIRECT, HEADER_BYTES, SUFFIX, OwnFolder, TableRows, direct_io, takes_no_files
 from hotrow.placement.stores import NUM_THREADS, Engines, Store, io_uring_refused, open_store
 from hotrow.plan.hardware import (
+    COST_VERSION,
     HARDWARE,
     Disk,
     Figure,
@@ -128,6 +129,7 @@ def probe(
         versions=versions(),
         num_cores=usable_cores(),
         dram_bytes=Figure(float(host["memory_bytes"])),
+        cost_version=COST_VERSION,
         watts=power.figure(),
         notes={**notes, **power.notes()},
         **fields,
