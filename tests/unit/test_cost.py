@@ -21,7 +21,7 @@ from hotrow.kernels import ops
 from hotrow.placement.budget import TableSlots
 from hotrow.plan import cost
 from hotrow.plan.cost import PHASES, Traffic, Work, amounts_of, predict, unit_seconds, work_of
-from hotrow.plan.hardware import Disk, Figure, Hardware, Point
+from hotrow.plan.hardware import DISTURBED, Disk, Figure, Hardware, Point
 from hotrow.run.setup import tables_of
 
 ROWS, BATCH = 16_000, 500
@@ -214,6 +214,14 @@ def test_units_are_found_from_steps_that_mix_them() -> None:
         seconds = sum(units[kind] * sizes[kind] for kind in units)
         points.append(Point(sizes, Figure(seconds * (10 if k in (3, 17) else 1))))  # two were disturbed
     assert unit_seconds(points) == pytest.approx(units, rel=1e-3, abs=1e-9)
+
+
+def test_points_that_other_work_disturbed_count_less() -> None:
+    def fitted(note: str) -> float:
+        taken = [*[(1.0, "")] * 4, *[(2.0, note)] * 5]
+        return unit_seconds([Point({"a": 1.0}, Figure(seconds, note=text)) for seconds, text in taken])["a"]
+
+    assert fitted(f"{DISTURBED}: by others") < fitted("") - 0.01
 
 
 def test_least_squares_against_every_active_set() -> None:

@@ -18,8 +18,18 @@ from hotrow.cli import app as cli
 from hotrow.kernels import ops
 from hotrow.placement import store_file
 from hotrow.plan import probe as module
-from hotrow.plan.hardware import MACHINES, Disk, Figure, Hardware, Point, known_hardware, read_hardware
-from hotrow.plan.probe import Power, Scope, check_folder, measure_disk, measure_dram, measure_gpus, probe, run_probe
+from hotrow.plan.hardware import DISTURBED, MACHINES, Disk, Figure, Hardware, Point, known_hardware, read_hardware
+from hotrow.plan.probe import (
+    Power,
+    Scope,
+    check_folder,
+    measure_disk,
+    measure_dram,
+    measure_gpus,
+    print_probe,
+    probe,
+    run_probe,
+)
 
 needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the native module is measured")
 
@@ -276,6 +286,19 @@ def test_everything_becomes_a_file_that_plans_find(tiny: Path, monkeypatch: pyte
     )
     assert path.stat().st_mode & 0o777 == 0o600
     assert made.watts is not None or made.notes["watts"]
+
+
+@needs_native
+def test_a_probe_beside_other_work_warns_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(num_disturbed: int) -> str:
+        notes = [f"{DISTURBED}: by others"] * num_disturbed + [""] * (4 - num_disturbed)
+        kernels = {"dense": [Point({"threads": 1.0}, Figure(1e-3, note=note)) for note in notes]}
+        path, made = run_probe((), kernels=lambda **_: kernels, out=tmp_path / "h.json", seconds=0.1)
+        print_probe(made, path)
+        return capsys.readouterr().out.splitlines()[-2]
+
+    assert "warning" not in run(2)
+    assert run(3).startswith("kernels: warning: other work ran during 75% of the measured steps, and predictions from")
 
 
 @needs_native

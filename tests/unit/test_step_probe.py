@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hotrow.config.load import make_config
+from hotrow.data.packed.reader import Split
 from hotrow.plan.cost import PHASES, unit_seconds
 from hotrow.run import step_probe
 from hotrow.run.setup import splits_dense
@@ -52,6 +53,35 @@ def test_a_point_for_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     assert points["lookup"].sizes["ids"] == pytest.approx(lookups, rel=0.05)
     assert points["update"].sizes["rows"] <= points["update"].sizes["keys"]
     assert all(0 < point.seconds.value < 1 for point in points.values())
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_point_says_if_other_work_ran(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    monkeypatch.setattr(step_probe, "TIMED", 2)
+    monkeypatch.setattr(step_probe.Disturbance, "share", lambda _: share)
+    points = [point for _, point in measure_shape(SMALL, [1])]
+    assert len(points) > 4 and {point.disturbed for point in points} == {share > 0}
+    if share:
+        assert points[0].seconds.note == "disturbed: other work had the processors for 50% of the time"
+
+
+def test_windows_are_figures_of_three_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_probe, "WINDOW_SHAPES", ((256, 1, 1, 1),))
+    rounds, verified = iter([1.0, 2.0, 4.0, 0.1, 0.2, 0.4]), []
+
+    def window_s(split: Split) -> float:
+        verified.append(bool(split._verified.all()))
+        return next(rounds)
+
+    monkeypatch.setattr(step_probe, "_window_s", window_s)
+    points = step_probe._windows([1, 2], 30.0)["window"]
+    assert verified == [False] * 3 + [True] * 3
+    assert [point.sizes["threads"] for point in points] == [1, 2, 1, 2]
+    for point, median in zip(points, (2.0, 2.0, 0.2, 0.2), strict=True):
+        found = (point.seconds.low, point.seconds.value, point.seconds.high)
+        assert found == pytest.approx((0.75 * median, median, 1.5 * median))
+        assert ("checked values" in point.sizes) == (median == 2)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -795,8 +795,8 @@ def _model_of(hardware: Hardware) -> CostModel:
 def unit_seconds(points: Sequence[Point]) -> Amounts:
     """Returns seconds per unit of each amount, none negative, with which the sums are closest to the points' seconds.
 
-    Closest are the sums of least squares of their relative errors. Points whose own repeats differ count less, and so
-    do points that are far off (Huber's weights), above all those that took long: something else ran meanwhile.
+    Closest are the sums of least squares of their relative errors. Points whose own repeats differ, or that other
+    work disturbed, count less, and so do points that are far off (Huber's weights), above all those that took long.
     """
     kinds = sorted(
         {kind for point in points for kind, amount in point.sizes.items() if kind != "threads" and amount > 0}
@@ -808,7 +808,7 @@ def unit_seconds(points: Sequence[Point]) -> Amounts:
     relative = rows / seconds[:, None]
     scale = relative.max(axis=0)
     relative /= scale
-    steady = np.array([1 / (STEADY + _spread(point.seconds)) for point in points])
+    steady = np.array([1 / (STEADY + _spread(point.seconds) + STEADY * point.disturbed) for point in points])
     weights = steady
     for _ in range(ROUNDS):
         found = least_squares(relative * weights[:, None], weights)
@@ -820,7 +820,7 @@ def unit_seconds(points: Sequence[Point]) -> Amounts:
 
 
 STEADY = 0.2
-"""Spreads below this share of a figure say little about what it is worth."""
+"""Spreads below this share of a figure say little about what it is worth; other work adds as much."""
 ROUNDS = 12
 SLOW, FAST = 1.0, 2.5
 """Errors of more than so many times the median error count in proportion, not squared: of points that took longer than

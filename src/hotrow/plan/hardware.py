@@ -87,12 +87,21 @@ Price = Annotated[Figure, AfterValidator(partial(_within, least=1e-6, most=1e6, 
 ByNumber = AfterValidator(_by_number)
 
 
+DISTURBED = "disturbed"
+"""The begin of a measured figure's note if other work ran meanwhile."""
+
+
 @record(frozen=True, config=STRICT)
 class Point:
     """One measurement of a kernel: the sizes it ran at, and the seconds it took."""
 
     sizes: dict[str, Amount]
     seconds: Seconds
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other work ran meanwhile."""
+        return self.seconds.note.startswith(DISTURBED)
 
 
 @record(frozen=True, config=STRICT)

@@ -131,9 +131,20 @@ def probe(
         dram_bytes=Figure(float(host["memory_bytes"])),
         cost_version=COST_VERSION,
         watts=power.figure(),
-        notes={**notes, **power.notes()},
+        notes={**notes, **power.notes(), **how_rough(fields.get("kernels", {}))},
         **fields,
     )
+
+
+def how_rough(kernels: Mapping[str, Sequence[Point]]) -> dict[str, str]:
+    """Returns a warning as a note if other work disturbed more than half of the points."""
+    points = [point for own in kernels.values() for point in own]
+    if 2 * (disturbed := sum(point.disturbed for point in points)) <= len(points):
+        return {}
+    return {
+        "kernels": f"warning: other work ran during {disturbed / len(points):.0%} of the measured steps, and "
+        "predictions from this file are rough: run hotrow probe again with nothing else running"
+    }
 
 
 def run_probe(

@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hotrow.base.machine import available_memory_bytes
+from hotrow.base.machine import Disturbance, available_memory_bytes
 from hotrow.batch import Batch
+from hotrow.bench import CLEAN_SHARE
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
 from hotrow.data.packed.format import Block, DatasetInfo, DenseColumn, Feature, Ragged, Table
@@ -38,7 +39,7 @@ from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.cost import PHASES, Amounts, TableWork, Traffic, Work, amounts_of, dense_work
 from hotrow.plan.demand import demands_of
-from hotrow.plan.hardware import Figure, Point
+from hotrow.plan.hardware import DISTURBED, Figure, Point
 from hotrow.plan.solve import rates_of
 from hotrow.run.meters import Session, StepClock
 from hotrow.run.setup import TABLE_DTYPES, DenseDevice, Parts, Setup, build
@@ -270,12 +271,13 @@ def _measure_batches(
             for _ in range(WARMUP):
                 _one_step(parts, batches, clock, session, next(steps))
                 evict()  # a run's window of rows was gathered long ago
-            before = _counters(tiers)
+            before, disturbance = _counters(tiers), Disturbance()
             taken = [_one_step(parts, batches, clock, session, next(steps)) for _ in range(TIMED)]
-            moved = _counters(tiers)
+            others, moved = disturbance.share(), _counters(tiers)
             moved.subtract(before)
             work = replace(_work(shape, parts, [batch for _, batch in taken]), threads=number)
-            yield from _points(work, None if tiers is None else _traffic(tiers, moved), [own for own, _ in taken])
+            traffic = None if tiers is None else _traffic(tiers, moved)
+            yield from _points(work, traffic, [own for own, _ in taken], others)
     finally:
         cast(Any, batches).close()  # it lets go of the batches that were announced
 
@@ -405,18 +407,22 @@ def _traffic(tiers: Tiers, moved: Mapping[str, int]) -> Traffic:
     )
 
 
-def _points(work: Work, traffic: Traffic | None, steps: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, Point]]:
+def _points(
+    work: Work, traffic: Traffic | None, steps: Sequence[Mapping[str, float]], others: float
+) -> Iterator[tuple[str, Point]]:
     amounts = amounts_of(work, traffic)
     for phase in PHASES:
         taken = [step[phase] for step in steps]
         if sorted(taken)[len(taken) // 4] > 0:
-            yield phase, _point(work.threads, amounts[phase], taken)
+            yield phase, _point(work.threads, amounts[phase], taken, others)
 
 
-def _point(threads: int, amounts: Amounts, taken: Sequence[float]) -> Point:
+def _point(threads: int, amounts: Amounts, taken: Sequence[float], others: float) -> Point:
+    """Returns a point. others: the share of the time in which other work had the processors."""
+    note = f"{DISTURBED}: other work had the processors for {others:.0%} of the time" if others > CLEAN_SHARE else ""
     low, median, high = statistics.quantiles(taken, n=4, method="inclusive")
     sizes = {"threads": float(threads), **{kind: _rounded(amount) for kind, amount in amounts.items() if amount > 0}}
-    return Point(sizes, Figure(_rounded(median), _rounded(max(0.0, low)), _rounded(high)))
+    return Point(sizes, Figure(_rounded(median), _rounded(max(0.0, low)), _rounded(high), note=note))
 
 
 def _rounded(value: float) -> float:
@@ -428,6 +434,7 @@ def _rounded(value: float) -> float:
 
 WINDOW_SHAPES = ((1 << 14, 4, 4, 0), (1 << 15, 13, 20, 0), (1 << 14, 2, 4, 2), (1 << 14, 2, 2, 4), (1 << 16, 2, 3, 1))
 """Rows, dense columns, features of one id, and features with lists."""
+WINDOW_ROUNDS = 3
 LIST_LENGTH = 6
 """Mean ids of a list."""
 
@@ -444,17 +451,18 @@ def _windows(threads: Sequence[int], seconds: float) -> dict[str, list[Point]]:
         with tempfile.TemporaryDirectory(prefix="hotrow-probe-") as folder:
             dataset = _packed(Path(folder) / "data", shape, num_rows, generator)
             for checked in (True, False):
-                amounts = _window_amounts(shape, num_rows, checked=checked)
-                rounds = [_window_s(dataset if k else PackedDataset.open(dataset.path), checked) for k in range(3)]
-                taken.append((amounts, rounds if not checked else rounds[:1] * 2))
-    return {"window": [_point(number, amounts, rounds) for amounts, rounds in taken for number in threads]}
+                amounts, disturbance, rounds = _window_amounts(shape, num_rows, checked=checked), Disturbance(), []
+                for _ in range(WINDOW_ROUNDS):
+                    split = PackedDataset.open(dataset.path).split("train")
+                    if not checked:
+                        split.verify()
+                    rounds.append(_window_s(split))
+                taken.append((amounts, rounds, disturbance.share()))
+    return {"window": [_point(number, *point) for point in taken for number in threads]}
 
 
-def _window_s(dataset: PackedDataset, checked: bool) -> float:  # noqa: FBT001
+def _window_s(split: Split) -> float:
     """Returns what the first batch of an epoch takes beyond the second."""
-    split = dataset.split("train")
-    if checked:
-        split = PackedDataset.open(dataset.path).split("train")
     batches = Loader(split, min(256, split.num_rows // 2), shuffle_seed=1).epoch(0)
     marks = [time.perf_counter()]
     for _ in range(2):
