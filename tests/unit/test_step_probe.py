@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -82,6 +83,18 @@ def test_windows_are_figures_of_three_rounds(monkeypatch: pytest.MonkeyPatch) ->
         found = (point.seconds.low, point.seconds.value, point.seconds.high)
         assert found == pytest.approx((0.75 * median, median, 1.5 * median))
         assert ("checked values" in point.sizes) == (median == 2)
+
+
+def test_what_a_killed_probe_leaves_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(step_probe.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(step_probe, "WINDOW_SHAPES", ((256, 1, 1, 1),))
+
+    with monkeypatch.context() as killed:  # the system gives back the lock of a process that was killed
+        killed.setattr(step_probe.OwnFolder, "remove", lambda own: os.close(own._descriptor))
+        step_probe._windows([1], 30.0)
+    assert [path.name for path in tmp_path.glob("*/*/*")] == ["data"]
+    step_probe._windows([1], 30.0)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("one_thread")

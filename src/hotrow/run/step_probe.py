@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +36,7 @@ from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.placement.budget import Memory, TableSlots
 from hotrow.placement.lookahead import lookahead
+from hotrow.placement.store_file import SUFFIX, OwnFolder
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.cost import PHASES, Amounts, TableWork, Traffic, Work, amounts_of, dense_work
 from hotrow.plan.demand import demands_of
@@ -318,8 +319,7 @@ def _build(shape: Shape, info: DatasetInfo, stack: ExitStack, folder: Path | str
     )
     memory = None
     if shape.in_tiers is not None:
-        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotrow-probe-", dir=folder)))
-        memory = _memory(shape, config, tables, own)
+        memory = _memory(shape, config, tables, Path(folder or tempfile.gettempdir()))
     parts = build(Setup(config, _Described(info), tables, DenseDevice(), memory, None, Path()))  # type: ignore[arg-type]
     for states in parts.sparse_optimizer.state.values() if memory is None else ():
         for state in states.values():
@@ -448,8 +448,8 @@ def _windows(threads: Sequence[int], seconds: float) -> dict[str, list[Point]]:
         lengths = (1.0,) * num_single + (float(LIST_LENGTH),) * num_lists
         config = make_config({"data": "probe"})
         shape = Shape(config=config, num_dense=num_dense, rows=(100_000,) * len(lengths), zipf=1.0, lengths=lengths)
-        with tempfile.TemporaryDirectory(prefix="hotrow-probe-") as folder:
-            dataset = _packed(Path(folder) / "data", shape, num_rows, generator)
+        with _own_folder() as folder:
+            dataset = _packed(folder / "data", shape, num_rows, generator)
             for checked in (True, False):
                 amounts, disturbance, rounds = _window_amounts(shape, num_rows, checked=checked), Disturbance(), []
                 for _ in range(WINDOW_ROUNDS):
@@ -459,6 +459,17 @@ def _windows(threads: Sequence[int], seconds: float) -> dict[str, list[Point]]:
                     rounds.append(_window_s(split))
                 taken.append((amounts, rounds, disturbance.share()))
     return {"window": [_point(number, *point) for point in taken for number in threads]}
+
+
+@contextmanager
+def _own_folder() -> Iterator[Path]:
+    """Yields an empty folder, which is removed: by the next probe or run with files there if this process is killed."""
+    own = OwnFolder(Path(tempfile.gettempdir()))
+    try:
+        (inside := own.path / f"window{SUFFIX}").mkdir()
+        yield inside
+    finally:
+        own.remove()
 
 
 def _window_s(split: Split) -> float:
