@@ -198,6 +198,13 @@ class Hardware:
             raise ValueError(f"date is {self.date!r}; write it as 2026-01-31") from None
         if not 1 <= self.num_cores <= 1 << 16:
             raise ValueError(f"num_cores is {self.num_cores}; it must be from 1 to {1 << 16}")
+        needed = {"random_rows": ("row_bytes", "threads"), **dict.fromkeys(self.kernels, ("threads",))}
+        for name, points in {"random_rows": self.random_rows, **self.kernels}.items():
+            for i, point in enumerate(points):
+                if lacking := [key for key in needed[name] if not point.sizes.get(key)]:
+                    raise ValueError(
+                        f"{name}.{i}: sizes lack {' and '.join(lacking)}; a number of at least 1 is needed"
+                    )
         for name, threads in self._threads():
             if threads > self.num_cores:
                 raise ValueError(f"{name} has a figure of {threads:g} threads, and num_cores is {self.num_cores}")
@@ -210,7 +217,7 @@ class Hardware:
         for name in ("stream_bytes_per_s", "flops_per_s"):
             yield from ((name, int(key)) for key in getattr(self, name))
         for name, points in {"random_rows": self.random_rows, **self.kernels}.items():
-            yield from ((name, point.sizes.get("threads", 1)) for point in points)
+            yield from ((name, point.sizes["threads"]) for point in points)
 
     def disk_at(self, folder: Path | str) -> Disk | None:
         """Returns the disk that `folder`, which may be absent yet, lies on; None if it was not measured.
@@ -395,7 +402,7 @@ def table_of(hardware: Hardware) -> list[tuple[str, str, str, str]]:
     fields["disks"] = {disk["folder"]: disk for disk in fields["disks"]}
     fields["gpus"] = {gpu["name"]: gpu for gpu in fields["gpus"]}
     fields["random_rows"] = {
-        f"{point['sizes'].get('row_bytes', 0):g} bytes, {point['sizes'].get('threads', 1):g} threads": point["seconds"]
+        f"{point['sizes']['row_bytes']:g} bytes, {point['sizes']['threads']:g} threads": point["seconds"]
         for point in fields["random_rows"]
     }
     return list(_rows_of(fields, "", ""))
