@@ -331,6 +331,7 @@ def test_what_is_absent_is_named(work: Work) -> None:
     hardware = machine(work, some_units)
     slots = [TableSlots(50, 0), TableSlots(4000, 0), TableSlots(0, 700)]
     kernels = hardware.kernels
+    few = [Point({"threads": n, "steps": 1.0, "calls": 1.0}, Figure(1e-3)) for n in (1.0, 4.0)]
     cases: list[tuple[Hardware, Work, list[TableSlots] | None, str]] = [
         (
             replace(hardware, cost_version=0),
@@ -339,12 +340,23 @@ def test_what_is_absent_is_named(work: Work) -> None:
             r"^made up: measured for another version of hotrow: run hotrow",
         ),
         (replace(hardware, kernels={}), work, None, r"made up has no steps measured for phase 'data'.*hotrow probe"),
-        (replace(hardware, kernels=kernels | {"update": []}), work, None, r"phase 'update'.*kernels\.update"),
+        (
+            replace(hardware, kernels=kernels | {"update": []}),
+            work,
+            None,
+            r"phase 'update'.*kernels\.update.*longer probe",
+        ),
+        (
+            replace(hardware, kernels=kernels | {"dense": few}),
+            work,
+            None,
+            r"made up has 1 steps measured for 2 kinds .*kernels\.dense, 1 threads.*too few: .* longer probe \(.* 50\)",
+        ),
         (
             hardware,
             replace(work, dense_optimizer="adam"),
             None,
-            r"no steps measured with: steps with adam .*kernels\.data",
+            r"no steps measured with: steps with adam .*kernels\.data.*longer probe",
         ),
         (hardware, replace(work, threads=8), None, r"no steps on 8 threads .*only on 1 to 4: set train\.threads"),
         (

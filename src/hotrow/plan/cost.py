@@ -55,6 +55,7 @@ SORTED_BITS = 11
 SECTOR_BYTES = 512
 MOST_READS = DEPTH
 """Reads under way together, at most: the depth of the store's queue."""
+LONGER = "measure the machine again with a longer probe (hotrow probe --seconds 50), with nothing else running"
 Amounts = dict[str, float]
 
 
@@ -692,9 +693,15 @@ class CostModel:
         self._units: dict[tuple[str, int], Amounts] = {}
 
     def units(self, phase: str, threads: int) -> Amounts:
-        """Returns the seconds of a unit of each kind of amount. Raises ValueError if the phase was not measured."""
+        """Returns the seconds of a unit of each kind of amount. Raises ValueError if points are fewer than kinds."""
         if (phase, threads) not in self._units:
             points = [p for p in self.hardware.kernels.get(phase, []) if p.sizes.get("threads") == threads]
+            kinds = {kind for point in points for kind, amount in point.sizes.items() if amount > 0} - {"threads"}
+            if len(points) < len(kinds):
+                raise ValueError(
+                    f"{self.hardware.name} has {len(points)} steps measured for {len(kinds)} kinds of work in its "
+                    f"hardware file (kernels.{phase}, {threads} threads), which is too few: {LONGER}"
+                )
             self._units[phase, threads] = unit_seconds(points)
         return self._units[phase, threads]
 
@@ -704,7 +711,7 @@ class CostModel:
         if not found:
             raise ValueError(
                 f"{self.hardware.name} has no steps measured for phase {phase!r} in its hardware file "
-                f"(kernels.{phase}): measure the machine with hotrow probe"
+                f"(kernels.{phase}): {LONGER if self.hardware.kernels else 'measure the machine with hotrow probe'}"
             )
         return found
 
@@ -727,7 +734,7 @@ class CostModel:
         if missing := [kind for kind, amount in amounts.items() if amount > 0 and kind not in units]:
             raise ValueError(
                 f"{self.hardware.name} has no steps measured with: {', '.join(missing)} in its hardware file "
-                f"(kernels.{phase}, {threads} threads): measure the machine with hotrow probe"
+                f"(kernels.{phase}, {threads} threads): {LONGER}"
             )
         return sum(units[kind] * amount for kind, amount in amounts.items() if amount > 0)
 
