@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,13 +19,18 @@ from hotrow.config.schema import Config
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
-from hotrow.placement.budget import TableSlots
+from hotrow.placement.budget import Memory, TableSlots
+from hotrow.placement.lookahead import lookahead
+from hotrow.placement.tiers import Tiers
 from hotrow.plan import cost
 from hotrow.plan.cost import PHASES, Traffic, Work, amounts_of, predict, unit_seconds, work_of
 from hotrow.plan.hardware import DISTURBED, Disk, Figure, Hardware, Point
-from hotrow.run.setup import tables_of
+from hotrow.run.meters import Session, StepClock
+from hotrow.run.setup import DenseDevice, Setup, build, tables_of
+from hotrow.run.trainer import LOOKAHEAD, train_step
 
 ROWS, BATCH = 16_000, 500
+TRAFFIC_TOLERANCE = 0.1
 DLRM: dict[str, Any] = {"name": "dlrm", "embedding_dim": 16, "bottom_mlp": [32], "top_mlp": [64, 24]}
 
 
@@ -325,6 +331,40 @@ def test_rows_that_a_run_meets_first_are_made_and_not_read(dataset: PackedDatase
         assert traffic is not None and traffic.reads < traffic.misses < traffic.rows
         reads.append(traffic.reads / traffic.misses)
     assert reads[0] < 0.6 < reads[1]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_traffic_against_a_run_of_tiers(dataset: PackedDataset, tmp_path: Path) -> None:
+    """Rows, not I/Os: how many rows share an I/O, or are still waiting to be written, is a matter of time."""
+    batch_size, epochs, warm = 100, 4, 1
+    config = config_of(dataset, train={"batch_size": batch_size}, memory={"writes": "in_place"})
+    tables, per_epoch = tables_of(config, dataset), ROWS // batch_size
+    slots = [TableSlots(50, 0), TableSlots(100, 1200), TableSlots(30_000, 0)]
+    memory = Memory(dram=64 << 20, ssd=tmp_path, writes="in_place", plan=lambda *_: slots, force=True)
+    parts = build(Setup(config, dataset, tables, DenseDevice(), memory, None, tmp_path))
+    tiers = parts.embedding.placement.find(Tiers)
+    assert tiers is not None and tiers.slots == slots
+    loader, clock, counted = Loader(dataset.split("train"), batch_size, shuffle_seed=3), StepClock(Session(1)), []
+    for epoch in range(epochs):
+        if epoch in (0, warm):
+            counted.append(tiers.counters()["t1"])
+        for batch in lookahead(loader.epoch(epoch), parts.embedding, depth=LOOKAHEAD):
+            train_step(parts, batch, 0, clock)
+    counted.append(tiers.counters()["t1"])
+    tiers.close()
+    # The first epoch fills the cache: the model spreads first times evenly over it, and predicts too few reads.
+    cases = zip(itertools.pairwise(counted), ((0, warm, 0.4), (warm, epochs, TRAFFIC_TOLERANCE)), strict=True)
+    for (before, after), (first, last, tolerance) in cases:
+        num_steps = (last - first) * per_epoch
+        moved = {name: (after[name] - before[name]) / num_steps for name in after}
+        train = config.train.model_copy(update={"epochs": last})
+        work = work_of(config.model_copy(update={"train": train}), tables, dataset, warmup=first * per_epoch)
+        found = cost.traffic_of(replace(work, writes="in_place"), slots)
+        assert found is not None
+        assert found.rows == pytest.approx(moved["rows"], rel=0.01)
+        assert found.misses == pytest.approx(moved["rows"] - moved["hit_rows"], rel=tolerance)
+        assert found.reads == pytest.approx(moved["read_rows"], rel=tolerance)
+        assert found.writes == pytest.approx(moved["written_rows"], rel=tolerance)
 
 
 def test_what_is_absent_is_named(work: Work) -> None:
