@@ -136,10 +136,11 @@ def test_thinned_curves_keep_every_extreme_and_the_mean() -> None:
     assert thin(curve[:MOST_POINTS]).curve == curve[:MOST_POINTS]
 
 
-def test_phases_over_time_are_differences_of_means() -> None:
-    """Lines hold the mean since the first step: 4 steps of 2 ms, then 4 of 6 ms, is a mean of 4 ms."""
-    lines = [train_line(4, step_ms={"dense": 2.0}), train_line(8, step_ms={"dense": 4.0})]
+def test_phases_over_time_are_those_since_the_line_before() -> None:
+    """Means over a whole run are rounded: their differences are noise in a long one, so no curve is made of them."""
+    lines = [train_line(4, window_ms={"dense": 2.0}), train_line(8, window_ms={"dense": 6.0, "data": "x"})]
     assert phase_points(lines) == {"dense": [(4.0, 2.0), (8.0, 6.0)]}
+    assert phase_points([train_line(4), train_line(8)]) == {}
 
 
 def test_coverage_against_sorting_by_hand() -> None:
