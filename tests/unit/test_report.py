@@ -345,6 +345,11 @@ def test_the_verb(
     json.dumps(told, allow_nan=False)
     with pytest.raises(ValueError, match="is a folder; name a file"):
         tools.report([tmp_path / "a"], out=tmp_path)
+    tools.report([tmp_path / "a"], out=tmp_path / "both.html")
+    (tmp_path / "keep.yaml").write_text("mine: true\n")
+    with pytest.raises(ValueError, match=r"keep\.yaml exists and is not a report of hotrow; name another file"):
+        tools.report([tmp_path / "a"], out=tmp_path / "keep.yaml")
+    assert (tmp_path / "keep.yaml").read_text() == "mine: true\n"
     line = [sys.executable, "-m", "hotrow", "report", str(tmp_path / "none")]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "is not a run" in done.stderr and "Traceback" not in done.stderr

@@ -55,6 +55,12 @@ def write_report(path: Path, runs: Sequence[RunFacts]) -> int:
     return len(page)
 
 
+def is_report(path: Path) -> bool:
+    """Returns whether a file is a page of `write_report`, as its head says."""
+    with path.open("rb") as file:
+        return b'<meta name="generator" content="hotrow report">' in file.read(1024)
+
+
 def report_page(runs: Sequence[RunFacts]) -> str:
     """Returns the HTML page. Text is escaped."""
     template = load_template("report/report.html")
