@@ -274,7 +274,9 @@ def _measure_batches(
                 evict()  # a run's window of rows was gathered long ago
             before, disturbance = _counters(tiers), Disturbance()
             taken = [_one_step(parts, batches, clock, session, next(steps)) for _ in range(TIMED)]
-            others, moved = disturbance.share(), _counters(tiers)
+            # The kernel's own threads, which serve the I/O of tiers, are not others.
+            others = disturbance.share() if tiers is None else disturbance.stolen_share()
+            moved = _counters(tiers)
             moved.subtract(before)
             work = replace(_work(shape, parts, [batch for _, batch in taken]), threads=number)
             traffic = None if tiers is None else _traffic(tiers, moved)
