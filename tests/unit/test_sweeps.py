@@ -443,7 +443,8 @@ def test_all_predictions_are_on_disk_before_the_first_cell_trains(
     def run(cell: Cell, config: Any, work: Path) -> dict[str, Any]:
         stamps.append((out / "predictions.json").stat().st_mtime_ns)
         before = read_sealed(out / "predictions.json", cure="")
-        assert len(before["cells"]) == 6 and before["hardware_date"] == "2026-11-01"
+        assert len(before["cells"]) == 6
+        assert all(one["hardware_date"] == "2026-11-01" for one in before["cells"].values())
         if len(trained) == 3:
             raise KeyboardInterrupt
         return real(cell, config, work)
@@ -461,7 +462,51 @@ def test_all_predictions_are_on_disk_before_the_first_cell_trains(
     ratios = [one["step_ms"] / 2.0 for one in sealed.values()]
     assert found["geometric_mean_error"] == pytest.approx(math.prod(ratios) ** (1 / 6) - 1)
     assert found["share_within_15_percent"] == 0 and found["median_noise"] == 0.1
-    assert "geometric mean error" in (out / "report.html").read_text()
+    page = (out / "report.html").read_text()
+    assert "geometric mean error" in page and "All predictions were on disk before the first cell" in page
+
+
+@pytest.mark.parametrize("fault", ["a machine has no disk: measure it with hotrow probe FOLDER", "no"])
+def test_a_study_whose_cells_cannot_be_predicted_measures_nothing(
+    fault: str, tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(work: Any, hardware: Any, slots: Any = None) -> Prediction:
+        raise ValueError(fault)
+
+    monkeypatch.setattr(cells, "predict", fail)
+    with pytest.raises(ValueError, match=rf"6 of 6 cells cannot be predicted: {fault}: run hotrow probe FOLDER"):
+        run_study(str(write_study(tmp_path, predicts=True)), tmp_path / "out")
+    assert not trained
+
+
+def test_cells_without_a_prediction_are_told_and_predicted_again(
+    tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_predict, real_run, said, calls = cells.predict, cells.run_cell, [], []
+    out, path = tmp_path / "out", write_study(tmp_path, predicts=True)
+
+    def predict(work: Any, hardware: Any, slots: Any = None) -> Prediction:
+        calls.append(work)
+        if len(calls) in (5, 6):
+            raise ValueError("an odd cell")
+        return real_predict(work, hardware, slots)
+
+    def stop(cell: Cell, config: Any, work: Path) -> dict[str, Any]:
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        return real_run(cell, config, work)
+
+    monkeypatch.setattr(cells, "predict", predict)
+    with monkeypatch.context() as patch:
+        patch.setattr(cells, "run_cell", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run_study(str(path), out, say=said.append)
+    assert any("2 of 6 cells cannot be predicted: an odd cell" in line for line in said)
+    monkeypatch.setattr("hotrow.study.run.known_hardware", lambda: replace(HARDWARE, date="2026-11-02"))
+    run_study(str(path), out)
+    entries = read_sealed(out / "predictions.json", cure="")["cells"].values()
+    assert sorted(one["hardware_date"] for one in entries) == ["2026-11-01"] * 4 + ["2026-11-02"] * 2
+    assert "4 of 6 predictions were on disk before the first cell was measured" in (out / "report.html").read_text()
 
 
 def test_predictions_that_were_edited_are_refused(tmp_path: Path, trained: list[str], predicting: list[float]) -> None:
@@ -476,7 +521,7 @@ def test_predictions_that_were_edited_are_refused(tmp_path: Path, trained: list[
 
 def test_a_study_that_predicts_needs_this_machines_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotrow.study.run.known_hardware", lambda: None)
-    with pytest.raises(ValueError, match="predicts, which needs this machine's figures: run hotrow probe first"):
+    with pytest.raises(ValueError, match="predicts, which needs this machine's figures: run hotrow probe FOLDER first"):
         run_study(str(write_study(tmp_path, predicts=True)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

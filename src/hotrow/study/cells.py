@@ -7,10 +7,11 @@ import math
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,6 +65,8 @@ class Studied:
     """This machine, for predictions, and its watts and price; None: neither is shown."""
     machines: Mapping[str, Hardware | str] | None = None
     """Declared machines to model every cell for, or why one cannot be."""
+    say: Callable[[str], None] = lambda line: None
+    """Receives what the user should know before the first cell is measured."""
 
     FAILURES: ClassVar[tuple[type[Exception], ...]] = (CellError,)
 
@@ -93,19 +96,32 @@ class Studied:
         """Writes the predictions that the study wants, before anything is measured."""
         shutil.rmtree(folder / "work", ignore_errors=True)  # of a process that was killed
         if self.study.predicts and cells:
-            self._predict_all(folder)
+            self._predict_all(cells, folder)
 
-    def _predict_all(self, folder: Path) -> None:
+    def _predict_all(self, cells: Sequence[Cell], folder: Path) -> None:
+        """Predicts `cells`, none of which has a row yet, unless they have a prediction already.
+
+        Raises ValueError if this machine's file lacks figures, or no cell can be predicted.
+        """
         if self.hardware is None:
             raise ValueError(
-                f"study {self.origin} predicts, which needs this machine's figures: run hotrow probe first"
+                f"study {self.origin} predicts, which needs this machine's figures: run hotrow probe FOLDER first"
             )
         known = self.predictions(folder)
-        if missing := [cell for cell in self.cells if cell.key not in known]:
-            known |= {cell.key: self.predicted(cell, self.hardware, folder) for cell in missing}
-            machine = {"hardware": self.hardware.name, "hardware_date": self.hardware.date}
-            written = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            write_sealed(folder / PREDICTIONS, {"hotrow_predictions": 1, **machine, "written": written, "cells": known})
+        missing = [cell for cell in cells if "step_ms" not in known.get(cell.key, {})]
+        origin = {"hardware": self.hardware.name, "hardware_date": self.hardware.date}
+        for cell in missing:
+            known[cell.key] = {**self.predicted(cell, self.hardware, folder), **origin}
+        reasons = Counter(known[cell.key]["reason"] for cell in missing if "reason" in known[cell.key])
+        for reason, times in reasons.items():
+            told = f"{times} of {len(cells)} cells cannot be predicted: {reason}"
+            if "hotrow probe" in reason or reasons.total() == len(cells):
+                raise ValueError(f"{told}: run hotrow probe FOLDER")
+            self.say(told)
+        if missing:
+            written = now()
+            known |= {cell.key: {**known[cell.key], "written": written} for cell in missing}
+            write_sealed(folder / PREDICTIONS, {"hotrow_predictions": 1, "cells": known})
 
     def predictions(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Returns what was predicted of each cell; nothing if the study does not predict."""
@@ -172,7 +188,7 @@ class Studied:
             "batch_size": config.train.batch_size,
             "table_bytes": required_bytes(config, tables),
         }
-        row = {"key": cell.key, **facts, **run_cell(cell, config, folder / "work")}
+        row = {"key": cell.key, "measured_at": now(), **facts, **run_cell(cell, config, folder / "work")}
         if "rounds" in row:
             row["note"] = how_clean(row)
         if predicted is not None:
@@ -227,6 +243,11 @@ class Studied:
 
     def files(self, report: Mapping[str, Any]) -> Mapping[str, str]:
         return files_of(self.study, {**report, "cells": self._own(report["cells"])})
+
+
+def now() -> str:
+    """Returns the time in UTC; of two, the text of the earlier comes first."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def _folders(config: Config) -> list[Path]:

@@ -50,9 +50,16 @@ def prediction_summary(rows: Sequence[Row]) -> dict[str, Any]:
         "share_within_15_percent": sum(abs(ratio - 1) <= CLOSE for ratio in ratios) / len(ratios),
         "median_bias": statistics.median(ratios) - 1,
         "median_noise": statistics.median(noise),
+        "predicted_first": predicted_first(rows),
         "not_predicted": sum(row.get("predicted", {}).get("reason") is not None for row in rows),
         **_placements(rows),
     }
+
+
+def predicted_first(rows: Sequence[Row]) -> int:
+    """Returns in how many cells the prediction was on disk before any cell was measured."""
+    first = min(row.get("measured_at", "") for row in rows)
+    return sum(row["predicted"].get("written", first + "~") <= first for row in rows if error_of(row) is not None)
 
 
 def _placements(rows: Sequence[Row]) -> dict[str, Any]:
@@ -226,6 +233,7 @@ def files_of(study: Study, report: Mapping[str, Any]) -> dict[str, str]:
         num_cells=len(rows),
         num_disturbed=sum(is_disturbed(row) for row in rows if "rounds" in row),
         prediction=_prediction_words(report.get("prediction")),
+        when_predicted=_when_predicted(report.get("prediction")),
         groups=groups,
         skipped=report["skipped"],
     )
@@ -250,6 +258,17 @@ def _prediction_words(found: Mapping[str, Any] | None) -> dict[str, str]:
             f"{found['share_placement_chosen_well']:.0%} of {found['models_with_placements']} models"
         )
     return words
+
+
+def _when_predicted(found: Mapping[str, Any] | None) -> str:
+    if not found:
+        return ""
+    if found["predicted_first"] == found["cells"]:
+        return "All predictions were on disk before the first cell was measured."
+    return (
+        f"{found['predicted_first']} of {found['cells']} predictions were on disk before the first cell was measured, "
+        "the others before their own cell was."
+    )
 
 
 def _shown_group(

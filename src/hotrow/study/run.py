@@ -37,10 +37,10 @@ def run_study(
     folder = Path(out) if out is not None else Path("studies") / (f"{stem}-quick" if quick else stem)
     here = known_hardware() if hardware is None else read_hardware(hardware)
     machines = {machine: _machine(machine, here) for machine in study.machines}
-    studied = Studied(study, str(file), quick=quick, hardware=here, machines=machines)
+    studied = Studied(study, str(file), quick=quick, hardware=here, machines=machines, say=say)
     cells = studied.cells  # what is wrong with the study is said before anything is made
     if study.predicts and here is None and not estimate:
-        raise ValueError(f"study {file} predicts, which needs this machine's figures: run hotrow probe first")
+        raise ValueError(f"study {file} predicts, which needs this machine's figures: run hotrow probe FOLDER first")
     disk = studied.disk_bytes()
     say(f"{stem}: {len(cells)} cells; the rows they train on take up to {size(disk)} in {folder / 'data'}")
     if not estimate and disk > (free := disk_free_bytes(folder)):
