@@ -32,7 +32,7 @@ from hotrow.study.group import GroupError, MemoryGroup, enter_and
 from hotrow.study.results import files_of, summary_of
 from hotrow.study.runner import Plan
 from hotrow.study.study import Cell, Study, expand
-from hotrow.study.worker import Spec, write_spec
+from hotrow.study.worker import LEAST_ROUNDS, Spec, write_spec
 
 START_S = 3.0
 """A process's start: mostly the import of torch."""
@@ -190,7 +190,8 @@ class Studied:
         }
         row = {"key": cell.key, "measured_at": now(), **facts, **run_cell(cell, config, folder / "work")}
         if "rounds" in row:
-            row["note"] = how_clean(row)
+            few = [f"made of {row['rounds']} rounds only"] if row["rounds"] < LEAST_ROUNDS else []
+            row["note"] = "; ".join([how_clean(row), *few])
         if predicted is not None:
             row["predicted"] = dict(predicted)
         modelled = {name: self._modelled(cell, row, machine, folder) for name, machine in (self.machines or {}).items()}

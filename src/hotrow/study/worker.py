@@ -96,8 +96,9 @@ class Passes(Meter):
         self._begin()
 
     def figures(self) -> dict[str, Any]:
-        """Returns medians over the clean rounds; with few of those, over the less disturbed half of all."""
-        return figures_of(cleanest(self.taken, (len(self.taken) + 1) // 2))
+        """Returns medians over the clean rounds; with few of those, over the less disturbed half, three at least."""
+        num_taken = len(self.taken)
+        return figures_of(cleanest(self.taken, max(min(LEAST_ROUNDS, num_taken), (num_taken + 1) // 2)))
 
 
 def figures_of(rounds: Rounds[dict[str, float]]) -> dict[str, Any]:
