@@ -285,6 +285,13 @@ def test_a_busy_machine_yields_a_figure_too_and_says_so() -> None:
     assert runner.bench.how_clean(found).endswith("a disturbed machine")
 
 
+def test_one_clean_round_is_not_a_figure() -> None:
+    meter = passes(lambda step: 0.001, rounds=3)
+    meter.taken = [(share, one) for share, (_, one) in zip([0.0, 0.9, 0.9], meter.taken, strict=True)]
+    found = meter.figures()
+    assert (found["rounds"], found["clean_rounds"], found["taken_rounds"]) == (3, 1, 3)
+
+
 # ---- running
 
 
@@ -562,13 +569,15 @@ def test_errors_and_choices_against_counting_by_hand() -> None:
         placed(1, "dram", predicted=3, measured=2), placed(1, "ssd", predicted=2.9, measured=2.05),  # within 3 %
         placed(2, "dram", predicted=3, measured=2), placed(2, "ssd", predicted=2.9, measured=3),  # chosen badly
         {"key": "x", "group": "g", "axes": {"model": "3"}, "predicted": {"reason": "no"}, **row_of()},
+        placed(4, "dram", predicted=2, measured=2),  # chosen badly: the fastest was not predicted
+        {**placed(4, "ssd", predicted=1, measured=1), "predicted": {"reason": "no"}},
     ]  # fmt: skip
     found = results.prediction_summary(rows)
-    ratios = [1, 3 / 4, 1.5, 2.9 / 2.05, 1.5, 2.9 / 3]
-    assert found["cells"] == 6 and found["not_predicted"] == 1
-    assert found["geometric_mean_error"] == pytest.approx(math.exp(sum(abs(math.log(r)) for r in ratios) / 6) - 1)
-    assert found["share_within_15_percent"] == pytest.approx(2 / 6)
-    assert found["share_placement_chosen_well"] == pytest.approx(2 / 3) and found["models_with_placements"] == 3
+    ratios = [1, 3 / 4, 1.5, 2.9 / 2.05, 1.5, 2.9 / 3, 1]
+    assert found["cells"] == 7 and found["not_predicted"] == 2 and found["models_incomplete"] == 1
+    assert found["geometric_mean_error"] == pytest.approx(math.exp(sum(abs(math.log(r)) for r in ratios) / 7) - 1)
+    assert found["share_within_15_percent"] == pytest.approx(3 / 7)
+    assert found["share_placement_chosen_well"] == pytest.approx(2 / 4) and found["models_with_placements"] == 4
 
 
 # ---- files

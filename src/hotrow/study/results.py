@@ -63,19 +63,30 @@ def predicted_first(rows: Sequence[Row]) -> int:
 
 
 def _placements(rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns in how many models the placement that was predicted fastest is the fastest, or within 3 % of it."""
+    """Returns in how many models the placement that was predicted fastest is the fastest, or within 3 % of it.
+
+    The fastest is that of all that were measured, predicted or not. `models_incomplete` is in how many of the models
+    one of those was not predicted.
+    """
     models: dict[str, list[Row]] = {}
     for row in rows:
-        if error_of(row) is not None and "model" in row["axes"]:
+        if row.get("step_ms") and "model" in row["axes"]:
             models.setdefault(f"{row['group']}/{row['axes']['model']}", []).append(row)
-    compared = [own for own in models.values() if len(own) > 1]
+    good = compared = incomplete = 0
+    for own in models.values():
+        predicted = [row for row in own if error_of(row) is not None]
+        if len(own) > 1 and predicted:
+            chosen = min(predicted, key=lambda row: row["predicted"]["step_ms"])
+            good += chosen["step_ms"] <= (1 + SAME_PLACEMENT) * min(row["step_ms"] for row in own)
+            compared += 1
+            incomplete += len(predicted) < len(own)
     if not compared:
         return {}
-    good = 0
-    for own in compared:
-        chosen = min(own, key=lambda row: row["predicted"]["step_ms"])
-        good += chosen["step_ms"] <= (1 + SAME_PLACEMENT) * min(row["step_ms"] for row in own)
-    return {"models_with_placements": len(compared), "share_placement_chosen_well": good / len(compared)}
+    return {
+        "models_with_placements": compared,
+        "models_incomplete": incomplete,
+        "share_placement_chosen_well": good / compared,
+    }
 
 
 def best_batches(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -257,6 +268,7 @@ def _prediction_words(found: Mapping[str, Any] | None) -> dict[str, str]:
         words["the placement predicted fastest is the fastest, or within 3 % of it"] = (
             f"{found['share_placement_chosen_well']:.0%} of {found['models_with_placements']} models"
         )
+        words["models in which a placement that was measured has no prediction"] = f"{found['models_incomplete']}"
     return words
 
 
