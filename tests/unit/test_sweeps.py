@@ -248,14 +248,20 @@ def test_real_rows_need_their_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def passes(
-    step_s: Callable[[int], float], *, rounds: int, steps_per_pass: int = 4, share: float = 0.0, warm: int = 1
+    step_s: Callable[[int], float],
+    *,
+    rounds: int,
+    steps_per_pass: int = 4,
+    share: float = 0.0,
+    warm: int = 1,
+    slow_s: float = 100,
 ) -> worker.Passes:
     """A meter that saw steps of 10 samples that took so long by their number, until it had enough."""
     session = Session(steps_per_pass)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker.Disturbance, "share", lambda self: share)
         patch.setattr(worker, "LEAST_ROUND_S", 0.0)
-        meter = worker.Passes(session, warm_passes=warm, rounds=rounds, most_s=100)
+        meter = worker.Passes(session, warm_passes=warm, rounds=rounds, most_s=100, slow_s=slow_s)
         with suppress(worker.MeasuredEnough):
             for step in range(1000):
                 session.state.seconds["dense"] += step_s(step)
@@ -283,6 +289,11 @@ def test_a_busy_machine_yields_a_figure_too_and_says_so() -> None:
     found = passes(lambda step: 0.001, rounds=9, share=0.9).figures()
     assert found["step_ms"] == pytest.approx(1) and found["clean_rounds"] == 0 < found["rounds"]
     assert runner.bench.how_clean(found).endswith("a disturbed machine")
+
+
+def test_a_slow_warm_up_and_slow_rounds_end_within_a_pass() -> None:
+    found = passes(lambda step: 0.001, rounds=3, steps_per_pass=1000, slow_s=0.0).figures()
+    assert (found["rounds"], found["steps_per_round"]) == (3, 1) and found["note"].startswith("a slow cell")
 
 
 def test_one_clean_round_is_not_a_figure() -> None:
@@ -353,7 +364,8 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path, trained: list[str], m
 @pytest.mark.parametrize(
     ("error", "status"),
     [(MemoryError("x"), "out of memory"), (RuntimeError("not enough memory: you tried"), "out of memory"),
-     (ValueError("memory is 'dram': tables take 9 GiB"), "refused")],
+     (ValueError("memory is 'dram': tables take 9 GiB"), "refused"),
+     (ValueError("Training diverged: lower lr"), "diverged")],
 )  # fmt: skip
 def test_how_a_worker_says_that_a_cell_cannot_be(
     error: Exception, status: str, monkeypatch: pytest.MonkeyPatch
@@ -398,6 +410,27 @@ def test_a_memory_group_ends_a_cell_that_takes_too_much(tmp_path: Path, monkeypa
     memory = config.memory.model_copy(update={"dram": "40MiB"})  # type: ignore[union-attr]
     found = cells.run_cell(cell, config.model_copy(update={"memory": memory}), tmp_path / "work")
     assert found["status"] == "out of memory" and found["limit_bytes"] > 0
+
+
+def ended(cell: Cell, config: Any, work: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is made of a process that kept the figures of some rounds and then ran `script`."""
+    work.mkdir()
+    (work / "result.json").write_text(json.dumps(row_of()))
+    monkeypatch.setattr(cells, "enter_and", lambda group, command: ["/bin/sh", "-c", f"echo ready; read x; {script}"])
+    return cells.run_cell(cell, config, work)
+
+
+def test_rounds_of_a_cell_that_took_too_long_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "CELL_TIMEOUT_S", 0.1)
+    cell = cells_of(tmp_path)[0]
+    found = ended(cell, cell.resolved(data="d", tables_bytes=1), tmp_path / "work", "exec sleep 60", monkeypatch)
+    assert found == row_of(note="stopped after 0 s")
+
+
+def test_a_process_that_someone_killed_is_not_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = cells_of(tmp_path)[0]
+    with pytest.raises(cells.CellError, match="ended with code -9"):
+        ended(cell, cell.resolved(data="d", tables_bytes=1), tmp_path / "work", "kill -9 $$", monkeypatch)
 
 
 def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ class Studied:
         row = {"key": cell.key, "measured_at": now(), **facts, **run_cell(cell, config, folder / "work")}
         if "rounds" in row:
             few = [f"made of {row['rounds']} rounds only"] if row["rounds"] < LEAST_ROUNDS else []
-            row["note"] = "; ".join([how_clean(row), *few])
+            row["note"] = "; ".join([how_clean(row), *few, *([row["note"]] if "note" in row else [])])
         if predicted is not None:
             row["predicted"] = dict(predicted)
         modelled = {name: self._modelled(cell, row, machine, folder) for name, machine in (self.machines or {}).items()}
@@ -276,6 +276,7 @@ def run_cell(cell: Cell, config: Config, work: Path) -> dict[str, Any]:
         warm_passes=WARM_PASSES_IN_TIERS if in_tiers else WARM_PASSES,
         rounds=cell.rounds,
         most_s=MOST_S,
+        slow_s=CELL_TIMEOUT_S / (LEAST_ROUNDS + 2),
     )
     write_spec(work / "spec.json", spec)
     limited: dict[str, Any] = {}
@@ -302,20 +303,25 @@ def run_cell(cell: Cell, config: Config, work: Path) -> dict[str, Any]:
                 process.communicate("go\n", timeout=CELL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                raise CellError(f"it took more than {CELL_TIMEOUT_S:.0f} s") from None
+                if not (work / "result.json").exists():
+                    raise CellError(f"it took more than {CELL_TIMEOUT_S:.0f} s") from None
+                return {**_kept(work), "note": f"stopped after {CELL_TIMEOUT_S:.0f} s", **limited}
             except BaseException:
                 process.kill()
                 raise
-        return {**_result(process.returncode, work), **limited}
+        return {**_result(process.returncode, work, group), **limited}
 
 
-def _result(returncode: int, work: Path) -> dict[str, Any]:
-    file = work / "result.json"
-    if returncode == 0 and file.exists():
-        row = json.loads(file.read_text(encoding="utf-8"))
-        assert isinstance(row, dict)
-        return row
-    if returncode in (-9, 137):
+def _kept(work: Path) -> dict[str, Any]:
+    row = json.loads((work / "result.json").read_text(encoding="utf-8"))
+    assert isinstance(row, dict)
+    return row
+
+
+def _result(returncode: int, work: Path, group: MemoryGroup | None) -> dict[str, Any]:
+    if returncode == 0 and (work / "result.json").exists():
+        return _kept(work)
+    if group is not None and group.num_killed() > 0:
         return {"status": "out of memory", "reason": "the system ended the process for memory"}
     said = (work / "stderr").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     raise CellError(f"the process ended with code {returncode}: {said[-1] if said else 'it said nothing'}")
