@@ -169,6 +169,8 @@ def test_every_draw_meets_every_point(tmp_path: Path) -> None:
         ({"axes": {"train.batch_size": [8, 8]}}, r"the cell batch/train.batch_size=8 is there twice"),
         ({"axes": {"train.batch_size.x": [8]}}, r"train.batch_size.x: batch_size is 16, which has no fields"),
         ({"axes": {"run": ["here"]}}, r"groups.batch: run is given; a study chooses the folders of its runs itself"),
+        ({"axes": {"train.max_steps": [8]}}, r"batch: train.max_steps is 8; a cell .* remove it, or set measures: quality"),
+        ({"axes": {"train.epochs": [2]}}, r"groups.batch: train.epochs is 2; a cell that measures speed"),
         ({"axes": {}}, r"groups.batch: it has neither axes nor draw"),
         ({"axis": {}}, r"groups.batch.axis: there is no such field"),
         ({"axes": {"memory.dram": ["a%"]}}, r"groups.batch: cell .*size 'a%' is not understood"),
