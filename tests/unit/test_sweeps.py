@@ -169,7 +169,7 @@ def test_every_draw_meets_every_point(tmp_path: Path) -> None:
         ({"axes": {"train.batch_size": [8, 8]}}, r"the cell batch/train.batch_size=8 is there twice"),
         ({"axes": {"train.batch_size.x": [8]}}, r"train.batch_size.x: batch_size is 16, which has no fields"),
         ({"axes": {"run": ["here"]}}, r"groups.batch: run is given; a study chooses the folders of its runs itself"),
-        ({"axes": {"train.max_steps": [8]}}, r"batch: train.max_steps is 8; a cell .* remove it, or set measures: quality"),
+        ({"axes": {"train.max_steps": [8]}}, r"train.max_steps is 8; .* remove it, or set measures: quality"),
         ({"axes": {"train.epochs": [2]}}, r"groups.batch: train.epochs is 2; a cell that measures speed"),
         ({"axes": {}}, r"groups.batch: it has neither axes nor draw"),
         ({"axis": {}}, r"groups.batch.axis: there is no such field"),
@@ -689,7 +689,7 @@ def test_all_sets_claims_beside_what_was_measured(
 
     def run(name: str, out: Path, **options: Any) -> dict[str, Any]:
         if name == "prediction":
-            raise ValueError("run hotrow probe first")
+            raise data.NotHere("run hotrow probe first")
         return real(name, out, **options)
 
     monkeypatch.setattr(everything, "run_study", run)
@@ -725,6 +725,39 @@ def test_the_command_estimates_without_measuring(
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["num_cells"] == 6 and result["estimate_s"] > 6 and result["disk_bytes"] > 0
     assert not trained and not (tmp_path / "out").exists()
+
+
+def test_a_csv_file_has_plain_values() -> None:
+    rows = [{"key": "a", "modelled": {"m": {"step_ms": 2.0, "reason": "x"}}, "spread": [1, 3]}]
+    (line,) = csv.DictReader(io.StringIO(runner.as_csv(rows)))
+    wanted = {"modelled.m.step_ms": "2.0", "modelled.m.reason": "x", "least_speed": "1", "most_speed": "3"}
+    assert line == {"key": "a", **wanted}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["all", "--hardware", "/nope.json"], "/nope.json is not a file"),
+        (["all", "--hardware", "/nope.json", "--estimate"], "/nope.json is not a file"),
+        (["all", "--out", "{file}"], "is a file, so results cannot be in"),
+        (["{study}", "--out", "{file}/x"], "is a file, so results cannot be in"),
+        (["nofile.yaml"], "study nofile.yaml is not a file; pass a YAML file such as docs/study.md describes"),
+        (["{file}"], "file.yaml holds []; it must be a mapping such as `title: How wide?`"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_said_with_its_cure(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    trained: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study, file = write_study(tmp_path), tmp_path / "file.yaml"
+    file.write_text("[]")
+    assert run_cli([one.format(study=study, file=file) for one in arguments], monkeypatch) == 2
+    assert message in capsys.readouterr().err and not trained
 
 
 def test_bad_input_ends_with_one_line(

@@ -27,7 +27,7 @@ from hotrow.plan.divide import slots_of
 from hotrow.plan.hardware import Hardware
 from hotrow.plan.modelled import faster
 from hotrow.run.setup import Setup, tables_of
-from hotrow.study.data import prepared
+from hotrow.study.data import NotHere, prepared
 from hotrow.study.group import GroupError, MemoryGroup, enter_and
 from hotrow.study.results import files_of, summary_of
 from hotrow.study.runner import Plan
@@ -101,10 +101,10 @@ class Studied:
     def _predict_all(self, cells: Sequence[Cell], folder: Path) -> None:
         """Predicts `cells`, none of which has a row yet, unless they have a prediction already.
 
-        Raises ValueError if this machine's file lacks figures, or no cell can be predicted.
+        Raises NotHere if this machine's file lacks figures, or no cell can be predicted.
         """
         if self.hardware is None:
-            raise ValueError(
+            raise NotHere(
                 f"study {self.origin} predicts, which needs this machine's figures: run hotrow probe FOLDER first"
             )
         known = self.predictions(folder)
@@ -116,7 +116,7 @@ class Studied:
         for reason, times in reasons.items():
             told = f"{times} of {len(cells)} cells cannot be predicted: {reason}"
             if "hotrow probe" in reason or reasons.total() == len(cells):
-                raise ValueError(f"{told}: run hotrow probe FOLDER")
+                raise NotHere(f"{told}: run hotrow probe FOLDER")
             self.say(told)
         if missing:
             written = now()

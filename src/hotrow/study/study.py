@@ -201,7 +201,8 @@ def find_study(name: str) -> Path:
 
 def read_study(path: Path) -> Study:
     """Returns the study in a YAML file. Raises ValueError naming file and field."""
-    study: Study = checked(TypeAdapter(Study), read_config(path), where=f"study {path}", cure=_CURE)
+    raw = read_config(path, what="study", example="docs/study.md describes", field="title: How wide?")
+    study: Study = checked(TypeAdapter(Study), raw, where=f"study {path}", cure=_CURE)
     for name in study.groups:
         check_name(name, what=f"study {path}: group")
     return study
@@ -285,8 +286,8 @@ def _cell(group: str, labels: dict[str, str], raw: dict[str, Any], measures: str
     for name in ("max_steps", "epochs"):
         if measures == "speed" and isinstance(train, dict) and train.get(name) is not None:
             raise ValueError(
-                f"{where}: train.{name} is {train[name]!r}; a cell that measures speed ends after its rounds: remove it, "
-                "or set measures: quality"
+                f"{where}: train.{name} is {train[name]!r}; a cell that measures speed ends after its rounds: "
+                "remove it, or set measures: quality"
             )
     kind: TypeAdapter[Any] = TypeAdapter(RealRows if "file" in data else SyntheticRows)
     rows = checked(kind, data, where=f"{where}: data", cure=_CURE)
