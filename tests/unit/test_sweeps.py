@@ -571,15 +571,25 @@ def test_a_study_that_predicts_needs_this_machines_figures(tmp_path: Path, monke
 def test_modelled_speed_has_a_column_of_its_own(
     tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {"fast": HARDWARE, "odd": "odd lacks kernels"}
+    known = {"fast": replace(HARDWARE, name="fast", num_cores=8), "odd": "odd lacks kernels"}
     monkeypatch.setattr("hotrow.study.run._machine", lambda name, here: known[name])
-    monkeypatch.setattr(cells, "faster", lambda *_: {"one thread": 1.0, "threads": 4.0, "flops_per_s": 0.5})
+
+    def predict(work: Any, hardware: Hardware, slots: Any = None) -> Prediction:
+        seconds = 0.003 if hardware.name == "fast" else 0.004
+        return Prediction(seconds={"dense": seconds}, wait_s=0.0, binds="dense")
+
+    def faster(machine: Hardware, threads: int, here: Hardware, own: int) -> dict[str, float]:
+        assert (machine.name, threads, own) == ("fast", 8, 1), "a cell of one thread"
+        return {"one thread": 1.0, "threads": 4.0, "flops_per_s": 2.0}
+
+    monkeypatch.setattr(cells, "predict", predict)
+    monkeypatch.setattr(cells, "faster", faster)
     result = run_study(str(write_study(tmp_path, machines=["fast", "odd"])), tmp_path / "out")
     first = result["cells"][0]
-    assert first["samples_per_s"] == 8000.0 and first["modelled"]["fast"]["step_ms"] == pytest.approx(3.0)
+    assert first["samples_per_s"] == 8000.0 and first["modelled"]["fast"]["step_ms"] == pytest.approx(1.5)
     assert first["samples_per_j"] == 160.0 and first["samples_per_j_source"] == "declared"
     page = (tmp_path / "out" / "report.html").read_text()
-    assert (first["modelled"]["fast"]["least_ms"], first["modelled"]["fast"]["most_ms"]) == (0.5, 4.0)
+    assert (first["modelled"]["fast"]["least_ms"], first["modelled"]["fast"]["most_ms"]) == (0.5, 2.0)
     assert (
         "modelled: fast, its processors alone, samples/s" in page
         and "odd lacks kernels" in page

@@ -163,7 +163,8 @@ class Studied:
         except ValueError as error:
             return {"reason": str(error)}
         phases = {f"{phase}_ms": 1e3 * seconds for phase, seconds in found.seconds.items()}
-        return {"step_ms": 1e3 * found.step_s, **phases, "wait_ms": 1e3 * found.wait_s, "binds": found.binds}
+        whole = {"step_ms": 1e3 * found.step_s, **phases, "wait_ms": 1e3 * found.wait_s}
+        return {**whole, "binds": found.binds, "threads": work.threads}
 
     def measure(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, dict[str, Any] | str]]:
         """Yields each cell with its row; their data is removed afterwards."""
@@ -200,22 +201,24 @@ class Studied:
     def _modelled(self, cell: Cell, row: Mapping[str, Any], machine: Hardware | str, folder: Path) -> dict[str, Any]:
         """Returns a step's modelled time on a machine that is not here, and a range; or why there is none.
 
-        The range is what was measured here, divided by how many times faster the machine is at the work that it speeds
-        up most and least.
+        It is what was measured here, times what was predicted there over what was predicted here. The range is what was
+        measured here, divided by how many times faster the machine is at the work that it speeds up most and least.
         """
         if isinstance(machine, str) or "step_ms" not in row:
             return {"reason": machine if isinstance(machine, str) else "not measured here"}
         assert self.hardware is not None, "machines are modelled from this one"
-        found = self.predicted(cell, machine, folder, threads=machine.num_cores)
-        if "step_ms" not in found:
-            return found
-        rates = faster(machine, machine.num_cores, self.hardware, self.hardware.num_cores)
-        bounds = [row["step_ms"] / rate for name, rate in rates.items() if name != "one thread"]
-        return {
-            **found,
-            "least_ms": min(*bounds, found["step_ms"]),
-            "most_ms": max(*bounds, found["step_ms"]),
-        }
+        there = self.predicted(cell, machine, folder, threads=machine.num_cores)
+        here = self.predicted(cell, self.hardware, folder)
+        for found in (there, here):
+            if "step_ms" not in found:
+                return found
+        try:
+            rates = faster(machine, machine.num_cores, self.hardware, here["threads"])
+        except ValueError as error:
+            return {"reason": str(error)}
+        step_ms = row["step_ms"] * there["step_ms"] / here["step_ms"]
+        times_ms = [step_ms, *(row["step_ms"] / rate for rate in rates.values())]
+        return {"step_ms": step_ms, "least_ms": min(times_ms), "most_ms": max(times_ms), "binds": there["binds"]}
 
     def _costs(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns samples per joule and per unit of money, if the machine's file says what it takes."""
