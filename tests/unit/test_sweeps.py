@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from contextlib import suppress
@@ -440,7 +441,9 @@ def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cells, "MOST_S", 0.1)
     path = write_study(tmp_path, groups={"batch": TINY["groups"]["batch"]})
     said: list[str] = []
+    start = time.perf_counter()
     result = run_study(str(path), tmp_path / "out", say=said.append)
+    elapsed_ms = 1e3 * (time.perf_counter() - start)
     assert [row["axes"]["train.batch_size"] for row in result["cells"]] == ["16", "32"]
     for row in result["cells"]:
         assert (
@@ -452,6 +455,9 @@ def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             sum(row[f"{phase}_ms"] for phase in ("data", "lookup", "dense", "update")), rel=0.5
         )
         assert row["samples_per_s"] == pytest.approx(1e3 * row["batch_size"] / row["step_ms"], rel=0.01)
+        # Rounds take LEAST_ROUND_S each, and were all within the study's time.
+        round_ms = row["steps_per_round"] * row["step_ms"]
+        assert 100 * worker.LEAST_ROUND_S < round_ms < elapsed_ms / row["taken_rounds"]
         assert row["peak_bytes"] > row["table_bytes"] > 0
     names = [Path(file).name for file in result["files"]]
     assert names == ["results.json", "results.csv", "table.tex", "batch.svg", "report.html"]
@@ -508,15 +514,18 @@ def test_all_predictions_are_on_disk_before_the_first_cell_trains(
     assert "geometric mean error" in page and "All predictions were on disk before the first cell" in page
 
 
-@pytest.mark.parametrize("fault", ["a machine has no disk: measure it with hotrow probe FOLDER", "no"])
+@pytest.mark.parametrize(
+    ("fault", "cure"),
+    [("it has no disk: measure it with hotrow probe", "run hotrow probe FOLDER"), ("no", "change that, or leave out")],
+)
 def test_a_study_whose_cells_cannot_be_predicted_measures_nothing(
-    fault: str, tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
+    fault: str, cure: str, tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(work: Any, hardware: Any, slots: Any = None) -> Prediction:
         raise ValueError(fault)
 
     monkeypatch.setattr(cells, "predict", fail)
-    with pytest.raises(ValueError, match=rf"6 of 6 cells cannot be predicted: {fault}: run hotrow probe FOLDER"):
+    with pytest.raises(ValueError, match=rf"6 of 6 cells cannot be predicted: {fault}: {cure}"):
         run_study(str(write_study(tmp_path, predicts=True)), tmp_path / "out")
     assert not trained
 

@@ -115,8 +115,10 @@ class Studied:
         reasons = Counter(known[cell.key]["reason"] for cell in missing if "reason" in known[cell.key])
         for reason, times in reasons.items():
             told = f"{times} of {len(cells)} cells cannot be predicted: {reason}"
-            if "hotrow probe" in reason or reasons.total() == len(cells):
+            if "hotrow probe" in reason:
                 raise NotHere(f"{told}: run hotrow probe FOLDER")
+            if not any("step_ms" in one for one in known.values()):
+                raise NotHere(f"{told}: change that, or leave out predicts")
             self.say(told)
         if missing:
             written = now()
