@@ -77,7 +77,7 @@ def group_table(group: Mapping[str, Any], rows: Sequence[Row], *, left_out: bool
     cut = sorted({row["num_embeddings"] for row in own if wanted and row["num_embeddings"] < wanted})
     lines = [f"Measured with {rows_here:,} rows a table instead of {wanted:,}." for rows_here in cut]
     if not own:
-        lines.append("A quick look leaves it out." if left_out else "Nothing of it was measured.")
+        lines.append("A quick look leaves it out." if left_out else "No cell of this group was measured.")
     return {
         "name": group["name"],
         "about": group["about"],

@@ -15,6 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+# Triton reads this once, when whatever test imports it first does (torch.utils.flop_counter does).
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from hotrow.base import files
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.reader import PackedDataset

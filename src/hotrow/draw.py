@@ -27,6 +27,8 @@ FEW = 12
 """Lines with at most this many points also get a dot at each point."""
 LEFT, RIGHT, TOP, BOTTOM = 70, 30, 20, 50
 MOST_TICKS = 6
+MOST_LABEL = 60
+"""Characters of a bar's label."""
 Scale = Literal["linear", "log"]
 Point = tuple[float, float]
 
@@ -159,6 +161,7 @@ def line_chart(
     x_scale: Scale = "log",
     y_scale: Literal["share", "value"] = "share",
     shape: Literal["line", "stairs"] = "line",
+    dots: Collection[str] = (),
     dashed: Collection[str] = (),
     ticks: Mapping[float, str] | None = None,
     bands: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
@@ -168,10 +171,11 @@ def line_chart(
 ) -> str:
     """Returns a chart of y against x, one line per name, or nothing without points.
 
-    The first six lines have colours and are named below the plot; the others are thin and grey. Hovering shows a name.
-    A line of few points has dots. y_scale "share": y is 0 to 1 or more. shape "stairs": a value holds until the next
-    point. dashed: names of dashed lines. ticks: values of x with their labels, instead of round numbers. bands: by a
-    line's name (x, least, most), drawn as an area behind it. height: of the plot without the names below it.
+    The first six lines have colours and are named below the plot; the others are thin and grey. Hovering shows a
+    name. A line of few points has dots. y_scale "share": y is 0 to 1 or more. shape "stairs": a value holds until
+    the next point. dots: names of lines whose points alone are drawn. dashed: names of dashed lines. ticks: values
+    of x with their labels, instead of round numbers. bands: by a line's name (x, least, most), drawn as an area
+    behind it. height: of the plot without the names below it.
     """
     points = [point for line in lines.values() for point in line if x_scale == "linear" or point[0] > 0]
     if not points:
@@ -193,7 +197,8 @@ def line_chart(
             path = " ".join(f"{x_axis(x):.1f},{y_axis(y):.1f}" for x, y in edge)
             body.append(f'<polygon points="{path}" fill="{COLOURS[i % len(COLOURS)]}" fill-opacity="0.18"/>')
     for i, (name, line) in drawn:  # grey lines lowest; dashed lines on top, as what is under them shows through
-        body += _line(name, line, i, x_axis, y_axis, shape=shape, dashed=name in dashed)
+        look: Literal["line", "stairs", "dots"] = "dots" if name in dots else shape
+        body += _line(name, line, i, x_axis, y_axis, shape=look, dashed=name in dashed)
     named = list(lines)[: len(COLOURS)]
     per_row = 3 if width >= WIDTH else 2
     body += _names(named, width=width, top=height, per_row=per_row, dashed=dashed)
@@ -202,7 +207,14 @@ def line_chart(
 
 
 def _line(
-    name: str, line: Sequence[Point], index: int, x: Axis, y: Axis, *, shape: Literal["line", "stairs"], dashed: bool
+    name: str,
+    line: Sequence[Point],
+    index: int,
+    x: Axis,
+    y: Axis,
+    *,
+    shape: Literal["line", "stairs", "dots"],
+    dashed: bool,
 ) -> list[str]:
     colour, stroke = (COLOURS[index], 2.2) if index < len(COLOURS) else ("#bbb", 1.0)
     dashes = ' stroke-dasharray="7 5"' if dashed else ""
@@ -217,13 +229,16 @@ def _line(
         ((at, value),) = pixels
         where = f'cx="{at:.1f}" cy="{value:.1f}" r="4"'
         return [f'<circle {where} fill="{colour}" {data}><title>{escape(name)}</title></circle>']
+    circles = [f'<circle cx="{at:.1f}" cy="{value:.1f}" r="3" fill="{colour}"/>' for at, value in pixels]
+    if shape == "dots":
+        return [f'<g fill="{colour}" {data}><title>{escape(name)}</title>', *circles, "</g>"]
     path = " ".join(f"{at:.1f},{value:.1f}" for at, value in pixels)
     drawn = [
         f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{stroke}"{dashes} {data}>'
         f"<title>{escape(name)}</title></polyline>"
     ]
     if len(pixels) <= FEW and shape == "line" and index < len(COLOURS):  # values between the dots were not measured
-        drawn += [f'<circle cx="{at:.1f}" cy="{value:.1f}" r="3" fill="{colour}"/>' for at, value in pixels]
+        drawn += circles
     return drawn
 
 
@@ -253,6 +268,11 @@ def bar_chart(values: Mapping[str, float], *, y_label: str, label: str) -> str:
     if not shown:
         return ""
     bottom = HEIGHT - 120
+    names = {name: _cut(name, MOST_LABEL) for name in shown}
+    longest = max(map(len, names.values()))
+    # Slanted labels that are longer would leave the picture at the left.
+    angle, sine, down = (-45, 0.71, 12) if longest <= 16 else (-90, 1.0, 8)
+    room = max(80, down + round(7 * longest * sine))
     low = 10.0 ** math.floor(math.log10(min(shown.values())) - 1e-9)  # so that the least bar is seen
     y_axis = Axis.powers([low, *shown.values()], bottom, TOP)
     body = grid(Axis(0, 1, LEFT, WIDTH - RIGHT, {}), y_axis, "", y_label)
@@ -265,10 +285,11 @@ def bar_chart(values: Mapping[str, float], *, y_label: str, label: str) -> str:
             f'height="{bottom - y:.1f}" fill="{COLOURS[0]}"><title>{escape(name)}: {value:.3g}</title></rect>'
         )
         if i % every == 0:
-            at = f'x="{x + step / 2:.1f}" y="{bottom + 12}"'
-            turned = f'transform="rotate(-45 {x + step / 2:.1f} {bottom + 12})"'
-            body.append(f'<text {at} text-anchor="end" {turned}>{escape(name[:16])}</text>')
-    return svg(body, height=bottom + 80, label=label)
+            across = x + step / 2 + (4 if angle == -90 else 0)  # half of the text's height
+            at = f'x="{across:.1f}" y="{bottom + down}"'
+            turned = f'transform="rotate({angle} {across:.1f} {bottom + down})"'
+            body.append(f'<text {at} text-anchor="end" {turned}>{escape(names[name])}</text>')
+    return svg(body, height=bottom + room, label=label)
 
 
 def stacked_bars(

@@ -64,6 +64,13 @@ def test_learns_and_fills_its_folder(dataset: PackedDataset, tmp_path: Path) -> 
     assert record["backend"]["threads"] == 1
     lines = run.measurements()
     assert [line["step"] for line in lines if line["kind"] == "train"] == [*range(10, 384, 10), 384]
+    trained = [line for line in lines if line["kind"] == "train"]
+    ends = [0, *(line["step"] for line in trained)]
+    for phase, mean in record["step_ms"].items():  # a line's window is the steps since the line before
+        total = sum(
+            (line["step"] - before) * line["window_ms"][phase] for before, line in zip(ends, trained, strict=False)
+        )
+        assert total / 384 == pytest.approx(mean, abs=2e-4)
     assert [line["step"] for line in lines if line.get("split") == "val"] == list(range(32, 385, 32))
     for name in ("config.yaml", "log.txt", "vocab/dataset.json"):
         assert (run.path / name).is_file()

@@ -1,19 +1,15 @@
 """Where tests of the Triton kernels run: on a CUDA device where there is one, else on the CPU by Triton's interpreter.
 
-Import this before kernels/triton_kernels.py: kernels are interpreted if the variable below is set when defined.
+conftest.py asks for the interpreter, before anything imports Triton.
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="triton is absent (pip install 'hotrow[gpu]'): no kernel for devices is tested")
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device here: the kernels ran in Triton's interpreter alone")

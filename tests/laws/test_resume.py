@@ -25,7 +25,7 @@ from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RunFolder
 
-TIMES = {"seconds", "samples_per_s", "step_ms", "stall_s", "stall_share"}
+TIMES = {"seconds", "samples_per_s", "step_ms", "window_ms", "stall_s", "stall_share"}
 PLACED = {"drive_written_bytes", "hits_per_lookup", "hits_per_row"}
 BASE: dict[str, Any] = {
     "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16, 8]},

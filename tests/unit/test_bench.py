@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import itertools
 import json
 import os
 import re
@@ -146,6 +147,17 @@ def test_waiting_for_our_own_threads_disturbs_nobody(monkeypatch: pytest.MonkeyP
     clock = iter([0.0, 1.0])
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
     assert bench.Disturbance().share() == 0.001
+
+
+def test_kernel_threads_do_not_disturb_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds of a second the kernel's threads compute for half of it, which others of ours wait for."""
+    looks = {"hypervisor": (0.25, 0.0, 0.0), "kernel": (0.0, 0.5, 0.5)}
+    for name, taken in looks.items():
+        for of_disk, clean in ((False, 0), (True, 3 if name == "kernel" else 0)):
+            turns, clock = itertools.cycle([(0.0, 0.0, 0.0), taken]), itertools.cycle([0.0, 1.0])
+            monkeypatch.setattr(bench.Disturbance, "_now", lambda self, turns=turns: next(turns))
+            monkeypatch.setattr(machine.time, "perf_counter", lambda clock=clock: next(clock))
+            assert bench.clean_rounds(lambda number: number, 3, of_disk=of_disk).num_clean == clean, (name, of_disk)
 
 
 KILLED = """

@@ -271,6 +271,26 @@ def test_a_line_goes_where_its_points_are() -> None:
     assert "<circle" not in draw.line_chart(many, x_label="x", y_label="y", label="l")
 
 
+def test_scattered_points_are_not_joined() -> None:
+    lines = {"a": [(float(x), 0.5) for x in range(1, 30)], "b": [(1.0, 1.0), (29.0, 1.0)]}
+    drawn = ElementTree.fromstring(draw.line_chart(lines, x_label="x", y_label="y", dots=["a"], label="l"))
+    (group,) = [node for node in drawn.iter() if node.tag.endswith("}g")]
+    assert [child.tag.rpartition("}")[2] for child in group] == ["title", *["circle"] * 29]
+    assert group.attrib["data-points"].split()[0] == "1,50"
+    assert len([node for node in drawn.iter() if node.tag.endswith("polyline")]) == 1
+
+
+@pytest.mark.parametrize("shared", ["", "m1-style, 64 bits a row, "])
+def test_bars_that_differ_late_in_their_names_are_told_apart(shared: str) -> None:
+    names = [f"{shared}{placement}" for placement in ("dram", "dram and file", "dram and ssd")]
+    drawn = ElementTree.fromstring(draw.bar_chart(dict.fromkeys(names, 1.0), y_label="y", label="l"))
+    turned = [node for node in drawn.iter() if "transform" in node.attrib and node.text in names]
+    assert [node.text for node in turned] == names
+    assert all(
+        float(node.attrib["y"]) + 5 * len(node.text or "") < float(drawn.attrib["height"]) + 1 for node in turned
+    )
+
+
 def test_what_is_more_than_a_whole_or_alone_is_seen() -> None:
     lines = {"a": [(1, 0.5), (10, 1.35)], "b": [(1, 2.0)]}
     drawn = ElementTree.fromstring(draw.line_chart(lines, x_label="x", y_label="y", label="l"))

@@ -317,8 +317,8 @@ def test_steps_are_modelled_on_another_machine(tiny: Path, tmp_path: Path) -> No
     declare = MACHINES / "cpu-server.yaml"
     path, made = run_probe((), kernels=kernels, out=tmp_path / "h.json", declare=declare, seconds=0.1)
     assert read_hardware(path) == made
-    assert (made.name, made.num_cores, made.notes["kernels"][:13]) == ("dual-socket CPU server", 40, "modelled from")
-    assert {point.sizes["threads"] for point in made.kernels["dense"]} == {1, 40}
+    assert (made.name, made.num_cores, made.notes["kernels"][:13]) == ("dual-socket CPU server", 48, "modelled from")
+    assert {point.sizes["threads"] for point in made.kernels["dense"]} == {1, 48}
 
 
 def test_what_is_asked_is_checked_before_anything_is_measured(

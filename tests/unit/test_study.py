@@ -162,9 +162,9 @@ def test_a_page_without_cells_says_so() -> None:
         "versions": {"torch": "t"},
     }  # fmt: skip
     page = kernels_page(TINY, report)
-    assert "Nothing of it was measured." in page and "A quick look leaves it out." not in page
+    assert "No cell of this group was measured." in page and "A quick look leaves it out." not in page
     quick = kernels_page(TINY, {**report, "quick": True})
-    assert "A quick look leaves it out." in quick and "Nothing of it was measured." in quick
+    assert "A quick look leaves it out." in quick and "No cell of this group was measured." in quick
     assert "too large" in page
 
 

@@ -274,3 +274,7 @@ class Disturbance:
         if seconds >= LEAST_COUNTED_S:
             waited = min(waited, others)
         return (stolen + max(0.0, waited)) / seconds
+
+    def stolen_share(self) -> float:
+        """Returns the share of the time since then in which the hypervisor had the processors."""
+        return (self._now()[0] - self._before[0]) / (time.perf_counter() - self._start)

@@ -187,9 +187,9 @@ def figure_of(one_round: Callable[[int], float]) -> Figure:
     return figures_of(lambda i: (one_round(i),))[0]
 
 
-def figures_of(one_round: Callable[[int], tuple[float, ...]]) -> list[Figure]:
-    """Returns the figures of several quantities that the same rounds measure."""
-    rounds = clean_rounds(one_round, NUM_ROUNDS)
+def figures_of(one_round: Callable[[int], tuple[float, ...]], *, of_disk: bool = False) -> list[Figure]:
+    """Returns the figures of several quantities that the same rounds measure. of_disk: see `clean_rounds`."""
+    rounds = clean_rounds(one_round, NUM_ROUNDS, of_disk=of_disk)
     note = how_clean(rounds.counts()) if is_disturbed(rounds.counts()) else ""
     return [_spread(values, note) for values in zip(*rounds.results, strict=True)]
 
@@ -353,12 +353,12 @@ class _ProbeFile:
                 done = move(descriptor, [memory[k * num_bytes : (k + 1) * num_bytes]], offset)
                 assert done == num_bytes, "I/O past the page cache is of whole sectors, or fails"
 
-            def one_round(i: int) -> float:
+            def one_round(i: int) -> tuple[float]:
                 start = time.perf_counter()
                 list(pool.map(partial(one, i), range(count)))
-                return num_bytes * count / (time.perf_counter() - start)
+                return (num_bytes * count / (time.perf_counter() - start),)
 
-            return figure_of(one_round)
+            return figures_of(one_round, of_disk=True)[0]
 
     @contextmanager
     def _direct(self) -> Iterator[int]:
@@ -387,7 +387,7 @@ class _ProbeFile:
         # A first try says how many fill the time of a round.
         rate, _ = one_round(min(most, 64))
         count = max(16, min(most, int(rate * round_s)))
-        ios_per_s, cpu_s = figures_of(lambda _: one_round(count))
+        ios_per_s, cpu_s = figures_of(lambda _: one_round(count), of_disk=True)
         return ios_per_s, cpu_s
 
 

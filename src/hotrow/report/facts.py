@@ -112,23 +112,11 @@ def points(lines: Iterable[Line], kind: str, *names: str, split: str | None = No
     return sorted(found)
 
 
-def phase_points(lines: Iterable[Line]) -> dict[str, list[Point]]:
-    """Returns (step, ms of a step) by phase, over the steps since the line before.
-
-    Lines hold means since the run began; their differences say how long steps took between two lines.
-    """
-    curves: dict[str, list[Point]] = {}
-    before: dict[str, Point] = {}
-    for line in lines:
-        phases = line.get("step_ms") if line["kind"] == "train" else None
-        for phase in phases if isinstance(phases, Mapping) else ():
-            mean, step = number_in(line, "step_ms", phase), float(line["step"])
-            then, total = before.get(phase, (0.0, 0.0))
-            if mean is None or step <= then:
-                continue
-            curves.setdefault(phase, []).append((step, max(0.0, (step * mean - total) / (step - then))))
-            before[phase] = step, step * mean
-    return curves
+def phase_points(lines: Sequence[Line]) -> dict[str, list[Point]]:
+    """Returns (step, ms of a step) by phase, over the steps since the line before; {} of lines without `window_ms`."""
+    names = dict.fromkeys(phase for line in lines for phase in mapping_in(line, "window_ms"))
+    curves = {phase: points(lines, "train", "window_ms", phase) for phase in names}
+    return {phase: curve for phase, curve in curves.items() if curve}
 
 
 class Thinned(NamedTuple):

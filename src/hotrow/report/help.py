@@ -41,15 +41,17 @@ def ideas(run: RunFacts) -> list[Idea]:
         share = {phase: ms / total for phase, ms in phases.items()}
         threads, cores = number_in(record, "backend", "threads"), number_in(record, "host", "usable_cores")
         if waiting:
-            saves(waiting, "More DRAM, a faster disk or a longer look-ahead: steps would not wait for rows.")
+            saves(waiting, "With more DRAM, a faster disk or a longer look-ahead, steps would not wait for rows.")
         rows = share.get("lookup", 0.0) + share.get("update", 0.0) - waiting
-        saves(
-            rows, "Faster memory, or fewer bytes a row (train.precision, embedding_dim): looking rows up and updating."
-        )
-        saves(share.get("dense", 0.0), "Faster dense layers: narrower ones, a faster processor or a GPU.")
-        saves(share.get("data", 0.0), "A faster source of batches: packed data in memory or on a faster disk.")
+        fewer = "fewer bytes a row (train.precision, embedding_dim)"
+        saves(rows, f"Faster memory or {fewer} would speed up looking rows up and updating them.")
+        saves(share.get("dense", 0.0), "Narrower layers, a faster processor or a GPU would speed up the dense layers.")
+        saves(share.get("data", 0.0), "Packed data in memory or on a faster disk would give batches sooner.")
         if threads and cores and threads < cores:
-            text = f"All {cores:.0f} cores: this run used {threads:.0f} (train.threads). The bound is perfect scaling."
+            text = (
+                f"The run could use all {cores:.0f} cores: it used {threads:.0f} (train.threads). The bound assumes "
+                "perfect scaling."
+            )
             saves(1 - threads / cores, text)
     return [*sorted(found, key=lambda idea: -idea.gain), *_quality(run)]
 
@@ -70,7 +72,7 @@ def _quality(run: RunFacts) -> list[Idea]:
     if best - last < 1e-4 or run.options.get("train.early_stopping", "null") != "null":
         return []
     text = (
-        f"train.early_stopping: the validation AUC was {best:.4f} at step {step:,.0f} and {last:.4f} in the last "
-        "evaluation. The gain is the difference on that split."
+        f"train.early_stopping would keep the best model: the validation AUC was {best:.4f} at step {step:,.0f} and "
+        f"{last:.4f} in the last evaluation. The gain is the difference on that split."
     )
     return [Idea(text, 0.0, f"+{best - last:.4f} AUC")]

@@ -55,6 +55,12 @@ def write_report(path: Path, runs: Sequence[RunFacts]) -> int:
     return len(page)
 
 
+def is_report(path: Path) -> bool:
+    """Returns whether a file is a page of `write_report`, as its head says."""
+    with path.open("rb") as file:
+        return b'<meta name="generator" content="hotrow report">' in file.read(1024)
+
+
 def report_page(runs: Sequence[RunFacts]) -> str:
     """Returns the HTML page. Text is escaped."""
     template = load_template("report/report.html")
@@ -78,7 +84,7 @@ def view(run: RunFacts) -> dict[str, Any]:
                 ("What a step is made of", step_charts(run), [phase_grid(run.record)], ""),
                 ("Where rows lie", [where_rows_lie(run)], [table_grid(run.record)], where_text(run.record)),
                 ("Rows that are asked for", hit_charts(run), [tier_grid(run.record)], ""),
-                ("Hot and cold turns", hot_charts(run), [hot_grid(run.record), swap_grid(run.record)], ""),
+                ("Hot and cold phases", hot_charts(run), [hot_grid(run.record), swap_grid(run.record)], ""),
                 ("Bytes to the drive", drive_charts(run), [drive_grid(run.record)], ""),
                 ("Warnings", [], [warning_grid(run.record)], "" if run.record["warnings"] else "None."),
             )
@@ -186,8 +192,8 @@ def figures(run: RunFacts, found: Sequence[Idea]) -> list[Figure]:
     kernels = f"{backend['name']} kernels ({backend['isa']}, {threads})" if backend else ""
     total = sum((phases_of(record) or phases_of(last_line(run))).values())
     step = f"{total:.3g} ms a step" if total else ""
-    first = found[0] if found else Idea("The record of this run proves nothing that would.", 0.0, DASH)
-    text = f"of training time saved. {first.text}" if first.gain else first.text
+    first = found[0] if found else Idea("This run's record shows no way to save time.", 0.0, DASH)
+    text = f"of training time could be saved. {first.text}" if first.gain else first.text
     return [
         Figure("AUC", shown(auc, ".4f"), "; ".join(quality) or "nothing was scored"),
         Figure("Samples a second", shown(speed, ",.0f"), ", ".join(part for part in (step, kernels) if part)),
@@ -456,9 +462,9 @@ def hot_charts(run: RunFacts) -> list[Chart]:
     loss = points(run.lines, "swap", "logloss")
     return [
         curves_chart(
-            {"rate": rate} if rate else {}, y_label="% of a class", label="Length of a turn, percent of a class"
+            {"rate": rate} if rate else {}, y_label="% of a class", label="Length of a phase, percent of a class"
         ),
-        curves_chart({"validation": loss} if loss else {}, y_label="LogLoss", label="LogLoss at the end of each turn"),
+        curves_chart({"validation": loss} if loss else {}, y_label="LogLoss", label="LogLoss at the end of each phase"),
     ]
 
 
@@ -478,7 +484,7 @@ def swap_grid(record: Mapping[str, Any]) -> Grid | None:
     swaps = [swap for swap in swaps if isinstance(swap, Mapping)] if isinstance(swaps, list) else []
     fields = ("step", "turn", "logloss", "rate", "next_rate")
     rows = [[any_text(swap.get(field)) for field in fields] for swap in swaps[-200:]]
-    return [*(field.replace("_", " ") for field in fields)], rows
+    return ["step", "phase", "LogLoss", "rate", "next rate"], rows
 
 
 def any_text(value: Any) -> str:

@@ -37,7 +37,7 @@ class Session:
 
     def resume_at(self, state: State) -> None:
         """Makes `state` where the session begins."""
-        self.state, self.before = state, replace(state)
+        self.state, self.before = state, replace(state, seconds=dict(state.seconds))
 
     @property
     def seconds(self) -> float:
@@ -103,6 +103,8 @@ class StepClock(Meter):
 
     def __init__(self, session: Session | None = None, trace: Spans | None = None) -> None:
         self._session, self._trace, self._last = session or Session(), trace, time.perf_counter()
+        self._logged: State | None = None
+        """Where the session stood at its last `train` line."""
 
     def lap(self, phase: str | None) -> None:
         """Adds the time since the last lap to `phase`; None: to no phase (evaluations, checkpoints)."""
@@ -119,23 +121,30 @@ class StepClock(Meter):
 
     @override
     def window(self) -> dict[str, Any]:
-        state = self._session.state
-        return {"samples_per_s": round(state.num_samples / max(state.train_s, 1e-9), 1), "step_ms": self._step_ms()}
+        state, before = self._session.state, self._logged or self._session.before
+        self._logged = replace(state, seconds=dict(state.seconds))
+        return {**self._speed(), "window_ms": _step_ms(state, before)}
 
-    def _step_ms(self) -> dict[str, float]:
-        """Returns mean milliseconds per step and phase."""
+    def _speed(self) -> dict[str, Any]:
         state = self._session.state
-        return {phase: round(1e3 * seconds / max(1, state.step), 4) for phase, seconds in state.seconds.items()}
+        speed = round(state.num_samples / max(state.train_s, 1e-9), 1)
+        return {"samples_per_s": speed, "step_ms": _step_ms(state, State())}
 
     @override
     def record(self) -> dict[str, Any]:
-        return {**self.window(), "train_s": round(self._session.state.train_s, 3)}
+        return {**self._speed(), "train_s": round(self._session.state.train_s, 3)}
 
     @override
     def line(self) -> str:
         seconds = self._session.state.seconds
         total = sum(seconds.values()) or 1.0
         return " ".join(f"{phase} {100 * s / total:.0f}%" for phase, s in seconds.items())
+
+
+def _step_ms(state: State, before: State) -> dict[str, float]:
+    """Returns mean milliseconds of the steps between two states, by phase."""
+    steps = max(1, state.step - before.step)
+    return {phase: round(1e3 * (s - before.seconds[phase]) / steps, 4) for phase, s in state.seconds.items()}
 
 
 class HotMeter(Meter):
