@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from contextlib import suppress
@@ -169,6 +170,8 @@ def test_every_draw_meets_every_point(tmp_path: Path) -> None:
         ({"axes": {"train.batch_size": [8, 8]}}, r"the cell batch/train.batch_size=8 is there twice"),
         ({"axes": {"train.batch_size.x": [8]}}, r"train.batch_size.x: batch_size is 16, which has no fields"),
         ({"axes": {"run": ["here"]}}, r"groups.batch: run is given; a study chooses the folders of its runs itself"),
+        ({"axes": {"train.max_steps": [8]}}, r"train.max_steps is 8; .* remove it, or set measures: quality"),
+        ({"axes": {"train.epochs": [2]}}, r"groups.batch: train.epochs is 2; a cell that measures speed"),
         ({"axes": {}}, r"groups.batch: it has neither axes nor draw"),
         ({"axis": {}}, r"groups.batch.axis: there is no such field"),
         ({"axes": {"memory.dram": ["a%"]}}, r"groups.batch: cell .*size 'a%' is not understood"),
@@ -248,14 +251,20 @@ def test_real_rows_need_their_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def passes(
-    step_s: Callable[[int], float], *, rounds: int, steps_per_pass: int = 4, share: float = 0.0, warm: int = 1
+    step_s: Callable[[int], float],
+    *,
+    rounds: int,
+    steps_per_pass: int = 4,
+    share: float = 0.0,
+    warm: int = 1,
+    slow_s: float = 100,
 ) -> worker.Passes:
     """A meter that saw steps of 10 samples that took so long by their number, until it had enough."""
     session = Session(steps_per_pass)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker.Disturbance, "share", lambda self: share)
         patch.setattr(worker, "LEAST_ROUND_S", 0.0)
-        meter = worker.Passes(session, warm_passes=warm, rounds=rounds, most_s=100)
+        meter = worker.Passes(session, warm_passes=warm, rounds=rounds, most_s=100, slow_s=slow_s)
         with suppress(worker.MeasuredEnough):
             for step in range(1000):
                 session.state.seconds["dense"] += step_s(step)
@@ -283,6 +292,18 @@ def test_a_busy_machine_yields_a_figure_too_and_says_so() -> None:
     found = passes(lambda step: 0.001, rounds=9, share=0.9).figures()
     assert found["step_ms"] == pytest.approx(1) and found["clean_rounds"] == 0 < found["rounds"]
     assert runner.bench.how_clean(found).endswith("a disturbed machine")
+
+
+def test_a_slow_warm_up_and_slow_rounds_end_within_a_pass() -> None:
+    found = passes(lambda step: 0.001, rounds=3, steps_per_pass=1000, slow_s=0.0).figures()
+    assert (found["rounds"], found["steps_per_round"]) == (3, 1) and found["note"].startswith("a slow cell")
+
+
+def test_one_clean_round_is_not_a_figure() -> None:
+    meter = passes(lambda step: 0.001, rounds=3)
+    meter.taken = [(share, one) for share, (_, one) in zip([0.0, 0.9, 0.9], meter.taken, strict=True)]
+    found = meter.figures()
+    assert (found["rounds"], found["clean_rounds"], found["taken_rounds"]) == (3, 1, 3)
 
 
 # ---- running
@@ -346,7 +367,8 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path, trained: list[str], m
 @pytest.mark.parametrize(
     ("error", "status"),
     [(MemoryError("x"), "out of memory"), (RuntimeError("not enough memory: you tried"), "out of memory"),
-     (ValueError("memory is 'dram': tables take 9 GiB"), "refused")],
+     (ValueError("memory is 'dram': tables take 9 GiB"), "refused"),
+     (ValueError("Training diverged: lower lr"), "diverged")],
 )  # fmt: skip
 def test_how_a_worker_says_that_a_cell_cannot_be(
     error: Exception, status: str, monkeypatch: pytest.MonkeyPatch
@@ -393,12 +415,35 @@ def test_a_memory_group_ends_a_cell_that_takes_too_much(tmp_path: Path, monkeypa
     assert found["status"] == "out of memory" and found["limit_bytes"] > 0
 
 
+def ended(cell: Cell, config: Any, work: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is made of a process that kept the figures of some rounds and then ran `script`."""
+    work.mkdir()
+    (work / "result.json").write_text(json.dumps(row_of()))
+    monkeypatch.setattr(cells, "enter_and", lambda group, command: ["/bin/sh", "-c", f"echo ready; read x; {script}"])
+    return cells.run_cell(cell, config, work)
+
+
+def test_rounds_of_a_cell_that_took_too_long_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "CELL_TIMEOUT_S", 0.1)
+    cell = cells_of(tmp_path)[0]
+    found = ended(cell, cell.resolved(data="d", tables_bytes=1), tmp_path / "work", "exec sleep 60", monkeypatch)
+    assert found == row_of(note="stopped after 0 s")
+
+
+def test_a_process_that_someone_killed_is_not_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = cells_of(tmp_path)[0]
+    with pytest.raises(cells.CellError, match="ended with code -9"):
+        ended(cell, cell.resolved(data="d", tables_bytes=1), tmp_path / "work", "kill -9 $$", monkeypatch)
+
+
 def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real trainings in processes of their own."""
     monkeypatch.setattr(cells, "MOST_S", 0.1)
     path = write_study(tmp_path, groups={"batch": TINY["groups"]["batch"]})
     said: list[str] = []
+    start = time.perf_counter()
     result = run_study(str(path), tmp_path / "out", say=said.append)
+    elapsed_ms = 1e3 * (time.perf_counter() - start)
     assert [row["axes"]["train.batch_size"] for row in result["cells"]] == ["16", "32"]
     for row in result["cells"]:
         assert (
@@ -410,6 +455,9 @@ def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             sum(row[f"{phase}_ms"] for phase in ("data", "lookup", "dense", "update")), rel=0.5
         )
         assert row["samples_per_s"] == pytest.approx(1e3 * row["batch_size"] / row["step_ms"], rel=0.01)
+        # Rounds take LEAST_ROUND_S each, and were all within the study's time.
+        round_ms = row["steps_per_round"] * row["step_ms"]
+        assert 100 * worker.LEAST_ROUND_S < round_ms < elapsed_ms / row["taken_rounds"]
         assert row["peak_bytes"] > row["table_bytes"] > 0
     names = [Path(file).name for file in result["files"]]
     assert names == ["results.json", "results.csv", "table.tex", "batch.svg", "report.html"]
@@ -443,7 +491,8 @@ def test_all_predictions_are_on_disk_before_the_first_cell_trains(
     def run(cell: Cell, config: Any, work: Path) -> dict[str, Any]:
         stamps.append((out / "predictions.json").stat().st_mtime_ns)
         before = read_sealed(out / "predictions.json", cure="")
-        assert len(before["cells"]) == 6 and before["hardware_date"] == "2026-11-01"
+        assert len(before["cells"]) == 6
+        assert all(one["hardware_date"] == "2026-11-01" for one in before["cells"].values())
         if len(trained) == 3:
             raise KeyboardInterrupt
         return real(cell, config, work)
@@ -461,7 +510,54 @@ def test_all_predictions_are_on_disk_before_the_first_cell_trains(
     ratios = [one["step_ms"] / 2.0 for one in sealed.values()]
     assert found["geometric_mean_error"] == pytest.approx(math.prod(ratios) ** (1 / 6) - 1)
     assert found["share_within_15_percent"] == 0 and found["median_noise"] == 0.1
-    assert "geometric mean error" in (out / "report.html").read_text()
+    page = (out / "report.html").read_text()
+    assert "geometric mean error" in page and "All predictions were on disk before the first cell" in page
+
+
+@pytest.mark.parametrize(
+    ("fault", "cure"),
+    [("it has no disk: measure it with hotrow probe", "run hotrow probe FOLDER"), ("no", "change that, or leave out")],
+)
+def test_a_study_whose_cells_cannot_be_predicted_measures_nothing(
+    fault: str, cure: str, tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(work: Any, hardware: Any, slots: Any = None) -> Prediction:
+        raise ValueError(fault)
+
+    monkeypatch.setattr(cells, "predict", fail)
+    with pytest.raises(ValueError, match=rf"6 of 6 cells cannot be predicted: {fault}: {cure}"):
+        run_study(str(write_study(tmp_path, predicts=True)), tmp_path / "out")
+    assert not trained
+
+
+def test_cells_without_a_prediction_are_told_and_predicted_again(
+    tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_predict, real_run, said, calls = cells.predict, cells.run_cell, [], []
+    out, path = tmp_path / "out", write_study(tmp_path, predicts=True)
+
+    def predict(work: Any, hardware: Any, slots: Any = None) -> Prediction:
+        calls.append(work)
+        if len(calls) in (5, 6):
+            raise ValueError("an odd cell")
+        return real_predict(work, hardware, slots)
+
+    def stop(cell: Cell, config: Any, work: Path) -> dict[str, Any]:
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        return real_run(cell, config, work)
+
+    monkeypatch.setattr(cells, "predict", predict)
+    with monkeypatch.context() as patch:
+        patch.setattr(cells, "run_cell", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run_study(str(path), out, say=said.append)
+    assert any("2 of 6 cells cannot be predicted: an odd cell" in line for line in said)
+    monkeypatch.setattr("hotrow.study.run.known_hardware", lambda: replace(HARDWARE, date="2026-11-02"))
+    run_study(str(path), out)
+    entries = read_sealed(out / "predictions.json", cure="")["cells"].values()
+    assert sorted(one["hardware_date"] for one in entries) == ["2026-11-01"] * 4 + ["2026-11-02"] * 2
+    assert "4 of 6 predictions were on disk before the first cell was measured" in (out / "report.html").read_text()
 
 
 def test_predictions_that_were_edited_are_refused(tmp_path: Path, trained: list[str], predicting: list[float]) -> None:
@@ -476,7 +572,7 @@ def test_predictions_that_were_edited_are_refused(tmp_path: Path, trained: list[
 
 def test_a_study_that_predicts_needs_this_machines_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotrow.study.run.known_hardware", lambda: None)
-    with pytest.raises(ValueError, match="predicts, which needs this machine's figures: run hotrow probe first"):
+    with pytest.raises(ValueError, match="predicts, which needs this machine's figures: run hotrow probe FOLDER first"):
         run_study(str(write_study(tmp_path, predicts=True)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -484,15 +580,25 @@ def test_a_study_that_predicts_needs_this_machines_figures(tmp_path: Path, monke
 def test_modelled_speed_has_a_column_of_its_own(
     tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {"fast": HARDWARE, "odd": "odd lacks kernels"}
+    known = {"fast": replace(HARDWARE, name="fast", num_cores=8), "odd": "odd lacks kernels"}
     monkeypatch.setattr("hotrow.study.run._machine", lambda name, here: known[name])
-    monkeypatch.setattr(cells, "faster", lambda *_: {"one thread": 1.0, "threads": 4.0, "flops_per_s": 0.5})
+
+    def predict(work: Any, hardware: Hardware, slots: Any = None) -> Prediction:
+        seconds = 0.003 if hardware.name == "fast" else 0.004
+        return Prediction(seconds={"dense": seconds}, wait_s=0.0, binds="dense")
+
+    def faster(machine: Hardware, threads: int, here: Hardware, own: int) -> dict[str, float]:
+        assert (machine.name, threads, own) == ("fast", 8, 1), "a cell of one thread"
+        return {"one thread": 1.0, "threads": 4.0, "flops_per_s": 2.0}
+
+    monkeypatch.setattr(cells, "predict", predict)
+    monkeypatch.setattr(cells, "faster", faster)
     result = run_study(str(write_study(tmp_path, machines=["fast", "odd"])), tmp_path / "out")
     first = result["cells"][0]
-    assert first["samples_per_s"] == 8000.0 and first["modelled"]["fast"]["step_ms"] == pytest.approx(3.0)
+    assert first["samples_per_s"] == 8000.0 and first["modelled"]["fast"]["step_ms"] == pytest.approx(1.5)
     assert first["samples_per_j"] == 160.0 and first["samples_per_j_source"] == "declared"
     page = (tmp_path / "out" / "report.html").read_text()
-    assert (first["modelled"]["fast"]["least_ms"], first["modelled"]["fast"]["most_ms"]) == (0.5, 4.0)
+    assert (first["modelled"]["fast"]["least_ms"], first["modelled"]["fast"]["most_ms"]) == (0.5, 2.0)
     assert (
         "modelled: fast, its processors alone, samples/s" in page
         and "odd lacks kernels" in page
@@ -517,13 +623,15 @@ def test_errors_and_choices_against_counting_by_hand() -> None:
         placed(1, "dram", predicted=3, measured=2), placed(1, "ssd", predicted=2.9, measured=2.05),  # within 3 %
         placed(2, "dram", predicted=3, measured=2), placed(2, "ssd", predicted=2.9, measured=3),  # chosen badly
         {"key": "x", "group": "g", "axes": {"model": "3"}, "predicted": {"reason": "no"}, **row_of()},
+        placed(4, "dram", predicted=2, measured=2),  # chosen badly: the fastest was not predicted
+        {**placed(4, "ssd", predicted=1, measured=1), "predicted": {"reason": "no"}},
     ]  # fmt: skip
     found = results.prediction_summary(rows)
-    ratios = [1, 3 / 4, 1.5, 2.9 / 2.05, 1.5, 2.9 / 3]
-    assert found["cells"] == 6 and found["not_predicted"] == 1
-    assert found["geometric_mean_error"] == pytest.approx(math.exp(sum(abs(math.log(r)) for r in ratios) / 6) - 1)
-    assert found["share_within_15_percent"] == pytest.approx(2 / 6)
-    assert found["share_placement_chosen_well"] == pytest.approx(2 / 3) and found["models_with_placements"] == 3
+    ratios = [1, 3 / 4, 1.5, 2.9 / 2.05, 1.5, 2.9 / 3, 1]
+    assert found["cells"] == 7 and found["not_predicted"] == 2 and found["models_incomplete"] == 1
+    assert found["geometric_mean_error"] == pytest.approx(math.exp(sum(abs(math.log(r)) for r in ratios) / 7) - 1)
+    assert found["share_within_15_percent"] == pytest.approx(3 / 7)
+    assert found["share_placement_chosen_well"] == pytest.approx(2 / 4) and found["models_with_placements"] == 4
 
 
 # ---- files
@@ -600,7 +708,7 @@ def test_all_sets_claims_beside_what_was_measured(
 
     def run(name: str, out: Path, **options: Any) -> dict[str, Any]:
         if name == "prediction":
-            raise ValueError("run hotrow probe first")
+            raise data.NotHere("run hotrow probe first")
         return real(name, out, **options)
 
     monkeypatch.setattr(everything, "run_study", run)
@@ -636,6 +744,39 @@ def test_the_command_estimates_without_measuring(
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["num_cells"] == 6 and result["estimate_s"] > 6 and result["disk_bytes"] > 0
     assert not trained and not (tmp_path / "out").exists()
+
+
+def test_a_csv_file_has_plain_values() -> None:
+    rows = [{"key": "a", "modelled": {"m": {"step_ms": 2.0, "reason": "x"}}, "spread": [1, 3]}]
+    (line,) = csv.DictReader(io.StringIO(runner.as_csv(rows)))
+    wanted = {"modelled.m.step_ms": "2.0", "modelled.m.reason": "x", "least_speed": "1", "most_speed": "3"}
+    assert line == {"key": "a", **wanted}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["all", "--hardware", "/nope.json"], "/nope.json is not a file"),
+        (["all", "--hardware", "/nope.json", "--estimate"], "/nope.json is not a file"),
+        (["all", "--out", "{file}"], "is a file, so results cannot be in"),
+        (["{study}", "--out", "{file}/x"], "is a file, so results cannot be in"),
+        (["nofile.yaml"], "study nofile.yaml is not a file; pass a YAML file such as docs/study.md describes"),
+        (["{file}"], "file.yaml holds []; it must be a mapping such as `title: How wide?`"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_said_with_its_cure(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    trained: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study, file = write_study(tmp_path), tmp_path / "file.yaml"
+    file.write_text("[]")
+    assert run_cli([one.format(study=study, file=file) for one in arguments], monkeypatch) == 2
+    assert message in capsys.readouterr().err and not trained
 
 
 def test_bad_input_ends_with_one_line(

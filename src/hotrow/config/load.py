@@ -102,20 +102,29 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     return make_config(apply_overrides(read_config(path), overrides), origin=f"config {path}")
 
 
-def read_config(path: Path | str) -> dict[str, Any]:
-    """Returns the fields in the YAML file at `path`, unchecked. Raises ValueError if it has none, naming the file."""
+def read_config(
+    path: Path | str,
+    *,
+    what: str = "config",
+    example: str = "recipes/criteo-small.yaml",
+    field: str = "data: data/criteo",
+) -> dict[str, Any]:
+    """Returns the fields in the YAML file at `path`, unchecked. Raises ValueError if it has none, naming the file.
+
+    what, example, field: what the file is, and what errors name as an example of it and of a field.
+    """
     if not isinstance(path, str | Path):
-        raise ValueError(f"config is {reprlib.repr(path)}; pass the path of a YAML file, or its content as a dict")
+        raise ValueError(f"{what} is {reprlib.repr(path)}; pass the path of a YAML file, or its content as a dict")
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"config {path} is not a file; pass a YAML file such as recipes/criteo-small.yaml")
+        raise ValueError(f"{what} {path} is not a file; pass a YAML file such as {example}")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"config {path}: byte {error.start} is not UTF-8; pass a YAML file in UTF-8") from None
-    raw = parse_yaml(text, origin=f"config {path}")
+        raise ValueError(f"{what} {path}: byte {error.start} is not UTF-8; pass a YAML file in UTF-8") from None
+    raw = parse_yaml(text, origin=f"{what} {path}")
     if not isinstance(raw, dict):
-        raise ValueError(f"config {path} holds {reprlib.repr(raw)}; it must be a mapping such as `data: data/criteo`")
+        raise ValueError(f"{what} {path} holds {reprlib.repr(raw)}; it must be a mapping such as `{field}`")
     return raw
 
 

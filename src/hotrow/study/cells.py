@@ -7,10 +7,11 @@ import math
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,12 +27,12 @@ from hotrow.plan.divide import slots_of
 from hotrow.plan.hardware import Hardware
 from hotrow.plan.modelled import faster
 from hotrow.run.setup import Setup, tables_of
-from hotrow.study.data import prepared
+from hotrow.study.data import NotHere, prepared
 from hotrow.study.group import GroupError, MemoryGroup, enter_and
 from hotrow.study.results import files_of, summary_of
 from hotrow.study.runner import Plan
 from hotrow.study.study import Cell, Study, expand
-from hotrow.study.worker import Spec, write_spec
+from hotrow.study.worker import LEAST_ROUNDS, Spec, write_spec
 
 START_S = 3.0
 """A process's start: mostly the import of torch."""
@@ -64,6 +65,8 @@ class Studied:
     """This machine, for predictions, and its watts and price; None: neither is shown."""
     machines: Mapping[str, Hardware | str] | None = None
     """Declared machines to model every cell for, or why one cannot be."""
+    say: Callable[[str], None] = lambda line: None
+    """Receives what the user should know before the first cell is measured."""
 
     FAILURES: ClassVar[tuple[type[Exception], ...]] = (CellError,)
 
@@ -93,19 +96,34 @@ class Studied:
         """Writes the predictions that the study wants, before anything is measured."""
         shutil.rmtree(folder / "work", ignore_errors=True)  # of a process that was killed
         if self.study.predicts and cells:
-            self._predict_all(folder)
+            self._predict_all(cells, folder)
 
-    def _predict_all(self, folder: Path) -> None:
+    def _predict_all(self, cells: Sequence[Cell], folder: Path) -> None:
+        """Predicts `cells`, none of which has a row yet, unless they have a prediction already.
+
+        Raises NotHere if this machine's file lacks figures, or no cell can be predicted.
+        """
         if self.hardware is None:
-            raise ValueError(
-                f"study {self.origin} predicts, which needs this machine's figures: run hotrow probe first"
+            raise NotHere(
+                f"study {self.origin} predicts, which needs this machine's figures: run hotrow probe FOLDER first"
             )
         known = self.predictions(folder)
-        if missing := [cell for cell in self.cells if cell.key not in known]:
-            known |= {cell.key: self.predicted(cell, self.hardware, folder) for cell in missing}
-            machine = {"hardware": self.hardware.name, "hardware_date": self.hardware.date}
-            written = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            write_sealed(folder / PREDICTIONS, {"hotrow_predictions": 1, **machine, "written": written, "cells": known})
+        missing = [cell for cell in cells if "step_ms" not in known.get(cell.key, {})]
+        origin = {"hardware": self.hardware.name, "hardware_date": self.hardware.date}
+        for cell in missing:
+            known[cell.key] = {**self.predicted(cell, self.hardware, folder), **origin}
+        reasons = Counter(known[cell.key]["reason"] for cell in missing if "reason" in known[cell.key])
+        for reason, times in reasons.items():
+            told = f"{times} of {len(cells)} cells cannot be predicted: {reason}"
+            if "hotrow probe" in reason:
+                raise NotHere(f"{told}: run hotrow probe FOLDER")
+            if not any("step_ms" in one for one in known.values()):
+                raise NotHere(f"{told}: change that, or leave out predicts")
+            self.say(told)
+        if missing:
+            written = now()
+            known |= {cell.key: {**known[cell.key], "written": written} for cell in missing}
+            write_sealed(folder / PREDICTIONS, {"hotrow_predictions": 1, "cells": known})
 
     def predictions(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Returns what was predicted of each cell; nothing if the study does not predict."""
@@ -147,7 +165,8 @@ class Studied:
         except ValueError as error:
             return {"reason": str(error)}
         phases = {f"{phase}_ms": 1e3 * seconds for phase, seconds in found.seconds.items()}
-        return {"step_ms": 1e3 * found.step_s, **phases, "wait_ms": 1e3 * found.wait_s, "binds": found.binds}
+        whole = {"step_ms": 1e3 * found.step_s, **phases, "wait_ms": 1e3 * found.wait_s}
+        return {**whole, "binds": found.binds, "threads": work.threads}
 
     def measure(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, dict[str, Any] | str]]:
         """Yields each cell with its row; their data is removed afterwards."""
@@ -172,9 +191,10 @@ class Studied:
             "batch_size": config.train.batch_size,
             "table_bytes": required_bytes(config, tables),
         }
-        row = {"key": cell.key, **facts, **run_cell(cell, config, folder / "work")}
+        row = {"key": cell.key, "measured_at": now(), **facts, **run_cell(cell, config, folder / "work")}
         if "rounds" in row:
-            row["note"] = how_clean(row)
+            few = [f"made of {row['rounds']} rounds only"] if row["rounds"] < LEAST_ROUNDS else []
+            row["note"] = "; ".join([how_clean(row), *few, *([row["note"]] if "note" in row else [])])
         if predicted is not None:
             row["predicted"] = dict(predicted)
         modelled = {name: self._modelled(cell, row, machine, folder) for name, machine in (self.machines or {}).items()}
@@ -183,22 +203,24 @@ class Studied:
     def _modelled(self, cell: Cell, row: Mapping[str, Any], machine: Hardware | str, folder: Path) -> dict[str, Any]:
         """Returns a step's modelled time on a machine that is not here, and a range; or why there is none.
 
-        The range is what was measured here, divided by how many times faster the machine is at the work that it speeds
-        up most and least.
+        It is what was measured here, times what was predicted there over what was predicted here. The range is what was
+        measured here, divided by how many times faster the machine is at the work that it speeds up most and least.
         """
         if isinstance(machine, str) or "step_ms" not in row:
             return {"reason": machine if isinstance(machine, str) else "not measured here"}
         assert self.hardware is not None, "machines are modelled from this one"
-        found = self.predicted(cell, machine, folder, threads=machine.num_cores)
-        if "step_ms" not in found:
-            return found
-        rates = faster(machine, machine.num_cores, self.hardware, self.hardware.num_cores)
-        bounds = [row["step_ms"] / rate for name, rate in rates.items() if name != "one thread"]
-        return {
-            **found,
-            "least_ms": min(*bounds, found["step_ms"]),
-            "most_ms": max(*bounds, found["step_ms"]),
-        }
+        there = self.predicted(cell, machine, folder, threads=machine.num_cores)
+        here = self.predicted(cell, self.hardware, folder)
+        for found in (there, here):
+            if "step_ms" not in found:
+                return found
+        try:
+            rates = faster(machine, machine.num_cores, self.hardware, here["threads"])
+        except ValueError as error:
+            return {"reason": str(error)}
+        step_ms = row["step_ms"] * there["step_ms"] / here["step_ms"]
+        times_ms = [step_ms, *(row["step_ms"] / rate for rate in rates.values())]
+        return {"step_ms": step_ms, "least_ms": min(times_ms), "most_ms": max(times_ms), "binds": there["binds"]}
 
     def _costs(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns samples per joule and per unit of money, if the machine's file says what it takes."""
@@ -229,6 +251,11 @@ class Studied:
         return files_of(self.study, {**report, "cells": self._own(report["cells"])})
 
 
+def now() -> str:
+    """Returns the time in UTC; of two, the text of the earlier comes first."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
 def _folders(config: Config) -> list[Path]:
     memory = config.memory
     return [] if isinstance(memory, str) else [Path(place) for place in (memory.file, memory.ssd) if place is not None]
@@ -254,6 +281,7 @@ def run_cell(cell: Cell, config: Config, work: Path) -> dict[str, Any]:
         warm_passes=WARM_PASSES_IN_TIERS if in_tiers else WARM_PASSES,
         rounds=cell.rounds,
         most_s=MOST_S,
+        slow_s=CELL_TIMEOUT_S / (LEAST_ROUNDS + 2),
     )
     write_spec(work / "spec.json", spec)
     limited: dict[str, Any] = {}
@@ -280,20 +308,25 @@ def run_cell(cell: Cell, config: Config, work: Path) -> dict[str, Any]:
                 process.communicate("go\n", timeout=CELL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                raise CellError(f"it took more than {CELL_TIMEOUT_S:.0f} s") from None
+                if not (work / "result.json").exists():
+                    raise CellError(f"it took more than {CELL_TIMEOUT_S:.0f} s") from None
+                return {**_kept(work), "note": f"stopped after {CELL_TIMEOUT_S:.0f} s", **limited}
             except BaseException:
                 process.kill()
                 raise
-        return {**_result(process.returncode, work), **limited}
+        return {**_result(process.returncode, work, group), **limited}
 
 
-def _result(returncode: int, work: Path) -> dict[str, Any]:
-    file = work / "result.json"
-    if returncode == 0 and file.exists():
-        row = json.loads(file.read_text(encoding="utf-8"))
-        assert isinstance(row, dict)
-        return row
-    if returncode in (-9, 137):
+def _kept(work: Path) -> dict[str, Any]:
+    row = json.loads((work / "result.json").read_text(encoding="utf-8"))
+    assert isinstance(row, dict)
+    return row
+
+
+def _result(returncode: int, work: Path, group: MemoryGroup | None) -> dict[str, Any]:
+    if returncode == 0 and (work / "result.json").exists():
+        return _kept(work)
+    if group is not None and group.num_killed() > 0:
         return {"status": "out of memory", "reason": "the system ended the process for memory"}
     said = (work / "stderr").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     raise CellError(f"the process ended with code {returncode}: {said[-1] if said else 'it said nothing'}")

@@ -118,6 +118,10 @@ class SyntheticRows:
         return _digest(self)
 
 
+class NotHere(ValueError):  # noqa: N818  # names what is the matter
+    """A study needs something that this machine does not have: data, room, or figures of itself."""
+
+
 @record(frozen=True, config=STRICT, kw_only=True)
 class RealRows:
     """A file of raw rows in the folder that HOTROW_DATA names, prepared as `hotrow prepare SOURCE` does."""
@@ -132,10 +136,10 @@ class RealRows:
         """Where the file is."""
         folder = os.environ.get("HOTROW_DATA")
         if folder is None:
-            raise ValueError(f"the study needs {self.file}: set the environment variable HOTROW_DATA to its folder")
+            raise NotHere(f"the study needs {self.file}: set the environment variable HOTROW_DATA to its folder")
         path = Path(folder) / check_name(self.file, what="data.file")
         if not path.is_file():
-            raise ValueError(f"the study needs {path}, which does not exist: set HOTROW_DATA to the folder of the file")
+            raise NotHere(f"the study needs {path}, which does not exist: set HOTROW_DATA to the folder of the file")
         return path
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from hotrow.base.files import atomic_write
 from hotrow.base.machine import host_facts
 from hotrow.config.load import parse_yaml
 from hotrow.draw import load_template
+from hotrow.plan.hardware import read_hardware
+from hotrow.study.data import NotHere
 from hotrow.study.results import quality_by_batch
-from hotrow.study.run import run_study
+from hotrow.study.run import check_folder, run_study
+from hotrow.study.runner import claim_or_fail
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
 Report = Mapping[str, Any]
@@ -98,24 +102,31 @@ def run_all(
     folder = Path(out) if out is not None else Path("studies") / "all"
     found: dict[str, tuple[str, str]] = {}
     parts: dict[str, Any] = {}
-    for study, sentences in SENTENCES.items():
-        command = f"hotrow study {study} --quick"
-        try:
-            parts[study] = run_study(study, folder / study, quick=True, estimate=estimate, hardware=hardware, say=say)
+    here = None if hardware is None else read_hardware(hardware)
+    check_folder(folder)
+    with ExitStack() as stack:
+        if not estimate:
+            folder.mkdir(parents=True, exist_ok=True)
+            claim_or_fail(folder, stack)
+        for study, sentences in SENTENCES.items():
+            command = f"hotrow study {study} --quick"
+            try:
+                parts[study] = run_study(study, folder / study, quick=True, estimate=estimate, hardware=here, say=say)
+            except NotHere as error:
+                parts[study] = {"reason": str(error)}
+                found |= dict.fromkeys(sentences, (f"not measured: {error}", command))
+                say(f"{study}: {error}")
+                continue
             if not estimate:
                 report = json.loads((folder / study / "results.json").read_text(encoding="utf-8"))
                 found |= {name: (told(report), command) for name, told in sentences.items()}
-        except ValueError as error:
-            parts[study] = {"reason": str(error)}
-            found |= dict.fromkeys(sentences, (f"not measured: {error}", command))
-            say(f"{study}: {error}")
-    result = {"study": "all", "out": str(folder), "parts": parts}
-    if estimate:
-        return result
-    papers = parse_yaml(CLAIMS.read_text(encoding="utf-8"), origin=str(CLAIMS))
-    with atomic_write(folder / "claims.html") as file:
-        file.write(claims_page(papers, found, host_facts()).encode())
-    return {**result, "files": [str(folder / "claims.html")]}
+        result = {"study": "all", "out": str(folder), "parts": parts}
+        if estimate:
+            return result
+        papers = parse_yaml(CLAIMS.read_text(encoding="utf-8"), origin=str(CLAIMS))
+        with atomic_write(folder / "claims.html") as file:
+            file.write(claims_page(papers, found, host_facts()).encode())
+        return {**result, "files": [str(folder / "claims.html")]}
 
 
 def claims_page(papers: list[dict[str, Any]], found: Mapping[str, tuple[str, str]], machine: Mapping[str, Any]) -> str:

@@ -64,6 +64,11 @@ class MemoryGroup:
         file = self.path / ("memory.max_usage_in_bytes" if self._v1 else "memory.peak")
         return int(file.read_text()) if file.exists() else None
 
+    def num_killed(self) -> int:
+        """Returns how many processes of the group the system ended for memory."""
+        file = self.path / ("memory.oom_control" if self._v1 else "memory.events")
+        return int(dict(line.split() for line in file.read_text().splitlines()).get("oom_kill", 0))
+
     def remove(self) -> None:
         """Removes the group. Its processes must have ended."""
         for _ in range(100):  # the system takes a moment to forget a process

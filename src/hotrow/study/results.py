@@ -50,25 +50,43 @@ def prediction_summary(rows: Sequence[Row]) -> dict[str, Any]:
         "share_within_15_percent": sum(abs(ratio - 1) <= CLOSE for ratio in ratios) / len(ratios),
         "median_bias": statistics.median(ratios) - 1,
         "median_noise": statistics.median(noise),
+        "predicted_first": predicted_first(rows),
         "not_predicted": sum(row.get("predicted", {}).get("reason") is not None for row in rows),
         **_placements(rows),
     }
 
 
+def predicted_first(rows: Sequence[Row]) -> int:
+    """Returns in how many cells the prediction was on disk before any cell was measured."""
+    first = min(row.get("measured_at", "") for row in rows)
+    return sum(row["predicted"].get("written", first + "~") <= first for row in rows if error_of(row) is not None)
+
+
 def _placements(rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns in how many models the placement that was predicted fastest is the fastest, or within 3 % of it."""
+    """Returns in how many models the placement that was predicted fastest is the fastest, or within 3 % of it.
+
+    The fastest is that of all that were measured, predicted or not. `models_incomplete` is in how many of the models
+    one of those was not predicted.
+    """
     models: dict[str, list[Row]] = {}
     for row in rows:
-        if error_of(row) is not None and "model" in row["axes"]:
+        if row.get("step_ms") and "model" in row["axes"]:
             models.setdefault(f"{row['group']}/{row['axes']['model']}", []).append(row)
-    compared = [own for own in models.values() if len(own) > 1]
+    good = compared = incomplete = 0
+    for own in models.values():
+        predicted = [row for row in own if error_of(row) is not None]
+        if len(own) > 1 and predicted:
+            chosen = min(predicted, key=lambda row: row["predicted"]["step_ms"])
+            good += chosen["step_ms"] <= (1 + SAME_PLACEMENT) * min(row["step_ms"] for row in own)
+            compared += 1
+            incomplete += len(predicted) < len(own)
     if not compared:
         return {}
-    good = 0
-    for own in compared:
-        chosen = min(own, key=lambda row: row["predicted"]["step_ms"])
-        good += chosen["step_ms"] <= (1 + SAME_PLACEMENT) * min(row["step_ms"] for row in own)
-    return {"models_with_placements": len(compared), "share_placement_chosen_well": good / len(compared)}
+    return {
+        "models_with_placements": compared,
+        "models_incomplete": incomplete,
+        "share_placement_chosen_well": good / compared,
+    }
 
 
 def best_batches(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -226,6 +244,7 @@ def files_of(study: Study, report: Mapping[str, Any]) -> dict[str, str]:
         num_cells=len(rows),
         num_disturbed=sum(is_disturbed(row) for row in rows if "rounds" in row),
         prediction=_prediction_words(report.get("prediction")),
+        when_predicted=_when_predicted(report.get("prediction")),
         groups=groups,
         skipped=report["skipped"],
     )
@@ -249,7 +268,19 @@ def _prediction_words(found: Mapping[str, Any] | None) -> dict[str, str]:
         words["the placement predicted fastest is the fastest, or within 3 % of it"] = (
             f"{found['share_placement_chosen_well']:.0%} of {found['models_with_placements']} models"
         )
+        words["models in which a placement that was measured has no prediction"] = f"{found['models_incomplete']}"
     return words
+
+
+def _when_predicted(found: Mapping[str, Any] | None) -> str:
+    if not found:
+        return ""
+    if found["predicted_first"] == found["cells"]:
+        return "All predictions were on disk before the first cell was measured."
+    return (
+        f"{found['predicted_first']} of {found['cells']} predictions were on disk before the first cell was measured, "
+        "the others before their own cell was."
+    )
 
 
 def _shown_group(

@@ -11,6 +11,7 @@ from hotrow.base.files import disk_free_bytes, size
 from hotrow.plan.hardware import Hardware, known_hardware, read_hardware
 from hotrow.plan.modelled import modelled
 from hotrow.study.cells import Studied
+from hotrow.study.data import NotHere
 from hotrow.study.runner import Sweep, run_sweep
 from hotrow.study.study import find_study, read_study
 
@@ -21,7 +22,7 @@ def run_study(
     *,
     quick: bool = False,
     estimate: bool = False,
-    hardware: Path | str | None = None,
+    hardware: Hardware | Path | str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measures the cells of a study that are not in `out` yet, writes its files there, and returns what it found.
@@ -30,21 +31,24 @@ def run_study(
     only the ends of every axis. estimate: measure nothing. hardware: this machine's figures; None: those that `hotrow
     probe` kept, if it has run.
 
-    Raises ValueError naming file and field for a study that cannot be read, and if another process measures in `out`.
+    Raises NotHere if this machine lacks what the study needs, and ValueError naming file and field for a study that
+    cannot be read, and if another process measures in `out`.
     """
     file = find_study(name)
     study, stem = read_study(file), file.stem
     folder = Path(out) if out is not None else Path("studies") / (f"{stem}-quick" if quick else stem)
-    here = known_hardware() if hardware is None else read_hardware(hardware)
+    check_folder(folder)
+    here = known_hardware() if hardware is None else hardware
+    here = read_hardware(here) if isinstance(here, Path | str) else here
     machines = {machine: _machine(machine, here) for machine in study.machines}
-    studied = Studied(study, str(file), quick=quick, hardware=here, machines=machines)
+    studied = Studied(study, str(file), quick=quick, hardware=here, machines=machines, say=say)
     cells = studied.cells  # what is wrong with the study is said before anything is made
     if study.predicts and here is None and not estimate:
-        raise ValueError(f"study {file} predicts, which needs this machine's figures: run hotrow probe first")
+        raise NotHere(f"study {file} predicts, which needs this machine's figures: run hotrow probe FOLDER first")
     disk = studied.disk_bytes()
     say(f"{stem}: {len(cells)} cells; the rows they train on take up to {size(disk)} in {folder / 'data'}")
     if not estimate and disk > (free := disk_free_bytes(folder)):
-        raise ValueError(
+        raise NotHere(
             f"the rows of the study take {size(disk)}, and {folder} has {size(free)} free: choose another --out"
         )
     words = [
@@ -58,6 +62,15 @@ def run_study(
     result = run_sweep(sweep, folder, estimate_only=estimate, say=say)
     result["disk_bytes"] = disk
     return result
+
+
+def check_folder(out: Path) -> None:
+    """Raises ValueError if no folder can be at `out`, because a file is there or above."""
+    for place in (out, *out.parents):
+        if place.exists():
+            if not place.is_dir():
+                raise ValueError(f"{place} is a file, so results cannot be in {out}: pass another --out")
+            return
 
 
 def _machine(name: str, here: Hardware | None) -> Hardware | str:

@@ -12,6 +12,7 @@ import io
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
@@ -128,26 +129,32 @@ def run_sweep(
     there.
     """
     file = folder / f"{sweep.stem}.json"
-    if memory_bytes is None:  # a continued study keeps its limit, so that the same cells fit
-        before = _DOCUMENT.read(file)["memory_bytes"] if file.exists() else 0
-        memory_bytes = min(before, available_memory_bytes()) or int(MEMORY_SHARE * available_memory_bytes())
-    plan = sweep.cells.plan(memory_bytes=memory_bytes, cores=usable_cores())
-    rows = _measured_before(file)
-    left = [cell for cell in plan.cells if cell.key not in rows]
-    seconds = sweep.cells.estimate_s(left)
-    say(
-        f"{sweep.name}: {len(left)} of {len(plan.cells)} cells to measure, about {duration(seconds)}; "
-        f"{len(plan.skipped)} skipped; tables of at most {memory_bytes / 2**30:.1f} GiB"
-    )
-    result = {"study": sweep.name, "out": str(folder), "num_cells": len(plan.cells), "estimate_s": seconds}
-    if estimate_only:
-        counted = {"measured": len(plan.cells) - len(left), "skipped": len(plan.skipped)}
-        return {**result, **counted, "cells": [*rows.values()]}
-    folder.mkdir(parents=True, exist_ok=True)
-    with claim(folder) as claimed:
-        if not claimed:
-            raise ValueError(f"another process measures in {folder}: wait until it has ended, or pass another --out")
+    with ExitStack() as stack:
+        if not estimate_only:  # before rows are read: another process may be adding some
+            folder.mkdir(parents=True, exist_ok=True)
+            claim_or_fail(folder, stack)
+        if memory_bytes is None:  # a continued study keeps its limit, so that the same cells fit
+            before = _DOCUMENT.read(file)["memory_bytes"] if file.exists() else 0
+            memory_bytes = min(before, available_memory_bytes()) or int(MEMORY_SHARE * available_memory_bytes())
+        plan = sweep.cells.plan(memory_bytes=memory_bytes, cores=usable_cores())
+        rows = _measured_before(file)
+        left = [cell for cell in plan.cells if cell.key not in rows]
+        seconds = sweep.cells.estimate_s(left)
+        say(
+            f"{sweep.name}: {len(left)} of {len(plan.cells)} cells to measure, about {duration(seconds)}; "
+            f"{len(plan.skipped)} skipped; tables of at most {memory_bytes / 2**30:.1f} GiB"
+        )
+        result = {"study": sweep.name, "out": str(folder), "num_cells": len(plan.cells), "estimate_s": seconds}
+        if estimate_only:
+            counted = {"measured": len(plan.cells) - len(left), "skipped": len(plan.skipped)}
+            return {**result, **counted, "cells": [*rows.values()]}
         return {**result, **_run(sweep, folder, plan, left, rows, memory_bytes=memory_bytes, say=say)}
+
+
+def claim_or_fail(folder: Path, stack: ExitStack) -> None:
+    """Claims a folder until `stack` closes. Raises ValueError if another process has it."""
+    if not stack.enter_context(claim(folder)):
+        raise ValueError(f"another process measures in {folder}: wait until it has ended, or pass another --out")
 
 
 def _run(
@@ -247,20 +254,20 @@ def _write(file: Path, report: Mapping[str, Any], plan: Plan, rows: Mapping[str,
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns one line per cell; a spread becomes two columns, and a mapping one for each of its names."""
-    flat = []
-    for row in rows:
-        line: dict[str, Any] = {}
-        for name, value in row.items():
-            if name in SPREADS:
-                line |= dict(zip(SPREADS[name], value, strict=True))
-            elif isinstance(value, Mapping):
-                line |= {f"{name}.{inner}": text for inner, text in value.items()}
-            else:
-                line[name] = value
-        flat.append(line)
+    flat = [dict(_columns(row)) for row in rows]
     names = dict.fromkeys(name for line in flat for name in line)
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=[*names] or ["key"], lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     return text.getvalue()
+
+
+def _columns(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if name in SPREADS:
+            yield from ((f"{prefix}{end}", number) for end, number in zip(SPREADS[name], value, strict=True))
+        elif isinstance(value, Mapping):
+            yield from _columns(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -201,7 +201,8 @@ def find_study(name: str) -> Path:
 
 def read_study(path: Path) -> Study:
     """Returns the study in a YAML file. Raises ValueError naming file and field."""
-    study: Study = checked(TypeAdapter(Study), read_config(path), where=f"study {path}", cure=_CURE)
+    raw = read_config(path, what="study", example="docs/study.md describes", field="title: How wide?")
+    study: Study = checked(TypeAdapter(Study), raw, where=f"study {path}", cure=_CURE)
     for name in study.groups:
         check_name(name, what=f"study {path}: group")
     return study
@@ -279,9 +280,15 @@ def _cell(group: str, labels: dict[str, str], raw: dict[str, Any], measures: str
     data = raw.pop("data", {})
     if not isinstance(data, dict):
         raise ValueError(f"{where}: data is {data!r}; it must be a mapping such as tables: 8")
-    for name in ("run", "device"):
-        if name == "run" and name in raw:
-            raise ValueError(f"{where}: {name} is given; a study chooses the folders of its runs itself")
+    if "run" in raw:
+        raise ValueError(f"{where}: run is given; a study chooses the folders of its runs itself")
+    train = raw.get("train")
+    for name in ("max_steps", "epochs"):
+        if measures == "speed" and isinstance(train, dict) and train.get(name) is not None:
+            raise ValueError(
+                f"{where}: train.{name} is {train[name]!r}; a cell that measures speed ends after its rounds: "
+                "remove it, or set measures: quality"
+            )
     kind: TypeAdapter[Any] = TypeAdapter(RealRows if "file" in data else SyntheticRows)
     rows = checked(kind, data, where=f"{where}: data", cure=_CURE)
     cell = Cell(group, labels, raw, rows, measures, rounds)

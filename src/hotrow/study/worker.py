@@ -12,9 +12,10 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ class Spec:
     rounds: int
     most_s: float
     """Seconds after which no round begins, if there are LEAST_ROUNDS."""
+    slow_s: float
+    """Seconds after which the warm-up, and any round, ends at the next step instead of at the end of a pass."""
 
 
 class MeasuredEnough(Exception):  # noqa: N818  # not an error
@@ -61,10 +64,22 @@ class MeasuredEnough(Exception):  # noqa: N818  # not an error
 class Passes(Meter):
     """Times rounds of training: passes over the data, after some that warm caches and slots."""
 
-    def __init__(self, session: Session, *, warm_passes: int, rounds: int, most_s: float) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        warm_passes: int,
+        rounds: int,
+        most_s: float,
+        slow_s: float,
+        keep: Callable[[dict[str, Any]], None] = lambda figures: None,
+    ) -> None:
+        """keep: receives the figures after every round, in case that the process does not live to see the last."""
         self._session, self._warm_passes, self._rounds, self._most_s = session, warm_passes, rounds, most_s
+        self._slow_s, self._keep = slow_s, keep
         self.taken: list[tuple[float, dict[str, float]]] = []
-        self._first_s = 0.0
+        self._first_s: float | None = None
+        self._is_cut = False
         self._begin()
 
     def _begin(self) -> None:
@@ -77,12 +92,15 @@ class Passes(Meter):
     def end_step(self, batch: Batch) -> None:
         """Ends a round with the pass that makes it long enough. Raises MeasuredEnough after the last one."""
         state, now = self._session.state, time.perf_counter()
-        if state.batch or state.epoch < self._warm_passes:
+        slow = now - self._start > self._slow_s
+        if state.batch and not slow:
             return
-        if state.epoch == self._warm_passes:
-            self._first_s = now
-            self._begin()
+        if self._first_s is None:
+            if slow or state.epoch >= self._warm_passes:
+                self._first_s, self._is_cut = now, slow
+                self._begin()
             return
+        self._is_cut |= slow
         if now - self._start < LEAST_ROUND_S:
             return
         num_steps = state.step - self._step
@@ -93,11 +111,15 @@ class Passes(Meter):
         late = now - self._first_s > self._most_s and len(self.taken) >= min(LEAST_ROUNDS, self._rounds)
         if late or not wants_more(self.taken, self._rounds):
             raise MeasuredEnough
+        self._keep(self.figures())
         self._begin()
 
     def figures(self) -> dict[str, Any]:
-        """Returns medians over the clean rounds; with few of those, over the less disturbed half of all."""
-        return figures_of(cleanest(self.taken, (len(self.taken) + 1) // 2))
+        """Returns medians over the clean rounds; with few of those, over the less disturbed half, three at least."""
+        num_taken = len(self.taken)
+        found = figures_of(cleanest(self.taken, max(min(LEAST_ROUNDS, num_taken), (num_taken + 1) // 2)))
+        cut = f"a slow cell: warm-up and rounds end after {self._slow_s:.0f} s, in the middle of a pass"
+        return {**found, **({"note": cut} if self._is_cut else {})}
 
 
 def figures_of(rounds: Rounds[dict[str, float]]) -> dict[str, Any]:
@@ -132,7 +154,9 @@ def measure(spec: Spec) -> dict[str, Any]:
     meters: list[Passes] = []
 
     def passes(session: Session) -> Meter:
-        meters.append(Passes(session, warm_passes=spec.warm_passes, rounds=spec.rounds, most_s=spec.most_s))
+        limits = {"most_s": spec.most_s, "slow_s": spec.slow_s}
+        keep = partial(write_json, spec.result)
+        meters.append(Passes(session, warm_passes=spec.warm_passes, rounds=spec.rounds, **limits, keep=keep))
         return meters[0]
 
     with suppress(MeasuredEnough):
@@ -143,13 +167,13 @@ def measure(spec: Spec) -> dict[str, Any]:
 
 
 def outcome(spec: Spec) -> dict[str, Any]:
-    """Returns the row of a cell that was measured, or that cannot be: "refused" by hotrow, or out of memory."""
+    """Returns the row of a cell that was measured, or why not: "refused" by hotrow, "diverged", or out of memory."""
     try:
         row = measure(spec)
     except MemoryError as error:
         row = {"status": "out of memory", "reason": str(error) or "MemoryError"}
     except ValueError as error:
-        row = {"status": "refused", "reason": str(error)}
+        row = {"status": "diverged" if "diverged" in str(error) else "refused", "reason": str(error)}
     except RuntimeError as error:
         if "memory" not in str(error).lower():
             raise
