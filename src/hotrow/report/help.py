@@ -42,11 +42,13 @@ def ideas(run: RunFacts) -> list[Idea]:
         threads, cores = number_in(record, "backend", "threads"), number_in(record, "host", "usable_cores")
         if waiting:
             saves(waiting, "With more DRAM, a faster disk or a longer look-ahead, steps would not wait for rows.")
-        rows = share.get("lookup", 0.0) + share.get("update", 0.0) - waiting
+        # Steps wait for rows as later batches are announced; without look-ahead, as rows are looked up.
+        in_data = min(waiting, share.get("data", 0.0))
+        rows = share.get("lookup", 0.0) + share.get("update", 0.0) - (waiting - in_data)
         fewer = "fewer bytes a row (train.precision, embedding_dim)"
         saves(rows, f"Faster memory or {fewer} would speed up looking rows up and updating them.")
         saves(share.get("dense", 0.0), "Narrower layers, a faster processor or a GPU would speed up the dense layers.")
-        saves(share.get("data", 0.0), "Packed data in memory or on a faster disk would give batches sooner.")
+        saves(share.get("data", 0.0) - in_data, "Packed data in memory or on a faster disk would give batches sooner.")
         if threads and cores and threads < cores:
             text = (
                 f"The run could use all {cores:.0f} cores: it used {threads:.0f} (train.threads). The bound assumes "

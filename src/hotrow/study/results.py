@@ -163,7 +163,17 @@ def charts_of(name: str, group: Group, rows: Sequence[Row]) -> Iterator[tuple[st
         }
         label = "Predicted over measured step time"
         if points:
-            yield name, line_chart(lines, x_label="measured step, ms", y_label=label, dashed=["1"], label=label)
+            yield (
+                name,
+                line_chart(
+                    lines,
+                    x_label="measured step, ms",
+                    y_label=label,
+                    dashed=["1"],
+                    dots=["predicted over measured"],
+                    label=label,
+                ),
+            )
         return
     axis = [*group.axes][-1]
     lines = {}
