@@ -22,7 +22,7 @@ from hotrow.placement.tiers import Tiers
 from hotrow.plan.cost import Prediction, work_of
 from hotrow.plan.demand import required_bytes
 from hotrow.plan.divide import Division, miss_s
-from hotrow.plan.hardware import HARDWARE, Figure, Gpu, Hardware
+from hotrow.plan.hardware import HARDWARE, MACHINES, Figure, Gpu, Hardware, this_host
 from hotrow.plan.ranks import GREEDY
 from hotrow.run import runs, setup, trainer
 from hotrow.run.setup import tables_of
@@ -95,6 +95,25 @@ def test_without_a_hardware_file_it_says_where_rows_lie(plan: Any, write: Any) -
     text = plan(write({"dram": "600KiB"}))
     assert "600.0 KiB of DRAM, the rest in" in text
     assert "no speed is predicted: no figures of this machine are known: measure it with hotrow probe" in text
+
+
+@pytest.fixture
+def measured(hardware: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    """Made-up figures of the machine that runs the tests, where `hotrow probe` keeps them."""
+    rates = {"1": Figure(1e10), "4": Figure(2e10)}
+    made = replace(hardware, host=this_host(), stream_bytes_per_s=rates, flops_per_s=rates)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache/hotrow").mkdir(parents=True)
+    HARDWARE.write(tmp_path / "cache/hotrow/hardware.json", made)
+    return made
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in MACHINES.glob("*.yaml")))
+def test_a_step_on_a_declared_machine(plan: Any, write: Any, measured: Hardware, name: str) -> None:
+    for memory in ("auto", {"dram": "600KiB"}):
+        found = plan(write(memory), "--json", "--hardware", name)
+        assert found["predicted"] is not None, found["not_predicted"]
+        assert found["predicted"]["samples_per_s"] > 0
 
 
 def test_the_plan_of_tiers_is_that_of_training(

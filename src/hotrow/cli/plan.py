@@ -9,7 +9,8 @@ from hotrow.base.files import size
 from hotrow.config.load import load_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.plan.explain import Explanation, OverRanks, TablePlan, explain
-from hotrow.plan.hardware import known_hardware, read_hardware
+from hotrow.plan.hardware import known_hardware
+from hotrow.plan.modelled import read_machine
 from hotrow.run.setup import DenseDevice, tables_of
 
 MOST_LINES = 40
@@ -38,7 +39,7 @@ def plan(
         tables_of(parsed, dataset),
         dataset,
         Path(parsed.run or "runs"),
-        hardware=known_hardware() if hardware is None else read_hardware(hardware),
+        hardware=known_hardware() if hardware is None else read_machine(hardware),
         elsewhere=hardware is not None,
         num_ranks=num_ranks,
         target=target,
