@@ -114,6 +114,11 @@ def test_a_step_on_a_declared_machine(plan: Any, write: Any, measured: Hardware,
         found = plan(write(memory), "--json", "--hardware", name)
         assert found["predicted"] is not None, found["not_predicted"]
         assert found["predicted"]["samples_per_s"] > 0
+        assert found["modelled"].startswith("modelled from steps measured on made up on 2026-01-01")
+        assert all(each["modelled"] for each in found["changes"])
+        text = plan(write(memory), "--hardware", name)
+        assert f"modelled on {found['hardware']['name']}, from steps measured on made up" in text
+        assert "predicted on" not in text
 
 
 def test_the_plan_of_tiers_is_that_of_training(
@@ -137,7 +142,7 @@ def test_the_plan_of_tiers_is_that_of_training(
     assert [(own["pinned"], own["cached"]) for own in found["tables"]] == [tuple(own) for own in slots]
     assert record.predicted == {**found["predicted"], "hardware": {"name": "made up", "date": "2026-01-01"}}
     assert found["predicted"]["wait_ms"] > 0 and found["written_bytes_per_day"] > 0
-    assert 0 <= found["hits_missed"] < 0.05
+    assert 0 <= found["hits_missed"] < 0.05 and found["modelled"] is None
     assert all(own["pinned"] + own["cached"] + own["on_disk"] == own["rows"] for own in found["tables"])
     changes = {each["what"]: each for each in found["changes"]}
     disk, dram = changes["a disk 2 times as fast"], next(each for what, each in changes.items() if "every row" in what)

@@ -63,20 +63,20 @@ def lines_of(found: Explanation) -> Iterator[str]:
         return
     assert found.hardware is not None
     phases = "  ".join(f"{phase} {ms:.3g}" for phase, ms in step.step_ms.items())
-    yield (
-        f"predicted on {found.hardware['name']} ({found.hardware['date']}): {step.samples_per_s:,.0f} samples/s, "
-        f"{sum(step.step_ms.values()):.4g} ms a step"
-    )
+    machine = f"predicted on {found.hardware['name']} ({found.hardware['date']})"
+    if found.modelled is not None:
+        machine = f"modelled on {found.hardware['name']}, {found.modelled.removeprefix('modelled ')}"
+    yield (f"{machine}: {step.samples_per_s:,.0f} samples/s, {sum(step.step_ms.values()):.4g} ms a step")
     yield f"  ms by phase: {phases} (waiting for rows {step.wait_ms:.3g}); {step.binds} binds"
     if found.written_bytes_per_day:
         yield f"  to the drive: {size(found.written_bytes_per_day)} of rows a day of training, checkpoints not counted"
     if found.changes:
-        yield "what would change (predicted; modelled: about a machine that nobody measured)"
+        yield "what would change (predicted; modelled: about what nobody measured)"
         for each in found.changes:
             modelled = ", modelled" if each.modelled else ""
             yield f"  {each.gain:+7.1%}  {each.what} ({each.samples_per_s:,.0f} samples/s{modelled})"
     if (target := found.target) is not None:
-        yield f"for {target.samples_per_s:,.0f} samples/s: {target.text}"
+        yield f"for {target.samples_per_s:,.0f} samples/s{', modelled' if found.modelled else ''}: {target.text}"
 
 
 def _tables(tables: Sequence[TablePlan]) -> Iterator[str]:

@@ -61,7 +61,7 @@ class Change:
     gain: float
     """Its speed over that of the plan, less 1."""
     modelled: bool
-    """Whether it rests on a machine that nobody measured."""
+    """Whether it rests on a machine, or on steps, that nobody measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +113,8 @@ class Explanation:
     hits_missed: float | None
     """The most hits per step that a better division could add, over the different rows of a step."""
     hardware: dict[str, str] | None
+    modelled: str | None
+    """How a machine's steps were found that nobody measured there; None if they were measured."""
     predicted: Step | None
     not_predicted: str | None
     """Why nothing is predicted."""
@@ -162,6 +164,7 @@ def explain(
         tables=[] if num_ranks is not None else _table_plans(division, slots),
         hits_missed=None if slots is None else _hits_missed(division, slots),
         hardware=None if hardware is None else {"name": hardware.name, "date": hardware.date},
+        modelled=None if hardware is None else modelled_by(hardware),
         predicted=None if predicted is None or num_ranks is not None else step_of(predicted, batch_size),
         not_predicted=reason,
         written_bytes_per_day=written and 86400 * written,
@@ -169,6 +172,14 @@ def explain(
         target=None if target is None or num_ranks is not None else _target(division, target),
         ranks=None if num_ranks is None else over_ranks(division, num_ranks, budget),
     )
+
+
+def modelled_by(hardware: Hardware) -> str | None:
+    """Returns how the steps of a machine were found if some were not measured on it, else None."""
+    points = (point for phase in hardware.kernels.values() for point in phase)
+    if all(point.seconds.source == "measured" for point in points):
+        return None
+    return hardware.notes.get("kernels", "modelled from steps that nobody measured")
 
 
 def _predicted(division: Division, slots: Sequence[TableSlots] | None) -> tuple[Prediction | None, str | None]:
@@ -239,6 +250,7 @@ def _changes(division: Division, budget: int, slots: Sequence[TableSlots] | None
     hardware = division.hardware
     assert hardware is not None
     batch_size, found = division.work.batch_size, []
+    all_modelled = modelled_by(hardware) is not None
 
     def add(what: str, made: Callable[[], float], *, modelled: bool = False) -> None:
         try:
@@ -247,7 +259,12 @@ def _changes(division: Division, budget: int, slots: Sequence[TableSlots] | None
             return
         gain = now.step_s / step_s - 1
         found.append(
-            Change(what=what, samples_per_s=round(batch_size / step_s, 1), gain=round(gain, 4), modelled=modelled)
+            Change(
+                what=what,
+                samples_per_s=round(batch_size / step_s, 1),
+                gain=round(gain, 4),
+                modelled=modelled or all_modelled,
+            )
         )
 
     if slots is not None:
