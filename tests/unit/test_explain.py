@@ -14,6 +14,7 @@ import yaml
 from test_cost import DISK, machine, some_units
 
 import hotrow
+from hotrow.base.machine import default_threads
 from hotrow.cli import app as cli
 from hotrow.config.load import load_config
 from hotrow.data.packed.reader import PackedDataset
@@ -119,6 +120,40 @@ def test_a_step_on_a_declared_machine(plan: Any, write: Any, measured: Hardware,
         text = plan(write(memory), "--hardware", name)
         assert f"modelled on {found['hardware']['name']}, from steps measured on made up" in text
         assert "predicted on" not in text
+
+
+def test_another_machine_has_its_own_threads_and_memory(
+    plan: Any, write: Any, measured: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("explain", "choose"):
+        monkeypatch.setattr(f"hotrow.plan.{module}.available_memory_bytes", lambda: MIB)
+    declared = tmp_path / "declared.yaml"
+    declared.write_text("price_per_hour: {value: 2, note: a list of prices}")
+    config = write(threads="auto")
+    here, there = (plan(config, "--json", "--hardware", each) for each in (declared, "cpu-server"))
+    assert here["dram_bytes"] == int(0.6 * MIB) and here["disk"] is not None, "the same machine at another price"
+    assert here["threads"] == default_threads() and here["modelled"] is None
+    assert there["disk"] is None and there["threads"] == 40
+    assert ", on 40 threads: " in plan(config, "--hardware", "cpu-server")
+    assert plan(write(threads=3), "--json", "--hardware", "cpu-server")["threads"] == 3
+
+
+def test_another_machine_has_its_own_disk(write: Any, dataset: PackedDataset, hardware: Hardware) -> None:
+    config = load_config(write({"dram": "900KiB"}), ())
+
+    def writes(capacity: float | None) -> str:
+        (disk,) = hardware.disks
+        disk = replace(disk, capacity_bytes=None if capacity is None else Figure(capacity))
+        division = Division(
+            config=config,
+            tables=[replace(tables_of(config, dataset)[2], num_embeddings=40_000)],
+            memory=Memory(dram=64 * MIB, ssd="/tmp", writes="auto"),
+            hardware=replace(hardware, disks=[disk]),
+            elsewhere=True,
+        )
+        return division.settled(division.memory).writes
+
+    assert [writes(each) for each in (None, 1e12, MIB)] == ["gathered", "gathered", "in_place"]
 
 
 def test_the_plan_of_tiers_is_that_of_training(

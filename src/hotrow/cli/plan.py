@@ -9,7 +9,7 @@ from hotrow.base.files import size
 from hotrow.config.load import load_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.plan.explain import Explanation, OverRanks, TablePlan, explain
-from hotrow.plan.hardware import known_hardware
+from hotrow.plan.hardware import another_machine, known_hardware, this_host
 from hotrow.plan.modelled import read_machine
 from hotrow.run.setup import DenseDevice, tables_of
 
@@ -34,13 +34,14 @@ def plan(
     dataset = PackedDataset.open(parsed.data, verify="sizes")
     parsed.model.check(dataset)
     DenseDevice.of(parsed)
+    machine = known_hardware() if hardware is None else read_machine(hardware)
     return explain(
         parsed,
         tables_of(parsed, dataset),
         dataset,
         Path(parsed.run or "runs"),
-        hardware=known_hardware() if hardware is None else read_machine(hardware),
-        elsewhere=hardware is not None,
+        hardware=machine,
+        elsewhere=machine is not None and another_machine(machine, this_host()) is not None,
         num_ranks=num_ranks,
         target=target,
     )
@@ -66,7 +67,10 @@ def lines_of(found: Explanation) -> Iterator[str]:
     machine = f"predicted on {found.hardware['name']} ({found.hardware['date']})"
     if found.modelled is not None:
         machine = f"modelled on {found.hardware['name']}, {found.modelled.removeprefix('modelled ')}"
-    yield (f"{machine}: {step.samples_per_s:,.0f} samples/s, {sum(step.step_ms.values()):.4g} ms a step")
+    yield (
+        f"{machine}, on {found.threads} threads: {step.samples_per_s:,.0f} samples/s, "
+        f"{sum(step.step_ms.values()):.4g} ms a step"
+    )
     yield f"  ms by phase: {phases} (waiting for rows {step.wait_ms:.3g}); {step.binds} binds"
     if found.written_bytes_per_day:
         yield f"  to the drive: {size(found.written_bytes_per_day)} of rows a day of training, checkpoints not counted"

@@ -47,18 +47,18 @@ def choose(
     dataset: PackedDataset | None = None,
     training: bool = True,
     hardware: Hardware | None = None,
-    available_bytes: int | None = None,
+    elsewhere: bool = False,
 ) -> Memory | None:
     """Returns the tiers that `config.memory` asks for on this machine now; None if everything lies in DRAM.
 
     run: the run's folder, or where it will be. dataset: what is trained on; its access counts, if it has them, say
     which rows are worth their memory. training: if False, tables are only read, without optimizer state, and what does
     not fit goes to disk even if the config says "dram". hardware: figures of this machine, by which the plan with the
-    fastest step is taken. available_bytes: memory that this process may use; None: as the system says.
+    fastest step is taken. elsewhere: these figures are of another machine, whose memory and disk count.
     Raises ValueError with the shortfall if memory is too small, and for a folder that is not on a disk.
     """
     needed = required_bytes(config, tables, training=training)
-    available = available_memory_bytes() if available_bytes is None else available_bytes
+    available = int(hardware.dram_bytes.value) if hardware is not None and elsewhere else available_memory_bytes()
     chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
     budget = dram_budget(config, available)
     known = 0 if config.hbm is None else SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
@@ -77,9 +77,16 @@ def choose(
     if needed <= budget:
         return None
     memory = _memory(chosen, budget, run)
-    _check_folders(chosen, memory, run)
+    if not elsewhere:
+        _check_folders(chosen, memory, run)
     division = Division(
-        config=config, tables=tables, memory=memory, dataset=dataset, training=training, hardware=hardware
+        config=config,
+        tables=tables,
+        memory=memory,
+        dataset=dataset,
+        training=training,
+        hardware=hardware,
+        elsewhere=elsewhere,
     )
     return division.check(budget, beside=known)
 

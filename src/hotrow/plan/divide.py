@@ -7,6 +7,7 @@ miss costs on this disk, the division with the fastest predicted step is taken; 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,7 +33,7 @@ class Division:
     """Divides DRAM among tables; counts are read once for all amounts.
 
     memory: folders and options; its `dram` is not used. hardware: what a miss costs, and what a step takes; None:
-    all misses cost the same, and nothing is predicted.
+    all misses cost the same, and nothing is predicted. elsewhere: it is of another machine, whose disk counts.
     """
 
     config: Config
@@ -41,6 +42,7 @@ class Division:
     dataset: PackedDataset | None = None
     training: bool = True
     hardware: Hardware | None = None
+    elsewhere: bool = False
     _uses: dict[tuple[TableDemand, ...], list[TableUse]] = field(default_factory=dict, repr=False)
     _weighted: dict[tuple[TableDemand, ...], CountsPlan] = field(default_factory=dict, repr=False)
 
@@ -75,13 +77,19 @@ class Division:
             self._uses[key] = self.plan.uses(demands)
         return self._uses[key]
 
+    def slots_in(self, memory: Memory) -> tuple[Memory, Sequence[TableSlots]]:
+        """Returns how rows are written, and the slots that tables get, if they train with `memory`."""
+        settled = self.settled(memory)
+        demands = settled.with_places(self.plain)
+        return settled, (memory.plan or plan_slots)(demands, settled.budget_bytes(demands))
+
     def divide(self, budget: int, writes: Writes) -> tuple[Memory, list[TableDemand], Sequence[TableSlots]]:
         """Returns a memory of `budget` bytes with its plan, what tables take then, and their slots.
 
         Raises ValueError if the smallest caches there are do not fit.
         """
         memory = replace(self.memory, dram=without_pieces(budget), writes=writes)
-        settled = self._settled(memory)
+        settled = self.settled(memory)
         demands = settled.with_places(self.plain)
         left = settled.budget_bytes(demands)
         if self.plan is None:
@@ -104,10 +112,14 @@ class Division:
 
     def miss_costs(self, demands: Sequence[TableDemand]) -> dict[str, float]:
         """Returns seconds of disk and processor per missed row, by table; empty if no figures of a disk are known."""
+        return {} if self.disk is None else {demand.name: miss_s(demand, self.disk) for demand in demands}
+
+    @property
+    def disk(self) -> Disk | None:
+        """The disk that rows go to, else the machine's first; None if none is known."""
         if self.hardware is None or not self.hardware.disks:
-            return {}
-        disk = self.hardware.disk_at(self.memory.folder) or self.hardware.disks[0]
-        return {demand.name: miss_s(demand, disk) for demand in demands}
+            return None
+        return (None if self.elsewhere else self.hardware.disk_at(self.memory.folder)) or self.hardware.disks[0]
 
     @cached_property
     def work(self) -> Work:
@@ -128,7 +140,7 @@ class Division:
         return predict(self._with_rows_in(memory), machine, slots)
 
     def _with_rows_in(self, memory: Memory | None) -> Work:
-        settled = self._settled(memory or self.memory)
+        settled = self.settled(memory or self.memory)
         return replace(self.work, folder=str(settled.folder), writes=settled.writes)
 
     def written_bytes(self, slots: Sequence[TableSlots] | None, memory: Memory | None = None) -> float:
@@ -194,15 +206,19 @@ class Division:
                 f"a train.batch_size below {self.config.train.batch_size}"
             )
         memory, demands, slots = self.divide(budget, writes)
-        self._settled(memory).plan_places(demands, slots)
+        self.settled(memory).plan_places(demands, slots)
         return memory
 
-    def _settled(self, memory: Memory) -> Memory:
+    def settled(self, memory: Memory) -> Memory:
+        """Returns `memory` with "auto" of `writes` decided."""
         return memory.settled(self.plain, self._free_bytes)
 
     @cached_property
     def _free_bytes(self) -> int:
-        return disk_free_bytes(self.memory.folder)
+        if not self.elsewhere:
+            return disk_free_bytes(self.memory.folder)
+        declared = None if self.disk is None else self.disk.capacity_bytes
+        return sys.maxsize if declared is None else int(declared.value)  # nobody said: enough
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,10 +263,7 @@ def predict_run(
 
 def slots_of(config: Config, tables: Sequence[TableConfig], memory: Memory) -> tuple[Memory, Sequence[TableSlots]]:
     """Returns how rows are written, and the slots that a collection gives its tables, if they train with `memory`."""
-    plain = demands_of(config, tables, training=True)
-    settled = memory.settled(plain, disk_free_bytes(memory.folder))
-    demands = settled.with_places(plain)
-    return settled, (memory.plan or plan_slots)(demands, settled.budget_bytes(demands))
+    return Division(config=config, tables=tables, memory=memory).slots_in(memory)
 
 
 def miss_s(demand: TableDemand, disk: Disk) -> float:

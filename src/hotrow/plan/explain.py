@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hotrow.base.files import disk_free_bytes, size
+from hotrow.base.files import size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
@@ -20,7 +20,7 @@ from hotrow.placement.budget import LEAST_ROWS, Memory, TableSlots
 from hotrow.plan.choose import FOLDER, choose, dram_budget
 from hotrow.plan.cost import Prediction, Work, predict, work_of
 from hotrow.plan.demand import demands_of
-from hotrow.plan.divide import Division, Step, slots_of, step_of
+from hotrow.plan.divide import Division, Step, step_of
 from hotrow.plan.hardware import Disk, Figure, Gpu, Hardware
 from hotrow.plan.ranks import GREEDY, RankTable, TableLoad, greedy, solve_ranks, ways_of
 from hotrow.plan.solve import expected_hits, most_saved
@@ -115,6 +115,8 @@ class Explanation:
     hardware: dict[str, str] | None
     modelled: str | None
     """How a machine's steps were found that nobody measured there; None if they were measured."""
+    threads: int | None
+    """On how many threads a step is predicted."""
     predicted: Step | None
     not_predicted: str | None
     """Why nothing is predicted."""
@@ -141,17 +143,22 @@ def explain(
 ) -> Explanation:
     """Returns the plan of a run, and what would change it.
 
-    folder: where the run would be. hardware: the machine; elsewhere: it is not this one, so its own memory counts.
-    num_ranks: machines like it that train together. target: wanted samples per second.
+    folder: where the run would be. hardware: the machine; elsewhere: it is not this one, so its own threads, memory and
+    disk count. num_ranks: machines like it that train together. target: wanted samples per second.
     Raises ValueError if the config does not fit, by how much, and if what is asked for needs figures that are missing.
     """
-    available = int(hardware.dram_bytes.value) if hardware is not None and elsewhere else available_memory_bytes()
+    available = available_memory_bytes()
+    if elsewhere:
+        assert hardware is not None
+        config, available = with_threads_of(hardware, config), int(hardware.dram_bytes.value)
     budget, memory = dram_budget(config, available), None
     if num_ranks is None:
-        memory = choose(config, tables, folder, dataset=dataset, hardware=hardware, available_bytes=available)
+        memory = choose(config, tables, folder, dataset=dataset, hardware=hardware, elsewhere=elsewhere)
     template = memory or Memory(dram=max(1, budget), ssd=folder / FOLDER)
-    division = Division(config=config, tables=tables, memory=template, dataset=dataset, hardware=hardware)
-    slots = None if memory is None else slots_of(config, tables, memory)[1]
+    division = Division(
+        config=config, tables=tables, memory=template, dataset=dataset, hardware=hardware, elsewhere=elsewhere
+    )
+    slots = None if memory is None else division.slots_in(memory)[1]
     predicted, reason = _predicted(division, slots)
     if reason and (target is not None or num_ranks is not None):
         raise ValueError(f"--target and --ranks need a prediction, and there is none: {reason}")
@@ -165,6 +172,7 @@ def explain(
         hits_missed=None if slots is None else _hits_missed(division, slots),
         hardware=None if hardware is None else {"name": hardware.name, "date": hardware.date},
         modelled=None if hardware is None else modelled_by(hardware),
+        threads=None if predicted is None else division.work.threads,
         predicted=None if predicted is None or num_ranks is not None else step_of(predicted, batch_size),
         not_predicted=reason,
         written_bytes_per_day=written and 86400 * written,
@@ -172,6 +180,14 @@ def explain(
         target=None if target is None or num_ranks is not None else _target(division, target),
         ranks=None if num_ranks is None else over_ranks(division, num_ranks, budget),
     )
+
+
+def with_threads_of(hardware: Hardware, config: Config) -> Config:
+    """Returns the config with the most threads that the machine's steps are known for, if it says "auto"."""
+    threads = [int(point.sizes.get("threads", 1)) for points in hardware.kernels.values() for point in points]
+    if config.train.threads != "auto" or not threads:
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"threads": max(threads)})})
 
 
 def modelled_by(hardware: Hardware) -> str | None:
@@ -234,7 +250,7 @@ def _why(division: Division, t: int, slots: TableSlots) -> str:
 def _hits_missed(division: Division, slots: Sequence[TableSlots]) -> float | None:
     if division.plan is None:
         return None
-    taken = division.memory.settled(division.plain, disk_free_bytes(division.memory.folder))
+    taken = division.settled(division.memory)
     demands = taken.with_places(division.plain)
     uses = division.uses(demands)
     rows = sum(use.rows_per_step for use in uses)
