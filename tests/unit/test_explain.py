@@ -20,6 +20,7 @@ from hotrow.config.load import load_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory, TableDemand
 from hotrow.placement.tiers import Tiers
+from hotrow.plan import solve
 from hotrow.plan.cost import Prediction, work_of
 from hotrow.plan.demand import required_bytes
 from hotrow.plan.divide import Division, miss_s
@@ -271,6 +272,24 @@ def test_training_says_predicted_beside_measured(
     assert run.summary()["predicted"] == run.record.predicted
     text = run.closing_lines("rows", [])
     assert "ms measured (predicted);" in text and f"{run.record.predicted['binds']} binds" in text
+
+
+def test_counts_are_read_once_before_a_run(
+    write: Any, dataset: PackedDataset, hardware: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is checked once; its counts are read for the slots, and for the work of a step."""
+    checked, read = [], []
+    side_file, rates = PackedDataset._side_file, solve._rates
+    monkeypatch.setattr(
+        PackedDataset, "_side_file", lambda self, name, **k: (checked.append(name), side_file(self, name, **k))[1]
+    )
+    monkeypatch.setattr(solve, "_rates", lambda name, *a: (read.append(name), rates(name, *a))[1])
+    monkeypatch.setattr(setup, "known_hardware", lambda: hardware)
+    config = load_config(write({"dram": "600KiB", "force": True}), ())
+    decided = setup.Setup.decide(config, PackedDataset.open(dataset.path), tmp_path / "run")
+    assert decided.in_tiers and decided.predicted is not None
+    assert sorted(checked) == [f"counts/t{t}" for t in range(3)]
+    assert sorted(read) == ["t0", "t0", "t1", "t1", "t2", "t2"]
 
 
 @pytest.mark.parametrize("fault", ["a figure is missing", "the model fails"])

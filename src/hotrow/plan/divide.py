@@ -15,7 +15,7 @@ from functools import cached_property
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.placement.budget import LEAST_ROWS, DeviceMemory, Memory, TableDemand, TableSlots, Writes, plan_slots
+from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.plan.cost import Prediction, Work, predict, traffic_of, work_of
 from hotrow.plan.demand import demands_of, most_rows
 from hotrow.plan.hardware import Disk, Hardware
@@ -73,9 +73,10 @@ class Division:
     def uses(self, demands: Sequence[TableDemand]) -> list[TableUse]:
         """Returns the tables with their accesses; there must be a `plan`."""
         assert self.plan is not None
-        if (key := (*demands,)) not in self._uses:
-            self._uses[key] = self.plan.uses(demands)
-        return self._uses[key]
+        plain = (*self.plain,)
+        if plain not in self._uses:
+            self._uses[plain] = self.plan.uses(plain)
+        return [use.of(demand) for use, demand in zip(self._uses[plain], demands, strict=True)]
 
     def slots_in(self, memory: Memory) -> tuple[Memory, Sequence[TableSlots]]:
         """Returns how rows are written, and the slots that tables get, if they train with `memory`."""
@@ -88,16 +89,20 @@ class Division:
 
         Raises ValueError if the smallest caches there are do not fit.
         """
-        memory = replace(self.memory, dram=without_pieces(budget), writes=writes)
-        settled = self.settled(memory)
-        demands = settled.with_places(self.plain)
-        left = settled.budget_bytes(demands)
+        memory, demands, left = self._room(budget, writes)
         if self.plan is None:
             return memory, demands, plan_slots(demands, left)
         found = [(plan, plan.solver(self.uses(demands))(left)) for plan in self._plans(demands)]
         fits = [each for each in found if self._lacks(each[1]) is None] or found[:1]
         plan, slots = fits[0] if len(fits) == 1 else min(fits, key=lambda each: self._step_s(each[1], memory))
         return replace(memory, plan=plan), demands, slots
+
+    def _room(self, budget: int, writes: Writes) -> tuple[Memory, list[TableDemand], int]:
+        """Returns a memory of `budget` bytes, what tables take then, and the bytes for their slots."""
+        memory = replace(self.memory, dram=without_pieces(budget), writes=writes)
+        settled = self.settled(memory)
+        demands = settled.with_places(self.plain)
+        return memory, demands, settled.budget_bytes(demands)
 
     def _plans(self, demands: Sequence[TableDemand]) -> list[CountsPlan]:
         """Returns the plans to choose from: all misses cost the same; and by what a miss of each table costs."""
@@ -125,7 +130,10 @@ class Division:
     def work(self) -> Work:
         """What a step does; there must be a dataset. Raises ValueError if `work_of` does."""
         assert self.dataset is not None
-        return work_of(self.config, self.tables, self.dataset)
+        work = work_of(self.config, self.tables, self.dataset)
+        for own, use in zip(work.tables, self._uses.get((*self.plain,), ()), strict=False):
+            vars(own)["use"] = use  # which it would make from the counts again
+        return work
 
     def predict(
         self, slots: Sequence[TableSlots] | None, memory: Memory | None = None, hardware: Hardware | None = None
@@ -142,6 +150,11 @@ class Division:
     def _with_rows_in(self, memory: Memory | None) -> Work:
         settled = self.settled(memory or self.memory)
         return replace(self.work, folder=str(settled.folder), writes=settled.writes)
+
+    def step(self, memory: Memory | None) -> Step:
+        """Returns the predicted step of a run whose rows lie in `memory`, or all in DRAM; raises as `predict` does."""
+        slots = None if memory is None else self.slots_in(memory)[1]
+        return step_of(self.predict(slots, memory), self.work.batch_size)
 
     def written_bytes(self, slots: Sequence[TableSlots] | None, memory: Memory | None = None) -> float:
         """Returns the bytes of rows that a step is expected to write to the drive."""
@@ -169,9 +182,10 @@ class Division:
         return None
 
     def short(self, budget: int, writes: Writes) -> str | None:
-        """Returns why `budget` bytes are not enough for a step; None if they are."""
+        """Returns why `budget` bytes are not enough for a step; None if they are. All plans keep room for a batch."""
         try:
-            _, _, slots = self.divide(budget, writes)
+            _, demands, left = self._room(budget, writes)
+            slots = plan_slots(demands, left) if self.plan is None else self.plan.solver(self.uses(demands))(left)
         except ValueError:
             return "the smallest caches there are do not fit"
         return self._lacks(slots)
@@ -241,24 +255,6 @@ def step_of(predicted: Prediction, batch_size: int) -> Step:
         samples_per_s=round(batch_size / predicted.step_s, 1),
         binds=predicted.binds,
     )
-
-
-def predict_run(
-    config: Config,
-    tables: Sequence[TableConfig],
-    dataset: PackedDataset,
-    memory: Memory | DeviceMemory | None,
-    hardware: Hardware,
-) -> Step:
-    """Returns the predicted step of a run whose rows lie in `memory`, or all in DRAM.
-
-    Raises ValueError for what has no prediction yet, and for figures that are missing.
-    """
-    work, slots = work_of(config, tables, dataset), None
-    if isinstance(memory, Memory):
-        settled, slots = slots_of(config, tables, memory)
-        work = replace(work, folder=str(settled.folder), writes=settled.writes)
-    return step_of(predict(work, hardware, slots), work.batch_size)
 
 
 def slots_of(config: Config, tables: Sequence[TableConfig], memory: Memory) -> tuple[Memory, Sequence[TableSlots]]:

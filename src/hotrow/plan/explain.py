@@ -153,30 +153,33 @@ def explain(
         config, available = with_threads_of(hardware, config), int(hardware.dram_bytes.value)
     budget, memory = dram_budget(config, available), None
     if num_ranks is None:
-        memory = choose(config, tables, folder, dataset=dataset, hardware=hardware, elsewhere=elsewhere)
-    template = memory or Memory(dram=max(1, budget), ssd=folder / FOLDER)
-    division = Division(
-        config=config, tables=tables, memory=template, dataset=dataset, hardware=hardware, elsewhere=elsewhere
-    )
+        memory, division = choose(config, tables, folder, dataset=dataset, hardware=hardware, elsewhere=elsewhere)
+    else:
+        nowhere = Memory(dram=max(1, budget), ssd=folder / FOLDER)
+        division = Division(
+            config=config, tables=tables, memory=nowhere, dataset=dataset, hardware=hardware, elsewhere=elsewhere
+        )
     slots = None if memory is None else division.slots_in(memory)[1]
-    predicted, reason = _predicted(division, slots)
+    predicted, reason = _predicted(division, memory, slots)
     if reason and (target is not None or num_ranks is not None):
         raise ValueError(f"--target and --ranks need a prediction, and there is none: {reason}")
     batch_size = min(config.train.batch_size, dataset.split("train").num_rows)
-    written = None if predicted is None else division.written_bytes(slots) / predicted.step_s
+    written = None if predicted is None else division.written_bytes(slots, memory) / predicted.step_s
     return Explanation(
         needed_bytes=division.needed_bytes,
         dram_bytes=budget if memory is not None else division.needed_bytes,
         disk=None if memory is None else str(memory.folder),
         tables=[] if num_ranks is not None else _table_plans(division, slots),
-        hits_missed=None if slots is None else _hits_missed(division, slots),
+        hits_missed=None if slots is None or memory is None else _hits_missed(division, memory, slots),
         hardware=None if hardware is None else {"name": hardware.name, "date": hardware.date},
         modelled=None if hardware is None else modelled_by(hardware),
         threads=None if predicted is None else division.work.threads,
         predicted=None if predicted is None or num_ranks is not None else step_of(predicted, batch_size),
         not_predicted=reason,
         written_bytes_per_day=written and 86400 * written,
-        changes=[] if predicted is None or num_ranks is not None else _changes(division, budget, slots, predicted),
+        changes=[]
+        if predicted is None or num_ranks is not None
+        else _changes(division, memory, budget, slots, predicted),
         target=None if target is None or num_ranks is not None else _target(division, target),
         ranks=None if num_ranks is None else over_ranks(division, num_ranks, budget),
     )
@@ -198,11 +201,13 @@ def modelled_by(hardware: Hardware) -> str | None:
     return hardware.notes.get("kernels", "modelled from steps that nobody measured")
 
 
-def _predicted(division: Division, slots: Sequence[TableSlots] | None) -> tuple[Prediction | None, str | None]:
+def _predicted(
+    division: Division, memory: Memory | None, slots: Sequence[TableSlots] | None
+) -> tuple[Prediction | None, str | None]:
     if division.hardware is None:
         return None, "no figures of this machine are known: measure it with hotrow probe, or name a file (--hardware)"
     try:
-        return division.predict(slots), None
+        return division.predict(slots, memory), None
     except ValueError as error:
         return None, str(error)
 
@@ -247,10 +252,10 @@ def _why(division: Division, t: int, slots: TableSlots) -> str:
     return f"{first}{cache}; one row more would save less than in other tables"
 
 
-def _hits_missed(division: Division, slots: Sequence[TableSlots]) -> float | None:
+def _hits_missed(division: Division, memory: Memory, slots: Sequence[TableSlots]) -> float | None:
     if division.plan is None:
         return None
-    taken = division.settled(division.memory)
+    taken = division.settled(memory)
     demands = taken.with_places(division.plain)
     uses = division.uses(demands)
     rows = sum(use.rows_per_step for use in uses)
@@ -261,7 +266,9 @@ def _hits_missed(division: Division, slots: Sequence[TableSlots]) -> float | Non
 # ---- what would change
 
 
-def _changes(division: Division, budget: int, slots: Sequence[TableSlots] | None, now: Prediction) -> list[Change]:
+def _changes(
+    division: Division, memory: Memory | None, budget: int, slots: Sequence[TableSlots] | None, now: Prediction
+) -> list[Change]:
     """Returns what a change of the machine would do to the speed, the best first."""
     hardware = division.hardware
     assert hardware is not None
@@ -288,7 +295,7 @@ def _changes(division: Division, budget: int, slots: Sequence[TableSlots] | None
         if missing > GIB:
             add("1 GiB more of DRAM", lambda: _step_at(division, budget + GIB))
         add(f"{size(missing)} more of DRAM, which hold every row", lambda: division.predict(None).step_s)
-        add(f"a disk {FASTER} times as fast", lambda: division.predict(slots, hardware=faster).step_s, modelled=True)
+        add(f"a disk {FASTER} times as fast", lambda: division.predict(slots, memory, faster).step_s, modelled=True)
     for gpu in hardware.gpus:
         add(f"dense layers on {gpu.name}", lambda gpu=gpu: _on_gpu(division, now, gpu), modelled=True)  # type: ignore[misc]
     if hardware.network_bytes_per_s is not None:
