@@ -24,6 +24,7 @@ from hotrow.plan import solve
 from hotrow.plan.cost import Prediction, work_of
 from hotrow.plan.demand import required_bytes
 from hotrow.plan.divide import Division, miss_s
+from hotrow.plan.explain import bind
 from hotrow.plan.hardware import HARDWARE, MACHINES, Figure, Gpu, Hardware, this_host
 from hotrow.plan.ranks import GREEDY
 from hotrow.run import runs, setup, trainer
@@ -237,21 +238,47 @@ def test_a_second_machine_and_a_gpu_are_modelled(
     )
     found = plan(write(), "--json", hardware=replace(hardware, network_bytes_per_s=Figure(1e12), gpus=[gpu]))
     changes = {each["what"]: each for each in found["changes"]}
-    assert set(changes) == {"a second machine like this", "dense layers on a GPU"}
+    assert set(changes) == {"a second machine like this", "dense layers on a GPU, at most"}
     config, before = load_config(write(), ()), found["predicted"]["step_ms"]
     work = work_of(config, tables_of(config, dataset), dataset)
     flops = 6 * sum(n * inputs * outputs for n, inputs, outputs in work.products)
     pooled_bytes = 4 * 200 * 16 * 4
     step_ms = sum(before.values()) - before["dense"] + 1e3 * (flops / 1e10 + pooled_bytes * (1 / 2e10 + 1 / 1e10))
-    modelled = changes["dense layers on a GPU"]
+    modelled = changes["dense layers on a GPU, at most"]
     assert modelled["modelled"] and modelled["samples_per_s"] == pytest.approx(200e3 / step_ms, rel=1e-3)
     second = changes["a second machine like this"]
     assert second["what"] == "a second machine like this" and second["modelled"]
     assert 0.5 < second["gain"] < 1.2, "twice the caches may do a little more than twice the work"
 
 
+def test_a_change_that_cannot_be_predicted_says_why(plan: Any, write: Any, hardware: Hardware) -> None:
+    gpu = Gpu(
+        name="a GPU",
+        memory_bytes=Figure(1e10),
+        memory_bytes_per_s=Figure(1e12),
+        to_device_bytes_per_s=Figure(2e10),
+        to_host_bytes_per_s=Figure(1e10),
+    )
+    text = plan(write(), hardware=replace(hardware, gpus=[gpu]))
+    assert "cannot  dense layers on a GPU, at most: a GPU has no product_flops_per_s of fp32" in text
+    (change,) = plan(write(), "--json", hardware=replace(hardware, gpus=[gpu]))["changes"]
+    assert change["samples_per_s"] is None and change["gain"] is None and "fp32" in change["cannot"]
+
+
+def test_words_for_what_binds(plan: Any, write: Any, hardware: Hardware) -> None:
+    assert [bind(what) for what in ("disk", "rows in DRAM", "dense layers and their sums", "python")] == [
+        "disk binds",
+        "rows in DRAM bind",
+        "dense layers and their sums bind",
+        "python binds",
+    ]
+    found = plan(write({"dram": "600KiB"}, max_steps=None, epochs=10), "--json", hardware=hardware)
+    assert found["written_bytes_per_day"] > 0 and found["predicted"]["binds"] == "disk", "not its reads alone"
+
+
 def test_bad_questions(plan: Any, write: Any, hardware: Hardware, tmp_path: Path) -> None:
-    assert "--target is 0" in plan(write(), "--target", 0, code=2)
+    for target in ("0", "inf", "nan"):
+        assert f"--target is {target}; give" in plan(write(), "--target", target, code=2)
     assert "--target and --ranks need a prediction, and there is none: no figures" in plan(
         write(), "--target", 10, code=2
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hotrow.base.files import size
 from hotrow.config.load import load_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.plan.explain import Explanation, OverRanks, TablePlan, explain
+from hotrow.plan.explain import Explanation, OverRanks, TablePlan, bind, explain
 from hotrow.plan.hardware import another_machine, known_hardware, this_host
 from hotrow.plan.modelled import read_machine
 from hotrow.run.setup import DenseDevice, tables_of
@@ -26,8 +27,8 @@ def plan(
     target: float | None = None,
 ) -> Explanation:
     """Returns the plan of a config on a machine: this one, if no hardware file is named."""
-    if target is not None and not target > 0:
-        raise ValueError(f"--target is {target:g}; give samples per second, above 0")
+    if target is not None and not 0 < target < math.inf:
+        raise ValueError(f"--target is {target:g}; give samples per second, a number above 0")
     if target is not None and num_ranks is not None:
         raise ValueError("--target asks about one machine; give it without --ranks")
     parsed = load_config(config, overrides)
@@ -71,12 +72,15 @@ def lines_of(found: Explanation) -> Iterator[str]:
         f"{machine}, on {found.threads} threads: {step.samples_per_s:,.0f} samples/s, "
         f"{sum(step.step_ms.values()):.4g} ms a step"
     )
-    yield f"  ms by phase: {phases} (waiting for rows {step.wait_ms:.3g}); {step.binds} binds"
+    yield f"  ms by phase: {phases} (waiting for rows {step.wait_ms:.3g}); {bind(step.binds)}"
     if found.written_bytes_per_day:
         yield f"  to the drive: {size(found.written_bytes_per_day)} of rows a day of training, checkpoints not counted"
     if found.changes:
         yield "what would change (predicted; modelled: about what nobody measured)"
         for each in found.changes:
+            if each.samples_per_s is None:
+                yield f"   cannot  {each.what}: {each.cannot}"
+                continue
             modelled = ", modelled" if each.modelled else ""
             yield f"  {each.gain:+7.1%}  {each.what} ({each.samples_per_s:,.0f} samples/s{modelled})"
     if (target := found.target) is not None:
@@ -122,5 +126,5 @@ def _ranks(found: Explanation, ranks: OverRanks) -> Iterator[str]:
     yield f"its time under simple rules: {', '.join(others)}"
     yield (
         f"modelled: {ranks.samples_per_s:,.0f} samples/s, {ranks.step_ms:.4g} ms a step of the slowest rank; "
-        f"{ranks.binds} binds"
+        f"{bind(ranks.binds)}"
     )

@@ -145,7 +145,10 @@ class Division:
         """
         machine = hardware or self.hardware
         assert machine is not None
-        return predict(self._with_rows_in(memory), machine, slots)
+        work = self._with_rows_in(memory)
+        found = predict(work, machine, slots)
+        traffic = None if slots is None or found.binds != "disk reads" else traffic_of(work, slots)
+        return replace(found, binds="disk") if traffic is not None and traffic.writes > 0 else found
 
     def _with_rows_in(self, memory: Memory | None) -> Work:
         settled = self.settled(memory or self.memory)

@@ -7,6 +7,7 @@ cost.py on a hardware file; whatever a machine that is not in it would do is cal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -57,9 +58,11 @@ class Change:
     """What a change of the machine would do."""
 
     what: str
-    samples_per_s: float
-    gain: float
-    """Its speed over that of the plan, less 1."""
+    samples_per_s: float | None
+    gain: float | None
+    """Its speed over that of the plan, less 1; None if nothing can be said."""
+    cannot: str | None
+    """Why nothing can be said."""
     modelled: bool
     """Whether it rests on a machine, or on steps, that nobody measured."""
 
@@ -266,6 +269,11 @@ def _hits_missed(division: Division, memory: Memory, slots: Sequence[TableSlots]
 # ---- what would change
 
 
+def bind(what: str) -> str:
+    """Returns in words that `what` binds."""
+    return f"{what} {'bind' if what.startswith('rows') or what.endswith('reads') or ' and ' in what else 'binds'}"
+
+
 def _changes(
     division: Division, memory: Memory | None, budget: int, slots: Sequence[TableSlots] | None, now: Prediction
 ) -> list[Change]:
@@ -276,16 +284,18 @@ def _changes(
     all_modelled = modelled_by(hardware) is not None
 
     def add(what: str, made: Callable[[], float], *, modelled: bool = False) -> None:
+        speed, gain, cannot = None, None, None
         try:
             step_s = made()
-        except ValueError:  # a figure is missing, or nothing fits
-            return
-        gain = now.step_s / step_s - 1
+            speed, gain = round(batch_size / step_s, 1), round(now.step_s / step_s - 1, 4)
+        except ValueError as error:  # a figure is missing, or nothing fits
+            cannot = str(error)
         found.append(
             Change(
                 what=what,
-                samples_per_s=round(batch_size / step_s, 1),
-                gain=round(gain, 4),
+                samples_per_s=speed,
+                gain=gain,
+                cannot=cannot,
                 modelled=modelled or all_modelled,
             )
         )
@@ -297,10 +307,10 @@ def _changes(
         add(f"{size(missing)} more of DRAM, which hold every row", lambda: division.predict(None).step_s)
         add(f"a disk {FASTER} times as fast", lambda: division.predict(slots, memory, faster).step_s, modelled=True)
     for gpu in hardware.gpus:
-        add(f"dense layers on {gpu.name}", lambda gpu=gpu: _on_gpu(division, now, gpu), modelled=True)  # type: ignore[misc]
+        add(f"dense layers on {gpu.name}, at most", lambda gpu=gpu: _on_gpu(division, now, gpu), modelled=True)  # type: ignore[misc]
     if hardware.network_bytes_per_s is not None:
         add("a second machine like this", lambda: over_ranks(division, 2, budget).step_ms / 1e3, modelled=True)
-    return sorted(found, key=lambda change: -change.gain)
+    return sorted(found, key=lambda change: math.inf if change.gain is None else -change.gain)
 
 
 def _step_at(division: Division, budget: int) -> float:
@@ -328,9 +338,10 @@ def _faster(disk: Disk) -> Disk:
 
 
 def _on_gpu(division: Division, now: Prediction, gpu: Gpu) -> float:
-    """Returns the step's seconds if dense layers run on the GPU at its rate of large products, tables on the CPU.
+    """Returns the least that the step takes if dense layers run on the GPU, at its rate of large products.
 
-    Pooled rows go there and their gradients come back. Raises ValueError if the GPU's rate is not known.
+    Tables stay on the CPU. Pooled rows go there and their gradients come back. Raises ValueError if the GPU's rate is
+    not known.
     """
     work = division.work
     rates = [figure.value for name, figure in gpu.product_flops_per_s.items() if name == "fp32"]
@@ -356,7 +367,7 @@ def _target(division: Division, samples_per_s: float) -> Target:
     if fastest < samples_per_s:
         text = (
             f"no amount of memory is enough: with every row in DRAM it is {fastest:,.0f} samples/s, "
-            f"{samples_per_s - fastest:,.0f} too few, and {whole.binds} binds"
+            f"{samples_per_s - fastest:,.0f} too few, and {bind(whole.binds)}"
         )
         return Target(samples_per_s=samples_per_s, reached=False, memory_bytes=None, text=text)
     low, high = division.least_bytes(1 << 16, "in_place"), needed
