@@ -248,7 +248,7 @@ def test_a_second_machine_and_a_gpu_are_modelled(
     assert modelled["modelled"] and modelled["samples_per_s"] == pytest.approx(200e3 / step_ms, rel=1e-3)
     second = changes["a second machine like this"]
     assert second["what"] == "a second machine like this" and second["modelled"]
-    assert 0.5 < second["gain"] < 1.2, "twice the caches may do a little more than twice the work"
+    assert 0.5 < second["gain"] <= 1
 
 
 def test_a_change_that_cannot_be_predicted_says_why(plan: Any, write: Any, hardware: Hardware) -> None:

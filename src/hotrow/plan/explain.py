@@ -405,9 +405,9 @@ def over_ranks(division: Division, num_ranks: int, capacity_bytes: int) -> OverR
     part = work_of(config.model_copy(update={"train": train}), division.tables, division.dataset)
     tables = _rank_tables(division, part, num_ranks, link)
     plan = solve_ranks(tables, num_ranks, capacity_bytes)
-    rest = predict(replace(part, tables=()), hardware)
+    rest_s = _rest_s(part, hardware)
     sums_s = 2 * (num_ranks - 1) / num_ranks * 4 * sum(i * o for _, i, o in part.products) / link
-    step_s = plan.slowest_s + rest.step_s + sums_s
+    step_s = plan.slowest_s + rest_s + sums_s
     named = ((table.name, owned) for table, owned in zip(tables, plan.tables, strict=True))
     others = {rule: greedy(tables, num_ranks, capacity_bytes, rule) for rule in GREEDY}
     return OverRanks(
@@ -421,7 +421,7 @@ def over_ranks(division: Division, num_ranks: int, capacity_bytes: int) -> OverR
         solved_s=round(plan.solved_s, 3),
         step_ms=round(1e3 * step_s, 4),
         samples_per_s=round(division.work.batch_size / step_s, 1),
-        binds="tables and their exchange" if plan.slowest_s > rest.step_s + sums_s else "dense layers and their sums",
+        binds="tables and their exchange" if plan.slowest_s > rest_s + sums_s else "dense layers and their sums",
         greedy={rule: None if each is None else round(each / plan.slowest_s, 4) for rule, each in others.items()},
     )
 
@@ -446,11 +446,16 @@ def _rank_tables(division: Division, part: Work, num_ranks: int, bytes_per_s: fl
 
 
 def _loads(work: Work, hardware: Hardware) -> list[TableLoad]:
-    """Returns what each table takes: the step with it alone, less the step without tables."""
-    none = predict(replace(work, tables=()), hardware).seconds
-    loads = []
-    for own in work.tables:
-        seconds = predict(replace(work, tables=(own,)), hardware).seconds
-        lookup_s, update_s = (max(0.0, seconds[phase] - none[phase]) for phase in ("lookup", "update"))
+    """Returns what each table takes among the others, which share its caches: the step less the step without it."""
+    whole, loads = predict(work, hardware).seconds, []
+    for t, own in enumerate(work.tables):
+        without = predict(replace(work, tables=work.tables[:t] + work.tables[t + 1 :]), hardware).seconds
+        lookup_s, update_s = (max(0.0, whole[phase] - without[phase]) for phase in ("lookup", "update"))
         loads.append(TableLoad(own.lookups, own.rows, lookup_s, update_s))
     return loads
+
+
+def _rest_s(part: Work, hardware: Hardware) -> float:
+    """Returns what a rank's step takes whoever owns the tables: all data and dense layers, and calls beside tables."""
+    whole, none = predict(part, hardware).seconds, predict(replace(part, tables=()), hardware).seconds
+    return whole["data"] + whole["dense"] + none["lookup"] + none["update"]
