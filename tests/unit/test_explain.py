@@ -265,6 +265,17 @@ def test_a_change_that_cannot_be_predicted_says_why(plan: Any, write: Any, hardw
     assert change["samples_per_s"] is None and change["gain"] is None and "fp32" in change["cannot"]
 
 
+def test_the_rated_life_of_a_drive(plan: Any, write: Any, hardware: Hardware) -> None:
+    config = write({"dram": "600KiB"}, max_steps=None, epochs=10)
+    rated = replace(hardware, disks=[replace(hardware.disks[0], endurance_bytes=Figure(1e15))])
+    found = plan(config, "--json", hardware=rated)
+    assert found["rated_days"] == pytest.approx(1e15 / found["written_bytes_per_day"])
+    assert f"the drive's rated life is {found['rated_days']:,.0f} days of this" in plan(config, hardware=rated)
+    assert plan(config, "--json", hardware=hardware)["rated_days"] is None
+    assert "rated life" not in plan(config, hardware=hardware)
+    assert plan(write("dram"), "--json", hardware=rated)["rated_days"] is None, "nothing is written"
+
+
 def test_words_for_what_binds(plan: Any, write: Any, hardware: Hardware) -> None:
     assert [bind(what) for what in ("disk", "rows in DRAM", "dense layers and their sums", "python")] == [
         "disk binds",

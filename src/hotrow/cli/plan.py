@@ -74,7 +74,9 @@ def lines_of(found: Explanation) -> Iterator[str]:
     )
     yield f"  ms by phase: {phases} (waiting for rows {step.wait_ms:.3g}); {bind(step.binds)}"
     if found.written_bytes_per_day:
-        yield f"  to the drive: {size(found.written_bytes_per_day)} of rows a day of training, checkpoints not counted"
+        rated = "" if found.rated_days is None else f"; the drive's rated life is {found.rated_days:,.0f} days of this"
+        written = f"{size(found.written_bytes_per_day)} of rows a day of training"
+        yield f"  to the drive: {written}, checkpoints not counted{rated}"
     if found.changes:
         yield "what would change (predicted; modelled: about what nobody measured)"
         for each in found.changes:

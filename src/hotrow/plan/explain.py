@@ -125,6 +125,8 @@ class Explanation:
     """Why nothing is predicted."""
     written_bytes_per_day: float | None
     """Bytes of rows that go to the drive, if it trains all day; checkpoints come on top."""
+    rated_days: float | None
+    """Days of that which the drive is rated for; None if nothing is written, or nobody declared `endurance_bytes`."""
     changes: list[Change]
     target: Target | None
     ranks: OverRanks | None
@@ -167,7 +169,8 @@ def explain(
     if reason and (target is not None or num_ranks is not None):
         raise ValueError(f"--target and --ranks need a prediction, and there is none: {reason}")
     batch_size = min(config.train.batch_size, dataset.split("train").num_rows)
-    written = None if predicted is None else division.written_bytes(slots, memory) / predicted.step_s
+    per_day = None if predicted is None else 86400 * division.written_bytes(slots, memory) / predicted.step_s
+    rated = None if division.disk is None else division.disk.endurance_bytes
     return Explanation(
         needed_bytes=division.needed_bytes,
         dram_bytes=budget if memory is not None else division.needed_bytes,
@@ -179,7 +182,8 @@ def explain(
         threads=None if predicted is None else division.work.threads,
         predicted=None if predicted is None or num_ranks is not None else step_of(predicted, batch_size),
         not_predicted=reason,
-        written_bytes_per_day=written and 86400 * written,
+        written_bytes_per_day=per_day,
+        rated_days=rated.value / per_day if rated is not None and per_day else None,
         changes=[]
         if predicted is None or num_ranks is not None
         else _changes(division, memory, budget, slots, predicted),
