@@ -213,6 +213,7 @@ def test_four_ranks(plan: Any, write: Any, hardware: Hardware, dataset: PackedDa
     config = load_config(write(), ())
     needed = required_bytes(config, tables_of(config, dataset))
     text = plan(write({"dram": needed // 3}), "--ranks", 4, hardware=linked)
+    assert "modelled, on 1 thread each: " in text
     assert "4 machines like made up" in text and "split by row number over all ranks: " in text
     found = plan(write({"dram": needed // 3}), "--json", "--ranks", 4, hardware=linked)
     ranks = found["ranks"]

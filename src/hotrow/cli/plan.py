@@ -69,8 +69,7 @@ def lines_of(found: Explanation) -> Iterator[str]:
     if found.modelled is not None:
         machine = f"modelled on {found.hardware['name']}, {found.modelled.removeprefix('modelled ')}"
     yield (
-        f"{machine}, on {found.threads} threads: {step.samples_per_s:,.0f} samples/s, "
-        f"{sum(step.step_ms.values()):.4g} ms a step"
+        f"{machine}, {_threads(found)}: {step.samples_per_s:,.0f} samples/s, {sum(step.step_ms.values()):.4g} ms a step"
     )
     yield f"  ms by phase: {phases} (waiting for rows {step.wait_ms:.3g}); {bind(step.binds)}"
     if found.written_bytes_per_day:
@@ -87,6 +86,10 @@ def lines_of(found: Explanation) -> Iterator[str]:
             yield f"  {each.gain:+7.1%}  {each.what} ({each.samples_per_s:,.0f} samples/s{modelled})"
     if (target := found.target) is not None:
         yield f"for {target.samples_per_s:,.0f} samples/s{', modelled' if found.modelled else ''}: {target.text}"
+
+
+def _threads(found: Explanation) -> str:
+    return f"on {found.threads} thread{'' if found.threads == 1 else 's'}"
 
 
 def _tables(tables: Sequence[TablePlan]) -> Iterator[str]:
@@ -127,6 +130,7 @@ def _ranks(found: Explanation, ranks: OverRanks) -> Iterator[str]:
     others = (f"{rule} {'does not fit' if each is None else f'{each:.2f}x'}" for rule, each in ranks.greedy.items())
     yield f"its time under simple rules: {', '.join(others)}"
     yield (
-        f"modelled: {ranks.samples_per_s:,.0f} samples/s, {ranks.step_ms:.4g} ms a step of the slowest rank; "
+        f"modelled, {_threads(found)} each: {ranks.samples_per_s:,.0f} samples/s, "
+        f"{ranks.step_ms:.4g} ms a step of the slowest rank; "
         f"{bind(ranks.binds)}"
     )
