@@ -18,7 +18,6 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory, TableDemand, plan_slots
 from hotrow.placement.store_file import no_disk
 from hotrow.plan import choose as placement
-from hotrow.plan.choose import choose
 from hotrow.plan.demand import demands_of, required_bytes
 from hotrow.tables import TableConfig
 
@@ -33,6 +32,11 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "available_memory_bytes", lambda: 100 * MIB)
+
+
+def choose(*arguments: Any, **options: Any) -> Memory | None:
+    memory, _ = placement.choose(*arguments, **options)
+    return memory
 
 
 def config(memory: Any, *changes: str) -> Any:

@@ -89,7 +89,8 @@ def large() -> RunFacts:
         hot={"schedule": "fae", "hot_rows": 5, "hot_samples": 0.5, "swaps": swaps},
         warnings={"w": {"count": 2, "text": HOSTILE}}, write_budget={"budget": "1GB/day", "share_used": 0.5},
         predicted={"step_ms": {"data": 0.5, "lookup": 1.0, "dense": 2.2, "update": 0.5}, "samples_per_s": 9e4,
-                   "wait_ms": 0.1, "binds": "dense", "hardware": HOSTILE},
+                   "wait_ms": 0.1, "binds": "dense",
+                   "hardware": {"name": HOSTILE, "date": "2026-01-31"}},
     )  # fmt: skip
     counts = {name: np.arange(2000, 0, -1, dtype=np.uint32) for name in names}
     return RunFacts(name=f"runs/{HOSTILE}", record=fields, lines=lines, coverage=coverage(counts))
@@ -165,6 +166,7 @@ def test_a_large_run_fits_and_what_is_hostile_stays_text() -> None:
     found = Elements(page)
     assert found.tags.count("script") == 1 and "b" in found.tags, "the script of the page, and the cards' figures"
     assert found.tags.count("b") == 4 and HOSTILE in found.text
+    assert f"were predicted for {HOSTILE} (measured 2026-01-31)" in " ".join(found.text.split())
     assert not [name for name, _ in found.attributes if name in ("src", "href") or name.startswith("on")]
     for text in ("AUC", "0.7800", "100,000", "at most 50%", "76 others", "off by"):
         assert text in found.text, text

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hotrow.base.files import size
 from hotrow.config.load import load_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.plan.explain import Explanation, OverRanks, TablePlan, explain
-from hotrow.plan.hardware import known_hardware, read_hardware
+from hotrow.plan.explain import Explanation, OverRanks, TablePlan, bind, explain
+from hotrow.plan.hardware import another_machine, known_hardware, this_host
+from hotrow.plan.modelled import read_machine
 from hotrow.run.setup import DenseDevice, tables_of
 
 MOST_LINES = 40
@@ -25,21 +27,22 @@ def plan(
     target: float | None = None,
 ) -> Explanation:
     """Returns the plan of a config on a machine: this one, if no hardware file is named."""
-    if target is not None and not target > 0:
-        raise ValueError(f"--target is {target:g}; give samples per second, above 0")
+    if target is not None and not 0 < target < math.inf:
+        raise ValueError(f"--target is {target:g}; give samples per second, a number above 0")
     if target is not None and num_ranks is not None:
         raise ValueError("--target asks about one machine; give it without --ranks")
     parsed = load_config(config, overrides)
     dataset = PackedDataset.open(parsed.data, verify="sizes")
     parsed.model.check(dataset)
     DenseDevice.of(parsed)
+    machine = known_hardware() if hardware is None else read_machine(hardware)
     return explain(
         parsed,
         tables_of(parsed, dataset),
         dataset,
         Path(parsed.run or "runs"),
-        hardware=known_hardware() if hardware is None else read_hardware(hardware),
-        elsewhere=hardware is not None,
+        hardware=machine,
+        elsewhere=machine is not None and another_machine(machine, this_host()) is not None,
         num_ranks=num_ranks,
         target=target,
     )
@@ -62,20 +65,31 @@ def lines_of(found: Explanation) -> Iterator[str]:
         return
     assert found.hardware is not None
     phases = "  ".join(f"{phase} {ms:.3g}" for phase, ms in step.step_ms.items())
+    machine = f"predicted on {found.hardware['name']} ({found.hardware['date']})"
+    if found.modelled is not None:
+        machine = f"modelled on {found.hardware['name']}, {found.modelled.removeprefix('modelled ')}"
     yield (
-        f"predicted on {found.hardware['name']} ({found.hardware['date']}): {step.samples_per_s:,.0f} samples/s, "
-        f"{sum(step.step_ms.values()):.4g} ms a step"
+        f"{machine}, {_threads(found)}: {step.samples_per_s:,.0f} samples/s, {sum(step.step_ms.values()):.4g} ms a step"
     )
-    yield f"  ms by phase: {phases} (waiting for rows {step.wait_ms:.3g}); {step.binds} binds"
+    yield f"  ms by phase: {phases} (waiting for rows {step.wait_ms:.3g}); {bind(step.binds)}"
     if found.written_bytes_per_day:
-        yield f"  to the drive: {size(found.written_bytes_per_day)} of rows a day of training, checkpoints not counted"
+        rated = "" if found.rated_days is None else f"; the drive's rated life is {found.rated_days:,.0f} days of this"
+        written = f"{size(found.written_bytes_per_day)} of rows a day of training"
+        yield f"  to the drive: {written}, checkpoints not counted{rated}"
     if found.changes:
-        yield "what would change (predicted; modelled: about a machine that nobody measured)"
+        yield "what would change (predicted; modelled: about what nobody measured)"
         for each in found.changes:
+            if each.samples_per_s is None:
+                yield f"   cannot  {each.what}: {each.cannot}"
+                continue
             modelled = ", modelled" if each.modelled else ""
             yield f"  {each.gain:+7.1%}  {each.what} ({each.samples_per_s:,.0f} samples/s{modelled})"
     if (target := found.target) is not None:
-        yield f"for {target.samples_per_s:,.0f} samples/s: {target.text}"
+        yield f"for {target.samples_per_s:,.0f} samples/s{', modelled' if found.modelled else ''}: {target.text}"
+
+
+def _threads(found: Explanation) -> str:
+    return f"on {found.threads} thread{'' if found.threads == 1 else 's'}"
 
 
 def _tables(tables: Sequence[TablePlan]) -> Iterator[str]:
@@ -116,6 +130,7 @@ def _ranks(found: Explanation, ranks: OverRanks) -> Iterator[str]:
     others = (f"{rule} {'does not fit' if each is None else f'{each:.2f}x'}" for rule, each in ranks.greedy.items())
     yield f"its time under simple rules: {', '.join(others)}"
     yield (
-        f"modelled: {ranks.samples_per_s:,.0f} samples/s, {ranks.step_ms:.4g} ms a step of the slowest rank; "
-        f"{ranks.binds} binds"
+        f"modelled, {_threads(found)} each: {ranks.samples_per_s:,.0f} samples/s, "
+        f"{ranks.step_ms:.4g} ms a step of the slowest rank; "
+        f"{bind(ranks.binds)}"
     )

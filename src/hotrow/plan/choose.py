@@ -47,25 +47,36 @@ def choose(
     dataset: PackedDataset | None = None,
     training: bool = True,
     hardware: Hardware | None = None,
-    available_bytes: int | None = None,
-) -> Memory | None:
-    """Returns the tiers that `config.memory` asks for on this machine now; None if everything lies in DRAM.
+    elsewhere: bool = False,
+) -> tuple[Memory | None, Division]:
+    """Returns the tiers that `config.memory` asks for on this machine now, and what divided DRAM among the tables.
+
+    The tiers are None if everything lies in DRAM. The division has read the counts, and can predict a step.
 
     run: the run's folder, or where it will be. dataset: what is trained on; its access counts, if it has them, say
     which rows are worth their memory. training: if False, tables are only read, without optimizer state, and what does
     not fit goes to disk even if the config says "dram". hardware: figures of this machine, by which the plan with the
-    fastest step is taken. available_bytes: memory that this process may use; None: as the system says.
+    fastest step is taken. elsewhere: these figures are of another machine, whose memory and disk count.
     Raises ValueError with the shortfall if memory is too small, and for a folder that is not on a disk.
     """
     needed = required_bytes(config, tables, training=training)
-    available = available_memory_bytes() if available_bytes is None else available_bytes
+    available = int(hardware.dram_bytes.value) if hardware is not None and elsewhere else available_memory_bytes()
     chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
     budget = dram_budget(config, available)
     known = 0 if config.hbm is None else SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
     available, budget = available - known, budget - known
+    division = Division(
+        config=config,
+        tables=tables,
+        memory=Memory(dram=max(1, budget), ssd=run / FOLDER),
+        dataset=dataset,
+        training=training,
+        hardware=hardware,
+        elsewhere=elsewhere,
+    )
     if config.memory == "dram" and training:
         _check_available(config, needed, available)
-        return None
+        return None, division
     if not training:
         budget = min(budget, int(AUTO_SHARE * available))
     if budget <= 0:
@@ -75,13 +86,12 @@ def choose(
         )
     _check_available(config, min(needed, budget), available)
     if needed <= budget:
-        return None
+        return None, division
     memory = _memory(chosen, budget, run)
-    _check_folders(chosen, memory, run)
-    division = Division(
-        config=config, tables=tables, memory=memory, dataset=dataset, training=training, hardware=hardware
-    )
-    return division.check(budget, beside=known)
+    if not elsewhere:
+        _check_folders(chosen, memory, run)
+    division = replace(division, memory=memory)
+    return division.check(budget, beside=known), division
 
 
 def dram_budget(config: Config, available_bytes: int) -> int:
@@ -137,18 +147,18 @@ def place_tables(
     dataset: PackedDataset,
     training: bool,
     hardware: Hardware | None = None,
-) -> Memory | DeviceMemory | None:
+) -> tuple[Memory | DeviceMemory | None, Division]:
     """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`.
 
     Raises ValueError as `choose` does, and if the slots cannot hold the rows of a step, with the bytes that would do.
     """
-    below = choose(config, tables, run, dataset=dataset, training=training, hardware=hardware)
+    below, division = choose(config, tables, run, dataset=dataset, training=training, hardware=hardware)
     if config.hbm is None:
-        return below
+        return below, division
     memory = DeviceMemory(hbm=config.hbm, below=below, device=device)
     if training:
         _check_a_step_fits(config, tables, memory)
-    return memory
+    return memory, division
 
 
 def _check_a_step_fits(config: Config, tables: Sequence[TableConfig], memory: DeviceMemory) -> None:

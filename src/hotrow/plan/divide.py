@@ -7,6 +7,7 @@ miss costs on this disk, the division with the fastest predicted step is taken; 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from functools import cached_property
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.placement.budget import LEAST_ROWS, DeviceMemory, Memory, TableDemand, TableSlots, Writes, plan_slots
+from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.plan.cost import Prediction, Work, predict, traffic_of, work_of
 from hotrow.plan.demand import demands_of, most_rows
 from hotrow.plan.hardware import Disk, Hardware
@@ -32,7 +33,7 @@ class Division:
     """Divides DRAM among tables; counts are read once for all amounts.
 
     memory: folders and options; its `dram` is not used. hardware: what a miss costs, and what a step takes; None:
-    all misses cost the same, and nothing is predicted.
+    all misses cost the same, and nothing is predicted. elsewhere: it is of another machine, whose disk counts.
     """
 
     config: Config
@@ -41,6 +42,7 @@ class Division:
     dataset: PackedDataset | None = None
     training: bool = True
     hardware: Hardware | None = None
+    elsewhere: bool = False
     _uses: dict[tuple[TableDemand, ...], list[TableUse]] = field(default_factory=dict, repr=False)
     _weighted: dict[tuple[TableDemand, ...], CountsPlan] = field(default_factory=dict, repr=False)
 
@@ -71,25 +73,36 @@ class Division:
     def uses(self, demands: Sequence[TableDemand]) -> list[TableUse]:
         """Returns the tables with their accesses; there must be a `plan`."""
         assert self.plan is not None
-        if (key := (*demands,)) not in self._uses:
-            self._uses[key] = self.plan.uses(demands)
-        return self._uses[key]
+        plain = (*self.plain,)
+        if plain not in self._uses:
+            self._uses[plain] = self.plan.uses(plain)
+        return [use.of(demand) for use, demand in zip(self._uses[plain], demands, strict=True)]
+
+    def slots_in(self, memory: Memory) -> tuple[Memory, Sequence[TableSlots]]:
+        """Returns how rows are written, and the slots that tables get, if they train with `memory`."""
+        settled = self.settled(memory)
+        demands = settled.with_places(self.plain)
+        return settled, (memory.plan or plan_slots)(demands, settled.budget_bytes(demands))
 
     def divide(self, budget: int, writes: Writes) -> tuple[Memory, list[TableDemand], Sequence[TableSlots]]:
         """Returns a memory of `budget` bytes with its plan, what tables take then, and their slots.
 
         Raises ValueError if the smallest caches there are do not fit.
         """
-        memory = replace(self.memory, dram=without_pieces(budget), writes=writes)
-        settled = self._settled(memory)
-        demands = settled.with_places(self.plain)
-        left = settled.budget_bytes(demands)
+        memory, demands, left = self._room(budget, writes)
         if self.plan is None:
             return memory, demands, plan_slots(demands, left)
         found = [(plan, plan.solver(self.uses(demands))(left)) for plan in self._plans(demands)]
         fits = [each for each in found if self._lacks(each[1]) is None] or found[:1]
         plan, slots = fits[0] if len(fits) == 1 else min(fits, key=lambda each: self._step_s(each[1], memory))
         return replace(memory, plan=plan), demands, slots
+
+    def _room(self, budget: int, writes: Writes) -> tuple[Memory, list[TableDemand], int]:
+        """Returns a memory of `budget` bytes, what tables take then, and the bytes for their slots."""
+        memory = replace(self.memory, dram=without_pieces(budget), writes=writes)
+        settled = self.settled(memory)
+        demands = settled.with_places(self.plain)
+        return memory, demands, settled.budget_bytes(demands)
 
     def _plans(self, demands: Sequence[TableDemand]) -> list[CountsPlan]:
         """Returns the plans to choose from: all misses cost the same; and by what a miss of each table costs."""
@@ -104,14 +117,21 @@ class Division:
 
     def miss_costs(self, demands: Sequence[TableDemand]) -> dict[str, float]:
         """Returns seconds of disk and processor per missed row, by table; empty if no figures of a disk are known."""
-        disk = self.hardware.disk_at(self.memory.folder) if self.hardware is not None else None
-        return {} if disk is None else {demand.name: miss_s(demand, disk) for demand in demands}
+        return {} if self.disk is None else {demand.name: miss_s(demand, self.disk) for demand in demands}
+
+    @property
+    def disk(self) -> Disk | None:
+        """The disk that rows go to; None if its figures are not known."""
+        return None if self.hardware is None else self.hardware.disk_at(self.memory.folder)
 
     @cached_property
     def work(self) -> Work:
         """What a step does; there must be a dataset. Raises ValueError if `work_of` does."""
         assert self.dataset is not None
-        return work_of(self.config, self.tables, self.dataset)
+        work = work_of(self.config, self.tables, self.dataset)
+        for own, use in zip(work.tables, self._uses.get((*self.plain,), ()), strict=False):
+            vars(own)["use"] = use  # which it would make from the counts again
+        return work
 
     def predict(
         self, slots: Sequence[TableSlots] | None, memory: Memory | None = None, hardware: Hardware | None = None
@@ -123,11 +143,19 @@ class Division:
         """
         machine = hardware or self.hardware
         assert machine is not None
-        return predict(self._with_rows_in(memory), machine, slots)
+        work = self._with_rows_in(memory)
+        found = predict(work, machine, slots)
+        traffic = None if slots is None or found.binds != "disk reads" else traffic_of(work, slots)
+        return replace(found, binds="disk") if traffic is not None and traffic.writes > 0 else found
 
     def _with_rows_in(self, memory: Memory | None) -> Work:
-        settled = self._settled(memory or self.memory)
+        settled = self.settled(memory or self.memory)
         return replace(self.work, folder=str(settled.folder), writes=settled.writes)
+
+    def step(self, memory: Memory | None) -> Step:
+        """Returns the predicted step of a run whose rows lie in `memory`, or all in DRAM; raises as `predict` does."""
+        slots = None if memory is None else self.slots_in(memory)[1]
+        return step_of(self.predict(slots, memory), self.work.batch_size)
 
     def written_bytes(self, slots: Sequence[TableSlots] | None, memory: Memory | None = None) -> float:
         """Returns the bytes of rows that a step is expected to write to the drive."""
@@ -155,9 +183,10 @@ class Division:
         return None
 
     def short(self, budget: int, writes: Writes) -> str | None:
-        """Returns why `budget` bytes are not enough for a step; None if they are."""
+        """Returns why `budget` bytes are not enough for a step; None if they are. All plans keep room for a batch."""
         try:
-            _, _, slots = self.divide(budget, writes)
+            _, demands, left = self._room(budget, writes)
+            slots = plan_slots(demands, left) if self.plan is None else self.plan.solver(self.uses(demands))(left)
         except ValueError:
             return "the smallest caches there are do not fit"
         return self._lacks(slots)
@@ -192,15 +221,19 @@ class Division:
                 f"a train.batch_size below {self.config.train.batch_size}"
             )
         memory, demands, slots = self.divide(budget, writes)
-        self._settled(memory).plan_places(demands, slots)
+        self.settled(memory).plan_places(demands, slots)
         return memory
 
-    def _settled(self, memory: Memory) -> Memory:
+    def settled(self, memory: Memory) -> Memory:
+        """Returns `memory` with "auto" of `writes` decided."""
         return memory.settled(self.plain, self._free_bytes)
 
     @cached_property
     def _free_bytes(self) -> int:
-        return disk_free_bytes(self.memory.folder)
+        if not self.elsewhere:
+            return disk_free_bytes(self.memory.folder)
+        declared = None if self.disk is None else self.disk.capacity_bytes
+        return sys.maxsize if declared is None else int(declared.value)  # nobody said: enough
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,30 +258,9 @@ def step_of(predicted: Prediction, batch_size: int) -> Step:
     )
 
 
-def predict_run(
-    config: Config,
-    tables: Sequence[TableConfig],
-    dataset: PackedDataset,
-    memory: Memory | DeviceMemory | None,
-    hardware: Hardware,
-) -> Step:
-    """Returns the predicted step of a run whose rows lie in `memory`, or all in DRAM.
-
-    Raises ValueError for what has no prediction yet, and for figures that are missing.
-    """
-    work, slots = work_of(config, tables, dataset), None
-    if isinstance(memory, Memory):
-        settled, slots = slots_of(config, tables, memory)
-        work = replace(work, folder=str(settled.folder), writes=settled.writes)
-    return step_of(predict(work, hardware, slots), work.batch_size)
-
-
 def slots_of(config: Config, tables: Sequence[TableConfig], memory: Memory) -> tuple[Memory, Sequence[TableSlots]]:
     """Returns how rows are written, and the slots that a collection gives its tables, if they train with `memory`."""
-    plain = demands_of(config, tables, training=True)
-    settled = memory.settled(plain, disk_free_bytes(memory.folder))
-    demands = settled.with_places(plain)
-    return settled, (memory.plan or plan_slots)(demands, settled.budget_bytes(demands))
+    return Division(config=config, tables=tables, memory=memory).slots_in(memory)
 
 
 def miss_s(demand: TableDemand, disk: Disk) -> float:

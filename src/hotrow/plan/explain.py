@@ -7,12 +7,13 @@ cost.py on a hardware file; whatever a machine that is not in it would do is cal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hotrow.base.files import disk_free_bytes, size
+from hotrow.base.files import size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
@@ -20,7 +21,7 @@ from hotrow.placement.budget import LEAST_ROWS, Memory, TableSlots
 from hotrow.plan.choose import FOLDER, choose, dram_budget
 from hotrow.plan.cost import Prediction, Work, predict, work_of
 from hotrow.plan.demand import demands_of
-from hotrow.plan.divide import Division, Step, slots_of, step_of
+from hotrow.plan.divide import Division, Step, step_of
 from hotrow.plan.hardware import Disk, Figure, Gpu, Hardware
 from hotrow.plan.ranks import GREEDY, RankTable, TableLoad, greedy, solve_ranks, ways_of
 from hotrow.plan.solve import expected_hits, most_saved
@@ -57,11 +58,13 @@ class Change:
     """What a change of the machine would do."""
 
     what: str
-    samples_per_s: float
-    gain: float
-    """Its speed over that of the plan, less 1."""
+    samples_per_s: float | None
+    gain: float | None
+    """Its speed over that of the plan, less 1; None if nothing can be said."""
+    cannot: str | None
+    """Why nothing can be said."""
     modelled: bool
-    """Whether it rests on a machine that nobody measured."""
+    """Whether it rests on a machine, or on steps, that nobody measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +116,17 @@ class Explanation:
     hits_missed: float | None
     """The most hits per step that a better division could add, over the different rows of a step."""
     hardware: dict[str, str] | None
+    modelled: str | None
+    """How a machine's steps were found that nobody measured there; None if they were measured."""
+    threads: int | None
+    """On how many threads a step is predicted."""
     predicted: Step | None
     not_predicted: str | None
     """Why nothing is predicted."""
     written_bytes_per_day: float | None
     """Bytes of rows that go to the drive, if it trains all day; checkpoints come on top."""
+    rated_days: float | None
+    """Days of that which the drive is rated for; None if nothing is written, or nobody declared `endurance_bytes`."""
     changes: list[Change]
     target: Target | None
     ranks: OverRanks | None
@@ -139,43 +148,73 @@ def explain(
 ) -> Explanation:
     """Returns the plan of a run, and what would change it.
 
-    folder: where the run would be. hardware: the machine; elsewhere: it is not this one, so its own memory counts.
-    num_ranks: machines like it that train together. target: wanted samples per second.
+    folder: where the run would be. hardware: the machine; elsewhere: it is not this one, so its own threads, memory and
+    disk count. num_ranks: machines like it that train together. target: wanted samples per second.
     Raises ValueError if the config does not fit, by how much, and if what is asked for needs figures that are missing.
     """
-    available = int(hardware.dram_bytes.value) if hardware is not None and elsewhere else available_memory_bytes()
+    available = available_memory_bytes()
+    if elsewhere:
+        assert hardware is not None
+        config, available = with_threads_of(hardware, config), int(hardware.dram_bytes.value)
     budget, memory = dram_budget(config, available), None
     if num_ranks is None:
-        memory = choose(config, tables, folder, dataset=dataset, hardware=hardware, available_bytes=available)
-    template = memory or Memory(dram=max(1, budget), ssd=folder / FOLDER)
-    division = Division(config=config, tables=tables, memory=template, dataset=dataset, hardware=hardware)
-    slots = None if memory is None else slots_of(config, tables, memory)[1]
-    predicted, reason = _predicted(division, slots)
+        memory, division = choose(config, tables, folder, dataset=dataset, hardware=hardware, elsewhere=elsewhere)
+    else:
+        nowhere = Memory(dram=max(1, budget), ssd=folder / FOLDER)
+        division = Division(
+            config=config, tables=tables, memory=nowhere, dataset=dataset, hardware=hardware, elsewhere=elsewhere
+        )
+    slots = None if memory is None else division.slots_in(memory)[1]
+    predicted, reason = _predicted(division, memory, slots)
     if reason and (target is not None or num_ranks is not None):
         raise ValueError(f"--target and --ranks need a prediction, and there is none: {reason}")
     batch_size = min(config.train.batch_size, dataset.split("train").num_rows)
-    written = None if predicted is None else division.written_bytes(slots) / predicted.step_s
+    per_day = None if predicted is None else 86400 * division.written_bytes(slots, memory) / predicted.step_s
+    rated = None if division.disk is None else division.disk.endurance_bytes
     return Explanation(
         needed_bytes=division.needed_bytes,
         dram_bytes=budget if memory is not None else division.needed_bytes,
         disk=None if memory is None else str(memory.folder),
         tables=[] if num_ranks is not None else _table_plans(division, slots),
-        hits_missed=None if slots is None else _hits_missed(division, slots),
+        hits_missed=None if slots is None or memory is None else _hits_missed(division, memory, slots),
         hardware=None if hardware is None else {"name": hardware.name, "date": hardware.date},
+        modelled=None if hardware is None else modelled_by(hardware),
+        threads=None if predicted is None else division.work.threads,
         predicted=None if predicted is None or num_ranks is not None else step_of(predicted, batch_size),
         not_predicted=reason,
-        written_bytes_per_day=written and 86400 * written,
-        changes=[] if predicted is None or num_ranks is not None else _changes(division, budget, slots, predicted),
+        written_bytes_per_day=per_day,
+        rated_days=rated.value / per_day if rated is not None and per_day else None,
+        changes=[]
+        if predicted is None or num_ranks is not None
+        else _changes(division, memory, budget, slots, predicted),
         target=None if target is None or num_ranks is not None else _target(division, target),
         ranks=None if num_ranks is None else over_ranks(division, num_ranks, budget),
     )
 
 
-def _predicted(division: Division, slots: Sequence[TableSlots] | None) -> tuple[Prediction | None, str | None]:
+def with_threads_of(hardware: Hardware, config: Config) -> Config:
+    """Returns the config with the most threads that the machine's steps are known for, if it says "auto"."""
+    threads = [int(point.sizes.get("threads", 1)) for points in hardware.kernels.values() for point in points]
+    if config.train.threads != "auto" or not threads:
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"threads": max(threads)})})
+
+
+def modelled_by(hardware: Hardware) -> str | None:
+    """Returns how the steps of a machine were found if some were not measured on it, else None."""
+    points = (point for phase in hardware.kernels.values() for point in phase)
+    if all(point.seconds.source == "measured" for point in points):
+        return None
+    return hardware.notes.get("kernels", "modelled from steps that nobody measured")
+
+
+def _predicted(
+    division: Division, memory: Memory | None, slots: Sequence[TableSlots] | None
+) -> tuple[Prediction | None, str | None]:
     if division.hardware is None:
         return None, "no figures of this machine are known: measure it with hotrow probe, or name a file (--hardware)"
     try:
-        return division.predict(slots), None
+        return division.predict(slots, memory), None
     except ValueError as error:
         return None, str(error)
 
@@ -220,10 +259,10 @@ def _why(division: Division, t: int, slots: TableSlots) -> str:
     return f"{first}{cache}; one row more would save less than in other tables"
 
 
-def _hits_missed(division: Division, slots: Sequence[TableSlots]) -> float | None:
+def _hits_missed(division: Division, memory: Memory, slots: Sequence[TableSlots]) -> float | None:
     if division.plan is None:
         return None
-    taken = division.memory.settled(division.plain, disk_free_bytes(division.memory.folder))
+    taken = division.settled(memory)
     demands = taken.with_places(division.plain)
     uses = division.uses(demands)
     rows = sum(use.rows_per_step for use in uses)
@@ -234,20 +273,35 @@ def _hits_missed(division: Division, slots: Sequence[TableSlots]) -> float | Non
 # ---- what would change
 
 
-def _changes(division: Division, budget: int, slots: Sequence[TableSlots] | None, now: Prediction) -> list[Change]:
+def bind(what: str) -> str:
+    """Returns in words that `what` binds."""
+    return f"{what} {'bind' if what.startswith('rows') or what.endswith('reads') or ' and ' in what else 'binds'}"
+
+
+def _changes(
+    division: Division, memory: Memory | None, budget: int, slots: Sequence[TableSlots] | None, now: Prediction
+) -> list[Change]:
     """Returns what a change of the machine would do to the speed, the best first."""
     hardware = division.hardware
     assert hardware is not None
     batch_size, found = division.work.batch_size, []
+    all_modelled = modelled_by(hardware) is not None
 
     def add(what: str, made: Callable[[], float], *, modelled: bool = False) -> None:
+        speed, gain, cannot = None, None, None
         try:
             step_s = made()
-        except ValueError:  # a figure is missing, or nothing fits
-            return
-        gain = now.step_s / step_s - 1
+            speed, gain = round(batch_size / step_s, 1), round(now.step_s / step_s - 1, 4)
+        except ValueError as error:  # a figure is missing, or nothing fits
+            cannot = str(error)
         found.append(
-            Change(what=what, samples_per_s=round(batch_size / step_s, 1), gain=round(gain, 4), modelled=modelled)
+            Change(
+                what=what,
+                samples_per_s=speed,
+                gain=gain,
+                cannot=cannot,
+                modelled=modelled or all_modelled,
+            )
         )
 
     if slots is not None:
@@ -255,12 +309,12 @@ def _changes(division: Division, budget: int, slots: Sequence[TableSlots] | None
         if missing > GIB:
             add("1 GiB more of DRAM", lambda: _step_at(division, budget + GIB))
         add(f"{size(missing)} more of DRAM, which hold every row", lambda: division.predict(None).step_s)
-        add(f"a disk {FASTER} times as fast", lambda: division.predict(slots, hardware=faster).step_s, modelled=True)
+        add(f"a disk {FASTER} times as fast", lambda: division.predict(slots, memory, faster).step_s, modelled=True)
     for gpu in hardware.gpus:
-        add(f"dense layers on {gpu.name}", lambda gpu=gpu: _on_gpu(division, now, gpu), modelled=True)  # type: ignore[misc]
+        add(f"dense layers on {gpu.name}, at most", lambda gpu=gpu: _on_gpu(division, now, gpu), modelled=True)  # type: ignore[misc]
     if hardware.network_bytes_per_s is not None:
         add("a second machine like this", lambda: over_ranks(division, 2, budget).step_ms / 1e3, modelled=True)
-    return sorted(found, key=lambda change: -change.gain)
+    return sorted(found, key=lambda change: math.inf if change.gain is None else -change.gain)
 
 
 def _step_at(division: Division, budget: int) -> float:
@@ -288,9 +342,10 @@ def _faster(disk: Disk) -> Disk:
 
 
 def _on_gpu(division: Division, now: Prediction, gpu: Gpu) -> float:
-    """Returns the step's seconds if dense layers run on the GPU at its rate of large products, tables on the CPU.
+    """Returns the least that the step takes if dense layers run on the GPU, at its rate of large products.
 
-    Pooled rows go there and their gradients come back. Raises ValueError if the GPU's rate is not known.
+    Tables stay on the CPU. Pooled rows go there and their gradients come back. Raises ValueError if the GPU's rate is
+    not known.
     """
     work = division.work
     rates = [figure.value for name, figure in gpu.product_flops_per_s.items() if name == "fp32"]
@@ -316,7 +371,7 @@ def _target(division: Division, samples_per_s: float) -> Target:
     if fastest < samples_per_s:
         text = (
             f"no amount of memory is enough: with every row in DRAM it is {fastest:,.0f} samples/s, "
-            f"{samples_per_s - fastest:,.0f} too few, and {whole.binds} binds"
+            f"{samples_per_s - fastest:,.0f} too few, and {bind(whole.binds)}"
         )
         return Target(samples_per_s=samples_per_s, reached=False, memory_bytes=None, text=text)
     low, high = division.least_bytes(1 << 16, "in_place"), needed
@@ -354,9 +409,9 @@ def over_ranks(division: Division, num_ranks: int, capacity_bytes: int) -> OverR
     part = work_of(config.model_copy(update={"train": train}), division.tables, division.dataset)
     tables = _rank_tables(division, part, num_ranks, link)
     plan = solve_ranks(tables, num_ranks, capacity_bytes)
-    rest = predict(replace(part, tables=()), hardware)
+    rest_s = _rest_s(part, hardware)
     sums_s = 2 * (num_ranks - 1) / num_ranks * 4 * sum(i * o for _, i, o in part.products) / link
-    step_s = plan.slowest_s + rest.step_s + sums_s
+    step_s = plan.slowest_s + rest_s + sums_s
     named = ((table.name, owned) for table, owned in zip(tables, plan.tables, strict=True))
     others = {rule: greedy(tables, num_ranks, capacity_bytes, rule) for rule in GREEDY}
     return OverRanks(
@@ -370,7 +425,7 @@ def over_ranks(division: Division, num_ranks: int, capacity_bytes: int) -> OverR
         solved_s=round(plan.solved_s, 3),
         step_ms=round(1e3 * step_s, 4),
         samples_per_s=round(division.work.batch_size / step_s, 1),
-        binds="tables and their exchange" if plan.slowest_s > rest.step_s + sums_s else "dense layers and their sums",
+        binds="tables and their exchange" if plan.slowest_s > rest_s + sums_s else "dense layers and their sums",
         greedy={rule: None if each is None else round(each / plan.slowest_s, 4) for rule, each in others.items()},
     )
 
@@ -395,11 +450,16 @@ def _rank_tables(division: Division, part: Work, num_ranks: int, bytes_per_s: fl
 
 
 def _loads(work: Work, hardware: Hardware) -> list[TableLoad]:
-    """Returns what each table takes: the step with it alone, less the step without tables."""
-    none = predict(replace(work, tables=()), hardware).seconds
-    loads = []
-    for own in work.tables:
-        seconds = predict(replace(work, tables=(own,)), hardware).seconds
-        lookup_s, update_s = (max(0.0, seconds[phase] - none[phase]) for phase in ("lookup", "update"))
+    """Returns what each table takes among the others, which share its caches: the step less the step without it."""
+    whole, loads = predict(work, hardware).seconds, []
+    for t, own in enumerate(work.tables):
+        without = predict(replace(work, tables=work.tables[:t] + work.tables[t + 1 :]), hardware).seconds
+        lookup_s, update_s = (max(0.0, whole[phase] - without[phase]) for phase in ("lookup", "update"))
         loads.append(TableLoad(own.lookups, own.rows, lookup_s, update_s))
     return loads
+
+
+def _rest_s(part: Work, hardware: Hardware) -> float:
+    """Returns what a rank's step takes whoever owns the tables: all data and dense layers, and calls beside tables."""
+    whole, none = predict(part, hardware).seconds, predict(replace(part, tables=()), hardware).seconds
+    return whole["data"] + whole["dense"] + none["lookup"] + none["update"]

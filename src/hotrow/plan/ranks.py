@@ -495,7 +495,7 @@ class _Program:
         matrix.value_ = np.concatenate([np.asarray(values, np.float64) for _, values, _, _ in self._rows])
         whole = [highspy.HighsVarType.kInteger] * self.columns.size
         program.integrality_ = [*whole, *[highspy.HighsVarType.kContinuous] * 3]
-        solver = highspy._core._Highs()  # `Highs` prints a banner as soon as it is made
+        solver = highspy._core._Highs()  # public `Highs` prints a banner when made; so pyproject.toml pins
         options = {"output_flag": False, "time_limit": max(time_limit_s, 0.05), "mip_rel_gap": gap, "threads": 1}
         for name, value in {**options, "random_seed": 0}.items():
             solver.setOptionValue(name, value)

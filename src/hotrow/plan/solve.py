@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -112,6 +113,12 @@ class TableUse:
         of_prefix = self._cached[0] - self._cached
         most = self._pinned[-1] - self._pinned
         self._cached = np.clip(measured - of_prefix, 0.0, most[:, None])
+
+    def of(self, demand: TableDemand) -> TableUse:
+        """Returns the same accesses of rows that take other bytes, without reading the counts again."""
+        made = copy(self)
+        made.demand = demand
+        return made
 
     @property
     def whole_bytes(self) -> float:

@@ -29,7 +29,7 @@ from hotrow.models.layers import Network
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.plan.choose import moved, place_tables
 from hotrow.plan.demand import demands_of
-from hotrow.plan.divide import predict_run
+from hotrow.plan.divide import Division
 from hotrow.plan.hardware import Hardware, known_hardware
 from hotrow.run.checkpoint import Part
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
@@ -77,13 +77,13 @@ class Setup:
         """
         tables, dense = tables_of(config, dataset), DenseDevice.of(config)
         hardware = known_hardware() if training else None
-        memory = place_tables(
+        memory, division = place_tables(
             config, tables, folder, str(dense.device), dataset=dataset, training=training, hardware=hardware
         )
         copies_on = device_of_copies(config, dense) if training else None
         setup = cls(config, dataset, tables, dense, memory, copies_on, folder)
         if hardware is not None:
-            setup = replace(setup, **_prediction(setup, hardware))
+            setup = replace(setup, **_prediction(division, memory, hardware))
         if training:
             check_write_budget(config, tables, in_tiers=setup.in_tiers)
             check_hot(config.hot, dataset, setup.record_bytes, device=copies_on)
@@ -109,10 +109,10 @@ class Setup:
         return {own.name: own.record_bytes for own in demands_of(self.config, self.tables, training=True)}
 
 
-def _prediction(setup: Setup, hardware: Hardware) -> dict[str, Any]:
-    """Returns the fields of `setup` that say what a step will take."""
+def _prediction(division: Division, memory: Memory | DeviceMemory | None, hardware: Hardware) -> dict[str, Any]:
+    """Returns the fields of a `Setup` that say what a step will take."""
     try:
-        found = predict_run(setup.config, setup.tables, setup.dataset, setup.memory, hardware)
+        found = division.step(memory.below if isinstance(memory, DeviceMemory) else memory)
     except Exception as error:  # a run does not fail for want of a prediction
         return {"not_predicted": str(error) or type(error).__name__}
     return {"predicted": {**asdict(found), "hardware": {"name": hardware.name, "date": hardware.date}}}

@@ -217,6 +217,7 @@ class PackedDataset:
 
     def __init__(self, path: Path, info: DatasetInfo) -> None:
         self.path, self.info = path, info
+        self._counts: dict[str, NDArray[np.unsignedinteger[Any]]] = {}
         self.splits: dict[str, Split] = {name: Split(path, name, info) for name in info.splits}
 
     @classmethod
@@ -256,12 +257,14 @@ class PackedDataset:
 
     def counts(self, table: str) -> NDArray[np.unsignedinteger[Any]]:
         """Returns the accesses per row of `table` in the training split, memory-mapped: uint32 or uint64."""
-        num_embeddings = self._table(table).num_embeddings
-        path = self._side_file(self._table(table).counts_file, check="crc32")
-        counts = open_counts(path)
-        if len(counts) != num_embeddings:
-            raise ValueError(f"{path} counts {len(counts)} rows where the table has {num_embeddings}; {CURE}")
-        return counts
+        if table not in self._counts:
+            num_embeddings = self._table(table).num_embeddings
+            path = self._side_file(self._table(table).counts_file, check="crc32")
+            counts = open_counts(path)
+            if len(counts) != num_embeddings:
+                raise ValueError(f"{path} counts {len(counts)} rows where the table has {num_embeddings}; {CURE}")
+            self._counts[table] = counts
+        return self._counts[table]
 
     def vocabulary_path(self, table: str) -> Path:
         """Returns the path of the table's vocabulary; its size is checked here, its content by its reader."""
