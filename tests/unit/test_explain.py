@@ -136,7 +136,7 @@ def test_another_machine_has_its_own_threads_and_memory(
     assert here["dram_bytes"] == int(0.6 * MIB) and here["disk"] is not None, "the same machine at another price"
     assert here["threads"] == default_threads() and here["modelled"] is None
     assert there["disk"] is None and there["threads"] == 48
-    assert ", on 40 threads: " in plan(config, "--hardware", "cpu-server")
+    assert ", on 48 threads: " in plan(config, "--hardware", "cpu-server")
     assert plan(write(threads=3), "--json", "--hardware", "cpu-server")["threads"] == 3
 
 
