@@ -81,10 +81,14 @@ class TableWork:
     depth: int = 0
     """Batches whose rows are fetched ahead."""
     least_cached: int = LEAST_ROWS
+    known_use: TableUse | None = field(default=None, repr=False, compare=False)
+    """`use`, if somebody has made it from the counts already."""
 
     @cached_property
     def use(self) -> TableUse:
         """What slots are worth to the table. Raises ValueError if its accesses are not known."""
+        if self.known_use is not None:
+            return self.known_use
         if self.counts is None:
             raise ValueError(
                 f"table {self.table.name!r}: the dataset has no access counts, without which hits cannot be predicted; "

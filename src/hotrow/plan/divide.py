@@ -128,10 +128,12 @@ class Division:
     def work(self) -> Work:
         """What a step does; there must be a dataset. Raises ValueError if `work_of` does."""
         assert self.dataset is not None
-        work = work_of(self.config, self.tables, self.dataset)
-        for own, use in zip(work.tables, self._uses.get((*self.plain,), ()), strict=False):
-            vars(own)["use"] = use  # which it would make from the counts again
-        return work
+        work, uses = work_of(self.config, self.tables, self.dataset), self._uses.get((*self.plain,))
+        if uses is None:
+            return work
+        return replace(
+            work, tables=tuple(replace(own, known_use=use) for own, use in zip(work.tables, uses, strict=True))
+        )
 
     def predict(
         self, slots: Sequence[TableSlots] | None, memory: Memory | None = None, hardware: Hardware | None = None
