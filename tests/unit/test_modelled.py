@@ -14,9 +14,11 @@ from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import TableSlots
 from hotrow.plan import modelled as module
-from hotrow.plan.cost import PHASES, CostModel, amounts_of, traffic_of, work_of
+from hotrow.plan.cost import PHASES, CostModel, amounts_of
 from hotrow.plan.hardware import MACHINES, Figure, Hardware, Point
 from hotrow.plan.modelled import RATES, faster, modelled, rate_of, read_machine
+from hotrow.plan.traffic import traffic_of
+from hotrow.plan.work import work_of
 from hotrow.run.setup import tables_of
 from hotrow.run.step_probe import OPTIMIZERS
 

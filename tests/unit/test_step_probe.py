@@ -12,7 +12,8 @@ import pytest
 
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import Split
-from hotrow.plan.cost import PHASES, unit_seconds
+from hotrow.plan.cost import PHASES
+from hotrow.plan.fit import unit_seconds
 from hotrow.run import step_probe
 from hotrow.run.setup import splits_dense
 from hotrow.run.step_probe import Drawn, Shape, measure_kernels, measure_shape, shapes

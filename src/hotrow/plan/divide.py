@@ -16,10 +16,12 @@ from hotrow.base.files import disk_free_bytes, size
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
-from hotrow.plan.cost import Prediction, Work, predict, traffic_of, work_of
+from hotrow.plan.cost import Prediction, predict
 from hotrow.plan.demand import demands_of, most_rows
 from hotrow.plan.hardware import Disk, Hardware
 from hotrow.plan.solve import CountsPlan, TableUse, plan_by_counts
+from hotrow.plan.traffic import traffic_of
+from hotrow.plan.work import Work, work_of
 from hotrow.tables import TableConfig
 
 
@@ -128,12 +130,7 @@ class Division:
     def work(self) -> Work:
         """What a step does; there must be a dataset. Raises ValueError if `work_of` does."""
         assert self.dataset is not None
-        work, uses = work_of(self.config, self.tables, self.dataset), self._uses.get((*self.plain,))
-        if uses is None:
-            return work
-        return replace(
-            work, tables=tuple(replace(own, known_use=use) for own, use in zip(work.tables, uses, strict=True))
-        )
+        return work_of(self.config, self.tables, self.dataset)
 
     def predict(
         self, slots: Sequence[TableSlots] | None, memory: Memory | None = None, hardware: Hardware | None = None

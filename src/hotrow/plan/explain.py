@@ -19,12 +19,13 @@ from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableSlots
 from hotrow.plan.choose import FOLDER, choose, dram_budget
-from hotrow.plan.cost import Prediction, Work, predict, work_of
+from hotrow.plan.cost import Prediction, predict
 from hotrow.plan.demand import demands_of
 from hotrow.plan.divide import Division, Step, step_of
 from hotrow.plan.hardware import Disk, Figure, Gpu, Hardware
 from hotrow.plan.ranks import GREEDY, RankTable, TableLoad, greedy, solve_ranks, ways_of
 from hotrow.plan.solve import expected_hits, most_saved
+from hotrow.plan.work import Work, work_of
 from hotrow.tables import TableConfig
 
 FASTER = 2

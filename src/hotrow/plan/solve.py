@@ -35,6 +35,8 @@ CUTS_PER_OCTAVE = 64
 """Prefixes tried per doubling of their rows; up to about 90 rows all are tried."""
 WINDOWS = 160
 """Lengths of stay in a cache that are computed: about 5 per doubling, linear between them."""
+EPOCH_PLACES, EPOCH_WINDOWS = 24, 64
+"""Places in an epoch, and lengths of stay, that are computed for shuffled epochs."""
 RATES_PER_OCTAVE, LEAST_RATE, MOST_RATE = 16, 2.0**-60, 2.0**40
 MOST_RATES = 2048
 """In tables of up to this many rows every rate is kept; larger tables have RATES_PER_OCTAVE rates per doubling."""
@@ -61,8 +63,9 @@ class TableUse:
 
     counts: accesses of each row in `num_steps` steps, [num_rows]. curve: measured hits of caches, in which the first
     access to a row is a miss. depth: batches that are fetched ahead, whose rows take cached slots. least_cached: the
-    least number of cached rows, if the table has as many. Raises ValueError if counts are negative, not finite, or of
-    another number of rows.
+    least number of cached rows, if the table has as many. first_epoch: accesses are not independent, they are those of
+    shuffled epochs of `num_steps` steps; the share of the steps that are of the first epoch. Raises ValueError if
+    counts are negative, not finite, or of another number of rows.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class TableUse:
         curve: MissRatio | None = None,
         depth: int = LOOKAHEAD,
         least_cached: int = LEAST_ROWS,
+        first_epoch: float | None = None,
     ) -> None:
         given = np.asarray(counts)
         if given.shape != (demand.num_rows,):
@@ -81,15 +85,19 @@ class TableUse:
         self.demand = demand
         self._cuts = _cuts(demand.num_rows)
         rates, rows = _rates(demand.name, given, num_steps, self._cuts)
-        chance = -np.expm1(-rates)
+        windows = _windows(rates, rows)
+        if first_epoch is None:
+            chance, came = -np.expm1(-rates), -np.expm1(-np.outer(rates, windows))
+            hit = chance[:, None] * came
+        else:
+            chance, came, hit = _in_epochs(rates * num_steps, num_steps, first_epoch)
 
         def behind(each: Array) -> Array:
             """Returns the sum of `each`, by rate, over the rows behind every cut."""
             sums = rows @ each
             return np.concatenate([np.cumsum(sums[::-1], axis=0)[::-1], np.zeros_like(sums[:1])])
 
-        came = -np.expm1(-np.outer(rates, _windows(rates, rows)))
-        self._resident, self._cached = behind(came), behind(chance[:, None] * came)
+        self._resident, self._cached = behind(came), behind(hit)
         self._pinned = np.concatenate([[0.0], np.cumsum(rows @ chance)])
         self.rows_per_step = float(self._pinned[-1])
         """Expected number of different rows in a step."""
@@ -210,6 +218,38 @@ def rates_of(name: str, counts: NDArray[Any], num_steps: float) -> tuple[Array, 
     """Returns the different rates at which rows of a table are looked up, per step, and how many rows have each."""
     rates, rows = _rates(name, counts, num_steps, np.array([0, len(counts)]))
     return rates, rows[0]
+
+
+def _in_epochs(counts: Array, num_steps: float, first_epoch: float) -> tuple[Array, Array, Array]:
+    """Returns by rate, of rows used `counts` times in every shuffled epoch of `num_steps` steps: their chance to be in
+    a step [K]; and by windows of steps the chance to be among the last ones' rows, the present step's included, and to
+    be in the present step and one of those before it, [K, windows].
+
+    A row that an epoch has once does not come back before the next epoch: caches hit it less than if accesses were
+    independent.
+    """
+    most = math.ceil(num_steps)
+    places = np.arange(1, most + 1) if most <= EPOCH_PLACES else (np.arange(EPOCH_PLACES) + 0.5) / EPOCH_PLACES * most
+    places = np.minimum(places, num_steps)
+    lengths = np.arange(1.0, 2 * most + 2)
+    if len(lengths) > EPOCH_WINDOWS:
+        lengths = np.geomspace(1.0, 2 * most + 1, EPOCH_WINDOWS)
+
+    def absent(steps: Array) -> Array:
+        """Returns the chance not to be in so many steps, the last of which is anywhere in an epoch, [K, steps]."""
+        total = np.zeros((len(counts), len(steps)))
+        for place in places:
+            now = np.minimum(steps, place)
+            before = np.minimum(steps - now, num_steps)
+            here, there = (np.maximum(1 - part / num_steps, 0.0) ** counts[:, None] for part in (now, before))
+            total += here * (first_epoch + (1 - first_epoch) * there)
+        return total / len(places)
+
+    chance = 1 - absent(np.array([1.0]))[:, 0]
+    shorter, longer = absent(lengths), absent(lengths + 1)
+    came, hit = 1 - longer, np.maximum(chance[:, None] - (shorter - longer), 0.0)
+    none = np.zeros((len(counts), 1))
+    return chance, np.hstack([none, came]), np.hstack([none, hit])
 
 
 def _windows(rates: Array, rows: Array) -> Array:

@@ -38,10 +38,12 @@ from hotrow.placement.budget import Memory, TableSlots
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.store_file import SUFFIX, OwnFolder
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.cost import PHASES, Amounts, TableWork, Traffic, Work, amounts_of, dense_work
+from hotrow.plan.cost import PHASES, Amounts, amounts_of
 from hotrow.plan.demand import demands_of
 from hotrow.plan.hardware import DISTURBED, Figure, Point
 from hotrow.plan.solve import rates_of
+from hotrow.plan.traffic import Traffic
+from hotrow.plan.work import TableWork, Work, dense_work
 from hotrow.run.meters import Session, StepClock
 from hotrow.run.setup import TABLE_DTYPES, DenseDevice, Parts, Setup, build
 from hotrow.run.trainer import LOOKAHEAD, train_step
@@ -402,8 +404,10 @@ def _traffic(tiers: Tiers, moved: Mapping[str, int]) -> Traffic:
         lookups=moved["lookups"] / TIMED,
         rows=moved["rows"] / TIMED,
         misses=(moved["rows"] - moved["hit_rows"]) / TIMED,
+        read_rows=moved["read_rows"] / TIMED,
         reads=moved["reads"] / TIMED,
         read_bytes=moved["read_bytes"] / TIMED,
+        written_rows=moved["written_rows"] / TIMED,
         writes=moved["writes"] / TIMED,
         written_bytes=moved["written_bytes"] / TIMED,
     )

@@ -21,11 +21,12 @@ from hotrow.bench import how_clean
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory
-from hotrow.plan.cost import predict, work_of
+from hotrow.plan.cost import predict
 from hotrow.plan.demand import required_bytes
 from hotrow.plan.divide import slots_of
 from hotrow.plan.hardware import Hardware
 from hotrow.plan.modelled import faster
+from hotrow.plan.work import work_of
 from hotrow.run.setup import Setup, tables_of
 from hotrow.study.data import NotHere, prepared
 from hotrow.study.group import GroupError, MemoryGroup, enter_and
