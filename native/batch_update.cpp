@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <bit>
+#include <memory>
 
 namespace hotrow {
 namespace {
@@ -87,7 +88,8 @@ void lay_out(Arena& arena, TablePlan& plan) {
                     bags.weights ? arena.take<int64_t>(ids) : nullptr,
                     mean ? arena.take<float>(bags.weights ? ids : bags.num_bags) : nullptr};
     const float* weights = bags.weights ? bags.weights + bags.begin(0) : nullptr;
-    plan.sources.push_back({segment.grad, segment.stride, part.bag_of, mean ? part.scale : weights});
+    plan.sources.push_back(
+        {segment.grad, segment.stride, part.bag_of, mean ? part.scale : weights, segment.leaf, segment.node});
     plan.parts.push_back(part);
     if (keys) keys += ids;
   }
@@ -234,9 +236,9 @@ bool whole_tables_do(const std::vector<TablePlan>& plans, int num_threads) {
   return largest * 4 * num_threads <= total;
 }
 
-// Brings the keys of every table into the order that its rule needs. All threads together sort a large table; one
-// thread each sorts the others.
-void sort_all(std::vector<TablePlan>& plans, int num_threads) {
+// Brings the keys of every table into row order, or into the order that its rule needs. All threads together sort a
+// large table; one thread each sorts the others.
+void sort_all(std::vector<TablePlan>& plans, int num_threads, bool by_row) {
   constexpr int64_t kWorthSharing = 1 << 15;
   int64_t total = 0;
   for (const TablePlan& plan : plans) total += plan.num_keys;
@@ -244,7 +246,7 @@ void sort_all(std::vector<TablePlan>& plans, int num_threads) {
   const auto sort = [&](TablePlan& plan, int threads) {
     const bool sgd = plan.table->rule.algorithm == Algorithm::sgd;
     const bool rounds = plan.table->table.storage == Storage::float16;
-    if (sgd && !rounds && order_for_sgd(plan, total / (2 * num_threads), threads, cut)) return;
+    if (!by_row && sgd && !rounds && order_for_sgd(plan, total / (2 * num_threads), threads, cut)) return;
     sort_by_row(plan, threads);
   };
   std::vector<TablePlan*> alone;
@@ -286,41 +288,162 @@ std::vector<Range> cut_rows(const std::vector<TablePlan>& plans, int num_threads
   return ranges;
 }
 
-void apply_all(const std::vector<TablePlan>& plans, float* row_scratch, int64_t row_floats, int num_threads) {
+Occurrences occurrences_of(const TablePlan& plan, int64_t first, int64_t last) {
+  return {plan.keys + first, last - first, plan.sources.data(), plan.row_shift, plan.source_shift};
+}
+
+// How many floats of sums are made before they are applied: between the two they stay in L2.
+constexpr int64_t kSummedFloats = 1 << 15;
+
+int64_t rows_at_once(int64_t dim) { return std::max<int64_t>(1, kSummedFloats / dim); }
+
+// Sums the keys [first, last) by row and applies the sums, some rows at a time; `room` holds their sums and a stack.
+// Where the rows are sorted there are as many spare keys, for one key per row.
+void apply_sums(const TablePlan& plan, int64_t first, int64_t last, float* scratch, float* room) {
+  const Rows& table = plan.table->table;
+  const int64_t most = rows_at_once(table.dim);
+  const int shift = bits_below(most);
+  const auto row = [&](int64_t i) { return plan.keys[i] >> plan.row_shift; };
+  while (first < last) {
+    uint64_t* keys = plan.spare + first;
+    int64_t end = first;
+    for (int64_t num_rows = 0; end < last; ++end) {
+      const bool next_row = end == first || row(end) != row(end - 1);
+      if (next_row && num_rows == most) break;
+      num_rows += next_row;
+    }
+    RowSums sums{reinterpret_cast<int64_t*>(keys), room + kMostTreeLevels * table.dim};
+    kernels().sum_rows(occurrences_of(plan, first, end), table.dim, &sums, room);
+    const int64_t num_rows = sums.rows - reinterpret_cast<int64_t*>(keys);
+    for (int64_t k = 0; k < num_rows; ++k) keys[k] = keys[k] << shift | static_cast<uint64_t>(k);
+    const Source summed{room + kMostTreeLevels * table.dim, table.dim, nullptr, nullptr};
+    kernels().update(plan.table->rule, table, plan.table->states, {keys, num_rows, &summed, shift, shift}, scratch);
+    first = end;
+  }
+}
+
+void apply_all(const std::vector<TablePlan>& plans, float* row_scratch, int64_t row_floats, int num_threads,
+               bool in_parts) {
   const Kernels& set = kernels();
   const std::vector<Range> ranges = cut_rows(plans, num_threads);
   parallel_for(static_cast<int64_t>(ranges.size()), num_threads, [&](int64_t task, int worker) {
     const Range& range = ranges[static_cast<size_t>(task)];
     const TablePlan& plan = plans[range.owner];
-    const Occurrences occurrences{plan.keys + range.first, range.last - range.first, plan.sources.data(),
-                                  plan.row_shift, plan.source_shift};
-    set.update(plan.table->rule, plan.table->table, plan.table->states, occurrences, row_scratch + worker * row_floats);
+    float* scratch = row_scratch + worker * row_floats;
+    if (in_parts) {
+      apply_sums(plan, range.first, range.last, scratch, scratch + 2 * plan.table->table.dim);
+    } else {
+      set.update(plan.table->rule, plan.table->table, plan.table->states, occurrences_of(plan, range.first, range.last),
+                 scratch);
+    }
   });
 }
 
-}  // namespace
+// What a worker needs beside the keys.
+int64_t floats_of_worker(int64_t dim, bool in_parts) {
+  const int64_t floats = in_parts ? (2 + kMostTreeLevels + rows_at_once(dim)) * dim : 2 * dim;
+  return (floats + 15) / 16 * 16;
+}
 
-UpdateResult update(const std::vector<TableUpdate>& tables, int num_threads) {
-  std::vector<TablePlan> plans;
+// The plans of all tables on pages of scratch, with keys that are in order once `sort_all` has run.
+struct Plans {
+  std::vector<TablePlan> tables;
+  std::unique_ptr<KeptPages> pages;
+  float* row_scratch = nullptr;
   int64_t row_floats = 0;
+};
+
+UpdateResult make_plans(Plans& plans, const std::vector<TableUpdate>& tables, int num_threads, bool in_parts) {
   for (const TableUpdate& table : tables) {
     for (const Segment& segment : table.segments) {
       if (!ends_in_range(segment.bags)) return UpdateResult::out_of_range;
     }
-    plans.push_back(plan_table(table));
-    if (plans.back().row_bits + plans.back().row_shift > 63) return UpdateResult::too_large;
-    row_floats = std::max(row_floats, (2 * table.table.dim + 15) / 16 * 16);
+    plans.tables.push_back(plan_table(table));
+    if (plans.tables.back().row_bits + plans.tables.back().row_shift > 63) return UpdateResult::too_large;
+    plans.row_floats = std::max(plans.row_floats, floats_of_worker(table.table.dim, in_parts));
   }
   const auto lay_out_all = [&](Arena arena) {
-    for (TablePlan& plan : plans) lay_out(arena, plan);
-    float* rows = arena.take<float>(row_floats * num_threads);
+    for (TablePlan& plan : plans.tables) lay_out(arena, plan);
+    float* rows = arena.take<float>(plans.row_floats * num_threads);
     return std::pair{rows, arena.used};
   };
-  const KeptPages scratch(lay_out_all({nullptr}).second);
-  float* row_scratch = lay_out_all({scratch.bytes()}).first;
-  if (!make_all_keys(plans, num_threads)) return UpdateResult::out_of_range;
-  sort_all(plans, num_threads);
-  apply_all(plans, row_scratch, row_floats, num_threads);
+  plans.pages = std::make_unique<KeptPages>(lay_out_all({nullptr}).second);
+  plans.row_scratch = lay_out_all({plans.pages->bytes()}).first;
+  return make_all_keys(plans.tables, num_threads) ? UpdateResult::done : UpdateResult::out_of_range;
+}
+
+// Calls work(node) for each pair of a row and a node in which it occurs, among the keys [first, last).
+template <class Work>
+void for_sums(const TablePlan& plan, int64_t first, int64_t last, const Work& work) {
+  const uint64_t items = (uint64_t{1} << plan.row_shift) - 1;
+  uint64_t row = 0;
+  int32_t node = -1;
+  for (int64_t i = first; i < last; ++i) {
+    const int32_t own = plan.sources[(plan.keys[i] & items) >> plan.source_shift].node;
+    if (own == node && plan.keys[i] >> plan.row_shift == row) continue;
+    row = plan.keys[i] >> plan.row_shift;
+    node = own;
+    work(static_cast<size_t>(node));
+  }
+}
+
+// Returns where each range of keys writes the rows of each node, and their sums; counts: rows by range and node.
+std::vector<std::vector<RowSums>> lay_out_sums(const std::vector<TablePlan>& plans, const std::vector<Range>& ranges,
+                                               const std::vector<std::vector<int64_t>>& counts, size_t num_nodes,
+                                               SummedRows& out) {
+  out.num_rows.assign(num_nodes, std::vector<int64_t>(plans.size()));
+  for (size_t r = 0; r < ranges.size(); ++r) {
+    for (size_t n = 0; n < num_nodes; ++n) {
+      out.num_rows[n][ranges[r].owner] += counts[r][n];
+      out.total_rows += counts[r][n];
+      out.total_floats += counts[r][n] * plans[ranges[r].owner].table->table.dim;
+    }
+  }
+  out.rows = std::make_unique<KeptPages>(static_cast<size_t>(out.total_rows) * sizeof(int64_t));
+  out.sums = std::make_unique<KeptPages>(static_cast<size_t>(out.total_floats) * sizeof(float));
+  RowSums next{reinterpret_cast<int64_t*>(out.rows->bytes()), out.sums->floats()};
+  std::vector<std::vector<RowSums>> places(ranges.size(), std::vector<RowSums>(num_nodes));
+  for (size_t n = 0; n < num_nodes; ++n) {
+    for (size_t r = 0; r < ranges.size(); ++r) {
+      places[r][n] = next;
+      next.rows += counts[r][n];
+      next.sums += counts[r][n] * plans[ranges[r].owner].table->table.dim;
+    }
+  }
+  return places;
+}
+
+}  // namespace
+
+UpdateResult update(const std::vector<TableUpdate>& tables, int num_threads, bool in_parts) {
+  Plans plans;
+  const UpdateResult result = make_plans(plans, tables, num_threads, in_parts);
+  if (result != UpdateResult::done) return result;
+  sort_all(plans.tables, num_threads, in_parts);
+  apply_all(plans.tables, plans.row_scratch, plans.row_floats, num_threads, in_parts);
+  return UpdateResult::done;
+}
+
+UpdateResult sum_rows(const std::vector<TableUpdate>& tables, size_t num_nodes, int num_threads, SummedRows& out) {
+  Plans plans;
+  const UpdateResult result = make_plans(plans, tables, num_threads, true);
+  if (result != UpdateResult::done) return result;
+  sort_all(plans.tables, num_threads, true);
+  const std::vector<Range> ranges = cut_rows(plans.tables, num_threads);
+  const int64_t num_ranges = static_cast<int64_t>(ranges.size());
+  std::vector<std::vector<int64_t>> counts(ranges.size(), std::vector<int64_t>(num_nodes));
+  parallel_for(num_ranges, num_threads, [&](int64_t task, int) {
+    const Range& range = ranges[static_cast<size_t>(task)];
+    std::vector<int64_t>& own = counts[static_cast<size_t>(task)];
+    for_sums(plans.tables[range.owner], range.first, range.last, [&](size_t node) { ++own[node]; });
+  });
+  std::vector<std::vector<RowSums>> places = lay_out_sums(plans.tables, ranges, counts, num_nodes, out);
+  parallel_for(num_ranges, num_threads, [&](int64_t task, int worker) {
+    const Range& range = ranges[static_cast<size_t>(task)];
+    const TablePlan& plan = plans.tables[range.owner];
+    kernels().sum_rows(occurrences_of(plan, range.first, range.last), plan.table->table.dim,
+                       places[static_cast<size_t>(task)].data(), plans.row_scratch + worker * plans.row_floats);
+  });
   return UpdateResult::done;
 }
 

@@ -56,7 +56,7 @@ std::vector<Layer> layers_of(const ConstFloats& x, const Matrices& weights) {
 }
 
 void bind_mlp(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, std::vector<FloatMatrix> outputs,
-              int num_threads) {
+              int num_threads, PackedWeights* packed) {
   const std::vector<Layer> layers = layers_of(x, weights);
   require(biases.size() == layers.size() && outputs.size() == layers.size(), "a bias and an output for each layer");
   std::vector<const float*> bias;
@@ -69,13 +69,13 @@ void bind_mlp(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, 
     out.push_back(outputs[k].data());
   }
   nb::gil_scoped_release release;
-  mlp(layers, bias, last_relu, x.data(), extent(x, 0), out, num_threads);
+  mlp(layers, bias, last_relu, x.data(), extent(x, 0), out, num_threads, packed);
 }
 
 // inputs[0] is x, the others outputs of `mlp`; the first of grad_inputs may be None.
 void bind_mlp_backward(ConstFloats grad, Matrices inputs, Matrices weights, std::vector<FloatMatrix> grad_weights,
                        std::vector<Floats> grad_biases, std::vector<std::optional<FloatMatrix>> grad_inputs,
-                       int num_threads) {
+                       int num_threads, PackedWeights* packed) {
   require(inputs.size() == weights.size() && !inputs.empty(), "an input for each weight");
   const std::vector<Layer> layers = layers_of(inputs[0], weights);
   require(grad_weights.size() == layers.size() && grad_biases.size() == layers.size() &&
@@ -95,7 +95,7 @@ void bind_mlp_backward(ConstFloats grad, Matrices inputs, Matrices weights, std:
         {grad_weights[k].data(), grad_biases[k].data(), grad_inputs[k] ? grad_inputs[k]->data() : nullptr});
   }
   nb::gil_scoped_release release;
-  mlp_backward(layers, in, grad.data(), num_samples, gradients, num_threads);
+  mlp_backward(layers, in, grad.data(), num_samples, gradients, num_threads, packed);
 }
 
 }  // namespace
@@ -103,6 +103,10 @@ void bind_mlp_backward(ConstFloats grad, Matrices inputs, Matrices weights, std:
 void bind_dense(nb::module_& m) {
   m.def("interact", bind_interact);
   m.def("interact_backward", bind_interact_backward);
-  m.def("mlp", bind_mlp);
-  m.def("mlp_backward", bind_mlp_backward);
+  nb::class_<PackedWeights>(m, "PackedWeights").def(nb::init<>());
+  // `packed` is the last argument of both, and may be left out.
+  m.def("mlp", bind_mlp, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+        nb::arg("packed") = nb::none());
+  m.def("mlp_backward", bind_mlp_backward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+        nb::arg("packed") = nb::none());
 }

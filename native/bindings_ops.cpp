@@ -13,6 +13,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -102,17 +104,28 @@ struct Batch {
   std::optional<ConstFloats> weights;
   std::vector<int64_t> starts;
   int64_t num_bags;
+  std::vector<int64_t> parts;  // where micro-batches begin among the bags of a feature, and the end of the last
   bool wide;
 
-  Batch(Ids i, std::optional<Offsets> o, std::optional<ConstFloats> w, std::vector<int64_t> s, int64_t n)
-      : ids(std::move(i)), offsets(std::move(o)), weights(std::move(w)), starts(std::move(s)), num_bags(n) {
+  Batch(Ids i, std::optional<Offsets> o, std::optional<ConstFloats> w, std::vector<int64_t> s, int64_t n,
+        std::vector<int64_t> p)
+      : ids(std::move(i)),
+        offsets(std::move(o)),
+        weights(std::move(w)),
+        starts(std::move(s)),
+        num_bags(n),
+        parts(p.empty() ? std::vector<int64_t>{0, n} : std::move(p)) {
     wide = ids.dtype() == nb::dtype<int64_t>();
     require(wide || ids.dtype() == nb::dtype<int32_t>(), "ids must be int32 or int64");
     require(!weights || size(*weights) == size(ids), "weights must be as many as ids");
     const int64_t total = offsets ? size(*offsets) - 1 : size(ids);
     require(num_bags >= 0, "negative number of bags");
     for (const int64_t start : starts) require(0 <= start && start + num_bags <= total, "bags beyond the batch");
+    require(parts.front() == 0 && parts.back() == num_bags && std::is_sorted(parts.begin(), parts.end()),
+            "parts must rise from 0 to the number of bags");
   }
+
+  size_t num_parts() const { return parts.size() - 1; }
 
   Bags bags(size_t feature, Pooling pooling) const {
     const int64_t start = starts[feature];
@@ -184,10 +197,61 @@ States states_of(const std::vector<const Arrays*>& states, size_t table, Algorit
 
 // Lookups that have got their gradients, in forward order.
 using Pending = std::vector<std::tuple<const Layout*, const Batch*, GradMatrix>>;
+// Subtrees: first leaf and number of leaves.
+using Nodes = std::vector<std::pair<int32_t, int32_t>>;
 
-std::vector<TableUpdate> plan_update(size_t num_features, const Arrays& weights,
-                                     const std::vector<const Arrays*>& states, const Pending& pending,
-                                     const std::vector<RuleNumbers>& rules) {
+size_t count_parts(const Pending& pending) {
+  const size_t num_parts = pending.empty() ? 1 : std::get<1>(pending.front())->num_parts();
+  for (const auto& [layout, batch, grad] : pending) {
+    require(batch->num_parts() == num_parts, "batches are cut into different numbers of parts");
+  }
+  return num_parts;
+}
+
+int32_t node_of(const Nodes& nodes, int32_t leaf) {
+  for (size_t n = 0; n < nodes.size(); ++n) {
+    if (nodes[n].first <= leaf && leaf < nodes[n].first + nodes[n].second) return static_cast<int32_t>(n);
+  }
+  throw nb::value_error("more parts than leaves");
+}
+
+// Part `p` of a feature's bags, and of the gradient of their pooled rows.
+Segment part_of(const Batch& batch, size_t p, const Bags& bags, const float* grad, int64_t stride) {
+  const int64_t first = batch.parts[p];
+  Bags own = bags;
+  if (own.offsets) own.offsets += first;
+  own.start += first;
+  own.num_bags = batch.parts[p + 1] - first;
+  return {own, grad + first * stride, stride};
+}
+
+// Adds the segments of all lookups to their tables: micro-batch after micro-batch, in each feature after feature.
+// Micro-batch p is leaf `leaf` + p.
+void add_segments(std::vector<TableUpdate>& tables, size_t num_features, const Pending& pending, int32_t leaf,
+                  const Nodes& nodes) {
+  const size_t num_parts = count_parts(pending);
+  for (size_t p = 0; p < num_parts; ++p, ++leaf) {
+    const int32_t node = node_of(nodes, leaf);
+    for (size_t f = 0; f < num_features; ++f) {
+      for (const auto& [layout, batch, grad] : pending) {
+        require(layout->features.size() == num_features && batch->starts.size() == num_features,
+                "batch and layout differ in features");
+        if (!layout->features[f]) continue;
+        const auto [table, column, pooling] = *layout->features[f];
+        require(table < tables.size(), "no such table");
+        require(column + tables[table].table.dim <= extent(grad, 1), "feature columns beyond grad");
+        Segment segment =
+            part_of(*batch, p, batch->bags(f, pooling), grad.data() + column, row_stride(grad, batch->num_bags));
+        segment.leaf = leaf;
+        segment.node = node;
+        tables[table].segments.push_back(segment);
+      }
+    }
+  }
+}
+
+int bind_update(size_t num_features, const Arrays& weights, const std::vector<const Arrays*>& states,
+                const Pending& pending, const std::vector<RuleNumbers>& rules, int num_threads) {
   require(rules.size() == weights.arrays.size(), "one rule per table");
   std::vector<TableUpdate> tables;
   for (size_t t = 0; t < weights.arrays.size(); ++t) {
@@ -195,26 +259,61 @@ std::vector<TableUpdate> plan_update(size_t num_features, const Arrays& weights,
     const Rule rule = rule_of(rules[t]);
     tables.push_back({rows, states_of(states, t, rule.algorithm, rows), rule, {}});
   }
-  for (size_t f = 0; f < num_features; ++f) {
-    for (const auto& [layout, batch, grad] : pending) {
-      require(layout->features.size() == num_features && batch->starts.size() == num_features,
-              "batch and layout differ in features");
-      if (!layout->features[f]) continue;
-      const auto [table, column, pooling] = *layout->features[f];
-      require(table < tables.size(), "no such table");
-      require(column + tables[table].table.dim <= extent(grad, 1), "feature columns beyond grad");
-      tables[table].segments.push_back(
-          {batch->bags(f, pooling), grad.data() + column, row_stride(grad, batch->num_bags)});
-    }
-  }
-  return tables;
+  const bool in_parts = count_parts(pending) > 1;
+  add_segments(tables, num_features, pending, 0, {{0, INT32_MAX}});
+  nb::gil_scoped_release release;
+  return static_cast<int>(update(tables, num_threads, in_parts));
 }
 
-int bind_update(size_t num_features, const Arrays& weights, const std::vector<const Arrays*>& states,
-                const Pending& pending, const std::vector<RuleNumbers>& rules, int num_threads) {
-  const auto tables = plan_update(num_features, weights, states, pending, rules);
-  nb::gil_scoped_release release;
-  return static_cast<int>(update(tables, num_threads));
+// An array on kept pages, which it gives back when it is freed.
+template <class T>
+nb::ndarray<nb::numpy, T> array_on(std::unique_ptr<KeptPages> pages, int64_t size) {
+  T* data = reinterpret_cast<T*>(pages->bytes());
+  nb::capsule owner(pages.release(), [](void* p) noexcept { delete static_cast<KeptPages*>(p); });
+  const size_t shape[] = {static_cast<size_t>(size)};
+  return {data, 1, shape, owner};
+}
+
+// How many rows by node and table, then rows and sums of all of them end to end.
+using Summed =
+    std::tuple<std::vector<std::vector<int64_t>>, nb::ndarray<nb::numpy, int64_t>, nb::ndarray<nb::numpy, float>>;
+
+// Nothing if an id or offset is out of range.
+std::optional<Summed> bind_sum_rows(size_t num_features, const Arrays& weights, const Pending& pending, int32_t leaf,
+                                    const Nodes& nodes, int num_threads) {
+  std::vector<TableUpdate> tables;
+  for (size_t t = 0; t < weights.arrays.size(); ++t) tables.push_back({weights.rows(t), {}, {}, {}});
+  add_segments(tables, num_features, pending, leaf, nodes);
+  SummedRows out;
+  {
+    nb::gil_scoped_release release;
+    if (sum_rows(tables, nodes.size(), num_threads, out) != UpdateResult::done) return std::nullopt;
+  }
+  return std::optional<Summed>{std::in_place, std::move(out.num_rows),
+                               array_on<int64_t>(std::move(out.rows), out.total_rows),
+                               array_on<float>(std::move(out.sums), out.total_floats)};
+}
+
+// Sums of one table by the first leaf of their nodes, which rise: rows [n] and sums [n, D]. Returns rows and sums of
+// all.
+std::pair<nb::ndarray<nb::numpy, int64_t>, nb::ndarray<nb::numpy, float>> bind_merge_rows(
+    const std::vector<std::tuple<int32_t, Offsets, FloatMatrix>>& nodes, int num_threads) {
+  require(!nodes.empty(), "no nodes");
+  TableUpdate table{{nullptr, nullptr, 0, extent(std::get<2>(nodes.front()), 1), Storage::float32}, {}, {}, {}};
+  for (const auto& [leaf, rows, sums] : nodes) {
+    const int64_t n = size(rows);
+    require(extent(sums, 0) == n && extent(sums, 1) == table.table.dim, "sums must be [n, D]");
+    for (int64_t i = 0; i < n; ++i) table.table.num_rows = std::max(table.table.num_rows, rows.data()[i] + 1);
+    const Bags bags{rows.data(), nullptr, nullptr, n, n, 0, Pooling::sum, true};
+    table.segments.push_back({bags, sums.data(), table.table.dim, leaf, 0});
+  }
+  SummedRows out;
+  {
+    nb::gil_scoped_release release;
+    require(sum_rows({table}, 1, num_threads, out) == UpdateResult::done, "negative row");
+  }
+  return {array_on<int64_t>(std::move(out.rows), out.total_rows),
+          array_on<float>(std::move(out.sums), out.total_floats)};
 }
 
 int64_t bind_first_nonfinite(GradMatrix values, int num_threads) {
@@ -223,11 +322,11 @@ int64_t bind_first_nonfinite(GradMatrix values, int num_threads) {
   return first_nonfinite(values.data(), extent(values, 0), extent(values, 1), stride, num_threads);
 }
 
-void bind_fill_uniform(uint64_t key, int64_t first_row, FloatMatrix out, float bound, int64_t zero_rows,
+void bind_fill_uniform(uint64_t key, int64_t first_row, int64_t step, FloatMatrix out, float bound, int64_t zero_rows,
                        int num_threads) {
-  require(first_row >= 0, "negative row");
+  require(first_row >= 0 && step >= 1, "negative row, or rows that do not rise");
   nb::gil_scoped_release release;
-  fill_uniform(key, first_row, extent(out, 0), extent(out, 1), bound, zero_rows, out.data(), num_threads);
+  fill_uniform(key, first_row, step, extent(out, 0), extent(out, 1), bound, zero_rows, out.data(), num_threads);
 }
 
 size_t num_bytes(const std::vector<size_t>& shape) {
@@ -292,12 +391,15 @@ NB_MODULE(_native, m) {
         new (self) Arrays{std::move(arrays), std::move(low)};
       });
   nb::class_<Batch>(m, "Batch")
-      .def(nb::init<Ids, std::optional<Offsets>, std::optional<ConstFloats>, std::vector<int64_t>, int64_t>(),
-           nb::arg("ids"), nb::arg("offsets").none(), nb::arg("weights").none(), nb::arg("starts"),
-           nb::arg("num_bags"));
+      .def(nb::init<Ids, std::optional<Offsets>, std::optional<ConstFloats>, std::vector<int64_t>, int64_t,
+                    std::vector<int64_t>>(),
+           nb::arg("ids"), nb::arg("offsets").none(), nb::arg("weights").none(), nb::arg("starts"), nb::arg("num_bags"),
+           nb::arg("parts") = std::vector<int64_t>());
   m.def("lookup", bind_lookup);
   m.def("weight_gradient", bind_weight_gradient);
   m.def("update", bind_update);
+  m.def("sum_rows", bind_sum_rows);
+  m.def("merge_rows", bind_merge_rows);
   m.def("first_nonfinite", bind_first_nonfinite);
   m.def("fill_uniform", bind_fill_uniform);
   m.def("allocate", bind_allocate, nb::arg("shape"), nb::arg("sparse") = false);

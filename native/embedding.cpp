@@ -47,13 +47,13 @@ bool weight_gradient(const std::vector<FeatureBags>& features, const float* grad
   });
 }
 
-void fill_uniform(uint64_t key, int64_t first, int64_t count, int64_t dim, float bound, int64_t zero_rows, float* out,
-                  int num_threads) {
+void fill_uniform(uint64_t key, int64_t first, int64_t step, int64_t count, int64_t dim, float bound, int64_t zero_rows,
+                  float* out, int num_threads) {
   const Kernels& set = kernels();
   const int64_t rows_per_task = std::max<int64_t>(1, (1 << 20) / (dim * static_cast<int64_t>(sizeof(float))));
   parallel_for((count + rows_per_task - 1) / rows_per_task, num_threads, [&](int64_t task, int) {
     const int64_t begin = task * rows_per_task, end = std::min(count, begin + rows_per_task);
-    set.fill_uniform(key, first + begin, end - begin, dim, bound, zero_rows, out + begin * dim);
+    set.fill_uniform(key, first + begin * step, step, end - begin, dim, bound, zero_rows, out + begin * dim);
   });
 }
 

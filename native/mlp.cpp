@@ -42,16 +42,18 @@ void pack(const View& b, int64_t index, float* panels) {
                         columns, panels + k * b.packed_columns() + n * depth);
 }
 
-// The panels of several matrices.
+// The panels of several matrices; those that `packed` has are taken from there, and the others are left there.
 class Panels {
  public:
-  Panels(const std::vector<View>& matrices, int num_threads) : pages_(floats(total(matrices))) {
+  Panels(const std::vector<View>& matrices, int num_threads, PackedWeights* packed)
+      : pages_(floats(packed ? 0 : total(matrices))) {
     std::vector<std::pair<size_t, int64_t>> tasks;
     float* end = pages_.floats();
     for (const View& matrix : matrices) {
-      for (int64_t panel = 0; panel < matrix.num_panels(); ++panel) tasks.emplace_back(starts_.size(), panel);
-      starts_.push_back(end);
-      end += matrix.packed_floats();
+      const auto [start, is_new] = packed ? place_in(*packed, matrix) : std::pair{end, true};
+      for (int64_t panel = 0; is_new && panel < matrix.num_panels(); ++panel) tasks.emplace_back(starts_.size(), panel);
+      starts_.push_back(start);
+      end += packed ? 0 : matrix.packed_floats();
     }
     parallel_for(static_cast<int64_t>(tasks.size()), num_threads, [&](int64_t task, int) {
       const auto [matrix, panel] = tasks[static_cast<size_t>(task)];
@@ -66,6 +68,14 @@ class Panels {
     int64_t sum = 0;
     for (const View& matrix : matrices) sum += matrix.packed_floats();
     return sum;
+  }
+
+  // Where a matrix's panels are, and whether they are yet to be made.
+  static std::pair<float*, bool> place_in(PackedWeights& packed, const View& matrix) {
+    std::unique_ptr<KeptPages>& pages = packed.pages[{matrix.at, matrix.depth, matrix.columns, matrix.depth_stride}];
+    const bool is_new = !pages;
+    if (is_new) pages = std::make_unique<KeptPages>(static_cast<size_t>(matrix.packed_floats()) * sizeof(float));
+    return {pages->floats(), is_new};
   }
 
   KeptPages pages_;
@@ -149,13 +159,14 @@ struct Passage {
 };
 
 // The gradients of the inputs of consecutive layers, the last layer first.
-void inputs_backward(const std::vector<Passage>& passages, int64_t num_samples, int num_threads) {
+void inputs_backward(const std::vector<Passage>& passages, int64_t num_samples, int num_threads,
+                     PackedWeights* packed) {
   std::vector<View> weights;
   for (const Passage& p : passages) {
     if (p.gradients.x)
       weights.push_back({p.layer.weight, p.layer.num_outputs, p.layer.num_inputs, p.layer.num_inputs, 1});
   }
-  const Panels panels(weights, num_threads);
+  const Panels panels(weights, num_threads, packed);
   for_blocks(num_samples, num_threads, [&](int64_t first, int64_t last) {
     for (size_t k = 0; k < weights.size(); ++k) {
       const auto& [layer, x, g, gated, gradients] = passages[k];
@@ -210,12 +221,12 @@ void weights_backward(std::vector<Passage> passages, int64_t num_samples, int nu
 }  // namespace
 
 void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& biases, bool last_relu, const float* x,
-         int64_t num_samples, const std::vector<float*>& outputs, int num_threads) {
+         int64_t num_samples, const std::vector<float*>& outputs, int num_threads, PackedWeights* packed) {
   std::vector<View> weights;  // empty for a layer of one output, which needs none
   for (const Layer& layer : layers)
     weights.push_back(
         {layer.weight, layer.num_outputs == 1 ? 0 : layer.num_inputs, layer.num_outputs, 1, layer.num_inputs});
-  const Panels panels(weights, num_threads);
+  const Panels panels(weights, num_threads, packed);
   for_blocks(num_samples, num_threads, [&](int64_t first, int64_t last) {
     const float* in = x;
     for (size_t k = 0; k < layers.size(); in = outputs[k++]) {
@@ -233,10 +244,11 @@ void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& bias
 }
 
 void mlp_backward(const std::vector<Layer>& layers, const std::vector<const float*>& inputs, const float* g,
-                  int64_t num_samples, const std::vector<LayerGradients>& gradients, int num_threads) {
+                  int64_t num_samples, const std::vector<LayerGradients>& gradients, int num_threads,
+                  PackedWeights* packed) {
   std::vector<Passage> chain, all;
   const auto pass_chain = [&] {
-    inputs_backward(chain, num_samples, num_threads);
+    inputs_backward(chain, num_samples, num_threads, packed);
     chain.clear();
   };
   for (size_t k = layers.size(); k-- > 0; g = gradients[k].x) {

@@ -63,22 +63,23 @@ inline void put_four(const float (&value)[4][kBlocks], int first, float* const* 
 
 }  // namespace
 
-void fill_uniform(uint64_t key, int64_t first, int64_t count, int64_t dim, float bound, int64_t zero_rows, float* out) {
+void fill_uniform(uint64_t key, int64_t first, int64_t step, int64_t count, int64_t dim, float bound, int64_t zero_rows,
+                  float* out) {
   const int64_t quads = (dim + 3) / 4;
+  uint64_t number = static_cast<uint64_t>(first);
   int64_t row = 0, quad = 0;
   while (row < count) {
     Blocks blocks;
     float* place[kBlocks];
     int64_t width[kBlocks];
     for (int i = 0; i < kBlocks; ++i) {
-      const uint64_t number = static_cast<uint64_t>(first + row);
       blocks.word[0][i] = static_cast<uint32_t>(number);
       blocks.word[1][i] = static_cast<uint32_t>(number >> 32);
       blocks.word[2][i] = static_cast<uint32_t>(quad);
       blocks.word[3][i] = 0;
       place[i] = row < count ? out + row * dim + quad * 4 : out;
       width[i] = row < count ? dim - quad * 4 : 0;
-      if (++quad == quads) quad = 0, ++row;
+      if (++quad == quads) quad = 0, ++row, number += static_cast<uint64_t>(step);
     }
     philox(blocks, key);
     float value[4][kBlocks];
@@ -86,7 +87,8 @@ void fill_uniform(uint64_t key, int64_t first, int64_t count, int64_t dim, float
     for (int i = 0; i < kBlocks; i += 4) put_four(value, i, place, width);
   }
   // A random number below zero times a bound of 0 is -0.0, and a table that starts at zero has +0.0.
-  const int64_t zeros = bound != 0.0f && zero_rows - first < count ? zero_rows - first : count;
+  const int64_t starting = zero_rows > first ? (zero_rows - first + step - 1) / step : 0;
+  const int64_t zeros = bound != 0.0f && starting < count ? starting : count;
   for (int64_t j = 0; j < zeros * dim; ++j) out[j] = 0.0f;
 }
 

@@ -47,6 +47,7 @@ ADDRESS = Sanitizer(
     tests=(
         "tests/laws/test_kernels.py",
         "tests/laws/test_kernels_truth.py",
+        "tests/laws/test_row_sums.py",
         "tests/laws/test_storage.py",
         "tests/laws/test_dense.py",
         "tests/laws/test_sequences.py",
@@ -86,6 +87,7 @@ THREAD = Sanitizer(
     options=("CMAKE_DISABLE_FIND_PACKAGE_OpenMP=ON",),
     tests=(
         "tests/laws/test_kernels.py",
+        "tests/laws/test_row_sums.py",
         "tests/laws/test_dense.py",
         "tests/laws/test_store_law.py",
         "tests/laws/test_tiers.py",

@@ -32,11 +32,11 @@ class KeyedJaggedTensor:
     lengths: int [F * B], or offsets: int [F * B + 1]. With neither, every bag holds exactly one id (values is [F * B]):
     the common case of one-hot features, for which kernels need no offsets.
 
-    If both are given, they must agree. Raises ValueError naming the argument, or the feature and sample, if shapes,
-    dtypes or numbers do not fit together.
+    If lengths and offsets are both given, they must agree. Raises ValueError naming the argument, or the feature and
+    sample, if shapes, dtypes or numbers do not fit together.
     """
 
-    __slots__ = ("_offsets", "keys", "stride", "values", "weights")
+    __slots__ = ("_offsets", "keys", "parts", "stride", "values", "weights")
 
     def __init__(
         self,
@@ -70,6 +70,8 @@ class KeyedJaggedTensor:
         self._offsets = offsets
         self.stride = num_bags // max(len(self.keys), 1)
         """Number B of samples in the batch."""
+        self.parts: tuple[int, ...] | None = None
+        """Where micro-batches begin among the samples, and the end of the last, from 0 to B; None: they are one."""
 
     def _checked_offsets(self, lengths: Tensor | None, offsets: Tensor | None, num_values: int) -> Tensor | None:
         """Returns int64 offsets that rise from 0 to `num_values`, from either argument; if both are given they must
@@ -176,7 +178,21 @@ class KeyedJaggedTensor:
         assert values.shape == self.values.shape
         changed = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
         changed.keys, changed.weights, changed.stride = self.keys, self.weights, self.stride
-        changed.values, changed._offsets = values, self._offsets
+        changed.values, changed._offsets, changed.parts = values, self._offsets, self.parts
+        return changed
+
+    def in_parts(self, starts: Sequence[int] | None) -> KeyedJaggedTensor:
+        """Returns the same bags, cut into micro-batches: part k holds the samples from starts[k] to starts[k + 1].
+
+        starts: rising from 0 to the number of samples; parts may be empty. None: one micro-batch. Raises ValueError.
+        """
+        parts = None if starts is None else tuple(starts)
+        if parts is not None and not (parts[0] == 0 and parts[-1] == self.stride and list(parts) == sorted(parts)):
+            raise ValueError(
+                f"parts start at {list(parts)}; they must rise from 0 to the {self.stride} samples there are"
+            )
+        changed = self.with_values(self.values)
+        changed.parts = parts
         return changed
 
     def samples(self, start: int, stop: int) -> KeyedJaggedTensor:
@@ -210,6 +226,13 @@ class Batch:
     dense: Tensor
     sparse: KeyedJaggedTensor
     label: Tensor
+    of_samples: int | None = None
+    """Samples of the global batch of which this is one rank's part; None: this is the whole."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the global batch."""
+        return len(self) if self.of_samples is None else self.of_samples
 
     def __len__(self) -> int:
         return self.label.numel()
@@ -217,7 +240,7 @@ class Batch:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Returns the batch with dense values and labels on `device`; ids stay in host memory."""
         dense, label = (each.to(device, non_blocking=non_blocking) for each in (self.dense, self.label))
-        return Batch(dense, self.sparse, label)
+        return Batch(dense, self.sparse, label, self.of_samples)
 
     def __iter__(self) -> Iterator[Tensor | KeyedJaggedTensor]:
         return iter((self.dense, self.sparse, self.label))

@@ -228,7 +228,8 @@ class EmbeddingCollection(nn.Module):
         for name in self.feature_names:
             if name in sparse.keys:
                 values, offsets, _ = slots.bags(name)
-                single = KeyedJaggedTensor((name,), values)
+                starts = None if slots.parts is None else offsets[list(slots.parts)].tolist()
+                single = KeyedJaggedTensor((name,), values).in_parts(starts)
                 kernels = placement.kernels.sequences[name]
                 found[name] = self._look_up(kernels, single, sparse, lease, frozen), offsets
         if not any(values.requires_grad for values, _ in found.values()):

@@ -88,7 +88,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         placement = part.emb.placement
         states: dict[str, Sequence[TableState]] = {}
         for table, group in zip(part.emb.tables, self.param_groups[part.groups], strict=True):
-            made = {name: placement.new_state(self._state_shape(table)) for name in self.state_names}
+            made = {name: placement.new_state(table.name, self._row_shape(table)) for name in self.state_names}
             if made:
                 self.state[group["params"][0]] = made
             # The formulas hold for rows yet to come too, with the rates of now: schedules may change these.
@@ -118,8 +118,9 @@ class SparseOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def _state_shape(self, table: TableConfig) -> tuple[int, ...]:
-        return table.num_embeddings, table.embedding_dim
+    def _row_shape(self, table: TableConfig) -> tuple[int, ...]:
+        """Returns the shape of a state of one row."""
+        return (table.embedding_dim,)
 
     def _initial(self, group: dict[str, Any], state: TableState) -> TableState:
         """Returns `state` with what it is for a row that was never touched."""
@@ -177,7 +178,8 @@ class SparseOptimizer(torch.optim.Optimizer):
                 )
         found = None
         if self.nonfinite is not None:
-            found = next((text for emb in collections if (text := nonfinite_gradient(emb)) is not None), None)
+            each = (emb.placement.agree(nonfinite_gradient(emb)) for emb in collections)
+            found = next((text for text in each if text is not None), None)
         if found is None:
             return True
         text = f"{type(self).__name__}: {found}; no row has changed"
@@ -312,6 +314,7 @@ def _rate(group: dict[str, Any]) -> float:
 class SGD(SparseOptimizer):
     """`w = w - lr * g` for each occurrence of a row, in the batch's order (feature, forward pass, bag, position).
 
+    Of batches that are cut into micro-batches, once per row, g the sum of its gradients over them (docs/numerics.md).
     emb: the tables. lr: learning rate, times each table's lr_scale. Raises ValueError unless lr > 0.
     """
 
@@ -355,8 +358,8 @@ class RowWiseAdagrad(Adagrad):
 
     algorithm = "row_wise_adagrad"
 
-    def _state_shape(self, table: TableConfig) -> tuple[int, ...]:
-        return (table.num_embeddings,)
+    def _row_shape(self, table: TableConfig) -> tuple[int, ...]:
+        return ()
 
 
 class Adam(SparseOptimizer):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, SupportsIndex
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, SupportsIndex
+
+from pydantic import Field
 
 from hotrow.base.records import Amount, Count
 
@@ -24,6 +26,33 @@ MAX_POOLING = (
 Dtype = Literal["float32", "float16", "bfloat16"]
 BYTES_PER_WEIGHT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 4}
 """Memory per weight by dtype; lookups touch half of a bfloat16's."""
+Step = Annotated[int, Field(ge=1, le=1 << 15)]
+"""Rows from one to the next, in records: with any number of rows, no row number exceeds 63 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Births:
+    """The initial rows of a part of a table: its row i starts as row `of(i)` of the whole table, here as row i."""
+
+    prefix: Count = 0
+    """Rows of the part that start as the same rows of the whole table; those behind them are `step` rows apart."""
+    first: Count = 0
+    """Row of the whole table as which row `prefix` of the part starts."""
+    step: Step = 1
+
+    def of(self, row: int) -> int:
+        """Returns the row of the whole table as which `row` of the part starts."""
+        return row if row < self.prefix else self.first + (row - self.prefix) * self.step
+
+    def runs(self, start: int, stop: int) -> tuple[range, range]:
+        """Returns the rows of the whole table as which rows [start, stop) of the part start: in order, two ranges."""
+        middle = min(max(start, self.prefix), stop)
+        behind = self.first + (middle - self.prefix) * self.step
+        return range(start, middle), range(behind, behind + (stop - middle) * self.step, self.step)
+
+
+WHOLE = Births()
+"""Every row starts as itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +67,8 @@ class Uniform:
     zero_rows: Count = 0
     """Number of leading rows that start at zero: 1 for tables of a packed dataset, whose row 0 is rare and unseen
     ids."""
+    births: Births = WHOLE
+    """Which rows of a whole table these are, if this table is a part of it: see `TableConfig.part`."""
 
     def bound_for(self, num_embeddings: int) -> float:
         """Returns the bound for a table of `num_embeddings` rows."""
@@ -102,6 +133,12 @@ class TableConfig:
         if not 1 <= (count := operator.index(value)) < 1 << 63:
             raise ValueError(f"table {self.name!r}: {field} is {count:,}; it must be at least 1 and below 2^63")
         return count
+
+    def part(self, num_embeddings: int, births: Births) -> TableConfig:
+        """Returns a part of this table, of the same name and features, whose rows start as `births` says."""
+        assert self.init.births == WHOLE, "a part has no parts"
+        init = replace(self.init, bound=self.init.bound_for(self.num_embeddings), births=births)
+        return replace(self, num_embeddings=num_embeddings, init=init)
 
     @property
     def num_bytes(self) -> int:

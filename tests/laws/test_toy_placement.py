@@ -68,8 +68,8 @@ class Dicts(Placement):
         self.slot_of = {t.name: dict[int, int]() for t in tables}
         self.attach({t.name: () for t in tables})
 
-    def new_state(self, shape: Sequence[int]) -> Tensor:
-        return torch.zeros(SLOTS, *shape[1:])
+    def new_state(self, table: str, row_shape: Sequence[int]) -> Tensor:
+        return torch.zeros(SLOTS, *row_shape)
 
     def attach(self, states: dict[str, Sequence[TableState]]) -> Attached:
         self.kept: dict[str, dict[str, tuple[DictRows, RowsInMemory]]] = {}

@@ -3,7 +3,11 @@
 #pragma once
 
 #include <hotrow/kernels.h>
+#include <hotrow/memory.h>
 
+#include <map>
+#include <memory>
+#include <tuple>
 #include <vector>
 
 namespace hotrow {
@@ -19,10 +23,18 @@ struct Layer {
   int64_t num_inputs, num_outputs;
 };
 
+// Weights as the products take them, by address, shape and direction. Calls that are given one pack each weight once;
+// meanwhile no weight may change, move or be freed. For one call at a time.
+struct PackedWeights {
+  PackedWeights() = default;
+  PackedWeights(const PackedWeights&) = delete;
+  std::map<std::tuple<const float*, int64_t, int64_t, int64_t>, std::unique_ptr<KeptPages>> pages;
+};
+
 // y = x W^T + bias, then y < 0 ? 0 : y, layer by layer; after the last only if `last_relu`.
-//   x [B, I of the first], biases[k] [O] -> outputs[k] [B, O of layer k]. Throws std::bad_alloc.
+//   x [B, I of the first], biases[k] [O] -> outputs[k] [B, O of layer k]. packed: or null. Throws std::bad_alloc.
 void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& biases, bool last_relu, const float* x,
-         int64_t num_samples, const std::vector<float*>& outputs, int num_threads);
+         int64_t num_samples, const std::vector<float*>& outputs, int num_threads, PackedWeights* packed = nullptr);
 
 // The gradients to compute for one layer, with g = dL/dy [B, O] before its ReLU:
 struct LayerGradients {
@@ -32,8 +44,9 @@ struct LayerGradients {
 };
 
 // inputs[k]: the inputs of layer k: x, or the outputs of the layer before. g: for the last layer, without its ReLU (the
-// caller's g has gone through it). Throws std::bad_alloc.
+// caller's g has gone through it). packed: or null. Throws std::bad_alloc.
 void mlp_backward(const std::vector<Layer>& layers, const std::vector<const float*>& inputs, const float* g,
-                  int64_t num_samples, const std::vector<LayerGradients>& gradients, int num_threads);
+                  int64_t num_samples, const std::vector<LayerGradients>& gradients, int num_threads,
+                  PackedWeights* packed = nullptr);
 
 }  // namespace hotrow

@@ -40,7 +40,14 @@
 //   and no other thread has keys of the same row. Keys of one row are in order; they must also be adjacent, except for
 //   sgd with a storage that loses nothing (not float16). scratch: 2 * dim floats.
 //
-// fill_uniform: rows [first, first + count) of a table, written to out[count, dim]; x = the Philox4x32-10 block of
+// sum_rows: for each row r of the occurrences, and each node in which it occurs, in rising order:
+//     leaf l:        g = g_1 + g_2 + ...  of r's occurrences from sources of that leaf, in order, starting from g_1
+//     any subtree:   left + right of its halves; a half without an occurrence of r is skipped
+//   Writes r and the sum of the subtree that the node is to nodes[node], and advances both pointers there. Keys are in
+//   the order of (row, leaf, as in update); a node's leaves are all leaves of an aligned subtree [n 2^k, (n + 1) 2^k)
+//   that occur. scratch: kMostTreeLevels * dim floats.
+//
+// fill_uniform: rows first + k * step of a table, k < count, written to out[count, dim]; x = the Philox4x32-10 block of
 //     counter (row mod 2^32, row / 2^32, column / 4, 0) and the key;  out = ((x[column mod 4] >> 8) * 2^-23 - 1) *
 //     bound
 //   Rows below zero_rows are +0.0, and so are all with a bound of 0.
@@ -81,8 +88,10 @@
           float* out))                                                                                                 \
   KERNEL(void, update,                                                                                                 \
          (const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch))  \
+  KERNEL(void, sum_rows, (const Occurrences& occurrences, int64_t dim, RowSums* nodes, float* scratch))                \
   KERNEL(void, fill_uniform,                                                                                           \
-         (uint64_t key, int64_t first, int64_t count, int64_t dim, float bound, int64_t zero_rows, float* out))        \
+         (uint64_t key, int64_t first, int64_t step, int64_t count, int64_t dim, float bound, int64_t zero_rows,       \
+          float* out))                                                                                                 \
   KERNEL(void, store_row, (float* row, int64_t dim, Storage storage, void* to, uint16_t* low))                         \
   KERNEL(void, interact,                                                                                               \
          (const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,     \

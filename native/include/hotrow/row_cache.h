@@ -22,6 +22,12 @@
 
 namespace hotrow {
 
+// Which row of a whole table a row starts as, if this table is a part of it.
+struct Births {
+  int64_t prefix, first, step;
+  int64_t of(int64_t row) const { return row < prefix ? row : first + (row - prefix) * step; }
+};
+
 // What a row is before it is first written: weights as fill_uniform has them, stored as the table stores weights; then
 // each state, element by element:  (of_weight ? of_weight * w : constant) + of_sign * sign(w), w the weight there
 struct InitialState {
@@ -32,6 +38,7 @@ struct InitialRow {
   uint64_t key;
   float bound;
   int64_t zero_rows;
+  Births births;
   int64_t dim;
   Storage storage;
   std::vector<InitialState> states;

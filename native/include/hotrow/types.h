@@ -47,6 +47,8 @@ struct Source {
   int64_t stride;
   const int64_t* bag_of;
   const float* scale;
+  int32_t leaf = 0;  // its micro-batch, and the node of the tree to which that belongs: see sum_rows in kernels.h
+  int32_t node = 0;
 };
 
 // Occurrences of the rows of one table. key = row << row_shift | source << source_shift | index; occurrences of one row
@@ -58,6 +60,13 @@ struct Occurrences {
   int row_shift;
   int source_shift;
 };
+
+// Where the next row of a node and its sum are written.
+struct RowSums {
+  int64_t* rows;
+  float* sums;
+};
+inline constexpr int kMostTreeLevels = 31;  // leaves are numbered by int32
 
 // How a matrix product C = A B is divided: tiles of rows of A and C by panels of columns of B and C.
 inline constexpr int64_t kTileRows = 8;

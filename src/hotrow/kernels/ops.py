@@ -12,9 +12,12 @@ import importlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from operator import itemgetter
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,8 +25,9 @@ from torch.autograd.function import once_differentiable
 
 from hotrow.base.machine import isa_limit
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.kernels import reference
-from hotrow.kernels.reference import Activation, Layout, Rule
+from hotrow.kernels import reference, tree
+from hotrow.kernels.reference import Activation, Layout, RowSums, Rule
+from hotrow.tables import WHOLE, Births
 
 ALTERED = "the batch's offsets have changed since it was made and point outside its values; rebuild it"
 KEPT_FLOATS = 1 << 16
@@ -280,6 +284,7 @@ class Kernels:
             *_views(sparse.values, offsets, sparse.weights),
             [position * stride for position in self.positions(sparse.keys)],
             stride,
+            sparse.parts or (),
         )
 
     def positions(self, keys: tuple[str, ...]) -> list[int]:
@@ -344,8 +349,11 @@ class Kernels:
 
         pending: lookups in forward order: the kernels that made each (these, or kernels for some of the features), the
         batch, and the gradient of the output [B, width] with contiguous rows. states: NUM_STATES of the algorithm.
-        rules: one per table. Raises ValueError for an id outside its table; then no row has changed.
+        rules: one per table. If the batches are cut into micro-batches, a row's gradients are first summed as by
+        `row_sums`, and the rule is applied once to the sum. Raises ValueError for an id outside its table, and for
+        batches that are cut into different numbers of parts; then no row has changed.
         """
+        reference.count_parts(sparse for _, sparse, _ in pending)
         if _native() is None:
             for kernels, sparse, _ in pending:
                 kernels._check_ids(weights, sparse)
@@ -357,15 +365,42 @@ class Kernels:
             len(self._features),
             weights.native,
             [state.native for state in states],
-            [(kernels._native_layout, kernels._batch(sparse), *_views(grad)) for kernels, sparse, grad in pending],
+            _native_lookups(pending),
             [rule.numbers for rule in rules],
             torch.get_num_threads(),
         )
         if result == 1:
+            self._raise_altered(weights, pending)
+        assert result == 0, f"update failed with code {result}"
+
+    def row_sums(self, weights: Arrays, pending: Lookups, leaves: tuple[int, int]) -> dict[tree.Node, list[RowSums]]:
+        """Returns the summed gradients of the rows that `pending` lookups read, by node of `tree.aligned(*leaves)`.
+
+        Of each node, by table: the rows, rising, and their sums [n, D] (`reference.row_sums`). Part k of the batches
+        (`KeyedJaggedTensor.parts`) is leaf leaves[0] + k; leaves beyond the parts are absent, so that leaves
+        (0, tree.width(V)) give all V micro-batches of one process as one node. pending: as for `update`. Of
+        `weights` only the shapes count.
+        Raises ValueError for an id outside its table, and for batches that are cut into different numbers of parts.
+        """
+        reference.count_parts(sparse for _, sparse, _ in pending)
+        if _native() is None:
             for kernels, sparse, _ in pending:
                 kernels._check_ids(weights, sparse)
-            raise ValueError(ALTERED)
-        assert result == 0, f"update failed with code {result}"
+            lookups = [(kernels.layout, sparse, grad) for kernels, sparse, grad in pending]
+            return reference.row_sums(self.layout, lookups, leaves)
+        nodes, num_tables = tree.aligned(*leaves), len(weights.tensors)
+        found = _native().sum_rows(
+            len(self._features), weights.native, _native_lookups(pending), leaves[0], nodes, torch.get_num_threads()
+        )
+        if found is None:
+            self._raise_altered(weights, pending)
+        num_rows, rows, sums = found
+        dims = [tensor.shape[1] for tensor in weights.tensors] * len(nodes)
+        sizes = [n for tables in num_rows for n in tables]
+        all_rows = torch.split(torch.from_numpy(rows), sizes)
+        all_sums = torch.split(torch.from_numpy(sums), [n * dim for n, dim in zip(sizes, dims, strict=True)])
+        each = [RowSums(own, g.view(-1, dim)) for own, g, dim in zip(all_rows, all_sums, dims, strict=True)]
+        return {node: each[k * num_tables : (k + 1) * num_tables] for k, node in enumerate(nodes)}
 
     def _check_ids(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
         self.positions(sparse.keys)
@@ -373,9 +408,18 @@ class Kernels:
         if bad is not None:
             raise ValueError(bad.text(weights.tensors[bad.feature.table].shape[0]))
 
+    def _raise_altered(self, weights: Arrays, pending: Lookups) -> NoReturn:
+        for kernels, sparse, _ in pending:
+            kernels._check_ids(weights, sparse)
+        raise ValueError(ALTERED)
+
     def _raise_bad_ids(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
         self._check_ids(weights, sparse)
         raise ValueError(ALTERED)
+
+
+def _native_lookups(pending: Lookups) -> list[tuple[Any, ...]]:
+    return [(kernels._native_layout, kernels._batch(sparse), *_views(grad)) for kernels, sparse, grad in pending]
 
 
 def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
@@ -395,6 +439,20 @@ def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
         flat, place = divmod(flat, size)
         index.insert(0, place)
     return tuple(index)
+
+
+def merge(nodes: Mapping[tree.Node, RowSums], whole: tree.Node) -> RowSums | None:
+    """Returns the sums of one table in the subtree `whole`, added in the tree from those of its nodes; None: no node.
+
+    Rows come out rising; one that occurs in one node alone keeps its sum. Nodes may come from several ranks.
+    """
+    first, size = whole
+    own = sorted(((at, *sums) for (at, _), sums in nodes.items() if first <= at < first + size), key=itemgetter(0))
+    if _native() is None or len(own) < 2:
+        return reference.merge(nodes, whole)
+    each = [(at, *_views(rows.contiguous(), sums.contiguous())) for at, rows, sums in own]
+    rows, sums = _native().merge_rows(each, torch.get_num_threads())
+    return RowSums(torch.from_numpy(rows), torch.from_numpy(sums).view(len(rows), own[0][2].shape[1]))
 
 
 Lookups: TypeAlias = Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]]
@@ -429,20 +487,33 @@ class KernelSet:
         return self._partial[numbers]
 
 
-def fill_uniform(out: Tensor, *, key: int, bound: float, zero_rows: int = 0, first_row: int = 0) -> None:
-    """Writes a table's initial rows from `first_row` on into out [n, D]: U(-bound, bound), see `reference`."""
-    if _native() is None:
-        reference.fill_uniform(key, first_row, out, bound, zero_rows)
-    else:
-        _native().fill_uniform(key, first_row, out, bound, zero_rows, torch.get_num_threads())
+def fill_uniform(
+    out: Tensor, *, key: int, bound: float, zero_rows: int = 0, first_row: int = 0, births: Births = WHOLE
+) -> None:
+    """Writes a table's initial rows from `first_row` on into out [n, D]: U(-bound, bound), see `reference`.
+
+    births: which rows of a whole table these are; zero_rows: of the whole table.
+    """
+    done = 0
+    for rows in births.runs(first_row, first_row + len(out)):
+        part, done = out[done : done + len(rows)], done + len(rows)
+        if not len(rows):
+            continue
+        if _native() is None:
+            reference.fill_uniform(key, rows.start, part, bound, zero_rows, rows.step)
+        else:
+            _native().fill_uniform(key, rows.start, rows.step, part, bound, zero_rows, torch.get_num_threads())
 
 
-def uniform_rows(rows: slice | Tensor, dim: int, *, key: int, bound: float, zero_rows: int) -> Tensor:
-    """Returns the initial values of rows of a table, a range of them or their ids, [n, dim]."""
+def uniform_rows(
+    rows: slice | Tensor, dim: int, *, key: int, bound: float, zero_rows: int, births: Births = WHOLE
+) -> Tensor:
+    """Returns the initial values of rows of a table, a range of them or their ids, [n, dim]; see `fill_uniform`."""
     if isinstance(rows, Tensor):
-        return reference.uniform_rows(key, rows, dim, bound, zero_rows)
+        behind = births.first + (rows - births.prefix) * births.step
+        return reference.uniform_rows(key, torch.where(rows < births.prefix, rows, behind), dim, bound, zero_rows)
     out = torch.empty(rows.stop - rows.start, dim)
-    fill_uniform(out, key=key, bound=bound, zero_rows=zero_rows, first_row=rows.start)
+    fill_uniform(out, key=key, bound=bound, zero_rows=zero_rows, first_row=rows.start, births=births)
     return out
 
 
@@ -495,6 +566,35 @@ def _views(*tensors: Tensor | None) -> list[Any]:
     return [None if each is None else view(each) for each in tensors]
 
 
+class _Packed:
+    """Weights of MLPs as their products take them."""
+
+    def __init__(self) -> None:
+        self._native = _native().PackedWeights()
+        self._weights: list[Tensor] = []
+
+    def keep(self, weights: Sequence[Tensor]) -> Any:
+        """Returns the native object; `weights` live as long as it does, so that none takes another's address."""
+        self._weights += weights
+        return self._native
+
+
+_packed: ContextVar[_Packed | None] = ContextVar("packed", default=None)
+
+
+@contextmanager
+def weights_stay() -> Iterator[None]:
+    """Inside the block no weight of an MLP may change: each is rearranged for its products once, not once a call.
+
+    For many small batches in a row. Results are the same.
+    """
+    token = _packed.set(None if _native() is None else _Packed())
+    try:
+        yield
+    finally:
+        _packed.reset(token)
+
+
 class _MLP(torch.autograd.Function):
     """The layers of an MLP; `parameters` are weight [O, I] and bias [O] in turn."""
 
@@ -503,9 +603,9 @@ class _MLP(torch.autograd.Function):
         weights, biases = parameters[::2], parameters[1::2]
         x_BI = x_BI.detach().contiguous()
         outputs = [empty(len(x_BI), len(bias)) for bias in biases]
-        _native().mlp(
-            *_views(x_BI), _views(*weights), _views(*biases), last == "relu", _views(*outputs), torch.get_num_threads()
-        )
+        ctx.packed = [] if (packed := _packed.get()) is None else [packed.keep(weights)]
+        views = _views(x_BI)[0], _views(*weights), _views(*biases), last == "relu", _views(*outputs)
+        _native().mlp(*views, torch.get_num_threads(), *ctx.packed)
         ctx.save_for_backward(x_BI, *outputs, *weights)
         ctx.last = last
         return outputs[-1]
@@ -522,7 +622,7 @@ class _MLP(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             grad_inputs[0] = None
         views = (_views(*group) for group in (inputs, weights, grad_weights, grad_biases, grad_inputs))
-        _native().mlp_backward(*_views(grad), *views, torch.get_num_threads())
+        _native().mlp_backward(*_views(grad), *views, torch.get_num_threads(), *ctx.packed)
         return grad_inputs[0], None, *(grad for pair in zip(grad_weights, grad_biases, strict=True) for grad in pair)
 
 

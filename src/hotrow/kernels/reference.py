@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
+from hotrow.kernels import tree
 from hotrow.tables import Pooling, TableConfig
 
 Algorithm = Literal["sgd", "adagrad", "row_wise_adagrad", "adam", "ftrl"]
@@ -247,8 +248,13 @@ def update(
     pending: in forward order, the layout of a lookup (`layout`, or some of its features with their own columns), its
     batch and the gradient of its output. states: NUM_STATES lists with an array per table. rules: one per table. low:
     the lower halves of bfloat16 tables, None for others.
+
+    If the batches are cut into micro-batches (`KeyedJaggedTensor.parts`), a row has one occurrence: the sum of its
+    `row_sums` over all of them.
     """
     pending = list(pending)
+    if (num_parts := count_parts([sparse for _, sparse, _ in pending])) > 1:
+        pending = _summed(layout, pending, num_parts)
     for t, weight in enumerate(weights):
         rows, grads = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, weight.shape[1])]
         for name in (f.name for f in layout.features if f.table == t):
@@ -287,6 +293,18 @@ def _by_rank(row_n: Tensor) -> list[Tensor]:
     return [order[starts[counts > r] + r] for r in range(_largest(counts))]
 
 
+def _ordered_sums(row_n: Tensor, g_nD: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the rows that occur, rising, and of each `g = g_1 + g_2 + ...` in order, starting from g_1."""
+    ranks = _by_rank(row_n)
+    if not ranks:
+        return row_n, g_nD
+    row, total = row_n[ranks[0]], g_nD[ranks[0]]
+    for occurrence in ranks[1:]:
+        at = torch.searchsorted(row, row_n[occurrence])
+        total[at] = total[at] + g_nD[occurrence]
+    return row, total
+
+
 def _sgd(weight: Tensor, row_n: Tensor, g_nD: Tensor, lr: Tensor) -> None:
     """`w = w - lr * g_i`, one occurrence after another."""
     for occurrence in _by_rank(row_n):
@@ -296,17 +314,99 @@ def _sgd(weight: Tensor, row_n: Tensor, g_nD: Tensor, lr: Tensor) -> None:
 
 def _adaptive(weight: Tensor, states: Sequence[Tensor], row_n: Tensor, g_nD: Tensor, rule: Rule) -> None:
     """`g = g_1 + g_2 + ...` in order, then one step of the rule for each row."""
-    ranks = _by_rank(row_n)
-    if not ranks:
+    row, total = _ordered_sums(row_n, g_nD)
+    if not len(row):
         return
-    row = row_n[ranks[0]]
-    total = g_nD[ranks[0]]
-    for occurrence in ranks[1:]:
-        at = torch.searchsorted(row, row_n[occurrence])
-        total[at] = total[at] + g_nD[occurrence]
     weight[row], *changed = _STEPS[rule.algorithm](rule, total, weight[row], *(state[row] for state in states))
     for state, rows in zip(states, changed, strict=True):
         state[row] = rows
+
+
+# Sums over micro-batches
+
+
+class RowSums(NamedTuple):
+    """The summed gradients of those rows of a table that were looked up."""
+
+    rows: Tensor
+    """int64 [n], rising; slots, if the batch holds slots."""
+    sums: Tensor
+    """float32 [n, D]."""
+
+
+Pending = Iterable[tuple[Layout, KeyedJaggedTensor, Tensor]]
+
+
+def count_parts(batches: Iterable[KeyedJaggedTensor]) -> int:
+    """Returns into how many micro-batches all of `batches` are cut. Raises ValueError if they differ."""
+    counts = {1 if sparse.parts is None else len(sparse.parts) - 1 for sparse in batches}
+    if len(counts) > 1:
+        raise ValueError(
+            f"the lookups of one step are cut into {' and '.join(map(str, sorted(counts)))} micro-batches; cut their "
+            "batches alike (KeyedJaggedTensor.in_parts)"
+        )
+    return counts.pop() if counts else 1
+
+
+@torch.no_grad()
+def row_sums(layout: Layout, pending: Pending, leaves: tuple[int, int]) -> dict[tree.Node, list[RowSums]]:
+    """For each node of `tree.aligned(*leaves)`: by table, the rows that occur in it and the sums of their gradients.
+
+    Part k of the batches is leaf leaves[0] + k; leaves beyond the parts are absent. Within a micro-batch a row's sum is
+    `g_1 + g_2 + ...` in the order of `update`, starting from g_1; micro-batches are added in the tree, and one that
+    does not touch a row is skipped. pending: as `update` takes it. Ids must be in range.
+    """
+    pending, (lo, hi) = list(pending), leaves
+    num_parts = count_parts([sparse for _, sparse, _ in pending])
+    assert num_parts <= hi - lo, f"{num_parts} micro-batches for the leaves {lo} to {hi}"
+    parts = [_sums_of_part(layout, pending, part) if part < num_parts else None for part in range(hi - lo)]
+    return tree.sums(parts, lo, hi, lambda left, right: [*map(_added, left, right)])
+
+
+def merge(nodes: Mapping[tree.Node, RowSums], whole: tree.Node) -> RowSums | None:
+    """Returns the sums of a table in the subtree `whole`, from those of nodes in it; None if there are none."""
+    return tree.total(nodes, whole, _added)
+
+
+def _sums_of_part(layout: Layout, pending: Pending, part: int) -> list[RowSums]:
+    found = []
+    for t in range(1 + max(feature.table for feature in layout.features)):
+        own = [feature for feature in layout.features if feature.table == t]
+        rows = [torch.empty(0, dtype=torch.int64)]
+        grads = [torch.empty(0, own[0].columns.stop - own[0].columns.start)]
+        for name in (feature.name for feature in own):
+            for served, sparse, grad in pending:
+                for feature in (f for f in served.features if f.name == name):
+                    row, g = _occurrences(feature, sparse, grad)
+                    offsets, starts = sparse.bags(name)[1], sparse.parts or (0, sparse.stride)
+                    span = slice(int(offsets[starts[part]]), int(offsets[starts[part + 1]]))
+                    rows.append(row[span])
+                    grads.append(g[span])
+        found.append(RowSums(*_ordered_sums(torch.cat(rows), torch.cat(grads))))
+    return found
+
+
+def _added(left: RowSums, right: RowSums) -> RowSums:
+    """Returns left + right for rows in both; the sums of other rows stay as they are."""
+    rows = torch.unique(torch.cat([left.rows, right.rows]))
+    at_left, at_right = torch.searchsorted(rows, left.rows), torch.searchsorted(rows, right.rows)
+    sums = torch.empty(len(rows), left.sums.shape[1])
+    sums[at_left] = left.sums
+    in_left = torch.zeros(len(rows), dtype=torch.bool)
+    in_left[at_left] = True
+    sums[at_right] = torch.where(in_left[at_right, None], sums[at_right] + right.sums, right.sums)
+    return RowSums(rows, sums)
+
+
+def _summed(layout: Layout, pending: Pending, num_parts: int) -> list[tuple[Layout, KeyedJaggedTensor, Tensor]]:
+    """Returns lookups in which each row of `pending` occurs once; its gradient is its sum over all micro-batches."""
+    whole = (0, tree.width(num_parts))
+    tables = row_sums(layout, pending, whole)[whole]
+    names = [next(f.name for f in layout.features if f.table == t) for t in range(len(tables))]
+    return [
+        (layout.sequence_of(name), KeyedJaggedTensor((name,), rows), sums)
+        for name, (rows, sums) in zip(names, tables, strict=True)
+    ]
 
 
 def _adagrad(rule: Rule, g: Tensor, w: Tensor, h: Tensor) -> tuple[Tensor, ...]:
@@ -381,10 +481,10 @@ def row_key(seed: int, table: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{table}".encode(), digest_size=8).digest(), "little")
 
 
-def fill_uniform(key: int, first_row: int, out: Tensor, bound: float, zero_rows: int) -> None:
-    """Writes a table's rows from `first_row` on into out [n, D]; see `uniform_rows`."""
+def fill_uniform(key: int, first_row: int, out: Tensor, bound: float, zero_rows: int, step: int = 1) -> None:
+    """Writes a table's rows `first_row`, `first_row + step`, ... into out [n, D]; see `uniform_rows`."""
     n, dim = out.shape
-    out[:] = uniform_rows(key, torch.arange(first_row, first_row + n), dim, bound, zero_rows)
+    out[:] = uniform_rows(key, first_row + step * torch.arange(n), dim, bound, zero_rows)
 
 
 def uniform_rows(key: int, rows: Tensor, dim: int, bound: float, zero_rows: int) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.kernels import reference, triton_kernels
+from hotrow.kernels import ops, reference, tree, triton_kernels
 from hotrow.kernels.ops import ALTERED, check_arrays
 from hotrow.kernels.reference import Algorithm, Layout, Rule
 
@@ -136,6 +136,8 @@ class Kernels:
 
     def __init__(self, layout: Layout, *, among: Layout | None = None) -> None:
         self.layout = layout
+        self._on_host = ops.Kernels(layout, among=among)
+        self._sequences: dict[str, Kernels] = {}
         self._numbers = {feature.name: k for k, feature in enumerate((among or layout).features)}
         self._positions: dict[tuple[str, ...], list[int]] = {}
         self._made: dict[Any, Any] = {}  # small tensors on the device, for keys and kinds that have come before
@@ -211,8 +213,11 @@ class Kernels:
         """Runs backward and update of all tables in one pass, in place: `reference.update`, the same bits in every run.
 
         pending, states, rules: as `ops.Kernels`.update; gradients on the tables' device. All rules are of one
-        algorithm. Raises ValueError for an id outside its table; then no row has changed.
+        algorithm. Raises ValueError for an id outside its table; then no row has changed. If the batches are cut into
+        micro-batches, rows are summed in host memory.
         """
+        if (num_parts := reference.count_parts(sparse for _, sparse, _ in pending)) > 1:
+            pending = self._summed(weights, pending, num_parts)
         algorithms = sorted({rule.algorithm for rule in rules})
         if len(algorithms) != 1:
             raise ValueError(f"rules are of {', '.join(algorithms) or 'none'}; one update takes one algorithm")
@@ -231,6 +236,29 @@ class Kernels:
         if any(part.scales is not None for part in parts):
             scales = _cat([_or_ones(part) for part in parts], spans)[order]
         self._apply(weights, states, rules, algorithms[0], _Pieces(keys, sources, scales), self._counts(spans))
+
+    def _summed(
+        self, weights: Arrays, pending: Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]], num_parts: int
+    ) -> list[tuple[Kernels, KeyedJaggedTensor, Tensor]]:
+        """Returns lookups in which each row occurs once; its gradient is its sum over all micro-batches."""
+        whole = (0, tree.width(num_parts))
+        lookups = [(served._on_host, sparse, grad.cpu()) for served, sparse, grad in pending]
+        tables = self._on_host.row_sums(self._shapes(weights), lookups, whole)[whole]
+        found = []
+        for t, (rows, sums) in enumerate(tables):
+            name = next(feature.name for feature in self.layout.features if feature.table == t)
+            if name not in self._sequences:
+                self._sequences[name] = Kernels(self.layout.sequence_of(name), among=self.layout)
+            found.append((self._sequences[name], KeyedJaggedTensor((name,), rows), sums.to(weights.device)))
+        return found
+
+    def _shapes(self, weights: Arrays) -> ops.Arrays:
+        """Returns arrays in host memory of the tables' shapes; nothing touches them, so they take no memory."""
+        made = tuple(tensor.shape for tensor in weights.tensors)
+        if made not in self._made:
+            self._made[made] = ops.Arrays([ops.allocate(*shape, sparse=True) for shape in made])
+        found: ops.Arrays = self._made[made]
+        return found
 
     def _apply(
         self,

@@ -14,7 +14,7 @@ A lease keeps the rows of one batch in their slots until the batch is over. In D
 lease does nothing; other placements bring rows into slots before a lookup and take them back after the step. Nobody
 asks which placement it has, and no placement can change a bit of a result (law 2). To write one, subclass `Placement`
 and pass `EmbeddingCollection(memory=...)` a `PlacementFactory` that makes it; tests/laws/test_toy_placement.py is a
-small one. Next: dram.py, tiers.py, device.py, copies.py.
+small one. Next: dram.py, tiers.py, device.py, copies.py, and parallel/sharded.py for rows on several ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hotrow.base.records import Amount, Count
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Rule, row_key, to_float16
-from hotrow.tables import TableConfig
+from hotrow.tables import WHOLE, Births, TableConfig
 
 RowIds = slice | Tensor
 """Rows of a table: a range of them, or their ids [n], int64."""
@@ -119,6 +119,10 @@ class Placement(Protocol):
         """Raises an error that says why, and what to do instead, if this placement does not offer `use`."""
         return
 
+    def agree(self, found: str | None) -> str | None:
+        """Returns `found`, what speaks against a step; of tables over several ranks, what the first of them found."""
+        return found if self.below is None else self.below.agree(found)
+
     # ---- batches
 
     def announce(self, sparse: KeyedJaggedTensor) -> None:
@@ -144,9 +148,11 @@ class Placement(Protocol):
 
     # ---- optimizer states
 
-    def new_state(self, shape: Sequence[int]) -> Tensor:
-        """Returns zeros by slot for an optimizer state of shape [N, D] or [N]."""
-        return ops.allocate(*shape) if self.below is None else self.below.new_state(shape)
+    def new_state(self, table: str, row_shape: Sequence[int]) -> Tensor:
+        """Returns zeros by slot for an optimizer state of a table; row_shape: of one row, (D,) or ()."""
+        if self.below is not None:
+            return self.below.new_state(table, row_shape)
+        return ops.allocate(len(self.weights[table]), *row_shape)
 
     def attach(self, states: dict[str, Sequence[TableState]]) -> Attached:
         """Takes the states of an optimizer, by table, beside the weights, and gives them their initial values."""
@@ -253,6 +259,8 @@ class InitialRows:
     """The type of the weights in files: "float32" (also for split ones) or "float16"."""
     states: dict[str, tuple[float, float, float]]
     """By name: constant, of_weight and of_sign of its `TableState`."""
+    births: Births = WHOLE
+    """Which rows of a whole table they are, if the table is a part of one."""
 
     @classmethod
     def of(cls, table: TableConfig, seed: int, states: Sequence[TableState]) -> InitialRows:
@@ -260,11 +268,12 @@ class InitialRows:
         formulas = {state.name: (state.constant, state.of_weight, state.of_sign) for state in states}
         dtype: Literal["float32", "float16"] = "float16" if table.dtype == "float16" else "float32"
         bound = float(table.init.bound_for(table.num_embeddings))
-        return cls(table.name, seed, bound, table.init.zero_rows, dtype, formulas)
+        return cls(table.name, seed, bound, table.init.zero_rows, dtype, formulas, table.init.births)
 
     def formula(self, name: str) -> tuple[Any, ...]:
         """Returns all that the values of one array depend on."""
-        return self.table, self.seed, self.bound, self.zero_rows, self.dtype, self.states.get(name)
+        own = self.states.get(name)
+        return self.table, self.seed, self.bound, self.zero_rows, self.births, self.dtype, own
 
     def read(self, name: str, rows: RowIds, shape: torch.Size) -> Tensor:
         """Returns `rows` of the weights (name "weight") or of a state; shape: of the whole array."""
@@ -279,7 +288,7 @@ class InitialRows:
 
     def _weights(self, rows: RowIds, dim: int) -> Tensor:
         key = row_key(self.seed, self.table)
-        out = ops.uniform_rows(rows, dim, key=key, bound=self.bound, zero_rows=self.zero_rows)
+        out = ops.uniform_rows(rows, dim, key=key, bound=self.bound, zero_rows=self.zero_rows, births=self.births)
         return to_float16(out) if self.dtype == "float16" else out
 
 

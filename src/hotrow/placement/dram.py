@@ -159,13 +159,16 @@ def _fill(state: TableState, stored: RowsInMemory, *, start: int = 0) -> None:
 
 def fill_initial_rows(stored: RowsInMemory, table: TableConfig, seed: int, *, start: int = 0) -> None:
     """Gives the rows of a table, zeros as allocated, their initial values from row `start` on."""
-    bound, key = table.init.bound_for(table.num_embeddings), row_key(seed, table.name)
+    init, key = table.init, row_key(seed, table.name)
+    bound = init.bound_for(table.num_embeddings)
     if not bound:
         return  # zero already, and no page touched
     for rows in stored.pieces(start):
         plain = stored.array.dtype == torch.float32
         values = stored.array[rows] if plain else torch.empty(stored.array[rows].shape)
-        ops.fill_uniform(values, key=key, bound=bound, zero_rows=table.init.zero_rows, first_row=rows.start)
+        ops.fill_uniform(
+            values, key=key, bound=bound, zero_rows=init.zero_rows, first_row=rows.start, births=init.births
+        )
         if not plain:
             stored.write(rows, values)
 

@@ -159,9 +159,9 @@ class Tiers(Placement):
 
     # ---- where rows lie
 
-    def new_state(self, shape: Sequence[int]) -> Tensor:
+    def new_state(self, table: str, row_shape: Sequence[int]) -> Tensor:
         """Returns address space; a row of it is filled when the row is needed."""
-        return ops.allocate(*shape, sparse=True)
+        return ops.allocate(len(self.weights[table]), *row_shape, sparse=True)
 
     def attach(self, states: dict[str, Sequence[TableState]]) -> Attached:
         """Makes the states parts of the records. Raises ValueError if the records are laid out already."""
@@ -305,14 +305,15 @@ class Tiers(Placement):
         return [("weight", self.weights[table.name]), *low, *states]
 
     def _add_cache(self, caches: Any, table: TableConfig, slots: TableSlots, store: Store) -> None:
-        bound, weight = table.init.bound_for(table.num_embeddings), self.weights[table.name]
+        init, weight, key = table.init, self.weights[table.name], row_key(self.seed, table.name)
+        bound, births = init.bound_for(table.num_embeddings), (init.births.prefix, init.births.first, init.births.step)
         states = [
             (state.array[:1].numel(), state.constant, state.of_weight, state.of_sign)
             for state in self.states.get(table.name, ())
         ]
         caches.add(
             (table.num_embeddings, slots.pinned, slots.cached),
-            (row_key(self.seed, table.name), bound, table.init.zero_rows, table.embedding_dim, _STORAGES[weight.dtype]),
+            (key, bound, init.zero_rows, births, table.embedding_dim, _STORAGES[weight.dtype]),
             states,
             store.native,
             [_plain(array) for _, array in self.arrays_of(table)],
