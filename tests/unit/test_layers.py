@@ -25,6 +25,7 @@ ROOMS = (
     "torch_tables",
     "embedding",
     "optim",
+    "parallel",
     "bench",
     "data",
     "data/packed",

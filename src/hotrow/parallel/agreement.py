@@ -1,0 +1,237 @@
+"""What ranks must agree on: config, data, versions, kernels at the start; step, position and weights while they train.
+
+Each rank says what it has, all compare, and all raise the same error, which names the ranks that differ from rank 0.
+A rank that is lost while others wait for it is the heartbeat's matter (heartbeat.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hotrow.base.machine import versions
+from hotrow.config.schema import Config, MemoryConfig
+from hotrow.kernels import ops
+from hotrow.parallel.world import World
+
+T = TypeVar("T")
+CHECK_EVERY = 100
+"""Steps between two checks while training. One costs an exchange of 32 bytes a rank and a checksum of the dense
+weights, about a millisecond for each 2 MiB of them."""
+PER_RANK = ("data", "run", "memory", "train.threads", "train.pin")
+"""Options that may differ between ranks: paths on a rank's machine, and how much of it a rank uses. They change no bit.
+`memory.lookahead` is compared all the same, because ranks announce batches together."""
+MOST_NAMED = 3
+"""Differences that an error names; it counts the rest."""
+_PURPOSE = "agreement"
+
+
+def everyone(world: World, value: Any) -> list[Any]:
+    """Returns the JSON-ready `value` of each rank, by rank. Collective: every rank calls it."""
+    if world.size == 1:
+        return [value]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(part.numpy().tobytes()) for part in world.gather(text, purpose=_PURPOSE)]
+
+
+def on_every_rank(world: World, function: Callable[[], T]) -> T:
+    """Returns what `function` returns here. Collective: if it raises ValueError or OSError on any rank, as for a
+    dataset that is missing there, every rank raises ValueError, which names these ranks and says what each met.
+    """
+    result, met = None, None
+    try:
+        result = function()
+    except (ValueError, OSError) as error:
+        if world.size == 1:
+            raise
+        met = f"{error}" or type(error).__name__
+    found = everyone(world, {"host": socket.gethostname(), "met": met})
+    if not any(each["met"] for each in found):
+        return result  # type: ignore[return-value]  # it did not raise
+    ranks: dict[str, list[int]] = {}
+    for rank, each in enumerate(found):
+        if each["met"]:
+            ranks.setdefault(each["met"], []).append(rank)
+    raise ValueError("; ".join(f"{_named(where, found)}: {text}" for text, where in ranks.items()))
+
+
+# ---- at the start
+
+
+def facts_of(config: Config, *, checksum: str, micro_batches: int) -> dict[str, Any]:
+    """Returns what must be the same on all ranks, by name: options of `config` by their dotted names, and the rest.
+
+    checksum: of the dataset. Paths, threads and memory of a rank are left out (PER_RANK).
+    """
+    backend, found = ops.backend(), versions()
+    options = dict(_flat(config.model_dump(mode="json")))
+    memory = config.memory if isinstance(config.memory, MemoryConfig) else MemoryConfig()
+    return {
+        "the version of hotrow": found["hotrow"],
+        "the version of torch": found["torch"],
+        "kernels": backend.name,
+        "the instruction set": backend.isa,
+        "the checksum of the dataset": checksum,
+        **{name: value for name, value in options.items() if not _per_rank(name)},
+        "memory.lookahead": memory.lookahead,
+        "train.micro_batches": micro_batches,
+    }
+
+
+_CURES = {
+    "the version of hotrow": "install the same one on every host",
+    "the version of torch": "install the same one on every host",
+    "kernels": "build the native module on every host, or set HOTROW_NATIVE=0 on all (many times slower)",
+    "the instruction set": "set HOTROW_ISA to the narrowest of them on every rank, because others round otherwise",
+    "the checksum of the dataset": "copy one packed dataset to every host; two preparations may number ids differently",
+}
+_CONFIG_CURE = "start every rank with the same config file and the same --set"
+
+
+def check_same(world: World, facts: Mapping[str, Any]) -> None:
+    """Compares `facts` (JSON-ready values by name) of all ranks. Collective.
+
+    Raises ValueError on every rank if any differs: it names the field, each value with its ranks and hosts, and the
+    cure.
+    """
+    found = everyone(world, {"host": socket.gethostname(), "facts": facts})
+    names = dict.fromkeys(name for each in found for name in each["facts"])
+    told, cures = [], []
+    for name in names:
+        ranks: dict[str, list[int]] = {}
+        for rank, each in enumerate(found):
+            value = json.dumps(each["facts"][name]) if name in each["facts"] else "nothing"
+            ranks.setdefault(value, []).append(rank)
+        if len(ranks) > 1:
+            told.append(f"{name} is " + ", ".join(f"{value} on {_named(on, found)}" for value, on in ranks.items()))
+            cures.append(_CURES.get(name, _CONFIG_CURE))
+    if told:
+        more = f"; and {len(told) - MOST_NAMED} more differences" if len(told) > MOST_NAMED else ""
+        cure = "; ".join(dict.fromkeys(cures[:MOST_NAMED]))
+        raise ValueError(f"the ranks of a run must agree, but {'; '.join(told[:MOST_NAMED])}{more}: {cure}")
+
+
+def _named(ranks: Sequence[int], found: Sequence[Mapping[str, Any]]) -> str:
+    """Returns ranks with their hosts, in words."""
+    hosts = list(dict.fromkeys(found[rank]["host"] for rank in ranks))
+    numbers = ", ".join(map(str, ranks))
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbers} ({', '.join(hosts)})"
+
+
+def _per_rank(name: str) -> bool:
+    return any(name == option or name.startswith(f"{option}.") for option in PER_RANK)
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the options of a config by dotted name."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+# ---- while training
+
+
+class StillSame:
+    """Compares, every `every` steps, where ranks are and a checksum of their dense weights."""
+
+    def __init__(self, world: World, *, every: int = CHECK_EVERY) -> None:
+        self.world, self.every = world, every
+
+    def check(self, step: int, position: tuple[int, int], weights: Iterable[Tensor]) -> None:
+        """Does nothing if `step` is not a multiple of `every`. Collective otherwise.
+
+        position: epoch and batch that come next. weights: the dense weights, in the same order on every rank.
+        Raises ValueError on every rank if one differs from rank 0; it names these ranks and what differs.
+        """
+        if self.world.size == 1 or step % self.every:
+            return
+        mine = torch.tensor([step, *position, checksum_of(weights)])
+        values = [part.tolist() for part in self.world.gather(mine, purpose=_PURPOSE)]
+        first = values[0]
+        names = ("step", "epoch", "batch", "checksum of the dense weights")
+        told = [
+            f"rank {rank} has {name} {own}, rank 0 {value}"
+            for rank, each in enumerate(values)
+            for name, own, value in zip(names, each, first, strict=True)
+            if own != value
+        ]
+        if told:
+            raise ValueError(
+                f"the ranks of this run went apart by step {step}: {'; '.join(told)}. They compute the same numbers "
+                "unless memory or a processor fails, or libraries differ: look at the hosts of these ranks, and go on "
+                "from a checkpoint before this step"
+            )
+
+
+def checksum_of(weights: Iterable[Tensor]) -> int:
+    """Returns the crc32 of all bytes of `weights`, in order."""
+    found = 0
+    for weight in weights:
+        array = weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        found = zlib.crc32(array.data, found)
+    return found
+
+
+# ---- the network
+
+
+def unnamed_interface(world: World) -> str | None:
+    """Returns a warning if gloo has to guess its network interface on some rank, otherwise None. Collective.
+
+    gloo guesses if ranks run on several hosts (or network namespaces), GLOO_SOCKET_IFNAME is not set, and a host has
+    several interfaces: it takes the address that the host's own name resolves to.
+    """
+    unset = not os.environ.get("GLOO_SOCKET_IFNAME")
+    mine = {"host": socket.gethostname(), "net": network_id(), "interfaces": interfaces() if unset else {}}
+    found = everyone(world, mine)
+    if len({each["net"] for each in found}) == 1:
+        return None
+    several = {each["net"]: each for each in found if len(each["interfaces"]) > 1}
+    if not several:
+        return None
+    hosts = "; ".join(
+        f"{each['host']} has {', '.join(f'{name} ({address})' for name, address in each['interfaces'].items())}"
+        for each in several.values()
+    )
+    return (
+        f"GLOO_SOCKET_IFNAME is not set, and {hosts}: gloo takes the interface that the host's name resolves to, which "
+        "may be a slow one or one that other hosts cannot reach. Set GLOO_SOCKET_IFNAME to the name of the fast one"
+    )
+
+
+def interfaces() -> dict[str, str]:
+    """Returns the IPv4 address of each network interface of this process that has one, except the loopback, by name."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                address = socket.inet_ntoa(ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24])
+                if not address.startswith("127."):
+                    found[name] = address
+    return found
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def network_id() -> str:
+    """Returns what two processes share if they reach each other at 127.0.0.1: a host, and its network namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:  # not Linux
+        return socket.gethostname()

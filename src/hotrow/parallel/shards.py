@@ -1,0 +1,101 @@
+"""Where the rows of a table lie among ranks, as numbers alone: nothing here holds or sends a row.
+
+    rows    [0 .. prefix)   replicated: on every rank
+            [prefix .. N)   "row": row prefix + k on rank k % R;   "table": all on one rank, the owner
+
+A rank numbers the rows it holds by rising row: those are the rows of its shard. Each row has one home, the rank that
+adds up the row's gradient and speaks for the row: of a replicated row, row % R; of any other, the rank that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.base.records import Count
+from hotrow.tables import WHOLE, Births
+
+Numbers = NDArray[np.int64]
+Kind = Literal["row", "table"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """How the rows of one table are shared; the same on all ranks."""
+
+    prefix: Count = 0
+    """Rows below it are on every rank; all rows of the table if it has no more."""
+    kind: Kind = "row"
+    """What becomes of the others: dealt out one by one, or all given to one rank."""
+    owner: Count = 0
+    """That rank; 0 for kind "row"."""
+
+    def check(self, table: str, num_rows: int, num_ranks: int) -> None:
+        """Raises ValueError, naming `table`, if this cannot be the shard of so many rows on so many ranks."""
+        if self.kind not in ("row", "table"):
+            raise ValueError(f"table {table!r}: kind is {self.kind!r}; choose 'row' or 'table'")
+        if not 0 <= self.prefix <= num_rows:
+            raise ValueError(
+                f"table {table!r}: {self.prefix:,} rows are to be replicated, and it has {num_rows:,}: choose 0 to that"
+            )
+        if not 0 <= self.owner < num_ranks or (self.kind == "row" and self.owner):
+            allowed = "0 for kind 'row'" if self.kind == "row" else f"0 to {num_ranks - 1}"
+            raise ValueError(f"table {table!r}: owner is {self.owner}; choose {allowed}")
+
+    def homes(self, rows: Numbers, num_ranks: int) -> Numbers:
+        """Returns the home of each row."""
+        return Division([self], num_ranks).homes(np.zeros_like(rows), rows)
+
+    def held(self, rows: Numbers, rank: int, num_ranks: int) -> NDArray[np.bool_]:
+        """Returns whether a rank holds each row."""
+        held: NDArray[np.bool_] = (rows < self.prefix) | (self.homes(rows, num_ranks) == rank)
+        return held
+
+    def local(self, rows: Numbers, num_ranks: int) -> Numbers:
+        """Returns the number of each row in the shard of a rank that holds it."""
+        return Division([self], num_ranks).local(np.zeros_like(rows), rows)
+
+    def num_local(self, num_rows: int, rank: int, num_ranks: int) -> int:
+        """Returns how many of a table's rows a rank holds."""
+        rest = num_rows - self.prefix
+        if self.kind == "table":
+            return self.prefix + rest * (rank == self.owner)
+        return self.prefix + (rest - rank + num_ranks - 1) // num_ranks
+
+    def rows(self, local: Numbers, rank: int, num_ranks: int) -> Numbers:
+        """Returns which rows those of a shard are, by their numbers there: what `local` undoes."""
+        if self.kind == "table":
+            return local
+        return np.where(local < self.prefix, local, self.prefix + rank + (local - self.prefix) * num_ranks)
+
+    def births(self, rank: int, num_ranks: int) -> Births:
+        """Returns as which rows of the table those of a rank's shard start."""
+        if self.kind == "table":
+            return WHOLE
+        return Births(prefix=self.prefix, first=self.prefix + rank, step=num_ranks)
+
+
+class Division:
+    """The shards of several tables side by side, for rows of any of them at once."""
+
+    def __init__(self, shards: Sequence[Shard], num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._prefix = np.array([shard.prefix for shard in shards], np.int64)
+        self._owner = np.array([shard.owner if shard.kind == "table" else -1 for shard in shards], np.int64)
+
+    def replicated(self, tables: Numbers, rows: Numbers) -> NDArray[np.bool_]:
+        """Returns whether each row, of the table of that number, is on every rank."""
+        return rows < self._prefix[tables]
+
+    def homes(self, tables: Numbers, rows: Numbers) -> Numbers:
+        prefix, owner = self._prefix[tables], self._owner[tables]
+        rest = np.where(owner < 0, (rows - prefix) % self.num_ranks, owner)
+        return np.where(rows < prefix, rows % self.num_ranks, rest)
+
+    def local(self, tables: Numbers, rows: Numbers) -> Numbers:
+        prefix, owner = self._prefix[tables], self._owner[tables]
+        return np.where((rows < prefix) | (owner >= 0), rows, prefix + (rows - prefix) // self.num_ranks)

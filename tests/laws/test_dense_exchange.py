@@ -1,0 +1,99 @@
+"""The exchange of dense gradients against the tree on one process, to the bit, and its bytes against 2 (R - 1) / R."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from hotrow.kernels import tree
+from hotrow.parallel.dense import PURPOSE, Sums, Told, sum_over_ranks
+from hotrow.parallel.world import World
+from rank_pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def parts_of(num_samples: int, micro_batches: int, length: int) -> list[Sums | None]:
+    """Returns the sums of each micro-batch, of sizes that make the order of sums show; None: absent."""
+    starts = tree.starts(num_samples, micro_batches)
+    found: list[Sums | None] = []
+    for part in range(micro_batches):
+        generator = torch.Generator().manual_seed(part)
+        scale = 10.0 ** torch.randint(-4, 5, (), generator=generator).item()
+        values = Sums(torch.randn(length, generator=generator) * scale, torch.rand((), generator=generator) * scale)
+        found.append(values if starts[part] < starts[part + 1] else None)
+    return found
+
+
+def add(one: Sums, other: Sums) -> Sums:
+    return Sums(one.gradient + other.gradient, one.loss + other.loss)
+
+
+def summed(world: World, num_samples: int, length: int) -> tuple[Told, int]:
+    first, last = world.held
+    nodes = tree.sums(parts_of(num_samples, world.micro_batches, length)[first:last], first, last, add)
+    told = sum_over_ranks(world, nodes, length=length)
+    return told, world.sent_bytes.get(PURPOSE, 0)
+
+
+def total_of(num_samples: int, micro_batches: int, length: int) -> Sums:
+    nodes = tree.sums(parts_of(num_samples, micro_batches, length), 0, micro_batches, add)
+    whole = tree.total(nodes, (0, tree.width(micro_batches)), add)
+    assert whole is not None
+    return whole
+
+
+@pytest.mark.parametrize("num_samples", [64, 7, 2], ids=["full", "parts of one sample", "absent parts"])
+@pytest.mark.parametrize(
+    ("num_ranks", "micro_batches"), [(1, 3), (2, 2), (2, 5), (3, 3), (3, 4), (3, 8), (4, 4), (4, 7)]
+)
+def test_against_the_tree_on_one_process(pool: RankPool, num_ranks: int, micro_batches: int, num_samples: int) -> None:
+    length = 1003
+    whole = total_of(num_samples, micro_batches, length)
+    for told, _ in pool.run(summed, num_samples, length, num_ranks=num_ranks, micro_batches=micro_batches):
+        assert torch.equal(told.total.gradient.view(torch.int32), whole.gradient.view(torch.int32))
+        assert torch.equal(told.total.loss.view(1).view(torch.int32), whole.loss.view(1).view(torch.int32))
+        assert (told.found, told.stop) == ("", 0)
+
+
+def test_a_gradient_shorter_than_the_ranks_are_many(pool: RankPool) -> None:
+    for told, _ in pool.run(summed, 64, 2, num_ranks=4, micro_batches=4):
+        assert torch.equal(told.total.gradient, total_of(64, 4, 2).gradient)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_bytes_on_the_wire(pool: RankPool, num_ranks: int) -> None:
+    """Where ranges are whole subtrees, a rank sends 2 (R - 1) / R of the gradient's bytes, and little else."""
+    length = 100_000
+    least = 2 * (num_ranks - 1) / num_ranks * 4 * length
+    for _, sent in pool.run(summed, 64, length, num_ranks=num_ranks, micro_batches=num_ranks):
+        assert least <= sent <= 1.01 * least
+
+
+def test_bytes_of_ranges_that_are_not_subtrees(pool: RankPool) -> None:
+    """Of four micro-batches the third rank of three holds two, a subtree; of eight, the second holds 2, 3 and 4."""
+    length = 99_999
+    sent = [each for _, each in pool.run(summed, 64, length, num_ranks=3, micro_batches=8)]
+    nodes = [len(tree.aligned(*tree.held(8, rank, 3))) for rank in range(3)]
+    wanted = np.array([2 / 3 * 4 * length * (num + 1) for num in nodes])
+    assert nodes == [1, 2, 2] and (sent >= wanted).all() and (sent <= 1.01 * wanted).all()
+
+
+def heard(world: World, found: list[str], stop: list[int]) -> tuple[str, int]:
+    first, _ = world.held
+    nodes = {(first, 1): Sums(torch.ones(5), torch.ones(()))}
+    told = sum_over_ranks(world, nodes, length=5, found=found[world.rank], stop=stop[world.rank])
+    return told.found, told.stop
+
+
+def test_all_ranks_hear_what_one_found_and_who_stops(pool: RankPool) -> None:
+    text = "the gradient of 'Größe' is NaN"
+    told = pool.run(heard, ["", text, "later"], [0, 0, 15], num_ranks=3, micro_batches=3)
+    assert told == [(f"rank 1: {text}", 15)] * 3

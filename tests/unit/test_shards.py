@@ -1,0 +1,104 @@
+"""Which rank holds which row of a table, against a list made row by row; and messages of rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from hotrow.kernels.reference import RowSums
+from hotrow.parallel.exchange import Keys, pack, unpack
+from hotrow.parallel.shards import Division, Shard
+
+CASES = [
+    (num_rows, num_ranks, Shard(prefix=prefix, kind=kind, owner=owner))
+    for num_rows, num_ranks, prefix, kind in itertools.product((1, 2, 7, 12), (1, 2, 3, 5), (0, 1, 4), ("row", "table"))
+    if prefix <= num_rows
+    for owner in ((0,) if kind == "row" else range(num_ranks))
+]
+
+
+def holders(shard: Shard, num_rows: int, num_ranks: int) -> list[list[int]]:
+    """By row, the ranks that hold it."""
+    found, dealer = [], itertools.cycle(range(num_ranks))
+    for row in range(num_rows):
+        if row < shard.prefix:
+            found.append(list(range(num_ranks)))
+        else:
+            found.append([next(dealer) if shard.kind == "row" else shard.owner])
+    return found
+
+
+@pytest.mark.parametrize(("num_rows", "num_ranks", "shard"), CASES)
+def test_numbers_of_rows_against_dealing_them_out(num_rows: int, num_ranks: int, shard: Shard) -> None:
+    shard.check("t", num_rows, num_ranks)
+    truth, every = holders(shard, num_rows, num_ranks), np.arange(num_rows)
+    homes = shard.homes(every, num_ranks)
+    for rank in range(num_ranks):
+        own = np.array([row for row in every if rank in truth[row]], np.int64)
+        assert shard.held(every, rank, num_ranks).nonzero()[0].tolist() == own.tolist()
+        assert shard.num_local(num_rows, rank, num_ranks) == len(own)
+        assert shard.local(own, num_ranks).tolist() == list(range(len(own)))
+        assert shard.rows(np.arange(len(own)), rank, num_ranks).tolist() == own.tolist()
+        assert list(map(shard.births(rank, num_ranks).of, range(len(own)))) == own.tolist()
+        assert all(rank in truth[row] for row in every[homes == rank])
+    assert ((homes >= 0) & (homes < num_ranks)).all()
+
+
+def test_tables_side_by_side() -> None:
+    shards = [shard for num_rows, num_ranks, shard in CASES if (num_rows, num_ranks) == (12, 3)]
+    division = Division(shards, 3)
+    tables, rows = (each.ravel() for each in np.indices((len(shards), 12)))
+    for name in ("homes", "local"):
+        each = np.concatenate([getattr(shard, name)(np.arange(12), 3) for shard in shards])
+        assert getattr(division, name)(tables, rows).tolist() == each.tolist()
+    assert division.replicated(tables, rows).reshape(-1, 12).sum(1).tolist() == [shard.prefix for shard in shards]
+
+
+@pytest.mark.parametrize(
+    ("shard", "text"),
+    [
+        (Shard(prefix=8), "table 'user': 8 rows are to be replicated, and it has 7: choose 0 to that"),
+        (Shard(kind="table", owner=2), "table 'user': owner is 2; choose 0 to 1"),
+        (Shard(owner=1), "table 'user': owner is 1; choose 0 for kind 'row'"),
+        (Shard(kind="column"), "table 'user': kind is 'column'; choose 'row' or 'table'"),  # type: ignore[arg-type]
+    ],
+)
+def test_shards_that_cannot_be_are_refused(shard: Shard, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        shard.check("user", 7, 2)
+
+
+@pytest.mark.parametrize("largest", [10, 60_000, 1 << 20, 1 << 60])
+@pytest.mark.parametrize("num_keys", [0, 1, 2, 9])
+def test_keys_come_back_from_a_message(num_keys: int, largest: int) -> None:
+    random = np.random.default_rng(num_keys)
+    edges = np.array([0xFFFE, 0x1FFFD][: num_keys // 4], np.int64)  # gaps just below and at what takes more
+    keys = np.unique(np.append(random.integers(0, largest, num_keys), edges))
+    words = pack(keys)
+    found, length = unpack(torch.cat([words, torch.tensor([7, 8], dtype=torch.int32)]))
+    assert found.tolist() == keys.tolist() and length == len(words)
+    shifted = torch.cat([torch.tensor([7], dtype=torch.int32), words])[1:]
+    assert unpack(shifted)[0].tolist() == keys.tolist()
+    if (np.diff(keys, prepend=0) < 0xFFFF).all():
+        assert len(words) == 2 + (len(keys) + 1) // 2, "two bytes a key"
+
+
+def test_sums_come_back_from_a_message() -> None:
+    random = np.random.default_rng(1)
+    num_rows, dims = [5, 200_000, 3, 70], [3, 2, 4, 1]
+    keys = Keys(num_rows, dims)
+    nodes = []
+    for node in range(3):
+        tables = []
+        for most, dim in zip(num_rows, dims, strict=True):
+            rows = torch.from_numpy(np.unique(random.integers(0, most, 4 * node if dim != 4 else 0)))
+            tables.append(RowSums(rows, torch.from_numpy(random.random((len(rows), dim), np.float32))))
+        nodes.append(tables)
+    words, num_heads = keys.pack_sums(nodes)
+    assert len(words) - num_heads == sum(own.sums.numel() for node in nodes for own in node)
+    for found, want in zip(keys.unpack_sums(words, 3), nodes, strict=True):
+        for own, other in zip(found, want, strict=True):
+            assert torch.equal(own.rows, other.rows) and torch.equal(own.sums, other.sums)
