@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from hotrow.data.packed.reader import PackedDataset
     from hotrow.embedding import EmbeddingCollection
     from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16, clip_grad_norm_
+    from hotrow.parallel.sharded import shard
+    from hotrow.parallel.shards import Shard
     from hotrow.placement.budget import DeviceMemory, Memory
     from hotrow.placement.lookahead import lookahead
     from hotrow.plan.solve import plan_by_counts
@@ -35,6 +37,7 @@ __all__ = [
     "PackedDataset",
     "RowWiseAdagrad",
     "Run",
+    "Shard",
     "SplitSGDBF16",
     "TableConfig",
     "Uniform",
@@ -47,6 +50,7 @@ __all__ = [
     "lookahead",
     "plan_by_counts",
     "save_checkpoint",
+    "shard",
 ]
 
 # torch takes a second to import: it waits until a name that needs it is used, so that the command line answers at once.
@@ -59,6 +63,8 @@ _HOMES = {
     "hotrow.data.packed.loader": ("Loader",),
     "hotrow.data.packed.reader": ("PackedDataset",),
     "hotrow.embedding": ("EmbeddingCollection",),
+    "hotrow.parallel.sharded": ("shard",),
+    "hotrow.parallel.shards": ("Shard",),
     "hotrow.placement.budget": ("DeviceMemory", "Memory"),
     "hotrow.placement.lookahead": ("lookahead",),
     "hotrow.optim": ("FTRL", "SGD", "Adagrad", "Adam", "RowWiseAdagrad", "SplitSGDBF16", "clip_grad_norm_"),

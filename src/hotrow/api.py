@@ -35,7 +35,6 @@ from hotrow.config.load import apply_overrides, make_config, options, read_confi
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.config.schema import Config
 from hotrow.data.packed.format import MANIFEST
-from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import fingerprint, prepare
 from hotrow.data.prepare.prepare import RawEncoder
@@ -46,6 +45,9 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.export.export import export_checkpoint
 from hotrow.models.layers import Network
 from hotrow.models.spec import SampleError
+from hotrow.parallel.agreement import on_every_rank
+from hotrow.parallel.launch import joined
+from hotrow.parallel.world import World
 from hotrow.plan.choose import close_tiers
 from hotrow.report.page import NAME as REPORT
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
@@ -53,7 +55,7 @@ from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
 from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.record import RunRecord
-from hotrow.run.runs import train
+from hotrow.run.runs import make_folder, train
 from hotrow.run.setup import DenseDevice, Setup, build_network, look_up, read_model
 from hotrow.run.trainer import EVAL_BATCH_SIZE, evaluate
 
@@ -221,8 +223,7 @@ class Run:
                     "score its raw rows instead (`hotrow eval RUN ROWS` or `hotrow predict`)"
                 )
         embedding, model, dense = self._network
-        loader = Loader(dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
-        return evaluate(embedding, model, loader, dense=dense)
+        return evaluate(embedding, model, dataset.split(split), dense=dense)
 
     def _dataset_path(self) -> Path:
         path = None if self.record.dataset is None else Path(self.record.dataset["path"])
@@ -340,6 +341,9 @@ def fit(
     overrides: config options, by their last name if only one option has it (`epochs=3`) or in full
         (`**{"optimizer.dense.lr": 0.1}`). The run's config.yaml has all options as they were used.
 
+    Under torchrun, or inside a process group of torch.distributed, all processes call it and train together on a packed
+    dataset, in a folder that all of them can read; the first one writes it.
+
     Ctrl-C saves the run and returns it with the status "interrupted"; during preparation it raises `Interrupted`
     (hotrow.data.prepare.pipeline). Raises ValueError if the data or an option is wrong.
     """
@@ -355,11 +359,18 @@ def fit(
         raise ValueError(f"{given[0]} is for raw data, but {data} is a packed dataset; leave it out")
     schema, changed, roles = _schema(schema, told), _split_options(split), _roles(told)
     check_options(**changed)
-    check_free(run)
     name = f"{_name_of(data)}-{model}"
-    if packed:
-        dataset = PackedDataset.open(data)
-        return _train_on(dataset, RunFolder.create(run, name=name), recipe, changes, quiet=quiet)
+    with joined() as world:
+        on_every_rank(world, lambda: check_free(run))
+        if packed:
+            dataset = on_every_rank(world, lambda: PackedDataset.open(data))
+            folder = make_folder(world, lambda: RunFolder.create(run, name=name))
+            return _train_on(dataset, folder, recipe, changes, quiet=quiet, world=world)
+        if world.size > 1:
+            raise ValueError(
+                f"{world.size} processes are to train together, which take a packed dataset: prepare {_name_of(data)} "
+                "before, on one process (hotrow prepare), and pass its folder as data"
+            )
     opened = open_source(
         "auto" if _is_paths(data) else "frame", data, schema=schema, label=label, time=time, roles=roles
     ).with_options(**changed)
@@ -376,7 +387,9 @@ def _train_on(
     changes: list[str],
     *,
     quiet: bool,
+    world: World | None = None,
 ) -> Run:
+    quiet = quiet or (world is not None and world.rank > 0)
     with folder:
         raw = {**(recipe or {}), "data": str(dataset.path), "run": str(folder.path)}
         if recipe is None:
@@ -395,7 +408,7 @@ def _train_on(
                 )
         else:
             config = make_config(apply_overrides(raw, changes), origin="fit")
-    return Run(train(config, folder=folder, quiet=quiet).path)
+    return Run(train(config, folder=folder, quiet=quiet, world=world).path)
 
 
 def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> PackedDataset:

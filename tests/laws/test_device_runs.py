@@ -98,6 +98,14 @@ def test_a_run_with_slots_and_its_resumption(
     loaded.close()
 
 
+def test_micro_batches(data: Path, tmp_path: Path) -> None:
+    """Rows are summed by micro-batch in host memory, and their slots are updated once each."""
+    changes = ["train.micro_batches=3", "optimizer.sparse.name=sgd"]
+    plain = runs.train(make_config({**config(data, tmp_path / "plain", *changes).model_dump(), "device": "cpu"}))
+    run = runs.train(config(data, tmp_path / "slots", *changes, hbm=1500))
+    check(outcome(run), outcome(plain))
+
+
 def test_a_full_device_keeps_the_checkpoint_and_names_a_budget(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

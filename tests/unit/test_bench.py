@@ -34,6 +34,7 @@ from benchmarks import (
     hot_page,
     hot_quality,
     kernels,
+    micro_batches,
     peak_memory,
     precision,
     results,
@@ -265,7 +266,8 @@ def test_quick_bench_reports_every_promised_field(capfd: pytest.CaptureFixture[s
 
 def test_every_cell_agrees_with_its_peer_before_it_is_timed() -> None:
     dense = dense_cells.dense_cells(quick=True)
-    for cell in [*bench.cells(quick=True), *dense, *end_to_end.step_cells(chosen=["torch"], quick=True)]:
+    steps = [*end_to_end.step_cells(chosen=["torch"], quick=True), *micro_batches.cells(quick=True)]
+    for cell in [*bench.cells(quick=True), *dense, *steps]:
         ours, peer = cell.build()
         bench.check_agreement(cell.name, ours, peer, batch=1)
 

@@ -43,6 +43,7 @@ optimizer.schedule.warmup_steps 0
 optimizer.schedule.decay_start_step None
 optimizer.schedule.decay_steps 0
 train.batch_size 2048
+train.micro_batches None
 train.epochs 1
 train.max_steps None
 train.shuffle True
@@ -77,6 +78,8 @@ hot.rate 50
 hot.shuffled_end 0
 hot.window 4
 hot.eval_samples 65536
+parallel.sharding auto
+parallel.hot_rows 0
 """
 OPTIONS_OF_EVERY_MODEL = """
 embedding_dim 16
@@ -165,7 +168,7 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "train": {"batch_size": "64"}}, r"train\.batch_size is '64'; allowed: an integer >= 1"),
         ({"data": "d", "train": {"batch_size": 64.0}}, r"train\.batch_size is 64\.0; allowed: an integer"),
         ({"data": "d", "train": {"threads": "many"}}, r"train\.threads is 'many'; allowed: auto or an integer >= 1"),
-        ({"data": "d", "train": 3}, "train is 3; allowed: a mapping with batch_size, epochs"),
+        ({"data": "d", "train": 3}, "train is 3; allowed: a mapping with batch_size, micro_batches, epochs"),
         ({"data": "d", "model": {"top_mlp": [8, 0]}}, r"model\.top_mlp is 0; allowed: a list of integers >= 1"),
         (
             {"data": "d", "model": {"attention_mlp": [8]}},
@@ -234,7 +237,11 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "hot": {"budget": "much"}}, "hot: budget: size 'much' is not understood"),
         ({"data": "d", "hot": {"budget": 0}}, "hot: budget is 0; it must be a positive number of bytes"),
         ({"data": "d", "hot": {"small_table": -1}}, "hot: small_table is -1; it must be a positive number of bytes"),
-        ({"data": "d", "parallel": {"sharding": "auto"}}, "unknown key parallel"),
+        ({"data": "d", "parallel": {"exchange": "rows"}}, r"unknown key parallel\.exchange"),
+        (
+            {"data": "d", "parallel": {"sharding": {"user": "rows"}}},
+            r"parallel\.sharding\.user is 'rows'; allowed: replicated, table, row",
+        ),
         ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
         (
             {"data": "d", "optimizer": {"sparse": {"name": "sgd", "eps": 1e-8}}},

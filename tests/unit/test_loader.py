@@ -10,15 +10,21 @@ import pytest
 import torch
 
 from hotrow.data.packed.format import DatasetInfo, Feature, Table
-from hotrow.data.packed.loader import Loader, LoaderState
+from hotrow.data.packed.loader import Loader, LoaderState, _EpochRows
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
+from hotrow.parallel.world import World
 from packed_data import make_info, make_rows, write_dataset
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
     return write_dataset(tmp_path_factory.mktemp("packed") / "data", make_rows(250, lists=False))
+
+
+@pytest.fixture(scope="module")
+def lists(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+    return write_dataset(tmp_path_factory.mktemp("packed") / "lists", make_rows(250))
 
 
 def test_a_one_hot_batch(dataset: PackedDataset) -> None:
@@ -129,3 +135,55 @@ def test_a_damaged_block_raises_in_the_consumer(tmp_path: Path) -> None:
 def test_buffer_bytes_counts_the_window() -> None:
     assert make_info(lists=False).row_bytes == 4 + 2 * 4 + 2 * 4
     assert make_info().row_bytes == 4 + 2 * 4 + 2 * 4 + 2 * 8
+
+
+WORLDS = [(1, 1), (2, 2), (3, 4), (4, 4), (5, 7)]
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batches"), WORLDS)
+@pytest.mark.parametrize("shuffle_seed", [None, 3])
+@pytest.mark.parametrize("which", ["all", "only", "front"])
+def test_the_parts_of_all_ranks_are_the_whole(
+    lists: PackedDataset, num_ranks: int, micro_batches: int, shuffle_seed: int | None, which: str
+) -> None:
+    """Windows of 50 rows cut batches of 16, and the last batch has 10 samples or fewer."""
+    split = lists.split("train")
+    marked = np.arange(split.num_rows) % 3 == 0
+    options = {"shuffle_seed": shuffle_seed, "window_rows": 50}
+    options |= {"all": {}, "only": {"only": marked}, "front": {"front": marked, "front_batches": 2}}[which]
+    worlds = [World(rank, num_ranks, micro_batches) for rank in range(num_ranks)]
+    whole = Loader(split, 16, **options)
+    parts = [Loader(split, 16, part=world.samples, **options) for world in worlds]
+    for epoch, start in ((0, 0), (1, 3)):
+        batches = list(whole.epoch(epoch, start))
+        for batch, *own in zip(batches, *(loader.epoch(epoch, start) for loader in parts), strict=True):
+            for world, part in zip(worlds, own, strict=True):
+                first, last = world.samples(len(batch))
+                assert part.of_samples == part.num_samples == batch.num_samples == len(batch)
+                assert torch.equal(part.dense, batch.dense[first:last])
+                assert torch.equal(part.label, batch.label[first:last])
+                wanted = batch.sparse.samples(first, last)
+                assert part.sparse.keys == wanted.keys and part.sparse.stride == last - first
+                assert part.sparse.values.dtype == wanted.values.dtype
+                assert torch.equal(part.sparse.values, wanted.values)
+                assert torch.equal(part.sparse.offsets, wanted.offsets)
+
+
+def test_a_part_may_be_empty(lists: PackedDataset) -> None:
+    """Of 2 samples for 4 ranks, two ranks have none; their batch has every feature and column all the same."""
+    world = World(0, 4, 4)
+    loader = Loader(lists.split("train"), 2, shuffle_seed=1, part=world.samples)
+    batch = next(iter(loader))
+    assert len(batch) == 0 and batch.num_samples == 2
+    assert batch.dense.shape == (0, 2) and batch.dense.dtype == torch.float32
+    assert batch.sparse.keys == lists.info.feature_names and batch.sparse.stride == 0
+    assert batch.sparse.values.dtype == torch.int32 and batch.sparse.offsets.tolist() == [0]
+
+
+def test_a_part_gathers_its_own_rows_alone(dataset: PackedDataset) -> None:
+    """A window keeps a column of a quarter of the rows, not of all of them."""
+    loader = Loader(dataset.split("train"), 16, shuffle_seed=1, part=World(1, 4, 4).samples)
+    rows = _EpochRows(loader, 0)
+    rows.batch(*loader.own_rows(0), of_samples=16)
+    held = sum(last - first for first, last in map(loader.own_rows, range(len(loader))))
+    assert {len(column) for column in rows._window} == {held} and held < 70

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,8 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory, TableDemand, plan_slots
 from hotrow.placement.store_file import no_disk
 from hotrow.plan import choose as placement
-from hotrow.plan.demand import demands_of, required_bytes
-from hotrow.tables import TableConfig
+from hotrow.plan.demand import accesses_of, demands_of, required_bytes
+from hotrow.tables import Births, TableConfig
 
 TABLES = [
     TableConfig(name="large", num_embeddings=1_000_000, embedding_dim=16, feature_names=("a", "b")),
@@ -205,3 +206,47 @@ def test_a_real_file_system_in_memory_is_known() -> None:
         pytest.skip("there is no /dev/shm here")
     reason = no_disk(shared / "not" / "made yet")
     assert reason is not None and "/dev/shm/not/made yet is memory (tmpfs)" in reason
+
+
+# ---- a rank's part of the tables
+
+
+def test_counts_of_a_part_are_those_of_its_rows() -> None:
+    counts = np.random.default_rng(1).integers(0, 99, 1_000_000).astype(np.uint32)
+    dataset: Any = SimpleNamespace(counts=lambda name: counts)
+    births = Births(prefix=14, first=14 + 2, step=4)
+    part = TABLES[0].part(249_999, births)  # rows of rank 2 of 4, but for those beyond the last
+    rows = [row for row in range(249_999) if births.of(row) < 1_000_000]
+    assert np.array_equal(accesses_of(part, dataset)[rows], counts[[births.of(row) for row in rows]])
+    assert accesses_of(TABLES[0], dataset) is counts
+    lone = TABLES[0].part(2, Births(first=999_999, step=8))
+    assert accesses_of(lone, dataset).tolist() == [counts[-1], 0], "nobody looks up a row beyond the last"
+
+
+def test_a_rank_needs_memory_for_its_part_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And shares the machine's with the other ranks there."""
+    parts = [table.part(table.num_embeddings // 4, Births(first=1, step=4)) for table in TABLES]
+    monkeypatch.setattr(placement, "available_memory_bytes", lambda: NEEDED)
+    assert choose(config("auto"), TABLES, tmp_path) is not None, "60 % are too little for all"
+    assert choose(config("auto"), parts, tmp_path, local_size=2) is None
+    memory = choose(config("auto"), parts, tmp_path, local_size=4)
+    assert memory is not None and 0.8 * 0.15 * NEEDED < memory.dram_bytes < 0.15 * NEEDED
+    assert choose(config("dram"), parts, tmp_path, local_size=3) is None
+    with pytest.raises(ValueError, match=r"more than the .* each of the 5 processes on this machine may use; set mem"):
+        choose(config("dram"), parts, tmp_path, local_size=5)
+
+
+def test_slots_of_a_part_follow_its_counts(tmp_path: Path) -> None:
+    """The rows that other ranks hold do not count."""
+    counts = np.zeros(1_000_000, np.uint32)
+    counts[1::4] = np.maximum(1, 1_000_000 // np.arange(1, 250_001))
+    data: Any = SimpleNamespace(
+        has_counts=True, counts=lambda name: counts, split=lambda name: SimpleNamespace(num_rows=4_000_000)
+    )
+    busy, idle = (TABLES[0].part(250_000, Births(first=rank, step=4)) for rank in (1, 2))
+    tables = [busy, replace(idle, name="idle", feature_names=("d",))]
+    asked = config({"dram": "20MiB", "ssd": str(tmp_path)}, "train.batch_size=1000")
+    memory, division = placement.choose(asked, tables, tmp_path, dataset=data)
+    assert memory is not None
+    (pinned, cached), (pinned_idle, cached_idle) = division.slots_in(memory)[1]
+    assert pinned > 50_000 and pinned + cached > 5 * (pinned_idle + cached_idle)

@@ -171,6 +171,8 @@ def test_every_dependency_is_pinned_and_has_its_reason(name: str) -> None:
 
 
 DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn", "fbgemm_gpu": "fbgemm-gpu-cpu"}
+INSIDE = {"ray"}
+"""What an example runs inside of, and whoever starts it has."""
 EXTRAS = {
     "src": ("gpu",),
     "examples": ("test",),
@@ -195,7 +197,11 @@ def test_every_import_is_a_declared_dependency(folder: str) -> None:
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for module in (
-                {name.split(".")[0] for name in modules} - sys.stdlib_module_names - own - {"hotrow", "benchmarks"}
+                {name.split(".")[0] for name in modules}
+                - sys.stdlib_module_names
+                - own
+                - INSIDE
+                - {"hotrow", "benchmarks"}
             ):
                 name = normal(DISTRIBUTIONS.get(module, module))
                 assert name in names, f"{path.relative_to(ROOT)} imports {module}, which pyproject does not list for it"

@@ -52,7 +52,8 @@ def test_init_writes_the_recipe_that_fit_uses(tmp_path: Path) -> None:
     used = hotrow.load_config(run.path / "config.yaml")
     for section in ("model", "optimizer"):
         assert getattr(written, section) == getattr(used, section)
-    assert written.train == used.train.model_copy(update={"threads": written.train.threads})
+    decided = {name: getattr(written.train, name) for name in ("threads", "micro_batches")}  # by the run, for here
+    assert written.train == used.train.model_copy(update=decided)
     about = make_config({"data": "x"} | _parsed(render_recipe("x", 3000, num_features=1, exact=False)))
     assert about.train.batch_size == written.train.batch_size
 

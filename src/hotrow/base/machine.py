@@ -81,13 +81,18 @@ def usable_cores() -> int:
     return affinity if quota is None else max(1, min(affinity, int(quota)))
 
 
-def default_threads() -> int:
+def default_threads(num_processes: int = 1) -> int:
     """Returns the number of threads to use by default: torch's, as set by OMP_NUM_THREADS or torch.set_num_threads.
 
     Without OMP_NUM_THREADS it is at most `usable_cores`, because torch ignores CPU quotas.
+    num_processes: processes of a run that share these cores. If there are several, each gets its share of the cores,
+    unless OMP_NUM_THREADS says more than 1, which is what torchrun sets by itself.
     """
+    given = os.environ.get("OMP_NUM_THREADS")
+    if num_processes > 1 and given in (None, "1"):
+        return max(1, usable_cores() // num_processes)
     own = torch.get_num_threads()
-    return own if "OMP_NUM_THREADS" in os.environ else min(own, usable_cores())
+    return own if given is not None else min(own, usable_cores())
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 Results go to stdout (with --json, the last line is one JSON object), progress to stderr. Bad input ends with exit code
 2 and one line that says what to do; HOTROW_DEBUG=1 shows the traceback. Interrupted training ends with exit code
-128 + the signal.
+128 + the signal, and with 3 if another process of the run was lost (parallel/heartbeat.py).
 """
 
 from __future__ import annotations
@@ -276,20 +276,26 @@ def train(
     ] = None,
     set_: Set = None,
 ) -> Answer:
-    """Train as a config says, or continue an interrupted run."""
+    """Train as a config says, or continue an interrupted run; several processes train together under torchrun."""
     from hotrow.api import Run
     from hotrow.base.progress import num_of
     from hotrow.config.load import load_config
+    from hotrow.parallel.agreement import on_every_rank
+    from hotrow.parallel.launch import joined
     from hotrow.run import runs
 
     if (config is None) == (resume is None):
         raise ValueError("pass a config to start a run, or --resume RUN to continue one")
     overrides = [*(set_ or ()), *([] if trace is None else [f"train.trace={json.dumps(trace)}"])]
-    if resume is not None:
-        folder = runs.resume(resume, overrides)
-    else:
-        assert config is not None
-        folder = runs.train(load_config(config, overrides))
+    with joined() as world:
+        if resume is not None:
+            folder = runs.resume(resume, overrides, world=world)
+        else:
+            assert config is not None
+            given = on_every_rank(world, functools.partial(load_config, config, overrides))
+            folder = runs.train(given, world=world)
+    if world.rank:  # the first rank tells the result
+        raise typer.Exit(128 + (folder.record.signal or 0) if folder.record.status == "interrupted" else 0)
     run = Run(folder.path)
     result = run.summary()
     assert run.record.dataset is not None, "training has begun"

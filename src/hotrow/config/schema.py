@@ -22,6 +22,8 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 DenseDtype = Literal["fp32", "tf32", "bf16"]
+Owner = Literal["replicated", "table", "row"]
+"""Which ranks hold the rows of a table: all of them, one, or each row another."""
 MOST_TRACED = 10_000
 """Steps that a trace may have; it is kept in memory until it is written."""
 Interval = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -146,6 +148,10 @@ class TrainConfig(_Section):
 
     batch_size: Count = 2048
     """Samples per step. The last batch of an epoch may be smaller; it is trained too."""
+    micro_batches: Count | None = None
+    """Parts into which every batch is cut, for the life of the run. Gradients of MLPs and of rows are summed within a
+    part, then over parts in a fixed order, so that any number of processes up to this one trains to the same bits;
+    `sgd` then changes a row once per step. null: the number of processes at the run's start, 1 on one."""
     epochs: Count = 1
     """Passes over the training split."""
     max_steps: Count | None = None
@@ -166,7 +172,8 @@ class TrainConfig(_Section):
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     """Number of threads of torch and the kernels. `auto`: as many as torch uses (`OMP_NUM_THREADS`,
     `torch.set_num_threads`, otherwise one for each physical core), but no more than the cores this process may use,
-    unless `OMP_NUM_THREADS` is set."""
+    unless `OMP_NUM_THREADS` is set. Processes of a run on one machine divide its cores, unless `OMP_NUM_THREADS` is
+    above 1."""
     pin: Literal["auto", "cores", "off"] = "auto"
     """Whether each thread is kept on one core. `cores`: yes; cores are filled NUMA node by NUMA node. `auto`: as
     `cores` on a machine with several NUMA nodes, otherwise `off`, because another process on a pinned core delays every
@@ -211,8 +218,8 @@ class MemoryConfig(_Section):
     """Bytes, or text such as 8GiB, of a GPU's memory for slots, in which lookups and updates run (docs/gpu.md). null:
     there are none, and tables train on the CPU."""
     dram: str | int = "auto"
-    """Bytes, or text such as 2GiB, for tables, optimizer state, bookkeeping about rows, and buffers. `auto`: 60 % of
-    what this process may use."""
+    """Bytes, or text such as 2GiB, for tables, optimizer state, bookkeeping about rows, and buffers of one process.
+    `auto`: 60 % of what this process may use; ranks on one machine share that evenly."""
     ssd: str | None = None
     """Folder on a disk of this machine for the rest, read and written past the page cache; null (and no `file`) means
     the folder `memory` of the run. The files are removed when the run ends."""
@@ -316,6 +323,18 @@ class HotConfig(_Section):
         return self.schedule in ("fae", "fixed")
 
 
+class ParallelConfig(_Section):
+    """Which process holds which rows, if several train one model (docs/cluster.md). It changes memory and traffic, but
+    no result. One process ignores it."""
+
+    sharding: Literal["auto"] | dict[str, Owner] = "auto"
+    """Who holds a table, by its name. `replicated`: every rank. `row`: the ranks in turn, row by row. `table`: one
+    rank. `auto`, and tables that are not named: small tables are replicated, the others are dealt out by `row`."""
+    hot_rows: Share = 0
+    """Share of the rows of all tables that are not replicated, those with most accesses, of which every rank holds a
+    copy. No lookup waits for these rows; memory and bytes on the wire grow."""
+
+
 def _memory_tag(value: Any) -> str:
     return "word" if isinstance(value, str) else "mapping"
 
@@ -341,6 +360,7 @@ class Config(_Section):
     count), the rest on disk in the run's folder. `dram`: all in DRAM; a run that does not fit is refused. A mapping
     says how much and where (below). The log's first line says what came of it; results are the same bits."""
     hot: HotConfig = HotConfig()
+    parallel: ParallelConfig = ParallelConfig()
     run: str | None = None
     """Folder of the run, which must not exist yet; null means runs/<dataset>-<model>-NNN with the next free number."""
 
@@ -365,6 +385,10 @@ class Config(_Section):
         """`memory.write_budget` in numbers; None: no limit."""
         text = None if isinstance(self.memory, str) else self.memory.write_budget
         return None if text is None else parse_byte_rate(text)
+
+    def with_micro_batches(self, number: int) -> Config:
+        """Returns this config with `train.micro_batches` set."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"micro_batches": number})})
 
     def to_yaml(self) -> str:
         """Returns this config as YAML with every field written out; `load_config` reads it back to an equal one."""

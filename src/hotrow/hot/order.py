@@ -15,7 +15,7 @@ an epoch does not end on one class. Every sample comes once per epoch, even if t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Annotated
@@ -167,22 +167,25 @@ def batch_order(
     batch_size: int,
     shuffle_seed: int | None,
     mixed: NDArray[np.bool_] | None = None,
+    part: Callable[[int], tuple[int, int]] | None = None,
 ) -> BatchOrder:
     """Makes the order that `config.schedule` asks for.
 
     is_hot: bool [rows of the split]; None if the schedule is none. mixed: bool [rows of the split], samples of both
-    classes that the phased schedules keep for the end of the epoch.
+    classes that the phased schedules keep for the end of the epoch. part: see `Loader`.
     """
     if is_hot is None:
-        return BatchOrder({"all": Loader(split, batch_size, shuffle_seed=shuffle_seed)})
+        return BatchOrder({"all": Loader(split, batch_size, shuffle_seed=shuffle_seed, part=part)})
     if config.schedule == "window":
-        loader = Loader(split, batch_size, shuffle_seed=shuffle_seed, front=is_hot, front_batches=config.window)
+        loader = Loader(
+            split, batch_size, shuffle_seed=shuffle_seed, front=is_hot, front_batches=config.window, part=part
+        )
         return BatchOrder({"all": loader})
     classes = {"cold": ~is_hot, "hot": is_hot}  # cold first: it touches more rows
     if mixed is not None:
         classes = {**{name: own & ~mixed for name, own in classes.items()}, MIXED: mixed}
     loaders = {
-        name: Loader(split, batch_size, shuffle_seed=shuffle_seed, only=only, window_rows=_window_rows(only))
+        name: Loader(split, batch_size, shuffle_seed=shuffle_seed, only=only, window_rows=_window_rows(only), part=part)
         for name, only in classes.items()
     }
     return BatchOrder(loaders, rate=config.rate)

@@ -150,7 +150,7 @@ class Turns:
     """The batches of the training split, phase by phase.
 
     record_bytes: by table, bytes of a row with its optimizer state. seed: for the sampled and covering ways to find hot
-    rows. Raises ValueError if no hot set fits, and for "fae" without validation rows.
+    rows. part: see `Loader`. Raises ValueError if no hot set fits, and for "fae" without validation rows.
     """
 
     def __init__(
@@ -162,6 +162,7 @@ class Turns:
         batch_size: int,
         shuffle_seed: int | None,
         seed: int,
+        part: Callable[[int], tuple[int, int]] | None = None,
     ) -> None:
         self.config = config
         self.found: FoundHot | None = None
@@ -190,6 +191,7 @@ class Turns:
             batch_size=batch_size,
             shuffle_seed=shuffle_seed,
             mixed=mixed,
+            part=part,
         )
         self.copies: HotCopies | None = None
         self.device: torch.device | None = None

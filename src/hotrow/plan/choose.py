@@ -48,6 +48,7 @@ def choose(
     training: bool = True,
     hardware: Hardware | None = None,
     elsewhere: bool = False,
+    local_size: int = 1,
 ) -> tuple[Memory | None, Division]:
     """Returns the tiers that `config.memory` asks for on this machine now, and what divided DRAM among the tables.
 
@@ -56,11 +57,13 @@ def choose(
     run: the run's folder, or where it will be. dataset: what is trained on; its access counts, if it has them, say
     which rows are worth their memory. training: if False, tables are only read, without optimizer state, and what does
     not fit goes to disk even if the config says "dram". hardware: figures of this machine, by which the plan with the
-    fastest step is taken. elsewhere: these figures are of another machine, whose memory and disk count.
+    fastest step is taken. elsewhere: these figures are of another machine, whose memory and disk count. local_size:
+    processes of the run on this machine, which share its memory alike; each has tables of its own, parts of the run's.
     Raises ValueError with the shortfall if memory is too small, and for a folder that is not on a disk.
     """
     needed = required_bytes(config, tables, training=training)
-    available = int(hardware.dram_bytes.value) if hardware is not None and elsewhere else available_memory_bytes()
+    machine = int(hardware.dram_bytes.value) if hardware is not None and elsewhere else available_memory_bytes()
+    available = machine // local_size
     chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
     budget = dram_budget(config, available)
     known = 0 if config.hbm is None else SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
@@ -75,7 +78,7 @@ def choose(
         elsewhere=elsewhere,
     )
     if config.memory == "dram" and training:
-        _check_available(config, needed, available)
+        _check_available(config, needed, available, local_size)
         return None, division
     if not training:
         budget = min(budget, int(AUTO_SHARE * available))
@@ -84,7 +87,7 @@ def choose(
             f"to know which rows lie in memory.hbm takes {size(known)} of DRAM, and there are {size(budget + known)} "
             f"for that and the tables: raise memory.dram ({chosen.dram}), or set memory.hbm to null"
         )
-    _check_available(config, min(needed, budget), available)
+    _check_available(config, min(needed, budget), available, local_size)
     if needed <= budget:
         return None, division
     memory = _memory(chosen, budget, run)
@@ -100,12 +103,13 @@ def dram_budget(config: Config, available_bytes: int) -> int:
     return int(AUTO_SHARE * available_bytes) if given is None else given
 
 
-def _check_available(config: Config, num_bytes: int, available: int) -> None:
+def _check_available(config: Config, num_bytes: int, available: int, local_size: int) -> None:
     if num_bytes > available:
+        who = "this process" if local_size == 1 else f"each of the {local_size} processes on this machine"
         what = config.memory if isinstance(config.memory, str) else f"dram: {config.memory.dram}"
         raise ValueError(
             f"memory is {what!r}: tables and optimizer state take {size(num_bytes)} of DRAM, "
-            f"{size(num_bytes - available)} more than the {size(available)} this process may use; "
+            f"{size(num_bytes - available)} more than the {size(available)} {who} may use; "
             f"set memory to auto, which lays the rest on disk, or {_CURES}"
         )
 
@@ -147,12 +151,16 @@ def place_tables(
     dataset: PackedDataset,
     training: bool,
     hardware: Hardware | None = None,
+    local_size: int = 1,
 ) -> tuple[Memory | DeviceMemory | None, Division]:
     """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`.
 
-    Raises ValueError as `choose` does, and if the slots cannot hold the rows of a step, with the bytes that would do.
+    tables: the run's, or the parts of them that this process holds. Raises ValueError as `choose` does, and if the
+    slots cannot hold the rows of a step, with the bytes that would do.
     """
-    below, division = choose(config, tables, run, dataset=dataset, training=training, hardware=hardware)
+    below, division = choose(
+        config, tables, run, dataset=dataset, training=training, hardware=hardware, local_size=local_size
+    )
     if config.hbm is None:
         return below, division
     memory = DeviceMemory(hbm=config.hbm, below=below, device=device)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hotrow.config.schema import Config
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels.reference import NUM_STATES
 from hotrow.placement.budget import TableDemand
-from hotrow.tables import BYTES_PER_WEIGHT, TableConfig
+from hotrow.tables import BYTES_PER_WEIGHT, WHOLE, TableConfig
 
 
 def record_bytes(table: TableConfig, optimizer: str | None) -> int:
@@ -31,6 +36,16 @@ def demands_of(config: Config, tables: Sequence[TableConfig], *, training: bool)
 def required_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool = True) -> int:
     """Returns the bytes of all tables; training: with optimizer state."""
     return sum(table.num_rows * table.record_bytes for table in demands_of(config, tables, training=training))
+
+
+def accesses_of(table: TableConfig, dataset: PackedDataset) -> NDArray[Any]:
+    """Returns the accesses per row [N] in the training split; `table` may be a part of the dataset's table."""
+    counts = dataset.counts(table.name)
+    if table.init.births == WHOLE:
+        return counts
+    runs = table.init.births.runs(0, table.num_embeddings)
+    found = np.concatenate([counts[run.start : run.stop : run.step] for run in runs])
+    return np.pad(found, (0, table.num_embeddings - len(found)))  # a rank without rows has one that nobody looks up
 
 
 def most_rows(config: Config, table: TableConfig) -> int:

@@ -17,7 +17,7 @@ from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.plan.cost import Prediction, predict
-from hotrow.plan.demand import demands_of, most_rows
+from hotrow.plan.demand import accesses_of, demands_of, most_rows
 from hotrow.plan.hardware import Disk, Hardware
 from hotrow.plan.solve import CountsPlan, TableUse, plan_by_counts
 from hotrow.plan.traffic import traffic_of
@@ -66,7 +66,7 @@ class Division:
         if not num_rows:
             return None
         return plan_by_counts(
-            {table.name: self.dataset.counts(table.name) for table in self.tables},
+            {table.name: accesses_of(table, self.dataset) for table in self.tables},
             num_steps=num_rows / self.config.train.batch_size,
             depth=(MemoryConfig() if isinstance(chosen, str) else chosen).lookahead,
             least_cached={t.name: max(LEAST_ROWS, most_rows(self.config, t)) for t in self.tables},

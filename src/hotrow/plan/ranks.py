@@ -17,16 +17,16 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import highspy
 import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.base.files import size
+from hotrow.config.schema import Owner
 from hotrow.tables import TableConfig
 
-Owner = Literal["replicated", "table", "row"]
 OWNERS: tuple[Owner, ...] = get_args(Owner)
 _TABLE = OWNERS.index("table")
 EXACT, MOST_NAMED, GOOD = 200, 4000, 0.005

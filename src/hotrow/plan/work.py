@@ -28,7 +28,7 @@ from hotrow.data.packed.loader import WINDOW_ROWS
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.models.layers import Network
 from hotrow.placement.budget import LEAST_ROWS, TableDemand
-from hotrow.plan.demand import demands_of, most_rows
+from hotrow.plan.demand import accesses_of, demands_of, most_rows
 from hotrow.plan.solve import TableUse, rates_of
 from hotrow.tables import TableConfig
 
@@ -268,7 +268,7 @@ def _table_work(
     kinds = {feature.name: feature.kind for feature in dataset.info.features}
     known: dict[str, Any] = {}
     if dataset.has_counts:
-        counts = dataset.counts(table.name)
+        counts = accesses_of(table, dataset)
         lookups = float(counts.sum(dtype=np.float64)) / run.per_epoch
         rates, num = rates_of(table.name, counts, run.per_epoch)
         of_epoch = rates * run.per_epoch

@@ -82,6 +82,7 @@ def view(run: RunFacts) -> dict[str, Any]:
             for title, charts, grids, text in (
                 ("How it learned", learning([run]), [], ""),
                 ("What a step is made of", step_charts(run), [phase_grid(run.record)], ""),
+                ("Processes", [], [rank_grid(run.record), wire_grid(run.record)], rank_text(run.record)),
                 ("Where rows lie", [where_rows_lie(run)], [table_grid(run.record)], where_text(run.record)),
                 ("Rows that are asked for", hit_charts(run), [tier_grid(run.record)], ""),
                 ("Hot and cold phases", hot_charts(run), [hot_grid(run.record), swap_grid(run.record)], ""),
@@ -324,6 +325,60 @@ def phase_grid(record: Mapping[str, Any]) -> Grid | None:
             row += [Cell(shown(before, ".3f")), Cell(off)]
         rows.append(row)
     return ["phase", "measured ms", "share", *(["predicted ms", "predicted is off by"] if predicted else [])], rows
+
+
+def of_ranks(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns what the record has of each rank; [] for a run of one process, or if it is damaged."""
+    found = mapping_in(record, "ranks").get("of_ranks")
+    return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
+
+
+def rank_text(record: Mapping[str, Any]) -> str:
+    ranks, slowest = of_ranks(record), number_in(record, "ranks", "slowest_rank")
+    if not ranks or slowest is None:
+        return ""
+    parts = number_in(record, "ranks", "micro_batches") or 0
+    return (
+        f"{len(ranks)} ranks trained together, in {parts:.0f} micro-batches. All take as long for a step, because they "
+        f"wait for each other: rank {slowest:.0f} was the slowest, as it spent most time outside exchanges. What lies "
+        "in memory and on disk is said of rank 0 below."
+    )
+
+
+def rank_grid(record: Mapping[str, Any]) -> Grid:
+    """Returns where the time of each rank went."""
+    rows: list[list[Cell | str]] = []
+    for rank, own in enumerate(of_ranks(record)):
+        step, exchange = number_in(own, "step_ms"), number_in(own, "exchange_ms")
+        busy = None if step is None or exchange is None else step - exchange
+        phases = [number_in(own, phase) for phase in PHASES]
+        cells = [Cell(shown(value, ".3f")) for value in (*phases, step, exchange, busy)]
+        rows.append([f"{rank} ({own.get('host', '')})", *cells])
+    return ["rank", *(f"{what}, ms" for what in PHASES.values()), "a step, ms", "in exchanges, ms", "outside, ms"], rows
+
+
+def wire_grid(record: Mapping[str, Any]) -> Grid:
+    """Returns what a rank sends to others in a step, by purpose."""
+    sent = {name: number_in(record, "ranks", "wire_bytes_per_step", name) for name in WIRE}
+    total = sum(value for value in sent.values() if value)
+    rows: list[list[Cell | str]] = [
+        [WIRE[name], Cell(size(value), value), Cell(f"{value / total:.1%}", value)]
+        for name, value in sorted(sent.items(), key=lambda item: -(item[1] or 0))
+        if value
+    ]
+    return ["what a rank sends in a step, mean over ranks", "bytes", "share"], rows
+
+
+WIRE = {
+    "rows": "rows that other ranks look up",
+    "gradients": "gradients of rows, to the ranks that hold them",
+    "replicated": "gradients of rows that every rank holds",
+    "dense": "gradients of dense layers, and losses",
+    "ids": "numbers of rows",
+    "counts": "lengths of messages",
+    "agreement": "agreement between ranks",
+}
+"""What ranks send in steps, by the names in run.json."""
 
 
 def of_tables(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -36,6 +36,8 @@ from hotrow.base.files import (
 )
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SparseOptimizer, SplitSGDBF16
+from hotrow.parallel.agreement import on_every_rank
+from hotrow.parallel.world import World
 from hotrow.placement.base import Changes, Rows, Saved
 from hotrow.run.checkpoint_files import (
     CURE,
@@ -50,6 +52,7 @@ from hotrow.run.checkpoint_files import (
     crc32,
     num_bytes,
     open_tensors,
+    read_along,
     read_manifest,
     read_tensors,
     write_tensors,
@@ -59,35 +62,52 @@ from hotrow.run.checkpoint_rows import link_or_copy, load_chain, next_chain
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
 
 
-def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mapping[str, Any] | None = None) -> Path:
+def save_checkpoint(
+    path: Path | str, parts: Mapping[str, Part], *, extra: Mapping[str, Any] | None = None, world: World | None = None
+) -> Path:
     """Writes `parts` and the JSON-ready `extra` as the folder `path`, which appears when it is complete and on disk.
 
     parts: by name, which becomes a file name. Of tables in tiers, only the rows are written that changed since the last
     checkpoint, saved or loaded, if that one held all tables and their optimizer under the same names and is still in
-    its folder; otherwise all rows that were ever written to.
+    its folder; otherwise all rows that were ever written to. world: the ranks that share the tables; all call this, the
+    first writes, and the checkpoint is that of one process. None: one process.
     Raises ValueError if `path` exists (checkpoints are never overwritten), or if the disk has too little room, saying
     how much is missing; OSError as the disk gives it.
     """
-    path = Path(path)
+    path, world = Path(path), world or World()
+    contents = _contents(parts)
+    on_every_rank(world, lambda: _check_room(path, contents) if world.rank == 0 else None)
+    if world.rank == 0:
+        manifest = _write(path, contents, extra or {})
+        sync_folder(path.parent)
+        _continue_from(path, manifest, parts)
+    else:
+        for tensors in contents.new.values():
+            read_along(tensors)
+    on_every_rank(world, lambda: None)  # no rank goes on before the folder is complete
+    return path
+
+
+def _check_room(path: Path, contents: _Contents) -> None:
     if path.exists():
         raise ValueError(f"checkpoint {path} exists already; remove it or choose another folder")
-    contents = _contents(parts)
     needed = sum(num_bytes(t) for tensors in contents.new.values() for t in tensors.values())
     check_room(path, needed, what="checkpoint", cure="move the run")
+
+
+def _write(path: Path, contents: _Contents, extra: Mapping[str, Any]) -> Manifest:
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(mode=0o700, parents=True)
         files = _write_files(partial, contents)
-        manifest = Manifest(contents.parts, files, folder_bytes(partial), json.loads(json.dumps(dict(extra or {}))))
+        manifest = Manifest(contents.parts, files, folder_bytes(partial), json.loads(json.dumps(dict(extra))))
         DOCUMENT.write(partial / MANIFEST, manifest)
         partial.rename(path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    sync_folder(path.parent)
-    _continue_from(path, manifest, parts)
-    return path
+    return manifest
 
 
 def load_checkpoint(path: Path | str, parts: Mapping[str, Part]) -> dict[str, Any]:

@@ -82,8 +82,7 @@ class FileRecord:
 def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> FileRecord:
     """Writes a safetensors file from the tensors' own memory; returns its size and crc32."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    # Wide elements first keeps every tensor aligned to its element, as the safetensors library lays files out.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    ordered = _in_order(tensors)
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in ordered:
@@ -103,6 +102,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> FileRecord:
                 _send_down(file)
         assert left == 0, f"{path}: rows changed while they were written"
     return FileRecord(len(head) + end, f"{checksum:08x}")
+
+
+def read_along(tensors: Mapping[str, Stored]) -> None:
+    """Reads the rows that `write_tensors` reads, in its order: rows of several ranks are read by all of them together,
+    while the first one writes.
+    """
+    for _, tensor in _in_order(tensors):
+        if not isinstance(tensor, Tensor):
+            for piece in tensor.pieces():
+                tensor.read(piece)
+
+
+def _in_order(tensors: Mapping[str, Stored]) -> list[tuple[str, Stored]]:
+    """Returns tensors as files have them: wide elements first, which keeps every tensor aligned to its element."""
+    return sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
 
 
 def _chunks(tensor: Stored) -> Iterator[memoryview]:

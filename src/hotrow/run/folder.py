@@ -13,6 +13,7 @@ runs/criteo-dlrm-001/
   memory/         while it trains: rows of tables that do not fit in DRAM (hotrow.placement)
   tensorboard/    event files, if tensorboard is installed
   trace.json      where each moment of some steps went, if `train.trace` names steps
+  launch.json     which torchrun began the run, so that its restart goes on here (restart.py)
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from typing_extensions import override
 
 from hotrow.base.files import atomic_write, check_text, check_writable, claim, open_private
 from hotrow.base.machine import host_facts, versions
@@ -287,6 +290,11 @@ class RunFolder:
             target.unlink(missing_ok=True)
             link_or_copy(source, target)
 
+    def fail(self, text: str) -> None:
+        """Records that the run failed, and how."""
+        self.log(f"failed: {text}")
+        self.update(status="failed", error=text)
+
     def __enter__(self) -> RunFolder:
         return self
 
@@ -297,10 +305,53 @@ class RunFolder:
             self._board.close()
             self._board = None
         if error is not None:
-            self.log(f"failed: {type(error).__name__}: {error}")
-            self.update(status="failed", error=f"{type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}")
         if self.record.status != "running":
             self.report()
+
+
+class SilentFolder(RunFolder):
+    """The folder of a run as ranks other than the first have it: it can be read, and nothing is written to it."""
+
+    @classmethod
+    def at(cls, path: Path) -> SilentFolder:
+        """Returns the folder that the first rank made at `path`, which need not exist on this machine."""
+        return cls(path, RunRecord("running", sys.argv, _now(), versions(), host_facts(), warnings={}))
+
+    @contextmanager
+    @override
+    def claimed(self) -> Iterator[None]:
+        yield
+
+    @override
+    def update(self, **values: Any) -> None:
+        """Sets fields of `record`."""
+        self.record = replace(self.record, **values)
+
+    @override
+    def write_config(self, config_yaml: str) -> None: ...
+
+    @override
+    def log(self, text: str) -> None: ...
+
+    @override
+    def report(self) -> None: ...
+
+    @override
+    def measure(self, kind: str, *, step: int, **values: Any) -> None: ...
+
+    @override
+    def measurements(self) -> list[dict[str, Any]]:
+        return []
+
+    @override
+    def rewind(self, step: int) -> None: ...
+
+    @override
+    def open_tensorboard(self, *, step: int) -> None: ...
+
+    @override
+    def keep_vocabulary(self, dataset: Path) -> None: ...
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -117,7 +117,7 @@ class StepClock(Meter):
 
     @override
     def end_step(self, batch: Batch) -> None:
-        self._session.state.num_samples += len(batch)
+        self._session.state.num_samples += batch.num_samples
 
     @override
     def window(self) -> dict[str, Any]:

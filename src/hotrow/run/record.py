@@ -101,6 +101,8 @@ class RunRecord:
     best_step: Count | None = None
     monitor: Literal["auc", "logloss"] | None = None
     memory: Annotated[dict[str, JsonValue], AfterValidator(_check_memory)] | None = None
+    ranks: dict[str, JsonValue] | None = None
+    """What several processes sent each other, and where the time of each went; see `run/wire.py`."""
     hot: dict[str, JsonValue] | None = None
     write_budget: dict[str, JsonValue] | None = None
     signal: int | None = None
@@ -120,7 +122,7 @@ class RunRecord:
         """Returns how the run went, flat: what `hotrow train --json` prints beside the folder."""
         metrics, names = self.final_metrics, ("auc", "logloss", "ne", "calibration", "base_logloss", "split")
         fields = {
-            **{name: getattr(self, name) for name in ("status", "ended", "signal", *_SPEED, "write_budget")},
+            **{name: getattr(self, name) for name in ("status", "ended", "signal", *_SPEED, "ranks", "write_budget")},
             "memory": None if self.memory is None else _memory_summary(self.memory),
         }
         return {

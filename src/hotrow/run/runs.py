@@ -10,11 +10,11 @@ import math
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -25,41 +25,100 @@ from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
+from hotrow.parallel.agreement import check_same, everyone, facts_of, on_every_rank, unnamed_interface
+from hotrow.parallel.heartbeat import Heartbeat
+from hotrow.parallel.world import World
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import describe, disk_shortfall, full_device
 from hotrow.plan.demand import required_bytes
+from hotrow.plan.shards import shards_line
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
-from hotrow.run.folder import CONFIG, RunFolder, resume_command
+from hotrow.run.folder import CONFIG, RunFolder, SilentFolder, resume_command
+from hotrow.run.restart import how_to_go_on, mark_launch, restart_folder
 from hotrow.run.setup import Setup, storage_line
 from hotrow.run.trainer import Interrupt, MakeMeter, Training
 
 Pin = Literal["auto", "cores", "off"]
+T = TypeVar("T")
 
 
 def train(
-    config: Config, *, folder: RunFolder | None = None, quiet: bool = False, also: MakeMeter | None = None
+    config: Config,
+    *,
+    folder: RunFolder | None = None,
+    quiet: bool = False,
+    also: MakeMeter | None = None,
+    world: World | None = None,
 ) -> RunFolder:
     """Trains a new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
 
     folder: a run folder that was made beforehand; None: the folder that `config.run` names is made. also: makes one
-    more meter, for who measures training.
+    more meter, for who measures training. world: the ranks that train together; all call this, and the first one alone
+    writes the folder, which it returns; others return what they know of it. None: this process alone.
 
     On SIGINT or SIGTERM the run finishes the step, saves a checkpoint and returns; a second signal aborts it. Raises
     ValueError if the config or the data is wrong, before the folder is made if that can be known by then.
     """
-    dataset = PackedDataset.open(config.data, verify="sizes")
-    config = config.model_copy(update={"data": str(dataset.path.resolve())})
-    runs = folder.path if folder else Path(config.run or "runs")
-    # What cannot work is refused before a folder is made.
-    _check_vocabularies(dataset)
-    config.model.check(dataset)
-    setup = Setup.decide(config, dataset, runs)
-    name = f"{dataset.path.resolve().name}-{config.model.name}"
-    folder = folder or RunFolder.create(config.run, name=name)
-    with folder.claimed():
-        folder.keep_vocabulary(dataset.path)
-        return _run(setup.in_folder(folder.path), folder, None, quiet=quiet, also=also)
+    world = world or World()
+    with Heartbeat(world, cure="Start it again") as heartbeat:
+        if folder is None and (begun := everyone(world, str(restart_folder(config) or ""))[0]):
+            # torchrun started these processes again; the run may have ended before its first step.
+            if everyone(world, (Path(begun) / CONFIG).is_file())[0]:
+                return _resume(Path(begun), (), heartbeat, quiet=quiet)
+            folder = on_every_rank(world, lambda: RunFolder.open(begun))
+        return _train_new(config, folder, heartbeat, quiet=quiet, also=also)
+
+
+def _train_new(
+    config: Config, folder: RunFolder | None, heartbeat: Heartbeat, *, quiet: bool, also: MakeMeter | None
+) -> RunFolder:
+    world, runs = heartbeat.world, folder.path if folder else Path(config.run or "runs")
+
+    def decide() -> Setup:
+        """What cannot work is refused before a folder is made."""
+        dataset = PackedDataset.open(config.data, verify="sizes")
+        known = config.model_copy(update={"data": str(dataset.path.resolve())})
+        _check_vocabularies(dataset)
+        config.model.check(dataset)
+        return Setup.decide(known, dataset, runs, world=world)
+
+    setup = on_every_rank(world, decide)
+    _check_same(setup)
+    name = f"{setup.dataset.path.resolve().name}-{config.model.name}"
+    made = folder or make_folder(world, lambda: RunFolder.create(config.run, name=name))
+    with _claimed(world, made) as folder:
+        if world.rank == 0:
+            mark_launch(folder.path, config)
+        folder.keep_vocabulary(setup.dataset.path)
+        return _run(setup.in_folder(folder.path), folder, None, heartbeat, quiet=quiet, also=also)
+
+
+def _on_first_rank(world: World, function: Callable[[], T]) -> T | None:
+    """Returns what `function` returns on the first rank, elsewhere None; an error there is raised on every rank."""
+    return on_every_rank(world, lambda: function() if world.rank == 0 else None)
+
+
+def make_folder(world: World, make: Callable[[], RunFolder]) -> RunFolder:
+    """Returns the folder that `make` makes on the first rank, and on others one that writes nothing. Collective."""
+    made = _on_first_rank(world, make)
+    path = everyone(world, "" if made is None else str(made.path.resolve()))[0]
+    return SilentFolder.at(Path(path)) if made is None else made
+
+
+@contextmanager
+def _claimed(world: World, folder: RunFolder) -> Iterator[RunFolder]:
+    """Reserves the folder for this run on the first rank; yields it, and on others one that writes nothing."""
+    with ExitStack() as stack:
+        _on_first_rank(world, lambda: stack.enter_context(folder.claimed()))
+        yield SilentFolder.at(folder.path) if world.rank else folder
+
+
+def _check_same(setup: Setup) -> None:
+    """Raises ValueError on every rank if ranks differ in what changes results."""
+    world, shards = setup.world, {name: asdict(shard) for name, shard in setup.shards.items()}
+    facts = facts_of(setup.config, checksum=setup.dataset.checksum, micro_batches=world.micro_batches)
+    check_same(world, {**facts, "who holds which rows": shards})
 
 
 def _check_vocabularies(dataset: PackedDataset) -> None:
@@ -86,21 +145,50 @@ RESUMABLE = (
     "checkpoint.keep_last",
     "data",
     "memory",
+    "parallel",
 )
 """Options that may change when a run is resumed. Any other change would make it another run."""
 
 
-def resume(path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = False) -> RunFolder:
+def resume(
+    path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = False, world: World | None = None
+) -> RunFolder:
     """Continues the run at `path` from its newest checkpoint, to the bits it would have reached without the stop.
 
-    overrides: `a.b=v` for the options in RESUMABLE. A finished run with nothing left to do is returned as it is.
+    overrides: `a.b=v` for the options in RESUMABLE. A finished run with nothing left to do is returned as it is. world:
+    as for `train`; any number of ranks up to `train.micro_batches` of the run may continue it.
     Raises ValueError if another process trains there.
     """
-    with (folder := RunFolder.open(path)).claimed():
-        return _resume(RunFolder.open(folder.path), overrides, quiet=quiet)
+    with Heartbeat(world or World(), cure="Start it again") as heartbeat:
+        return _resume(Path(path), overrides, heartbeat, quiet=quiet)
 
 
-def _resume(folder: RunFolder, overrides: Sequence[str], *, quiet: bool) -> RunFolder:
+def _resume(path: Path, overrides: Sequence[str], heartbeat: Heartbeat, *, quiet: bool) -> RunFolder:
+    found = on_every_rank(heartbeat.world, lambda: RunFolder.open(path))
+    with _claimed(heartbeat.world, found) as folder:
+        # What it says may have changed until it was claimed.
+        folder.record = on_every_rank(heartbeat.world, lambda: RunFolder.open(folder.path).record)
+        return _go_on(folder, overrides, heartbeat, quiet=quiet)
+
+
+def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, *, quiet: bool) -> RunFolder:
+    world = heartbeat.world
+    config = on_every_rank(world, lambda: _resumed_config(folder, overrides))
+    if folder.record.status == "finished" and not overrides:
+        return folder
+    newest = _newest_checkpoint(folder, world)
+
+    def decide() -> Setup:
+        dataset = PackedDataset.open(config.data, verify="sizes")
+        return Setup.decide(config, dataset, folder.path, world=world)
+
+    setup = on_every_rank(world, decide)
+    _check_same(setup)
+    return _run(setup, folder, newest, heartbeat, quiet=quiet)
+
+
+def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
+    """Returns the config of a run with the options that may change. Raises ValueError for others."""
     if not (folder.path / CONFIG).is_file():
         command = shlex.join(map(str, folder.record.command))
         if folder.record.preparation is not None:
@@ -115,24 +203,27 @@ def _resume(folder: RunFolder, overrides: Sequence[str], *, quiet: bool) -> RunF
     raw = parse_yaml((folder.path / CONFIG).read_text(encoding="utf-8"), origin=str(folder.path / CONFIG))
     for override in overrides:
         option = override.partition("=")[0]
-        if option not in RESUMABLE and not option.startswith("memory."):
+        if option not in RESUMABLE and not option.startswith(("memory.", "parallel.")):
             raise ValueError(
                 f"--set {override!r}: a resumed run keeps its {option}; it may change {', '.join(RESUMABLE)}"
             )
     config = make_config(apply_overrides(raw, overrides), origin=str(folder.path / CONFIG))
-    if folder.record.status == "finished" and not overrides:
-        return folder
+    return config.with_micro_batches(config.train.micro_batches or 1)  # a run of before there were any has one
+
+
+def _newest_checkpoint(folder: RunFolder, world: World) -> Path | None:
+    """Returns the newest whole checkpoint, as rank 0 sees it, and says if a newer one has lost its manifest."""
     checkpoints = list_checkpoints(folder.checkpoints)
     newest = checkpoints[max(checkpoints)] if checkpoints else None
     lost = [step for step in steps_without_manifest(folder.checkpoints) if step > max(checkpoints, default=-1)]
-    if lost:
+    if lost and world.rank == 0:
         taken = f"step {max(checkpoints)}" if checkpoints else "the beginning"
         text = f"the checkpoint of step {lost[-1]} has lost its manifest; the run goes on from {taken}"
         folder.warn("checkpoint_lost", text)
         folder.log(text)
         print(f"hotrow: warning: {text}", file=sys.stderr)
-    dataset = PackedDataset.open(config.data, verify="sizes")
-    return _run(Setup.decide(config, dataset, folder.path), folder, newest, quiet=quiet)
+    name = everyone(world, None if newest is None else newest.name)[0]
+    return None if name is None else folder.checkpoints / name
 
 
 def _start_again(folder: RunFolder) -> str:
@@ -140,16 +231,25 @@ def _start_again(folder: RunFolder) -> str:
 
 
 def _run(
-    setup: Setup, folder: RunFolder, checkpoint: Path | None, *, quiet: bool, also: MakeMeter | None = None
+    setup: Setup,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    heartbeat: Heartbeat,
+    *,
+    quiet: bool,
+    also: MakeMeter | None = None,
 ) -> RunFolder:
     full = explain_full_disk(
         folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder.path)}"
     )
     # `full` is outermost: on a full disk the folder cannot record the failure either.
-    team = threads(setup.config.train.threads, pin=setup.config.train.pin)
-    failing = _explain_failure(setup, folder)
-    with full, folder, failing, team, Interrupt() as interrupt, ProgressLine(quiet=quiet) as progress:
+    world = setup.world
+    team = threads(setup.config.train.threads, pin=setup.config.train.pin, world=world)
+    failing, quiet = _explain_failure(setup, folder), quiet or world.rank > 0
+    heartbeat.cure, heartbeat.last_words = how_to_go_on(folder.path), folder.fail
+    with full, folder, failing, team, Interrupt(quiet=quiet) as interrupt, ProgressLine(quiet=quiet) as progress:
         training = Training(setup, folder, interrupt, progress, also)
+        heartbeat.step = lambda: training.state.step
         with closing(training):
             _train(training, checkpoint)
     return folder
@@ -159,7 +259,10 @@ def _train(training: Training, checkpoint: Path | None) -> None:
     folder = training.folder
     if checkpoint is not None:
         training.restore(checkpoint)
-    _begin(training)
+    if training.writes_files:
+        _begin(training)
+    if guessed := unnamed_interface(training.world):
+        training.warn("guessed_interface", guessed)
     if training.state.ended:
         training.say(
             f"nothing to train: the run ended at step {training.state.step} of {training.num_steps} "
@@ -168,11 +271,11 @@ def _train(training: Training, checkpoint: Path | None) -> None:
     training.run()
     if training.state.ended:
         training.finish()
-    elif training.interrupt.signal is None:
+    elif training.signal is None:
         folder.update(**training.figures())
         raise training.writes.ended(training.state.step, resume_command(folder.path))
     else:
-        folder.update(status="interrupted", signal=training.interrupt.signal, **training.figures())
+        folder.update(status="interrupted", signal=training.signal, **training.figures())
         training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder.path)}")
 
 
@@ -203,8 +306,12 @@ def _begin(training: Training) -> None:
     emb = training.parts.embedding
     where = training.turns.device
     on_device = "" if where is None else f"; copies of hot rows on {where}, up to {config.hot.budget}"
-    where_rows_lie = describe(emb, required_bytes(config, emb.tables)) + training.parts.dense.line() + on_device
-    training.say(f"{describe_threads()}; {where_rows_lie}")
+    where_rows_lie = (
+        describe(emb, required_bytes(config, training.setup.held)) + training.parts.dense.line() + on_device
+    )
+    if training.setup.shards:
+        training.say(f"{shards_line(emb.tables, training.setup.shards, training.world.size)}; of rank 0:")
+    training.say(f"{describe_threads(training.world.local_size)}; {where_rows_lie}")
     folder.write_config(config.to_yaml())  # only now, when all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
     folder.open_tensorboard(step=training.state.step)
@@ -250,16 +357,18 @@ def _begin(training: Training) -> None:
 
 
 @contextmanager
-def threads(number: int | Literal["auto"], *, pin: Pin = "off") -> Iterator[int]:
+def threads(number: int | Literal["auto"], *, pin: Pin = "off", world: World | None = None) -> Iterator[int]:
     """Makes torch and the kernels use `number` threads inside the block; "auto": `default_threads`.
 
-    pin: see `cores_to_pin`; if the system refuses to pin, a warning says so. Afterwards the old number holds again.
+    pin: see `cores_to_pin`; if the system refuses to pin, a warning says so. world: the ranks of this machine share its
+    cores. Afterwards the old number holds again.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(default_threads() if number == "auto" else number)
+    before, world = torch.get_num_threads(), world or World()
+    torch.set_num_threads(default_threads(world.local_size) if number == "auto" else number)
     used = torch.get_num_threads()
     nodes = numa_nodes()
-    cores, free = cores_to_pin(pin, used, nodes), sorted(core for node in nodes for core in node)
+    cores, free = cores_to_pin(pin, used * world.local_size, nodes), sorted(core for node in nodes for core in node)
+    cores = cores and cores[world.local_rank * used : (world.local_rank + 1) * used]
     if cores and ops.pin_threads([[core] for core in cores]) < used:
         warnings.warn(
             f"the system did not pin all {used} threads to cores {cores}; they run wherever it puts them", stacklevel=3
@@ -272,9 +381,12 @@ def threads(number: int | Literal["auto"], *, pin: Pin = "off") -> Iterator[int]
         torch.set_num_threads(before)
 
 
-def describe_threads() -> str:
-    """Returns how many threads torch and the kernels use, and how to use all cores, for the first line of a run."""
-    used, cores = torch.get_num_threads(), usable_cores()
+def describe_threads(num_processes: int = 1) -> str:
+    """Returns how many threads torch and the kernels use, and how to use all cores, for the first line of a run.
+
+    num_processes: processes of the run that share these cores.
+    """
+    used, cores = torch.get_num_threads(), usable_cores() // num_processes
     more = f" of {cores} cores (train.threads: {cores} uses all)" if used < cores else ""
     return f"{num_of(used, 'thread')}{more}"
 

@@ -7,7 +7,7 @@ placement/ moves their rows, and trainer.py takes the steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
@@ -26,14 +26,20 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.turns import check_hot
 from hotrow.models.layers import Network
+from hotrow.parallel.sharded import Shards, part_of
+from hotrow.parallel.shards import Shard
+from hotrow.parallel.world import World
+from hotrow.placement import AnyMemory
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.plan.choose import moved, place_tables
 from hotrow.plan.demand import demands_of
 from hotrow.plan.divide import Division
 from hotrow.plan.hardware import Hardware, known_hardware
+from hotrow.plan.shards import shards_of
 from hotrow.run.checkpoint import Part
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.run.record import Predicted, read_extra
+from hotrow.run.together import Ranks
 from hotrow.run.wear import check_write_budget
 from hotrow.tables import Dtype, TableConfig
 
@@ -62,26 +68,52 @@ class Setup:
     """The device that holds copies of hot rows; None: no device does."""
     folder: Path
     """The run's folder, or the folder in which it will be made."""
+    world: World = field(default_factory=World)
+    """The processes of the run, and the micro-batches that they share."""
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    """By table, which ranks hold which rows; empty if there is one rank."""
     predicted: Predicted | None = None
     """A step, as the plan has it; None if nothing is known of this machine."""
     not_predicted: str | None = None
     """Why nothing is predicted although this machine was measured."""
 
     @classmethod
-    def decide(cls, config: Config, dataset: PackedDataset, folder: Path, *, training: bool = True) -> Setup:
+    def decide(
+        cls,
+        config: Config,
+        dataset: PackedDataset,
+        folder: Path,
+        *,
+        training: bool = True,
+        world: World | None = None,
+    ) -> Setup:
         """Decides what `config` leaves open, for this machine and this dataset.
 
         folder: the run's folder, or where it will be. training: if False, the model only scores: tables have no
-        optimizer state, and rows that do not fit in DRAM go to disk even if the config says `memory: dram`.
+        optimizer state, and rows that do not fit in DRAM go to disk even if the config says `memory: dram`. world: the
+        ranks that train together; None: this process alone.
         Raises ValueError, with the cure, for what this machine, the dataset or a budget does not allow.
         """
+        world = world or World()
+        world = world.in_parts(config.train.micro_batches or world.size)
+        config = config.with_micro_batches(world.micro_batches)
         tables, dense = tables_of(config, dataset), DenseDevice.of(config)
-        hardware = known_hardware() if training else None
+        if world.size > 1:
+            check_ranks(config, dense)
+        hardware = known_hardware() if training and world.size == 1 else None
+        shards = shards_of(config, tables, dataset, world.size) if world.size > 1 else {}
         memory, division = place_tables(
-            config, tables, folder, str(dense.device), dataset=dataset, training=training, hardware=hardware
+            config,
+            _held(tables, shards, world),
+            folder,
+            str(dense.device),
+            dataset=dataset,
+            training=training,
+            hardware=hardware,
+            local_size=world.local_size,
         )
         copies_on = device_of_copies(config, dense) if training else None
-        setup = cls(config, dataset, tables, dense, memory, copies_on, folder)
+        setup = cls(config, dataset, tables, dense, memory, copies_on, folder, world, shards)
         if hardware is not None:
             setup = replace(setup, **_prediction(division, memory, hardware))
         if training:
@@ -104,9 +136,31 @@ class Setup:
         return (self.memory.below if isinstance(self.memory, DeviceMemory) else self.memory) is not None
 
     @property
+    def held(self) -> tuple[TableConfig, ...]:
+        """What this rank holds of the tables."""
+        return _held(self.tables, self.shards, self.world)
+
+    @property
     def record_bytes(self) -> dict[str, int]:
         """Bytes of one row of each table, its optimizer state included."""
         return {own.name: own.record_bytes for own in demands_of(self.config, self.tables, training=True)}
+
+
+def _held(tables: tuple[TableConfig, ...], shards: Mapping[str, Shard], world: World) -> tuple[TableConfig, ...]:
+    return tuple(part_of(table, shards[table.name], world) for table in tables) if shards else tables
+
+
+def check_ranks(config: Config, dense: DenseDevice) -> None:
+    """Raises ValueError, with the cure, for options that several ranks cannot follow yet."""
+    wanted = {
+        "memory.hbm": (config.hbm, "null: the tables of a rank lie in DRAM and on disk"),
+        "memory.write_budget": (config.write_budget and config.write_budget.text, "null: only one process counts it"),
+        "train.trace": (config.train.trace, "null, and trace one process"),
+        "device": (None if dense.device.type == "cpu" else dense.device.type, "cpu"),
+    }
+    for option, (value, cure) in wanted.items():
+        if value is not None:
+            raise ValueError(f"{option} is {value!r}, which does not work on several ranks yet: set it to {cure}")
 
 
 def _prediction(division: Division, memory: Memory | DeviceMemory | None, hardware: Hardware) -> dict[str, Any]:
@@ -264,10 +318,13 @@ class Parts:
     schedule: Schedule
     dense: DenseDevice = field(default_factory=DenseDevice)
     """Where the model computes."""
+    world: World = field(default_factory=World)
+    ranks: Ranks | None = None
+    """What joins the ranks that train together; None: this process trains alone."""
 
     def with_state(self) -> dict[str, Part]:
         """Returns the parts that a checkpoint holds, by the names of their files."""
-        return {name: part for name, part in vars(self).items() if name not in ("schedule", "dense")}
+        return {name: part for name, part in vars(self).items() if name not in ("schedule", "dense", "world", "ranks")}
 
 
 def build_network(setup: Setup) -> tuple[EmbeddingCollection, Network]:
@@ -276,7 +333,10 @@ def build_network(setup: Setup) -> tuple[EmbeddingCollection, Network]:
     seed, dims = config.train.seed, {name: table.embedding_dim for table in tables for name in table.feature_names}
     generator = torch.Generator().manual_seed(seed)
     model = config.model.build(num_dense=len(setup.dataset.info.dense), dims=dims, generator=generator)
-    return EmbeddingCollection(tables, memory=setup.memory, seed=seed), model.to(setup.dense.device)
+    memory: AnyMemory = setup.memory
+    if setup.shards:
+        memory = Shards(world=setup.world, shards=setup.shards, below=setup.memory)
+    return EmbeddingCollection(tables, memory=memory, seed=seed), model.to(setup.dense.device)
 
 
 def build(setup: Setup) -> Parts:
@@ -284,7 +344,7 @@ def build(setup: Setup) -> Parts:
     embedding, model = build_network(setup)
     dense_optimizer, sparse_optimizer = build_optimizers(setup.config, embedding, model)
     schedule = Schedule([dense_optimizer, sparse_optimizer], **setup.config.optimizer.schedule.model_dump())
-    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, setup.dense)
+    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, setup.dense, setup.world)
 
 
 def build_optimizers(

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -27,11 +27,14 @@ from hotrow.base.progress import ProgressLine, duration, rate
 from hotrow.batch import Batch
 from hotrow.config.schema import MemoryConfig, interval_steps, is_due
 from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import Split
 from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
 from hotrow.models.layers import Network
 from hotrow.optim import nonfinite_gradient, nonfinite_parameter_gradient
+from hotrow.parallel.agreement import StillSame, everyone
+from hotrow.parallel.world import World
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import close_tiers
@@ -40,11 +43,14 @@ from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.meters import HotMeter, Meter, Notice, Session, StepClock, merged, meters_of_rows
 from hotrow.run.metrics import BinaryMetrics
+from hotrow.run.micro import backward_in_parts, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
 from hotrow.run.setup import DenseDevice, Parts, Setup, build, look_up
+from hotrow.run.together import Ranks, nonfinite_inputs
 from hotrow.run.trace import NAME as TRACE
 from hotrow.run.trace import Trace
 from hotrow.run.wear import LEDGER, WriteLedger, WriteMeter, checkpoint_bytes
+from hotrow.run.wire import WireMeter
 
 EVAL_BATCH_SIZE = 4096
 LOOKAHEAD = MemoryConfig().lookahead
@@ -60,17 +66,23 @@ class NonFiniteError(ValueError):
 def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tensor:
     """Takes step number `step` (from 0) on `batch`; returns the mean binary cross-entropy before the update, 0-dim.
 
+    If ranks train together, each calls it with its part of the batch, and all return the same loss.
     Raises NonFiniteError if the loss or a gradient is NaN or infinite; no weight and no row has changed then.
     """
     parts.schedule.apply(step)
     parts.dense_optimizer.zero_grad()
     parts.sparse_optimizer.zero_grad()
+    batch = cut(batch, parts.world)
     rows = look_up(parts.model, parts.embedding, batch.sparse)
     clock.lap("lookup")
     with parts.dense.arithmetic():
-        logits_B = parts.dense.logits(parts.model, batch.dense, rows)
-        loss = binary_cross_entropy_with_logits(logits_B, batch.label.to(logits_B.device))
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        if batch.sparse.parts is None:
+            logits_B = parts.dense.logits(parts.model, batch.dense, rows)
+            loss = binary_cross_entropy_with_logits(logits_B, batch.label.to(logits_B.device))
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        else:
+            total = None if parts.ranks is None else parts.ranks.total(parts.embedding, batch)
+            loss = backward_in_parts(parts, batch, rows, total)
     check_finite(parts, batch, loss.detach())
     parts.dense_optimizer.step()
     clock.lap("dense")
@@ -81,14 +93,12 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
 
 def check_finite(parts: Parts, batch: Batch, loss: Tensor) -> None:
     """Raises NonFiniteError if `loss` or a gradient is not finite, naming the first of the model and of the tables."""
-    found = [nonfinite_parameter_gradient(parts.model), nonfinite_gradient(parts.embedding)]
+    of_rows = nonfinite_gradient(parts.embedding) if parts.ranks is None else parts.ranks.found
+    found = [nonfinite_parameter_gradient(parts.model), of_rows]
     if math.isfinite(float(loss)) and not any(found):
         return
-    inputs = {"the dense input": batch.dense, "the label": batch.label}
-    for what, values in inputs.items():
-        if (place := ops.first_nonfinite(values)) is not None:
-            column = "".join(f", column {c}" for c in place[1:])
-            found.append(f"{what} of sample {place[0]}{column} is {float(values[place])}, so look at the data first")
+    if parts.ranks is None:
+        found += nonfinite_inputs(batch)
     raise NonFiniteError("; ".join([f"the loss is {float(loss)}", *(text for text in found if text)]))
 
 
@@ -96,34 +106,57 @@ def check_finite(parts: Parts, batch: Batch, loss: Tensor) -> None:
 def evaluate(
     embedding: EmbeddingCollection,
     model: Network,
-    loader: Loader,
+    split: Split,
     *,
     num_batches: int | None = None,
     dense: DenseDevice | None = None,
+    world: World | None = None,
 ) -> dict[str, Any]:
-    """Returns the metrics of `BinaryMetrics` over the loader's split; an undefined metric is None.
+    """Returns the metrics of `BinaryMetrics` over a split; an undefined metric is None.
 
-    num_batches: how many batches to evaluate, from the first; None: all. dense: where the model computes; None: on the
-    CPU.
+    num_batches: how many batches of EVAL_BATCH_SIZE to evaluate, from the first; None: all. dense: where the model
+    computes; None: on the CPU. world: the ranks that share the tables; each scores whole batches, and all return what
+    one process returns.
     """
-    dense = dense or DenseDevice()
+    dense, world = dense or DenseDevice(), world or World()
     metrics = BinaryMetrics()
-    for batch in islice(loader.epoch(0), num_batches):
-        metrics.update(dense.logits(model, batch.dense, look_up(model, embedding, batch.sparse)), batch.label)
+    for logits_B, label_B in islice(_scored(embedding, model, split, dense, world), num_batches):
+        metrics.update(logits_B, label_B)
     values = metrics.compute()
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
+
+
+def _scored(
+    embedding: EmbeddingCollection, model: Network, split: Split, dense: DenseDevice, world: World
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields logits and labels of batch after batch of EVAL_BATCH_SIZE, on every rank.
+
+    Of R batches in a row, each rank scores one, because a product's bits may depend on the rows it has.
+    """
+    first = world.rank * EVAL_BATCH_SIZE
+
+    def own(num_samples: int) -> tuple[int, int]:
+        return min(first, num_samples), min(first + EVAL_BATCH_SIZE, num_samples)
+
+    for batch in Loader(split, world.size * EVAL_BATCH_SIZE, shuffle_seed=None, part=own).epoch(0):
+        rows = look_up(model, embedding, batch.sparse)
+        logits_B = dense.logits(model, batch.dense, rows).cpu() if len(batch) else batch.label
+        for scored in world.gather(torch.cat([logits_B, batch.label]), purpose="evaluation"):
+            if len(scored):
+                yield scored[: len(scored) // 2], scored[len(scored) // 2 :]
 
 
 class Interrupt:
     """A block in which the first SIGINT or SIGTERM is only noted in `signal`; the next one acts as usual.
 
-    Outside the main thread signals cannot be caught, and act as usual.
+    Outside the main thread signals cannot be caught, and act as usual. quiet: say nothing when one comes.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
         self.signal: int | None = None
+        self._quiet = quiet
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
@@ -134,7 +167,8 @@ class Interrupt:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         self._restore()
-        print("\nfinishing this step and saving a checkpoint; press again to abort", file=sys.stderr, flush=True)
+        if not self._quiet:
+            print("\nfinishing this step and saving a checkpoint; press again to abort", file=sys.stderr, flush=True)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -160,6 +194,7 @@ class Training:
     ) -> None:
         config, dataset, options = setup.config, setup.dataset, setup.config.train
         self.setup, self.config, self.dataset, self.folder = setup, config, dataset, folder
+        self.world = setup.world
         self.interrupt, self.progress = interrupt, progress
         shuffle_seed = options.seed if options.shuffle else None
         self.turns = Turns(
@@ -169,18 +204,23 @@ class Training:
             batch_size=options.batch_size,
             shuffle_seed=shuffle_seed,
             seed=options.seed,
+            part=None if self.world.size == 1 else self.world.samples,
         )
         self.steps_per_epoch = self.turns.order.num_batches
         self.session = Session(self.steps_per_epoch)
         self.num_steps = min(options.epochs * self.steps_per_epoch, options.max_steps or math.inf)
         self.eval_steps = interval_steps(options.eval_every, steps_per_epoch=self.steps_per_epoch)
         self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
+        self._still_same = StillSame(self.world)
         self.parts = build(setup)
+        if self.world.size > 1:
+            length = sum(weight.numel() for weight in self.parts.model.parameters() if weight.requires_grad)
+            self.parts.ranks = Ranks(self.world, lambda: interrupt.signal, length=length)
         self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, device=setup.copies_on)
         embedding, memory = self.parts.embedding, config.memory
         wanted = memory.lookahead if isinstance(memory, MemoryConfig) else LOOKAHEAD
         self.lookahead = wanted if embedding.placement.looks_ahead else 0
-        ledger = WriteLedger(folder.path / LEDGER, config.write_budget)
+        ledger = WriteLedger(folder.path / LEDGER if self.writes_files else None, config.write_budget)
         most = checkpoint_bytes(config, setup.tables, self.parts.model, in_tiers=setup.in_tiers)
         self.trace = None
         if options.trace is not None:
@@ -189,6 +229,7 @@ class Training:
         self.writes = WriteMeter(embedding.placement.find(Tiers), ledger, self.session, checkpoint_bytes=most)
         self.meters: list[Meter] = [self.clock, HotMeter(self.turns, folder.measurements), self.writes]
         self.meters += meters_of_rows(embedding, self.session, drive_written_bytes=self.writes.total_bytes)
+        self.meters += [WireMeter(self.world, self.session)] if self.world.size > 1 else []
         self.meters += [] if also is None else [also(self.session)]
         self.meters += [] if self.trace is None else [self.trace]
         if not self._has("val"):
@@ -197,6 +238,16 @@ class Training:
     @property
     def state(self) -> State:
         return self.session.state
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether this is the rank that writes the run's folder."""
+        return self.world.rank == 0
+
+    @property
+    def signal(self) -> int | None:
+        """The signal by which the run is to stop; the same on all ranks, as the last step told them."""
+        return self.interrupt.signal if self.parts.ranks is None else self.parts.ranks.stop
 
     def _has(self, split: str) -> bool:
         return split in self.dataset.splits and self.dataset.split(split).num_rows > 0
@@ -242,7 +293,8 @@ class Training:
                 loss = None
             self.turns.count()
             self._count(batch, loss)
-            stop = self.interrupt.signal is not None or self.writes.spent
+            self._still_same.check(self.state.step, (self.state.epoch, self.state.batch), self.parts.model.parameters())
+            stop = self.signal is not None or self.writes.spent
             self._do_what_is_due(stop=stop)
             if stop or self.state.ended or self.writes.spent:  # by the checkpoint that was due
                 return False
@@ -251,13 +303,20 @@ class Training:
 
     def _turn_loss(self) -> float:
         """Returns the LogLoss on the validation rows by which a hot schedule sets its rate."""
-        loader = Loader(self.dataset.split("val"), EVAL_BATCH_SIZE, shuffle_seed=None)
         num_batches = math.ceil(self.config.hot.eval_samples / EVAL_BATCH_SIZE)
+        return float(self._evaluated("val", num_batches=num_batches)["logloss"])
+
+    def _evaluated(self, split: str, *, num_batches: int | None = None) -> dict[str, Any]:
+        parts = self.parts
         with self._aside():
-            result = evaluate(
-                self.parts.embedding, self.parts.model, loader, num_batches=num_batches, dense=self.parts.dense
+            return evaluate(
+                parts.embedding,
+                parts.model,
+                self.dataset.split(split),
+                num_batches=num_batches,
+                dense=parts.dense,
+                world=self.world,
             )
-        return float(result["logloss"])
 
     def _skip(self, found: str) -> None:
         """Drops the gradients of a step that met NaN or infinity, and counts it. Raises ValueError if `train.nonfinite`
@@ -361,9 +420,7 @@ class Training:
     def score(self, split: str, *, step: int | None = None) -> dict[str, Any]:
         """Evaluates the model on `split`, says and records the result. step: that of its weights, if not the last."""
         step = self.state.step if step is None else step
-        loader = Loader(self.dataset.split(split), EVAL_BATCH_SIZE, shuffle_seed=None)
-        with self._aside():
-            result = evaluate(self.parts.embedding, self.parts.model, loader, dense=self.parts.dense)
+        result = self._evaluated(split)
         epoch = round(step / self.steps_per_epoch, 4)
         self.folder.measure("eval", step=step, split=split, epoch=epoch, **result)
         self.say(f"{split} at step {step}: {scores(result)}")
@@ -380,7 +437,7 @@ class Training:
     def save(self) -> Path:
         """Saves a checkpoint, and removes older ones as the config says."""
         path = self.folder.checkpoints / f"step-{self.state.step}"
-        if not path.exists():
+        if not everyone(self.world, path.exists())[0]:
             self.writes.total_bytes()
             self.state.turns = self.turns.state()
             extra = Extra(
@@ -393,10 +450,11 @@ class Training:
                 device=self.parts.dense.device.type,
                 config=self.config.model_dump(mode="json"),
             )
-            with self._aside(), self.writes.saving(path):
-                save_checkpoint(path, self.parts.with_state(), extra=asdict(extra))
+            with self._aside(), self.writes.saving(path) if self.writes_files else nullcontext():
+                save_checkpoint(path, self.parts.with_state(), extra=asdict(extra), world=self.world)
         keep = self.state.best_step if self.state.best and self.config.checkpoint.keep_best else None
-        prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)
+        if self.writes_files:
+            prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)
         return path
 
     def restore(self, path: Path) -> None:

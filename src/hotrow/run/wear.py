@@ -71,13 +71,13 @@ class WriteLedger:
     """The bytes that a run wrote, by time, in a file at `path`. A new session continues where the last one ended.
 
     The file says at least what was written: after a kill it says too much, by what the session was about to write.
-    budget: None: bytes are only counted, for a later session that may have one. now: the clock, in seconds since 1970;
-    if it is set back, nothing is forgotten.
+    path: None: there is no file. budget: None: bytes are only counted, for a later session that may have one. now: the
+    clock, in seconds since 1970; if it is set back, nothing is forgotten.
     """
 
-    def __init__(self, path: Path, budget: ByteRate | None, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path | None, budget: ByteRate | None, *, now: Callable[[], float] = time.time) -> None:
         self.budget, self._path, self._now = budget, path, now
-        found = _DOCUMENT.read(path).bytes_by_start if path.exists() else {}
+        found = _DOCUMENT.read(path).bytes_by_start if path is not None and path.exists() else {}
         self._pieces = {int(start) // PIECE_S: num_bytes for start, num_bytes in found.items()}
         self._saved_piece, self._ahead = -1, 0
 
@@ -98,7 +98,8 @@ class WriteLedger:
         self._ahead = num_bytes
         shown = {**self._pieces, piece: self._pieces.get(piece, 0) + num_bytes}
         pieces = {str(at * PIECE_S): n for at, n in sorted(shown.items())}
-        _DOCUMENT.write(self._path, _Written(PIECE_S, pieces))
+        if self._path is not None:
+            _DOCUMENT.write(self._path, _Written(PIECE_S, pieces))
 
     def written(self, at: float | None = None) -> int:
         """Returns bytes in the budget's window that ends now, or at `at`; its first piece counts in full."""

@@ -7,12 +7,13 @@
 
 Every draw is a function of (seed, epoch) or (seed, epoch, window) alone, so batch k can be made without those before
 it. No Python runs per row: a window's columns are gathered once, and a batch is slices of them. If rows are left out
-(`only`), the drawing applies to the rows that remain; hot/order.py makes batches of hot and of cold rows that way.
+(`only`), the drawing applies to the rows that remain; hot/order.py makes batches of hot and of cold rows that way. A
+rank of several has its part of every batch (`part`): of a window it gathers the rows of its parts alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -78,6 +79,8 @@ class Loader:
     group. `window_rows` is then a multiple of W * batch_size.
     drop_last: "keep" hands out the shorter last batch, "drop" does not.
     start: where to begin.
+    part: which samples [start, stop) of a batch of so many are handed out, such as `World.samples`; it may be none.
+    Batches, their order and their number are those of the whole. None: all samples.
 
     `len(loader)` is the number of batches per epoch, wherever the loader starts.
 
@@ -99,6 +102,7 @@ class Loader:
         front_batches: int = 1,
         drop_last: Literal["keep", "drop"] = "keep",
         start: LoaderState = LoaderState(),
+        part: Callable[[int], tuple[int, int]] | None = None,
     ) -> None:
         sizes = {"batch_size": batch_size, "window_rows": window_rows, "front_batches": front_batches}
         for name, value in sizes.items():
@@ -122,6 +126,7 @@ class Loader:
             )
         self.split, self.batch_size, self.shuffle_seed = split, batch_size, shuffle_seed
         self.only, self.front, self.group_rows = only, front, front_batches * batch_size
+        self.part = part
         # In stored order a window is only read, so a window is one block and is used in the mapping.
         most = split.num_rows if shuffle_seed is not None else int(split.block_rows.max(initial=1))
         self.window_rows = min(window_rows, max(most, 1))
@@ -161,7 +166,16 @@ class Loader:
         """Yields the batches of `epoch` from `start_batch` on, without changing `state()`."""
         rows = _EpochRows(self, epoch)
         for k in range(start_batch, self.num_batches):
-            yield rows.batch(k * self.batch_size, min((k + 1) * self.batch_size, self.num_rows))
+            yield rows.batch(*self.own_rows(k), of_samples=None if self.part is None else self._rows_of_batch(k))
+
+    def own_rows(self, k: int) -> tuple[int, int]:
+        """Returns which rows [start, stop) of an epoch are handed out in its batch number `k`."""
+        start, num_rows = k * self.batch_size, self._rows_of_batch(k)
+        first, last = (0, num_rows) if self.part is None else self.part(num_rows)
+        return start + first, start + last
+
+    def _rows_of_batch(self, k: int) -> int:
+        return min(self.batch_size, self.num_rows - k * self.batch_size)
 
 
 class _EpochRows:
@@ -178,24 +192,34 @@ class _EpochRows:
         self._ends = np.cumsum(self._block_rows[self._order])
         self._window_index = -1
         self._window: list[Ids] = []
+        self._own: NDArray[np.int64] | None = None
+        """Which rows of the window are handed out, rising; `_window` has these alone. None: all of them."""
 
     def _of_block(self, rows: NDArray[np.bool_], index: int) -> NDArray[np.bool_]:
         """Returns the part of `rows` [rows of the split] that belongs to a block."""
         start = int(self._block_starts[index])
         return rows[start : start + int(self._split.block_rows[index])]
 
-    def batch(self, start: int, stop: int) -> Batch:
-        """Returns rows [start, stop) of the epoch, copied out of their windows."""
+    def batch(self, start: int, stop: int, *, of_samples: int | None) -> Batch:
+        """Returns rows [start, stop) of the epoch, copied out of their windows; of_samples: see `Batch`."""
+        if start == stop:
+            return _assemble(self._no_rows(), self._split.info, of_samples)
         pieces: list[list[Ids]] = []
         while start < stop:
             window_index, first = divmod(start, self._loader.window_rows)
             last = min(first + stop - start, self._loader.window_rows)
-            piece = [slice_ids(column, first, last) for column in self._load(window_index)]
+            window = self._load(window_index)
+            at = (first, last) if self._own is None else np.searchsorted(self._own, (first, last)).tolist()
+            piece = [slice_ids(column, *at) for column in window]
             start += last - first
             # The next window overwrites this one, so copy first what is needed of it.
             pieces.append(piece if start == stop else [concatenate_ids([column]) for column in piece])
         columns = pieces[0] if len(pieces) == 1 else [concatenate_ids(parts) for parts in zip(*pieces, strict=True)]
-        return _assemble(columns, self._split.info)
+        return _assemble(columns, self._split.info, of_samples)
+
+    def _no_rows(self) -> list[Ids]:
+        """Returns the columns without rows, of the types that they have."""
+        return [slice_ids(column, 0, 0) for column in self._rows_of_block(0, 0, 0)]
 
     def _load(self, window_index: int) -> list[Ids]:
         if window_index != self._window_index:
@@ -216,12 +240,22 @@ class _EpochRows:
                 front.append(self._of_block(self._loader.front, index)[first:last])
         if front:
             order = _grouped(np.arange(stop - start) if order is None else order, np.concatenate(front), self._loader)
+        self._own = None if order is None or self._loader.part is None else self._own_rows(start, stop)
+        if order is not None and self._own is not None:
+            order = order[self._own]
         window: list[Ids] = []
         for j, parts in enumerate(zip(*pieces, strict=True)):
             column = parts[0] if len(parts) == 1 else concatenate_ids(parts)
             room = self._window[j] if self._window else None
             window.append(column if order is None else _take(column, order, room))
         return window
+
+    def _own_rows(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Returns which of the epoch's rows [start, stop) are handed out, counted from `start`."""
+        size = self._loader.batch_size
+        parts = [self._loader.own_rows(k) for k in range(start // size, -(-stop // size))]
+        ranges = [np.arange(max(first, start), min(last, stop)) for first, last in parts]
+        return np.concatenate(ranges) - start
 
     def _rows_of_block(self, index: int, first: int, last: int) -> list[Ids]:
         """Returns the columns of a block's rows [first, last), counting only rows that are used."""
@@ -273,7 +307,7 @@ def _take(column: Ids, order: NDArray[np.int64], room: Ids | None) -> Ids:
     return Ragged(values, splits)
 
 
-def _assemble(columns: list[Ids], info: DatasetInfo) -> Batch:
+def _assemble(columns: list[Ids], info: DatasetInfo, of_samples: int | None) -> Batch:
     """Returns the batch of `columns` (label, dense, ids) in new tensors."""
     num_dense = len(info.dense)
     label, dense, ids = columns[0], columns[1 : 1 + num_dense], columns[1 + num_dense :]
@@ -286,7 +320,7 @@ def _assemble(columns: list[Ids], info: DatasetInfo) -> Batch:
     values = np.concatenate([column.values if isinstance(column, Ragged) else column for column in ids])
     stacked = np.stack(dense, axis=1) if dense else np.empty((num_rows, 0), np.float32)
     sparse = KeyedJaggedTensor(info.feature_names, torch.from_numpy(values), offsets=offsets)
-    return Batch(torch.from_numpy(stacked), sparse, torch.from_numpy(label.copy()))
+    return Batch(torch.from_numpy(stacked), sparse, torch.from_numpy(label.copy()), of_samples)
 
 
 def _lengths(ids: Ids) -> NDArray[np.int64]:

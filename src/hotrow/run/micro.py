@@ -1,0 +1,136 @@
+"""A step in micro-batches: the model runs part by part, and what is summed over samples is added in a tree.
+
+    pooled rows [B, P] --cut--> part 0, part 1, ... --model, loss / B, backward--> gradients of weights, rows' gradients
+    gradients of weights, losses    added in the tree (kernels/tree.py), log2(V) + 1 of each held at a time
+    rows' gradients                 put together again, for the one backward of the lookup
+
+The parts are fixed for the life of a run (`train.micro_batches`), so the sums do not depend on how many ranks share
+them. The rows' own gradients are summed by part in the update: ops.Kernels.update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise, repeat
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from hotrow.batch import Batch
+from hotrow.kernels import ops, tree
+from hotrow.parallel.dense import Sums
+from hotrow.parallel.world import World
+from hotrow.run.setup import Parts
+
+Total: TypeAlias = Callable[[Mapping[tree.Node, Sums]], Sums]
+"""Given the sums of this rank's nodes, returns those of all micro-batches."""
+
+
+def cut(batch: Batch, world: World) -> Batch:
+    """Returns the batch with its samples cut into the micro-batches that this rank of `world` holds."""
+    if world.micro_batches == 1:
+        return batch
+    lo, hi = world.held
+    starts = tree.starts(batch.num_samples, world.micro_batches)[lo : hi + 1]
+    return replace(batch, sparse=batch.sparse.in_parts([start - starts[0] for start in starts]))
+
+
+def backward_in_parts(parts: Parts, batch: Batch, rows: Any, total: Total | None = None) -> Tensor:
+    """Leaves the gradients that `loss.backward()` leaves, of weights and of `rows`; returns the loss, 0-dim.
+
+    batch: from `cut`. rows: what `look_up` returned for it. total: None if this process holds all micro-batches.
+    """
+    world = parts.world
+    weights = [weight for weight in parts.model.parameters() if weight.requires_grad]
+    looked_up = _LookedUp(rows)
+    each = (_sums_of_part(parts, batch, looked_up, weights, *span) for span in pairwise(batch.sparse.parts or ()))
+    lo, hi = world.held
+    end = tree.width(hi) if hi == world.micro_batches else hi  # leaves beyond the last one are absent
+    with ops.weights_stay():
+        nodes = tree.sums(chain(each, repeat(None)), lo, end, _add)
+    looked_up.backward()
+    if total is None:
+        loss, *grads = _all_of(nodes, world)
+    else:
+        flat = {node: Sums(torch.cat([own.view(-1) for own in sums]), loss) for node, (loss, *sums) in nodes.items()}
+        gradient, loss = total(flat)
+        grads = [*torch.split(gradient, [weight.numel() for weight in weights])]
+    for weight, grad in zip(weights, grads, strict=True):
+        weight.grad = grad.view_as(weight)
+    return loss
+
+
+def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    """left + right, in the memory of `left`, which is not needed any more."""
+    torch._foreach_add_(left, right)
+    return left
+
+
+def _all_of(nodes: Mapping[tree.Node, list[Tensor]], world: World) -> list[Tensor]:
+    found = tree.total(nodes, (0, tree.width(world.micro_batches)), _add)
+    assert found is not None, "a batch has samples"
+    return found
+
+
+def _sums_of_part(
+    parts: Parts, batch: Batch, looked_up: _LookedUp, weights: Sequence[nn.Parameter], start: int, stop: int
+) -> list[Tensor] | None:
+    """Returns the loss and the gradients of `weights` for samples [start, stop); None if there are none."""
+    if start == stop:
+        return None
+    rows, leaves = looked_up.samples(start, stop)
+    logits_B = parts.dense.logits(parts.model, batch.dense[start:stop], rows)
+    label_B = batch.label[start:stop].to(logits_B.device)
+    loss = binary_cross_entropy_with_logits(logits_B, label_B, reduction="sum") / batch.num_samples
+    grads = torch.autograd.grad(loss, [*weights, *leaves])
+    looked_up.take(start, stop, grads[len(weights) :])
+    sums = [loss.detach(), *(grad.contiguous() for grad in grads[: len(weights)])]
+    # Autograd may give two weights one gradient; sums are added up in place.
+    shared = len({own.untyped_storage().data_ptr() for own in sums}) < len(sums)
+    return [own.clone() for own in sums] if shared else sums
+
+
+def _empty_like(rows: Tensor) -> Tensor:
+    return ops.empty(*rows.shape) if rows.device.type == "cpu" else torch.empty_like(rows)
+
+
+class _LookedUp:
+    """Rows of a batch as the model takes them, in parts; the parts' gradients come together in one tensor again."""
+
+    def __init__(self, rows: Tensor | dict[str, tuple[Tensor, Tensor]]) -> None:
+        self._offsets: dict[str, Tensor] = {}
+        if isinstance(rows, Tensor):
+            self._values = {"": rows}
+        else:
+            self._values = {name: values for name, (values, _) in rows.items()}
+            self._offsets = {name: offsets for name, (_, offsets) in rows.items()}
+        self._grads = {name: _empty_like(own) for name, own in self._values.items() if own.requires_grad}
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[str, slice]]:
+        """Yields which values of each feature belong to samples [start, stop)."""
+        for name in self._values:
+            offsets = self._offsets.get(name)
+            yield name, slice(start, stop) if offsets is None else slice(int(offsets[start]), int(offsets[stop]))
+
+    def samples(self, start: int, stop: int) -> tuple[Any, list[Tensor]]:
+        """Returns the rows of samples [start, stop) for the model, and those among them that get a gradient."""
+        own = {name: self._values[name].detach()[span] for name, span in self._spans(start, stop)}
+        leaves = [own[name].requires_grad_() for name in self._grads]
+        if not self._offsets:
+            return own[""], leaves
+        offsets = {name: all_of[start : stop + 1] - all_of[start] for name, all_of in self._offsets.items()}
+        return {name: (values, offsets[name]) for name, values in own.items()}, leaves
+
+    def take(self, start: int, stop: int, grads: Sequence[Tensor]) -> None:
+        """Keeps the gradients of the leaves that `samples` returned for [start, stop)."""
+        spans = dict(self._spans(start, stop))
+        for (name, whole), grad in zip(self._grads.items(), grads, strict=True):
+            whole[spans[name]] = grad
+
+    def backward(self) -> None:
+        """Gives the lookup its gradient."""
+        if self._grads:
+            torch.autograd.backward([self._values[name] for name in self._grads], [*self._grads.values()])

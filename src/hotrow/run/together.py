@@ -1,0 +1,58 @@
+"""What the ranks of a run do together at every step: they add up gradients and losses, and agree on what comes next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from hotrow.batch import Batch
+from hotrow.embedding import EmbeddingCollection
+from hotrow.kernels import ops
+from hotrow.kernels.tree import Node
+from hotrow.optim import nonfinite_gradient
+from hotrow.parallel.dense import Sums, sum_over_ranks
+from hotrow.parallel.world import World
+
+
+class Ranks:
+    """Joins the ranks of `world`. signal: returns the signal that asks this rank to stop, if one does.
+
+    length: how many dense weights there are.
+    """
+
+    def __init__(self, world: World, signal: Callable[[], int | None], *, length: int) -> None:
+        self.world, self._signal, self._length = world, signal, length
+        self.found = ""
+        """What the first rank found, at the last step, that is not finite; empty if none did."""
+        self.stop: int | None = None
+        """The signal that asked some rank to stop before the last exchange."""
+
+    def total(self, embedding: EmbeddingCollection, batch: Batch) -> Callable[[Mapping[Node, Sums]], Sums]:
+        """Returns what adds up the sums of all ranks for their parts of a batch, and sets `found` and `stop`."""
+
+        def over_ranks(nodes: Mapping[Node, Sums]) -> Sums:
+            found = self._nonfinite(embedding, batch, [float(sums.loss) for sums in nodes.values()])
+            told = sum_over_ranks(self.world, nodes, length=self._length, found=found, stop=self._signal() or 0)
+            self.found, self.stop = told.found, told.stop or None
+            return told.total
+
+        return over_ranks
+
+    def _nonfinite(self, embedding: EmbeddingCollection, batch: Batch, losses: list[float]) -> str:
+        """Returns what of this rank is not finite, but for gradients of dense layers, which all ranks will have."""
+        found = nonfinite_gradient(embedding)
+        if found is None and all(map(math.isfinite, losses)):
+            return ""
+        first, _ = self.world.samples(batch.num_samples)
+        where = f"its sample 0 is number {first} of the batch"
+        return "; ".join([found or "its loss is not finite", *nonfinite_inputs(batch), where])
+
+
+def nonfinite_inputs(batch: Batch) -> list[str]:
+    """Returns where the dense inputs and the labels of a batch are not finite, in words."""
+    found = []
+    for what, values in {"the dense input": batch.dense, "the label": batch.label}.items():
+        if (place := ops.first_nonfinite(values)) is not None:
+            column = "".join(f", column {c}" for c in place[1:])
+            found.append(f"{what} of sample {place[0]}{column} is {float(values[place])}, so look at the data first")
+    return found

@@ -1,0 +1,413 @@
+"""A rank that dies, stops, fails or differs is named on every other rank, and all processes end; nothing hangs.
+
+Every case is a world of three gloo processes, forked from a server that has imported torch.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hotrow.config.load import make_config
+from hotrow.parallel import agreement, heartbeat
+from hotrow.parallel.agreement import StillSame, check_same, everyone, facts_of, on_every_rank
+from hotrow.parallel.group import explaining_no_group, fresh
+from hotrow.parallel.heartbeat import LIMIT_S, LOST, START_S, Heartbeat
+from hotrow.parallel.world import World
+
+RANKS = 3
+HANG_S = 8.0
+"""The promise is 5 s. On a busy machine the test only tells a slow end from none."""
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "hotrow.parallel.heartbeat"])
+
+
+class Ranks:
+    """The processes of one world; each runs `scenario(world, folder)` with its standard error in a file."""
+
+    def __init__(self, folder: Path, scenario: Callable[[World, Path], None]) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.processes = [CONTEXT.Process(target=_rank, args=(rank, folder, scenario)) for rank in range(RANKS)]
+        for process in self.processes:
+            process.start()
+
+    def wait_for(self, name: str) -> None:
+        """Waits until every rank has made its file `name`."""
+        until_s = time.monotonic() + 60
+        while not all((self.folder / f"{name}-{rank}").exists() for rank in range(RANKS)):
+            assert time.monotonic() < until_s and not any(p.exitcode for p in self.processes), self.told()
+            time.sleep(0.01)
+
+    def join(self, *ranks: int, limit_s: float = HANG_S) -> list[int | None]:
+        """Returns the exit codes of `ranks` (none: all); None for one that has not ended within `limit_s`."""
+        until_s = time.monotonic() + limit_s
+        for rank in ranks or range(RANKS):
+            self.processes[rank].join(max(0.0, until_s - time.monotonic()))
+        return [self.processes[rank].exitcode for rank in ranks or range(RANKS)]
+
+    def told(self, rank: int | None = None) -> str:
+        ranks = range(RANKS) if rank is None else [rank]
+        return "\n".join((self.folder / f"stderr-{each}").read_text() for each in ranks)
+
+    def kill(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.processes[rank].pid or 0, number)
+
+
+def _rank(rank: int, folder: Path, scenario: Callable[[World, Path], None]) -> None:
+    os.dup2(os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=RANKS)
+    scenario(World(rank, RANKS, RANKS), folder)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    worlds: list[Ranks] = []
+
+    def start(scenario: Callable[[World, Path], None]) -> Ranks:
+        worlds.append(Ranks(tmp_path / f"world-{len(worlds)}", scenario))
+        return worlds[-1]
+
+    yield start
+    for world in worlds:
+        for process in world.processes:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def watched(world: World, folder: Path) -> Iterator[list[int]]:
+    """A block under a heartbeat, which yields this rank's step to count up; its last words go to a file."""
+    step = [0]
+
+    def last_words(text: str) -> None:
+        (folder / f"last-{world.rank}").write_text(json.dumps([time.monotonic(), text]))
+
+    with Heartbeat(world, step=lambda: step[0], cure="Try again", last_words=last_words):
+        (folder / f"begun-{world.rank}").touch()
+        yield step
+
+
+def wait_in_collectives(world: World, folder: Path) -> None:
+    """Steps that each wait for all ranks."""
+    with watched(world, folder) as step:
+        while not (folder / "stop").exists():
+            step[0] += 1
+            time.sleep(0.01)
+            everyone(world, (folder / "stop").exists())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_is_named_on_all_others_which_end(ranks: Callable[..., Ranks], number: signal.Signals) -> None:
+    """Rank 0, through which the others hear of each other, and another one."""
+    worlds = {victim: ranks(wait_in_collectives) for victim in (0, 2)}
+    began_s = {}
+    for victim, world in worlds.items():
+        world.wait_for("begun")
+        time.sleep(0.7)  # a beat, so that its step is known
+        began_s[victim] = time.monotonic()
+        world.kill(victim, number)
+    for victim, world in worlds.items():
+        others = [rank for rank in range(RANKS) if rank != victim]
+        assert world.join(*others) == [LOST, LOST], world.told()
+        name = f"rank {victim} ({socket.gethostname()}, process {world.processes[victim].pid}) was lost at step "
+        for rank in others:
+            said_s, text = json.loads((world.folder / f"last-{rank}").read_text())
+            assert text.startswith(name), text
+            assert int(text.removeprefix(name).split(":")[0]) > 0
+            assert world.told(rank).count("hotrow: ") == 1
+            assert f"hotrow: {text}\n" in world.told(rank)
+            print(f"{number.name} of rank {victim}: rank {rank} named it after {said_s - began_s[victim]:.2f} s")
+            assert said_s - began_s[victim] < HANG_S
+        if number == signal.SIGSTOP:
+            assert f"no sign of life for {LIMIT_S} s" in world.told()
+            world.kill(victim, signal.SIGCONT)
+            assert world.join(victim) == [LOST], world.told()
+        else:
+            assert "ended without a word" in world.told()
+
+
+class Relay(threading.Thread):
+    """The network between the heartbeats of ranks 0 and 1, which can be paused."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.paused = folder, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            write_whole(self.folder / "relay", listener.getsockname()[1])
+            (caller, _), port = listener.accept(), read_when_there(self.folder / "port")
+            with caller, socket.create_connection(("127.0.0.1", port)) as called:
+                while True:
+                    ready, _, _ = select.select([caller, called], [], [], 0.02)
+                    for end in () if self.paused.is_set() else ready:
+                        if not (data := end.recv(4096)):
+                            return
+                        (called if end is caller else caller).sendall(data)
+
+
+def write_whole(path: Path, number: int) -> None:
+    path.with_suffix(".new").write_text(str(number))
+    path.with_suffix(".new").rename(path)
+
+
+def read_when_there(path: Path) -> int:
+    while not path.exists():
+        time.sleep(0.01)
+    return int(path.read_text())
+
+
+def wait_through_a_relay(world: World, folder: Path) -> None:
+    plain = heartbeat._call
+
+    def through(place: dict[str, Any], rank: int) -> Any:
+        write_whole(folder / "port", place["port"])
+        return plain({**place, "port": read_when_there(folder / "relay")}, rank)
+
+    if world.rank == 1:
+        heartbeat._call = through  # type: ignore[assignment]
+    wait_in_collectives(world, folder)
+
+
+def test_a_pause_below_the_limit_ends_nothing_and_a_longer_one_all(ranks: Callable[..., Ranks]) -> None:
+    """One rank pauses; all do, for longer than the limit, as when a machine sleeps; and the network does."""
+    one, all_of_them, network = (
+        ranks(each) for each in (wait_in_collectives, wait_in_collectives, wait_through_a_relay)
+    )
+    relay = Relay(network.folder)
+    for world in (one, all_of_them, network):
+        world.wait_for("begun")
+    one.kill(1, signal.SIGSTOP)
+    relay.paused.set()
+    for rank in range(RANKS):
+        all_of_them.kill(rank, signal.SIGSTOP)
+    time.sleep(LIMIT_S - 1.0)
+    one.kill(1, signal.SIGCONT)
+    relay.paused.clear()
+    time.sleep(2.0)
+    for rank in range(RANKS):
+        all_of_them.kill(rank, signal.SIGCONT)
+    relay.paused.set()
+    for world in (one, all_of_them):
+        (world.folder / "stop").touch()
+        assert world.join() == [0, 0, 0], world.told()
+        assert "hotrow" not in world.told()
+    assert network.join() == [LOST, LOST, LOST], network.told()
+    for rank, lost in enumerate((1, 0, 1)):
+        assert network.told(rank).count("hotrow: ") == 1
+        assert f"hotrow: rank {lost} (" in network.told(rank)
+        assert "or the network to it is interrupted" in network.told(rank)
+
+
+def one_fails(world: World, folder: Path) -> None:
+    with watched(world, folder):
+        if world.rank == 1:
+            raise ValueError("a bad\nvalue")
+        everyone(world, "waits for a rank that will not come")
+
+
+def first_one_fails(world: World, folder: Path) -> None:
+    with watched(world, folder):
+        if world.rank == 0:
+            raise RuntimeError("a bug")
+        time.sleep(60)
+
+
+def all_fail(world: World, folder: Path) -> None:
+    with watched(world, folder):
+        raise ValueError(f"own text {world.rank}")
+
+
+def one_fails_after_others_are_done(world: World, folder: Path) -> None:
+    with watched(world, folder):
+        if world.rank == 2:
+            time.sleep(1)
+            raise OSError("no space")
+
+
+def test_an_error_on_one_rank_ends_all_with_its_text(ranks: Callable[..., Ranks]) -> None:
+    scenarios = (one_fails, first_one_fails, all_fail, one_fails_after_others_are_done)
+    one, first, everywhere, late = (ranks(scenario) for scenario in scenarios)
+    for world, rank, text, code in (
+        (one, 1, "ValueError: a bad value", 2),
+        (first, 0, "RuntimeError: a bug", 1),
+        (late, 2, "OSError: no space", 2),
+    ):
+        others = [each for each in range(RANKS) if each != rank]
+        assert world.join(*others, limit_s=START_S) == [code, code], world.told()
+        for each in others:
+            assert world.told(each).splitlines()[-1] == f"hotrow: rank {rank}: {text}"
+        assert world.join(rank) == [1]  # multiprocessing prints the error itself
+        assert "Traceback" in world.told(rank)
+        assert "hotrow: " not in world.told(rank)
+    # Each tells its own error; none is ended by another's.
+    assert everywhere.join(limit_s=START_S) == [1, 1, 1]
+    assert all(f"own text {rank}" in everywhere.told(rank) for rank in range(RANKS))
+    assert "hotrow: " not in everywhere.told()
+
+
+# ---- agreement
+
+
+def met(function: Callable[[], Any]) -> str:
+    try:
+        return f"returned {function()}"
+    except ValueError as error:
+        return str(error)
+
+
+def disagree(world: World, folder: Path) -> None:
+    config = make_config({"data": f"/home/rank-{world.rank}/criteo", "train": {"threads": world.rank + 1}})
+    other = make_config({"data": "x", "train": {"batch_size": 64 if world.rank == 1 else 32}})
+    facts = facts_of(config, checksum="c", micro_batches=3)
+    first, last = world.rank == 0, world.rank == 2
+
+    def missing() -> str:
+        if not first:
+            raise FileNotFoundError("no dataset at data/criteo")
+        return "opened"
+
+    weights = [torch.arange(6.0).view(2, 3), torch.ones(2, dtype=torch.bfloat16)]
+    still, apart = StillSame(world, every=10), [*weights[:-1], weights[-1] * (2 if last else 1)]
+    found = {
+        "same": met(lambda: check_same(world, facts)),
+        "config": met(lambda: check_same(world, facts_of(other, checksum="c", micro_batches=3))),
+        "version": met(lambda: check_same(world, facts | {"the version of hotrow": "1" if last else "2"})),
+        "isa": met(lambda: check_same(world, facts | {"the instruction set": "avx2" if first else "avx512"})),
+        "data": met(lambda: check_same(world, facts | {"the checksum of the dataset": world.rank})),
+        "missing": met(lambda: on_every_rank(world, missing)),
+        "there": met(lambda: on_every_rank(world, lambda: world.rank)),
+        "not due": met(lambda: still.check(9, (0, 9), apart)),
+        "together": met(lambda: still.check(10, (0, 10), weights)),
+        "weights": met(lambda: still.check(20, (0, 20), apart)),
+        "position": met(lambda: still.check(20, (world.rank, 20), weights)),
+    }
+    (folder / f"found-{world.rank}").write_text(json.dumps(found))
+
+
+def test_ranks_that_differ_are_named_on_all(ranks: Callable[..., Ranks]) -> None:
+    world = ranks(disagree)
+    world.wait_for("found")
+    assert world.join() == [0, 0, 0], world.told()
+    all_found = [json.loads((world.folder / f"found-{rank}").read_text()) for rank in range(RANKS)]
+    assert [found.pop("there") for found in all_found] == ["returned 0", "returned 1", "returned 2"]
+    assert all_found[0] == all_found[1] == all_found[2]
+    found, host = all_found[0], socket.gethostname()
+    assert found["same"] == found["not due"] == found["together"] == "returned None"
+    assert found["config"] == (
+        f"the ranks of a run must agree, but train.batch_size is 32 on ranks 0, 2 ({host}), 64 on rank 1 ({host}): "
+        "start every rank with the same config file and the same --set"
+    )
+    assert f'the version of hotrow is "2" on ranks 0, 1 ({host}), "1" on rank 2' in found["version"]
+    assert f'the instruction set is "avx2" on rank 0 ({host}), "avx512" on ranks 1, 2' in found["isa"]
+    assert "HOTROW_ISA" in found["isa"]
+    assert "the checksum of the dataset is 0 on rank 0" in found["data"]
+    assert found["missing"] == f"ranks 1, 2 ({host}): no dataset at data/criteo"
+    assert "went apart by step 20: rank 2 has checksum of the dense weights" in found["weights"]
+    assert "rank 1 has epoch 1, rank 0 0; rank 2 has epoch 2, rank 0 0" in found["position"]
+
+
+# ---- without other processes
+
+
+def test_one_rank_watches_nothing() -> None:
+    with Heartbeat(World(), step=lambda: 0, cure="") as alone:
+        assert alone._thread is None
+    assert everyone(World(), 3) == [3]
+    with pytest.raises(FileNotFoundError):
+        on_every_rank(World(), lambda: Path("/nothing/here").read_text())
+
+
+def test_ranks_that_begin_again_share_nothing_with_those_before() -> None:
+    """Of the second generation rank 1 comes late, and finds what the first one left; then the world is smaller."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    seen = set[bytes]()
+
+    def meet(rank: int, size: int, found: list[bytes]) -> None:
+        time.sleep(0.2 * rank)
+        store = fresh(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), rank, size)
+        if rank == 0:
+            store.set("address", os.urandom(8))
+        found[rank] = store.get("address")
+
+    for size in (2, 2, 3, 2, 1):
+        found = [b""] * size
+        threads = [threading.Thread(target=meet, args=(rank, size, found), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert len(set(found)) == 1 and found[0] and found[0] not in seen
+        seen.add(found[0])
+    del server
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        expected = f"127.0.0.1:{port}: another process uses this port. Set MASTER_PORT"
+        with pytest.raises(ValueError, match=expected), explaining_no_group():
+            dist.init_process_group("gloo", rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match="something else"), explaining_no_group():
+        raise RuntimeError("something else")
+
+
+def test_a_guessed_interface_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = {"eth0": "10.0.0.1", "ib0": "10.1.0.1"}
+    found = [
+        {"host": "a", "net": "1", "interfaces": two},
+        {"host": "b", "net": "2", "interfaces": {"eth0": "10.0.0.2"}},
+    ]
+    monkeypatch.setattr(agreement, "everyone", lambda *_: found)
+    text = agreement.unnamed_interface(World(0, 2, 2))
+    assert text is not None
+    assert "a has eth0 (10.0.0.1), ib0 (10.1.0.1)" in text and "b has" not in text
+    found[0]["interfaces"] = {}  # GLOO_SOCKET_IFNAME is set there
+    assert agreement.unnamed_interface(World(0, 2, 2)) is None
+    assert all(not address.startswith("127.") for address in agreement.interfaces().values())
+
+
+def test_strangers_are_not_taken_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong token, or bytes that are no line, close the connection; the rank that comes after them is taken."""
+    place = {"addresses": ["127.0.0.1"], "token": "right"}
+    who = [{"host": "a"}, {"host": "b"}]
+    with heartbeat._listener(is_local=True) as listener:
+        place["port"] = listener.getsockname()[1]
+        strangers = [socket.create_connection(("127.0.0.1", place["port"])) for _ in range(2)]
+        strangers[0].sendall(b'{"token": "wrong", "rank": 1}\n')
+        strangers[1].sendall(b"\xff" * 10 + b"\n")
+        found: dict[int, Any] = {}
+        answering = threading.Thread(target=lambda: found.update(heartbeat._answer(listener, place, who)), daemon=True)
+        answering.start()
+        connection, _ = heartbeat._call(place, 1)
+        answering.join(5)
+        assert set(found) == {1}
+        assert all(stranger.recv(1) == b"" for stranger in strangers)
+        monkeypatch.setattr(heartbeat, "START_S", 0.1)
+        with pytest.raises(ValueError, match=r"rank 1 \(b\) did not connect to the heartbeat of rank 0"):
+            heartbeat._answer(listener, place, who)
+    with pytest.raises(ValueError, match=r"rank 1 .* did not reach the heartbeat of rank 0, port"):
+        heartbeat._call(place, 1)
+    for each in (connection, *strangers, *(pair[0] for pair in found.values())):
+        each.close()

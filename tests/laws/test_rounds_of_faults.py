@@ -1,0 +1,72 @@
+"""Law 3 for several ranks: whichever rank is lost, and whenever, the run goes on to the bits of an untouched one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks import rank_faults
+from hotrow.config.load import make_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.run import runs
+from hotrow.run.folder import RunFolder
+
+ROWS = {"train": 2000, "val": 200, "test": 200}
+TABLE_ROWS = (500, 200, 12_000)
+"""More than `rank_faults.settings` lets lie in DRAM."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", [False, True])
+def test_rounds_of_faults(make_dataset: Callable[..., PackedDataset], tmp_path: Path, tiers: bool) -> None:
+    """Four rounds; `python -m benchmarks.rank_faults` has a hundred."""
+    data = make_dataset(tmp_path / "data", rows=ROWS, table_rows=TABLE_ROWS, counts=True).path
+    (folder := tmp_path / "rounds").mkdir()
+    for found in rank_faults.rounds(data, folder, 4, seed=2, tiers=tiers):
+        print(found)
+        assert found.problems == ()
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_run_again_in_its_folder(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
+    """Rank 1 is killed after the first checkpoint; the same torchrun ends with the bits of one process."""
+    data = make_dataset(tmp_path / "data", rows=ROWS, table_rows=TABLE_ROWS, counts=True).path
+    given = rank_faults.settings(data, tmp_path / "alone", tiers=False)
+    runs.train(make_config(given), quiet=True)
+    del given["run"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(given))
+    options = ["--standalone", "--nproc-per-node", "3", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "hotrow", "train", "config.yaml"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launch:
+        until_s = time.monotonic() + 60
+        while not list(tmp_path.glob("runs/*/checkpoints/step-*/manifest.json")) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        os.kill(_worker(launch.pid, rank=1), signal.SIGKILL)
+        _, told = launch.communicate(timeout=120)
+    assert launch.returncode == 0, told
+    assert told.count(") was lost at ") == 2, told
+    assert "torchrun starts the run again, from that checkpoint (restart 1 of 1)" in told
+    (run,) = (tmp_path / "runs").iterdir()
+    assert RunFolder.open(run).record.status == "finished"
+    assert "resumed at step" in (run / "log.txt").read_text()
+    assert rank_faults.outcome(run) == rank_faults.outcome(tmp_path / "alone")
+
+
+def _worker(launcher: int, *, rank: int) -> int:
+    """Returns the process of a rank that torchrun has started."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher and f"RANK={rank}" in (path / "environ").read_text().split("\0"):
+                return int(path.name)
+        except OSError:
+            continue
+    raise AssertionError(f"torchrun has no rank {rank}")

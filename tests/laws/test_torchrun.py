@@ -1,0 +1,321 @@
+"""Laws 2 and 3 for processes: any number of them, also another one after a stop, trains to the bits of one process.
+
+The truth is a run of one process with as many micro-batches: every tensor of its last checkpoint, every loss and score.
+Most worlds are a pool of gloo processes that call the library; a few are started by torchrun, through the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from expanded import expanded
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.world import World
+from hotrow.run import runs, together, trainer
+from hotrow.run.checkpoint import list_checkpoints
+from hotrow.run.checkpoint_files import read_manifest
+from hotrow.run.folder import RunFolder
+from rank_pool import RankPool
+
+NOT_COMPARED = {"seconds", "samples_per_s", "step_ms", "window_ms", "stall_s", "stall_share", "drive_written_bytes"}
+NOT_COMPARED |= {"hits_per_lookup", "hits_per_row", "wire_bytes_per_step", "slowest_rank"}
+BASE: dict[str, Any] = {
+    "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16, 8]},
+    "train": {"batch_size": 37, "epochs": 2, "eval_every": 0.5, "log_every": 4, "seed": 5, "threads": 1},
+    "optimizer": {"schedule": {"warmup_steps": 5}},
+}
+EVAL_BATCH_SIZE = 20
+"""Of 128 rows that makes 7 batches: two ranks or more have different numbers of them."""
+VARIANTS = {
+    "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
+    "adam": ["optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.early_stopping=1"],
+    "ftrl, stored order": ["optimizer.sparse.name=ftrl", "train.shuffle=false"],
+    "float16": ["train.precision=fp16", "optimizer.sparse.name=adagrad", "parallel.sharding={t2: table}"],
+    "split": ["train.precision=split_bf16", "parallel.sharding={t0: replicated, t2: row}"],
+    "hot window": ["hot.schedule=window", "hot.budget=4KiB", "hot.small_table=0"],
+    "copies of hot rows": ["parallel.hot_rows=0.2", "parallel.sharding={t0: row, t1: row, t2: row}"],
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("torchrun") / "data", table_rows=(50, 20, 3000), counts=True).path
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(autouse=True)
+def _small_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "EVAL_BATCH_SIZE", EVAL_BATCH_SIZE)
+
+
+def raw_config(data: Path, run: Path, changes: list[str], *, micro_batches: int = 4) -> dict[str, Any]:
+    raw = {**BASE, "data": str(data), "run": str(run)}
+    return apply_overrides(raw, [f"train.micro_batches={micro_batches}", *changes])
+
+
+def outcome(path: Path) -> dict[str, Any]:
+    """Everything of a run that must not depend on the number of processes."""
+    run = RunFolder.open(path)
+    newest = list_checkpoints(run.checkpoints)
+    checkpoint = newest[max(newest)]
+    state = {k: v for k, v in read_manifest(checkpoint).extra["state"].items() if k not in NOT_COMPARED}
+    lines = [{k: v for k, v in line.items() if k not in NOT_COMPARED} for line in run.measurements()]
+    tensors = expanded(checkpoint)
+    return {"step": checkpoint.name, "state": state, "lines": lines, "metrics": run.record.metrics, **tensors}
+
+
+def same(path: Path, truth: dict[str, Any]) -> None:
+    found = outcome(path)
+    assert [name for name in truth if found.get(name) != truth[name]] == []
+    assert found.keys() == truth.keys()
+
+
+# ---- worlds of the pool
+
+
+def trained(world: World, raw: dict[str, Any], stop: tuple[int, int] | None = None) -> str:
+    """Trains as a rank; stop: rank and step at which that rank gets SIGTERM. Returns the run's status."""
+    trainer.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
+    plain = trainer.train_step
+
+    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
+        if stop == (world.rank, number):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(parts, batch, number, clock)
+
+    trainer.train_step = step
+    try:
+        return runs.train(make_config(raw), quiet=True, world=world).record.status
+    finally:
+        trainer.train_step = plain
+
+
+def resumed(world: World, path: str, changes: list[str]) -> str:
+    trainer.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
+    return runs.resume(path, changes, quiet=True, world=world).record.status
+
+
+def refused(world: World, function: Callable[..., Any], *arguments: Any) -> str:
+    try:
+        function(world, *arguments)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("variant", "num_ranks", "micro_batches"),
+    [
+        ("sgd", 2, 4),
+        ("sgd", 4, 4),
+        ("adam", 3, 4),
+        ("ftrl, stored order", 3, 3),
+        ("float16", 4, 5),
+        ("split", 2, 2),
+        ("hot window", 3, 5),
+        ("copies of hot rows", 3, 4),
+    ],
+)
+def test_the_number_of_ranks_is_invisible(
+    pool: RankPool, data: Path, tmp_path: Path, variant: str, num_ranks: int, micro_batches: int
+) -> None:
+    changes = VARIANTS[variant]
+    one, many = (raw_config(data, tmp_path / name, changes, micro_batches=micro_batches) for name in ("one", "many"))
+    runs.train(make_config(one), quiet=True)
+    said = pool.run(trained, many, num_ranks=num_ranks, micro_batches=num_ranks)
+    assert said == ["finished"] * num_ranks
+    same(tmp_path / "many", outcome(tmp_path / "one"))
+
+
+def tiers_of(folder: Path, dram: int) -> list[str]:
+    return [f"memory={{dram: {dram}, ssd: {folder}, force: true}}", "optimizer.sparse.name=adam"]
+
+
+def test_each_rank_keeps_its_rows_in_tiers(pool: RankPool, data: Path, tmp_path: Path) -> None:
+    changes = tiers_of(tmp_path, 60_000)
+    runs.train(make_config(raw_config(data, tmp_path / "one", [*changes, "memory=dram"])), quiet=True)
+    pool.run(trained, raw_config(data, tmp_path / "many", changes), num_ranks=3, micro_batches=3)
+    assert RunFolder.open(tmp_path / "many").record.memory is not None, "nothing lay on disk"
+    same(tmp_path / "many", outcome(tmp_path / "one"))
+
+
+def test_interrupted_on_four_ranks_and_resumed_on_three_and_one(pool: RankPool, data: Path, tmp_path: Path) -> None:
+    """The second rank is asked to stop in the ninth step, and the run stops after it; what resumes has tiers."""
+    changes = ["optimizer.dense.name=adam", "optimizer.sparse.name=adam"]
+    runs.train(make_config(raw_config(data, tmp_path / "one", changes)), quiet=True)
+    truth = outcome(tmp_path / "one")
+    for name, num_ranks in (("three", 3), ("two", 2)):
+        raw = raw_config(data, tmp_path / name, changes)
+        said = pool.run(trained, raw, (1, 8), num_ranks=4, micro_batches=4)
+        record = RunFolder.open(tmp_path / name).record
+        assert said == ["interrupted"] * 4 and (record.steps, record.signal) == (9, signal.SIGTERM)
+        path, memory = str(tmp_path / name), tiers_of(tmp_path, 60_000)[:1] if name == "two" else []
+        assert pool.run(resumed, path, memory, num_ranks=num_ranks, micro_batches=num_ranks) == ["finished"] * num_ranks
+        same(tmp_path / name, truth)
+    pool.run(trained, raw_config(data, tmp_path / "alone", changes), (3, 0), num_ranks=4, micro_batches=4)
+    runs.resume(tmp_path / "alone", quiet=True)
+    same(tmp_path / "alone", truth)
+
+
+def test_a_run_of_one_process_is_resumed_on_ranks(pool: RankPool, data: Path, tmp_path: Path) -> None:
+    raw = raw_config(data, tmp_path / "one", ["train.max_steps=9"])
+    runs.train(make_config(raw), quiet=True)
+    runs.train(make_config(raw_config(data, tmp_path / "whole", [])), quiet=True)
+    path, more = str(tmp_path / "one"), ["train.max_steps=null"]
+    assert pool.run(resumed, path, more, num_ranks=4, micro_batches=4) == ["finished"] * 4
+    wanted, found = outcome(tmp_path / "whole"), outcome(tmp_path / "one")
+    assert {k for k in wanted if wanted[k] != found[k]} <= {"lines", "state"}, "the one process scored its end"
+
+
+def skipping(world: World | None, raw: dict[str, Any], steps: list[int]) -> int | None:
+    """Trains; on the last rank gradients of these steps, from 1, seem to be infinite. Returns the steps skipped."""
+    trainer.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
+    module, number = (trainer if world is None else together), [0]
+    plain = module.nonfinite_gradient  # type: ignore[attr-defined]
+
+    def found(embedding: Any) -> str | None:
+        number[0] += 1
+        last = world is None or world.rank == world.size - 1
+        return "a gradient is inf" if last and number[0] in steps else None
+
+    module.nonfinite_gradient = found  # type: ignore[attr-defined]
+    try:
+        return runs.train(make_config(raw), quiet=True, world=world).record.steps_skipped
+    finally:
+        module.nonfinite_gradient = plain  # type: ignore[attr-defined]
+
+
+def test_all_ranks_skip_what_one_of_them_cannot_train(pool: RankPool, data: Path, tmp_path: Path) -> None:
+    changes = ["train.nonfinite=skip", "train.eval_every=null"]
+    one, many = (raw_config(data, tmp_path / name, changes) for name in ("one", "many"))
+    assert skipping(None, one, [3, 4, 9]) == 3
+    assert pool.run(skipping, many, [3, 4, 9], num_ranks=3, micro_batches=3) == [3] * 3
+    same(tmp_path / "many", outcome(tmp_path / "one"))
+    warning = RunFolder.open(tmp_path / "many").record.warnings["nonfinite_step_skipped"]
+    assert warning["count"] == 3 and "rank 2: a gradient is inf" in warning["text"] and "(step 3," in warning["text"]
+
+
+def test_what_ranks_sent_and_who_was_slowest_is_recorded(pool: RankPool, data: Path, tmp_path: Path) -> None:
+    pool.run(trained, raw_config(data, tmp_path / "run", []), num_ranks=3, micro_batches=3)
+    run = RunFolder.open(tmp_path / "run")
+    found: Any = run.record.ranks
+    assert (found["num_ranks"], found["micro_batches"]) == (3, 4)
+    assert found["wire_bytes_per_step"]["dense"] > 0 and found["wire_bytes_per_step"]["gradients"] > 0
+    assert "tables" not in found["wire_bytes_per_step"], "saving is no step"
+    assert len(found["of_ranks"]) == 3 and 0 <= found["slowest_rank"] < 3
+    assert all(0 < each["exchange_ms"] < each["step_ms"] for each in found["of_ranks"])
+    line = next(line for line in run.measurements() if line["kind"] == "train")
+    assert line["wire_bytes_per_step"]["rows"] > 0 and 0 <= line["slowest_rank"] < 3
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "<h2>Processes</h2>" in page and f"rank {found['slowest_rank']} was the slowest" in page
+
+
+@pytest.mark.parametrize(
+    ("changes", "micro_batches", "text"),
+    [
+        (["train.micro_batches=2"], 3, "train.micro_batches is 2, but there are 3 ranks, and each needs one: start"),
+        (['train.trace="1:2"'], 3, "train.trace is '1:2', which does not work on several ranks yet: set it to null"),
+        (["memory={dram: 1MiB, write_budget: 1GB/day}"], 3, "memory.write_budget is '1GB/day', which does not work"),
+        (["data=nowhere"], 3, "nowhere"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_on_all(
+    pool: RankPool, data: Path, tmp_path: Path, changes: list[str], micro_batches: int, text: str
+) -> None:
+    raw = apply_overrides(raw_config(data, tmp_path / "run", []), changes)
+    texts = pool.run(refused, trained, raw, num_ranks=3, micro_batches=micro_batches)
+    assert len(set(texts)) == 1 and text in texts[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_taken_and_too_many_ranks_are_refused_on_all(
+    pool: RankPool, data: Path, tmp_path: Path
+) -> None:
+    raw = raw_config(data, tmp_path / "run", ["train.max_steps=2"], micro_batches=2)
+    pool.run(trained, raw, num_ranks=2, micro_batches=2)
+    texts = pool.run(refused, trained, raw, num_ranks=2, micro_batches=2)
+    assert len(set(texts)) == 1 and "exists already and is never overwritten" in texts[0]
+    again = str(tmp_path / "run"), ["train.max_steps=4"]
+    texts = pool.run(refused, resumed, *again, num_ranks=3, micro_batches=3)
+    assert len(set(texts)) == 1 and "train.micro_batches is 2, but there are 3 ranks" in texts[0]
+
+
+# ---- torchrun, through the command line
+
+
+def torchrun(num_ranks: int, *arguments: str) -> subprocess.Popen[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*start, "-m", "hotrow", "train", *arguments], **pipes)
+
+
+def config_file(data: Path, folder: Path, changes: list[str]) -> str:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(raw_config(data, folder / "run", changes)))
+    return str(path)
+
+
+@pytest.fixture
+def _whole_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command line evaluates."""
+    monkeypatch.setattr(trainer, "EVAL_BATCH_SIZE", 4096)
+
+
+@pytest.mark.usefixtures("_whole_evaluations")
+def test_torchrun(data: Path, tmp_path: Path) -> None:
+    process = torchrun(2, config_file(data, tmp_path, []), "--json")
+    runs.train(make_config(raw_config(data, tmp_path / "one", [])), quiet=True)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    same(tmp_path / "run", outcome(tmp_path / "one"))
+    result = json.loads(out.splitlines()[-1])
+    assert len(out.splitlines()) == 1 and result["status"] == "finished" and result["ranks"]["num_ranks"] == 2
+    assert err.count(": AUC ") == len([line for line in outcome(tmp_path / "one")["lines"] if "auc" in line])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_whole_evaluations")
+def test_torchrun_refuses_on_all_ranks(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    process = torchrun(2, config_file(data, tmp_path, []))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1, "that of torchrun itself"
+    said = [line for line in err.splitlines() if line.startswith("hotrow: ")]
+    assert len(said) == 2 and len(set(said)) == 1 and "exists already and is never overwritten" in said[0]
+    assert "exitcode  : 2" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [3, 1])
+@pytest.mark.usefixtures("_whole_evaluations")
+def test_torchrun_interrupted_on_four_ranks_and_resumed(data: Path, tmp_path: Path, num_ranks: int) -> None:
+    """torchrun passes SIGTERM on to every rank."""
+    process = torchrun(4, config_file(data, tmp_path, ["train.epochs=40", "train.log_every=1"]))
+    lines = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (lines.exists() and lines.stat().st_size > 2000):
+        pass
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    record = RunFolder.open(tmp_path / "run").record
+    assert (record.status, record.signal) == ("interrupted", signal.SIGTERM), err
+    again = torchrun(num_ranks, "--resume", str(tmp_path / "run"))
+    runs.train(make_config(raw_config(data, tmp_path / "one", ["train.epochs=40", "train.log_every=1"])), quiet=True)
+    _, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    same(tmp_path / "run", outcome(tmp_path / "one"))

@@ -1,0 +1,96 @@
+"""Law 2 for ranks that are not alike, some in memory and others in files; and what they send is what was counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_worlds import TABLES, Case, alone, bits, memory_of, shards_of, train
+
+import hotrow
+from hotrow.config.load import make_config
+from hotrow.embedding import EmbeddingCollection
+from hotrow.kernels import ops
+from hotrow.parallel.sharded import Shards
+from hotrow.parallel.shards import Shard
+from hotrow.parallel.world import World
+from hotrow.plan.shards import wire_of
+from hotrow.tables import TableConfig
+from rank_pool import RankPool
+
+pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
+MOST_RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(MOST_RANKS) as ranks:
+        yield ranks
+
+
+def train_unlike(world: World, case: Case) -> dict[str, Any]:
+    memory = memory_of(case) if world.rank == 1 else None
+    shared = Shards(world=world, shards=shards_of(world.size), below=memory)
+    return train(EmbeddingCollection(TABLES, memory=shared, seed=3), case, world)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.filterwarnings("ignore:3 batches wait")
+def test_one_rank_in_tiers_and_others_in_memory(pool: RankPool, tmp_path: Path, depth: int) -> None:
+    """Whether batches are announced is one question for all: ranks in memory do, if one is in tiers."""
+    case = Case("adam", 4, str(tmp_path), depth)
+    truth = train(alone(3), case, None)
+    found = pool.run(train_unlike, case, num_ranks=3, micro_batches=4)
+    for k, want in enumerate(truth["seen"]):
+        assert torch.equal(bits(torch.cat([own["seen"][k] for own in found])), bits(want)), k
+    for own in found:
+        for k, want in enumerate(truth["whole"]):
+            assert torch.equal(bits(own["whole"][k]), bits(want)), k
+    assert "evicted" in found[1] and found[1]["evicted"] > 0 == found[0]["evicted"]
+    assert found[1].get("foreseen", 0) == (10 if depth else 0)
+
+
+# ---- bytes
+
+ROWS, BATCH, SAMPLES, STEPS = 20_000, 1200, 120_000, 25
+TABLE = TableConfig(name="item", num_embeddings=ROWS, embedding_dim=16, feature_names=("item",))
+
+
+def counts() -> np.ndarray:
+    chance = np.arange(1, ROWS + 1, dtype=np.float64) ** -1.05
+    found = np.floor(chance / chance.sum() * SAMPLES).astype(np.uint32)
+    found[0] += SAMPLES - int(found.sum())
+    return found
+
+
+def send(world: World, prefix: int) -> int:
+    """Returns the bytes of rows, their numbers and sums that this rank sends in STEPS steps."""
+    memory = Shards(world=world, shards={"item": Shard(prefix=prefix)})
+    emb = EmbeddingCollection([TABLE], memory=memory, seed=1)
+    optimizer = hotrow.SGD(emb, lr=0.1)
+    rng, cumulated = np.random.default_rng(2), counts().cumsum() / SAMPLES
+    before = dict(world.sent_bytes)
+    for _ in range(STEPS):
+        first, end = world.samples(BATCH)
+        ids = torch.from_numpy(np.searchsorted(cumulated, rng.random(BATCH), "right"))[first:end]
+        emb(ids[:, None]).sum().backward()
+        optimizer.step()
+    purposes = ("ids", "rows", "gradients", "replicated")
+    return sum(world.sent_bytes.get(name, 0) - before.get(name, 0) for name in purposes)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("prefix", [0, ROWS], ids=["split", "replicated"])
+def test_bytes_that_are_counted_are_those_that_are_sent(pool: RankPool, num_ranks: int, prefix: int) -> None:
+    """By which the plan decides: predicted from access counts, and counted as they are sent."""
+    dataset: Any = SimpleNamespace(
+        has_counts=True, counts=lambda name: counts(), split=lambda name: SimpleNamespace(num_rows=SAMPLES)
+    )
+    wire = wire_of(make_config({"data": "d", "train": {"batch_size": BATCH}}), TABLE, dataset, num_ranks)
+    sent = sum(pool.run(send, prefix, num_ranks=num_ranks, micro_batches=num_ranks)) / STEPS
+    assert sent == pytest.approx(wire.replicated_bytes if prefix else wire.split_bytes, rel=0.03)

@@ -1,0 +1,137 @@
+"""The benchmark of several processes counts what is sent, and compares like with like."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+import subprocess
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import rank_links, ranks
+from benchmarks.rank_sides import RankWork, Seat, Wire, num_lacking, owners, part_of, shards_of, tables_of
+from benchmarks.rank_worker import sent_bytes
+from benchmarks.ranks_page import ranks_table
+from benchmarks.step_shapes import make_setting
+from hotrow.parallel.world import World
+
+
+def test_the_bytes_of_a_connection_are_counted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        other, _ = server.accept()
+        with other:
+            before = sent_bytes()
+            one.sendall(b"x" * 12_345)
+            assert len(other.recv(12_345, socket.MSG_WAITALL)) == 12_345
+            other.sendall(b"y" * 55)
+            assert len(one.recv(55, socket.MSG_WAITALL)) == 55
+            assert sent_bytes() - before == 12_400
+
+
+def test_pooled_bytes_by_hand() -> None:
+    # 8 samples on 4 ranks: 6 of each feature's vectors leave their owner, and 6 gradients come back; ids as int32.
+    sizes: dict[str, Any] = {"dim": 2, "batch_size": 8, "lookups": 3, "num_ranks": 4}
+    assert ranks.pooled_bytes([100, 50], 0.0, **sizes) == 2 * 6 * (2 * 2 * 4 + 3 * 4)
+    assert ranks.pooled_bytes([100, 1], 0.5, **sizes) == 6 * (2 * 2 * 4 + 3 * 4), "of one row all have all"
+
+
+@pytest.mark.parametrize(("prefix", "sharding"), [(0.0, "row_wise"), (0.1, "row_wise"), (0.0, "table_wise")])
+def test_rows_that_a_rank_lacks_against_sets(prefix: float, sharding: str) -> None:
+    shape = RankWork(shape="kaggle", num_ranks=2, batch_size=64, small=True).sized()
+    seat = Seat(rank=1, address="", sharding=sharding, prefix=prefix)
+    own = part_of(make_setting(shape).batches[3], World(1, 2, 2))
+    ids = make_setting(shape).batches[3].sparse.values.view(len(shape.rows), 2, 32)[:, 1]  # the second half is rank 1's
+    owner, num_rows = owners(len(shape.rows), 2), 0
+    for t, rows in enumerate(ids.tolist()):
+        first = int(np.ceil(prefix * shape.rows[t]))
+        home = {row: (row - first) % 2 if sharding == "row_wise" else owner[t] for row in rows if row >= first}
+        num_rows += sum(of == 0 for of in home.values())
+    assert num_lacking(own, shards_of(tables_of(shape), seat, 2), 1, 2) == num_rows
+
+
+def test_exchanges_are_heard_again_without_the_wire() -> None:
+    world, made = Wire(0, 1, 1), []
+
+    def parts() -> list[torch.Tensor]:
+        made.append(len(made))
+        return [torch.tensor(made)]
+
+    world.listen(5)
+    (heard,) = world.exchange(parts, purpose="rows")
+    world.live()
+    world.replay(5)
+    (again,) = world.exchange(parts, purpose="rows")
+    world.live()
+    assert heard.tolist() == again.tolist() == [0] and made == [0, 1], "messages are made, and dropped"
+    assert world.exchange(parts, purpose="rows")[0].tolist() == [0, 1, 2]
+
+
+def test_two_ranks_are_counted_by_the_kernel_as_by_hotrow() -> None:
+    cell = ranks.wire("wire_kaggle_2_ranks", "kaggle", 2, quick=True)
+    counted = sum(cell["counted_bytes"].values())
+    assert cell["idle_bytes"] == 0
+    assert cell["least_bytes"] < counted < cell["sent_bytes"] < counted + 20_000, "gloo's own headers are small"
+
+
+def test_what_cannot_be_measured_here_is_skipped_aloud(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else f"/sbin/{name}")
+    cells = {cell.name: cell for cell in ranks.rank_cells()}
+    assert cells["ranks_kaggle_vs_torchrec"].run(quick=True) is None
+    assert cells["not_hidden_sc20-small"].run(quick=True) is None
+    said = capsys.readouterr().err
+    assert "skipped: ranks_kaggle_vs_torchrec: not installed here: torchrec" in said
+    assert "skipped: not_hidden_sc20-small: not installed here: tc" in said
+
+
+def test_a_link_that_cannot_be_made_says_which_command_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = partial(subprocess.CompletedProcess, returncode=1, stdout="", stderr="Operation not permitted\n")
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: refused(words))
+    monkeypatch.setattr(shutil, "which", lambda name: f"/sbin/{name}")
+    with (
+        pytest.raises(rank_links.LinkError, match=r"`ip netns add hotrow-.*-0` says: Operation not permitted"),
+        rank_links.Link(),
+    ):
+        pass
+
+
+def test_losses_that_differ_are_not_timed() -> None:
+    class Side:
+        def __init__(self, *losses: list[float]) -> None:
+            self.losses = losses
+
+        def ask(self, **what: Any) -> list[dict[str, Any]]:
+            return [{"losses": own} for own in self.losses]
+
+    ours: Any = Side([0.5, 0.25], [0.5, 0.25])
+    alike: Any = Side([0.4, 0.2], [0.6, 0.30001])
+    ranks.compare("c", ours, alike)
+    other: Any = Side([0.4, 0.2], [0.6, 0.31])
+    with pytest.raises(ValueError, match="cell c: the loss of step 1 is 0"):
+        ranks.compare("c", ours, other)
+
+
+def test_the_page_says_which_promises_are_held() -> None:
+    rounds = {"rounds": 3, "clean_rounds": 3, "taken_rounds": 3}
+    wire = {"name": "w", "sent_bytes": 1.3e6, "ids_bytes": 2e5, "least_bytes": 1e6, "over_least": 1.1, "most": 1.05}
+    prefixes = [
+        {"prefix": prefix, "sent_bytes": 1e6, "pooled_bytes": fewer * 1e6, "fewer": fewer}
+        for prefix, fewer in ((0.0, 6.0), (0.1, 4.0))
+    ]
+    pooled = {"name": "p", "by_prefix": prefixes, **prefixes[0], "least": 5.0}
+    peer = {"name": "t", "peer": "torchrec", "ratio": 2.5, "spread": [2.4, 2.6], "ours_ms": 1.0, "peer_ms": 2.5}
+    peer |= {"target": 2.0, "tried_ms": {}, **rounds}
+    link = {"name": "n", "link_bits_per_s": 9.6e9, "link_ms": 100.0, "unlimited_ms": 80.0, "without_ms": 70.0}
+    link |= {"not_hidden": 0.3, "spread": [0.28, 0.31], "most": 0.2, **rounds, "clean_rounds": 1}
+    text = "\n".join(ranks_table([wire, pooled, peer, link]))
+    assert "| w | 1.1 | 1 | 1.100x | at most 1.05x: **not held** | 0.2 |" in text
+    assert "| p | 0% | 1 | 6 | 6.00x | 5x: held |" in text and "| p | 10% | 1 | 4 | 4.00x |  |" in text
+    assert "| t | torchrec | 2.50x (2.40-2.60) | 2.00x: held | 1 | 2.5 | 3 of 3 |" in text
+    assert "30.0% (28.0%-31.0%) | at most 20%: not told | 1 of 3 (disturbed) |" in text, "of a disturbed machine"

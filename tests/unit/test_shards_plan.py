@@ -1,0 +1,166 @@
+"""hotrow.plan.shards: who holds a table, from counted bytes on the wire; what is asked for, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotrow.config.load import make_config
+from hotrow.parallel.shards import Shard
+from hotrow.plan.shards import SMALL_SHARE, Wire, hot_prefixes, shards_line, shards_of, wire_of
+from hotrow.tables import Dtype, TableConfig
+
+BATCH, SAMPLES = 1000, 200_000
+
+
+def table(name: str, num_rows: int, dim: int = 16, dtype: Dtype = "float32") -> TableConfig:
+    return TableConfig(name=name, num_embeddings=num_rows, embedding_dim=dim, feature_names=(name,), dtype=dtype)
+
+
+def zipf(num_rows: int, exponent: float = 1.1) -> np.ndarray:
+    """Accesses of one id a sample, falling; row 0 is rare ids."""
+    chance = np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent
+    counts = np.floor(chance / chance.sum() * SAMPLES).astype(np.uint32)
+    counts[0] = SAMPLES - int(counts[1:].sum())
+    return counts
+
+
+TABLES = [table("sex", 3), table("hour", 24), table("user", 200_000), table("item", 100_000), table("site", 90_000)]
+COUNTS = {each.name: zipf(each.num_embeddings) for each in TABLES}
+
+
+def dataset(counts: dict[str, np.ndarray] | None = None) -> Any:
+    counts = COUNTS if counts is None else counts
+    return SimpleNamespace(
+        path=Path("data"),
+        has_counts=bool(counts),
+        counts=lambda name: counts[name],
+        split=lambda name: SimpleNamespace(num_rows=SAMPLES),
+    )
+
+
+def config(**parallel: Any) -> Any:
+    return make_config({"data": "d", "train": {"batch_size": BATCH}, "parallel": parallel})
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_bytes_against_drawn_batches(num_ranks: int, dtype: Dtype) -> None:
+    """Every row and sum that crosses the wire, counted one by one over drawn batches."""
+    own, rng, steps = table("item", 100_000, dtype=dtype), np.random.default_rng(1), 60
+    cumulated = np.cumsum(COUNTS["item"] / COUNTS["item"].sum())
+    row, total = 16 * (4 if dtype == "float32" else 2), 16 * 4
+    split_bytes = replicated_bytes = rows = 0
+    for _ in range(steps):
+        parts = np.array_split(np.searchsorted(cumulated, rng.random(BATCH), "right"), num_ranks)
+        sets = [np.unique(part) for part in parts]
+        union = np.unique(np.concatenate(sets))
+        rows += len(union)
+        for rank, each in enumerate(sets):
+            away = int((each % num_ranks != rank).sum())
+            split_bytes += away * (4 + row + 4 + total)
+            replicated_bytes += away * (4 + total)
+        replicated_bytes += (num_ranks - 1) * len(union) * (4 + total)
+    predicted = wire_of(config(), own, dataset(), num_ranks)
+    counted = Wire(split_bytes / steps, replicated_bytes / steps, rows / steps)
+    assert np.allclose(predicted, counted, rtol=0.02), (predicted, counted)
+    assert dtype != "float32" or predicted.split_bytes <= predicted.replicated_bytes, "copies never save bytes"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_small_tables_are_replicated_and_others_dealt_out(num_ranks: int) -> None:
+    found = shards_of(config(), TABLES, dataset(), num_ranks)
+    assert found == {
+        "sex": Shard(prefix=3),
+        "hour": Shard(prefix=24),
+        **{name: Shard(kind="row") for name in ("user", "item", "site")},
+    }
+    wires = {own.name: wire_of(config(), own, dataset(), num_ranks) for own in TABLES}
+    added = sum(wires[name].replicated_bytes - wires[name].split_bytes for name in ("sex", "hour"))
+    assert added <= SMALL_SHARE * sum(wire.split_bytes for wire in wires.values())
+
+
+def test_a_table_that_nobody_looks_up_is_not_small() -> None:
+    """It sends nothing, but its copies would fill memory."""
+    counts = {**COUNTS, "site": np.zeros(90_000, np.uint32)}
+    assert shards_of(config(), TABLES, dataset(counts), 4)["site"] == Shard(kind="row")
+
+
+def test_without_counts_sizes_decide() -> None:
+    found = shards_of(config(), TABLES, dataset({}), 4)
+    assert [name for name, shard in found.items() if shard.prefix] == ["sex", "hour"]
+
+
+def test_what_is_asked_for_is_done() -> None:
+    asked = {"sex": "row", "hour": "table", "user": "table", "item": "table", "site": "replicated"}
+    found = shards_of(config(sharding=asked), TABLES, dataset(), 3)
+    assert found["sex"] == Shard(kind="row") and found["site"] == Shard(prefix=90_000)
+    owned = [found[name] for name in ("hour", "user", "item")]
+    assert [shard.kind for shard in owned] == ["table"] * 3
+    assert {shard.owner for shard in owned} == {0, 1, 2}, "each rank gets one"
+    assert shards_of(config(sharding={"user": "replicated"}), TABLES, dataset(), 3)["item"] == Shard(kind="row")
+
+
+def test_tables_go_to_the_rank_that_has_least_to_do() -> None:
+    tables = [table(f"t{k}", n) for k, n in enumerate((90_000, 50_000, 30_000, 10_000, 900, 800))]
+    counts = {own.name: zipf(own.num_embeddings, 0.6) for own in tables}
+    found = shards_of(config(sharding=dict.fromkeys(counts, "table")), tables, dataset(counts), 2)
+    loads = [0.0, 0.0]
+    for own in tables:
+        loads[found[own.name].owner] += wire_of(config(), own, dataset(counts), 2).rows
+    assert max(loads) < 1.2 * min(loads), loads
+
+
+def test_an_unknown_table_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"parallel\.sharding names the table 'users', .* did you mean 'user'\?"):
+        shards_of(config(sharding={"users": "row"}), TABLES, dataset(), 2)
+    with pytest.raises(ValueError, match=r"names the table 'zz', .* the tables are sex, hour, user, item, site"):
+        shards_of(config(sharding={"zz": "row"}), TABLES, dataset(), 2)
+
+
+# ---- hot rows
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.5])
+def test_hot_rows_are_those_with_most_accesses(share: float) -> None:
+    tables = TABLES[2:]
+    found = hot_prefixes(tables, dataset(), share)
+    most, held = int(share * sum(own.num_embeddings for own in tables)), sum(found.values())
+    assert held <= most
+    inside = min(COUNTS[name][n - 1] for name, n in found.items() if n > 1)
+    outside = max(COUNTS[name][n] for name, n in found.items())
+    assert inside > outside, "a row outside has as many accesses as one inside"
+    ties = sum(int((COUNTS[name] == outside).sum()) for name in found)
+    assert held + ties > most, "more would fit"
+
+
+def test_row_0_follows_row_1() -> None:
+    """It is all rare ids together, and may have fewer accesses than rows behind it."""
+    counts = {"a": np.array([1, 9, 8, 7, 0], np.uint32), "b": np.array([50, 3, 2, 1, 0], np.uint32)}
+    tables = [table("a", 5), table("b", 5)]
+    assert hot_prefixes(tables, dataset(counts), 0.5) == {"a": 4, "b": 1}
+    assert hot_prefixes(tables, dataset(counts), 0.0) == {"a": 0, "b": 0}
+    assert hot_prefixes([], dataset(counts), 0.5) == {}
+
+
+def test_hot_rows_of_tables_that_are_split() -> None:
+    found = shards_of(config(hot_rows=0.1, sharding={"item": "table"}), TABLES, dataset(), 4)
+    assert found["sex"].prefix == 3 and 0 < found["user"].prefix < 200_000
+    assert (found["item"].kind, found["user"].kind) == ("table", "row") and found["item"].prefix > 0
+    with pytest.raises(ValueError, match=r"parallel\.hot_rows is 0\.1, but data has no access counts.* set parallel"):
+        shards_of(config(hot_rows=0.1), TABLES, dataset({}), 4)
+
+
+def test_the_line_says_who_holds_what() -> None:
+    found = shards_of(config(sharding={"user": "table"}), TABLES, dataset(), 4)
+    assert shards_line(TABLES, found, 4) == (
+        "4 ranks share 5 tables: 2 on every rank, 2 dealt out row by row, 1 whole on one rank"
+    )
+    found = {"user": Shard(prefix=1200)}
+    assert shards_line(TABLES[2:3], found, 2) == (
+        "2 ranks share 1 tables: 1 dealt out row by row, and 1,200 hot rows of these on every rank"
+    )
