@@ -23,6 +23,7 @@ from benchmarks.hot_lab import interval
 from benchmarks.hot_page import hot_tables
 from benchmarks.kernels import promises
 from benchmarks.markdown import across, clean_rounds, held, span, table
+from benchmarks.ranks_page import ranks_table
 from benchmarks.results import Cell, Reports, missing, over_processors
 from benchmarks.step_shapes import SHAPES
 from benchmarks.study_figures import study_cells
@@ -411,6 +412,7 @@ TABLES = {
     "tiers": tiers_table,
     "hot": hot_tables,
     "huge": huge_lines,
+    "ranks": ranks_table,
 }
 """Of the reports that have a form of their own."""
 

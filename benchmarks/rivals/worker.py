@@ -1,7 +1,8 @@
 """The processes of the study `memory`, one per side. Pipes tell them when to train, so that no two compute at once.
 
 A worker reads one JSON object a line and answers with one: {"do": "build"}, {"do": "train", ...}; it ends when its
-input ends. `Worker` is the parent's side of the pipes, `Server` the child's.
+input ends. `Worker` is the parent's side of the pipes, `Server` the child's. benchmarks/rank_worker.py has another
+`Server`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import islice
@@ -30,19 +31,32 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A side in a process of its own, inside `group` if there is one. A context manager, which ends the process."""
+    """A side in a process of its own, inside `group` if there is one. A context manager, which ends the process.
 
-    def __init__(self, side: str, work: Any, settings: Any, *, threads: int, group: MemoryGroup | None = None) -> None:
+    module: the one whose `main` serves. before: words of the command before Python, which start it elsewhere.
+    """
+
+    def __init__(
+        self,
+        side: str,
+        work: Any,
+        settings: Any,
+        *,
+        threads: int,
+        group: MemoryGroup | None = None,
+        module: str = __name__,
+        before: Sequence[str] = (),
+    ) -> None:
         self.side, self.group = side, group
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1", "PYTHONPATH": ROOT}
         self._process: subprocess.Popen[str] = subprocess.Popen(
-            enter_and(group, [sys.executable, "-c", "from benchmarks.rivals.worker import main; main()"]),
+            enter_and(group, [*before, sys.executable, "-c", f"from {module} import main; main()"]),
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._tell(side=side, work=asdict(work), settings=asdict(settings))
+        self.tell(side=side, work=asdict(work), settings=asdict(settings))
 
     @property
     def pid(self) -> int:
@@ -51,20 +65,22 @@ class Worker:
 
     def ready(self) -> None:
         """Waits until the worker has warmed up; call it before the first `ask`. Raises WorkerError."""
-        self._answer()
+        self.answer()
 
     def ask(self, **what: Any) -> dict[str, Any]:
         """Returns the answer. Raises WorkerError with the reason."""
-        self._tell(**what)
-        return self._answer()
+        self.tell(**what)
+        return self.answer()
 
-    def _tell(self, **what: Any) -> None:
+    def tell(self, **what: Any) -> None:
+        """Asks, and does not wait for the answer."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the missing answer reports it
             self._process.stdin.write(json.dumps(what) + "\n")
             self._process.stdin.flush()
 
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
+        """Waits for the answer. Raises WorkerError with the reason."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -138,15 +154,15 @@ class Server:
         return found
 
 
-def serve(lines: TextIO, answers: TextIO) -> None:
-    """Answers each line, until the input ends or a request fails."""
-    server: Server | None = None
+def serve(lines: TextIO, answers: TextIO, make: Callable[..., Any]) -> None:
+    """Answers each line, until the input ends or a request fails. make: given the first line, returns what serves."""
+    server: Any = None
     answer: dict[str, Any] = {}
     for line in lines:
         what = json.loads(line)
         try:
             if server is None:
-                server = Server(**what)
+                server = make(**what)
             else:
                 answer = getattr(server, what.pop("do"))(**what)
         except Exception as error:  # the parent reports it
@@ -157,10 +173,10 @@ def serve(lines: TextIO, answers: TextIO) -> None:
         answers.flush()
 
 
-def main() -> None:
-    """Answers on the original stdout; everything that prints goes to stderr."""
+def main(make: Callable[..., Any] = Server) -> None:
+    """Answers on the original stdout; everything that prints goes to stderr. make: see `serve`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.filterwarnings("ignore", "table .* is read and written by .* threads")  # wanted, or reported by `facts`
-    serve(sys.stdin, answers)
+    serve(sys.stdin, answers, make)

@@ -1,0 +1,174 @@
+"""The processes of benchmarks.ranks: a group of ranks, which a parent tells over pipes what to do, all at once.
+
+`Group` is the parent's side, `RankServer` the child's; both speak the protocol of benchmarks/rivals/worker.py.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.rank_peers import TorchrecRank
+from benchmarks.rank_sides import OurRank, Rank, RankWork, Seat, link_bytes_per_s
+from benchmarks.rivals import worker
+from benchmarks.rivals.worker import Worker
+
+TIMEOUT = timedelta(seconds=120)
+"""Of a collective, so that a group whose rank failed ends."""
+SETTLE_S = 0.2
+"""After so long what a step has sent has left the sockets' buffers."""
+BYTES_SENT = 200
+"""Where Linux's struct tcp_info has tcpi_bytes_sent: bytes of data that a connection has sent, without headers."""
+
+
+class Group:
+    """The ranks of one side, each a process of one thread. A context manager, which ends them."""
+
+    def __init__(self, side: str, work: RankWork, **seat: Any) -> None:
+        """seat: of every rank, what `Seat` says beside its rank and address."""
+        self.side, self.work, self.seat = side, work, seat
+        self._stack = ExitStack()
+        self.ranks: list[Worker] = []
+
+    def start(self, *, host: str = "127.0.0.1", before: Sequence[Sequence[str]] = ()) -> Group:
+        """Starts the processes. host: rank 0's. before: by rank, the words that start it elsewhere."""
+        address = f"tcp://{host}:{free_port()}"
+        for rank in range(self.work.num_ranks):
+            seat = Seat(rank=rank, address=address, **self.seat)
+            words = before[rank] if before else ()
+            started = Worker(self.side, self.work, seat, threads=1, module="benchmarks.rank_worker", before=words)
+            self.ranks.append(self._stack.enter_context(started))
+        for each in self.ranks:
+            each.ready()
+        return self
+
+    def ask(self, **what: Any) -> list[dict[str, Any]]:
+        """Returns the answers of all ranks, which work at the same time. Raises WorkerError with the reason."""
+        for rank in self.ranks:
+            rank.tell(**what)
+        return [rank.answer() for rank in self.ranks]
+
+    def seconds(self, **what: Any) -> float:
+        """Returns what the slowest rank took for what is asked."""
+        return max(float(answer["seconds"]) for answer in self.ask(**what))
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.pid for rank in self.ranks]
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class RankServer:
+    """The child's end: a rank and the requests it answers. All ranks are asked the same at the same time."""
+
+    def __init__(self, side: str, work: dict[str, Any], settings: dict[str, Any]) -> None:
+        torch.set_num_threads(1)
+        seat, of = Seat(**settings), RankWork(**work)
+        dist.init_process_group(
+            "gloo", init_method=seat.address, rank=seat.rank, world_size=of.num_ranks, timeout=TIMEOUT
+        )
+        made: Rank = {"hotrow": OurRank, "torchrec": TorchrecRank}[side](of, seat)
+        self.rank: Any = made
+        dist.barrier()
+
+    def train(self, *, first: int, steps: int) -> dict[str, Any]:
+        """Trains on batches number first, first + 1, ...; returns the seconds it took, those of the processor, and the
+        losses."""
+        dist.barrier()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        losses = [self.rank.train(batch) for batch in range(first, first + steps)]
+        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+        return {"seconds": seconds, "cpu_s": cpu_s, "losses": losses}
+
+    def listen(self, *, batches: int) -> dict[str, Any]:
+        """Notes what the exchanges of one step on each of the first batches return."""
+        losses = []
+        for batch in range(batches):
+            self.rank.world.listen(batch)
+            losses.append(self.rank.train(batch))
+            self.rank.world.live()
+        return {"losses": losses}
+
+    def replay(self, *, batches: int, steps: int) -> dict[str, Any]:
+        """Trains on the first batches, over and over, with the answers that were noted in place of the wire."""
+        losses, seconds = [], 0.0
+        for step in range(steps):
+            self.rank.world.replay(step % batches)
+            start = time.perf_counter()
+            losses.append(self.rank.train(step % batches))
+            seconds += time.perf_counter() - start
+            self.rank.world.live()
+        return {"seconds": seconds, "losses": losses}
+
+    def count(self, *, first: int, steps: int, tables_only: bool) -> dict[str, Any]:
+        """Counts what this rank sends in steps on batches first, first + 1, ..., and what it has to at least.
+
+        tables_only: only looks up and updates.
+        """
+        rank: OurRank = self.rank
+        step: Any = rank.look_up_and_update if tables_only else rank.train
+        rank.world.sent_bytes.clear()
+        time.sleep(SETTLE_S)
+        idle = sent_bytes()
+        time.sleep(SETTLE_S)
+        before = sent_bytes()
+        for batch in range(first, first + steps):
+            step(batch)
+        time.sleep(SETTLE_S)
+        return {
+            "idle_bytes": before - idle,
+            "sent_bytes": sent_bytes() - before,
+            "counted_bytes": dict(rank.world.sent_bytes),
+            "least_bytes": sum(rank.least_bytes(batch) for batch in range(first, first + steps)),
+        }
+
+    def link(self) -> dict[str, Any]:
+        """Measures the link between two ranks."""
+        return {"bytes_per_s": max(link_bytes_per_s() for _ in range(3))}
+
+
+def sent_bytes() -> int:
+    """Returns the bytes that the TCP connections of this process have sent, by the kernel's count of each."""
+    total = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            is_socket = str(entry.readlink()).startswith("socket:")
+        except FileNotFoundError:  # that of the folder itself
+            continue
+        if is_socket:
+            with socket.socket(fileno=os.dup(int(entry.name))) as own:
+                if own.type == socket.SOCK_STREAM and own.family in (socket.AF_INET, socket.AF_INET6):
+                    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT + 8)
+                    if len(info) < BYTES_SENT + 8:
+                        raise OSError("this kernel does not count the bytes that a connection sends: Linux 4.19 does")
+                    total += struct.unpack_from("<Q", info, BYTES_SENT)[0]
+    return total
+
+
+def main() -> None:
+    worker.main(RankServer)

@@ -1,0 +1,324 @@
+"""Several processes that train one model: what they send, and how fast they are beside torchrec's.
+
+    python -m benchmarks.ranks --out docs/benchmarks.json [--quick] [CELL ...]
+
+`wire_*`: bytes that R ranks send in a training step, by the kernel's count of each TCP connection (tcpi_bytes_sent: all
+data of the process, without headers of TCP and IP), less what they send when idle. They stand beside the least there
+is to send: every distinct row that a rank lacks comes once, one gradient for each goes back, and 2 (R - 1) / R of the
+dense gradients. Ids, which that does not contain, are counted by hotrow and taken off.
+`rows_vs_pooled_*`: the bytes of the tables' part of a step on 4 ranks, counted likewise, beside those of an exchange of
+pooled vectors: B x D floats for each feature, there and back, without what stays on its owner. Those are calculated;
+both sides contain ids. Tables at Criteo's cardinalities, Zipf 1.05, a share of each table's rows on every rank.
+`ranks_*_vs_torchrec`: training steps of 2 processes with a thread each over gloo, hotrow's and torchrec's, in turns.
+Losses of the first steps are compared. torchrec shares its tables row by row or table by table, with its pipeline or
+without; all four are tried, and the fastest counts.
+`not_hidden_*`: 2 ranks in two network namespaces that a link of 10 Gbit/s joins. The same steps are taken with what
+ranks tell each other noted before, so that nothing is sent and nothing waited for; the difference, as a share of the
+step over the link, is what the network takes. It contains what the kernel's TCP takes of the processors.
+
+Cells whose peer or whose link is not to be had here are skipped, with the reason. Measure in an environment with
+torchrec (`pip install --no-deps torchrec` beside extra `bench`), and as root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import bench
+from benchmarks.rank_links import Link, LinkError
+from benchmarks.rank_sides import RankWork
+from benchmarks.rank_worker import Group
+from benchmarks.results import end_on_signals, record
+from benchmarks.step_shapes import NUM_BATCHES, SHAPES
+
+MOST_OVER_LEAST = 1.05
+"""Bytes on the wire over the least there are, by our own promise."""
+COUNTED_STEPS, QUICK_STEPS = 8, 2
+POOLED_RANKS, POOLED_BATCH, QUICK_BATCH = 4, 16_384, 256
+PREFIXES = (0.0, 0.01, 0.1)
+"""Shares of each table's rows that every rank holds."""
+LEAST_FEWER = 5.0
+"""Bytes of pooled vectors over those of rows, by our own promise."""
+TARGETS = {"embedding-bound": 2.0, "kaggle": 1.3}
+"""Least ratio torchrec / hotrow that is promised, by shape."""
+WAYS = {
+    f"{sharding.replace('_', '-')}{', ids ahead' if ahead else ''}": {"sharding": sharding, "ahead": ahead}
+    for sharding in ("row_wise", "table_wise")
+    for ahead in (False, True)
+}
+"""How torchrec may share tables, and whether its pipeline exchanges the ids of the next batch during a step."""
+COMPARED_STEPS, CLOSE = 5, 1e-4
+"""How many steps' losses are compared, and how far apart they may lie."""
+WARM_UP, ROUND_STEPS, ROUNDS, QUICK_ROUNDS = 5, 10, 31, 3
+TRIED_ROUNDS = 3
+"""Rounds in which each way of the peer is tried, to find its fastest."""
+LINK_BITS_PER_S = 1e10
+LINK_ROUNDS = 11
+MOST_NOT_HIDDEN = 0.2
+"""Share of a step, by our own promise."""
+STILL_LR = 1e-9
+"""A rate at which answers noted at the first step are still those of the last."""
+
+
+# ---- bytes
+
+
+def counted(group: Group, *, steps: int, tables_only: bool) -> dict[str, Any]:
+    """Returns what all ranks sent in a step: by the kernel, by hotrow, when idle, and at least; bytes."""
+    group.ask(do="count", first=0, steps=1, tables_only=tables_only)  # ranks connect when they first send
+    answers = group.ask(do="count", first=1, steps=steps, tables_only=tables_only)
+    by_purpose: Counter[str] = Counter()
+    for answer in answers:
+        by_purpose.update(answer["counted_bytes"])
+    idle = sum(answer["idle_bytes"] for answer in answers)
+    return {
+        "sent_bytes": (sum(answer["sent_bytes"] for answer in answers) - idle) / steps,
+        "idle_bytes": idle,
+        "counted_bytes": {purpose: num / steps for purpose, num in by_purpose.items()},
+        "least_bytes": sum(answer["least_bytes"] for answer in answers) / steps,
+        "steps": steps,
+    }
+
+
+def wire(name: str, shape: str, num_ranks: int, *, quick: bool) -> dict[str, Any]:
+    """Returns the cell of the bytes of a training step."""
+    work = RankWork(shape=shape, num_ranks=num_ranks, batch_size=SHAPES[shape].batch_size, small=quick)
+    with Group("hotrow", work).start() as group:
+        found = counted(group, steps=QUICK_STEPS if quick else COUNTED_STEPS, tables_only=False)
+    ids_bytes = found["counted_bytes"].get("ids", 0.0)
+    over = (found["sent_bytes"] - ids_bytes) / found["least_bytes"]
+    told = f"{found['sent_bytes']:,.0f} bytes, {ids_bytes:,.0f} of them ids; at least {found['least_bytes']:,.0f}"
+    print(f"{name}: {told}: {over:.4f}x", file=sys.stderr, flush=True)
+    facts = {"num_ranks": num_ranks, "batch_size": work.batch_size, "ids_bytes": ids_bytes}
+    return {"name": name, **facts, **found, "over_least": over, "most": MOST_OVER_LEAST}
+
+
+def pooled_bytes(rows: Sequence[int], prefix: float, *, dim: int, batch_size: int, lookups: int, num_ranks: int) -> int:
+    """Returns what ranks send each other to exchange pooled vectors and their gradients, with the ids as int32.
+
+    Each table has one owner, but those of which every rank has every row.
+    """
+    leaving = sum(own > math.ceil(own * prefix) for own in rows)
+    vectors = 2 * 4 * dim * batch_size * leaving
+    ids = 4 * lookups * batch_size * leaving
+    return (vectors + ids) * (num_ranks - 1) // num_ranks
+
+
+def rows_vs_pooled(name: str, shape: str, *, quick: bool) -> dict[str, Any]:
+    """Returns the cell of the bytes of rows beside those of pooled vectors."""
+    batch_size = QUICK_BATCH if quick else POOLED_BATCH
+    work = RankWork(shape=shape, num_ranks=POOLED_RANKS, batch_size=batch_size, small=quick)
+    own = work.sized()
+    by_prefix = []
+    for prefix in PREFIXES:
+        with Group("hotrow", work, prefix=prefix).start() as group:
+            found = counted(group, steps=QUICK_STEPS, tables_only=True)
+        pooled = pooled_bytes(
+            own.rows,
+            prefix,
+            dim=own.embedding_dim,
+            batch_size=batch_size,
+            lookups=own.lookups,
+            num_ranks=POOLED_RANKS,
+        )
+        sent = {key: found[key] for key in ("sent_bytes", "counted_bytes")}
+        by_prefix.append({"prefix": prefix, **sent, "pooled_bytes": pooled, "fewer": pooled / found["sent_bytes"]})
+        told = f"rows {found['sent_bytes']:,.0f} bytes, pooled (calculated) {pooled:,}"
+        print(f"{name}, {prefix:.0%} on every rank: {told}: {by_prefix[-1]['fewer']:.2f}x", file=sys.stderr, flush=True)
+    best = max(by_prefix, key=lambda each: each["fewer"])
+    facts = {"num_ranks": POOLED_RANKS, "batch_size": batch_size, "by_prefix": by_prefix}
+    return {"name": name, **facts, **best, "least": LEAST_FEWER}
+
+
+# ---- beside torchrec
+
+
+def vs_torchrec(name: str, shape: str, *, quick: bool) -> dict[str, Any]:
+    """Returns the cell of steps beside torchrec's at its fastest. Raises ValueError if losses differ."""
+    work = RankWork(shape=shape, num_ranks=2, batch_size=128 if quick else SHAPES[shape].batch_size, small=quick)
+    tried = {way: beside(name, work, way, TRIED_ROUNDS) for way in WAYS}
+    peer_ms = {way: found["peer_ms"] for way, found in tried.items()}
+    best = min(peer_ms, key=lambda way: peer_ms[way])
+    row = {
+        "name": name,
+        "peer": f"torchrec's DistributedModelParallel over gloo (FBGEMM CPU, SGD), {best}",
+        **(tried[best] if quick else beside(name, work, best, ROUNDS)),
+        "limit_ms": None,
+        "share_of_limit": None,
+        "target": TARGETS[shape],
+        "tried_ms": peer_ms,
+    }
+    print(bench.format_row(row), file=sys.stderr, flush=True)
+    return row
+
+
+def beside(name: str, work: RankWork, way: str, num_rounds: int) -> dict[str, Any]:
+    """Returns hotrow's figures beside torchrec's, which shares tables in a way of WAYS."""
+    with Group("hotrow", work) as ours, Group("torchrec", work, **WAYS[way]) as peer:
+        ours.start()
+        peer.start()
+        compare(f"{name}, {way}", ours, peer)
+        found = row_of(taken_in_turns(ours, peer, num_rounds))
+    told = f"{name}, {way}: ours {found['ours_ms']:.1f} ms, peer {found['peer_ms']:.1f} ms; {bench.how_clean(found)}"
+    print(told, file=sys.stderr, flush=True)
+    return found
+
+
+def compare(name: str, ours: Group, peer: Group) -> None:
+    """Trains both sides on the same batches. Raises ValueError unless the losses of the whole batches are equal."""
+    wanted = {"do": "train", "first": 0, "steps": COMPARED_STEPS}
+    own = ours.ask(**wanted)[0]["losses"]
+    parts = [answer["losses"] for answer in peer.ask(**wanted)]
+    theirs = [statistics.mean(losses) for losses in zip(*parts, strict=True)]  # ranks have equally many samples
+    for step, (a, b) in enumerate(zip(own, theirs, strict=True)):
+        if not abs(a - b) <= CLOSE:
+            raise ValueError(
+                f"cell {name}: the loss of step {step} is {a:.6f}, the peer's {b:.6f}; not timed. Run the law tests "
+                "(make test): one of the two is wrong"
+            )
+
+
+def taken_in_turns(ours: Group, peer: Group, num_rounds: int) -> bench.Rounds[dict[str, float]]:
+    """Returns milliseconds of a step on each side, of the clock and of a rank's processor; while one side trains, the
+    other waits."""
+    for side in (ours, peer):
+        side.ask(do="train", first=COMPARED_STEPS, steps=WARM_UP)
+
+    def one_round(number: int) -> dict[str, float]:
+        found = {}
+        for name, side in sides if number % 2 == 0 else sides[::-1]:
+            answers = side.ask(do="train", first=number * ROUND_STEPS, steps=ROUND_STEPS)
+            found[f"{name}_ms"] = 1e3 * max(answer["seconds"] for answer in answers) / ROUND_STEPS
+            found[f"{name}_cpu_ms"] = 1e3 * max(answer["cpu_s"] for answer in answers) / ROUND_STEPS
+        return found
+
+    sides = [("ours", ours), ("peer", peer)]
+
+    return clean_rounds(one_round, num_rounds, [*ours.pids, *peer.pids])
+
+
+def clean_rounds(one_round: Callable[[int], Any], num_rounds: int, pids: Sequence[int]) -> bench.Rounds[Any]:
+    """Takes rounds as bench.clean_rounds, with the processes `pids` as our own."""
+    taken: list[tuple[float, Any]] = []
+    while bench.wants_more(taken, num_rounds):
+        disturbance = bench.Disturbance(pids)
+        result = one_round(len(taken))
+        taken.append((disturbance.share(), result))
+    return bench.cleanest(taken, num_rounds)
+
+
+def row_of(rounds: bench.Rounds[dict[str, float]]) -> dict[str, Any]:
+    """Returns medians, ratio and spread of rounds."""
+    medians = {key: statistics.median(each[key] for each in rounds.results) for key in rounds.results[0]}
+    ratios = [each["peer_ms"] / each["ours_ms"] for each in rounds.results]
+    return {**medians, "ratio": statistics.median(ratios), "spread": bench.spread(ratios), **rounds.counts()}
+
+
+# ---- time that is not hidden
+
+
+def not_hidden(name: str, shape: str, *, quick: bool) -> dict[str, Any]:
+    """Returns the cell of the share of a step that the network takes. Raises LinkError, and ValueError if losses with
+    noted answers differ."""
+    batch_size = 128 if quick else SHAPES[shape].batch_size
+    work = RankWork(shape=shape, num_ranks=2, batch_size=batch_size, small=quick, lr=STILL_LR)
+    with ExitStack() as stack:
+        link = stack.enter_context(Link())
+        group = stack.enter_context(Group("hotrow", work))
+        group.start(host=link.host, before=[link.before(rank) for rank in (0, 1)])
+        group.ask(do="train", first=0, steps=NUM_BATCHES)
+        noted = group.ask(do="listen", batches=NUM_BATCHES)
+        replayed = group.ask(do="replay", batches=NUM_BATCHES, steps=NUM_BATCHES)
+        for a, b in zip(noted, replayed, strict=True):
+            if not all(abs(x - y) <= CLOSE for x, y in zip(a["losses"], b["losses"], strict=True)):
+                raise ValueError(f"cell {name}: the losses with noted answers differ from those over the link")
+        speeds = {}
+        for what, bits_per_s in (("link", LINK_BITS_PER_S), ("unlimited", None)):
+            link.limit(bits_per_s)
+            speeds[f"{what}_bits_per_s"] = 8 * min(each["bytes_per_s"] for each in group.ask(do="link"))
+
+        def one_round(number: int) -> dict[str, float]:
+            live = {"do": "train", "first": 0, "steps": NUM_BATCHES}
+            seconds = {}
+            for what, bits_per_s in (("link", LINK_BITS_PER_S), ("unlimited", None)):
+                link.limit(bits_per_s)
+                seconds[what] = group.seconds(**live)
+            seconds["without"] = group.seconds(do="replay", batches=NUM_BATCHES, steps=NUM_BATCHES)
+            return {what: each / NUM_BATCHES for what, each in seconds.items()}
+
+        rounds = clean_rounds(one_round, QUICK_ROUNDS if quick else LINK_ROUNDS, group.pids)
+    shares = [1 - each["without"] / each["link"] for each in rounds.results]
+    ms = {f"{what}_ms": 1e3 * statistics.median(r[what] for r in rounds.results) for what in rounds.results[0]}
+    facts = {"num_ranks": 2, "batch_size": batch_size, **speeds, **ms}
+    row = {"name": name, **facts, "not_hidden": statistics.median(shares), "spread": bench.spread(shares)}
+    row |= {"most": MOST_NOT_HIDDEN, **rounds.counts()}
+    told = ", ".join(f"{what.removesuffix('_ms')} {value:.1f} ms" for what, value in ms.items())
+    print(f"{name}: {row['not_hidden']:.1%} not hidden; {told}; {bench.how_clean(row)}", file=sys.stderr, flush=True)
+    return row
+
+
+# ---- the command
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell by name."""
+
+    name: str
+    measure: Callable[..., dict[str, Any]]
+    arguments: tuple[Any, ...]
+    modules: tuple[str, ...] = ()
+    """What must be importable."""
+
+    def run(self, *, quick: bool) -> dict[str, Any] | None:
+        """Returns what was measured; None, with the reason on stderr, if that cannot be here."""
+        absent = [module for module in self.modules if importlib.util.find_spec(module) is None]
+        reason = f"not installed here: {', '.join(absent)}" if absent else None
+        try:
+            if reason is None:
+                return self.measure(self.name, *self.arguments, quick=quick)
+        except LinkError as error:
+            reason = str(error)
+        print(f"skipped: {self.name}: {reason}", file=sys.stderr, flush=True)
+        return None
+
+
+def rank_cells() -> list[Cell]:
+    """Returns all of them."""
+    torchrec = ("torchrec", "fbgemm_gpu")
+    return [
+        *(Cell(f"wire_{shape}_{n}_ranks", wire, (shape, n)) for shape in ("kaggle", "sc20-small") for n in (2, 4)),
+        *(Cell(f"rows_vs_pooled_{shape}", rows_vs_pooled, (shape,)) for shape in ("kaggle", "terabyte")),
+        *(Cell(f"ranks_{shape}_vs_torchrec", vs_torchrec, (shape,), torchrec) for shape in TARGETS),
+        Cell("not_hidden_sc20-small", not_hidden, ("sc20-small",)),
+    ]
+
+
+def main() -> None:
+    """Measure and add the result to the file of results."""
+    cells = {cell.name: cell for cell in rank_cells()}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="CELL", help="cells to measure; all where none is named")
+    parser.add_argument("--quick", action="store_true", help="small tables: tries the cells, measures nothing of worth")
+    parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
+    options = parser.parse_args()
+    if unknown := [each for each in options.names if each not in cells]:
+        parser.error(f"no cell is called {unknown[0]!r}; choose from {', '.join(cells)}")
+    end_on_signals()
+    rows = [cells[name].run(quick=options.quick) for name in options.names or cells]
+    report = {"cells": [row for row in rows if row is not None], "quick": options.quick, **bench.circumstances()}
+    record("ranks", json.loads(json.dumps(report)) | {"threads": 1}, options.out)
+
+
+if __name__ == "__main__":
+    main()

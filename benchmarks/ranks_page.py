@@ -1,0 +1,118 @@
+"""The part of docs/benchmarks.md on several processes: what benchmarks.ranks measured, in its own tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.markdown import clean_rounds, heads, held, table
+
+Cell = Mapping[str, Any]
+
+
+def ranks_table(cells: Sequence[Cell]) -> list[str]:
+    """What ranks send, how fast they are beside torchrec's, and what the network takes."""
+    lines: list[str] = []
+    for key, make in (
+        ("over_least", wire_lines),
+        ("fewer", pooled_lines),
+        ("tried_ms", torchrec_lines),
+        ("not_hidden", link_lines),
+    ):
+        if own := [cell for cell in cells if key in cell]:
+            lines += ["", *make(own)]
+    return lines[1:]
+
+
+def megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.3g}"
+
+
+def wire_lines(cells: Sequence[Cell]) -> list[str]:
+    """Bytes of a training step."""
+    text = (
+        "Bytes that all ranks together send in a training step, by the kernel's count of their TCP connections. The "
+        "least: every distinct row that a rank lacks comes once, one gradient for each goes back, and 2 (R - 1) / R of "
+        "the dense gradients. Ids are apart."
+    )
+    columns = ("cell", "sent without ids, MB", "at least, MB", "sent / least", "promised", "ids, MB")
+    rows = [
+        [
+            cell["name"],
+            megabytes(cell["sent_bytes"] - cell["ids_bytes"]),
+            megabytes(cell["least_bytes"]),
+            f"{cell['over_least']:.3f}x",
+            held(f"at most {cell['most']:.2f}x", holds=cell["over_least"] <= cell["most"]),
+            megabytes(cell["ids_bytes"]),
+        ]
+        for cell in cells
+    ]
+    return [text, "", *table(heads(columns, left=(0, 4)), rows)]
+
+
+def pooled_lines(cells: Sequence[Cell]) -> list[str]:
+    """Bytes of rows beside those of pooled vectors."""
+    text = (
+        "Bytes of the tables' part of a step, ids among them: rows as hotrow sends them, measured; and pooled vectors "
+        "with their gradients, B x D floats for each feature both ways, calculated."
+    )
+    columns = ("cell", "rows on every rank", "rows, MB", "pooled, MB", "pooled / rows", "promised of the best")
+    rows = [
+        [
+            cell["name"],
+            f"{own['prefix']:.0%}",
+            megabytes(own["sent_bytes"]),
+            megabytes(own["pooled_bytes"]),
+            f"{own['fewer']:.2f}x",
+            held(f"{cell['least']:.0f}x", holds=own["fewer"] >= cell["least"])
+            if own["prefix"] == cell["prefix"]
+            else "",
+        ]
+        for cell in cells
+        for own in cell["by_prefix"]
+    ]
+    return [text, "", *table(heads(columns, left=(0, 5)), rows)]
+
+
+def torchrec_lines(cells: Sequence[Cell]) -> list[str]:
+    """Steps beside torchrec's."""
+    text = (
+        "Training steps of two processes with one thread each. The losses of the first steps agree within 1e-4. "
+        "torchrec shares its tables row by row or table by table, and exchanges ids ahead or not; the fastest counts."
+    )
+    columns = ("cell", "peer", "peer / ours", "promised", "ours, ms", "peer, ms", "clean rounds")
+    rows = [
+        [
+            cell["name"],
+            cell["peer"],
+            f"{cell['ratio']:.2f}x ({cell['spread'][0]:.2f}-{cell['spread'][1]:.2f})",
+            held(f"{cell['target']:.2f}x", holds=cell["ratio"] >= cell["target"], of=cell),
+            f"{cell['ours_ms']:.3g}",
+            f"{cell['peer_ms']:.3g}",
+            clean_rounds(cell),
+        ]
+        for cell in cells
+    ]
+    return [text, "", *table(heads(columns, left=(0, 1, 3)), rows)]
+
+
+def link_lines(cells: Sequence[Cell]) -> list[str]:
+    """What the network takes of a step."""
+    text = (
+        "Two ranks in two network namespaces, joined by a link. The same steps are taken over the link, over the link "
+        "without its limit, and without a network, with the other rank's answers noted beforehand. What the network "
+        "takes contains the processor time of the kernel's TCP."
+    )
+    columns = ("cell", "link, Gbit/s", "step, ms", "unlimited, ms", "no network, ms", "network's share", "promised")
+    rows = [
+        [
+            cell["name"],
+            f"{cell['link_bits_per_s'] / 1e9:.3g}",
+            *(f"{cell[key]:.3g}" for key in ("link_ms", "unlimited_ms", "without_ms")),
+            f"{cell['not_hidden']:.1%} ({cell['spread'][0]:.1%}-{cell['spread'][1]:.1%})",
+            held(f"at most {cell['most']:.0%}", holds=cell["not_hidden"] <= cell["most"], of=cell),
+            clean_rounds(cell),
+        ]
+        for cell in cells
+    ]
+    return [text, "", *table(heads((*columns, "clean rounds"), left=(0, 6)), rows)]
