@@ -400,7 +400,7 @@ def test_a_memory_group_ends_a_cell_that_takes_too_much(tmp_path: Path, monkeypa
             pass
     except GroupError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(cells, "SLACK_BYTES", 1 << 20)
+    monkeypatch.setattr(cells, "SLACK_BYTES", 4 << 20)
     big = {
         "data": {"tables": 2, "rows": 100_000, "dense": 2, "samples": 4096},
         "model": {"embedding_dim": 64, "bottom_mlp": [4], "top_mlp": [4]},
@@ -412,7 +412,9 @@ def test_a_memory_group_ends_a_cell_that_takes_too_much(tmp_path: Path, monkeypa
     config = studied.config_of(cell, dataset, tmp_path / "work")
     memory = config.memory.model_copy(update={"dram": "40MiB"})  # type: ignore[union-attr]
     found = cells.run_cell(cell, config.model_copy(update={"memory": memory}), tmp_path / "work")
-    assert found["status"] == "out of memory" and found["limit_bytes"] > 0
+    # On a loaded machine the process may have grown before hotrow looks; then it sees the group's limit and refuses.
+    is_refused = found["status"] == "refused" and "tables and optimizer state take" in found["reason"]
+    assert (found["status"] == "out of memory" or is_refused) and found["limit_bytes"] > 0, found
 
 
 def ended(cell: Cell, config: Any, work: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
