@@ -12,8 +12,9 @@ on disk before anything is timed. The ways take turns in one process, a stretch 
     counts       slots by hits per byte: the plan without figures of the machine
     planned      slots by what a miss costs on this disk, by the hardware file; the same as `counts` if that is so
 
-A cell's `speed` is each way's over the best of the other ways, by round. All ways end with the same rows, or the cell
-is refused. It takes about ten minutes.
+A way whose least caches take more than there is does not fit, and is left out of the cell. A cell's `speed` is each
+way's over the best of the other ways, by round. All ways end with the same rows, or the cell is refused. It takes about
+twenty minutes.
 """
 
 from __future__ import annotations
@@ -220,8 +221,15 @@ def measure_cell(
     total = sum(own.num_rows * own.record_bytes for own in model.demands)
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="hotrow-plan-", dir=folder) as files:
         ways: dict[str, Way] = {}
+        do_not_fit: dict[str, str] = {}
         for rule_name, rule in rules(model, hardware).items():
-            ways[rule_name] = Way(model, rule, total // parts, Path(files) / rule_name)
+            try:
+                ways[rule_name] = Way(model, rule, total // parts, Path(files) / rule_name)
+            except ValueError as error:
+                if rule_name in ("counts", "planned"):
+                    raise
+                do_not_fit[rule_name] = str(error)
+                continue
             stack.callback(ways[rule_name].close)
         same = ways["planned"].tiers.slots == ways["counts"].tiers.slots
         if same:
@@ -254,6 +262,7 @@ def measure_cell(
         "speed": {each: statistics.median(own) for each, own in speeds.items()},
         "quartiles": {each: bench.spread(own) for each, own in speeds.items()},
         "misses": misses,
+        "do_not_fit": do_not_fit,
         **rounds.counts(),
     }
 
