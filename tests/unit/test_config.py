@@ -169,6 +169,10 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "train": {"batch_size": 64.0}}, r"train\.batch_size is 64\.0; allowed: an integer"),
         ({"data": "d", "train": {"threads": "many"}}, r"train\.threads is 'many'; allowed: auto or an integer >= 1"),
         ({"data": "d", "train": 3}, "train is 3; allowed: a mapping with batch_size, micro_batches, epochs"),
+        ({"data": "\0"}, r"data: path is '\\x00'; no file can have the character NUL in its path: remove it"),
+        ({"data": "d", "run": "a\0"}, r"run: path is 'a\\x00'; no file can have the character NUL"),
+        ({"data": "d", "memory": {"ssd": "\0"}}, r"memory\.ssd: path is '\\x00'; no file"),
+        ({"data": "d", "memory": {"file": "\ud800"}}, r"memory\.file: path is '\\ud800'; it must be valid Unicode"),
         ({"data": "d", "model": {"top_mlp": [8, 0]}}, r"model\.top_mlp is 0; allowed: a list of integers >= 1"),
         (
             {"data": "d", "model": {"attention_mlp": [8]}},

@@ -156,6 +156,13 @@ def check_text(name: str, *, what: str = "name") -> str:
     return name
 
 
+def check_path(path: str, *, what: str = "path") -> str:
+    """Returns `path` if a file may lie there by its characters. Raises ValueError, which names `what`."""
+    if "\0" in check_text(path, what=what):
+        raise ValueError(f"{what} is {path!r}; no file can have the character NUL in its path: remove it")
+    return path
+
+
 def file_name(name: str) -> str:
     """Returns a file name for any name of a table: the name itself if `check_name` allows it, else an escaped form.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import yaml
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, model_validator
 
-from hotrow.base.files import ByteRate, parse_byte_rate, parse_bytes
+from hotrow.base.files import ByteRate, check_path, parse_byte_rate, parse_bytes
 from hotrow.base.records import SECTION
 from hotrow.models import MODELS
 from hotrow.models.spec import ModelSpec
@@ -21,6 +21,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
+Folder = Annotated[str, AfterValidator(check_path)]
 DenseDtype = Literal["fp32", "tf32", "bf16"]
 Owner = Literal["replicated", "table", "row"]
 """Which ranks hold the rows of a table: all of them, one, or each row another."""
@@ -220,10 +221,10 @@ class MemoryConfig(_Section):
     dram: str | int = "auto"
     """Bytes, or text such as 2GiB, for tables, optimizer state, bookkeeping about rows, and buffers of one process.
     `auto`: 60 % of what this process may use; ranks on one machine share that evenly."""
-    ssd: str | None = None
+    ssd: Folder | None = None
     """Folder on a disk of this machine for the rest, read and written past the page cache; null (and no `file`) means
     the folder `memory` of the run. The files are removed when the run ends."""
-    file: str | None = None
+    file: Folder | None = None
     """Instead of `ssd`: a folder whose files are used as memory (DAX, CXL, tmpfs, or plain files). With `file_bytes`
     it is a tier between DRAM and `ssd`."""
     file_bytes: str | int | None = None
@@ -342,7 +343,7 @@ def _memory_tag(value: Any) -> str:
 class Config(_Section):
     """One training run."""
 
-    data: str
+    data: Folder
     """Folder of a packed dataset, as `hotrow prepare` writes it; relative to the working directory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where dense layers compute. `auto`: on the CPU, or on a GPU if `memory.hbm` gives tables slots there. `cuda`
@@ -361,7 +362,7 @@ class Config(_Section):
     says how much and where (below). The log's first line says what came of it; results are the same bits."""
     hot: HotConfig = HotConfig()
     parallel: ParallelConfig = ParallelConfig()
-    run: str | None = None
+    run: Folder | None = None
     """Folder of the run, which must not exist yet; null means runs/<dataset>-<model>-NNN with the next free number."""
 
     @model_validator(mode="after")

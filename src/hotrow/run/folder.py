@@ -34,7 +34,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from hotrow.base.files import atomic_write, check_text, check_writable, claim, open_private
+from hotrow.base.files import atomic_write, check_path, check_writable, claim, open_private
 from hotrow.base.machine import host_facts, versions
 from hotrow.base.records import Document
 from hotrow.config.load import parse_yaml
@@ -382,7 +382,7 @@ def check_free(path: Path | str | None) -> None:
         return
     if not isinstance(path, str | Path):
         raise ValueError(f"run is {path!r}; give the path of a new folder")
-    check_text(str(path), what="run")
+    check_path(str(path), what="run")
     if Path(path).exists() and not _is_unbegun(Path(path)):
         raise _taken(Path(path))
     check_writable(Path(path))
