@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrow.data.prepare.encoder import DenseTransform, Moments
+from hotrow.data.prepare.encoder import DenseTransform, Moments, MomentsRecord
 
 RAW = np.array([-5, 0, 3, np.nan, 1e6], dtype=np.float32)
 
@@ -51,3 +51,11 @@ def test_moments_against_exact_fractions(values: list[float], random) -> None:
 
 def test_no_values_give_a_harmless_transform() -> None:
     assert Moments().transform() == DenseTransform("standardize", 0.0, 1.0)
+
+
+@pytest.mark.parametrize("record", [(0, {"1": "3"}, {"1": "9"}), (0, {}, {"1": "9"}), (1, {"1": "3"}, {"1": "8"})])
+def test_moments_that_no_numbers_have_are_refused(record: tuple[int, dict[str, str], dict[str, str]]) -> None:
+    """The first two would later give a variance below 0: fewer values than their sums come from."""
+    with pytest.raises(ValueError, match="no numbers can have these sums and squares"):
+        MomentsRecord(*record)
+    assert MomentsRecord(1, {"1": "3"}, {"1": "9"}).num_values == 1

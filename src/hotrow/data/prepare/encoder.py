@@ -487,7 +487,10 @@ class MomentsRecord:
 
     def __post_init__(self) -> None:
         """Raises ValueError if no numbers can have these moments."""
-        if self.num_values and not Moments.from_record(self).variance() >= 0:
+        is_possible = not (self.sums or self.squares)
+        if self.num_values:
+            is_possible = Moments.from_record(self).variance() >= 0
+        if not is_possible:
             raise ValueError("no numbers can have these sums and squares")
 
 
