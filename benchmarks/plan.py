@@ -242,7 +242,7 @@ def measure_cell(
             order = [*ways][number % len(ways) :] + [*ways][: number % len(ways)]
             return {rule_name: ways[rule_name].train(how["steps"]) for rule_name in order}
 
-        rounds = bench.clean_rounds(one_round, how["rounds"])
+        rounds = bench.clean_rounds(one_round, how["rounds"], of_disk=True)
         steps = how["steps"] * rounds.num_taken
         misses = {rule_name: (way.misses() - before[rule_name]) / steps for rule_name, way in ways.items()}
         _check_rows(name, model, ways)

@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace, part: int) -> str:
 
         one_round(0)  # fills the tiers
         before = {name: three.count(name) for name in ("middle_hits", "read_rows")}
-        found = bench.clean_rounds(lambda number: one_round(number + 1), rounds)
+        found = bench.clean_rounds(lambda number: one_round(number + 1), rounds, of_disk=True)
         grown = {name: three.count(name) - n for name, n in before.items()}
         share = grown["middle_hits"] / max(1, grown["middle_hits"] + grown["read_rows"])
         slots = [sum(own.pinned + own.cached for own in side.tiers.slots) for side in (two, three)]

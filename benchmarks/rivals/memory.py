@@ -261,7 +261,7 @@ class Turns:
         self._number += 1
         workers = {"dram": self.dram, "side": self.side}
         order = sorted(workers, reverse=self._number % 2 == 0)
-        disturbance = bench.Disturbance([worker.pid for worker in workers.values()])
+        disturbance = bench.Disturbance([worker.pid for worker in workers.values()], of_disk=True)
         settle = max(cell.settle, ahead)
         found = self.feed.train([workers[name] for name in order], settle=settle, steps=steps, ahead=ahead)
         disturbed, answers = disturbance.share(), dict(zip(order, found, strict=True))

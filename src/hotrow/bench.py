@@ -64,13 +64,13 @@ def wants_more(taken: Sequence[tuple[float, T]], num_rounds: int) -> bool:
 def clean_rounds(one_round: Callable[[int], T], num_rounds: int, *, of_disk: bool = False) -> Rounds[T]:
     """Takes rounds while `wants_more`; `one_round` receives the number of the round. See `cleanest`.
 
-    of_disk: only the hypervisor disturbs. The kernel's own threads serve the I/O, and would count as others.
+    of_disk: the rounds read or write a disk; see `Disturbance`.
     """
     taken: list[tuple[float, T]] = []
     while wants_more(taken, num_rounds):
-        disturbance = Disturbance()
+        disturbance = Disturbance(of_disk=of_disk)
         result = one_round(len(taken))
-        taken.append((disturbance.stolen_share() if of_disk else disturbance.share(), result))
+        taken.append((disturbance.share(), result))
     return cleanest(taken, num_rounds)
 
 

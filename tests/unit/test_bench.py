@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import importlib
-import itertools
 import json
 import os
 import re
@@ -119,8 +118,8 @@ def test_disturbed_rounds_count_only_where_too_few_are_clean(
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not say how long threads wait")
-@pytest.mark.parametrize("whose", ["ours", "a worker's"])
-def test_another_process_on_our_core_disturbs(whose: str) -> None:
+@pytest.mark.parametrize(("whose", "of_disk"), [("ours", False), ("ours", True), ("a worker's", False)])
+def test_another_process_on_our_core_disturbs(whose: str, of_disk: bool) -> None:
     """The other process computes on the one core that ours, or a worker of ours, computes on too."""
     spin = [sys.executable, "-c", "while True: pass"]
     cores, one = os.sched_getaffinity(0), {max(os.sched_getaffinity(0))}
@@ -128,7 +127,7 @@ def test_another_process_on_our_core_disturbs(whose: str) -> None:
     try:
         for process in (0, *(other.pid for other in others)):
             os.sched_setaffinity(process, one)
-        disturbance = bench.Disturbance([other.pid for other in others[1:]])
+        disturbance = bench.Disturbance([other.pid for other in others[1:]], of_disk=of_disk)
         end = time.monotonic() + 0.4
         while whose == "ours" and time.monotonic() < end:
             pass
@@ -150,15 +149,20 @@ def test_waiting_for_our_own_threads_disturbs_nobody(monkeypatch: pytest.MonkeyP
     assert bench.Disturbance().share() == 0.001
 
 
-def test_kernel_threads_do_not_disturb_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rounds of a second the kernel's threads compute for half of it, which others of ours wait for."""
-    looks = {"hypervisor": (0.25, 0.0, 0.0), "kernel": (0.0, 0.5, 0.5)}
-    for name, taken in looks.items():
-        for of_disk, clean in ((False, 0), (True, 3 if name == "kernel" else 0)):
-            turns, clock = itertools.cycle([(0.0, 0.0, 0.0), taken]), itertools.cycle([0.0, 1.0])
-            monkeypatch.setattr(bench.Disturbance, "_now", lambda self, turns=turns: next(turns))
-            monkeypatch.setattr(machine.time, "perf_counter", lambda clock=clock: next(clock))
-            assert bench.clean_rounds(lambda number: number, 3, of_disk=of_disk).num_clean == clean, (name, of_disk)
+def test_kernel_threads_and_interrupts_serve_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 ticks, interrupts had 18; processes had those by their number, with their ended children's."""
+    monkeypatch.setattr(machine.os, "sysconf", lambda _: 100)
+    (tmp_path / "stat").write_text("cpu  50 2 30 900 90 7 11 5 0 0\ncpu0 50 2 30 900 90 7 11 5 0 0\n")
+    kernel, user = 0x0020_8040, 0x0040_4040
+    for number, flags, ticks in ((2, kernel, "0 30 0 0"), (7, user, "31 4 3 2"), (8, user, "9 1 2 0")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "stat").write_text(
+            f"{number} (a) name) S 1 1 1 0 -1 {flags} 0 0 0 0 {ticks} 20 0 1\n"
+        )
+    assert machine.others_s([7], proc=tmp_path) == pytest.approx(0.6), "all but ours"
+    assert machine.others_s([7], of_disk=True, proc=tmp_path) == pytest.approx(0.12), "what the other process had"
+    assert machine.others_s([7, 8], of_disk=True, proc=tmp_path) == 0
+    assert machine.others_s([7], of_disk=True, proc=tmp_path / "absent") == 0
 
 
 KILLED = """

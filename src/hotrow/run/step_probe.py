@@ -274,10 +274,9 @@ def _measure_batches(
             for _ in range(WARMUP):
                 _one_step(parts, batches, clock, session, next(steps))
                 evict()  # a run's window of rows was gathered long ago
-            before, disturbance = _counters(tiers), Disturbance()
+            before, disturbance = _counters(tiers), Disturbance(of_disk=tiers is not None)
             taken = [_one_step(parts, batches, clock, session, next(steps)) for _ in range(TIMED)]
-            # The kernel's own threads, which serve the I/O of tiers, are not others.
-            others = disturbance.share() if tiers is None else disturbance.stolen_share()
+            others = disturbance.share()
             moved = _counters(tiers)
             moved.subtract(before)
             work = replace(_work(shape, parts, [batch for _, batch in taken]), threads=number)

@@ -72,11 +72,13 @@ class Passes(Meter):
         rounds: int,
         most_s: float,
         slow_s: float,
+        of_disk: bool = False,
         keep: Callable[[dict[str, Any]], None] = lambda figures: None,
     ) -> None:
-        """keep: receives the figures after every round, in case that the process does not live to see the last."""
+        """of_disk: see `Disturbance`. keep: receives the figures after every round, in case that the process does not
+        live to see the last."""
         self._session, self._warm_passes, self._rounds, self._most_s = session, warm_passes, rounds, most_s
-        self._slow_s, self._keep = slow_s, keep
+        self._slow_s, self._of_disk, self._keep = slow_s, of_disk, keep
         self.taken: list[tuple[float, dict[str, float]]] = []
         self._first_s: float | None = None
         self._is_cut = False
@@ -86,7 +88,7 @@ class Passes(Meter):
         state = self._session.state
         self._before, self._step, self._samples = dict(state.seconds), state.step, state.num_samples
         self._stall_s = state.stall_s
-        self._disturbance, self._start = Disturbance(), time.perf_counter()
+        self._disturbance, self._start = Disturbance(of_disk=self._of_disk), time.perf_counter()
 
     @override
     def end_step(self, batch: Batch) -> None:
@@ -154,10 +156,17 @@ def measure(spec: Spec) -> dict[str, Any]:
     meters: list[Passes] = []
 
     def passes(session: Session) -> Meter:
-        limits = {"most_s": spec.most_s, "slow_s": spec.slow_s}
-        keep = partial(write_json, spec.result)
-        meters.append(Passes(session, warm_passes=spec.warm_passes, rounds=spec.rounds, **limits, keep=keep))
-        return meters[0]
+        meter = Passes(
+            session,
+            warm_passes=spec.warm_passes,
+            rounds=spec.rounds,
+            most_s=spec.most_s,
+            slow_s=spec.slow_s,
+            of_disk=not isinstance(config.memory, str),
+            keep=partial(write_json, spec.result),
+        )
+        meters.append(meter)
+        return meter
 
     with suppress(MeasuredEnough):
         train(config, folder=folder, quiet=True, also=passes)
