@@ -20,7 +20,7 @@ from hotrow.placement.budget import Memory, TableDemand, plan_slots
 from hotrow.placement.store_file import no_disk
 from hotrow.plan import choose as placement
 from hotrow.plan.demand import accesses_of, demands_of, required_bytes
-from hotrow.tables import Births, TableConfig
+from hotrow.tables import WHOLE, Births, TableConfig
 
 TABLES = [
     TableConfig(name="large", num_embeddings=1_000_000, embedding_dim=16, feature_names=("a", "b")),
@@ -218,7 +218,8 @@ def test_counts_of_a_part_are_those_of_its_rows() -> None:
     part = TABLES[0].part(249_999, births)  # rows of rank 2 of 4, but for those beyond the last
     rows = [row for row in range(249_999) if births.of(row) < 1_000_000]
     assert np.array_equal(accesses_of(part, dataset)[rows], counts[[births.of(row) for row in rows]])
-    assert accesses_of(TABLES[0], dataset) is counts
+    assert np.array_equal(accesses_of(TABLES[0], dataset), counts)
+    assert len(accesses_of(TABLES[0].part(1, WHOLE), dataset)) == 1, "of a table that another rank owns"
     lone = TABLES[0].part(2, Births(first=999_999, step=8))
     assert accesses_of(lone, dataset).tolist() == [counts[-1], 0], "nobody looks up a row beyond the last"
 

@@ -42,7 +42,7 @@ def accesses_of(table: TableConfig, dataset: PackedDataset) -> NDArray[Any]:
     """Returns the accesses per row [N] in the training split; `table` may be a part of the dataset's table."""
     counts = dataset.counts(table.name)
     if table.init.births == WHOLE:
-        return counts
+        return counts[: table.num_embeddings]  # of a table that another rank owns, a part has one row
     runs = table.init.births.runs(0, table.num_embeddings)
     found = np.concatenate([counts[run.start : run.stop : run.step] for run in runs])
     return np.pad(found, (0, table.num_embeddings - len(found)))  # a rank without rows has one that nobody looks up

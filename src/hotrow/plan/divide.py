@@ -183,6 +183,8 @@ class Division:
 
     def short(self, budget: int, writes: Writes) -> str | None:
         """Returns why `budget` bytes are not enough for a step; None if they are. All plans keep room for a batch."""
+        if self.plan is not None:
+            self.uses(self.plain)  # what is wrong with counts, no budget would mend
         try:
             _, demands, left = self._room(budget, writes)
             slots = plan_slots(demands, left) if self.plan is None else self.plan.solver(self.uses(demands))(left)
