@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -99,10 +99,10 @@ class Spans(Protocol):
 
 
 class StepClock(Meter):
-    """Seconds spent in each of PHASES: `lap(phase)` adds the time since the last lap, and tells a trace of it."""
+    """Seconds spent in each of PHASES: `lap(phase)` adds the time since the last lap, and tells `listeners` of it."""
 
-    def __init__(self, session: Session | None = None, trace: Spans | None = None) -> None:
-        self._session, self._trace, self._last = session or Session(), trace, time.perf_counter()
+    def __init__(self, session: Session | None = None, listeners: Sequence[Spans] = ()) -> None:
+        self._session, self._listeners, self._last = session or Session(), listeners, time.perf_counter()
         self._logged: State | None = None
         """Where the session stood at its last `train` line."""
 
@@ -111,8 +111,8 @@ class StepClock(Meter):
         now = time.perf_counter()
         if phase is not None:
             self._session.state.seconds[phase] += now - self._last
-        if self._trace is not None:
-            self._trace.span(phase, self._last, now)
+        for listener in self._listeners:
+            listener.span(phase, self._last, now)
         self._last = now
 
     @override

@@ -1,6 +1,6 @@
 """A trace of some steps: where each moment went, as a file that Perfetto and chrome://tracing open.
 
-The clock tells of its laps (meters.py), so a run without a trace pays one comparison a lap.
+The clock tells of its laps (meters.py), so a run without a trace pays nothing.
 """
 
 from __future__ import annotations

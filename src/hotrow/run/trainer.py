@@ -225,11 +225,12 @@ class Training:
         self.trace = None
         if options.trace is not None:
             self.trace = Trace(folder.path / TRACE, options.trace, self.session, embedding.placement)
-        self.clock = StepClock(self.session, self.trace)
+        wire = [WireMeter(self.world, self.session)] if self.world.size > 1 else []
+        self.clock = StepClock(self.session, [*wire, *([] if self.trace is None else [self.trace])])
         self.writes = WriteMeter(embedding.placement.find(Tiers), ledger, self.session, checkpoint_bytes=most)
         self.meters: list[Meter] = [self.clock, HotMeter(self.turns, folder.measurements), self.writes]
         self.meters += meters_of_rows(embedding, self.session, drive_written_bytes=self.writes.total_bytes)
-        self.meters += [WireMeter(self.world, self.session)] if self.world.size > 1 else []
+        self.meters += wire
         self.meters += [] if also is None else [also(self.session)]
         self.meters += [] if self.trace is None else [self.trace]
         if not self._has("val"):

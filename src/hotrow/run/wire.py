@@ -14,41 +14,50 @@ from typing_extensions import override
 
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.world import World
-from hotrow.run.meters import CountsApart, Session, sum_of
+from hotrow.run.meters import Meter, Session
 from hotrow.run.record import PHASES, State
 
 
-class WireMeter(CountsApart):
+class WireMeter(Meter):
     """Bytes that ranks send in training steps, by purpose, and their seconds by phase. `window` and `record` are
     collective: the ranks tell each other theirs, and the first rank's record has them all.
+
+    It counts between the laps of the run's clock, so that exchanges of an evaluation, of a checkpoint, or of these
+    figures are no part of a step.
     """
 
     def __init__(self, world: World, session: Session) -> None:
-        super().__init__(lambda: {"sent": {**world.sent_bytes}, "ns": {"exchange": int(1e9 * world.exchange_s)}})
         self._world, self._session = world, session
-        self._sent_before = sum_of(self._training().values())
+        self._in_steps: Counter[str] = Counter()
+        self._seen = self._now()
         self._logged: Counter[str] | None = None
         """What was counted at the last `window`."""
 
+    def span(self, phase: str | None, start: float, end: float) -> None:
+        """Counts what was sent in a lap of the clock; see `Spans`."""
+        now = self._now()
+        if phase is not None:
+            self._in_steps += now - self._seen
+        self._seen = now
+
     @override
     def window(self) -> dict[str, Any]:
-        now, before = self._counted(), self._before() if self._logged is None else self._logged
+        now, before = self._counted(), _steps(self._session.before) if self._logged is None else self._logged
         self._logged = now
         figures = self._figures(now - before)
         return {name: figures[name] for name in ("wire_bytes_per_step", "slowest_rank")}
 
     @override
     def record(self) -> dict[str, Any]:
-        parts, figures = self._world.micro_batches, self._figures(self._counted() - self._before())
+        parts, figures = self._world.micro_batches, self._figures(self._counted() - _steps(self._session.before))
         return {"ranks": {"num_ranks": self._world.size, "micro_batches": parts, **figures}}
 
-    def _counted(self) -> Counter[str]:
-        """Returns what this rank counted in training so far, and what its steps took, over all sessions."""
-        return sum_of(self._training().values()) + _steps(self._session.state)
+    def _now(self) -> Counter[str]:
+        return Counter({**self._world.sent_bytes, "exchange": int(1e9 * self._world.exchange_s)})
 
-    def _before(self) -> Counter[str]:
-        """Returns what was counted when this session began."""
-        return self._sent_before + _steps(self._session.before)
+    def _counted(self) -> Counter[str]:
+        """Returns what this rank sent in steps of this session, and what its steps took, over all sessions."""
+        return self._in_steps + _steps(self._session.state)
 
     def _figures(self, own: Counter[str]) -> dict[str, Any]:
         """Returns figures of all ranks; own: what this rank counted."""
