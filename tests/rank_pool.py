@@ -3,13 +3,15 @@
     with RankPool(4) as pool:
         results = pool.run(function, argument, num_ranks=3, micro_batches=5)  # function(world, argument) on three
 
-A rank that raises sends the text, and the test fails with it; one that hangs ends the test after `timeout_s`.
+A rank that raises sends the text, and the test fails with it; one that hangs ends the test after `timeout_s`. One that
+crashes prints where.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
-import socket
+import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +19,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -25,24 +28,22 @@ from hotrow.parallel.world import World
 _OK, _FAILED = "ok", "failed"
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 class RankPool:
     """`num_ranks` processes; the first R of them are the ranks of a world of R."""
 
     def __init__(self, num_ranks: int, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
-        context, port = multiprocessing.get_context("spawn"), free_port()
+        self._folder = tempfile.TemporaryDirectory(prefix="hotrow-pool-")
+        context, meeting = multiprocessing.get_context("spawn"), f"file://{self._folder.name}/meeting"
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, num_ranks, port), daemon=True)
-            process.start()
+            process = context.Process(target=_serve, args=(there, rank, num_ranks, meeting), daemon=True)
+            # As torchrun does: threads of numpy's BLAS wait for each other in busy loops, minutes on a loaded machine.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("OMP_NUM_THREADS", "1")
+                process.start()
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
@@ -54,7 +55,12 @@ class RankPool:
         answers = []
         for rank, pipe in enumerate(self._pipes[:num_ranks]):
             assert pipe.poll(self.timeout_s), f"rank {rank} has not answered in {self.timeout_s:g} s"
-            answers.append(pipe.recv())
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                self._processes[rank].join(self.timeout_s)
+                codes = [process.exitcode for process in self._processes]
+                raise AssertionError(f"rank {rank} has ended; exit codes by rank: {codes}") from None
         failed = [f"rank {rank}:\n{what}" for rank, (how, what) in enumerate(answers) if how != _OK]
         assert not failed, "\n".join(failed)
         return [what for _, what in answers]
@@ -69,12 +75,14 @@ class RankPool:
             process.kill()
         for process in self._processes:
             process.join()
+        self._folder.cleanup()
 
 
-def _serve(pipe: Connection, rank: int, num_ranks: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, num_ranks: int, meeting: str) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
-    address, wait = f"tcp://127.0.0.1:{port}", timedelta(seconds=30)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks, timeout=wait)
+    wait = timedelta(seconds=30)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks, timeout=wait)
     groups = {n: dist.new_group(list(range(n)), timeout=wait) for n in range(1, num_ranks + 1)}
     while True:
         function, arguments, own_ranks, micro_batches = pipe.recv()

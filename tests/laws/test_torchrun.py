@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import yaml
 
 from expanded import expanded
+from hotrow.batch import Batch
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.world import World
@@ -26,6 +28,7 @@ from hotrow.run import runs, together, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RunFolder
+from hotrow.run.meters import Meter
 from rank_pool import RankPool
 
 NOT_COMPARED = {"seconds", "samples_per_s", "step_ms", "window_ms", "stall_s", "stall_share", "drive_written_bytes"}
@@ -147,8 +150,9 @@ def tiers_of(folder: Path, dram: int) -> list[str]:
     return [f"memory={{dram: {dram}, ssd: {folder}, force: true}}", "optimizer.sparse.name=adam"]
 
 
-def test_each_rank_keeps_its_rows_in_tiers(pool: RankPool, data: Path, tmp_path: Path) -> None:
-    changes = tiers_of(tmp_path, 60_000)
+@pytest.mark.parametrize("owner", ["row", "table"])
+def test_each_rank_keeps_its_rows_in_tiers(pool: RankPool, data: Path, tmp_path: Path, owner: str) -> None:
+    changes = [*tiers_of(tmp_path, 60_000), f"parallel.sharding={{t2: {owner}}}"]
     runs.train(make_config(raw_config(data, tmp_path / "one", [*changes, "memory=dram"])), quiet=True)
     pool.run(trained, raw_config(data, tmp_path / "many", changes), num_ranks=3, micro_batches=3)
     assert RunFolder.open(tmp_path / "many").record.memory is not None, "nothing lay on disk"
@@ -211,15 +215,28 @@ def test_all_ranks_skip_what_one_of_them_cannot_train(pool: RankPool, data: Path
     assert warning["count"] == 3 and "rank 2: a gradient is inf" in warning["text"] and "(step 3," in warning["text"]
 
 
+class _Slow(Meter):
+    """Lets other ranks wait for this one between two steps."""
+
+    def end_step(self, batch: Batch) -> None:
+        time.sleep(0.05)
+
+
+def slow_between_steps(world: World, raw: dict[str, Any]) -> None:
+    runs.train(make_config(raw), quiet=True, world=world, also=None if world.rank else lambda _: _Slow())
+
+
 def test_what_ranks_sent_and_who_was_slowest_is_recorded(pool: RankPool, data: Path, tmp_path: Path) -> None:
-    pool.run(trained, raw_config(data, tmp_path / "run", []), num_ranks=3, micro_batches=3)
+    """Of steps alone: at each of these lines of the log two ranks wait for the first, longer than a step takes."""
+    raw = raw_config(data, tmp_path / "run", ["train.max_steps=10", "train.log_every=1"])
+    pool.run(slow_between_steps, raw, num_ranks=3, micro_batches=3)
     run = RunFolder.open(tmp_path / "run")
     found: Any = run.record.ranks
     assert (found["num_ranks"], found["micro_batches"]) == (3, 4)
-    assert found["wire_bytes_per_step"]["dense"] > 0 and found["wire_bytes_per_step"]["gradients"] > 0
-    assert "tables" not in found["wire_bytes_per_step"], "saving is no step"
-    assert len(found["of_ranks"]) == 3 and 0 <= found["slowest_rank"] < 3
     assert all(0 < each["exchange_ms"] < each["step_ms"] for each in found["of_ranks"])
+    assert found["wire_bytes_per_step"]["dense"] > 0 and found["wire_bytes_per_step"]["gradients"] > 0
+    assert found["wire_bytes_per_step"].keys() & {"tables", "agreement"} == set(), "saving and logging are no steps"
+    assert len(found["of_ranks"]) == 3 and 0 <= found["slowest_rank"] < 3
     line = next(line for line in run.measurements() if line["kind"] == "train")
     assert line["wire_bytes_per_step"]["rows"] > 0 and 0 <= line["slowest_rank"] < 3
     page = (tmp_path / "run" / "report.html").read_text()
