@@ -1,4 +1,7 @@
-"""Law 3 for several ranks: whichever rank is lost, and whenever, the run goes on to the bits of an untouched one."""
+"""Laws 2 and 3 for several ranks, by the benchmarks that try them at length, in a few rounds of each.
+
+Whichever rank is lost, and whenever, the run goes on to the bits of an untouched one; however ranks share real rows.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import rank_faults
+from benchmarks import rank_faults, rank_laws
+from benchmarks.rank_runs import outcome
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 
@@ -25,14 +30,20 @@ TABLE_ROWS = (500, 200, 12_000)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiers", [False, True])
-def test_rounds_of_faults(make_dataset: Callable[..., PackedDataset], tmp_path: Path, tiers: bool) -> None:
-    """Four rounds; `python -m benchmarks.rank_faults` has a hundred."""
+def test_rounds_of_faults(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
+    """Eight rounds; `python -m benchmarks.rank_faults` has a hundred."""
     data = make_dataset(tmp_path / "data", rows=ROWS, table_rows=TABLE_ROWS, counts=True).path
     (folder := tmp_path / "rounds").mkdir()
-    for found in rank_faults.rounds(data, folder, 4, seed=2, tiers=tiers):
-        print(found)
-        assert found.problems == ()
+    found = list(rank_faults.rounds(data, folder, 8, seed=2))
+    assert [each for each in found if each.problems] == []
+    assert {each.signal for each in found} == {"SIGKILL", "SIGSTOP"} and {each.tiers for each in found} == {False, True}
+
+
+@pytest.mark.slow
+def test_ranks_on_real_rows(real_data: Callable[[str], Path], tmp_path: Path) -> None:
+    """A few steps with one optimizer; `python -m benchmarks.rank_laws` takes 500 with each."""
+    data = run_prepare("criteo", str(real_data(rank_laws.ROWS)), tmp_path / "data", min_count=1)
+    assert all(rank_laws.compared(data, tmp_path, 60, {"adam": rank_laws.cases()["adam"]}))
 
 
 @pytest.mark.slow
@@ -57,7 +68,7 @@ def test_torchrun_starts_a_run_again_in_its_folder(make_dataset: Callable[..., P
     (run,) = (tmp_path / "runs").iterdir()
     assert RunFolder.open(run).record.status == "finished"
     assert "resumed at step" in (run / "log.txt").read_text()
-    assert rank_faults.outcome(run) == rank_faults.outcome(tmp_path / "alone")
+    assert outcome(run) == outcome(tmp_path / "alone")
 
 
 def _worker(launcher: int, *, rank: int) -> int:

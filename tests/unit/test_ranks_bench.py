@@ -7,13 +7,15 @@ import shutil
 import socket
 import subprocess
 from functools import partial
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import rank_links, ranks
+from benchmarks import rank_laws, rank_links, ranks
 from benchmarks.rank_sides import RankWork, Seat, Wire, num_lacking, owners, part_of, shards_of, tables_of
 from benchmarks.rank_worker import sent_bytes
 from benchmarks.ranks_page import ranks_table
@@ -135,3 +137,34 @@ def test_the_page_says_which_promises_are_held() -> None:
     assert "| p | 0% | 1 | 6 | 6.00x | 5x: held |" in text and "| p | 10% | 1 | 4 | 4.00x |  |" in text
     assert "| t | torchrec | 2.50x (2.40-2.60) | 2.00x: held | 1 | 2.5 | 3 of 3 |" in text
     assert "30.0% (28.0%-31.0%) | at most 20%: not told | 1 of 3 (disturbed) |" in text, "of a disturbed machine"
+
+
+def test_any_two_choices_meet_in_a_case_of_the_laws() -> None:
+    found = [each for own in rank_laws.cases().values() for each in own if each.ranks != (1,)]
+    choices = [rank_laws.OPTIMIZERS, rank_laws.RANKS, rank_laws.TABLES, ("dram", "tiers")]
+    for a, b in combinations(range(4), 2):
+        wanted = {(one, other) for one in choices[a] for other in choices[b]}
+        assert {(each[a], each[b]) for each in found} == wanted
+    assert len(found) < 30
+    assert all(own[0] == rank_laws.Case(name, memory="tiers") for name, own in rank_laws.cases().items())
+
+
+def test_a_case_that_differs_or_fails_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes: list[Any] = [{"table a": "1", "state b": "2", "losses": "3"}] * 2
+    outcomes += [{"table a": "1", "state b": "x", "losses": "y"}, ValueError("rank 1 failed")]
+
+    def trained(*given: Any) -> dict[str, str]:
+        if isinstance(found := outcomes.pop(0), ValueError):
+            raise found
+        return found  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(rank_laws, "trained", trained)
+    case = rank_laws.Case("sgd", (4, 3), "row", "tiers")
+    assert list(rank_laws.compared(None, tmp_path, 1, {"sgd": [case] * 3})) == [True, True, False, False]  # type: ignore[arg-type]
+    _, truth, equal, differs, failed = capsys.readouterr().out.splitlines()
+    assert equal.split()[:6] == ["sgd", "4,", "then", "3", "row", "tiers"] and equal.endswith(" equal")
+    assert equal.split()[-4:] == truth.split()[-4:], "the same digests"
+    assert differs.endswith("DIFFERS: losses, state b of 2") and differs.split()[7] == truth.split()[5]
+    assert failed.endswith("FAILED: rank 1 failed")

@@ -1,0 +1,135 @@
+"""Runs of several ranks on this machine, and what of two runs must be equal to the bit.
+
+    with session(3, given, folder / "session") as ranks:   # trains, or goes on if the run's folder has begun
+        assert ranks.join() == [0, 0, 0]
+    assert outcome(Path(given["run"])) == expected
+
+Ranks are forked from a server that has imported torch, with one thread each. rank_faults.py and rank_laws.py use this.
+The first session sets OMP_NUM_THREADS=1, as torchrun does: threads of numpy's BLAS wait for each other in busy loops.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotrow.config.load import load_config, make_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.launch import joined
+from hotrow.run import runs
+from hotrow.run.checkpoint import list_checkpoints, load_checkpoint
+from hotrow.run.folder import CONFIG, RunFolder
+from hotrow.run.setup import Setup, build
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "hotrow.run.runs", "hotrow.parallel.launch"])
+HANG_S = 60.0
+
+
+class Session:
+    """The ranks of one session of a run, each a process with its standard error in a file."""
+
+    def __init__(self, size: int, given: Mapping[str, Any], folder: Path) -> None:
+        """given: the config. If its run has begun, that goes on, with what the config says of memory and ranks."""
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self.folder = folder
+        folder.mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.processes = [CONTEXT.Process(target=_rank, args=(rank, size, port, given, folder)) for rank in range(size)]
+        for process in self.processes:
+            process.start()
+
+    def told(self, rank: int) -> str:
+        path = self.folder / f"rank-{rank}"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def ends(self) -> str:
+        """Returns how each rank ended, and the last that it said, on one line."""
+        told = [" ".join(self.told(rank)[-800:].split()) for rank in range(len(self.processes))]
+        return "; ".join(f"{each.exitcode}: {text}" for each, text in zip(self.processes, told, strict=True))
+
+    def join(self, limit_s: float = HANG_S) -> list[int | None]:
+        """Returns the exit codes of all ranks; None for one that has not ended within `limit_s`."""
+        until_s = time.monotonic() + limit_s
+        for process in self.processes:
+            process.join(max(0.0, until_s - time.monotonic()))
+        return [process.exitcode for process in self.processes]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def session(size: int, given: Mapping[str, Any], folder: Path) -> Iterator[Session]:
+    found = Session(size, given, folder)
+    try:
+        yield found
+    finally:
+        found.end()
+
+
+def _rank(rank: int, size: int, port: int, given: Mapping[str, Any], folder: Path) -> None:
+    os.dup2(os.open(folder / f"rank-{rank}", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+    torch.set_num_threads(1)
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    environ = {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(environ)
+    with joined(environ) as world:
+        if (Path(given["run"]) / CONFIG).is_file():
+            changes = [f"{name}={json.dumps(given[name])}" for name in ("memory", "parallel") if name in given]
+            runs.resume(given["run"], changes, quiet=True, world=world)
+        else:
+            runs.train(make_config(dict(given)), quiet=True, world=world)
+
+
+def wait(done: Callable[[], bool], limit_s: float = HANG_S) -> bool:
+    """Waits until `done` returns True; returns whether it did within `limit_s`."""
+    until_s = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def outcome(run: Path) -> dict[str, str]:
+    """Returns what must be equal of two runs: losses and metrics as text, bits of the last checkpoint by SHA-256."""
+    folder = RunFolder.open(run)
+    losses = {
+        f"{line['kind']} {line['step']} {line.get('split')}": line.get("loss", line.get("logloss"))
+        for line in folder.measurements()
+        if line["kind"] in ("train", "eval")
+    }
+    return {"losses": json.dumps(losses), "metrics": json.dumps(folder.record.final_metrics), **_bits(folder)}
+
+
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Returns the names of what is not equal of two outcomes."""
+    return [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
+
+
+def _bits(folder: RunFolder) -> dict[str, str]:
+    """Returns SHA-256 of all weights and states of the last checkpoint, loaded into one process: files of one process
+    in tiers have other names than those of several ranks."""
+    config, checkpoints = load_config(folder.path / CONFIG, ["memory=dram"]), list_checkpoints(folder.checkpoints)
+    parts = build(Setup.decide(config, PackedDataset.open(config.data), folder.path))
+    load_checkpoint(checkpoints[max(checkpoints)], parts.with_state())
+    tensors = {f"table {table.name}": parts.embedding.rows(table.name).whole() for table in parts.embedding.tables}
+    tensors |= {f"state {name}": rows.whole() for name, rows in parts.sparse_optimizer.state_rows().items()}
+    tensors |= {f"weight {name}": weight for name, weight in parts.model.state_dict().items()}
+    for number, state in parts.dense_optimizer.state_dict()["state"].items():
+        tensors |= {f"dense state {number}.{name}": value for name, value in state.items()}
+    return {name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
