@@ -5,8 +5,8 @@
 A round trains on three ranks, sends SIGKILL or SIGSTOP to one of them at a random moment (before the first step, in a
 collective, while a checkpoint is written), waits until the others have named it and ended, and continues the run on one
 to four ranks. Its losses, its metrics and every byte of its last checkpoint must be those of a run on one process that
-nothing happened to. In half of the rounds, drawn at random too, rows lie in tiers: a rank has 192 KiB of DRAM for them,
-of 871 KiB of all ranks. A line a round; the last line is JSON: how many rounds, the slowest naming, what differed or
+nothing happened to. In half of the rounds, drawn at random too, rows lie in tiers: a rank has 256 KiB of DRAM for them,
+a third of what they take. A line a round; the last line is JSON: how many rounds, the slowest naming, what differed or
 hung. The exit code is 1 if anything did.
 """
 
@@ -71,7 +71,7 @@ def settings(data: Path, run: Path, *, tiers: bool) -> dict[str, Any]:
             "threads": 1,
         },
         "checkpoint": {"every": 4},
-        "memory": {"dram": "192KiB", "ssd": str(run.parent / "rows"), "force": True} if tiers else "dram",
+        "memory": {"dram": "256KiB", "ssd": str(run.parent / "rows"), "force": True} if tiers else "dram",
     }
 
 

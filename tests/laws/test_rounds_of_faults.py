@@ -25,7 +25,7 @@ from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 
 ROWS = {"train": 2000, "val": 200, "test": 200}
-TABLE_ROWS = (500, 200, 12_000)
+TABLE_ROWS = (500, 200, 30_000)
 """More than `rank_faults.settings` lets lie in DRAM."""
 
 
