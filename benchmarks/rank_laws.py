@@ -90,8 +90,8 @@ def settings(case: Case, data: PackedDataset, run: Path, steps: int) -> dict[str
     parallel: dict[str, Any] = {}
     if case.tables != "-":
         parallel["sharding"] = dict.fromkeys(names, "table" if case.tables == "pooled" else case.tables)
-    if case.tables == "pooled":
-        parallel["exchange"] = dict.fromkeys(names, "pooled")
+    if case.tables != "-" and "pooled" in TABLES:  # otherwise hotrow chooses by bytes
+        parallel["exchange"] = "pooled" if case.tables == "pooled" else "rows"
     return {
         "data": str(data.path),
         "run": str(run),
