@@ -80,6 +80,8 @@ hot.window 4
 hot.eval_samples 65536
 parallel.sharding auto
 parallel.hot_rows 0
+parallel.exchange auto
+parallel.wire_dtype fp32
 """
 OPTIONS_OF_EVERY_MODEL = """
 embedding_dim 16
