@@ -37,7 +37,7 @@ table. These are the three implementations of SC'20; all give the same bits."""
 Bundle = tuple[Feature, ...]
 """Features of one owner that it looks up together, at most one of each table."""
 _HEAD = 3
-"""Words before the bags of a feature: number of ids, length of each bag (-1: they differ), whether there are weights."""
+"""Words before the bags of a feature: number of ids, length of each bag (-1: they differ), and 1 if weights follow."""
 
 
 class Bags(NamedTuple):
