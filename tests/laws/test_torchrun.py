@@ -41,7 +41,7 @@ VARIANTS = {
     "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
     "adam": ["optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.early_stopping=1"],
     "ftrl, stored order": ["optimizer.sparse.name=ftrl", "train.shuffle=false"],
-    "float16": ["train.precision=fp16", "optimizer.sparse.name=adagrad", "parallel.sharding={t2: table}"],
+    "float16": ["train.precision=fp16", "optimizer.sparse.name=adagrad", "parallel.exchange={t2: pooled}"],
     "split": ["train.precision=split_bf16", "parallel.sharding={t0: replicated, t2: row}"],
     "hot window": ["hot.schedule=window", "hot.budget=4KiB", "hot.small_table=0"],
     "copies of hot rows": ["parallel.hot_rows=0.2", "parallel.sharding={t0: row, t1: row, t2: row}"],
@@ -212,10 +212,16 @@ def test_all_ranks_skip_what_one_of_them_cannot_train(pool: RankPool, data: Path
 
 
 def test_what_ranks_sent_and_who_was_slowest_is_recorded(pool: RankPool, data: Path, tmp_path: Path) -> None:
-    pool.run(trained, raw_config(data, tmp_path / "run", []), num_ranks=3, micro_batches=3)
+    changes = ["parallel.wire_dtype=bf16", "parallel.exchange={t2: pooled}"]
+    pool.run(trained, raw_config(data, tmp_path / "run", changes), num_ranks=3, micro_batches=3)
     run = RunFolder.open(tmp_path / "run")
     found: Any = run.record.ranks
-    assert (found["num_ranks"], found["micro_batches"]) == (3, 4)
+    assert (found["num_ranks"], found["micro_batches"], found["wire_dtype"]) == (3, 4, "bf16")
+    warning = run.record.warnings["inexact_wire"]
+    assert warning["count"] == 1 and "travel as bf16, which rounds them: results are inexact" in warning["text"]
+    with pytest.raises(ValueError, match="wire_dtype is 'fp32', but the run began with 'bf16'"):
+        runs.resume(run.path, ["parallel.wire_dtype=fp32"], quiet=True)
+    assert found["wire_bytes_per_step"]["pooled"] == found["wire_bytes_per_step"]["pooled_gradients"] > 0
     assert found["wire_bytes_per_step"]["dense"] > 0 and found["wire_bytes_per_step"]["gradients"] > 0
     assert "tables" not in found["wire_bytes_per_step"], "saving is no step"
     assert len(found["of_ranks"]) == 3 and 0 <= found["slowest_rank"] < 3
@@ -224,6 +230,7 @@ def test_what_ranks_sent_and_who_was_slowest_is_recorded(pool: RankPool, data: P
     assert line["wire_bytes_per_step"]["rows"] > 0 and 0 <= line["slowest_rank"] < 3
     page = (tmp_path / "run" / "report.html").read_text()
     assert "<h2>Processes</h2>" in page and f"rank {found['slowest_rank']} was the slowest" in page
+    assert "Numbers of tables traveled as bf16, rounded." in page and "pooled vectors, from the ranks that" in page
 
 
 @pytest.mark.parametrize(

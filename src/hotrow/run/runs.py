@@ -208,6 +208,12 @@ def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
                 f"--set {override!r}: a resumed run keeps its {option}; it may change {', '.join(RESUMABLE)}"
             )
     config = make_config(apply_overrides(raw, overrides), origin=str(folder.path / CONFIG))
+    before = make_config(raw, origin=str(folder.path / CONFIG)).parallel.wire_dtype
+    if config.parallel.wire_dtype != before:
+        raise ValueError(
+            f"parallel.wire_dtype is {config.parallel.wire_dtype!r}, but the run began with {before!r}: it changes "
+            "results, so a resumed run keeps it"
+        )
     return config.with_micro_batches(config.train.micro_batches or 1)  # a run of before there were any has one
 
 
@@ -311,6 +317,9 @@ def _begin(training: Training) -> None:
     )
     if training.setup.shards:
         training.say(f"{shards_line(emb.tables, training.setup.shards, training.world.size)}; of rank 0:")
+        if (wire_dtype := config.parallel.wire_dtype) != "fp32":
+            text = f"rows and gradients of tables travel as {wire_dtype}, which rounds them: results are inexact, and "
+            training.warn("inexact_wire", f"{text}depend on the number of ranks (parallel.wire_dtype)")
     training.say(f"{describe_threads(training.world.local_size)}; {where_rows_lie}")
     folder.write_config(config.to_yaml())  # only now, when all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)

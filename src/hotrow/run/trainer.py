@@ -229,7 +229,8 @@ class Training:
         self.writes = WriteMeter(embedding.placement.find(Tiers), ledger, self.session, checkpoint_bytes=most)
         self.meters: list[Meter] = [self.clock, HotMeter(self.turns, folder.measurements), self.writes]
         self.meters += meters_of_rows(embedding, self.session, drive_written_bytes=self.writes.total_bytes)
-        self.meters += [WireMeter(self.world, self.session)] if self.world.size > 1 else []
+        wire = WireMeter(self.world, self.session, wire_dtype=config.parallel.wire_dtype)
+        self.meters += [wire] if self.world.size > 1 else []
         self.meters += [] if also is None else [also(self.session)]
         self.meters += [] if self.trace is None else [self.trace]
         if not self._has("val"):
