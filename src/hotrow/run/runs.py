@@ -119,9 +119,10 @@ def _claimed(world: World, folder: RunFolder) -> Iterator[RunFolder]:
 
 def _check_same(setup: Setup) -> None:
     """Raises ValueError on every rank if ranks differ in what changes results."""
-    world, shards = setup.world, {name: asdict(shard) for name, shard in setup.shards.items()}
-    facts = facts_of(setup.config, checksum=setup.dataset.checksum, micro_batches=world.micro_batches)
-    check_same(world, {**facts, "who holds which rows": shards})
+    world = setup.world
+    check_same(world, facts_of(setup.config, checksum=setup.dataset.checksum, micro_batches=world.micro_batches))
+    # These follow from the facts above, and would only hide which of them differ.
+    check_same(world, {f"who holds rows of table {name!r}": asdict(shard) for name, shard in setup.shards.items()})
 
 
 def _check_vocabularies(dataset: PackedDataset) -> None:
