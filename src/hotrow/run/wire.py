@@ -26,8 +26,8 @@ class WireMeter(Meter):
     figures are no part of a step.
     """
 
-    def __init__(self, world: World, session: Session) -> None:
-        self._world, self._session = world, session
+    def __init__(self, world: World, session: Session, *, wire_dtype: str) -> None:
+        self._world, self._session, self._wire_dtype = world, session, wire_dtype
         self._in_steps: Counter[str] = Counter()
         self._seen = self._now()
         self._logged: Counter[str] | None = None
@@ -50,7 +50,8 @@ class WireMeter(Meter):
     @override
     def record(self) -> dict[str, Any]:
         parts, figures = self._world.micro_batches, self._figures(self._counted() - _steps(self._session.before))
-        return {"ranks": {"num_ranks": self._world.size, "micro_batches": parts, **figures}}
+        facts = {"num_ranks": self._world.size, "micro_batches": parts, "wire_dtype": self._wire_dtype}
+        return {"ranks": {**facts, **figures}}
 
     def _now(self) -> Counter[str]:
         return Counter({**self._world.sent_bytes, "exchange": int(1e9 * self._world.exchange_s)})
