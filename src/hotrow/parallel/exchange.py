@@ -7,17 +7,29 @@ message holds the gaps between them in 16 bits; the few that are larger stand be
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.kernels.reference import RowSums
+from hotrow.kernels import ops
+from hotrow.kernels.reference import FlatSums, RowSums
 from hotrow.parallel.shards import Numbers
 
 _LARGE = 0xFFFF
 """Stands for a gap that does not fit in 16 bits."""
+
+
+class Chosen(NamedTuple):
+    """Some of the sums of a node, in the order of their rows' keys."""
+
+    keys: Numbers
+    """Rising: [n]."""
+    places: Numbers
+    """Where they are among the sums: [n]."""
+    sums: FlatSums
 
 
 class Keys:
@@ -27,6 +39,9 @@ class Keys:
         """num_rows: by table, more than any row's number."""
         self.first: Numbers = np.concatenate([[0], np.cumsum(num_rows, dtype=np.int64)])
         self.dims = np.array(dims, np.int64)
+        ends = [*(np.flatnonzero(np.diff(self.dims)) + 1).tolist(), len(dims)]
+        self._runs = [(first, end, dims[first]) for first, end in zip([0, *ends], ends, strict=False) if first < end]
+        """Neighbouring tables of one dimension, whose rows can be copied as if they were one table's."""
 
     def counts(self, keys: Numbers) -> Numbers:
         """Returns how many of the rising `keys` are of each table."""
@@ -36,15 +51,30 @@ class Keys:
         """Returns the table of each of the rising `keys`."""
         return np.repeat(np.arange(len(self.dims)), self.counts(keys))
 
-    def pack_sums(self, nodes: Sequence[Sequence[RowSums]]) -> tuple[Tensor, int]:
+    def pack_sums(self, nodes: Sequence[Chosen]) -> tuple[Tensor, int]:
         """Returns sums of all tables, of one node after another, as a message; and how many words are keys."""
-        heads = [pack(self._keys_of(tables)) for tables in nodes]
-        sums = [own.sums.reshape(-1).view(torch.int32) for node in nodes for own in node]
-        return torch.cat([*heads, *sums]), sum(map(len, heads))
+        heads = [pack(node.keys) for node in nodes]
+        counts = [self.counts(node.keys) for node in nodes]
+        num_heads = sum(map(len, heads))
+        words = ops.empty(num_heads + sum(int(own @ self.dims) for own in counts), dtype=torch.int32)
+        torch.cat(heads, out=words[:num_heads])
+        floats, at = words.view(torch.float32), num_heads
+        for node, own in zip(nodes, counts, strict=True):
+            at = self._write_sums(node, own, floats, at)
+        return words, num_heads
 
-    def _keys_of(self, tables: Sequence[RowSums]) -> Numbers:
-        rows = [own.rows.numpy() for own in tables]
-        return np.concatenate(rows) + np.repeat(self.first[:-1], [len(own) for own in rows])
+    def _write_sums(self, node: Chosen, counts: Numbers, out: Tensor, at: int) -> int:
+        """Writes the sums of `node` to out[at:]; returns where they end. counts: how many of its keys are each
+        table's."""
+        starts, held = _starts(counts), _starts(np.array(node.sums.counts))
+        floats = _starts(np.array(node.sums.counts) * self.dims)
+        for first, end, dim in self._runs:
+            rows = node.sums.sums[floats[first] : floats[end]].view(-1, dim)
+            which = torch.from_numpy(node.places[starts[first] : starts[end]] - held[first])
+            stop = at + len(which) * dim
+            torch.index_select(rows, 0, which, out=out[at:stop].view(-1, dim))
+            at = stop
+        return at
 
     def unpack_sums(self, words: Tensor, num_nodes: int) -> list[list[RowSums]]:
         """Returns the sums by node and table."""
@@ -62,6 +92,10 @@ class Keys:
             each = zip(rows, self.dims.tolist(), strict=True)
             nodes.append([RowSums(own, next(sums).view(len(own), dim)) for own, dim in each])
         return nodes
+
+
+def _starts(counts: Numbers) -> list[int]:
+    return [0, *counts.cumsum().tolist()]
 
 
 def pack(keys: Numbers) -> Tensor:

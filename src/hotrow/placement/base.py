@@ -7,7 +7,7 @@
 | `lookahead` | `announce`, `forget` | some batches before a batch is trained; after it, or if it does not come |
 | `EmbeddingCollection` | `take` | in `forward`: the kernels get slots of `arrays` instead of ids |
 | an optimizer | `new_state`, `attach` | once, when it is made; its states follow the rows |
-| its `step()` | `update`, then the lease's `release` | after `backward` |
+| its `prepare()`, its `step()` | `prepare`; `update`, then the lease's `release` | after `backward` |
 | checkpoints, `state_dict`, exports | `rows`, `flush`, `changes` | between steps |
 
 A lease keeps the rows of one batch in their slots until the batch is over. In DRAM a row's slot is its number and the
@@ -140,6 +140,10 @@ class Placement(Protocol):
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Lease, KeyedJaggedTensor]:
         """Returns the lease of a batch whose rows are there now, and the batch with slots for ids."""
         return NO_LEASE, sparse
+
+    def prepare(self, lookups: ops.Lookups) -> None:
+        """Starts what `update` with these lookups needs of other ranks. The step may still be left out."""
+        return
 
     def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
         """Applies the pending lookups, batches as `take` gave them, to the rows and states: `ops.Kernels.update`."""
