@@ -11,9 +11,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -21,6 +22,7 @@ import yaml
 from expanded import expanded
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.sharded import Sharded
 from hotrow.parallel.world import World
 from hotrow.run import runs, together, trainer
 from hotrow.run.checkpoint import list_checkpoints
@@ -37,6 +39,9 @@ BASE: dict[str, Any] = {
 }
 EVAL_BATCH_SIZE = 20
 """Of 128 rows that makes 7 batches: two ranks or more have different numbers of them."""
+PHASES = ["hot.schedule=fae", "hot.rows=covering", "hot.budget=56520", "hot.small_table=0", "hot.rate=40"]
+PHASES += ["hot.eval_samples=100"]
+"""About half of the rows are hot, and two of three samples."""
 VARIANTS = {
     "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
     "adam": ["optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.early_stopping=1"],
@@ -44,6 +49,11 @@ VARIANTS = {
     "float16": ["train.precision=fp16", "optimizer.sparse.name=adagrad", "parallel.sharding={t2: table}"],
     "split": ["train.precision=split_bf16", "parallel.sharding={t0: replicated, t2: row}"],
     "hot window": ["hot.schedule=window", "hot.budget=4KiB", "hot.small_table=0"],
+    "hot phases": PHASES,
+    "hot phases of a sample": [
+        *("hot.schedule=fixed", "hot.rows=sampled", "hot.small_table=0", "hot.shuffled_end=0.2"),
+        *("optimizer.dense.name=adam", "optimizer.sparse.name=adam"),
+    ],
     "copies of hot rows": ["parallel.hot_rows=0.2", "parallel.sharding={t0: row, t1: row, t2: row}"],
 }
 
@@ -129,6 +139,8 @@ def refused(world: World, function: Callable[..., Any], *arguments: Any) -> str:
         ("float16", 4, 5),
         ("split", 2, 2),
         ("hot window", 3, 5),
+        ("hot phases", 3, 4),
+        ("hot phases of a sample", 2, 3),
         ("copies of hot rows", 3, 4),
     ],
 )
@@ -209,6 +221,112 @@ def test_all_ranks_skip_what_one_of_them_cannot_train(pool: RankPool, data: Path
     same(tmp_path / "many", outcome(tmp_path / "one"))
     warning = RunFolder.open(tmp_path / "many").record.warnings["nonfinite_step_skipped"]
     assert warning["count"] == 3 and "rank 2: a gradient is inf" in warning["text"] and "(step 3," in warning["text"]
+
+
+# ---- hot phases
+
+
+class Sent(NamedTuple):
+    """What a rank sent in one step, by purpose, and in how many exchanges; hot: whether it was told of a hot phase."""
+
+    hot: bool
+    num_bytes: Counter[str]
+    exchanges: int
+
+
+def sent_by_step(world: World, raw: dict[str, Any]) -> list[Sent]:
+    found = []
+    plain = trainer.train_step
+
+    def step(parts: Any, *arguments: Any) -> Any:
+        own, shared = parts.world, parts.embedding.placement.find(Sharded)
+        before, exchanges = Counter(own.sent_bytes), own.num_exchanges
+        loss = plain(parts, *arguments)
+        sent = Counter(own.sent_bytes)
+        sent.subtract(before)
+        found.append(Sent(shared.all_held, sent, own.num_exchanges - exchanges))
+        return loss
+
+    trainer.train_step = step
+    try:
+        trained(world, raw)
+    finally:
+        trainer.train_step = plain
+    return found
+
+
+def hot_steps(run: Path) -> list[bool]:
+    """Returns for each step whether it was in a hot phase, as the swaps say; the last phase has no swap at its end."""
+    found: list[bool] = []
+    for line in RunFolder.open(run).measurements():
+        if line["kind"] == "swap":
+            found += [line["turn"] == "hot"] * (line["step"] - len(found))
+    return found
+
+
+def test_a_hot_phase_asks_for_no_rows(pool: RankPool, data: Path, tmp_path: Path) -> None:
+    """What is left are two exchanges of the dense layers, one of sums of hot rows and one of their totals."""
+    raw = raw_config(data, tmp_path / "run", PHASES)
+    for sent in pool.run(sent_by_step, raw, num_ranks=3, micro_batches=3):
+        hot = hot_steps(tmp_path / "run")
+        assert [step.hot for step in sent][: len(hot)] == hot and sum(hot) > 8 and len(hot) - sum(hot) > 4
+        for step in sent:
+            assert step.exchanges == (4 if step.hot else 6)
+            assert (step.num_bytes["rows"] == 0) == step.hot
+            assert step.num_bytes["replicated"] > 0, "sums of hot rows go to all"
+    run = RunFolder.open(tmp_path / "run")
+    assert run.record.hot["merge_every"] == 1 and "hot_rows_not_on_every_rank" not in run.record.warnings
+    rows = sum(n for name, n in run.record.hot["tables"].items() if n < {"t0": 50, "t1": 20, "t2": 3000}[name])
+    assert f", and {rows:,} hot rows of these on every rank" in (run.path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("num_ranks", [3, 1])
+def test_interrupted_in_a_hot_phase_and_resumed(pool: RankPool, data: Path, tmp_path: Path, num_ranks: int) -> None:
+    """In the second step of the first hot phase, on four ranks."""
+    runs.train(make_config(raw_config(data, tmp_path / "one", PHASES)), quiet=True)
+    number = hot_steps(tmp_path / "one").index(True) + 1
+    assert hot_steps(tmp_path / "one")[number : number + 2] == [True, True]
+    path = tmp_path / "many"
+    pool.run(trained, raw_config(data, path, PHASES), (2, number), num_ranks=4, micro_batches=4)
+    record = RunFolder.open(path).record
+    assert (record.status, record.steps) == ("interrupted", number + 1)
+    pool.run(resumed, str(path), [], num_ranks=num_ranks, micro_batches=num_ranks)
+    same(path, outcome(tmp_path / "one"))
+
+
+def test_merging_every_few_steps_is_not_exact_and_says_so(pool: RankPool, data: Path, tmp_path: Path) -> None:
+    changes = [*PHASES, "hot.merge_every=3", "optimizer.sparse.name=adagrad"]
+    one, exact, many = (tmp_path / name for name in ("one", "exact", "many"))
+    runs.train(make_config(raw_config(data, one, changes)), quiet=True)
+    runs.train(make_config(raw_config(data, exact, [*changes, "hot.merge_every=1"])), quiet=True)
+    same(one, outcome(exact))  # one process has nothing to merge
+    sent = pool.run(sent_by_step, raw_config(data, many, changes), num_ranks=3, micro_batches=3)[0]
+    hot = [step for step in sent if step.hot]
+    assert all(step.num_bytes["gradients"] == step.num_bytes["replicated"] == 0 for step in hot)
+    merges = [step for step in hot if step.num_bytes["merged"]]
+    assert all(step.exchanges == (3 if step in merges else 2) for step in hot) and 0 < len(merges) <= len(hot) / 3
+    run, wanted, found = RunFolder.open(many), outcome(exact), outcome(many)
+    assert run.record.hot["merge_every"] == 3
+    text = run.record.warnings["inexact_merging"]["text"]
+    assert text.startswith("hot.merge_every is 3: in hot phases each rank updates hot rows alone for so many steps")
+    assert found["step"] == wanted["step"] and any(found[name] != wanted[name] for name in wanted)
+    losses = [outcome["metrics"]["val"]["logloss"] for outcome in (found, wanted)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (["optimizer.sparse.name=adam"], "hot.merge_every is 2, but optimizer.sparse.name is 'adam', whose states are"),
+        (["hot.rows=sampled"], "hot rows are not among the first of their tables, which every rank holds: set"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(
+    pool: RankPool, data: Path, tmp_path: Path, changes: list[str], text: str
+) -> None:
+    raw = raw_config(data, tmp_path / "run", [*PHASES, "hot.merge_every=2", *changes])
+    texts = pool.run(refused, trained, raw, num_ranks=2, micro_batches=2)
+    assert len(set(texts)) == 1 and text in texts[0] and not (tmp_path / "run").exists()
 
 
 def test_what_ranks_sent_and_who_was_slowest_is_recorded(pool: RankPool, data: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 import hotrow
 from hotrow import EmbeddingCollection, KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops, reference, tree
-from hotrow.parallel.sharded import Shards
+from hotrow.parallel.sharded import Sharded, Shards
 from hotrow.parallel.shards import Shard
 from hotrow.parallel.world import World
 from hotrow.placement.base import Attached
@@ -360,6 +360,67 @@ def test_a_row_comes_once_and_one_sum_goes_back(pool: RankPool, num_ranks: int) 
     for sent, (rows, sums, common) in pool.run(train_counted, num_ranks=num_ranks, micro_batches=num_ranks):
         assert (sent["rows"], sent["gradients"], sent["replicated"]) == (rows, sums, common)
         assert rows and sums and common
+
+
+# ---- copies that ranks update alone
+
+TWO = [
+    TableConfig(name="a", num_embeddings=30, embedding_dim=4, feature_names=("a",)),
+    TableConfig(name="b", num_embeddings=20, embedding_dim=3, feature_names=("b",)),
+]
+
+
+def drawn(step: int) -> Tensor:
+    """Ids of a batch of 12 samples; some rows are in all of them, others nowhere."""
+    generator = torch.Generator().manual_seed(step)
+    return (torch.rand(12, 2, generator=generator) ** 3 * torch.tensor([30, 20])).long()
+
+
+def update_alone(world: World, merge_every: int, num_steps: int) -> list[Tensor]:
+    """Returns weights and states of this rank's copies after the last merge."""
+    everywhere = {table.name: Shard(prefix=table.num_embeddings) for table in TWO}
+    emb = EmbeddingCollection(TWO, memory=Shards(world=world, shards=everywhere), seed=3)
+    optimizer, shared = OPTIMIZERS["adagrad"](emb), emb.placement.find(Sharded)
+    assert shared is not None
+    shared.all_held, shared.merge_every = True, merge_every
+    for step in range(num_steps):
+        own = drawn(step)[slice(*world.samples(12))]
+        out = emb(KeyedJaggedTensor.from_dense(("a", "b"), own).in_parts([0, *(len(own) * v // 2 for v in (1, 2))]))
+        (out * out).sum().backward()
+        optimizer.step()
+    shared.merge()
+    states = optimizer.attached_to(emb).states
+    return [array.clone() for t in TWO for array in (shared.below.weights[t.name], *(s.array for s in states[t.name]))]
+
+
+def summed_changes(num_ranks: int, merge_every: int, num_steps: int) -> list[Tensor]:
+    """The same by plain loops: every rank trains a copy of its own, then what changed is added up."""
+    tables = [EmbeddingCollection(TWO, seed=3).float32(table.name).clone() for table in TWO]
+    states = [torch.full_like(table, 0.1) for table in tables]
+    for start in range(0, num_steps, merge_every):
+        after = []
+        for rank in range(num_ranks):
+            own, squares = [t.clone() for t in tables], [s.clone() for s in states]
+            for step in range(start, min(start + merge_every, num_steps)):
+                ids = drawn(step)[12 * rank // num_ranks : 12 * (rank + 1) // num_ranks]
+                for t in range(2):
+                    grad = torch.zeros_like(own[t]).index_add_(0, ids[:, t], 2 * own[t][ids[:, t]])
+                    squares[t] += grad * grad
+                    own[t] -= 0.3 * grad / squares[t].sqrt()
+            after.append((own, squares))
+        tables = [table + sum(own[t] - table for own, _ in after) for t, table in enumerate(tables)]
+        states = [state + sum(own[t] - state for _, own in after) for t, state in enumerate(states)]
+    return [tables[0], states[0], tables[1], states[1]]
+
+
+def test_ranks_that_update_alone_add_up_their_changes(pool: RankPool) -> None:
+    """After every third step, and after the fourth, at the end."""
+    found = pool.run(update_alone, 3, 4, num_ranks=3, micro_batches=6)
+    exact = pool.run(update_alone, 1, 4, num_ranks=3, micro_batches=6)[0]
+    for k, want in enumerate(summed_changes(3, 3, 4)):
+        assert all(torch.equal(bits(found[0][k]), bits(own[k])) for own in found), "the copies are the same"
+        assert torch.allclose(found[0][k], want, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(exact[k], want, rtol=1e-2, atol=1e-2), "sums of every step would pass as well"
 
 
 # ---- errors

@@ -155,6 +155,15 @@ def test_hot_rows_of_tables_that_are_split() -> None:
         shards_of(config(hot_rows=0.1), TABLES, dataset({}), 4)
 
 
+def test_hot_batches_find_their_rows_on_every_rank() -> None:
+    hot = {"sex": 1, "hour": 24, "user": 5_000, "item": 100_000, "site": 3}
+    found = shards_of(config(hot_rows=0.001, sharding={"item": "table"}), TABLES, dataset(), 4, hot=hot)
+    few = shards_of(config(hot_rows=0.001, sharding={"item": "table"}), TABLES, dataset(), 4)
+    assert found["sex"] == few["sex"] == Shard(prefix=3), "a small table is on every rank whole"
+    assert (found["user"].prefix, found["item"].prefix) == (5_000, 100_000) and few["user"].prefix < 5_000
+    assert found["site"] == few["site"] and few["site"].prefix > 3, "no fewer than by parallel.hot_rows"
+
+
 def test_the_line_says_who_holds_what() -> None:
     found = shards_of(config(sharding={"user": "table"}), TABLES, dataset(), 4)
     assert shards_line(TABLES, found, 4) == (

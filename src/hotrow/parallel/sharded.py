@@ -12,7 +12,7 @@ a bit of the result (law 2). Next: shards.py, which says where a row lies; world
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
 from hotrow.kernels.reference import Layout, RowSums, Rule
 from hotrow.parallel.agreement import everyone
+from hotrow.parallel.alone import Alone
 from hotrow.parallel.buffers import Buffers, ShardLease
 from hotrow.parallel.exchange import Keys, pack, unpack
 from hotrow.parallel.shards import Division, Numbers, Shard
@@ -172,6 +173,13 @@ class Sharded(Placement):
         self._sent_order = sorted(range(len(tables)), key=lambda t: -sizes[t])
         """Tables in the order in which messages hold their rows: wider numbers come first, so that all lie aligned."""
         self._row_bytes = np.array([size * t.embedding_dim for size, t in zip(sizes, tables, strict=True)], np.int64)
+        self.all_held = False
+        """Whether every rank holds all rows of the batches that come now, as in a phase of hot batches: then nobody
+        asks for rows, and lookups are not collective."""
+        self.merge_every = 1
+        """1: ranks add up their gradients at every step. If above, and `all_held`, each rank updates its copies alone,
+        and after so many steps all add up what each has changed, which is not exact."""
+        self._alone = Alone(world, self.tables, shards, below)
         self._announced: dict[int, Asked] = {}
         self._buffers = Buffers(self._keys.dims.tolist(), [self.weights[table.name].dtype for table in tables])
         self._waited_s = 0.0
@@ -181,6 +189,11 @@ class Sharded(Placement):
         return self._buffers.arrays
 
     # ---- what is offered
+
+    @property
+    def prefixes(self) -> dict[str, int]:
+        """By table, how many of its first rows every rank holds."""
+        return {table.name: shard.prefix for table, shard in zip(self.tables, self.shards, strict=True)}
 
     @property
     def changes(self) -> None:
@@ -196,7 +209,10 @@ class Sharded(Placement):
         if use == "copy":
             raise TypeError("a collection over several ranks cannot be copied or pickled; copy its state_dict()")
         if use == "hot_copies":
-            raise ValueError("tables over several ranks take no copies of hot rows yet: hot.schedule must be none")
+            raise ValueError(
+                "tables over several ranks take no copies of hot rows in front of them: let every rank hold the first "
+                "rows of its tables (hotrow.Shard(prefix=...)), and choose hot rows among those"
+            )
         if use == "freeze_some":
             self.below.check(use)
         else:  # a rank in DRAM must not wait for rows of one in tiers, which refuses
@@ -243,8 +259,8 @@ class Sharded(Placement):
             return self._rows_for_others(asked, slots, firsts)
 
         try:
-            starts = self._starts(asked.strides) if training else None
-            come = self.world.exchange(rows_for_others, purpose="rows")
+            starts = self._starts(asked.strides, sparse.parts) if training else None
+            come = self._exchange(rows_for_others, purpose="rows")
         except (ValueError, RuntimeError):
             self.below.forget(asked.below)
             if lease is not None:
@@ -255,6 +271,13 @@ class Sharded(Placement):
         own = ShardLease(self._buffers.live, lease)
         self._waited_s += training * (self.world.exchange_s - before)
         return own, sparse.with_values(slots).in_parts(starts)
+
+    def _exchange(self, parts: Callable[[], list[Tensor]], *, purpose: str) -> list[Tensor]:
+        """As `World.exchange`, of requests and of rows. If all rows are held, nobody sends: every rank would say what
+        this one says to itself, that it needs nothing."""
+        if not self.all_held:
+            return self.world.exchange(parts, purpose=purpose)
+        return [parts()[self.world.rank]] * self.world.size
 
     def _is_of(self, asked: Asked, sparse: KeyedJaggedTensor) -> bool:
         return torch.equal(asked.ids, sparse.values) and asked.spans == spans_of(self.layout, sparse)
@@ -267,8 +290,14 @@ class Sharded(Placement):
 
         def requests() -> list[Tensor]:
             tables, rows, places = self._distinct(sparse, spans)
-            homes = self._division.homes(tables, rows)
-            held = (homes == self.world.rank) | self._division.replicated(tables, rows)
+            homes, copied = self._division.homes(tables, rows), self._division.replicated(tables, rows)
+            if self.all_held and not copied.all():
+                first = int(np.argmin(copied))
+                raise ValueError(
+                    f"table {self.tables[tables[first]].name!r}: row {rows[first]:,} is not on every rank, and a batch "
+                    "of a hot phase asks for no rows: train it in a cold phase"
+                )
+            held = (homes == self.world.rank) | copied
             codes = tables * (R + 1) + np.where(held, HELD, homes + 1)
             order = np.argsort(codes, kind="stable")  # keeps the tables, which rise
             counts = np.bincount(codes, minlength=T * (R + 1)).reshape(T, R + 1)
@@ -281,7 +310,7 @@ class Sharded(Placement):
             each = [np.concatenate([keys[t * (R + 1) + 1 + r] for t in range(T)]) for r in range(R)]
             return [torch.cat([torch.tensor([sparse.stride], dtype=torch.int32), pack(keys)]) for keys in each]
 
-        come = self.world.exchange(requests, purpose="ids")
+        come = self._exchange(requests, purpose="ids")
         counts, places, rows, cells = own
         theirs = [unpack(words[1:])[0] for words in come]
         given = np.stack([self._keys.counts(keys) for keys in theirs])
@@ -362,8 +391,13 @@ class Sharded(Placement):
             done += stop - start
         return slots
 
-    def _starts(self, strides: Sequence[int]) -> list[int]:
-        """Returns where the rank's micro-batches begin among its samples, and the end of the last."""
+    def _starts(self, strides: Sequence[int], parts: Sequence[int] | None) -> Sequence[int]:
+        """Returns where the rank's micro-batches begin among its samples, and the end of the last.
+
+        parts: what the batch says of it, which is believed if the ranks did not tell each other their `strides`.
+        """
+        if self.all_held and parts is not None:
+            return parts
         world, total = self.world, sum(strides)
         wanted = [end - first for first, end in (world.samples(total, rank) for rank in range(world.size))]
         if strides != wanted:
@@ -386,14 +420,23 @@ class Sharded(Placement):
         """
         if not lookups:
             return
-        nodes = self.kernels.pooled.row_sums(self.arrays, self._by_row(lookups), self.world.held)
-        tables = self._exchange_sums([nodes[node] for node in tree.aligned(*self.world.held)])
-        tables = self._with_replicated(tables)
+        sums = self.kernels.pooled.row_sums(self.arrays, self._by_row(lookups), self.world.held)
+        nodes = [sums[node] for node in tree.aligned(*self.world.held)]
+        alone = self.all_held and self.merge_every > 1
+        tables = self._own_sums(nodes) if alone else self._with_replicated(self._exchange_sums(nodes))
+        if alone:
+            self._alone.keep(attached, [own.rows.numpy() for own, _ in tables])
         lease, slots = self.below.take(self._lookup_below([own.rows.numpy() for own, _ in tables]), training=False)
         by_slot = [own._replace(rows=slots.bags(name)[0]) for (own, _), name in zip(tables, self.weights, strict=True)]
         parts = [parts for _, parts in tables]
         self.below.update(self._lookups_below(by_slot, parts), attached, rules)
         lease.release(updated=True)
+        if self._alone.num_steps == self.merge_every:
+            self.merge()
+
+    def merge(self) -> None:
+        """Gives all ranks the same rows again, if each has updated its copies alone. Collective."""
+        self._alone.merge()
 
     def _by_row(self, lookups: ops.Lookups) -> ops.Lookups:
         """Returns lookups in which a row has one slot; several batches, each with its slots, may hold a row."""
@@ -428,6 +471,15 @@ class Sharded(Placement):
             come += self._keys.unpack_sums(words, len(held))
             leaves += [leaf for leaf, _ in held]
         return [_joined([own[t] for own in come], leaves, world.micro_batches) for t in range(len(self.tables))]
+
+    def _own_sums(self, nodes: Sequence[Sequence[RowSums]]) -> list[Cut]:
+        """Returns the sums of this rank alone by table, of rows that every rank holds."""
+        leaves = [leaf for leaf, _ in tree.aligned(*self.world.held)]
+        found = []
+        for t, row_of in enumerate(self._buffers.row_of):
+            own = [RowSums(torch.from_numpy(row_of[node[t].rows.numpy()]), node[t].sums) for node in nodes]
+            found.append(_joined(own, leaves, self.world.micro_batches))
+        return found
 
     def _by_home(self, by_slot: Sequence[RowSums]) -> list[list[RowSums]]:
         """Returns what goes to each rank of sums by table, with the numbers of rows in its shard."""

@@ -45,9 +45,16 @@ class Wire(NamedTuple):
 
 
 def shards_of(
-    config: Config, tables: Sequence[TableConfig], dataset: PackedDataset, num_ranks: int
+    config: Config,
+    tables: Sequence[TableConfig],
+    dataset: PackedDataset,
+    num_ranks: int,
+    *,
+    hot: Mapping[str, int] | None = None,
 ) -> dict[str, Shard]:
     """Returns by table how `num_ranks` ranks share its rows: what `config.parallel` says, the rest as counted.
+
+    hot: by table, how many of its first rows every rank is to hold at least, because hot batches need no others.
 
     Raises ValueError, naming the field and the cure, for a table that there is not, and for hot rows of a dataset that
     has no access counts.
@@ -59,14 +66,15 @@ def shards_of(
     kinds = {t.name: asked.get(t.name, "replicated" if t.name in small else "row") for t in tables}
     owners = _owners([(t, wire) for t, wire in zip(tables, wires, strict=True) if kinds[t.name] == "table"], num_ranks)
     split = [table for table in tables if kinds[table.name] != "replicated"]
-    hot = hot_prefixes(split, dataset, config.parallel.hot_rows)
+    prefixes = hot_prefixes(split, dataset, config.parallel.hot_rows)
     found = {}
     for table in tables:
         name, kind = table.name, kinds[table.name]
         if kind == "replicated":
             found[name] = Shard(prefix=table.num_embeddings)
         else:
-            found[name] = Shard(prefix=hot[name], kind=kind, owner=owners.get(name, 0))
+            prefix = max(prefixes[name], (hot or {}).get(name, 0))
+            found[name] = Shard(prefix=prefix, kind=kind, owner=owners.get(name, 0))
     return found
 
 
