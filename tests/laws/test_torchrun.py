@@ -22,6 +22,7 @@ import yaml
 from expanded import expanded
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.agreement import checksum_of
 from hotrow.parallel.sharded import Sharded
 from hotrow.parallel.world import World
 from hotrow.run import runs, together, trainer
@@ -232,6 +233,8 @@ class Sent(NamedTuple):
     hot: bool
     num_bytes: Counter[str]
     exchanges: int
+    copies: int
+    """Checksum of the rows of t2 that every rank holds, before the step."""
 
 
 def sent_by_step(world: World, raw: dict[str, Any]) -> list[Sent]:
@@ -241,10 +244,11 @@ def sent_by_step(world: World, raw: dict[str, Any]) -> list[Sent]:
     def step(parts: Any, *arguments: Any) -> Any:
         own, shared = parts.world, parts.embedding.placement.find(Sharded)
         before, exchanges = Counter(own.sent_bytes), own.num_exchanges
+        copies = checksum_of([shared.below.weights["t2"][: shared.prefixes["t2"]]])
         loss = plain(parts, *arguments)
         sent = Counter(own.sent_bytes)
         sent.subtract(before)
-        found.append(Sent(shared.all_held, sent, own.num_exchanges - exchanges))
+        found.append(Sent(shared.all_held, sent, own.num_exchanges - exchanges, copies))
         return loss
 
     trainer.train_step = step
@@ -300,7 +304,10 @@ def test_merging_every_few_steps_is_not_exact_and_says_so(pool: RankPool, data: 
     runs.train(make_config(raw_config(data, one, changes)), quiet=True)
     runs.train(make_config(raw_config(data, exact, [*changes, "hot.merge_every=1"])), quiet=True)
     same(one, outcome(exact))  # one process has nothing to merge
-    sent = pool.run(sent_by_step, raw_config(data, many, changes), num_ranks=3, micro_batches=3)[0]
+    ranks = pool.run(sent_by_step, raw_config(data, many, changes), num_ranks=3, micro_batches=3)
+    sent = ranks[0]
+    alone = [k for k, each in enumerate(zip(*ranks, strict=True)) if len({step.copies for step in each}) > 1]
+    assert alone and all(sent[k].hot and sent[k - 1].hot for k in alone), "after a phase all have the same rows"
     hot = [step for step in sent if step.hot]
     assert all(step.num_bytes["gradients"] == step.num_bytes["replicated"] == 0 for step in hot)
     merges = [step for step in hot if step.num_bytes["merged"]]
