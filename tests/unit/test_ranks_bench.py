@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import rank_links, ranks
+from benchmarks import ranks
 from benchmarks.rank_sides import RankWork, Seat, Wire, num_lacking, owners, part_of, shards_of, tables_of
 from benchmarks.rank_worker import sent_bytes
 from benchmarks.ranks_page import ranks_table
 from benchmarks.step_shapes import make_setting
 from hotrow.parallel.world import World
+from hotrow.study import links
 
 
 def test_the_bytes_of_a_connection_are_counted() -> None:
@@ -96,8 +97,8 @@ def test_a_link_that_cannot_be_made_says_which_command_failed(monkeypatch: pytes
     monkeypatch.setattr(subprocess, "run", lambda words, **_: refused(words))
     monkeypatch.setattr(shutil, "which", lambda name: f"/sbin/{name}")
     with (
-        pytest.raises(rank_links.LinkError, match=r"`ip netns add hotrow-.*-0` says: Operation not permitted"),
-        rank_links.Link(),
+        pytest.raises(links.LinkError, match=r"`ip netns add hotrow-.*-0` says: Operation not permitted"),
+        links.Link(),
     ):
         pass
 

@@ -11,7 +11,8 @@ import pytest
 
 from hotrow.config.load import make_config
 from hotrow.parallel.shards import Shard
-from hotrow.plan.shards import SMALL_SHARE, Wire, hot_prefixes, shards_line, shards_of, wire_of
+from hotrow.plan.shards import SMALL_SHARE, hot_prefixes, shards_line, shards_of, wire_of
+from hotrow.plan.wire import Wire
 from hotrow.tables import Dtype, TableConfig
 
 BATCH, SAMPLES = 1000, 200_000
@@ -62,9 +63,9 @@ def test_bytes_against_drawn_batches(num_ranks: int, dtype: Dtype) -> None:
         rows += len(union)
         for rank, each in enumerate(sets):
             away = int((each % num_ranks != rank).sum())
-            split_bytes += away * (4 + row + 4 + total)
-            replicated_bytes += away * (4 + total)
-        replicated_bytes += (num_ranks - 1) * len(union) * (4 + total)
+            split_bytes += away * (2 + row + 2 + total)
+            replicated_bytes += away * (2 + total)
+        replicated_bytes += (num_ranks - 1) * len(union) * (2 + total)
     predicted = wire_of(config(), own, dataset(), num_ranks)
     counted = Wire(split_bytes / steps, replicated_bytes / steps, rows / steps)
     assert np.allclose(predicted, counted, rtol=0.02), (predicted, counted)

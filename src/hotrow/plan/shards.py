@@ -1,14 +1,8 @@
 """How the rows of each table are shared among the processes of a run: what its accesses say of bytes on the wire.
 
-With R ranks, a row that p of them look up in a step, each in its samples, and q of all of them together (0 to 1), sends
-
-    held by one rank    its number and its weights to each other rank that looks it up, and back a number and a sum
-    replicated          a sum from each rank to the row's home, and from there the total to all others
-
-which is (R - 1) p (2 ids + weights + sum) and (R - 1) (p + q) (id + sum). q is never below p, so copies never save
-bytes. A row that every rank looks up at every step has p = q = 1: there they cost none, and no lookup waits for it. So
-small tables are replicated, whose rows are such, and larger ones are dealt out row by row, which spreads popular rows
-evenly. parallel/shards.py says where the rows then lie.
+Copies never save bytes (wire.py), but they cost none where every rank looks a row up at every step, and no lookup waits
+for them. So small tables are replicated, whose rows are such, and larger ones are dealt out row by row, which spreads
+popular rows evenly. parallel/shards.py says where the rows then lie.
 """
 
 from __future__ import annotations
@@ -17,31 +11,20 @@ import difflib
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+
+import numpy as np
 
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.shards import Shard
 from hotrow.plan.demand import record_bytes
 from hotrow.plan.solve import rates_of
+from hotrow.plan.wire import Accesses, Wire, wire_of_table
 from hotrow.tables import TableConfig
 
 SMALL_SHARE = 0.01
 """Small tables are replicated as long as this adds at most so much to the bytes on the wire of a step, and to the bytes
 of all tables."""
-ID_BYTES, SUM_BYTES = 4, 4
-"""On the wire: of a row's number, and of each number in a sum."""
-
-
-class Wire(NamedTuple):
-    """What the rows of one table send in a step, over all ranks."""
-
-    split_bytes: float
-    """If each row is held by one rank."""
-    replicated_bytes: float
-    """If every rank holds all rows."""
-    rows: float
-    """Different rows that all ranks together look up."""
 
 
 def shards_of(
@@ -55,7 +38,7 @@ def shards_of(
     asked = {} if isinstance(config.parallel.sharding, str) else config.parallel.sharding
     _check_names(asked, tables)
     wires = [wire_of(config, table, dataset, num_ranks) for table in tables]
-    small = _small(config, tables, wires)
+    small = small_tables(config, tables, wires)
     kinds = {t.name: asked.get(t.name, "replicated" if t.name in small else "row") for t in tables}
     owners = _owners([(t, wire) for t, wire in zip(tables, wires, strict=True) if kinds[t.name] == "table"], num_ranks)
     split = [table for table in tables if kinds[table.name] != "replicated"]
@@ -80,25 +63,17 @@ def _check_names(asked: Mapping[str, str], tables: Sequence[TableConfig]) -> Non
 
 
 def wire_of(config: Config, table: TableConfig, dataset: PackedDataset, num_ranks: int) -> Wire:
-    """Returns what the rows of a table send in a step; without access counts, at most."""
+    """Returns what the rows of a table send in a step; without access counts, as if ids were uniform."""
     num_samples, batch_size = dataset.split("train").num_rows, config.train.batch_size
     if dataset.has_counts and num_samples:
         steps = max(1.0, num_samples / batch_size)
         rates, rows = rates_of(table.name, dataset.counts(table.name), steps)
-        of_all, of_one = (float(rows @ [-math.expm1(-rate / n) for rate in rates]) for n in (1, num_ranks))
-    else:
-        lookups = batch_size * len(table.feature_names)
-        of_all, of_one = (float(min(table.num_embeddings, lookups / n)) for n in (1, num_ranks))
-    weights = table.embedding_dim * (4 if table.dtype == "float32" else 2)
-    total = SUM_BYTES * table.embedding_dim
-    return Wire(
-        split_bytes=(num_ranks - 1) * of_one * (2 * ID_BYTES + weights + total),
-        replicated_bytes=(num_ranks - 1) * (of_one + of_all) * (ID_BYTES + total),
-        rows=of_all,
-    )
+        return wire_of_table(table, Accesses(rates[::-1], rows[::-1], steps), num_ranks)
+    rate = batch_size * len(table.feature_names) / table.num_embeddings
+    return wire_of_table(table, Accesses(np.array([rate]), np.array([float(table.num_embeddings)]), None), num_ranks)
 
 
-def _small(config: Config, tables: Sequence[TableConfig], wires: Sequence[Wire]) -> set[str]:
+def small_tables(config: Config, tables: Sequence[TableConfig], wires: Sequence[Wire]) -> set[str]:
     """Returns the tables that cost next to nothing if every rank holds them, the smallest first."""
     optimizer = config.optimizer.sparse.name
     sizes = [table.num_embeddings * record_bytes(table, optimizer) for table in tables]

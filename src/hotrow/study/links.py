@@ -14,8 +14,11 @@ from contextlib import suppress
 from types import TracebackType
 
 NEEDED = ("ip", "tc", "nsenter")
-BURST_BYTES, LATENCY_MS = 1 << 20, 20
-"""What tc tbf lets through at once: more than the kernel hands to a device at once; and how long bytes may wait."""
+BURST_BYTES, BURST_S, LATENCY_MS = 1 << 16, 0.0001, 20
+"""What tc tbf lets through at once after a pause: as much as the kernel hands to a device at once, or what passes in so
+long; and how long bytes may wait. It is little, because each exchange of a step comes after a pause."""
+GOODPUT = 1448 / 1514
+"""The share of a link's bytes that are a message's: packets of 1,500 bytes have headers of TCP, IP and Ethernet."""
 HOSTS = ("10.213.7.1", "10.213.7.2")
 
 
@@ -63,7 +66,8 @@ class Link:
             if bits_per_s is None:
                 _run("tc", "-n", name, *root, "noqueue")
             else:
-                rate, burst, latency = f"{bits_per_s:.0f}bit", f"{BURST_BYTES}b", f"{LATENCY_MS}ms"
+                burst = f"{max(BURST_BYTES, round(bits_per_s / 8 * BURST_S))}b"
+                rate, latency = f"{bits_per_s:.0f}bit", f"{LATENCY_MS}ms"
                 _run("tc", "-n", name, *root, "tbf", "rate", rate, "burst", burst, "latency", latency)
 
     def before(self, rank: int) -> list[str]:
