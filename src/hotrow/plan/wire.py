@@ -197,12 +197,15 @@ def share_of(
 
 def sharing_amounts(own: Work, *, num_ranks: int, num_nodes: float = 1.0) -> dict[str, dict[str, float]]:
     """Returns what the processor of a rank does beside an unshared step of its samples, by phase. own: that step."""
+    values = sum(table.rows * table.table.embedding_dim for table in own.tables)
     rows = {
         "shared steps": 1.0,
-        "messages of tables": float(len(own.tables) * num_ranks),
+        "shared tables": float(len(own.tables)),
+        "messages of tables": float(len(own.tables) * (num_ranks - 1)),
         "shared ids": sum(table.lookups for table in own.tables),
         "shared rows": sum(table.rows for table in own.tables),
-        "shared values": sum(table.rows * table.table.embedding_dim for table in own.tables),
+        "shared values": values,
+        "sent values": values * (num_ranks - 1) / num_ranks,
     }
     weights = {"shared steps": 1.0, "shared tensors": num_nodes * own.num_tensors}
     return {"lookup": rows, "dense": {**weights, "shared weights": num_nodes * own.num_weights}, "update": rows}

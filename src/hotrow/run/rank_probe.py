@@ -5,8 +5,9 @@
 Two processes joined by gloo over loopback, each with half of the cores, exchange messages without bytes and large ones.
 Then they take real training steps of the shapes of step_probe.py: each for itself, and together. What a step together
 takes beyond one of the same samples, its exchanges left out, is what sharing takes: points of `shared lookup`, `shared
-dense` and `shared update`, for plan/cost.py. Plain steps while the other process rests say how much longer they take if
-it does not (`Hardware.crowding`).
+dense` and `shared update`, for plan/cost.py. A process can share a model with nobody, in two micro-batches: beside
+steps of two, such steps say what each further rank adds. Plain steps while the other process rests say how much longer
+they take if it does not (`Hardware.crowding`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -74,15 +75,28 @@ def measure_ranks(*, seconds: float, progress: Callable[[str], object]) -> Mappi
     return vars(found)
 
 
-def _run_both(folder: Path, seconds: float) -> str | None:
-    """Runs the two processes; returns why they failed, None if they did not."""
+def measure_network(before: Sequence[Sequence[str]]) -> Network:
+    """Returns what exchanges take between two processes elsewhere. before: by rank, the words that start it there.
+
+    Raises OSError if they fail.
+    """
+    with tempfile.TemporaryDirectory(prefix="hotrow-ranks-") as folder:
+        if (reason := _run_both(Path(folder), 0.0, before)) is not None:
+            raise OSError(f"exchanges between two processes could not be measured: {reason}")
+        return TypeAdapter(Network).validate_json((Path(folder) / "result.json").read_bytes())
+
+
+def _run_both(folder: Path, seconds: float, before: Sequence[Sequence[str]] = ((), ())) -> str | None:
+    """Runs the two processes; returns why they failed, None if they did not. seconds: for steps; 0: takes none."""
     command = [sys.executable, "-m", "hotrow.run.rank_probe", str(folder)]
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     outputs: dict[str, Any] = {"env": environ, "stdout": subprocess.DEVNULL}
     with (folder / "errors").open("wb") as errors, ExitStack() as stack:
         ranks = [
-            stack.enter_context(subprocess.Popen([*command, rank, str(seconds)], stderr=errors, **outputs))
-            for rank in ("0", "1")
+            stack.enter_context(
+                subprocess.Popen([*before[rank], *command, str(rank), str(seconds)], stderr=errors, **outputs)
+            )
+            for rank in (0, 1)
         ]
         until_s = time.monotonic() + seconds + SLACK_S
         try:
@@ -115,13 +129,16 @@ def main(arguments: Sequence[str]) -> None:
     dist.init_process_group("gloo", init_method=meet, rank=int(rank), world_size=2, timeout=timedelta(seconds=MEET_S))
     world = World.of(None)
     pids = [pid for pid in everyone(world, os.getpid()) if pid != os.getpid()]
-    network, (crowding, kernels) = _network(world, pids), _steps(world, pids, until_s)
-    if world.rank == 0:
-        fields = {"network": asdict(network), "crowding": asdict(crowding)}
+    network = _network(world, pids)
+    found = asdict(network)
+    if float(seconds):
+        crowding, kernels = _steps(world, pids, until_s)
         points = {phase: [asdict(point) for point in own] for phase, own in kernels.items()}
-        write_json(Path(folder, "result.json"), {**fields, "kernels": points})
+        found = {"network": asdict(network), "crowding": asdict(crowding), "kernels": points}
+    if world.rank == 0:
+        write_json(Path(folder, "result.json"), found)
     dist.barrier()
-    dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo may abort a process that ends as usual
 
 
 def _network(world: World, pids: Sequence[int]) -> Network:
@@ -134,7 +151,8 @@ def _network(world: World, pids: Sequence[int]) -> Network:
     for _ in range(ROUNDS):
         message_s = _exchange_s(world, small, SMALL)[0] / 2  # counts, then what there is to say
         whole_s, cpu_s = _exchange_s(world, large, 4)
-        rounds.append((LARGE_BYTES / max(1e-9, whole_s - 2 * message_s), message_s, cpu_s / LARGE_BYTES))
+        bytes_s = max(whole_s / 4, whole_s - 2 * message_s)  # a disturbed message may seem to take all of it
+        rounds.append((LARGE_BYTES / bytes_s, message_s, cpu_s / LARGE_BYTES))
     note = _note(disturbance)
     return Network(*(_figure(values, note) for values in zip(*rounds, strict=True)))
 
@@ -171,8 +189,7 @@ def _steps(world: World, pids: Sequence[int], until_s: float) -> tuple[Figure, d
                 disturbance = Disturbance(pids)
                 found = sides.measure(max(2, shape.config.train.batch_size // part), seed=number)
                 times.append(found.crowded)
-                for phase, taken in found.added_s.items():
-                    amounts = found.amounts[phase]
+                for phase, taken, amounts in found.added:
                     points[f"shared {phase}"].append(point_of(1, amounts, taken, disturbance.share()))
     return _figure(times), points
 
@@ -180,13 +197,12 @@ def _steps(world: World, pids: Sequence[int], until_s: float) -> tuple[Figure, d
 @dataclass(frozen=True)
 class _Found:
     crowded: float
-    added_s: Mapping[str, list[float]]
-    """By phase: what each step together took beyond a plain one, exchanges left out."""
-    amounts: Mapping[str, dict[str, float]]
+    added: list[tuple[str, list[float], dict[str, float]]]
+    """Phase, what each shared step took beyond a plain one, exchanges left out, and its amounts."""
 
 
 class _Sides:
-    """The same model twice: of this process alone, and shared with the other."""
+    """The same model three times: of this process alone, shared with nobody, and shared with the other."""
 
     def __init__(self, shape: Shape, world: World, stack: ExitStack) -> None:
         self.shape, self.world = shape, world
@@ -195,6 +211,7 @@ class _Sides:
             for table in shape.info.tables
         }
         self.plain = build_shape(shape, stack)
+        self.lonely = build_shape(shape, stack, world=World(micro_batches=2), shards=shards)
         self.together = build_shape(shape, stack, world=world, shards=shards)
         length = sum(weight.numel() for weight in self.together.model.parameters() if weight.requires_grad)
         self.together.ranks = Ranks(world, lambda: None, length=length)
@@ -210,12 +227,22 @@ class _Sides:
         beside = [*self._taken(self.plain, batches)][WARMUP:]
         everyone(self.world, None)
         together = [*self._taken(self.together, batches)][WARMUP:]
+        whole = [replace(batch, of_samples=None) for batch in batches]
+        lonely = [*self._taken(self.lonely, whole)][WARMUP:]
+        everyone(self.world, None)
         plain_s = {phase: statistics.median(step[phase] for step in beside) for phase in PHASES}
-        added_s = {phase: [max(1e-7, step[phase] - plain_s[phase]) for step in together] for phase in PHASES}
         work = work_of_steps(self.shape, self.plain, batches[WARMUP:])
-        amounts = sharing_amounts(work, num_ranks=self.world.size)
+        added = []
+        # Its dense layers run in two parts, which a rank's here do not.
+        for num_ranks, steps, phases in (
+            (self.world.size, together, ("lookup", "dense", "update")),
+            (1, lonely, ("lookup", "update")),
+        ):
+            amounts = sharing_amounts(work, num_ranks=num_ranks)
+            for phase in phases:
+                added.append((phase, [max(1e-7, step[phase] - plain_s[phase]) for step in steps], amounts[phase]))
         crowded = statistics.median(sum(step.values()) for step in beside) / alone
-        return _Found(max(1.0, crowded), {phase: added_s[phase] for phase in amounts}, amounts)
+        return _Found(max(1.0, crowded), added)
 
     def _alone(self, batches: Sequence[Batch]) -> float:
         """Returns the seconds of a plain step of the first rank while the other one rests; both ranks call it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -28,13 +29,14 @@ from hotrow.placement.budget import Memory
 from hotrow.plan.cost import predict
 from hotrow.plan.demand import required_bytes
 from hotrow.plan.divide import slots_of, threads_of
-from hotrow.plan.hardware import Figure, Hardware
+from hotrow.plan.hardware import Hardware, Network
 from hotrow.plan.modelled import faster
 from hotrow.plan.work import Work, work_of
+from hotrow.run.rank_probe import measure_network
 from hotrow.run.setup import Setup, sharing_of, tables_of
 from hotrow.study.data import NotHere, prepared
 from hotrow.study.group import GroupError, MemoryGroup, enter_and
-from hotrow.study.links import GOODPUT, Link, LinkError
+from hotrow.study.links import Link, LinkError
 from hotrow.study.results import files_of, summary_of
 from hotrow.study.runner import Plan
 from hotrow.study.scaling import modelled_of
@@ -55,6 +57,7 @@ SLACK_BYTES = 256 << 20
 """What a cell in a memory group may use beside its DRAM: batches, activations, dense layers, page cache."""
 CELL_TIMEOUT_S = 900.0
 PREDICTIONS = "predictions.json"
+NO_LINK = "two namespaces with a link cannot be made here"
 _CURE = "remove the folder, or pass another --out"
 
 
@@ -176,7 +179,7 @@ class Studied:
                 settled, slots = slots_of(config, setup.held, setup.memory)
                 work = replace(work, folder=str(settled.folder), writes=settled.writes)
             if cell.ranks > 1:
-                hardware = with_link(hardware, cell.link)
+                hardware = hardware if cell.link is None else replace(hardware, network=network_over(cell.link))
                 sharing = sharing_of(setup.tables, setup.shards, setup.world)
                 work, shared = sharing.share(counted(setup.tables), work, announced=slots is not None)
             found = predict(work, hardware, slots, shared)
@@ -287,13 +290,18 @@ def _cell_s(cell: Cell) -> float:
     return QUALITY_S if cell.measures == "quality" else CELL_S + RANK_S * (cell.ranks - 1)
 
 
-def with_link(hardware: Hardware, gbit: float | None) -> Hardware:
-    """Returns the machine with a link of so many Gbit/s between ranks; None: as it is."""
-    if gbit is None or hardware.network is None:
-        return hardware
-    least = min(hardware.network.bytes_per_s.value, 1e9 / 8 * gbit * GOODPUT)
-    figure = Figure(least, source="assumed", note=f"a link of {gbit:g} Gbit/s, less headers")
-    return replace(hardware, network=replace(hardware.network, bytes_per_s=figure))
+@functools.cache
+def network_over(gbit: float) -> Network:
+    """Returns what exchanges take over a link of so many Gbit/s, as `hotrow probe` measures them over loopback.
+
+    Raises ValueError if there can be no such link here.
+    """
+    try:
+        with Link() as link:
+            link.limit(1e9 * gbit)
+            return measure_network([link.before(rank) for rank in (0, 1)])
+    except (LinkError, OSError) as error:
+        raise ValueError(f"{NO_LINK}: {error}") from None
 
 
 def now() -> str:
@@ -371,7 +379,7 @@ def _started(cell: Cell, work: Path, group: MemoryGroup | None, stack: ExitStack
             link = stack.enter_context(Link())
             link.limit(1e9 * cell.link)
         except LinkError as error:
-            raise CellError(f"two namespaces with a link cannot be made here: {error}") from None
+            raise CellError(f"{NO_LINK}: {error}") from None
     environ = dict(os.environ)
     if cell.ranks > 1:
         environ |= {"MASTER_ADDR": "127.0.0.1" if link is None else link.host, "MASTER_PORT": str(_free_port())}

@@ -14,11 +14,10 @@ from contextlib import suppress
 from types import TracebackType
 
 NEEDED = ("ip", "tc", "nsenter")
-BURST_BYTES, BURST_S, LATENCY_MS = 1 << 16, 0.0001, 20
-"""What tc tbf lets through at once after a pause: as much as the kernel hands to a device at once, or what passes in so
-long; and how long bytes may wait. It is little, because each exchange of a step comes after a pause."""
-GOODPUT = 1448 / 1514
-"""The share of a link's bytes that are a message's: packets of 1,500 bytes have headers of TCP, IP and Ethernet."""
+BURST_BYTES, BURST_S, LATENCY_MS = 1 << 17, 0.0001, 100
+"""What tc tbf lets through at once after a pause: what the kernel hands to a device at once must fit, or it is cut at a
+price; or what passes in so long. It is little, because each exchange of a step comes after a pause. And how long bytes
+may wait: what waits longer is lost, and comes again late."""
 HOSTS = ("10.213.7.1", "10.213.7.2")
 
 
