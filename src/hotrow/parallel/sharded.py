@@ -12,7 +12,7 @@ a bit of the result (law 2). Next: shards.py, which says where a row lies; world
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,19 +25,18 @@ from torch import Tensor
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
 from hotrow.kernels.reference import Layout, RowSums, Rule
-from hotrow.parallel.agreement import everyone
+from hotrow.parallel.agreement import everyone, network_id
 from hotrow.parallel.buffers import Buffers, ShardLease
 from hotrow.parallel.exchange import Keys, pack, unpack
 from hotrow.parallel.shards import Division, Numbers, Shard
+from hotrow.parallel.shared_rows import SharedChanges, SharedRows
 from hotrow.parallel.world import World
 from hotrow.placement import AnyMemory, place
-from hotrow.placement.base import Attached, Lease, Placement, RowIds, Rows, TableState, Use
+from hotrow.placement.base import Attached, Lease, Placement, Rows, TableState, Use
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.slots import Span, bad_id, spans_of
 from hotrow.tables import TableConfig
 
-PIECE_BYTES = 16 << 20
-"""Rows are read by their numbers in pieces of about this size: all ranks must choose the same."""
 HELD = 0
 """The group of rows that the rank itself holds, in `Asked`; group 1 + r is what it asks of rank r."""
 
@@ -70,7 +69,7 @@ class Shards:
         if isinstance(below, Memory) and below.pins:
             below = replace(below, pins=_own_pins(below.pins, tables, shards, self.world))
         local = [_local_table(*each, self.world) for each in zip(tables, shards, strict=True)]
-        return Sharded(self.world, tables, shards, place(local, below, seed=seed))
+        return Sharded(self.world, tables, shards, place(local, below, seed=seed), seed=seed)
 
 
 def shard(
@@ -158,14 +157,21 @@ class Sharded(Placement):
     fails, all raise its error.
     """
 
-    def __init__(self, world: World, tables: Sequence[TableConfig], shards: Sequence[Shard], below: Placement) -> None:
+    def __init__(
+        self, world: World, tables: Sequence[TableConfig], shards: Sequence[Shard], below: Placement, *, seed: int
+    ) -> None:
         self.world, self.tables, self.shards = world, tuple(tables), tuple(shards)
         self.below: Placement = below
         self.layout = Layout.of(self.tables)
         self.kernels = ops.KernelSet(self.layout)
         self.weights, self.low = below.weights, below.low
+        ranks = everyone(world, [below.looks_ahead, below.changes is not None, network_id()])
+        looks_ahead, knows_changes, where = zip(*ranks, strict=True)
         # Ranks announce together, also if the rows of some fit in DRAM.
-        self.looks_ahead = any(everyone(world, below.looks_ahead))
+        self.looks_ahead = any(looks_ahead)
+        # Whole tables are written by several ranks into one file, whose pages only processes of one machine share.
+        whole = not any(knows_changes) and len(set(where)) == 1
+        self._changes = None if whole else SharedChanges(world, tables, shards, below.changes, seed=seed)
         self._division = Division(shards, world.size)
         self._keys = Keys([table.num_embeddings for table in tables], [table.embedding_dim for table in tables])
         sizes = [self.weights[table.name].itemsize for table in tables]
@@ -183,9 +189,9 @@ class Sharded(Placement):
     # ---- what is offered
 
     @property
-    def changes(self) -> None:
-        """None: checkpoints write whole tables."""
-        return
+    def changes(self) -> SharedChanges | None:
+        """See Placement. None, so that checkpoints write whole tables, if all ranks are in DRAM of one machine."""
+        return self._changes
 
     @property
     def stall_s(self) -> float:
@@ -476,12 +482,14 @@ class Sharded(Placement):
     # ---- optimizer states, and rows by their ids
 
     def attach(self, states: dict[str, Sequence[TableState]]) -> Attached:
+        if self._changes is not None:
+            self._changes.states = states
         return self.below.attach(states)
 
     def rows(self, table: str, state: TableState | None = None) -> Rows:
         """Returns whole tables by row: every rank reads the same rows at the same time, and gets all of them."""
         t = next(t for t, each in enumerate(self.tables) if each.name == table)
-        return _ShardedRows(self, t, self.below.rows(table, state))
+        return SharedRows(self.world, self.shards[t], self.tables[t].num_embeddings, self.below.rows(table, state))
 
     def grow(self, table: TableConfig) -> None:
         raise ValueError(
@@ -491,45 +499,6 @@ class Sharded(Placement):
 
     def flush(self) -> None:
         self.below.flush()
-
-
-class _ShardedRows(Rows):
-    """The rows of table number t; below: this rank's."""
-
-    def __init__(self, owner: Sharded, t: int, below: Rows) -> None:
-        self._world, self._shard, self._below = owner.world, owner.shards[t], below
-        self.shape = torch.Size((owner.tables[t].num_embeddings, *below.shape[1:]))
-        self.dtype = below.dtype
-        self.piece_rows = max(1, PIECE_BYTES // (4 * max(1, self.shape[1:].numel())))
-
-    def read(self, rows: RowIds, /) -> Tensor:
-        """Returns the rows; collective. Each row comes from its home."""
-        ids, world = _ids(rows), self._world
-        homes = self._shard.homes(ids, world.size)
-        come = world.gather(partial(self._read_own, ids[homes == world.rank]), purpose="tables")
-        out = torch.empty(len(ids), *self.shape[1:], dtype=self.dtype)
-        for rank, own in enumerate(come):
-            at = torch.from_numpy((homes == rank).nonzero()[0])
-            out[at] = own.view(self.dtype).view(len(at), *self.shape[1:])
-        return out
-
-    def _read_own(self, ids: Numbers) -> Tensor:
-        pieces = [self._below.read(local) for local, _ in self._pieces(ids)]
-        values = torch.cat(pieces) if pieces else torch.empty(0, *self.shape[1:], dtype=self.dtype)
-        return values.contiguous().view(-1).view(torch.uint8)
-
-    def write(self, rows: RowIds, values: Tensor, /) -> None:
-        """Makes these rows `values`, which every rank is given whole; not collective."""
-        ids = _ids(rows)
-        held = self._shard.held(ids, self._world.rank, self._world.size).nonzero()[0]
-        for local, at in self._pieces(ids[held]):
-            self._below.write(local, values[torch.from_numpy(held[at])])
-
-    def _pieces(self, ids: Numbers) -> Iterator[tuple[Tensor, slice]]:
-        """Yields the numbers of rows in this rank's shard, as many as to read at once, and which of `ids` they are."""
-        local, step = torch.from_numpy(self._shard.local(ids, self._world.size)), self._below.piece_rows
-        for start in range(0, len(local), step):
-            yield local[start : start + step], slice(start, start + step)
 
 
 def _distinct(keys: Numbers) -> tuple[Numbers, Numbers]:
@@ -560,7 +529,3 @@ def _divided(table: Cut, which: Tensor) -> tuple[Cut, Cut]:
     before = np.concatenate([[0], which.numpy().cumsum()])[list(parts)]
     rest = Cut(RowSums(own.rows[~which], own.sums[~which]), tuple((np.array(parts) - before).tolist()))
     return rest, Cut(RowSums(own.rows[which], own.sums[which]), tuple(before.tolist()))
-
-
-def _ids(rows: RowIds) -> Numbers:
-    return rows.numpy() if isinstance(rows, Tensor) else np.arange(rows.start, rows.stop)
