@@ -301,16 +301,17 @@ class Kept(NamedTuple):
     tiers: str | None = None
     first_in_dram: bool = False
     machines: int = 1
+    seed: int = 0
 
 
-def placed(world: World, kept: Kept, seed: int) -> Saved:
+def placed(world: World, kept: Kept) -> Saved:
     """A model of a rank; writes go in small pieces, so that there are several of them."""
     shared_rows.PIECE_BYTES, checkpoint_together.STRIDE_BYTES = 256, 600
     plain, sharded.network_id = sharded.network_id, lambda: str(world.rank % kept.machines)
     case = Case("adam", 4, kept.tiers, first_in_dram=kept.first_in_dram)
     try:
         memory = Shards(world=world, shards=shards_of(world.size), below=memory_of(case, world.rank))
-        emb = EmbeddingCollection(TABLES, memory=memory, seed=seed)
+        emb = EmbeddingCollection(TABLES, memory=memory, seed=kept.seed)
     finally:
         sharded.network_id = plain
     return Saved(emb, hotrow.Adam(emb, lr=0.02))
@@ -320,7 +321,8 @@ def go_on(world: World, folder: Path, kept: Kept, first: int, last: int) -> int:
     """Loads checkpoint `first` and trains on, with a checkpoint after each step up to `last`; returns how many bytes of
     rows the rank sent for that.
     """
-    saved = placed(world, kept, seed=first)
+    saved = placed(world, kept)
+    saved.step(make_batch(torch.Generator().manual_seed(99), 8).samples(*world.samples(8)))  # which loading undoes
     hotrow.load_checkpoint(folder / str(first), saved.parts)
     for number in range(first, last):
         batch = make_batch(torch.Generator().manual_seed(number), 13)
@@ -347,7 +349,7 @@ def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, 
         (4, Kept(), 2),
         (2, Kept(tiers), 3),
         (3, Kept(tiers), 3),
-        (4, Kept(tiers, first_in_dram=True), 2),
+        (4, Kept(tiers, first_in_dram=True, seed=7), 2),
         (3, Kept(machines=2), 2),
         (3, Kept(), 1),
     ]:
@@ -359,6 +361,7 @@ def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, 
             truth = hotrow.save_checkpoint(tmp_path / f"truth-{number}", plain.parts)
             assert expanded(folder / str(number)) == expanded(truth), (num_ranks, kept, number)
             verify(folder / str(number))
+            assert bool(links(folder / str(number))) == (kept != Kept())
             if kept == Kept():
                 for name in (path.relative_to(truth) for path in truth.rglob("*.safetensors")):
                     assert (folder / str(number) / name).read_bytes() == (truth / name).read_bytes(), (number, name)
@@ -375,7 +378,7 @@ def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, 
 
 def fail_to_save(world: World, folder: Path, tiers: str | None) -> list[Told]:
     """What a full disk under one rank, then a folder that another does not see, raise; then saves."""
-    saved = placed(world, Kept(tiers), seed=0)
+    saved = placed(world, Kept(tiers))
     hotrow.save_checkpoint(folder / "step-0", saved.parts)
     saved.step(make_batch(torch.Generator().manual_seed(0), 13).samples(*world.samples(13)))
 

@@ -50,7 +50,7 @@ def write_together(path: Path, arrays: Mapping[str, Rows], world: World) -> File
     # A crc32 adds up (as xor): that of the file is the sum of each rank's, with zeros for what others write.
     checksum = zlib.crc32(head) if world.rank == 0 else _NOTHING
     with on_every_rank(world, lambda: path.open("r+b", buffering=0)) as file:
-        for number, windows in enumerate(_strides([array for _, array in ordered], len(head))):
+        for number, windows in enumerate(_strides([arrays[name] for name, _ in ordered], len(head))):
             checksum = on_every_rank(world, partial(_fill, file, windows, checksum))
             if number % world.size == world.rank:
                 send_down(file)
