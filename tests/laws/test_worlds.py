@@ -416,6 +416,29 @@ def test_a_save_that_one_rank_cannot_finish_leaves_the_one_before(
     assert sorted(list_checkpoints(folder)) == [0, 1] and expanded(folder / "step-1") == expanded(truth)
 
 
+def undo(world: World, folder: Path, tiers: str) -> Tensor:
+    """Trains rows 20 to 39, of which every rank has a copy, and loads a checkpoint that has no row above 19."""
+    table = TableConfig(name="t", num_embeddings=60, embedding_dim=4, feature_names=("a",))
+    memory = Shards(world=world, shards={"t": Shard(prefix=50)}, below=memory_of(Case("sgd", 4, tiers), world.rank))
+    emb = EmbeddingCollection([table], memory=memory)
+    saved = Saved(emb, hotrow.Adam(emb, lr=0.1))
+    for ids in torch.arange(40).split(10):
+        if int(ids[0]) == 20:
+            hotrow.save_checkpoint(folder, saved.parts)
+        saved.step(KeyedJaggedTensor.from_dense(("a",), ids[:, None]).samples(*world.samples(10)))
+    hotrow.load_checkpoint(folder, saved.parts)
+    own = emb.placement.below.rows("t").read(slice(0, 50)).clone()  # type: ignore[union-attr]
+    emb.placement.close()
+    return own
+
+
+def test_loading_makes_every_copy_of_a_row_what_it_was(pool: RankPool, tmp_path: Path) -> None:
+    found = pool.run(undo, tmp_path / "saved", str(tmp_path / "tiers"), num_ranks=3, micro_batches=3)
+    alone = EmbeddingCollection([TableConfig(name="t", num_embeddings=60, embedding_dim=4, feature_names=("a",))])
+    hotrow.load_checkpoint(tmp_path / "saved", {"embedding": alone})
+    assert all(torch.equal(own, alone.weights["t"][:50]) for own in found)
+
+
 class Read(NamedTuple):
     checked: int
     """Bytes that a rank read to compare them with checksums."""
