@@ -23,6 +23,7 @@ from benchmarks.hot_lab import interval
 from benchmarks.hot_page import hot_tables
 from benchmarks.kernels import promises
 from benchmarks.markdown import across, clean_rounds, held, span, table
+from benchmarks.plan_page import plan_table
 from benchmarks.ranks_page import ranks_table
 from benchmarks.results import Cell, Reports, missing, over_processors
 from benchmarks.step_shapes import SHAPES
@@ -413,6 +414,7 @@ TABLES = {
     "hot": hot_tables,
     "huge": huge_lines,
     "ranks": ranks_table,
+    "plan": plan_table,
 }
 """Of the reports that have a form of their own."""
 
@@ -486,6 +488,8 @@ def claim_cells(claim: dict[str, Any], cells: dict[str, ByProcessor]) -> list[st
     note = f"; {claim['note']}" if "note" in claim else ""
     threads = cell["threads"] if "threads" in cell else cell["machine"]["usable_cores"]
     machine = f"{cell['machine']['cpu']}, {threads} threads"
+    if "told" in cell and len(found) > 1:
+        machine = f"each with {threads} threads"
     return [claim["claim"], claim["figure"], f"{ours(found)}{note}", f"`{cell['command']}`", machine, cell["date"]]
 
 
@@ -493,7 +497,7 @@ def ours(found: ByProcessor) -> str:
     """What a cell says to a claim: the range over processors and the best of them, if it hangs on the processor."""
     cell = best(found)
     if "told" in cell:
-        return str(cell["told"])
+        return str(cell["told"]) if len(found) == 1 else "; ".join(f"{p}: {own['told']}" for p, own in found.items())
     if "relative_speed" in cell:
         return f"{range_of(found)} of the speed with all in memory; best {spread_of(cell, *FIGURES_OF_SPEED)}"
     if "auc_difference" in cell:

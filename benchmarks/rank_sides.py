@@ -22,10 +22,13 @@ from benchmarks.step_shapes import SHAPES, StepShape, make_setting
 from hotrow.batch import Batch
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
+from hotrow.parallel.pooled import Collective
 from hotrow.parallel.sharded import Shards
 from hotrow.parallel.shards import Shard
 from hotrow.parallel.world import Parts as Messages
 from hotrow.parallel.world import World
+from hotrow.plan.shards import Wire as TableWire
+from hotrow.plan.shards import pooled_owners
 from hotrow.run.meters import StepClock
 from hotrow.run.micro import cut
 from hotrow.run.setup import Parts, Schedule
@@ -68,6 +71,11 @@ class Seat:
     """Whether the ids of the next batch are exchanged during a step; torchrec only."""
     prefix: float = 0.0
     """Share of each table's rows that every rank holds; hotrow only."""
+    pools: bool = False
+    """Whether one rank each holds the tables for which hotrow's planner counts fewer bytes so, and pools them; hotrow
+    only."""
+    collective: Collective = "all_to_all"
+    """How pooled vectors travel; hotrow only."""
 
 
 class Rank(Protocol):
@@ -146,7 +154,10 @@ class OurRank:
         self.world = Wire(seat.rank, work.num_ranks, work.num_ranks)
         self.tables = tables_of(shape)
         self.shards = shards_of(self.tables, seat, work.num_ranks)
-        emb = EmbeddingCollection(self.tables, memory=Shards(world=self.world, shards=self.shards), seed=SEED)
+        if seat.pools:
+            self.shards |= pooled_shards(self.tables, setting.batches[0], work.num_ranks)
+        memory = Shards(world=self.world, shards=self.shards, collective=seat.collective)
+        emb = EmbeddingCollection(self.tables, memory=memory, seed=SEED)
         model = make_model(setting)
         sparse, dense = SGD(emb, shape.lr, nonfinite=None), dense_sgd([model], shape.lr)
         self.num_weights = sum(weight.numel() for weight in model.parameters())
@@ -183,6 +194,21 @@ def shards_of(tables: Sequence[TableConfig], seat: Seat, num_ranks: int) -> dict
         by_table = seat.sharding == "table_wise"
         found[table.name] = Shard(prefix=prefix, kind="table", owner=owner) if by_table else Shard(prefix=prefix)
     return found
+
+
+def pooled_shards(tables: Sequence[TableConfig], batch: Batch, num_ranks: int) -> dict[str, Shard]:
+    """Returns the tables that one rank each should hold and pool, as hotrow's planner has it for steps like `batch`."""
+    parts = [part_of(batch, World(rank, num_ranks, num_ranks)).sparse for rank in range(num_ranks)]
+
+    def wire(table: TableConfig) -> TableWire:
+        ids = [part.bags(table.name)[0].numpy() for part in parts]
+        of_one, whole = [len(np.unique(own)) for own in ids], np.concatenate(ids)
+        sizes = {"of_one": sum(of_one) / num_ranks, "of_all": len(np.unique(whole)), "lookups": len(whole)}
+        return TableWire.of(table, len(batch), num_ranks, **sizes)
+
+    sizes = {table.name: table.num_embeddings * table.embedding_dim for table in tables}
+    owned = pooled_owners(tables, {table.name: wire(table) for table in tables}, sizes, num_ranks)
+    return {name: Shard(kind="table", owner=owner, exchange="pooled") for name, owner in owned.items()}
 
 
 def num_lacking(batch: Batch, shards: Mapping[str, Shard], rank: int, num_ranks: int) -> int:

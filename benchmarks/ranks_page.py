@@ -17,6 +17,7 @@ def ranks_table(cells: Sequence[Cell]) -> list[str]:
         ("over_least", wire_lines),
         ("fewer", pooled_lines),
         ("tried_ms", torchrec_lines),
+        ("all_to_all_ms", collective_lines),
         ("not_hidden", link_lines),
     ):
         if own := [cell for cell in cells if key in cell]:
@@ -77,7 +78,8 @@ def pooled_lines(cells: Sequence[Cell]) -> list[str]:
 def torchrec_lines(cells: Sequence[Cell]) -> list[str]:
     """Steps beside torchrec's."""
     text = (
-        "Training steps of two processes with one thread each. The losses of the first steps agree within 1e-4. "
+        "Training steps of two processes with one thread each. The losses of the first steps agree within 1e-4. hotrow "
+        "sends rows or pooled vectors, what its planner counts to be fewer bytes. "
         "torchrec shares its tables row by row or table by table, and exchanges ids ahead or not; the fastest counts."
     )
     columns = ("cell", "peer", "peer / ours", "promised", "ours, ms", "peer, ms", "clean rounds")
@@ -94,6 +96,18 @@ def torchrec_lines(cells: Sequence[Cell]) -> list[str]:
         for cell in cells
     ]
     return [text, "", *table(heads(columns, left=(0, 1, 3)), rows)]
+
+
+def collective_lines(cells: Sequence[Cell]) -> list[str]:
+    """Ways in which pooled vectors travel."""
+    text = (
+        "Training steps of two processes with pooled vectors, which travel in one exchange of all ranks, in one for "
+        "each owner, or in one for each table. Results have the same bits."
+    )
+    ways = ("all_to_all_ms", "fused_scatter_ms", "scatter_ms")
+    rows = [[cell["name"], *(f"{cell[way]:.3g}" for way in ways), clean_rounds(cell)] for cell in cells]
+    columns = ("cell", "all to all, ms", "fused scatter, ms", "scatter, ms", "clean rounds")
+    return [text, "", *table(heads(columns, left=(0,)), rows)]
 
 
 def link_lines(cells: Sequence[Cell]) -> list[str]:

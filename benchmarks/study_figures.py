@@ -84,18 +84,21 @@ OF_BENCHMARKS = ("memory", "hot")
 
 
 def study_cells() -> dict[str, dict[str, Cell]]:
-    """Returns cell -> processor -> the sentence with its circumstances, for each study that docs/ has results of."""
+    """Returns cell -> processor -> the sentence with its circumstances, for each study that docs/ has results of.
+
+    Results of a second processor are docs/NAME-study-PROCESSOR.json.
+    """
     found: dict[str, dict[str, Cell]] = {}
     for study, figures in FIGURES.items():
-        file = DOCS / f"{study}-study.json"
-        if not file.exists():
-            continue
-        report = json.loads(file.read_text(encoding="utf-8"))
-        beside = {
-            "command": f"python -m benchmarks.studies {study}" if study in OF_BENCHMARKS else f"hotrow study {study}",
-            "machine": report["machine"],
-            "date": max(row["date"] for row in report["cells"]),
-        }
-        for name, told in figures.items():
-            found[name] = {processor_of(report): {"name": name, "told": told(report), **beside}}
+        command = f"python -m benchmarks.studies {study}" if study in OF_BENCHMARKS else f"hotrow study {study}"
+        for file in sorted(DOCS.glob(f"{study}-study*.json")):
+            report = json.loads(file.read_text(encoding="utf-8"))
+            beside = {
+                "command": command,
+                "machine": report["machine"],
+                "date": max(row["date"] for row in report["cells"]),
+            }
+            for name, told in figures.items():
+                cell = {"name": name, "told": told(report), **beside}
+                found.setdefault(name, {})[processor_of(report)] = cell
     return found

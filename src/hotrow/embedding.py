@@ -224,7 +224,7 @@ class EmbeddingCollection(nn.Module):
             first, second = map(self.sequence, _halves(sparse))
             return {name: _joined(own, second[name]) for name, own in first.items()}
         found = {}
-        lease, slots = placement.take(sparse, training=self._trains(frozen))
+        lease, slots = placement.take_rows(sparse, training=self._trains(frozen))
         for name in self.feature_names:
             if name in sparse.keys:
                 values, offsets, _ = slots.bags(name)
@@ -498,7 +498,7 @@ class _Lookup(torch.autograd.Function):
         ctx.sparse, ctx.emb, ctx.kernels, ctx.number, ctx.lease = sparse, emb, kernels, number, lease
         ctx.frozen = frozen
         ctx.placement = placement = emb.placement
-        return kernels.lookup(placement.arrays, sparse, blame=blame)
+        return placement.look_up(kernels, sparse, blame=blame)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

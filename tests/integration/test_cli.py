@@ -439,9 +439,10 @@ def test_debugging_shows_the_traceback(
     assert "Traceback" in hotrow("train", "absent.yaml", code=2, capsys=capsys, monkeypatch=monkeypatch)
 
 
-def test_sigterm_saves_says_how_to_go_on_and_resumes(
+def test_a_signal_saves_says_how_to_go_on_and_resumes(
     work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """SIGUSR1, by which Slurm says that the time of a job is nearly over; then --max-minutes."""
     tools = {"capsys": capsys, "monkeypatch": monkeypatch}
     hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
     options = ["--set", "train.epochs=1000", "--set", "train.log_every=1", "--json"]
@@ -451,15 +452,19 @@ def test_sigterm_saves_says_how_to_go_on_and_resumes(
     deadline = time.monotonic() + 120
     while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
-    training.send_signal(signal.SIGTERM)
+    training.send_signal(signal.SIGUSR1)
     out, err = training.communicate(timeout=120)
-    assert training.returncode == 128 + signal.SIGTERM, err
-    assert "continue with: hotrow train --resume runs/packed-dlrm-001" in err
+    assert training.returncode == 128 + signal.SIGUSR1, err
+    told = "because its time is over; continue with: hotrow train --resume runs/packed-dlrm-001"
+    assert told in err
     stopped = json.loads(out.splitlines()[-1])
-    assert (stopped["status"], stopped["signal"]) == ("interrupted", signal.SIGTERM)
+    assert (stopped["status"], stopped["signal"]) == ("interrupted", signal.SIGUSR1)
+    resume = ["train", "--resume", "runs/packed-dlrm-001"]
+    assert told in hotrow(*resume, "--max-minutes", "0.001", code=128 + signal.SIGUSR1, **tools)
+    assert "--max-minutes is 0; give a number above 0" in hotrow(*resume, "--max-minutes", "0", code=2, **tools)
     epochs = int(stopped["epochs"]) + 1
     changes = ["--set", f"train.epochs={epochs}", "--json"]
-    result = hotrow("train", "--resume", "runs/packed-dlrm-001", *changes, **tools)
+    result = hotrow(*resume, *changes, **tools)
     assert (result["status"], result["epochs"]) == ("finished", epochs)
     assert set(result["warnings"]) <= {"reference_backend"}
 

@@ -6,11 +6,13 @@ The truth is the uninterrupted run: every tensor of its last checkpoint, every l
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,17 +94,36 @@ def test_interrupted_at_any_step(
     # 14 steps per epoch: one within a log window, the last of an epoch, the last but one of the run
     last = expected["state"]["step"]
     assert last > 15
-    for stop in (6, 14, last - 1):
+    for stop, sent in ((6, signal.SIGINT), (14, signal.SIGUSR1), (last - 1, signal.SIGTERM)):
         with monkeypatch.context() as patch:
-            signal_at(patch, stop, signal.SIGTERM if stop % 2 else signal.SIGINT)
+            signal_at(patch, stop, sent)
             run = runs.train(config(data, tmp_path / f"stopped-{stop}", changes))
-        assert run.record.status == "interrupted"
+        assert (run.record.status, run.record.signal) == ("interrupted", sent)
         assert run.record.steps == stop
         assert f"continue with: hotrow train --resume {run.path}" in capsys.readouterr().err
         run = runs.resume(run.path)
         assert run.record.status == "finished"
         assert set(run.record.warnings) <= {"reference_backend", "slow_bfloat16"}
         assert outcome(run) == expected, f"stopped after step {stop}"
+
+
+def test_stopped_when_its_time_is_over(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each session takes a step at least, however little time it has."""
+    changes = ["train.max_steps=9"]
+    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
+    run = runs.train(config(data, tmp_path / "run", changes), until_s=time.monotonic() - 1)
+    for steps in (1, 2):
+        assert (run.record.status, run.record.signal, run.record.steps) == ("interrupted", signal.SIGUSR1, steps)
+        told = f"stopped at step {steps}, because its time is over; continue with: hotrow train --resume {run.path}"
+        assert told in capsys.readouterr().err
+        run = runs.resume(run.path, until_s=time.monotonic() if steps == 1 else math.inf)
+    assert outcome(run) == expected
+    # torchrun begins ranks again that end by a signal; a run that was asked to stop stays as it is
+    run = runs.train(config(data, tmp_path / "restarted", changes), until_s=0.0)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert runs.resume(run.path).record.steps == 1
 
 
 def test_interrupted_around_skipped_steps(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ Most worlds are a pool of gloo processes that call the library; a few are starte
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -42,7 +43,7 @@ VARIANTS = {
     "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
     "adam": ["optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.early_stopping=1"],
     "ftrl, stored order": ["optimizer.sparse.name=ftrl", "train.shuffle=false"],
-    "float16": ["train.precision=fp16", "optimizer.sparse.name=adagrad", "parallel.sharding={t2: table}"],
+    "float16": ["train.precision=fp16", "optimizer.sparse.name=adagrad", "parallel.exchange={t2: pooled}"],
     "split": ["train.precision=split_bf16", "parallel.sharding={t0: replicated, t2: row}"],
     "hot window": ["hot.schedule=window", "hot.budget=4KiB", "hot.small_table=0"],
     "copies of hot rows": ["parallel.hot_rows=0.2", "parallel.sharding={t0: row, t1: row, t2: row}"],
@@ -91,17 +92,17 @@ def same(path: Path, truth: dict[str, Any]) -> None:
 
 
 Stop = tuple[int, int] | None
-"""Rank and step at which that rank gets SIGTERM."""
+"""Rank and step at which that rank gets a signal."""
 
 
 @contextmanager
-def stopping(world: World, stop: Stop) -> Iterator[None]:
+def stopping(world: World, stop: Stop, sent: signal.Signals = signal.SIGTERM) -> Iterator[None]:
     trainer.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
     plain = trainer.train_step
 
     def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
         if stop == (world.rank, number):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), sent)
         return plain(parts, batch, number, clock)
 
     trainer.train_step = step
@@ -111,10 +112,19 @@ def stopping(world: World, stop: Stop) -> Iterator[None]:
         trainer.train_step = plain
 
 
-def trained(world: World, raw: dict[str, Any], stop: Stop = None) -> str:
-    """Trains as a rank; returns the run's status."""
-    with stopping(world, stop):
-        return runs.train(make_config(raw), quiet=True, world=world).record.status
+def trained(
+    world: World,
+    raw: dict[str, Any],
+    stop: Stop = None,
+    sent: signal.Signals = signal.SIGTERM,
+    late: int | None = None,
+) -> str:
+    """Trains as a rank; sent: the signal of `stop`; late: the rank whose time is over when it begins. Returns the run's
+    status.
+    """
+    until_s = 0.0 if late == world.rank else math.inf
+    with stopping(world, stop, sent):
+        return runs.train(make_config(raw), quiet=True, world=world, until_s=until_s).record.status
 
 
 def resumed(world: World, path: str, changes: list[str], stop: Stop = None) -> str:
@@ -167,19 +177,24 @@ def test_each_rank_keeps_its_rows_in_tiers(pool: RankPool, data: Path, tmp_path:
 
 
 def test_interrupted_on_four_ranks_and_resumed_on_three_and_one(pool: RankPool, data: Path, tmp_path: Path) -> None:
-    """The second rank is asked to stop in the ninth step, and the run stops after it; what resumes has tiers."""
+    """The second rank is asked to stop in the ninth step, and the run stops after it; what resumes has tiers. Then the
+    time of the last rank is over at the start, and all stop after the first step.
+    """
     changes = ["optimizer.dense.name=adam", "optimizer.sparse.name=adam"]
     runs.train(make_config(raw_config(data, tmp_path / "one", changes)), quiet=True)
     truth = outcome(tmp_path / "one")
-    for name, num_ranks in (("three", 3), ("two", 2)):
+    for name, num_ranks, sent in (("three", 3, signal.SIGTERM), ("two", 2, signal.SIGUSR1)):
         raw = raw_config(data, tmp_path / name, changes)
-        said = pool.run(trained, raw, (1, 8), num_ranks=4, micro_batches=4)
+        said = pool.run(trained, raw, (1, 8), sent, num_ranks=4, micro_batches=4)
         record = RunFolder.open(tmp_path / name).record
-        assert said == ["interrupted"] * 4 and (record.steps, record.signal) == (9, signal.SIGTERM)
+        assert said == ["interrupted"] * 4 and (record.steps, record.signal) == (9, sent)
         path, memory = str(tmp_path / name), tiers_of(tmp_path, 60_000)[:1] if name == "two" else []
         assert pool.run(resumed, path, memory, num_ranks=num_ranks, micro_batches=num_ranks) == ["finished"] * num_ranks
         same(tmp_path / name, truth)
-    pool.run(trained, raw_config(data, tmp_path / "alone", changes), (3, 0), num_ranks=4, micro_batches=4)
+    raw = raw_config(data, tmp_path / "alone", changes)
+    said = pool.run(trained, raw, None, signal.SIGTERM, 3, num_ranks=4, micro_batches=4)
+    record = RunFolder.open(tmp_path / "alone").record
+    assert said == ["interrupted"] * 4 and (record.steps, record.signal) == (1, signal.SIGUSR1)
     runs.resume(tmp_path / "alone", quiet=True)
     same(tmp_path / "alone", truth)
 
@@ -241,10 +256,16 @@ def test_all_ranks_skip_what_one_of_them_cannot_train(pool: RankPool, data: Path
 
 
 def test_what_ranks_sent_and_who_was_slowest_is_recorded(pool: RankPool, data: Path, tmp_path: Path) -> None:
-    pool.run(trained, raw_config(data, tmp_path / "run", []), num_ranks=3, micro_batches=3)
+    changes = ["parallel.wire_dtype=bf16", "parallel.exchange={t2: pooled}"]
+    pool.run(trained, raw_config(data, tmp_path / "run", changes), num_ranks=3, micro_batches=3)
     run = RunFolder.open(tmp_path / "run")
     found: Any = run.record.ranks
-    assert (found["num_ranks"], found["micro_batches"]) == (3, 4)
+    assert (found["num_ranks"], found["micro_batches"], found["wire_dtype"]) == (3, 4, "bf16")
+    warning = run.record.warnings["inexact_wire"]
+    assert warning["count"] == 1 and "travel as bf16, which rounds them: results are inexact" in warning["text"]
+    with pytest.raises(ValueError, match="wire_dtype is 'fp32', but the run began with 'bf16'"):
+        runs.resume(run.path, ["parallel.wire_dtype=fp32"], quiet=True)
+    assert found["wire_bytes_per_step"]["pooled"] == found["wire_bytes_per_step"]["pooled_gradients"] > 0
     assert found["wire_bytes_per_step"]["dense"] > 0 and found["wire_bytes_per_step"]["gradients"] > 0
     assert "tables" not in found["wire_bytes_per_step"], "saving is no step"
     assert len(found["of_ranks"]) == 3 and 0 <= found["slowest_rank"] < 3
@@ -253,6 +274,7 @@ def test_what_ranks_sent_and_who_was_slowest_is_recorded(pool: RankPool, data: P
     assert line["wire_bytes_per_step"]["rows"] > 0 and 0 <= line["slowest_rank"] < 3
     page = (tmp_path / "run" / "report.html").read_text()
     assert "<h2>Processes</h2>" in page and f"rank {found['slowest_rank']} was the slowest" in page
+    assert "Numbers of tables traveled as bf16, rounded." in page and "pooled vectors, from the ranks that" in page
 
 
 @pytest.mark.parametrize(
@@ -334,15 +356,19 @@ def test_torchrun_refuses_on_all_ranks(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_ranks", [3, 1])
 @pytest.mark.usefixtures("_whole_evaluations")
 def test_torchrun_interrupted_on_four_ranks_and_resumed(data: Path, tmp_path: Path, num_ranks: int) -> None:
-    """torchrun passes SIGTERM on to every rank."""
-    process = torchrun(4, config_file(data, tmp_path, ["train.epochs=40", "train.log_every=1"]))
+    """torchrun passes SIGTERM on to every rank; with --max-minutes ranks stop by themselves."""
+    ends = signal.SIGTERM if num_ranks == 3 else signal.SIGUSR1
+    limit = [] if ends == signal.SIGTERM else ["--max-minutes", "0.03"]
+    process = torchrun(4, config_file(data, tmp_path, ["train.epochs=40", "train.log_every=1"]), *limit)
     lines = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not (lines.exists() and lines.stat().st_size > 2000):
         pass
-    process.send_signal(signal.SIGTERM)
+    if ends == signal.SIGTERM:
+        process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     record = RunFolder.open(tmp_path / "run").record
-    assert (record.status, record.signal) == ("interrupted", signal.SIGTERM), err
+    assert (record.status, record.signal) == ("interrupted", ends), err
+    assert ends == signal.SIGTERM or "exitcode  : 138" in err, err
     again = torchrun(num_ranks, "--resume", str(tmp_path / "run"))
     runs.train(make_config(raw_config(data, tmp_path / "one", ["train.epochs=40", "train.log_every=1"])), quiet=True)
     _, err = again.communicate(timeout=120)

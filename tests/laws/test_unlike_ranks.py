@@ -68,9 +68,9 @@ def counts() -> np.ndarray:
     return found
 
 
-def send(world: World, prefix: int) -> int:
-    """Returns the bytes of rows, their numbers and sums that this rank sends in STEPS steps."""
-    memory = Shards(world=world, shards={"item": Shard(prefix=prefix)})
+def send(world: World, shard: Shard) -> int:
+    """Returns the bytes of rows or vectors, their numbers and gradients that this rank sends in STEPS steps."""
+    memory = Shards(world=world, shards={"item": shard})
     emb = EmbeddingCollection([TABLE], memory=memory, seed=1)
     optimizer = hotrow.SGD(emb, lr=0.1)
     rng, cumulated = np.random.default_rng(2), counts().cumsum() / SAMPLES
@@ -80,17 +80,27 @@ def send(world: World, prefix: int) -> int:
         ids = torch.from_numpy(np.searchsorted(cumulated, rng.random(BATCH), "right"))[first:end]
         emb(ids[:, None]).sum().backward()
         optimizer.step()
-    purposes = ("ids", "rows", "gradients", "replicated")
+    purposes = ("ids", "rows", "gradients", "replicated", "pooled", "pooled_gradients")
     return sum(world.sent_bytes.get(name, 0) - before.get(name, 0) for name in purposes)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("prefix", [0, ROWS], ids=["split", "replicated"])
-def test_bytes_that_are_counted_are_those_that_are_sent(pool: RankPool, num_ranks: int, prefix: int) -> None:
+@pytest.mark.parametrize(
+    ("shard", "field"),
+    [
+        (Shard(), "split_bytes"),
+        (Shard(prefix=ROWS), "replicated_bytes"),
+        (Shard(kind="table", owner=1, exchange="pooled"), "pooled_bytes"),
+    ],
+    ids=["split", "replicated", "pooled"],
+)
+def test_bytes_that_are_counted_are_those_that_are_sent(
+    pool: RankPool, num_ranks: int, shard: Shard, field: str
+) -> None:
     """By which the plan decides: predicted from access counts, and counted as they are sent."""
     dataset: Any = SimpleNamespace(
         has_counts=True, counts=lambda name: counts(), split=lambda name: SimpleNamespace(num_rows=SAMPLES)
     )
     wire = wire_of(make_config({"data": "d", "train": {"batch_size": BATCH}}), TABLE, dataset, num_ranks)
-    sent = sum(pool.run(send, prefix, num_ranks=num_ranks, micro_batches=num_ranks)) / STEPS
-    assert sent == pytest.approx(wire.replicated_bytes if prefix else wire.split_bytes, rel=0.03)
+    sent = sum(pool.run(send, shard, num_ranks=num_ranks, micro_batches=num_ranks)) / STEPS
+    assert sent == pytest.approx(getattr(wire, field), rel=0.03)

@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,16 @@ if [ "$1" = show ]; then echo node07; echo node08; else echo "$@" >> "$SAID"; fi
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize(
     ("ends", "restarts", "requeued"),
-    [(0, 0, False), (143, 0, True), (143, 99, True), (3, 0, True), (137, 19, True), (137, 20, False), (2, 0, False)],
+    [
+        (0, 0, False),
+        (128 + signal.SIGUSR1, 0, True),
+        (128 + signal.SIGUSR1, 99, True),
+        (128 + signal.SIGTERM, 0, False),  # as after scancel
+        (3, 0, True),
+        (137, 19, True),
+        (137, 20, False),
+        (2, 0, False),
+    ],
 )
 def test_slurm(tmp_path: Path, *, ends: int, restarts: int, requeued: bool, begun: bool) -> None:
     """Every task becomes a rank; a run that has begun goes on; a job that was stopped goes back into the queue."""
@@ -75,7 +85,7 @@ def test_slurm(tmp_path: Path, *, ends: int, restarts: int, requeued: bool, begu
 def test_slurm_asks_for_time_to_save() -> None:
     """As many ranks to a node as the script says elsewhere, and the signal for which hotrow saves."""
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", (FOLDER / "slurm.sbatch").read_text(), re.MULTILINE))
-    assert asked["signal"].startswith("TERM@") and "requeue" in asked and int(asked["ntasks-per-node"]) > 1
+    assert asked["signal"].startswith("USR1@") and "requeue" in asked and int(asked["ntasks-per-node"]) > 1
 
 
 def test_kubernetes() -> None:

@@ -80,6 +80,8 @@ hot.window 4
 hot.eval_samples 65536
 parallel.sharding auto
 parallel.hot_rows 0
+parallel.exchange auto
+parallel.wire_dtype fp32
 """
 OPTIONS_OF_EVERY_MODEL = """
 embedding_dim 16
@@ -237,7 +239,11 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "hot": {"budget": "much"}}, "hot: budget: size 'much' is not understood"),
         ({"data": "d", "hot": {"budget": 0}}, "hot: budget is 0; it must be a positive number of bytes"),
         ({"data": "d", "hot": {"small_table": -1}}, "hot: small_table is -1; it must be a positive number of bytes"),
-        ({"data": "d", "parallel": {"exchange": "rows"}}, r"unknown key parallel\.exchange"),
+        (
+            {"data": "d", "parallel": {"exchange": {"user": "row"}}},
+            r"parallel\.exchange\.user is 'row'; allowed: rows, p",
+        ),
+        ({"data": "d", "parallel": {"wire_dtype": "fp8"}}, r"parallel\.wire_dtype is 'fp8'; allowed: fp32, bf16, fp16"),
         (
             {"data": "d", "parallel": {"sharding": {"user": "rows"}}},
             r"parallel\.sharding\.user is 'rows'; allowed: replicated, table, row",

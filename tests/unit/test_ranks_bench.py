@@ -14,7 +14,17 @@ import pytest
 import torch
 
 from benchmarks import rank_links, ranks
-from benchmarks.rank_sides import RankWork, Seat, Wire, num_lacking, owners, part_of, shards_of, tables_of
+from benchmarks.rank_sides import (
+    RankWork,
+    Seat,
+    Wire,
+    num_lacking,
+    owners,
+    part_of,
+    pooled_shards,
+    shards_of,
+    tables_of,
+)
 from benchmarks.rank_worker import sent_bytes
 from benchmarks.ranks_page import ranks_table
 from benchmarks.step_shapes import make_setting
@@ -52,6 +62,14 @@ def test_rows_that_a_rank_lacks_against_sets(prefix: float, sharding: str) -> No
         home = {row: (row - first) % 2 if sharding == "row_wise" else owner[t] for row in rows if row >= first}
         num_rows += sum(of == 0 for of in home.values())
     assert num_lacking(own, shards_of(tables_of(shape), seat, 2), 1, 2) == num_rows
+
+
+def test_tables_that_the_planner_pools_are_spread_over_owners() -> None:
+    shape = RankWork(shape="embedding-bound", num_ranks=2, batch_size=128, small=True).sized()
+    setting = make_setting(shape)
+    found = pooled_shards(tables_of(shape), setting.batches[0], 2)
+    assert len(found) == len(shape.rows) and {shard.exchange for shard in found.values()} == {"pooled"}
+    assert sum(shard.owner for shard in found.values()) == len(shape.rows) // 2
 
 
 def test_exchanges_are_heard_again_without_the_wire() -> None:
@@ -128,10 +146,12 @@ def test_the_page_says_which_promises_are_held() -> None:
     pooled = {"name": "p", "by_prefix": prefixes, **prefixes[0], "least": 5.0}
     peer = {"name": "t", "peer": "torchrec", "ratio": 2.5, "spread": [2.4, 2.6], "ours_ms": 1.0, "peer_ms": 2.5}
     peer |= {"target": 2.0, "tried_ms": {}, **rounds}
+    ways = {"name": "c", "all_to_all_ms": 1.0, "fused_scatter_ms": 2.0, "scatter_ms": 3.0, **rounds}
     link = {"name": "n", "link_bits_per_s": 9.6e9, "link_ms": 100.0, "unlimited_ms": 80.0, "without_ms": 70.0}
     link |= {"not_hidden": 0.3, "spread": [0.28, 0.31], "most": 0.2, **rounds, "clean_rounds": 1}
-    text = "\n".join(ranks_table([wire, pooled, peer, link]))
+    text = "\n".join(ranks_table([wire, pooled, peer, ways, link]))
     assert "| w | 1.1 | 1 | 1.100x | at most 1.05x: **not held** | 0.2 |" in text
     assert "| p | 0% | 1 | 6 | 6.00x | 5x: held |" in text and "| p | 10% | 1 | 4 | 4.00x |  |" in text
     assert "| t | torchrec | 2.50x (2.40-2.60) | 2.00x: held | 1 | 2.5 | 3 of 3 |" in text
+    assert "| c | 1 | 2 | 3 | 3 of 3 |" in text
     assert "30.0% (28.0%-31.0%) | at most 20%: not told | 1 of 3 (disturbed) |" in text, "of a disturbed machine"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hotrow.kernels.reference import RowSums
-from hotrow.parallel.exchange import Keys, pack, unpack
+from hotrow.parallel.exchange import Keys, WireDtype, narrow, pack, unpack, widen
 from hotrow.parallel.shards import Division, Shard
 
 CASES = [
@@ -63,6 +63,9 @@ def test_tables_side_by_side() -> None:
         (Shard(prefix=8), "table 'user': 8 rows are to be replicated, and it has 7: choose 0 to that"),
         (Shard(kind="table", owner=2), "table 'user': owner is 2; choose 0 to 1"),
         (Shard(owner=1), "table 'user': owner is 1; choose 0 for kind 'row'"),
+        (Shard(exchange="pooled"), "table 'user': exchange is 'pooled', so one rank .* kind is 'row' and prefix 0"),
+        (Shard(kind="table", prefix=2, exchange="pooled"), "table 'user': .* kind is 'table' and prefix 2: choose"),
+        (Shard(exchange="row"), "table 'user': exchange is 'row'; choose 'rows' or 'pooled'"),  # type: ignore[arg-type]
         (Shard(kind="column"), "table 'user': kind is 'column'; choose 'row' or 'table'"),  # type: ignore[arg-type]
     ],
 )
@@ -102,3 +105,25 @@ def test_sums_come_back_from_a_message() -> None:
     for found, want in zip(keys.unpack_sums(words, 3), nodes, strict=True):
         for own, other in zip(found, want, strict=True):
             assert torch.equal(own.rows, other.rows) and torch.equal(own.sums, other.sums)
+
+
+@pytest.mark.parametrize("wire_dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("size", [0, 1, 2, 7])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_numbers_of_few_bits_against_torch(wire_dtype: WireDtype, size: int, scale: float) -> None:
+    """bfloat16 has the range of float32; numbers of float16 are brought into its range by a power of two."""
+    numbers = torch.randn(size, generator=torch.Generator().manual_seed(size)) * scale
+    words = torch.cat(narrow([numbers[:1], numbers[1:]], wire_dtype))
+    assert len(words) == {"fp32": size, "bf16": -(-size // 2), "fp16": 1 + -(-size // 2)}[wire_dtype]
+    found = widen(words, size, wire_dtype)
+    if wire_dtype == "fp16":
+        assert torch.allclose(found, numbers, rtol=2.0**-11, atol=0)
+    else:
+        assert torch.equal(found, numbers if wire_dtype == "fp32" else numbers.bfloat16().float())
+
+
+@pytest.mark.parametrize("wire_dtype", ["bf16", "fp16"])
+def test_what_is_not_finite_stays_so(wire_dtype: WireDtype) -> None:
+    numbers = torch.tensor([float("inf"), -2.0, float("-inf"), 0.0, float("nan")])
+    found = widen(torch.cat(narrow([numbers], wire_dtype)), 5, wire_dtype)
+    assert torch.equal(found[:4], numbers[:4]) and found[4].isnan()

@@ -11,7 +11,7 @@ import pytest
 
 from hotrow.config.load import make_config
 from hotrow.parallel.shards import Shard
-from hotrow.plan.shards import SMALL_SHARE, Wire, hot_prefixes, shards_line, shards_of, wire_of
+from hotrow.plan.shards import MOST_UNEVEN, SMALL_SHARE, hot_prefixes, shards_line, shards_of, wire_of
 from hotrow.tables import Dtype, TableConfig
 
 BATCH, SAMPLES = 1000, 200_000
@@ -66,7 +66,8 @@ def test_bytes_against_drawn_batches(num_ranks: int, dtype: Dtype) -> None:
             replicated_bytes += away * (4 + total)
         replicated_bytes += (num_ranks - 1) * len(union) * (4 + total)
     predicted = wire_of(config(), own, dataset(), num_ranks)
-    counted = Wire(split_bytes / steps, replicated_bytes / steps, rows / steps)
+    pooled_bytes = BATCH * (num_ranks - 1) / num_ranks * (4 + 2 * total)  # what stays with the owner does not travel
+    counted = (split_bytes / steps, replicated_bytes / steps, rows / steps, pooled_bytes, BATCH)
     assert np.allclose(predicted, counted, rtol=0.02), (predicted, counted)
     assert dtype != "float32" or predicted.split_bytes <= predicted.replicated_bytes, "copies never save bytes"
 
@@ -153,6 +154,75 @@ def test_hot_rows_of_tables_that_are_split() -> None:
     assert (found["item"].kind, found["user"].kind) == ("table", "row") and found["item"].prefix > 0
     with pytest.raises(ValueError, match=r"parallel\.hot_rows is 0\.1, but data has no access counts.* set parallel"):
         shards_of(config(hot_rows=0.1), TABLES, dataset({}), 4)
+
+
+# ---- pooled vectors
+
+
+def long_bags(*num_rows: int) -> tuple[list[TableConfig], Any]:
+    """Tables with uniform accesses, 50 in each sample: nearly every id of a step is another row."""
+    tables = [table(f"t{k}", n) for k, n in enumerate(num_rows)]
+    return tables, dataset(
+        {own.name: np.full(own.num_embeddings, 50 * SAMPLES // own.num_embeddings) for own in tables}
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_tables_with_long_bags_go_to_owners_that_pool(num_ranks: int) -> None:
+    tables, data = long_bags(*(100_000,) * 12)
+    found = shards_of(config(), tables, data, num_ranks)
+    assert {(shard.kind, shard.prefix, shard.exchange) for shard in found.values()} == {("table", 0, "pooled")}
+    owned = np.bincount([shard.owner for shard in found.values()], minlength=num_ranks)
+    assert owned.tolist() == [12 // num_ranks] * num_ranks
+    assert "12 whole on one rank that sends pooled vectors" in shards_line(tables, found, num_ranks)
+    for parallel in ({"exchange": "rows"}, {"hot_rows": 0.01}):
+        assert all(own.exchange == "rows" for own in shards_of(config(**parallel), tables, data, num_ranks).values())
+
+
+def test_a_table_that_would_fill_one_rank_stays_with_all() -> None:
+    tables, data = long_bags(900_000, *(100_000,) * 4)
+    found = shards_of(config(), tables, data, 4)
+    assert found["t0"] == Shard(kind="row")
+    assert sorted(found[f"t{k}"].owner for k in range(1, 5)) == [0, 1, 2, 3]
+    # Of two tables on three ranks one rank would have none: half of the rows on each of two is 1.5 times the mean.
+    tables, data = long_bags(300_000, 300_000)
+    assert MOST_UNEVEN < 1.5 and {own.kind for own in shards_of(config(), tables, data, 3).values()} == {"row"}
+
+
+def test_exchanges_that_are_asked_for() -> None:
+    found = shards_of(config(exchange="pooled"), TABLES, dataset(), 3)
+    assert {name for name, shard in found.items() if shard.exchange == "pooled"} == {"user", "item", "site"}
+    assert {found[name].owner for name in ("user", "item", "site")} == {0, 1, 2}
+    found = shards_of(config(exchange={"sex": "pooled"}, hot_rows=0.1), TABLES, dataset(), 3)
+    assert found["sex"] == Shard(kind="table", exchange="pooled") and found["user"].prefix > 0
+    tables, data = long_bags(*(100_000,) * 4)
+    found = shards_of(config(exchange={"t1": "rows"}, sharding={"t0": "table", "t2": "row"}), tables, data, 2)
+    assert [found[f"t{k}"].exchange for k in range(4)] == ["pooled", "rows", "rows", "rows"], "t3 alone is uneven"
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"exchange": {"users": "rows"}}, r"parallel\.exchange names the table 'users', .* did you mean 'user'\?"),
+        (
+            {"exchange": "pooled", "sharding": {"item": "row"}},
+            r"parallel\.exchange asks for pooled vectors of table 'item', .* parallel\.sharding says 'row': set",
+        ),
+        ({"exchange": {"hour": "pooled"}, "sharding": {"hour": "replicated"}}, r"table 'hour', .* says 'replicated'"),
+    ],
+)
+def test_exchanges_that_cannot_be_are_refused(asked: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        shards_of(config(**asked), TABLES, dataset(), 2)
+
+
+def test_sequences_travel_as_rows() -> None:
+    tables, data = long_bags(*(100_000,) * 4)
+    sequences = make_config({"data": "d", "model": {"name": "tbsm"}, "train": {"batch_size": BATCH}})
+    assert {shard.exchange for shard in shards_of(sequences, tables, data, 2).values()} == {"rows"}
+    raw = {"data": "d", "model": {"name": "tbsm"}, "parallel": {"exchange": {"t2": "pooled"}}}
+    with pytest.raises(ValueError, match="of table 't2', but model tbsm looks up sequences, whose rows travel"):
+        shards_of(make_config(raw), tables, data, 2)
 
 
 def test_the_line_says_who_holds_what() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from dataclasses import asdict
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -274,6 +276,10 @@ def train(
         str | None,
         typer.Option(help="START:COUNT: write where each moment of these steps went to trace.json, for Perfetto."),
     ] = None,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option(help="When so many minutes are over, save a checkpoint and end with exit code 138 (SIGUSR1)."),
+    ] = None,
     set_: Set = None,
 ) -> Answer:
     """Train as a config says, or continue an interrupted run; several processes train together under torchrun."""
@@ -284,16 +290,20 @@ def train(
     from hotrow.parallel.launch import joined
     from hotrow.run import runs
 
+    began_s = monotonic()
     if (config is None) == (resume is None):
         raise ValueError("pass a config to start a run, or --resume RUN to continue one")
+    if max_minutes is not None and not max_minutes > 0:
+        raise ValueError(f"--max-minutes is {max_minutes:g}; give a number above 0, or leave it out")
+    until_s = math.inf if max_minutes is None else began_s + 60 * max_minutes
     overrides = [*(set_ or ()), *([] if trace is None else [f"train.trace={json.dumps(trace)}"])]
     with joined() as world:
         if resume is not None:
-            folder = runs.resume(resume, overrides, world=world)
+            folder = runs.resume(resume, overrides, world=world, until_s=until_s)
         else:
             assert config is not None
             given = on_every_rank(world, functools.partial(load_config, config, overrides))
-            folder = runs.train(given, world=world)
+            folder = runs.train(given, world=world, until_s=until_s)
     if world.rank:  # the first rank tells the result
         raise typer.Exit(128 + (folder.record.signal or 0) if folder.record.status == "interrupted" else 0)
     run = Run(folder.path)

@@ -24,6 +24,8 @@ Count = Annotated[int, Field(ge=1)]
 DenseDtype = Literal["fp32", "tf32", "bf16"]
 Owner = Literal["replicated", "table", "row"]
 """Which ranks hold the rows of a table: all of them, one, or each row another."""
+Exchange = Literal["rows", "pooled"]
+"""What ranks send each other of a table that they do not all hold."""
 MOST_TRACED = 10_000
 """Steps that a trace may have; it is kept in memory until it is written."""
 Interval = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -324,15 +326,26 @@ class HotConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    """Which process holds which rows, if several train one model (docs/cluster.md). It changes memory and traffic, but
-    no result. One process ignores it."""
+    """Which process holds which rows, and what processes send each other, if several train one model (docs/cluster.md).
+    It changes memory and traffic; only `wire_dtype` can change a result. One process ignores it."""
 
     sharding: Literal["auto"] | dict[str, Owner] = "auto"
     """Who holds a table, by its name. `replicated`: every rank. `row`: the ranks in turn, row by row. `table`: one
-    rank. `auto`, and tables that are not named: small tables are replicated, the others are dealt out by `row`."""
+    rank. `auto`, and tables that are not named: small tables are replicated, the others are dealt out by `row`, or
+    given to one rank each if their pooled vectors are fewer bytes (`exchange`)."""
     hot_rows: Share = 0
     """Share of the rows of all tables that are not replicated, those with most accesses, of which every rank holds a
-    copy. No lookup waits for these rows; memory and bytes on the wire grow."""
+    copy. No lookup waits for these rows; memory and bytes on the wire grow. Tables that send pooled vectors have no
+    copies."""
+    exchange: Literal["auto", "rows", "pooled"] | dict[str, Exchange] = "auto"
+    """What travels of tables that are not replicated. `rows`: each row to the ranks that look it up, and a sum of its
+    gradients back. `pooled`: ids to the one rank that holds the table, a pooled vector for each bag back, and the
+    vector's gradient. `auto`, and tables that are not named: what is fewer bytes by the dataset's access counts, as
+    long as ranks have about equal work. Models that look up sequences always use `rows`."""
+    wire_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """In which type rows of float32 tables, pooled vectors and sums of gradients travel. `bf16` and `fp16` halve their
+    bytes and round them, so that results depend on the number of ranks; a warning says so. A run keeps it when it is
+    resumed."""
 
 
 def _memory_tag(value: Any) -> str:

@@ -37,6 +37,10 @@ MOST_NAMED = 3
 _PURPOSE = "agreement"
 
 
+class CommonError(ValueError):
+    """An error that every rank raises with the same text: none of them has to be told by another."""
+
+
 def everyone(world: World, value: Any) -> list[Any]:
     """Returns the JSON-ready `value` of each rank, by rank. Collective: every rank calls it."""
     if world.size == 1:
@@ -63,7 +67,7 @@ def on_every_rank(world: World, function: Callable[[], T]) -> T:
     for rank, each in enumerate(found):
         if each["met"]:
             ranks.setdefault(each["met"], []).append(rank)
-    raise ValueError("; ".join(f"{_named(where, found)}: {text}" for text, where in ranks.items()))
+    raise CommonError("; ".join(f"{_named(where, found)}: {text}" for text, where in ranks.items()))
 
 
 def on_first_rank(world: World, function: Callable[[], T]) -> T | None:
@@ -104,11 +108,11 @@ _CURES = {
 _CONFIG_CURE = "start every rank with the same config file and the same --set"
 
 
-def check_same(world: World, facts: Mapping[str, Any]) -> None:
+def check_same(world: World, facts: Mapping[str, Any], *, cure: str = _CONFIG_CURE) -> None:
     """Compares `facts` (JSON-ready values by name) of all ranks. Collective.
 
-    Raises ValueError on every rank if any differs: it names the field, each value with its ranks and hosts, and the
-    cure.
+    cure: for facts that have none of their own. Raises ValueError on every rank if any differs: it names the field,
+    each value with its ranks and hosts, and the cure.
     """
     found = everyone(world, {"host": socket.gethostname(), "facts": facts})
     names = dict.fromkeys(name for each in found for name in each["facts"])
@@ -120,11 +124,11 @@ def check_same(world: World, facts: Mapping[str, Any]) -> None:
             ranks.setdefault(value, []).append(rank)
         if len(ranks) > 1:
             told.append(f"{name} is " + ", ".join(f"{value} on {_named(on, found)}" for value, on in ranks.items()))
-            cures.append(_CURES.get(name, _CONFIG_CURE))
+            cures.append(_CURES.get(name, cure))
     if told:
         more = f"; and {len(told) - MOST_NAMED} more differences" if len(told) > MOST_NAMED else ""
-        cure = "; ".join(dict.fromkeys(cures[:MOST_NAMED]))
-        raise ValueError(f"the ranks of a run must agree, but {'; '.join(told[:MOST_NAMED])}{more}: {cure}")
+        all_cures = "; ".join(dict.fromkeys(cures[:MOST_NAMED]))
+        raise CommonError(f"the ranks of a run must agree, but {'; '.join(told[:MOST_NAMED])}{more}: {all_cures}")
 
 
 def _named(ranks: Sequence[int], found: Sequence[Mapping[str, Any]]) -> str:

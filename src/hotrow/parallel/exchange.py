@@ -1,4 +1,5 @@
-"""What ranks tell each other of rows, as words of 32 bits: which rows, and a sum of gradients for each.
+"""What ranks tell each other of rows, as words of 32 bits: which rows, and a sum of gradients for each. Numbers may
+travel in fewer bits.
 
 Rows have keys: a number for each row of all tables of a shard, rising with the table and with the row's number in it. A
 message holds the gaps between them in 16 bits; the few that are larger stand before the others in 64.
@@ -6,7 +7,9 @@ message holds the gaps between them in 16 bits; the few that are larger stand be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,6 +19,8 @@ from torch import Tensor
 from hotrow.kernels.reference import RowSums
 from hotrow.parallel.shards import Numbers
 
+WireDtype = Literal["fp32", "bf16", "fp16"]
+WIRE_TYPES: dict[WireDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGE = 0xFFFF
 """Stands for a gap that does not fit in 16 bits."""
 
@@ -23,8 +28,9 @@ _LARGE = 0xFFFF
 class Keys:
     """The keys of rows of several tables: row r of table t has `first[t] + r`."""
 
-    def __init__(self, num_rows: Sequence[int], dims: Sequence[int]) -> None:
-        """num_rows: by table, more than any row's number."""
+    def __init__(self, num_rows: Sequence[int], dims: Sequence[int], wire_dtype: WireDtype = "fp32") -> None:
+        """num_rows: by table, more than any row's number. wire_dtype: of sums, see `narrow`."""
+        self._wire_dtype: WireDtype = wire_dtype
         self.first: Numbers = np.concatenate([[0], np.cumsum(num_rows, dtype=np.int64)])
         self.dims = np.array(dims, np.int64)
 
@@ -39,7 +45,7 @@ class Keys:
     def pack_sums(self, nodes: Sequence[Sequence[RowSums]]) -> tuple[Tensor, int]:
         """Returns sums of all tables, of one node after another, as a message; and how many words are keys."""
         heads = [pack(self._keys_of(tables)) for tables in nodes]
-        sums = [own.sums.reshape(-1).view(torch.int32) for node in nodes for own in node]
+        sums = narrow([own.sums.reshape(-1) for node in nodes for own in node], self._wire_dtype)
         return torch.cat([*heads, *sums]), sum(map(len, heads))
 
     def _keys_of(self, tables: Sequence[RowSums]) -> Numbers:
@@ -55,13 +61,42 @@ class Keys:
             at += length
         counts = [self.counts(keys) for keys in found]
         sizes = [size for own in counts for size in (own * self.dims).tolist()]
-        sums = iter(torch.split(words[at:].view(torch.float32), sizes))
+        sums = iter(torch.split(widen(words[at:], sum(sizes), self._wire_dtype), sizes))
         nodes = []
         for keys, own in zip(found, counts, strict=True):
             rows = torch.split(torch.from_numpy(keys - np.repeat(self.first[:-1], own)), own.tolist())
             each = zip(rows, self.dims.tolist(), strict=True)
             nodes.append([RowSums(own, next(sums).view(len(own), dim)) for own, dim in each])
         return nodes
+
+
+def narrow(numbers: Sequence[Tensor], wire_dtype: WireDtype) -> list[Tensor]:
+    """Returns float32 numbers, each [n], as words in a row: exactly, or rounded to half as many bits.
+
+    For fp16 a first word k says that they were multiplied by 2^k, which brings the largest to 2^14 up to 2^15: sums of
+    gradients would leave the range of float16 otherwise.
+    """
+    if wire_dtype == "fp32" or not numbers:
+        return [torch.empty(0, dtype=torch.int32), *(each.view(torch.int32) for each in numbers)]
+    joined, head = torch.cat(list(numbers)), torch.empty(0, dtype=torch.int32)
+    if wire_dtype == "fp16":
+        largest = float(joined.abs().max()) if len(joined) else 0.0
+        power = 15 - math.frexp(largest)[1] if 0 < largest < math.inf else 0
+        power = min(power, 126)
+        joined, head = joined * 2.0**power, torch.tensor([power], dtype=torch.int32)
+    halves = torch.zeros(len(joined) + len(joined) % 2, dtype=WIRE_TYPES[wire_dtype])
+    halves[: len(joined)] = joined
+    return [head, halves.view(torch.int32)]
+
+
+def widen(words: Tensor, count: int, wire_dtype: WireDtype) -> Tensor:
+    """Returns the float32 numbers, `count` in all, that `narrow` made `words` of."""
+    if wire_dtype == "fp32":
+        return words.view(torch.float32)
+    scale, start = 1.0, 0
+    if wire_dtype == "fp16" and len(words):
+        scale, start = 2.0 ** -int(words[0]), 1
+    return words[start:].view(WIRE_TYPES[wire_dtype])[:count].float() * scale
 
 
 def pack(keys: Numbers) -> Tensor:

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hotrow.parallel.agreement import everyone, interfaces, network_id
+from hotrow.parallel.agreement import CommonError, everyone, interfaces, network_id
 from hotrow.parallel.world import World
 
 BEAT_S = 0.5
@@ -114,8 +114,9 @@ class Heartbeat:
 
     If a rank is lost, every other process prints one line and ends with exit code LOST. If the block raises on one
     rank, the exception leaves it there, and every other process prints "rank R: TypeOfError: text" and ends with the
-    code that `exit_code` gives the error. Leaving the block without an error waits until all ranks have come so far.
-    Raises ValueError on entering if ranks cannot connect to rank 0. The three attributes may change inside the block.
+    code that `exit_code` gives the error. Leaving the block without an error, or with one that all ranks raise,
+    waits until all ranks have come so far. Raises ValueError on entering if ranks cannot connect to rank 0. Attributes
+    that are public may change inside the block.
     """
 
     def __init__(
@@ -123,12 +124,16 @@ class Heartbeat:
         world: World,
         *,
         cure: str,
+        kept: str = "The newest checkpoint is whole, because a checkpoint gets its name when it is complete.",
         step: Callable[[], int] = lambda: 0,
         last_words: Callable[[str], None] | None = None,
+        together: tuple[type[BaseException], ...] = (CommonError,),
     ) -> None:
         self.world = world
         self.cure = cure
         """A sentence that says how the run goes on, for the line that names a lost rank."""
+        self._kept = kept  # another sentence, for the same line
+        self._together = together  # errors that all ranks raise, if one does
         self.step = step
         """Returns the number of steps that this rank has taken; the watching thread calls it."""
         self.last_words = last_words
@@ -153,7 +158,7 @@ class Heartbeat:
     ) -> None:
         if self._thread is None:
             return
-        if error is None or (code := exit_code(error)) == 0:
+        if error is None or isinstance(error, self._together) or (code := exit_code(error)) == 0:
             self._is_done = True
             if self.world.rank:
                 self._send({"done": True})
@@ -232,9 +237,8 @@ class Heartbeat:
             )
 
     def _lose(self, peer: Peer, why: str) -> None:
-        when = f"at step {peer.step}" if peer.step else "at its first steps"
-        whole = "the newest checkpoint is whole, because a checkpoint gets its name when it is complete"
-        self._end_all(f"{peer} was lost {when}: {why}. All ranks end; {whole}. {self.cure}", LOST)
+        when = f" at step {peer.step}" if peer.step else ""
+        self._end_all(f"{peer} was lost{when}: {why}. All ranks end. {self._kept} {self.cure}", LOST)
 
     def _end_all(self, text: str, code: int, *, known_to: Peer | None = None) -> None:
         """Tells all others, except `known_to`, and ends this process, if its main thread does not fail by itself."""

@@ -7,7 +7,8 @@
 
 Each distinct row that a rank needs and does not hold comes once, as lookups read it, and a sum for each aligned subtree
 goes back. Sums of replicated rows go to their home too, which tells all ranks the total. So no number of ranks changes
-a bit of the result (law 2). Next: shards.py, which says where a row lies; world.py, which sends.
+a bit of the result (law 2). Next: shards.py, which says where a row lies; world.py, which sends; pooled.py for tables
+whose owners send pooled vectors instead of rows.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from hotrow.kernels import ops, tree
 from hotrow.kernels.reference import Layout, RowSums, Rule
 from hotrow.parallel.agreement import everyone, network_id
 from hotrow.parallel.buffers import Buffers, ShardLease
-from hotrow.parallel.exchange import Keys, pack, unpack
+from hotrow.parallel.exchange import WIRE_TYPES, Keys, WireDtype, pack, unpack
+from hotrow.parallel.pooled import Collective, Pooled, Served, only
 from hotrow.parallel.shards import Division, Numbers, Shard
 from hotrow.parallel.shared_rows import SharedChanges, SharedRows
 from hotrow.parallel.world import World
 from hotrow.placement import AnyMemory, place
 from hotrow.placement.base import Attached, Lease, Placement, Rows, TableState, Use
 from hotrow.placement.budget import DeviceMemory, Memory
-from hotrow.placement.slots import Span, bad_id, spans_of
+from hotrow.placement.slots import Span, check_ids, spans_of
 from hotrow.tables import TableConfig
 
 HELD = 0
@@ -46,13 +48,17 @@ class Shards:
     """What `EmbeddingCollection(memory=...)` takes to share the rows of its tables among the ranks of a world.
 
     shards: by table; a table that is not named is dealt out row by row. below: where each rank keeps its own rows, None
-    (DRAM) or `Memory`, whose bytes are a rank's; it pins rows of whole tables.
+    (DRAM) or `Memory`, whose bytes are a rank's; it pins rows of whole tables. wire_dtype: in which rows, vectors and
+    sums of gradients travel; all but fp32 round them, so that results depend on the number of ranks. collective: how
+    vectors of "pooled" tables travel, which changes no result.
     Raises ValueError for tables that are not there, for shards that cannot be, and for memory on a device.
     """
 
     world: World
     shards: Mapping[str, Shard] = field(default_factory=dict)
     below: AnyMemory = None
+    wire_dtype: WireDtype = "fp32"
+    collective: Collective = "all_to_all"
 
     def place(self, tables: Sequence[TableConfig], *, seed: int) -> Placement:
         if isinstance(self.below, DeviceMemory):
@@ -69,7 +75,10 @@ class Shards:
         if isinstance(below, Memory) and below.pins:
             below = replace(below, pins=_own_pins(below.pins, tables, shards, self.world))
         local = [_local_table(*each, self.world) for each in zip(tables, shards, strict=True)]
-        return Sharded(self.world, tables, shards, place(local, below, seed=seed), seed=seed)
+        placed = place(local, below, seed=seed)
+        return Sharded(
+            self.world, tables, shards, placed, seed=seed, wire_dtype=self.wire_dtype, collective=self.collective
+        )
 
 
 def shard(
@@ -78,6 +87,7 @@ def shard(
     shards: Mapping[str, Shard] | None = None,
     group: Any = None,
     micro_batches: int | None = None,
+    wire_dtype: WireDtype = "fp32",
 ) -> Shards:
     """Returns what `EmbeddingCollection(memory=...)` takes to share its tables among the ranks of a process group.
 
@@ -92,8 +102,11 @@ def shard(
     memory: where each rank keeps its own rows, as `EmbeddingCollection` takes it. shards: by table; a table that is not
     named is dealt out row by row. group: of torch.distributed; None means its default one. micro_batches: the number of
     parts of a global batch, since any number of ranks up to it gives the same bits; None means the number of ranks.
+    wire_dtype: "fp32", or "bf16" and "fp16", in which numbers of float32 travel in half as many bytes and are rounded,
+    so that results depend on the number of ranks.
     """
-    return Shards(world=World.of(group, micro_batches), shards=dict(shards or {}), below=memory)
+    world = World.of(group, micro_batches)
+    return Shards(world=world, shards=dict(shards or {}), below=memory, wire_dtype=wire_dtype)
 
 
 def part_of(table: TableConfig, shard: Shard, world: World) -> TableConfig:
@@ -137,7 +150,10 @@ class Asked(NamedTuple):
     strides: list[int]
     """By rank, the number of its samples."""
     below: KeyedJaggedTensor
-    """By table, the rows of this rank's shard that it and the others need: own ones, then those for rank 0, 1, ..."""
+    """By table, the rows of this rank's shard that it and the others need: own ones, then those for rank 0, 1, ...;
+    then what it pools for all."""
+    served: Served | None
+    """What this rank pools for all; None if only rows travel."""
 
 
 class Cut(NamedTuple):
@@ -158,7 +174,15 @@ class Sharded(Placement):
     """
 
     def __init__(
-        self, world: World, tables: Sequence[TableConfig], shards: Sequence[Shard], below: Placement, *, seed: int
+        self,
+        world: World,
+        tables: Sequence[TableConfig],
+        shards: Sequence[Shard],
+        below: Placement,
+        *,
+        seed: int,
+        wire_dtype: WireDtype = "fp32",
+        collective: Collective = "all_to_all",
     ) -> None:
         self.world, self.tables, self.shards = world, tuple(tables), tuple(shards)
         self.below: Placement = below
@@ -173,8 +197,13 @@ class Sharded(Placement):
         whole = not any(knows_changes) and len(set(where)) == 1
         self._changes = None if whole else SharedChanges(world, tables, shards, below.changes, seed=seed)
         self._division = Division(shards, world.size)
-        self._keys = Keys([table.num_embeddings for table in tables], [table.embedding_dim for table in tables])
-        sizes = [self.weights[table.name].itemsize for table in tables]
+        sizes = [table.num_embeddings for table in tables]
+        self._keys = Keys(sizes, [table.embedding_dim for table in tables], wire_dtype)
+        self._pooled = Pooled(world, tables, shards, below, collective=collective, wire_dtype=wire_dtype)
+        stored = [self.weights[table.name].dtype for table in tables]
+        self._sent_types = [WIRE_TYPES[wire_dtype] if dtype == torch.float32 else dtype for dtype in stored]
+        """By table, the type in which its rows travel."""
+        sizes = [dtype.itemsize for dtype in self._sent_types]
         self._sent_order = sorted(range(len(tables)), key=lambda t: -sizes[t])
         """Tables in the order in which messages hold their rows: wider numbers come first, so that all lie aligned."""
         self._row_bytes = np.array([size * t.embedding_dim for size, t in zip(sizes, tables, strict=True)], np.int64)
@@ -221,7 +250,7 @@ class Sharded(Placement):
     def announce(self, sparse: KeyedJaggedTensor) -> None:
         """Asks for the rows of a training batch that comes later; ranks bring theirs from below. Raises as `take`."""
         if self.looks_ahead and id(sparse.values) not in self._announced:
-            asked = self._ask(sparse)._replace(ids=sparse.values.clone())
+            asked = self._ask(sparse, training=True)._replace(ids=sparse.values.clone())
             self._announced[id(sparse.values)] = asked
             self.below.announce(asked.below)
 
@@ -229,49 +258,80 @@ class Sharded(Placement):
         if (asked := self._announced.pop(id(sparse.values), None)) is not None:
             self.below.forget(asked.below)
 
-    def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Lease, KeyedJaggedTensor]:
+    def take_rows(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Lease, KeyedJaggedTensor]:
+        return self.take(sparse, training=training, rows=True)
+
+    def take(self, sparse: KeyedJaggedTensor, *, training: bool, rows: bool = False) -> tuple[Lease, KeyedJaggedTensor]:
         """Returns the lease of this rank's samples of a batch, whose rows lie in slots, and the samples with slots.
 
+        rows: of all tables; if not, bags of those with pooled vectors are empty, and `look_up` has their vectors.
         Raises ValueError on all ranks if one has an id outside its table, if a training batch is cut into other parts
         than those of `World.samples`, and if a batch was changed after it was announced.
         """
         before = self.world.exchange_s
         known = self._announced.pop(id(sparse.values), None)
-        asked = self._ask(sparse) if known is None else known
+        if known is not None and rows and known.served is not None:  # it was announced for its vectors
+            self.below.forget(known.below)
+            known = None
+        asked = self._ask(sparse, training=training, rows=rows) if known is None else known
         lease: Lease | None = None
+        own_slots, batch = asked.below, None
         firsts = self._buffers.reserve(asked.counts.sum(1))
 
         def rows_for_others() -> list[Tensor]:
-            nonlocal lease
+            nonlocal lease, own_slots
             if known is not None and not self._is_of(known, sparse):
                 raise ValueError("a batch was changed after it was announced: with several ranks, change it before")
-            lease, slots = self.below.take(asked.below, training=training)
-            return self._rows_for_others(asked, slots, firsts)
+            lease, own_slots = self.below.take(asked.below, training=training)
+            return self._rows_for_others(asked, own_slots, firsts)
 
         try:
             starts = self._starts(asked.strides) if training else None
             come = self.world.exchange(rows_for_others, purpose="rows")
+            if asked.served is not None:
+                pooled = self._pooled_slots(asked, own_slots)
+                batch = self._pooled.bring(asked.served, pooled, sparse, training=training)
         except (ValueError, RuntimeError):
             self.below.forget(asked.below)
             if lease is not None:
                 lease.release(updated=False)
             raise
         assert lease is not None
-        slots = self._fill(asked, come, firsts)
+        bags = sparse if batch is None else self._pooled.without(sparse)
+        slots = bags.with_values(self._fill(asked, come, firsts)).in_parts(starts)
+        if batch is not None:
+            lease = self._pooled.keep(batch, slots, lease)
         own = ShardLease(self._buffers.live, lease)
         self._waited_s += training * (self.world.exchange_s - before)
-        return own, sparse.with_values(slots).in_parts(starts)
+        return own, slots
+
+    def look_up(self, kernels: ops.Kernels, slots: KeyedJaggedTensor, *, blame: KeyedJaggedTensor) -> Tensor:
+        out = self._pooled.taken(slots)
+        if out is None:
+            return super().look_up(kernels, slots, blame=blame)
+        rest = self.kernels.without(kernels, self._pooled.tables)
+        return out if rest is None else rest.lookup(self.arrays, slots, out, blame=blame)
 
     def _is_of(self, asked: Asked, sparse: KeyedJaggedTensor) -> bool:
-        return torch.equal(asked.ids, sparse.values) and asked.spans == spans_of(self.layout, sparse)
+        bags = sparse if asked.served is None else self._pooled.without(sparse)
+        same = torch.equal(asked.ids, sparse.values) and asked.spans == spans_of(self.layout, bags)
+        return same and (asked.served is None or self._pooled.is_of(asked.served, sparse))
 
-    def _ask(self, sparse: KeyedJaggedTensor) -> Asked:
-        """Tells each rank what this one needs of its rows, and is told what they need of this one's."""
+    def _ask(self, batch: KeyedJaggedTensor, *, training: bool, rows: bool = False) -> Asked:
+        """Tells each rank what this one needs of its rows, and is told what they need of this one's.
+
+        rows: of all tables; if not, of those without pooled vectors.
+        """
         R, T = self.world.size, len(self.tables)
+        pools = bool(self._pooled.tables) and not rows
+        sparse = self._pooled.without(batch) if pools else batch
         spans = spans_of(self.layout, sparse)
+        bags = [torch.empty(0, dtype=torch.int32)] * R
         own: list[Any] = []
 
         def requests() -> list[Tensor]:
+            if pools:
+                bags[:] = self._pooled.requests(batch, training=training)
             tables, rows, places = self._distinct(sparse, spans)
             homes = self._division.homes(tables, rows)
             held = (homes == self.world.rank) | self._division.replicated(tables, rows)
@@ -285,17 +345,23 @@ class Sharded(Placement):
             own.extend((counts, place_of[places], rows, np.split(local, counts.ravel().cumsum()[:-1])))
             keys = np.split(local + self._keys.first[tables], counts.ravel().cumsum()[:-1])  # by table and group
             each = [np.concatenate([keys[t * (R + 1) + 1 + r] for t in range(T)]) for r in range(R)]
-            return [torch.cat([torch.tensor([sparse.stride], dtype=torch.int32), pack(keys)]) for keys in each]
+            stride = torch.tensor([sparse.stride], dtype=torch.int32)
+            return [torch.cat([stride, pack(keys), more]) for keys, more in zip(each, bags, strict=True)]
 
         come = self.world.exchange(requests, purpose="ids")
         counts, places, rows, cells = own
-        theirs = [unpack(words[1:])[0] for words in come]
+        strides, found = [int(words[0]) for words in come], [unpack(words[1:]) for words in come]
+        theirs = [keys for keys, _ in found]
+        after = [words[1 + length :] for words, (_, length) in zip(come, found, strict=True)]
+        served = self._pooled.serve(after, strides, bags) if pools else None
         given = np.stack([self._keys.counts(keys) for keys in theirs])
         parts = [np.split(keys, own.cumsum()[:-1]) for keys, own in zip(theirs, given, strict=True)]
         local = [
             np.concatenate([cells[t * (R + 1) + HELD], *(own[t] - self._keys.first[t] for own in parts)])
             for t in range(T)
         ]
+        for t, ids in ({} if served is None else served.ids).items():
+            local[t] = np.concatenate([local[t], ids])  # rows of a table on one rank have its numbers there too
         return Asked(
             sparse=sparse,
             ids=sparse.values[:0],
@@ -304,19 +370,15 @@ class Sharded(Placement):
             rows=np.split(rows, counts.sum(1).cumsum()[:-1]),
             counts=counts,
             given=given,
-            strides=[int(words[0]) for words in come],
+            strides=strides,
             below=self._lookup_below(local),
+            served=served,
         )
 
     def _distinct(self, sparse: KeyedJaggedTensor, spans: list[Span]) -> tuple[Numbers, Numbers, Numbers]:
         """Returns table and row of each distinct row, both rising, and the place of each id's row among them."""
-        ids = sparse.values.numpy()
-        for t, start, stop in spans:
-            own, num_rows = ids[start:stop], self.tables[t].num_embeddings
-            if len(own) and not 0 <= int(own.min()) <= int(own.max()) < num_rows:
-                shapes = [torch.empty(table.num_embeddings, 0) for table in self.tables]
-                raise ValueError(bad_id(self.layout, self.tables, shapes, sparse))
-        nothing = np.empty(0, np.int64)
+        check_ids(self.layout, self.tables, sparse, spans)
+        ids, nothing = sparse.values.numpy(), np.empty(0, np.int64)
         keys = np.concatenate([nothing, *(ids[start:stop] + self._keys.first[t] for t, start, stop in spans)])
         distinct, places = _distinct(keys)
         tables = self._keys.tables(distinct)
@@ -338,16 +400,25 @@ class Sharded(Placement):
         for t in self._sent_order:
             weights, buffer = self.weights[self.tables[t].name], self._buffers.weights[t]
             cuts = [int(asked.counts[t, HELD]), *asked.given[:, t].tolist()]
-            held, *for_others = torch.split(numbers[t], cuts)
+            held, *for_others = torch.split(numbers[t][: sum(cuts)], cuts)
             start = int(firsts[t])
             torch.index_select(weights, 0, held, out=buffer[start : start + len(held)])
             for rank, each in enumerate(for_others):
                 if len(each):
                     num_bytes = len(each) * int(self._row_bytes[t])
-                    out = messages[rank][at[rank] : at[rank] + num_bytes].view(weights.dtype)
-                    torch.index_select(weights, 0, each, out=out.view(len(each), -1))
+                    out = messages[rank][at[rank] : at[rank] + num_bytes].view(self._sent_types[t])
+                    if out.dtype == weights.dtype:
+                        torch.index_select(weights, 0, each, out=out.view(len(each), -1))
+                    else:
+                        out.view(len(each), -1).copy_(weights[each])
                     at[rank] += num_bytes
         return messages
+
+    def _pooled_slots(self, asked: Asked, slots: KeyedJaggedTensor) -> dict[int, Tensor]:
+        """Returns by table the slots below of the ids that this rank pools."""
+        assert asked.served is not None
+        before = asked.counts[:, HELD] + asked.given.sum(0)
+        return {t: slots.bags(self.tables[t].name)[0][int(before[t]) :] for t in asked.served.names}
 
     def _fill(self, asked: Asked, come: Sequence[Tensor], firsts: Numbers) -> Tensor:
         """Puts rows of other ranks into their slots; returns the slot of each id of the batch."""
@@ -357,7 +428,7 @@ class Sharded(Placement):
             for rank, count in enumerate(asked.counts[t, 1:].tolist()):
                 if count:
                     num_bytes = count * int(self._row_bytes[t])
-                    rows = come[rank][at[rank] : at[rank] + num_bytes].view(buffer.dtype)
+                    rows = come[rank][at[rank] : at[rank] + num_bytes].view(self._sent_types[t])
                     buffer[start : start + count] = rows.view(count, -1)
                     at[rank], start = at[rank] + num_bytes, start + count
             self._buffers.row_of[t][int(firsts[t]) : start] = asked.rows[t]
@@ -392,14 +463,42 @@ class Sharded(Placement):
         """
         if not lookups:
             return
-        nodes = self.kernels.pooled.row_sums(self.arrays, self._by_row(lookups), self.world.held)
+        by_row = self._pooled.tables_by_row(lookups)
+        pooled = self._pooled.gradients(lookups, but=by_row)
+        rows = self._by_row(self._with_rows(lookups, by_row) if by_row else lookups)
+        nodes = self.kernels.pooled.row_sums(self.arrays, rows, self.world.held)
         tables = self._exchange_sums([nodes[node] for node in tree.aligned(*self.world.held)])
         tables = self._with_replicated(tables)
         lease, slots = self.below.take(self._lookup_below([own.rows.numpy() for own, _ in tables]), training=False)
         by_slot = [own._replace(rows=slots.bags(name)[0]) for (own, _), name in zip(tables, self.weights, strict=True)]
         parts = [parts for _, parts in tables]
-        self.below.update(self._lookups_below(by_slot, parts), attached, rules)
+        self.below.update([*self._lookups_below(by_slot, parts), *pooled], attached, rules)
         lease.release(updated=True)
+
+    def _with_rows(self, lookups: ops.Lookups, tables: frozenset[int]) -> ops.Lookups:
+        """Adds, behind each lookup of pooled vectors, one of the rows that were pooled, for sums by row of `tables`."""
+        others, found = frozenset(range(len(self.tables))) - tables, list[Any]()
+        for kernels, sparse, grad in lookups:
+            found.append((kernels, sparse, grad))
+            ids, updates = self._pooled.of(sparse), self.kernels.without(kernels, others)
+            if ids is not None and updates is not None:
+                found.append((updates, self._in_slots(ids, tables).in_parts(sparse.parts), grad))
+        return found
+
+    def _in_slots(self, sparse: KeyedJaggedTensor, tables: frozenset[int]) -> KeyedJaggedTensor:
+        """Returns the bags of `tables` with slots for ids. The slots are new, and hold no weights."""
+        bags = only(sparse, [feature.name for feature in self.layout.features if feature.table in tables])
+        spans = spans_of(self.layout, bags)
+        numbers, rows, places = self._distinct(bags, spans)
+        counts = np.bincount(numbers, minlength=len(self.tables))
+        ends, firsts = counts.cumsum(), self._buffers.reserve(counts)
+        for t in tables:
+            self._buffers.row_of[t][firsts[t] : firsts[t] + counts[t]] = rows[ends[t] - counts[t] : ends[t]]
+        slots, done = np.empty(len(bags.values), np.int64), 0
+        for t, start, stop in spans:
+            slots[start:stop] = places[done : done + stop - start] - (ends[t] - counts[t]) + firsts[t]
+            done += stop - start
+        return bags.with_values(torch.from_numpy(slots))
 
     def _by_row(self, lookups: ops.Lookups) -> ops.Lookups:
         """Returns lookups in which a row has one slot; several batches, each with its slots, may hold a row."""

@@ -21,6 +21,7 @@ from hotrow.tables import WHOLE, Births
 
 Numbers = NDArray[np.int64]
 Kind = Literal["row", "table"]
+Exchange = Literal["rows", "pooled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,9 @@ class Shard:
     """What becomes of the others: dealt out one by one, or all given to one rank."""
     owner: Count = 0
     """That rank; 0 for kind "row"."""
+    exchange: Exchange = "rows"
+    """What travels: rows to the ranks that look them up, and sums of their gradients back; or vectors that the owner
+    has pooled, and their gradients. "pooled" is for tables of which one rank holds all rows."""
 
     def check(self, table: str, num_rows: int, num_ranks: int) -> None:
         """Raises ValueError, naming `table`, if this cannot be the shard of so many rows on so many ranks."""
@@ -45,6 +49,13 @@ class Shard:
         if not 0 <= self.owner < num_ranks or (self.kind == "row" and self.owner):
             allowed = "0 for kind 'row'" if self.kind == "row" else f"0 to {num_ranks - 1}"
             raise ValueError(f"table {table!r}: owner is {self.owner}; choose {allowed}")
+        if self.exchange not in ("rows", "pooled"):
+            raise ValueError(f"table {table!r}: exchange is {self.exchange!r}; choose 'rows' or 'pooled'")
+        if self.exchange == "pooled" and (self.kind != "table" or self.prefix):
+            raise ValueError(
+                f"table {table!r}: exchange is 'pooled', so one rank must hold all rows, but kind is {self.kind!r} and "
+                f"prefix {self.prefix:,}: choose kind 'table' and prefix 0, or exchange 'rows'"
+            )
 
     def homes(self, rows: Numbers, num_ranks: int) -> Numbers:
         """Returns the home of each row."""

@@ -6,6 +6,8 @@
 |---|---|---|
 | `lookahead` | `announce`, `forget` | some batches before a batch is trained; after it, or if it does not come |
 | `EmbeddingCollection` | `take` | in `forward`: the kernels get slots of `arrays` instead of ids |
+| | `look_up` | after it: the kernels run |
+| | `take_rows` | instead of `take` in `sequence`, which needs the row of every id |
 | an optimizer | `new_state`, `attach` | once, when it is made; its states follow the rows |
 | its `step()` | `update`, then the lease's `release` | after `backward` |
 | checkpoints, `state_dict`, exports | `rows`, `flush`, `changes` | between steps |
@@ -148,6 +150,14 @@ class Placement(Protocol):
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Lease, KeyedJaggedTensor]:
         """Returns the lease of a batch whose rows are there now, and the batch with slots for ids."""
         return NO_LEASE, sparse
+
+    def take_rows(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Lease, KeyedJaggedTensor]:
+        """As `take`, for a lookup that does not pool."""
+        return self.take(sparse, training=training)
+
+    def look_up(self, kernels: ops.Kernels, slots: KeyedJaggedTensor, *, blame: KeyedJaggedTensor) -> Tensor:
+        """Returns the output of `kernels` for a batch as `take` gave it; blame: the batch that errors name."""
+        return kernels.lookup(self.arrays, slots, blame=blame)
 
     def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
         """Applies the pending lookups, batches as `take` gave them, to the rows and states: `ops.Kernels.update`."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -120,6 +121,16 @@ def bad_id(layout: Layout, tables: Sequence[TableConfig], weights: Sequence[Tens
     if bad is None:
         return "an id of the batch was outside its table, and is not when looked at again: it is being changed"
     return bad.text(tables[bad.feature.table].num_embeddings)
+
+
+def check_ids(layout: Layout, tables: Sequence[TableConfig], sparse: KeyedJaggedTensor, spans: Sequence[Span]) -> None:
+    """Raises ValueError if an id in the spans of a batch is outside its table."""
+    ids = sparse.values.numpy()
+    for t, start, stop in spans:
+        own, num_rows = ids[start:stop], tables[t].num_embeddings
+        if len(own) and not 0 <= int(own.min()) <= int(own.max()) < num_rows:
+            shapes = [torch.empty(table.num_embeddings, 0) for table in tables]
+            raise ValueError(bad_id(layout, tables, shapes, sparse))
 
 
 class Moves(NamedTuple):

@@ -1,4 +1,5 @@
-"""How the rows of each table are shared among the processes of a run: what its accesses say of bytes on the wire.
+"""How the rows of each table are shared among the processes of a run, and what travels of them: what its accesses say
+of bytes on the wire.
 
 With R ranks, a row that p of them look up in a step, each in its samples, and q of all of them together (0 to 1), sends
 
@@ -8,7 +9,12 @@ With R ranks, a row that p of them look up in a step, each in its samples, and q
 which is (R - 1) p (2 ids + weights + sum) and (R - 1) (p + q) (id + sum). q is never below p, so copies never save
 bytes. A row that every rank looks up at every step has p = q = 1: there they cost none, and no lookup waits for it. So
 small tables are replicated, whose rows are such, and larger ones are dealt out row by row, which spreads popular rows
-evenly. parallel/shards.py says where the rows then lie.
+evenly.
+
+A rank that holds a table whole can also get the ids of B bags, L each, and send a pooled vector for each: with its
+gradient that is (R - 1) / R B (L ids + 2 vectors), whatever the rows are. Bags of many ids make it less than rows. Such
+tables are given to one rank each, if that leaves ranks with about as many rows and lookups as before.
+parallel/shards.py says where the rows then lie.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hotrow.config.schema import Config
+from hotrow.config.schema import Config, Owner
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.shards import Shard
 from hotrow.plan.demand import record_bytes
@@ -29,8 +35,12 @@ from hotrow.tables import TableConfig
 SMALL_SHARE = 0.01
 """Small tables are replicated as long as this adds at most so much to the bytes on the wire of a step, and to the bytes
 of all tables."""
-ID_BYTES, SUM_BYTES = 4, 4
-"""On the wire: of a row's number, and of each number in a sum."""
+MOST_POOLED = 0.8
+"""Pooled vectors are chosen if they take at most this share of the bytes of rows, which spread every table's work."""
+MOST_UNEVEN = 1.2
+"""With whole tables on single ranks, no rank may have more bytes of rows, or more lookups, than this times the mean."""
+ID_BYTES = 4
+"""On the wire: of a row's number."""
 
 
 class Wire(NamedTuple):
@@ -42,6 +52,37 @@ class Wire(NamedTuple):
     """If every rank holds all rows."""
     rows: float
     """Different rows that all ranks together look up."""
+    pooled_bytes: float
+    """If one rank holds all rows and pools them; bags that differ in length take 4 bytes each more."""
+    lookups: float
+    """Ids that all ranks together look up."""
+
+    @classmethod
+    def of(
+        cls,
+        table: TableConfig,
+        batch_size: int,
+        num_ranks: int,
+        *,
+        of_one: float,
+        of_all: float,
+        lookups: float,
+        number_bytes: int = 4,
+    ) -> Wire:
+        """Returns what a step sends in which a rank looks up `of_one` different rows, and all together `of_all`.
+
+        number_bytes: of a number of float32 on the wire.
+        """
+        weights = table.embedding_dim * (number_bytes if table.dtype == "float32" else 2)
+        total = number_bytes * table.embedding_dim
+        vectors = batch_size * len(table.feature_names) * 2 * total
+        return cls(
+            split_bytes=(num_ranks - 1) * of_one * (2 * ID_BYTES + weights + total),
+            replicated_bytes=(num_ranks - 1) * (of_one + of_all) * (ID_BYTES + total),
+            rows=of_all,
+            pooled_bytes=(num_ranks - 1) / num_ranks * (vectors + ID_BYTES * lookups),
+            lookups=lookups,
+        )
 
 
 def shards_of(
@@ -49,76 +90,162 @@ def shards_of(
 ) -> dict[str, Shard]:
     """Returns by table how `num_ranks` ranks share its rows: what `config.parallel` says, the rest as counted.
 
-    Raises ValueError, naming the field and the cure, for a table that there is not, and for hot rows of a dataset that
-    has no access counts.
+    Raises ValueError, naming the field and the cure, for a table that there is not, for hot rows of a dataset that has
+    no access counts, and for pooled vectors of a table that no single rank holds, or of which sequences are looked up.
     """
-    asked = {} if isinstance(config.parallel.sharding, str) else config.parallel.sharding
-    _check_names(asked, tables)
-    wires = [wire_of(config, table, dataset, num_ranks) for table in tables]
-    small = _small(config, tables, wires)
-    kinds = {t.name: asked.get(t.name, "replicated" if t.name in small else "row") for t in tables}
-    owners = _owners([(t, wire) for t, wire in zip(tables, wires, strict=True) if kinds[t.name] == "table"], num_ranks)
-    split = [table for table in tables if kinds[table.name] != "replicated"]
-    hot = hot_prefixes(split, dataset, config.parallel.hot_rows)
+    sharding = {} if isinstance(config.parallel.sharding, str) else config.parallel.sharding
+    _check_names("sharding", sharding, tables)
+    wires = {table.name: wire_of(config, table, dataset, num_ranks) for table in tables}
+    sizes = {table.name: table.num_embeddings * record_bytes(table, config.optimizer.sparse.name) for table in tables}
+    small = _small(tables, wires, sizes)
+    kinds = {table.name: sharding.get(table.name, "replicated" if table.name in small else "row") for table in tables}
+    pooled = _asked_pooled(config, kinds, tables)
+    if dataset.has_counts and not config.parallel.hot_rows and config.model.network.lookup != "sequence":
+        pooled |= _counted_pooled(config, kinds, tables, wires, sizes, num_ranks)
+    kinds |= dict.fromkeys(pooled, "table")
+    loads = {t.name: _load(t, wires[t.name], pooled=t.name in pooled) for t in tables if kinds[t.name] == "table"}
+    owners = _owners(loads, num_ranks)
+    hot_in = [table for table in tables if kinds[table.name] != "replicated" and table.name not in pooled]
+    hot = hot_prefixes(hot_in, dataset, config.parallel.hot_rows)
     found = {}
     for table in tables:
         name, kind = table.name, kinds[table.name]
         if kind == "replicated":
             found[name] = Shard(prefix=table.num_embeddings)
+        elif name in pooled:
+            found[name] = Shard(kind="table", owner=owners[name], exchange="pooled")
         else:
             found[name] = Shard(prefix=hot[name], kind=kind, owner=owners.get(name, 0))
     return found
 
 
-def _check_names(asked: Mapping[str, str], tables: Sequence[TableConfig]) -> None:
+def _check_names(option: str, asked: Mapping[str, str], tables: Sequence[TableConfig]) -> None:
     names = [table.name for table in tables]
     for name in asked:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"the tables are {', '.join(names)}"
-            raise ValueError(f"parallel.sharding names the table {name!r}, which the dataset does not have; {hint}")
+            raise ValueError(f"parallel.{option} names the table {name!r}, which the dataset does not have; {hint}")
+
+
+def _asked_pooled(config: Config, kinds: Mapping[str, Owner], tables: Sequence[TableConfig]) -> set[str]:
+    """Returns the tables for which `parallel.exchange` asks for pooled vectors. Raises ValueError if they have none."""
+    sharding, exchange = config.parallel.sharding, config.parallel.exchange
+    if isinstance(exchange, str):
+        found = {name for name, kind in kinds.items() if kind != "replicated" and exchange == "pooled"}
+    else:
+        _check_names("exchange", exchange, tables)
+        found = {name for name, own in exchange.items() if own == "pooled"}
+    for name in sorted(found):
+        if config.model.network.lookup == "sequence":
+            raise ValueError(
+                f"parallel.exchange asks for pooled vectors of table {name!r}, but model {config.model.name} looks up "
+                "sequences, whose rows travel: set it to auto or rows"
+            )
+        if not isinstance(sharding, str) and sharding.get(name, "table") != "table":
+            raise ValueError(
+                f"parallel.exchange asks for pooled vectors of table {name!r}, which one rank must hold, but "
+                f"parallel.sharding says {sharding[name]!r}: set that to table, or the table's exchange to rows"
+            )
+    return found
+
+
+def _counted_pooled(
+    config: Config,
+    kinds: Mapping[str, Owner],
+    tables: Sequence[TableConfig],
+    wires: Mapping[str, Wire],
+    sizes: Mapping[str, int],
+    num_ranks: int,
+) -> set[str]:
+    """Returns the tables that `parallel.exchange` leaves open and whose pooled vectors are fewer bytes."""
+    sharding, exchange = config.parallel.sharding, config.parallel.exchange
+    named = set() if isinstance(exchange, str) else set(exchange)
+    left = [table for table in tables if exchange != "rows" and table.name not in named]
+    owned = {t.name for t in left if kinds[t.name] == "table" and _is_fewer(wires[t.name])}
+    free = [table for table in left if kinds[table.name] == "row" and table.name not in sharding]
+    return owned | pooled_owners(free, wires, sizes, num_ranks).keys()
+
+
+def _is_fewer(wire: Wire) -> bool:
+    return wire.pooled_bytes <= MOST_POOLED * wire.split_bytes and wire.lookups > 0
+
+
+def pooled_owners(
+    tables: Sequence[TableConfig], wires: Mapping[str, Wire], sizes: Mapping[str, int], num_ranks: int
+) -> dict[str, int]:
+    """Returns, of tables that would be dealt out row by row, those that one rank each should hold and pool, with it.
+
+    sizes: bytes by table. As long as ranks would be uneven, the table that is the largest share of all lookups or bytes
+    is left out.
+    """
+    loads = {table.name: _load(table, wires[table.name], pooled=True) for table in tables}
+    amounts = loads, {name: float(sizes[name]) for name in loads}
+    names = [name for name in loads if _is_fewer(wires[name])]
+    names.sort(key=lambda name: max(own[name] / sum(own.values()) for own in amounts))
+    while names:
+        owners = _owners({name: loads[name] for name in names}, num_ranks)
+        if max(_unevenness(owners, own, num_ranks) for own in amounts) <= MOST_UNEVEN:
+            return owners
+        names.pop()
+    return {}
+
+
+def _unevenness(owners: Mapping[str, int], amounts: Mapping[str, float], num_ranks: int) -> float:
+    """Returns how many times the mean the fullest rank has, if tables without an owner are dealt out evenly."""
+    mean, owned = sum(amounts.values()) / num_ranks, [0.0] * num_ranks
+    for name, rank in owners.items():
+        owned[rank] += amounts[name]
+    return (max(owned) + mean - sum(owned) / num_ranks) / mean
 
 
 def wire_of(config: Config, table: TableConfig, dataset: PackedDataset, num_ranks: int) -> Wire:
-    """Returns what the rows of a table send in a step; without access counts, at most."""
+    """Returns what the rows of a table send in a step; without access counts, at most, for bags of one id."""
     num_samples, batch_size = dataset.split("train").num_rows, config.train.batch_size
     if dataset.has_counts and num_samples:
         steps = max(1.0, num_samples / batch_size)
         rates, rows = rates_of(table.name, dataset.counts(table.name), steps)
         of_all, of_one = (float(rows @ [-math.expm1(-rate / n) for rate in rates]) for n in (1, num_ranks))
+        lookups = float(rows @ rates)
     else:
-        lookups = batch_size * len(table.feature_names)
-        of_all, of_one = (float(min(table.num_embeddings, lookups / n)) for n in (1, num_ranks))
-    weights = table.embedding_dim * (4 if table.dtype == "float32" else 2)
-    total = SUM_BYTES * table.embedding_dim
-    return Wire(
-        split_bytes=(num_ranks - 1) * of_one * (2 * ID_BYTES + weights + total),
-        replicated_bytes=(num_ranks - 1) * (of_one + of_all) * (ID_BYTES + total),
-        rows=of_all,
+        lookups = float(batch_size * len(table.feature_names))
+        of_all, of_one = (min(table.num_embeddings, lookups / n) for n in (1, num_ranks))
+    return Wire.of(
+        table,
+        batch_size,
+        num_ranks,
+        of_one=of_one,
+        of_all=of_all,
+        lookups=lookups,
+        number_bytes=4 if config.parallel.wire_dtype == "fp32" else 2,
     )
 
 
-def _small(config: Config, tables: Sequence[TableConfig], wires: Sequence[Wire]) -> set[str]:
+def _small(tables: Sequence[TableConfig], wires: Mapping[str, Wire], sizes: Mapping[str, int]) -> set[str]:
     """Returns the tables that cost next to nothing if every rank holds them, the smallest first."""
-    optimizer = config.optimizer.sparse.name
-    sizes = [table.num_embeddings * record_bytes(table, optimizer) for table in tables]
-    wire_left, bytes_left = SMALL_SHARE * sum(wire.split_bytes for wire in wires), SMALL_SHARE * sum(sizes)
+    wire_left = SMALL_SHARE * sum(wire.split_bytes for wire in wires.values())
+    bytes_left = SMALL_SHARE * sum(sizes.values())
     small = set[str]()
-    for _, t in sorted((num_bytes, t) for t, num_bytes in enumerate(sizes)):
-        bytes_left -= sizes[t]
-        wire_left -= max(0.0, wires[t].replicated_bytes - wires[t].split_bytes)
+    for table in sorted(tables, key=lambda table: sizes[table.name]):
+        bytes_left -= sizes[table.name]
+        wire_left -= max(0.0, wires[table.name].replicated_bytes - wires[table.name].split_bytes)
         if bytes_left < 0 or wire_left < 0:
             break
-        small.add(tables[t].name)
+        small.add(table.name)
     return small
 
 
-def _owners(tables: Sequence[tuple[TableConfig, Wire]], num_ranks: int) -> dict[str, int]:
-    """Returns the ranks that get whole tables: the table with most rows per step to the rank that has fewest so far."""
-    loads, owners = [0.0] * num_ranks, {}
-    for table, wire in sorted(tables, key=lambda each: -each[1].rows * each[0].embedding_dim):
-        owners[table.name] = rank = loads.index(min(loads))
-        loads[rank] += wire.rows * table.embedding_dim
+def _load(table: TableConfig, wire: Wire, *, pooled: bool) -> float:
+    """Returns the numbers that an owner reads in a step: of each different row once, or to pool them."""
+    return table.embedding_dim * (wire.lookups if pooled else wire.rows)
+
+
+def _owners(loads: Mapping[str, float], num_ranks: int) -> dict[str, int]:
+    """Returns the ranks that get whole tables: the table with the largest load to the rank that has least so far."""
+    of_ranks, owners = [0.0] * num_ranks, {}
+    for name in sorted(loads, key=lambda name: -loads[name]):
+        owners[name] = rank = of_ranks.index(min(of_ranks))
+        of_ranks[rank] += loads[name]
     return owners
 
 
@@ -158,7 +285,9 @@ def shards_line(tables: Sequence[TableConfig], shards: Mapping[str, Shard], num_
     rest = [table for table in tables if table not in copied]
     owned = sum(shards[table.name].kind == "table" for table in rest)
     hot = sum(shards[table.name].prefix for table in rest)
-    parts = [f"{len(copied)} on every rank", f"{len(rest) - owned} dealt out row by row", f"{owned} whole on one rank"]
+    pooled = sum(shards[table.name].exchange == "pooled" for table in rest)
+    parts = [f"{len(copied)} on every rank", f"{len(rest) - owned} dealt out row by row"]
+    parts += [f"{owned - pooled} whole on one rank", f"{pooled} whole on one rank that sends pooled vectors"]
     said = ", ".join(part for part in parts if not part.startswith("0 "))
     also = f", and {hot:,} hot rows of these on every rank" if hot else ""
     return f"{num_ranks} ranks share {len(tables)} tables: {said}{also}"

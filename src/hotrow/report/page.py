@@ -337,11 +337,12 @@ def rank_text(record: Mapping[str, Any]) -> str:
     ranks, slowest = of_ranks(record), number_in(record, "ranks", "slowest_rank")
     if not ranks or slowest is None:
         return ""
-    parts = number_in(record, "ranks", "micro_batches") or 0
+    parts, wire_dtype = number_in(record, "ranks", "micro_batches") or 0, mapping_in(record, "ranks").get("wire_dtype")
+    rounded = "" if wire_dtype in (None, "fp32") else f" Numbers of tables traveled as {wire_dtype}, rounded."
     return (
         f"{len(ranks)} ranks trained together, in {parts:.0f} micro-batches. All take as long for a step, because they "
-        f"wait for each other: rank {slowest:.0f} was the slowest, as it spent most time outside exchanges. What lies "
-        "in memory and on disk is said of rank 0 below."
+        f"wait for each other: rank {slowest:.0f} was the slowest, as it spent most time outside exchanges.{rounded} "
+        "What lies in memory and on disk is said of rank 0 below."
     )
 
 
@@ -372,6 +373,8 @@ def wire_grid(record: Mapping[str, Any]) -> Grid:
 WIRE = {
     "rows": "rows that other ranks look up",
     "gradients": "gradients of rows, to the ranks that hold them",
+    "pooled": "pooled vectors, from the ranks that hold whole tables",
+    "pooled_gradients": "gradients of pooled vectors, to these ranks",
     "replicated": "gradients of rows that every rank holds",
     "dense": "gradients of dense layers, and losses",
     "ids": "numbers of rows",

@@ -42,7 +42,7 @@ from hotrow.base.files import (
 from hotrow.base.files import crc32 as crc32_of
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SparseOptimizer, SplitSGDBF16
-from hotrow.parallel.agreement import everyone, on_every_rank, on_first_rank
+from hotrow.parallel.agreement import CommonError, everyone, on_every_rank, on_first_rank
 from hotrow.parallel.sharded import Sharded
 from hotrow.parallel.world import World
 from hotrow.placement.base import Changes, Rows, Saved
@@ -182,7 +182,7 @@ def verify(path: Path, manifest: Manifest | None = None, *, world: World | None 
         for rank in range(1, world.size):
             found = join_crc32(found, pieces[rank][k], cuts[k][rank + 1] - cuts[k][rank])
         if (checksum := f"{found:08x}") != record.crc32:
-            raise ValueError(
+            raise CommonError(
                 f"checkpoint file {path / name} has crc32 {checksum}, not {record.crc32}: it is damaged; {CURE}"
             )
     return sum(record.num_bytes for record in manifest.files.values())

@@ -54,7 +54,7 @@ def restart_folder(config: Config) -> Path | None:
     if (own := _own(config)) is None:
         return None
     named = os.environ["TORCHELASTIC_RUN_ID"] not in ("", "none")  # torchrun's default is no name of one launch
-    again = named and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    again = named and was_restarted()
     found = []
     for path in [Path(config.run)] if config.run else [file.parent for file in Path("runs").glob(f"*/{LAUNCH}")]:
         with suppress(ValueError, OSError):
@@ -63,6 +63,11 @@ def restart_folder(config: Config) -> Path | None:
             if same and mark.config == own.config and mark.worker != own.worker:
                 found.append(path)
     return max(found, key=lambda path: (path / LAUNCH).stat().st_mtime_ns, default=None)
+
+
+def was_restarted() -> bool:
+    """Returns whether torchrun started this process in place of an earlier one."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def how_to_go_on(folder: Path) -> str:

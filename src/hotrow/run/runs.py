@@ -42,7 +42,7 @@ from hotrow.plan.demand import required_bytes
 from hotrow.plan.shards import shards_line
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, SilentFolder, resume_command
-from hotrow.run.restart import how_to_go_on, mark_launch, restart_folder
+from hotrow.run.restart import how_to_go_on, mark_launch, restart_folder, was_restarted
 from hotrow.run.setup import Setup, storage_line
 from hotrow.run.trainer import Interrupt, MakeMeter, Training
 
@@ -56,28 +56,31 @@ def train(
     quiet: bool = False,
     also: MakeMeter | None = None,
     world: World | None = None,
+    until_s: float = math.inf,
 ) -> RunFolder:
     """Trains a new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
 
     folder: a run folder that was made beforehand; None: the folder that `config.run` names is made. also: makes one
     more meter, for who measures training. world: the ranks that train together; all call this, and the first one alone
-    writes the folder, which it returns; others return what they know of it. None: this process alone.
+    writes the folder, which it returns; others return what they know of it. None: this process alone. until_s: the
+    `time.monotonic()` at which the run stops as by SIGUSR1.
 
-    On SIGINT or SIGTERM the run finishes the step, saves a checkpoint and returns; a second signal aborts it. Raises
-    ValueError if the config or the data is wrong, before the folder is made if that can be known by then.
+    On SIGINT, SIGTERM or SIGUSR1 the run finishes the step, saves a checkpoint and returns; a second signal aborts it.
+    Raises ValueError if the config or the data is wrong, before the folder is made if that can be known by then.
     """
     world = world or World()
+    interrupt = Interrupt(quiet=quiet or world.rank > 0, until_s=until_s)
     with Heartbeat(world, cure="Start it again") as heartbeat:
         if folder is None and (begun := everyone(world, str(restart_folder(config) or ""))[0]):
             # torchrun started these processes again; the run may have ended before its first step.
             if everyone(world, (Path(begun) / CONFIG).is_file())[0]:
-                return _resume(Path(begun), (), heartbeat, quiet=quiet)
+                return _resume(Path(begun), (), heartbeat, interrupt)
             folder = on_every_rank(world, lambda: RunFolder.open(begun))
-        return _train_new(config, folder, heartbeat, quiet=quiet, also=also)
+        return _train_new(config, folder, heartbeat, interrupt, also)
 
 
 def _train_new(
-    config: Config, folder: RunFolder | None, heartbeat: Heartbeat, *, quiet: bool, also: MakeMeter | None
+    config: Config, folder: RunFolder | None, heartbeat: Heartbeat, interrupt: Interrupt, also: MakeMeter | None
 ) -> RunFolder:
     world, runs = heartbeat.world, folder.path if folder else Path(config.run or "runs")
 
@@ -97,7 +100,7 @@ def _train_new(
         if world.rank == 0:
             mark_launch(folder.path, config)
         folder.keep_vocabulary(setup.dataset.path)
-        return _run(setup.in_folder(folder.path), folder, None, heartbeat, quiet=quiet, also=also)
+        return _run(setup.in_folder(folder.path), folder, None, heartbeat, interrupt, also)
 
 
 def make_folder(world: World, make: Callable[[], RunFolder]) -> RunFolder:
@@ -129,9 +132,10 @@ def _claimed(world: World, folder: RunFolder) -> Iterator[RunFolder]:
 
 def _check_same(setup: Setup) -> None:
     """Raises ValueError on every rank if ranks differ in what changes results."""
-    world, shards = setup.world, {name: asdict(shard) for name, shard in setup.shards.items()}
-    facts = facts_of(setup.config, checksum=setup.dataset.checksum, micro_batches=world.micro_batches)
-    check_same(world, {**facts, "who holds which rows": shards})
+    world = setup.world
+    check_same(world, facts_of(setup.config, checksum=setup.dataset.checksum, micro_batches=world.micro_batches))
+    # These follow from the facts above, and would only hide which of them differ.
+    check_same(world, {f"who holds rows of table {name!r}": asdict(shard) for name, shard in setup.shards.items()})
 
 
 def _check_vocabularies(dataset: PackedDataset) -> None:
@@ -164,28 +168,37 @@ RESUMABLE = (
 
 
 def resume(
-    path: Path | str, overrides: Sequence[str] = (), *, quiet: bool = False, world: World | None = None
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    quiet: bool = False,
+    world: World | None = None,
+    until_s: float = math.inf,
 ) -> RunFolder:
     """Continues the run at `path` from its newest checkpoint, to the bits it would have reached without the stop.
 
     overrides: `a.b=v` for the options in RESUMABLE. A finished run with nothing left to do is returned as it is. world:
-    as for `train`; any number of ranks up to `train.micro_batches` of the run may continue it.
+    as for `train`; any number of ranks up to `train.micro_batches` of the run may continue it. until_s: as for `train`.
     Raises ValueError if another process trains there.
     """
-    with Heartbeat(world or World(), cure="Start it again") as heartbeat:
-        return _resume(Path(path), overrides, heartbeat, quiet=quiet)
+    world = world or World()
+    interrupt = Interrupt(quiet=quiet or world.rank > 0, until_s=until_s)
+    with Heartbeat(world, cure="Start it again") as heartbeat:
+        return _resume(Path(path), overrides, heartbeat, interrupt)
 
 
-def _resume(path: Path, overrides: Sequence[str], heartbeat: Heartbeat, *, quiet: bool) -> RunFolder:
+def _resume(path: Path, overrides: Sequence[str], heartbeat: Heartbeat, interrupt: Interrupt) -> RunFolder:
     found = on_every_rank(heartbeat.world, lambda: RunFolder.open(path))
     with _claimed(heartbeat.world, found) as folder:
         # What it says may have changed until it was claimed.
         folder.record = on_every_rank(heartbeat.world, lambda: RunFolder.open(folder.path).record)
-        return _go_on(folder, overrides, heartbeat, quiet=quiet)
+        return _go_on(folder, overrides, heartbeat, interrupt)
 
 
-def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, *, quiet: bool) -> RunFolder:
+def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, interrupt: Interrupt) -> RunFolder:
     world = heartbeat.world
+    if folder.record.status == "interrupted" and everyone(world, was_restarted())[0]:
+        return folder  # it was asked to stop, and torchrun takes that for a failure
     config = on_every_rank(world, lambda: _resumed_config(folder, overrides))
     if folder.record.status == "finished" and not overrides:
         return folder
@@ -197,7 +210,7 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, *,
 
     setup = on_every_rank(world, decide)
     _check_same(setup)
-    return _run(setup, folder, newest, heartbeat, quiet=quiet)
+    return _run(setup, folder, newest, heartbeat, interrupt)
 
 
 def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
@@ -221,6 +234,12 @@ def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
                 f"--set {override!r}: a resumed run keeps its {option}; it may change {', '.join(RESUMABLE)}"
             )
     config = make_config(apply_overrides(raw, overrides), origin=str(folder.path / CONFIG))
+    before = make_config(raw, origin=str(folder.path / CONFIG)).parallel.wire_dtype
+    if config.parallel.wire_dtype != before:
+        raise ValueError(
+            f"parallel.wire_dtype is {config.parallel.wire_dtype!r}, but the run began with {before!r}: it changes "
+            "results, so a resumed run keeps it"
+        )
     return config.with_micro_batches(config.train.micro_batches or 1)  # a run of before there were any has one
 
 
@@ -248,8 +267,7 @@ def _run(
     folder: RunFolder,
     checkpoint: Path | None,
     heartbeat: Heartbeat,
-    *,
-    quiet: bool,
+    interrupt: Interrupt,
     also: MakeMeter | None = None,
 ) -> RunFolder:
     full = explain_full_disk(
@@ -258,9 +276,9 @@ def _run(
     # `full` is outermost: on a full disk the folder cannot record the failure either.
     world = setup.world
     team = threads(setup.config.train.threads, pin=setup.config.train.pin, world=world)
-    failing, quiet = _explain_failure(setup, folder), quiet or world.rank > 0
+    failing, progress = _explain_failure(setup, folder), ProgressLine(quiet=interrupt.quiet)
     heartbeat.cure, heartbeat.last_words = how_to_go_on(folder.path), folder.fail
-    with full, folder, failing, team, Interrupt(quiet=quiet) as interrupt, ProgressLine(quiet=quiet) as progress:
+    with full, folder, failing, team, interrupt, progress:
         training = Training(setup, folder, interrupt, progress, also)
         heartbeat.step = lambda: training.state.step
         with closing(training):
@@ -289,7 +307,8 @@ def _train(training: Training, checkpoint: Path | None) -> None:
         raise training.writes.ended(training.state.step, resume_command(folder.path))
     else:
         folder.update(status="interrupted", signal=training.signal, **training.figures())
-        training.say(f"stopped at step {training.state.step}; continue with: {resume_command(folder.path)}")
+        why = ", because its time is over" if training.signal == Interrupt.TIME_IS_OVER else ""
+        training.say(f"stopped at step {training.state.step}{why}; continue with: {resume_command(folder.path)}")
 
 
 @contextmanager
@@ -324,6 +343,9 @@ def _begin(training: Training) -> None:
     )
     if training.setup.shards:
         training.say(f"{shards_line(emb.tables, training.setup.shards, training.world.size)}; of rank 0:")
+        if (wire_dtype := config.parallel.wire_dtype) != "fp32":
+            text = f"rows and gradients of tables travel as {wire_dtype}, which rounds them: results are inexact, and "
+            training.warn("inexact_wire", f"{text}depend on the number of ranks (parallel.wire_dtype)")
     training.say(f"{describe_threads(training.world.local_size)}; {where_rows_lie}")
     folder.write_config(config.to_yaml())  # only now, when all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)

@@ -335,7 +335,8 @@ def build_network(setup: Setup) -> tuple[EmbeddingCollection, Network]:
     model = config.model.build(num_dense=len(setup.dataset.info.dense), dims=dims, generator=generator)
     memory: AnyMemory = setup.memory
     if setup.shards:
-        memory = Shards(world=setup.world, shards=setup.shards, below=setup.memory)
+        wire_dtype = config.parallel.wire_dtype
+        memory = Shards(world=setup.world, shards=setup.shards, below=setup.memory, wire_dtype=wire_dtype)
     return EmbeddingCollection(tables, memory=memory, seed=seed), model.to(setup.dense.device)
 
 

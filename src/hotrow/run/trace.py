@@ -6,9 +6,9 @@ The clock tells of its laps (meters.py), so a run without a trace pays one compa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from typing_extensions import override
 
@@ -33,8 +33,7 @@ class Trace(Meter):
         self._first, count = trace_window(window)
         self._last = self._first + count - 1
         self._placement = placement if placement.looks_ahead else None
-        self._events: list[dict[str, Any]] = []
-        self._begun: float | None = None
+        self._spans: list[_Span] = []
         self._waited = 0.0
         self._is_written = False
 
@@ -46,17 +45,7 @@ class Trace(Meter):
         step = self._session.state.step + (phase is not None)
         if not self._first <= step <= self._last:
             return
-        if phase == "data":
-            self._begun = start
-        args = {"step": step} | ({} if self._placement is None else {"waited_for_rows_ms": round(1e3 * waits, 4)})
-        self._add(phase or BETWEEN, start, end, args)
-        if phase == "update" and self._begun is not None:
-            self._add(f"step {step}", self._begun, end, {"step": step})
-
-    def _add(self, name: str, start: float, end: float, args: dict[str, Any]) -> None:
-        """Adds a span; times are in microseconds, as the format has them."""
-        times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
-        self._events.append({"name": name, "ph": "X", **times, "pid": 1, "tid": 1, "args": args})
+        self._spans.append(_Span(phase, start, end, step, waits))
 
     @override
     def notices(self) -> Iterable[Notice]:
@@ -64,14 +53,14 @@ class Trace(Meter):
 
     @override
     def close(self) -> Iterable[Notice]:
-        if self._is_written or self._events:
+        if self._is_written or self._spans:
             return self._write()
         text = f"train.trace is {self._window}, but this session trained none of these steps: there is no {NAME}"
         return [Notice(text, "no_trace")]
 
     def _write(self) -> list[Notice]:
         """Writes the file, once. A disk that is full costs the trace, not the run."""
-        if self._is_written or not self._events:
+        if self._is_written or not self._spans:
             return []
         self._is_written = True
         names = [
@@ -80,9 +69,34 @@ class Trace(Meter):
         ]
         try:
             with atomic_write(self.path) as file:
-                file.write(json.dumps({"displayTimeUnit": "ms", "traceEvents": [*names, *self._events]}).encode())
+                file.write(json.dumps({"displayTimeUnit": "ms", "traceEvents": [*names, *self._events()]}).encode())
         except OSError as error:
             return [Notice(f"{self.path} could not be written: {error}", "no_trace")]
         finally:
-            self._events.clear()
+            self._spans.clear()
         return [Notice(f"wrote {self.path}: open it in Perfetto (ui.perfetto.dev) or chrome://tracing")]
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        """Yields what the file says of the spans: made once here, so that a step only keeps five numbers a lap."""
+        begun: float | None = None
+        for phase, start, end, step, waited_s in self._spans:
+            waits = {} if self._placement is None else {"waited_for_rows_ms": round(1e3 * waited_s, 4)}
+            yield _event(phase or BETWEEN, start, end, {"step": step} | waits)
+            if phase == "data":
+                begun = start
+            if phase == "update" and begun is not None:
+                yield _event(f"step {step}", begun, end, {"step": step})
+
+
+class _Span(NamedTuple):
+    phase: str | None
+    start: float
+    end: float
+    step: int
+    waited_s: float
+
+
+def _event(name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    """Returns a span as the format has it; times are in microseconds."""
+    times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
+    return {"name": name, "ph": "X", **times, "pid": 1, "tid": 1, "args": args}

@@ -11,6 +11,7 @@ import math
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
@@ -147,17 +148,27 @@ def _scored(
 
 
 class Interrupt:
-    """A block in which the first SIGINT or SIGTERM is only noted in `signal`; the next one acts as usual.
+    """A block in which the first of `SIGNALS` is only noted in `signal`; the next one acts as usual.
 
-    Outside the main thread signals cannot be caught, and act as usual. quiet: say nothing when one comes.
+    Outside the main thread signals cannot be caught, and act as usual. quiet: say nothing when one comes. until_s: from
+    this `time.monotonic()` on it is as if TIME_IS_OVER had come.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    TIME_IS_OVER = signal.SIGUSR1
+    """Schedulers of clusters send it some minutes before the time of a job is over."""
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, TIME_IS_OVER)
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.signal: int | None = None
-        self._quiet = quiet
+    def __init__(self, *, quiet: bool = False, until_s: float = math.inf) -> None:
+        self._noted: int | None = None
+        self.quiet, self._until_s = quiet, until_s
         self._before: dict[int, Any] = {}
+
+    @property
+    def signal(self) -> int | None:
+        """The signal by which the run is to stop."""
+        if self._noted is None and time.monotonic() >= self._until_s:
+            self._noted = self.TIME_IS_OVER
+        return self._noted
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
@@ -165,10 +176,10 @@ class Interrupt:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
+        self._noted = self._noted or number
         self._restore()
-        if not self._quiet:
-            print("\nfinishing this step and saving a checkpoint; press again to abort", file=sys.stderr, flush=True)
+        if not self.quiet:
+            print("\nfinishing this step and saving a checkpoint; a second signal aborts", file=sys.stderr, flush=True)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -229,7 +240,8 @@ class Training:
         self.writes = WriteMeter(embedding.placement.find(Tiers), ledger, self.session, checkpoint_bytes=most)
         self.meters: list[Meter] = [self.clock, HotMeter(self.turns, folder.measurements), self.writes]
         self.meters += meters_of_rows(embedding, self.session, drive_written_bytes=self.writes.total_bytes)
-        self.meters += [WireMeter(self.world, self.session)] if self.world.size > 1 else []
+        wire = WireMeter(self.world, self.session, wire_dtype=config.parallel.wire_dtype)
+        self.meters += [wire] if self.world.size > 1 else []
         self.meters += [] if also is None else [also(self.session)]
         self.meters += [] if self.trace is None else [self.trace]
         if not self._has("val"):

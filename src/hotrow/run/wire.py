@@ -23,9 +23,9 @@ class WireMeter(CountsApart):
     collective: the ranks tell each other theirs, and the first rank's record has them all.
     """
 
-    def __init__(self, world: World, session: Session) -> None:
+    def __init__(self, world: World, session: Session, *, wire_dtype: str) -> None:
         super().__init__(lambda: {"sent": {**world.sent_bytes}, "ns": {"exchange": int(1e9 * world.exchange_s)}})
-        self._world, self._session = world, session
+        self._world, self._session, self._wire_dtype = world, session, wire_dtype
         self._sent_before = sum_of(self._training().values())
         self._logged: Counter[str] | None = None
         """What was counted at the last `window`."""
@@ -40,7 +40,8 @@ class WireMeter(CountsApart):
     @override
     def record(self) -> dict[str, Any]:
         parts, figures = self._world.micro_batches, self._figures(self._counted() - self._before())
-        return {"ranks": {"num_ranks": self._world.size, "micro_batches": parts, **figures}}
+        facts = {"num_ranks": self._world.size, "micro_batches": parts, "wire_dtype": self._wire_dtype}
+        return {"ranks": {**facts, **figures}}
 
     def _counted(self) -> Counter[str]:
         """Returns what this rank counted in training so far, and what its steps took, over all sessions."""

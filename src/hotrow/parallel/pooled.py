@@ -1,0 +1,419 @@
+"""The exchange of pooled vectors, for tables that lie whole on one rank: the owner pools for the samples of all ranks.
+
+    take     ids, lengths and weights of each rank's samples -> the owner, which looks up the whole batch -> a vector of
+             each bag, to the rank that trains its sample
+    update   the gradients of these vectors -> the owner, which sums those of a row in the tree, as one process does
+
+The owner has all bags of a batch in their order, so the bits are those of one process. If a step also looks up rows
+of such a table one by one (`EmbeddingCollection.sequence`), its gradients travel as sums of rows, since a sum must have
+all its terms in order. sharded.py calls this, and does the same for tables whose rows travel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.kernels import ops, tree
+from hotrow.kernels.reference import Feature, Layout
+from hotrow.parallel.exchange import WireDtype, narrow, widen
+from hotrow.parallel.shards import Numbers, Shard
+from hotrow.parallel.world import World
+from hotrow.placement.base import Lease, Placement
+from hotrow.placement.slots import check_ids, spans_of
+from hotrow.tables import TableConfig
+
+Collective = Literal["all_to_all", "fused_scatter", "scatter"]
+"""How vectors and their gradients travel: in one exchange of all ranks, in one for each owner, or in one for each
+table. These are the three implementations of SC'20; all give the same bits."""
+Bundle = tuple[Feature, ...]
+"""Features of one owner that it looks up together, at most one of each table."""
+_HEAD = 3
+"""Words before the bags of a feature: number of ids, length of each bag (-1: they differ), and 1 if weights follow."""
+
+
+class Bags(NamedTuple):
+    """The bags of one feature over a whole batch."""
+
+    ids: Numbers
+    lengths: Tensor
+    weights: Tensor | None
+
+
+class Served(NamedTuple):
+    """What this rank pools of a batch for all ranks, and what it asked of them."""
+
+    names: dict[int, list[str]]
+    """The features of each table that this rank owns."""
+    bags: dict[str, Bags]
+    """By feature, of these tables."""
+    strides: list[int]
+    """By rank, the number of its samples."""
+    asked: list[Tensor]
+    """By rank, what it was asked for."""
+
+    @property
+    def ids(self) -> dict[int, Numbers]:
+        """The ids by table, those of its features one after another."""
+        return {t: np.concatenate([self.bags[name].ids for name in names]) for t, names in self.names.items()}
+
+    def cut(self, slots: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Returns by feature what is given by table for each of `ids`."""
+        found: dict[str, Tensor] = {}
+        for t, names in self.names.items():
+            found.update(zip(names, torch.split(slots[t], [len(self.bags[name].ids) for name in names]), strict=True))
+        return found
+
+
+@dataclass
+class PooledBatch:
+    """A batch whose vectors have come, until it is over."""
+
+    sparse: KeyedJaggedTensor
+    """The ids of this rank's samples."""
+    strides: list[int]
+    out: Tensor | None
+    """The lookup's output, with the columns of pooled features; None once it was taken."""
+    served: list[list[KeyedJaggedTensor]]
+    """By exchange and bundle of this rank, the bags of all ranks, by the names of their tables, with slots for ids."""
+    slots: Tensor | None = None
+    """What the batch is known by: kept, so that no other tensor gets its id."""
+
+
+class Pooled:
+    """The tables of a collection whose pooled vectors travel. All calls but `without`, `of` and `taken` are collective,
+    or make messages of those that are.
+
+    below: the placement of this rank's own rows, which has a table for each of `tables`, with one feature of its name.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        tables: Sequence[TableConfig],
+        shards: Sequence[Shard],
+        below: Placement,
+        *,
+        collective: Collective,
+        wire_dtype: WireDtype,
+    ) -> None:
+        self.tables = frozenset(t for t, shard in enumerate(shards) if shard.exchange == "pooled")
+        self.layout, self._below = Layout.of(tables), below
+        self.features = [feature for feature in self.layout.features if feature.table in self.tables]
+        self._world, self._configs, self._wire_dtype = world, tables, wire_dtype
+        self._owners = [shard.owner for shard in shards]
+        self._exchanges = _exchanges(self.features, self._owners, world.size, collective)
+        self._kernels: dict[tuple[str, ...], ops.Kernels] = {}
+        self._batches: dict[int, PooledBatch] = {}
+        """Those that are not over, by the identity of their slots."""
+
+    # ---- lookups
+
+    def without(self, sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Returns the batch with empty bags for the features of these tables; the batch itself if there are none."""
+        names = {feature.name for feature in self.features}
+        if names.isdisjoint(sparse.keys):
+            return sparse
+        kept = [sparse.span(key) for key in sparse.keys if key not in names]
+        lengths = sparse.lengths.clone().view(len(sparse.keys), sparse.stride)
+        lengths[[key in names for key in sparse.keys]] = 0
+        return KeyedJaggedTensor(sparse.keys, *_cut(sparse, kept), lengths=lengths.view(-1))
+
+    def requests(self, sparse: KeyedJaggedTensor, *, training: bool) -> list[Tensor]:
+        """Returns by rank the bags of this rank's samples in tables of that rank, as words of 32 bits.
+
+        Raises ValueError for a missing feature, for an id outside its table, for weights that want a gradient, and in
+        training for weights that are not finite.
+        """
+        self.layout.check_keys(sparse.keys)
+        spans = [span for span in spans_of(self.layout, sparse) if span[0] in self.tables]
+        check_ids(self.layout, self._configs, sparse, spans)
+        if sparse.weights is not None:
+            self._check_weights(sparse, sparse.weights, training=training)
+        found: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int32)] for _ in range(self._world.size)]
+        for feature in self.features:
+            found[self._owners[feature.table]].append(_pack(sparse, feature.name, wide=self._wide(feature)))
+        return [torch.cat(words) for words in found]
+
+    def _wide(self, feature: Feature) -> bool:
+        return self._configs[feature.table].num_embeddings > 1 << 31
+
+    def _check_weights(self, sparse: KeyedJaggedTensor, weights: Tensor, *, training: bool) -> None:
+        if weights.requires_grad and torch.is_grad_enabled():
+            first = self.features[0]
+            raise ValueError(
+                f"the weights of the batch want a gradient, which takes the rows of feature {first.name!r}; the rank "
+                f"that owns table {self._configs[first.table].name!r} sends pooled vectors: make its Shard with "
+                "exchange='rows' (parallel.exchange)"
+            )
+        for feature in self.features if training else ():
+            found = ops.first_nonfinite(weights[sparse.span(feature.name)])
+            if found is not None:  # its gradients could be finite, if the loss leaves this vector out
+                offsets, value = sparse.bags(feature.name)[1], weights[sparse.span(feature.name)][found[0]]
+                sample = int(torch.searchsorted(offsets, found[0], right=True)) - 1
+                raise ValueError(
+                    f"the weight of feature {feature.name!r} (table {self._configs[feature.table].name!r}), sample "
+                    f"{sample}, position {found[0] - int(offsets[sample])} is {float(value)}: weights of ids must be "
+                    "finite if their owner pools"
+                )
+
+    def serve(self, words: Sequence[Tensor], strides: list[int], asked: list[Tensor]) -> Served:
+        """Returns what this rank is to pool. words: by rank, its `requests` here; asked: this rank's, of all ranks."""
+        rest, names, bags = list(words), defaultdict[int, list[str]](list), {}
+        for feature in self.features:
+            if self._owners[feature.table] == self._world.rank:
+                each = [_unpack(own, n, wide=self._wide(feature)) for own, n in zip(rest, strides, strict=True)]
+                rest = [own[length:] for own, (_, length) in zip(rest, each, strict=True)]
+                bags[feature.name] = _joined([own for own, _ in each])
+                names[feature.table].append(feature.name)
+        return Served(names, bags, strides, asked)
+
+    def is_of(self, served: Served, sparse: KeyedJaggedTensor) -> bool:
+        """Returns whether the batch still is what this rank asked for when it was announced."""
+        now = self.requests(sparse, training=True)
+        return all(torch.equal(one, other) for one, other in zip(served.asked, now, strict=True))
+
+    def bring(
+        self, served: Served, slots: Mapping[int, Tensor], sparse: KeyedJaggedTensor, *, training: bool
+    ) -> PooledBatch:
+        """Pools for all ranks, and gets the vectors of this rank's samples. slots: by table, those of the ids below."""
+        starts = tree.starts(sum(served.strides), self._world.micro_batches) if training else None
+        cut, found = served.cut(slots), list[list[KeyedJaggedTensor]]()
+        out = ops.empty(sparse.stride, self.layout.width)
+        for exchange in self._exchanges:
+            own = exchange[self._world.rank]
+            found.append([self._bags_below(bundle, served, cut).in_parts(starts) for bundle in own])
+            vectors = partial(self._vectors, own, found[-1], served.strides)
+            come = self._world.exchange(vectors, purpose="pooled")
+            for words, bundles in zip(come, exchange, strict=True):
+                sizes = [sparse.stride * _width(bundle) for bundle in bundles]
+                numbers = torch.split(widen(words, sum(sizes), self._wire_dtype), sizes)
+                for bundle, each in zip(bundles, numbers, strict=True):
+                    _spread(each.view(sparse.stride, _width(bundle)), bundle, out)
+        return PooledBatch(sparse, served.strides, out, found)
+
+    def _bags_below(self, bundle: Bundle, served: Served, slots: Mapping[str, Tensor]) -> KeyedJaggedTensor:
+        bags = [served.bags[feature.name] for feature in bundle]
+        lengths = torch.cat([own.lengths for own in bags])
+        weights = [own.weights for own in bags if own.weights is not None]  # of all, or of none
+        names, values = [self._configs[f.table].name for f in bundle], torch.cat([slots[f.name] for f in bundle])
+        one_hot = bool((lengths == 1).all())
+        return KeyedJaggedTensor(
+            names, values, torch.cat(weights) if weights else None, lengths=None if one_hot else lengths
+        )
+
+    def _vectors(
+        self, bundles: Sequence[Bundle], bags: Sequence[KeyedJaggedTensor], strides: list[int]
+    ) -> list[Tensor]:
+        """Returns by rank the pooled vectors of its samples, one bundle after another."""
+        kernels = [self._kernels_of(bundle) for bundle in bundles]
+        pooled = [own.lookup(self._below.arrays, each) for own, each in zip(kernels, bags, strict=True)]
+        each = [torch.split(vectors, strides) for vectors in pooled]
+        by_rank = [[vectors[rank].reshape(-1) for vectors in each] for rank in range(len(strides))]
+        return [torch.cat(narrow(own, self._wire_dtype)) for own in by_rank]
+
+    def _kernels_of(self, features: Bundle) -> ops.Kernels:
+        """Returns the kernels that look up and update `features` below, where each has the name of its table."""
+        key = tuple(feature.name for feature in features)
+        if key not in self._kernels:
+            ends = np.cumsum([_width((feature,)) for feature in features]).tolist()
+            named = tuple(
+                replace(f, name=self._configs[f.table].name, columns=slice(end - _width((f,)), end))
+                for f, end in zip(features, ends, strict=True)
+            )
+            self._kernels[key] = ops.Kernels(Layout(named, ends[-1]), among=self._below.kernels.pooled.layout)
+        return self._kernels[key]
+
+    def keep(self, batch: PooledBatch, slots: KeyedJaggedTensor, lease: Lease) -> Lease:
+        """Keeps a batch, whose slots the lookup gets, until it is over; returns a lease that also ends this."""
+        batch.slots = slots.values
+        self._batches[id(slots.values)] = batch
+        return _Kept(lease, partial(self._batches.pop, id(slots.values), None))
+
+    def taken(self, slots: KeyedJaggedTensor) -> Tensor | None:
+        """Returns the output of a lookup with the columns of pooled features, once; None if it looks up rows."""
+        batch = self._batches.get(id(slots.values))
+        if batch is None:
+            return None
+        out, batch.out = batch.out, None
+        assert out is not None, "a lookup is made once"
+        return out
+
+    def of(self, slots: KeyedJaggedTensor) -> KeyedJaggedTensor | None:
+        """Returns the ids of a batch whose pooled vectors came; None if its rows did."""
+        batch = self._batches.get(id(slots.values))
+        return None if batch is None else batch.sparse
+
+    # ---- updates
+
+    def tables_by_row(self, lookups: ops.Lookups) -> frozenset[int]:
+        """Returns which of these tables were looked up row by row too: their gradients must be summed row by row."""
+        alone = [kernels for kernels, sparse, _ in lookups if id(sparse.values) not in self._batches]
+        return self.tables & {feature.table for kernels in alone for feature in kernels.layout.features}
+
+    def gradients(self, lookups: ops.Lookups, *, but: frozenset[int]) -> ops.Lookups:
+        """Sends gradients of pooled vectors to the owners; returns those that come here, as lookups of rows below.
+
+        but: tables to leave out.
+        """
+        waiting = []
+        for kernels, sparse, grad in lookups:
+            if (batch := self._batches.get(id(sparse.values))) is not None:
+                wanted = frozenset(f.name for f in kernels.layout.features if f.table not in but)
+                waiting.append(_Waiting(batch, wanted, grad))
+        found: list[tuple[int, int, tuple[ops.Kernels, KeyedJaggedTensor, Tensor]]] = []
+        for number, exchange in enumerate(self._exchanges if waiting else ()):
+            come = self._world.exchange(partial(self._gradients_for, exchange, waiting), purpose="pooled_gradients")
+            bundles = exchange[self._world.rank]
+            parts = [(k, i, own.of(bundle)) for i, own in enumerate(waiting) for k, bundle in enumerate(bundles)]
+            parts = [part for part in parts if part[2]]
+            each = [self._numbers(words, rank, waiting, parts) for rank, words in enumerate(come)]
+            for (k, i, features), *grads in zip(parts, *each, strict=True):
+                bags = waiting[i].batch.served[number][k]
+                found.append((k, i, (self._kernels_of(features), bags, torch.cat(grads))))
+        # Features of a table in their order, and each of them in the order of the forward passes.
+        return [lookup for _, _, lookup in sorted(found, key=lambda each: each[:2])]
+
+    def _gradients_for(self, exchange: Sequence[Sequence[Bundle]], waiting: Sequence[_Waiting]) -> list[Tensor]:
+        """Returns by owner the gradients of vectors that came from it: by lookup, by bundle, by sample."""
+        found = []
+        for bundles in exchange:
+            parts = [(own.grad, features) for own in waiting for each in bundles if (features := own.of(each))]
+            grads = [torch.cat([grad[:, f.columns] for f in features], 1).view(-1) for grad, features in parts]
+            found.append(torch.cat(narrow(grads, self._wire_dtype)))
+        return found
+
+    def _numbers(
+        self, words: Tensor, rank: int, waiting: Sequence[_Waiting], parts: Sequence[tuple[int, int, Bundle]]
+    ) -> list[Tensor]:
+        """Returns what one rank sent here: by lookup and bundle, gradients [B, width] of its samples."""
+        shapes = [(waiting[i].batch.strides[rank], _width(features)) for _, i, features in parts]
+        sizes = [num_samples * width for num_samples, width in shapes]
+        numbers = torch.split(widen(words, sum(sizes), self._wire_dtype), sizes)
+        return [each.view(shape) for each, shape in zip(numbers, shapes, strict=True)]
+
+
+class _Waiting(NamedTuple):
+    """A lookup that waits for the optimizer."""
+
+    batch: PooledBatch
+    wanted: frozenset[str]
+    """Features that are updated."""
+    grad: Tensor
+
+    def of(self, bundle: Bundle) -> Bundle:
+        return tuple(feature for feature in bundle if feature.name in self.wanted)
+
+
+class _Kept:
+    """A lease, and what else ends with it."""
+
+    def __init__(self, below: Lease, ended: Callable[[], object]) -> None:
+        self._below, self._ended = below, ended
+
+    @property
+    def released(self) -> bool:
+        return self._below.released
+
+    def release(self, *, updated: bool) -> None:
+        self._ended()
+        self._below.release(updated=updated)
+
+
+def only(sparse: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:
+    """Returns the bags of some features alone."""
+    at = [sparse.keys.index(name) for name in names]
+    lengths = None if sparse.one_hot else sparse.lengths.view(len(sparse.keys), sparse.stride)[at].view(-1)
+    return KeyedJaggedTensor(names, *_cut(sparse, [sparse.span(name) for name in names]), lengths=lengths)
+
+
+def _cut(sparse: KeyedJaggedTensor, spans: Sequence[slice]) -> tuple[Tensor, Tensor | None]:
+    """Returns ids and weights of some spans, one after another."""
+    values = torch.cat([sparse.values[:0], *(sparse.values[span] for span in spans)])
+    weights = sparse.weights
+    return values, None if weights is None else torch.cat([weights[:0], *(weights[span] for span in spans)])
+
+
+def _exchanges(
+    features: Sequence[Feature], owners: Sequence[int], num_ranks: int, collective: Collective
+) -> list[list[list[Bundle]]]:
+    """Returns what travels: by exchange and owner, bundles of features."""
+    cuts: dict[Collective, Callable[[Feature], int]] = {
+        "all_to_all": lambda feature: 0,
+        "fused_scatter": lambda feature: owners[feature.table],
+        "scatter": lambda feature: feature.table,
+    }
+    cut = cuts[collective]
+    return [
+        [_bundles([f for f in features if cut(f) == number and owners[f.table] == rank]) for rank in range(num_ranks)]
+        for number in sorted({cut(feature) for feature in features})
+    ]
+
+
+def _bundles(features: Sequence[Feature]) -> list[Bundle]:
+    """Puts the first feature of each table into one bundle, the second into another, and so on."""
+    bundles: list[list[Feature]] = []
+    seen: Counter[int] = Counter()
+    for feature in features:
+        if seen[feature.table] == len(bundles):
+            bundles.append([])
+        bundles[seen[feature.table]].append(feature)
+        seen[feature.table] += 1
+    return [tuple(own) for own in bundles]
+
+
+def _width(features: Sequence[Feature]) -> int:
+    return sum(feature.columns.stop - feature.columns.start for feature in features)
+
+
+def _spread(vectors: Tensor, features: Bundle, out: Tensor) -> None:
+    """Puts vectors [B, width] of `features`, side by side, into their columns of a lookup's output."""
+    at = 0
+    for feature in features:
+        end = at + _width((feature,))
+        out[:, feature.columns] = vectors[:, at:end]
+        at = end
+
+
+# ---- bags as words of 32 bits
+
+
+def _pack(sparse: KeyedJaggedTensor, name: str, *, wide: bool) -> Tensor:
+    """Returns a head, lengths if they differ, ids of 32 bits (wide: 64), and weights if there are any."""
+    k, span = sparse.keys.index(name), sparse.span(name)
+    values, weights = sparse.values[span], None if sparse.weights is None else sparse.weights.detach()[span]
+    length, lengths = 1, torch.empty(0, dtype=torch.int32)
+    if not sparse.one_hot:
+        own = sparse.offsets[k * sparse.stride : (k + 1) * sparse.stride + 1].diff()
+        length = int(own[0]) if len(own) else 0
+        if not bool((own == length).all()):
+            length, lengths = -1, own.to(torch.int32)
+    head = torch.tensor([len(values), length, int(weights is not None)], dtype=torch.int32)
+    ids = values.to(torch.int64).view(torch.int32) if wide else values.to(torch.int32)
+    return torch.cat([head, lengths, ids, *([] if weights is None else [weights.view(torch.int32)])])
+
+
+def _unpack(words: Tensor, num_bags: int, *, wide: bool) -> tuple[Bags, int]:
+    """Returns the bags that `_pack` was given, and how many of the words hold them; others may follow."""
+    num_ids, length, weighted = words[:_HEAD].tolist()
+    sizes = [num_bags * (length < 0), num_ids << wide, num_ids * weighted]
+    lengths, ids, weights = torch.split(words[_HEAD : _HEAD + sum(sizes)], sizes)
+    numbers = ids.clone().view(torch.int64) if wide else ids.to(torch.int64)  # a copy, which lies aligned
+    each = torch.full((num_bags,), length) if length >= 0 else lengths.to(torch.int64)
+    return Bags(numbers.numpy(), each, weights.view(torch.float32) if weighted else None), _HEAD + sum(sizes)
+
+
+def _joined(each: Sequence[Bags]) -> Bags:
+    """Returns the bags of several ranks, one after another. Those of a rank without weights, or ids, weigh 1."""
+    weights = None
+    if any(own.weights is not None for own in each):
+        weights = torch.cat([torch.ones(len(own.ids)) if own.weights is None else own.weights for own in each])
+    return Bags(np.concatenate([own.ids for own in each]), torch.cat([own.lengths for own in each]), weights)
