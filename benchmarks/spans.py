@@ -36,7 +36,7 @@ def laps_s(folder: Path, *, traced: bool) -> float:
     )
     session = Session()
     trace = Trace(folder / "trace.json", f"1:{STEPS}", session, emb.placement) if traced else None
-    clock = StepClock(session, trace)
+    clock = StepClock(session, [] if trace is None else [trace])
 
     def step() -> None:
         for phase in LAPS:

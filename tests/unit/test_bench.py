@@ -37,6 +37,7 @@ from benchmarks import (
     peak_memory,
     precision,
     results,
+    spans,
     step_peers,
     step_profile,
     step_shapes,
@@ -829,3 +830,12 @@ def test_quality_and_link_tables_say_what_is_held() -> None:
     assert page.count("at most 0.0005: not resolved |") == 4
     assert "turns at least 4x: **not held** (2.50x), slots at least 4x: held (5.00x)" in page
     assert "| slots | 10% |  |  |  | no batch fits |" in page
+
+
+def test_spans_are_counted_beside_a_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(spans, "STEPS", 5)
+    monkeypatch.setattr(spans, "ROUNDS", 1)
+    spans.main()
+    step, laps = capsys.readouterr().out.splitlines()
+    assert step.startswith("step of kaggle: ")
+    assert laps.startswith("with a trace: ")
