@@ -413,7 +413,74 @@ std::vector<std::vector<RowSums>> lay_out_sums(const std::vector<TablePlan>& pla
   return places;
 }
 
+// Calls work(row, first, last) for each distinct row of a table and its sorted keys [first, last).
+template <class Work>
+void for_rows(const TablePlan& plan, const Work& work) {
+  for (int64_t i = 0; i < plan.num_keys;) {
+    const uint64_t row = plan.keys[i] >> plan.row_shift;
+    const int64_t first = i;
+    while (++i < plan.num_keys && plan.keys[i] >> plan.row_shift == row) continue;
+    work(static_cast<int64_t>(row), first, i);
+  }
+}
+
 }  // namespace
+
+UpdateResult distinct_rows(const std::vector<TableUpdate>& tables, const Shares& shares, int num_threads,
+                           DistinctRows& out) {
+  Plans plans;
+  const UpdateResult result = make_plans(plans, tables, num_threads, false);
+  if (result != UpdateResult::done) return result;
+  sort_all(plans.tables, num_threads, true);
+  const size_t num_groups = static_cast<size_t>(1 + shares.num_ranks);
+  const auto group_of = [&](int64_t rank) { return rank < 0 || rank == shares.rank ? size_t{0} : static_cast<size_t>(1 + rank); };
+  const int64_t num_tables = static_cast<int64_t>(tables.size());
+  out.counts.assign(tables.size() * num_groups, 0);
+  parallel_for(num_tables, num_threads, [&](int64_t task, int) {
+    const size_t t = static_cast<size_t>(task);
+    for_rows(plans.tables[t], [&](int64_t row, int64_t, int64_t) {
+      ++out.counts[t * num_groups + group_of(shares.place_of(t, row).rank)];
+    });
+  });
+  std::vector<int64_t> first_row(tables.size()), first_id(tables.size());
+  for (size_t t = 0; t < tables.size(); ++t) {
+    first_row[t] = out.total_rows;
+    first_id[t] = out.total_ids;
+    out.total_ids += plans.tables[t].num_keys;
+    for (size_t g = 0; g < num_groups; ++g) out.total_rows += out.counts[t * num_groups + g];
+  }
+  const auto array = [](int64_t n) { return std::make_unique<KeptPages>(static_cast<size_t>(n) * sizeof(int64_t)); };
+  out.rows = array(out.total_rows);
+  out.local = array(out.total_rows);
+  out.places = array(out.total_ids);
+  const auto numbers = [](const std::unique_ptr<KeptPages>& pages) { return reinterpret_cast<int64_t*>(pages->bytes()); };
+  parallel_for(num_tables, num_threads, [&](int64_t task, int) {
+    const size_t t = static_cast<size_t>(task);
+    const TablePlan& plan = plans.tables[t];
+    const uint64_t items = (uint64_t{1} << plan.row_shift) - 1, indices = (uint64_t{1} << plan.source_shift) - 1;
+    int64_t* rows = numbers(out.rows) + first_row[t];
+    int64_t* local = numbers(out.local) + first_row[t];
+    std::vector<int64_t*> places;  // by segment
+    int64_t* next_places = numbers(out.places) + first_id[t];
+    for (const Segment& segment : tables[t].segments) {
+      places.push_back(next_places);
+      next_places += segment.bags.num_bags;
+    }
+    std::vector<int64_t> next(num_groups);  // by group, the place of its next row
+    for (size_t g = 1; g < num_groups; ++g) next[g] = next[g - 1] + out.counts[t * num_groups + g - 1];
+    for_rows(plan, [&](int64_t row, int64_t first, int64_t last) {
+      const Shares::Place lies = shares.place_of(t, row);
+      const int64_t place = next[group_of(lies.rank)]++;
+      rows[place] = row;
+      local[place] = lies.local;
+      for (int64_t i = first; i < last; ++i) {
+        const uint64_t item = plan.keys[i] & items;
+        places[item >> plan.source_shift][item & indices] = place;
+      }
+    });
+  });
+  return UpdateResult::done;
+}
 
 UpdateResult update(const std::vector<TableUpdate>& tables, int num_threads, bool in_parts) {
   Plans plans;

@@ -316,6 +316,150 @@ std::pair<nb::ndarray<nb::numpy, int64_t>, nb::ndarray<nb::numpy, float>> bind_m
           array_on<float>(std::move(out.sums), out.total_floats)};
 }
 
+// By table its first id, end of its ids; in the tables' order.
+using Spans = std::vector<std::tuple<size_t, int64_t, int64_t>>;
+using Numbers = nb::ndarray<nb::numpy, int64_t>;
+
+// Returns counts by table and group, rows, their numbers in shards, places; nothing if an id is out of range.
+std::optional<std::tuple<std::vector<int64_t>, Numbers, Numbers, Numbers>> bind_distinct_rows(
+    Ids ids, const Spans& spans, const std::vector<int64_t>& num_rows, const Shares& shares, int num_threads) {
+  const bool wide = ids.dtype() == nb::dtype<int64_t>();
+  require(wide || ids.dtype() == nb::dtype<int32_t>(), "ids must be int32 or int64");
+  require(shares.prefix.size() == num_rows.size() && shares.owner.size() == num_rows.size(), "one share per table");
+  require(shares.num_ranks > 0 && 0 <= shares.rank && shares.rank < shares.num_ranks, "no such rank");
+  for (const int64_t owner : shares.owner) require(owner < shares.num_ranks, "no such owner");
+  std::vector<TableUpdate> tables;
+  for (const int64_t n : num_rows) tables.push_back({{nullptr, nullptr, n, 1, Storage::float32}, {}, {}, {}});
+  size_t before = 0;
+  for (const auto& [table, start, stop] : spans) {
+    require(before <= table && table < tables.size(), "tables of spans must rise");
+    require(0 <= start && start <= stop && stop <= size(ids), "span beyond the ids");
+    const Bags bags{ids.data(), nullptr, nullptr, size(ids), stop - start, start, Pooling::sum, wide};
+    tables[table].segments.push_back({bags, nullptr, 0});
+    before = table;
+  }
+  DistinctRows out;
+  {
+    nb::gil_scoped_release release;
+    if (distinct_rows(tables, shares, num_threads, out) != UpdateResult::done) return std::nullopt;
+  }
+  return std::tuple{std::move(out.counts), array_on<int64_t>(std::move(out.rows), out.total_rows),
+                    array_on<int64_t>(std::move(out.local), out.total_rows),
+                    array_on<int64_t>(std::move(out.places), out.total_ids)};
+}
+
+// Returns counts by home, keys and places.
+std::tuple<std::vector<int64_t>, Numbers, Numbers> bind_rows_by_home(
+    const std::vector<Offsets>& row_of, const std::vector<int64_t>& counts, Offsets slots,
+    const std::vector<int64_t>& first_keys, const Shares& shares) {
+  require(row_of.size() == counts.size() && shares.prefix.size() == counts.size() && first_keys.size() >= counts.size(),
+          "one of each per table");
+  std::vector<const int64_t*> rows;
+  const int64_t* next = slots.data();
+  for (size_t t = 0; t < counts.size(); ++t) {
+    require(0 <= counts[t] && counts[t] <= slots.data() + slots.size() - next, "fewer slots than counts say");
+    for (const int64_t* end = next + counts[t]; next < end; ++next) {
+      require(0 <= *next && *next < size(row_of[t]), "slot out of range");
+      require(row_of[t].data()[*next] >= 0, "negative row");
+    }
+    rows.push_back(row_of[t].data());
+  }
+  RowsByHome out;
+  const int64_t total = next - slots.data();
+  {
+    nb::gil_scoped_release release;
+    rows_by_home(rows, counts, slots.data(), first_keys, shares, out);
+  }
+  return {std::move(out.counts), array_on<int64_t>(std::move(out.keys), total),
+          array_on<int64_t>(std::move(out.places), total)};
+}
+
+using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// The bytes of a row of a table's array.
+int64_t row_bytes_of(const Arrays& arrays, size_t table) {
+  require(table < arrays.arrays.size() && arrays.arrays[table].ndim() == 2, "no [N, D] array for this table");
+  return extent(arrays.arrays[table], 1) * static_cast<int64_t>(arrays.arrays[table].itemsize());
+}
+
+// Rows in messages, table after table, and beside them in an array of slots: of table t, group by group from slot
+// firsts[t] on.
+struct RowMessages {
+  const Arrays& slots;
+  const std::vector<int64_t>& firsts;
+  const Offsets& counts;  // by table and group; group 1 + r is that of message r, others are not copied
+  size_t num_groups;
+  const std::vector<Bytes>& messages;
+  std::vector<int64_t> at;  // by message, the end of what is in it
+
+  RowMessages(const Arrays& s, const std::vector<int64_t>& f, const Offsets& c, const std::vector<Bytes>& m)
+      : slots(s), firsts(f), counts(c), num_groups(0), messages(m), at(m.size()) {
+    const size_t num_tables = slots.arrays.size();
+    require(num_tables && firsts.size() == num_tables && counts.size() % num_tables == 0, "one count per group");
+    num_groups = counts.size() / num_tables;
+    require(num_groups > messages.size(), "a group for each message");
+    for (size_t i = 0; i < counts.size(); ++i) require(counts.data()[i] >= 0, "negative count");
+  }
+
+  int64_t count(size_t table, size_t group) const { return counts.data()[table * num_groups + group]; }
+  std::byte* in_message(size_t message, int64_t bytes) {
+    require(at[message] + bytes <= size(messages[message]), "message too short");
+    std::byte* found = reinterpret_cast<std::byte*>(messages[message].data()) + at[message];
+    at[message] += bytes;
+    return found;
+  }
+  std::byte* in_slots(size_t table, int64_t first, int64_t num_rows) const {
+    require(0 <= first && first + num_rows <= extent(slots.arrays[table], 0), "too few slots");
+    return static_cast<std::byte*>(slots.arrays[table].data()) + first * row_bytes_of(slots, table);
+  }
+};
+
+// rows: of `weights`, table by table, in each group by group. Copies those of group 0 into slots, others into messages.
+void bind_pack_rows(const Arrays& weights, Offsets rows, Offsets counts, const Arrays& slots,
+                    const std::vector<int64_t>& firsts, const std::vector<Bytes>& messages, int num_threads) {
+  RowMessages to(slots, firsts, counts, messages);
+  require(weights.arrays.size() == slots.arrays.size(), "as many tables as arrays of slots");
+  std::vector<RowCopy> copies;
+  const int64_t* next = rows.data();
+  for (size_t t = 0; t < weights.arrays.size(); ++t) {
+    const int64_t row_bytes = row_bytes_of(weights, t);
+    require(row_bytes == row_bytes_of(slots, t), "slots are not of their table");
+    const auto* from = static_cast<const std::byte*>(weights.arrays[t].data());
+    for (size_t g = 0; g < to.num_groups; ++g) {
+      const int64_t n = to.count(t, g);
+      require(n <= rows.data() + rows.size() - next, "fewer rows than counts say");
+      if (g <= messages.size()) {
+        for (int64_t i = 0; i < n; ++i) {
+          require(0 <= next[i] && next[i] < extent(weights.arrays[t], 0), "row out of range");
+        }
+        std::byte* place = g ? to.in_message(g - 1, n * row_bytes) : to.in_slots(t, firsts[t], n);
+        copies.push_back({from, next, n, row_bytes, place});
+      }
+      next += n;
+    }
+  }
+  nb::gil_scoped_release release;
+  copy_rows(copies, num_threads);
+}
+
+// Copies the rows in messages into slots, behind those of group 0.
+void bind_unpack_rows(const std::vector<Bytes>& messages, Offsets counts, const Arrays& slots,
+                      const std::vector<int64_t>& firsts, int num_threads) {
+  RowMessages from(slots, firsts, counts, messages);
+  std::vector<RowCopy> copies;
+  for (size_t t = 0; t < slots.arrays.size(); ++t) {
+    const int64_t row_bytes = row_bytes_of(slots, t);
+    int64_t first = firsts[t] + from.count(t, 0);
+    for (size_t r = 0; r < messages.size(); ++r) {
+      const int64_t n = from.count(t, 1 + r);
+      copies.push_back({from.in_message(r, n * row_bytes), nullptr, n, row_bytes, from.in_slots(t, first, n)});
+      first += n;
+    }
+  }
+  nb::gil_scoped_release release;
+  copy_rows(copies, num_threads);
+}
+
 int64_t bind_first_nonfinite(GradMatrix values, int num_threads) {
   const int64_t stride = row_stride(values, extent(values, 0));
   nb::gil_scoped_release release;
@@ -400,6 +544,15 @@ NB_MODULE(_native, m) {
   m.def("update", bind_update);
   m.def("sum_rows", bind_sum_rows);
   m.def("merge_rows", bind_merge_rows);
+  nb::class_<Shares>(m, "Shares")
+      .def("__init__", [](Shares* self, std::vector<int64_t> prefix, std::vector<int64_t> owner, int64_t rank,
+                          int64_t num_ranks) {
+        new (self) Shares{std::move(prefix), std::move(owner), rank, num_ranks};
+      });
+  m.def("distinct_rows", bind_distinct_rows);
+  m.def("rows_by_home", bind_rows_by_home);
+  m.def("pack_rows", bind_pack_rows);
+  m.def("unpack_rows", bind_unpack_rows);
   m.def("first_nonfinite", bind_first_nonfinite);
   m.def("fill_uniform", bind_fill_uniform);
   m.def("allocate", bind_allocate, nb::arg("shape"), nb::arg("sparse") = false);

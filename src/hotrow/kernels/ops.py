@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal, NoReturn, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -26,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from hotrow.base.machine import isa_limit
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import reference, tree
-from hotrow.kernels.reference import Activation, Layout, RowSums, Rule
+from hotrow.kernels.reference import Activation, Distinct, FlatSums, Layout, Numbers, RowSums, Rule, Shares
 from hotrow.tables import WHOLE, Births
 
 ALTERED = "the batch's offsets have changed since it was made and point outside its values; rebuild it"
@@ -200,15 +201,18 @@ def allocate(*shape: int, dtype: torch.dtype = torch.float32, sparse: bool = Fal
     return floats.view(dtype)[:num_elements].view(shape)
 
 
-def empty(*shape: int) -> Tensor:
-    """Returns an uninitialised float32 tensor for values that live no longer than a step.
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns an uninitialised tensor for values that live no longer than a step.
 
     Large ones reuse pages of earlier ones: pages that are new to the process cost as much as a pass over them.
     """
-    module = _native()
-    if module is None or math.prod(shape) < KEPT_FLOATS:
-        return torch.empty(shape)
-    return torch.from_numpy(module.take(shape))
+    module, num_elements = _native(), math.prod(shape)
+    num_floats = -(-num_elements * dtype.itemsize // 8) * 2  # whole numbers of 8 bytes
+    if module is None or num_floats < KEPT_FLOATS:
+        return torch.empty(shape, dtype=dtype)
+    if dtype == torch.float32:
+        return torch.from_numpy(module.take(shape))
+    return torch.from_numpy(module.take((num_floats,))).view(dtype)[:num_elements].view(shape)
 
 
 def grants_huge_pages() -> bool:
@@ -382,25 +386,29 @@ class Kernels:
         `weights` only the shapes count.
         Raises ValueError for an id outside its table, and for batches that are cut into different numbers of parts.
         """
+        dims = [tensor.shape[1] for tensor in weights.tensors]
+        return {node: sums.tables(dims) for node, sums in self.flat_row_sums(weights, pending, leaves).items()}
+
+    def flat_row_sums(self, weights: Arrays, pending: Lookups, leaves: tuple[int, int]) -> dict[tree.Node, FlatSums]:
+        """As `row_sums`, with those of all tables of a node one behind another."""
         reference.count_parts(sparse for _, sparse, _ in pending)
         if _native() is None:
             for kernels, sparse, _ in pending:
                 kernels._check_ids(weights, sparse)
             lookups = [(kernels.layout, sparse, grad) for kernels, sparse, grad in pending]
-            return reference.row_sums(self.layout, lookups, leaves)
-        nodes, num_tables = tree.aligned(*leaves), len(weights.tensors)
+            found = reference.row_sums(self.layout, lookups, leaves)
+            return {node: FlatSums.of(tables) for node, tables in found.items()}
+        nodes = tree.aligned(*leaves)
         found = _native().sum_rows(
             len(self._features), weights.native, _native_lookups(pending), leaves[0], nodes, torch.get_num_threads()
         )
         if found is None:
             self._raise_altered(weights, pending)
         num_rows, rows, sums = found
-        dims = [tensor.shape[1] for tensor in weights.tensors] * len(nodes)
-        sizes = [n for tables in num_rows for n in tables]
-        all_rows = torch.split(torch.from_numpy(rows), sizes)
-        all_sums = torch.split(torch.from_numpy(sums), [n * dim for n, dim in zip(sizes, dims, strict=True)])
-        each = [RowSums(own, g.view(-1, dim)) for own, g, dim in zip(all_rows, all_sums, dims, strict=True)]
-        return {node: each[k * num_tables : (k + 1) * num_tables] for k, node in enumerate(nodes)}
+        dims = [tensor.shape[1] for tensor in weights.tensors]
+        floats = [sum(n * dim for n, dim in zip(counts, dims, strict=True)) for counts in num_rows]
+        each = torch.split(torch.from_numpy(rows), [*map(sum, num_rows)]), torch.split(torch.from_numpy(sums), floats)
+        return {node: FlatSums(*own) for node, own in zip(nodes, zip(num_rows, *each, strict=True), strict=True)}
 
     def _check_ids(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
         self.positions(sparse.keys)
@@ -453,6 +461,73 @@ def merge(nodes: Mapping[tree.Node, RowSums], whole: tree.Node) -> RowSums | Non
     each = [(at, *_views(rows.contiguous(), sums.contiguous())) for at, rows, sums in own]
     rows, sums = _native().merge_rows(each, torch.get_num_threads())
     return RowSums(torch.from_numpy(rows), torch.from_numpy(sums).view(len(rows), own[0][2].shape[1]))
+
+
+def distinct_rows(
+    values: Tensor, spans: Sequence[tuple[int, int, int]], num_rows: Sequence[int], shares: Shares
+) -> Distinct | None:
+    """Returns the distinct rows of a batch by table and by who holds them (`reference.distinct_rows`).
+
+    spans: a table's number, which rises, and the first and the end of ids of it in `values`. num_rows: by table.
+    Returns None if an id is outside its table.
+    """
+    if _native() is None:
+        return reference.distinct_rows(values, spans, num_rows, shares)
+    found = _native().distinct_rows(*_views(values), spans, num_rows, _shares(shares), torch.get_num_threads())
+    if found is None:
+        return None
+    counts, *arrays = found
+    return Distinct(np.array(counts, np.int64).reshape(len(num_rows), -1), *arrays)
+
+
+def rows_by_home(
+    row_of: Sequence[Numbers], counts: Sequence[int], slots: Tensor, first_keys: Sequence[int], shares: Shares
+) -> list[tuple[Numbers, Numbers]]:
+    """Returns for each rank the keys of the rows whose home it is, and where they are among all (`reference`).
+
+    row_of: by table, the row in each slot. slots: int64, counts[t] of each table t. first_keys: by table.
+    """
+    if _native() is None:
+        return reference.rows_by_home(row_of, counts, slots, first_keys, shares)
+    by_home, keys, places = _native().rows_by_home(row_of, counts, *_views(slots), first_keys, _shares(shares))
+    ends = np.cumsum(by_home)[:-1]
+    return [*zip(np.split(keys, ends), np.split(places, ends), strict=True)]
+
+
+def _shares(shares: Shares) -> Any:
+    return _native().Shares(shares.prefix, shares.owner, shares.rank, shares.num_ranks)
+
+
+def pack_rows(
+    weights: Arrays,
+    rows: Tensor,
+    counts: Numbers,
+    slots: Arrays,
+    firsts: Sequence[int],
+    messages: Sequence[Tensor],
+) -> None:
+    """Copies rows of `weights`, as stored, into messages and slots (`reference.pack_rows`).
+
+    rows: int64, table by table, in each group by group. counts: their number by table and group [T, G]. Group 0 goes to
+    the slots of its table from firsts[t] on; group 1 + m to messages[m], uint8, table after table; others stay.
+    Raises ValueError for rows outside their table, and for messages and slots that are too few.
+    """
+    if _native() is None:
+        reference.pack_rows(weights.tensors, rows, counts, slots.tensors, firsts, messages)
+        return
+    to = slots.native, firsts, _views(*messages)
+    _native().pack_rows(weights.native, *_views(rows), counts.ravel(), *to, torch.get_num_threads())
+
+
+def unpack_rows(messages: Sequence[Tensor], counts: Numbers, slots: Arrays, firsts: Sequence[int]) -> None:
+    """Copies rows from messages, as `pack_rows` made them, to slots, behind those of group 0 (`reference.unpack_rows`).
+
+    counts: rows by table and group, messages[m] being group 1 + m. Raises ValueError as `pack_rows`.
+    """
+    if _native() is None:
+        reference.unpack_rows(messages, counts, slots.tensors, firsts)
+        return
+    _native().unpack_rows(_views(*messages), counts.ravel(), slots.native, firsts, torch.get_num_threads())
 
 
 Lookups: TypeAlias = Sequence[tuple[Kernels, KeyedJaggedTensor, Tensor]]

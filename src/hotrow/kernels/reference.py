@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
@@ -23,6 +24,7 @@ from hotrow.tables import Pooling, TableConfig
 
 Algorithm = Literal["sgd", "adagrad", "row_wise_adagrad", "adam", "ftrl"]
 Activation = Literal["relu", "linear"]
+Numbers = NDArray[np.int64]
 ALGORITHMS: tuple[Algorithm, ...] = ("sgd", "adagrad", "row_wise_adagrad", "adam", "ftrl")
 NUM_STATES: dict[Algorithm, int] = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 1, "adam": 2, "ftrl": 2}
 """Number of state arrays by algorithm: of the weights' shape [N, D], or [N] for "row_wise_adagrad"."""
@@ -334,6 +336,28 @@ class RowSums(NamedTuple):
     """float32 [n, D]."""
 
 
+class FlatSums(NamedTuple):
+    """The `RowSums` of all tables, one behind another."""
+
+    counts: Sequence[int]
+    """Number of rows by table."""
+    rows: Tensor
+    """int64 [n]."""
+    sums: Tensor
+    """float32, 1-dim."""
+
+    @classmethod
+    def of(cls, tables: Sequence[RowSums]) -> FlatSums:
+        rows, sums = [own.rows for own in tables], [own.sums.reshape(-1) for own in tables]
+        return cls([*map(len, rows)], torch.cat(rows), torch.cat(sums))
+
+    def tables(self, dims: Sequence[int]) -> list[RowSums]:
+        """Returns those of each table, as views. dims: by table."""
+        rows = torch.split(self.rows, list(self.counts))
+        sums = torch.split(self.sums, [n * dim for n, dim in zip(self.counts, dims, strict=True)])
+        return [RowSums(own, g.view(len(own), dim)) for own, g, dim in zip(rows, sums, dims, strict=True)]
+
+
 Pending = Iterable[tuple[Layout, KeyedJaggedTensor, Tensor]]
 
 
@@ -407,6 +431,110 @@ def _summed(layout: Layout, pending: Pending, num_parts: int) -> list[tuple[Layo
         (layout.sequence_of(name), KeyedJaggedTensor((name,), rows), sums)
         for name, (rows, sums) in zip(names, tables, strict=True)
     ]
+
+
+# Rows on several ranks
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How ranks share the rows of tables. Each holds some, which it numbers by rising row: those of its shard."""
+
+    prefix: Sequence[int]
+    """By table: rows below it lie on every rank."""
+    owner: Sequence[int]
+    """By table, the rank that holds all other rows; -1: row prefix + k lies on rank k mod num_ranks."""
+    rank: int
+    num_ranks: int
+
+
+class Distinct(NamedTuple):
+    """The distinct rows of a batch, by table and by group: group 0 lies on this rank, group 1 + r on rank r instead."""
+
+    counts: Numbers
+    """By table and group: [T, 1 + R]."""
+    rows: Numbers
+    """Table by table, in each group by group, rising: [n]."""
+    local: Numbers
+    """The number of each in the shard of the rank that holds it: [n]."""
+    places: Numbers
+    """For each id, span after span: the place of its row among the table's."""
+
+
+def distinct_rows(
+    values: Tensor, spans: Sequence[tuple[int, int, int]], num_rows: Sequence[int], shares: Shares
+) -> Distinct | None:
+    """Returns the distinct rows of the ids values[start:stop] of each span (table, start, stop); tables rise.
+
+    None if an id is outside [0, num_rows) of its table.
+    """
+    ids, R = values.numpy(), shares.num_ranks
+    found, counts = [], np.zeros((len(num_rows), 1 + R), np.int64)
+    for t, (prefix, owner) in enumerate(zip(shares.prefix, shares.owner, strict=True)):
+        own = np.concatenate([np.empty(0, np.int64), *(ids[start:stop] for of, start, stop in spans if of == t)])
+        if len(own) and not 0 <= int(own.min()) <= int(own.max()) < num_rows[t]:
+            return None
+        rows, place = np.unique(own, return_inverse=True)
+        ranks = np.full_like(rows, owner) if owner >= 0 else (rows - prefix) % R
+        groups = np.where((rows < prefix) | (ranks == shares.rank), 0, 1 + ranks)
+        local = rows if owner >= 0 else np.where(rows < prefix, rows, prefix + (rows - prefix) // R)
+        order = np.argsort(groups, kind="stable")
+        place_of = np.empty(len(rows), np.int64)
+        place_of[order] = np.arange(len(rows))
+        counts[t] = np.bincount(groups, minlength=1 + R)
+        found.append((rows[order], local[order], place_of[place]))
+    rows, local, places = (np.concatenate(each) for each in zip(*found, strict=True))
+    return Distinct(counts, rows, local, places)
+
+
+def rows_by_home(
+    row_of: Sequence[Numbers], counts: Sequence[int], slots: Tensor, first_keys: Sequence[int], shares: Shares
+) -> list[tuple[Numbers, Numbers]]:
+    """Returns for each rank the keys of rows whose home it is, and their places among all, in the order of the slots.
+
+    The home of a row that lies on every rank is its number mod R; of any other, the rank that holds it. A key is the
+    first one of its table, plus the row's number in the shard. row_of[t][slot]: the row in a slot of table t.
+    """
+    homes, keys, R = [], [], shares.num_ranks
+    for t, own in enumerate(torch.split(slots, list(counts))):
+        rows, prefix, owner = row_of[t][own.numpy()], shares.prefix[t], shares.owner[t]
+        beyond = rows - prefix
+        homes.append(np.where(beyond < 0, rows % R, owner if owner >= 0 else beyond % R))
+        keys.append(first_keys[t] + np.where((beyond < 0) | (owner >= 0), rows, prefix + beyond // R))
+    home, key = np.concatenate(homes), np.concatenate(keys)
+    places = [np.flatnonzero(home == rank) for rank in range(R)]
+    return [(key[own], own) for own in places]
+
+
+def pack_rows(
+    weights: Sequence[Tensor],
+    rows: Tensor,
+    counts: Numbers,
+    slots: Sequence[Tensor],
+    firsts: Sequence[int],
+    messages: Sequence[Tensor],
+) -> None:
+    """Copies rows of `weights` to slots and messages: `ops.pack_rows` says which and where."""
+    groups = torch.split(rows, counts.ravel().tolist())
+    at = [0] * len(messages)
+    for t in range(len(weights)):
+        own, *others = groups[t * counts.shape[1] :][: 1 + len(messages)]
+        slots[t][firsts[t] : firsts[t] + len(own)] = weights[t][own]
+        for m, each in enumerate(others):
+            values = weights[t][each].view(-1).view(torch.uint8)
+            messages[m][at[m] : at[m] + len(values)] = values
+            at[m] += len(values)
+
+
+def unpack_rows(messages: Sequence[Tensor], counts: Numbers, slots: Sequence[Tensor], firsts: Sequence[int]) -> None:
+    """Copies rows from messages to slots: what `pack_rows` undoes."""
+    at = [0] * len(messages)
+    for t in range(len(slots)):
+        first = firsts[t] + int(counts[t, 0])
+        for m, count in enumerate(counts[t, 1 : 1 + len(messages)].tolist()):
+            to = slots[t][first : first + count].view(-1).view(torch.uint8)
+            to[:] = messages[m][at[m] : at[m] + len(to)]
+            at[m], first = at[m] + len(to), first + count
 
 
 def _adagrad(rule: Rule, g: Tensor, w: Tensor, h: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,171 @@
+"""The kernels of tables that ranks share, against plain loops: which distinct rows a batch needs, and of whom; and the
+copies of rows into messages and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import DTYPES, bits, every_backend
+from torch import Tensor
+
+from hotrow.kernels import ops, reference
+from hotrow.kernels.reference import Shares
+
+NUM_ROWS = (700, 1, 40, 3000, 12)
+PREFIX = (0, 1, 7, 100, 0)
+OWNER = (-1, -1, 1, -1, 0)
+Span = tuple[int, int, int]
+
+
+def held_by(table: int, row: int, num_ranks: int) -> tuple[int | None, int]:
+    """Returns who holds a row (None: all), and its number there, by counting the rows below it that lie there too."""
+
+    def rank_of(row: int) -> int | None:
+        if row < PREFIX[table]:
+            return None
+        return (row - PREFIX[table]) % num_ranks if OWNER[table] < 0 else min(OWNER[table], num_ranks - 1)
+
+    own = rank_of(row)
+    return own, sum(rank_of(each) in (None, own) for each in range(row)) if own is not None else row
+
+
+def make_batch(dtype: torch.dtype, seed: int) -> tuple[Tensor, list[Span]]:
+    """Features of tables 0, 0, 2, 3, 3 and 4, one without ids; some ids in between belong to none."""
+    generator, spans, ids, at = torch.Generator().manual_seed(seed), [], [], 0
+    for t, count in ((0, 50), (0, 3), (2, 0), (3, 2500), (3, 1), (4, 90)):
+        ids.append((torch.rand(count + 2, generator=generator) ** 2 * NUM_ROWS[t]).to(dtype))
+        spans.append((t, at, at + count))
+        at += count + 2
+        ids[-1][count:] = -5
+    return torch.cat(ids), spans
+
+
+def every_way() -> Iterator[tuple[str, object]]:
+    yield "reference", reference.distinct_rows
+    for where in every_backend((1, 3)):
+        yield str(where), ops.distinct_rows
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 2), (1, 2), (2, 3), (1, 5)])
+def test_distinct_rows_by_who_holds_them(rank: int, num_ranks: int, dtype: torch.dtype) -> None:
+    values, spans = make_batch(dtype, seed=num_ranks)
+    shares = Shares(PREFIX, OWNER, rank, num_ranks)
+    wanted: list[list[tuple[int, int]]] = []  # by table and group
+    for t in range(len(NUM_ROWS)):
+        groups: list[list[tuple[int, int]]] = [[] for _ in range(1 + num_ranks)]
+        for row in sorted({int(id_) for of, start, stop in spans if of == t for id_ in values[start:stop]}):
+            holder, local = held_by(t, row, num_ranks)
+            groups[0 if holder in (None, rank) else 1 + holder].append((row, local))
+        wanted += groups
+    for where, distinct_rows in every_way():
+        found = distinct_rows(values, spans, NUM_ROWS, shares)  # type: ignore[operator]
+        assert found.counts.tolist() == np.reshape([len(own) for own in wanted], (-1, 1 + num_ranks)).tolist(), where
+        assert [*zip(found.rows.tolist(), found.local.tolist(), strict=True)] == [*chain(*wanted)], where
+        starts, done = found.counts.sum(1).cumsum() - found.counts.sum(1), 0
+        for t, start, stop in spans:
+            places = found.places[done : done + stop - start]
+            assert found.rows[starts[t] + places].tolist() == values[start:stop].tolist(), (where, t)
+            done += stop - start
+        assert done == len(found.places)
+
+
+@pytest.mark.parametrize("bad", [-1, 40, 1 << 40])
+def test_ids_outside_their_table(bad: int) -> None:
+    values = torch.tensor([1, 2, bad, 3])
+    for where, distinct_rows in every_way():
+        shares = Shares(PREFIX, OWNER, 0, 2)
+        assert distinct_rows(values, [(2, 0, 2), (2, 2, 4)], NUM_ROWS, shares) is None, where  # type: ignore[operator]
+        found = distinct_rows(values, [(2, 0, 2), (2, 3, 4)], NUM_ROWS, shares)  # type: ignore[operator]
+        assert found.rows.tolist() == [1, 2, 3], "an id that belongs to no feature plays no part"
+
+
+@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2), (2, 3)])
+def test_rows_by_their_homes(rank: int, num_ranks: int) -> None:
+    generator = np.random.default_rng(num_ranks)
+    row_of = [generator.permutation(n) for n in NUM_ROWS]
+    counts = [5, 1, 0, 90, 12]
+    slots = [generator.permutation(n)[:count] for n, count in zip(NUM_ROWS, counts, strict=True)]
+    first_keys = [0, 1000, 2000, 3000, 9000, 9999]
+    wanted: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+    for t, own in enumerate(slots):
+        for slot in own:
+            holder, local = held_by(t, row := int(row_of[t][slot]), num_ranks)
+            wanted[row % num_ranks if holder is None else holder].append((first_keys[t] + local, sum(map(len, wanted))))
+    shares = Shares(PREFIX, [min(own, num_ranks - 1) for own in OWNER], rank, num_ranks)
+    every = torch.from_numpy(np.concatenate(slots))
+    for rows_by_home in (reference.rows_by_home, ops.rows_by_home):
+        found = rows_by_home(row_of, counts, every, first_keys, shares)
+        assert [[*zip(keys.tolist(), places.tolist(), strict=True)] for keys, places in found] == wanted
+
+
+DIMS = (1, 19, 4, 64, 5)
+
+
+def arrays_of(num_rows: tuple[int, ...], seed: int) -> ops.Arrays:
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = [getattr(torch, DTYPES[t % 3]) for t in range(len(DIMS))]
+    tensors = [
+        torch.rand(n, dim, generator=generator).to(dtype) for n, dim, dtype in zip(num_rows, DIMS, dtypes, strict=True)
+    ]
+    low = [torch.zeros(own.shape, dtype=torch.int16) if own.dtype == torch.bfloat16 else None for own in tensors]
+    return ops.Arrays(tensors, low)
+
+
+def test_rows_travel_in_messages() -> None:
+    """What is packed for each of two ranks arrives in slots; the slots around it and group 0 stay as they are. A last
+    group of rows goes nowhere."""
+    counts = np.array([[3, 700, 0, 2], [1, 0, 1, 0], [0, 0, 0, 1], [40, 33, 20, 5], [2, 1, 9, 3]])
+    weights, firsts = arrays_of(NUM_ROWS, 1), [0, 2, 1, 5, 3]
+    generator = np.random.default_rng(1)
+    groups = [generator.integers(0, NUM_ROWS[t], n) for t, own in enumerate(counts) for n in own]
+    bytes_of = [own[:1].numel() * own.itemsize for own in weights.tensors]
+    for where in [None, *every_backend((1, 2))]:
+        messages = [torch.empty(int(counts[:, 1 + m] @ bytes_of), dtype=torch.uint8) for m in (0, 1)]
+        packed, filled = arrays_of((900,) * 5, 2), arrays_of((900,) * 5, 3)
+        rows = torch.from_numpy(np.concatenate(groups))
+        module = reference if where is None else ops
+        given = [own.tensors if where is None else own for own in (weights, packed, filled)]
+        module.pack_rows(given[0], rows, counts, given[1], firsts, messages)  # type: ignore[arg-type]
+        module.unpack_rows(messages, counts, given[2], firsts)  # type: ignore[arg-type]
+        for t, first in enumerate(firsts):
+            own, *others = (weights.tensors[t][each] for each in groups[4 * t : 4 * t + 3])
+            want = arrays_of((900,) * 5, 2).tensors[t]
+            want[first : first + len(own)] = own
+            assert torch.equal(bits(packed.tensors[t]), bits(want)), (where, t)
+            want, first = arrays_of((900,) * 5, 3).tensors[t], first + len(own)
+            want[first : first + sum(map(len, others))] = torch.cat(others)
+            assert torch.equal(bits(filled.tensors[t]), bits(want)), (where, t)
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    weights, slots, counts = arrays_of(NUM_ROWS, 1), arrays_of((4,) * 5, 2), np.array([[1, 1]] * 5)
+    rows = torch.zeros(10, dtype=torch.int64)
+    sizes = [own[:1].numel() * own.itemsize for own in weights.tensors]
+    message = torch.empty(sum(sizes), dtype=torch.uint8)
+    ops.pack_rows(weights, rows, counts, slots, [0] * 5, [message])
+    with pytest.raises(ValueError, match="message too short"):
+        ops.pack_rows(weights, rows, counts, slots, [0] * 5, [message[1:]])
+    with pytest.raises(ValueError, match="message too short"):
+        ops.unpack_rows([message[:-1]], counts, slots, [0] * 5)
+    with pytest.raises(ValueError, match="too few slots"):
+        ops.pack_rows(weights, rows, counts, slots, [0, 0, 0, 4, 0], [message])
+    with pytest.raises(ValueError, match="too few slots"):
+        ops.unpack_rows([message], counts, slots, [0, 0, 3, 0, 0])
+    with pytest.raises(ValueError, match="row out of range"):
+        ops.pack_rows(weights, rows + 1, counts, slots, [0] * 5, [message])
+    with pytest.raises(ValueError, match="fewer rows than counts say"):
+        ops.pack_rows(weights, rows[1:], counts, slots, [0] * 5, [message])
+
+
+def test_sums_of_all_tables_at_once_are_those_of_each() -> None:
+    sums = reference.FlatSums([2, 0, 1], torch.tensor([4, 9, 3]), torch.arange(7.0))
+    tables = sums.tables([2, 5, 3])
+    assert [own.rows.tolist() for own in tables] == [[4, 9], [], [3]]
+    assert [own.sums.tolist() for own in tables] == [[[0, 1], [2, 3]], [], [[4, 5, 6]]]
+    again = reference.FlatSums.of(tables)
+    assert [*again.counts] == [2, 0, 1] and all(torch.equal(a, b) for a, b in zip(again[1:], sums[1:], strict=True))
