@@ -10,12 +10,11 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.step_peers import dense_sgd, make_model
 from benchmarks.step_shapes import SHAPES, StepShape, make_setting
@@ -25,8 +24,8 @@ from hotrow.optim import SGD
 from hotrow.parallel.pooled import Collective
 from hotrow.parallel.sharded import Shards
 from hotrow.parallel.shards import Shard
+from hotrow.parallel.world import Arriving, World
 from hotrow.parallel.world import Parts as Messages
-from hotrow.parallel.world import World
 from hotrow.plan.shards import Wire as TableWire
 from hotrow.plan.shards import pooled_owners
 from hotrow.run.meters import StepClock
@@ -116,10 +115,10 @@ class Wire(World):
     replay: answer exchanges with what `heard` noted of the same batch; messages are made all the same, and dropped.
     """
 
-    heard: dict[int, list[list[Tensor]]] = field(default_factory=dict)
+    heard: dict[int, list[Any]] = field(default_factory=dict)
     """By batch, what each exchange of its step returned; kept while `batch` is not None."""
     batch: int | None = None
-    _answers: Iterator[list[Tensor]] | None = None
+    _answers: Iterator[Any] | None = None
 
     def listen(self, batch: int) -> None:
         """Notes the exchanges of the next step, on this batch."""
@@ -134,12 +133,23 @@ class Wire(World):
         assert self._answers is None or next(self._answers, None) is None, "a step has fewer exchanges than it had"
         self.batch = self._answers = None
 
-    def exchange(self, parts: Messages, *, purpose: str, num_heads: Sequence[int] | None = None) -> list[Tensor]:
+    def begin(self, parts: Messages, **options: Any) -> Arriving:
         """See World."""
         if self._answers is not None:
-            torch.cat(list(parts() if callable(parts) else parts))
-            return next(self._answers)
-        found = super().exchange(parts, purpose=purpose, num_heads=num_heads)
+            if callable(parts):
+                parts()
+            return Arriving(self, next(self._answers))
+        arriving = super().begin(parts, **options)
+        if self.batch is not None:
+            self.heard[self.batch].append([part.clone() for part in arriving.wait()])
+        return arriving
+
+    def tell(self, number: int, *, purpose: str) -> list[int]:
+        """See World."""
+        if self._answers is not None:
+            answer: list[int] = next(self._answers)
+            return answer
+        found = super().tell(number, purpose=purpose)
         if self.batch is not None:
             self.heard[self.batch].append(found)
         return found

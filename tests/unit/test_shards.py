@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hotrow.kernels.reference import RowSums
-from hotrow.parallel.exchange import Keys, WireDtype, narrow, pack, unpack, widen
+from hotrow.kernels.reference import FlatSums, RowSums
+from hotrow.parallel.exchange import Chosen, Keys, WireDtype, narrow, pack, unpack, widen
 from hotrow.parallel.shards import Division, Shard
 
 CASES = [
@@ -54,7 +54,6 @@ def test_tables_side_by_side() -> None:
     for name in ("homes", "local"):
         each = np.concatenate([getattr(shard, name)(np.arange(12), 3) for shard in shards])
         assert getattr(division, name)(tables, rows).tolist() == each.tolist()
-    assert division.replicated(tables, rows).reshape(-1, 12).sum(1).tolist() == [shard.prefix for shard in shards]
 
 
 @pytest.mark.parametrize(
@@ -89,20 +88,25 @@ def test_keys_come_back_from_a_message(num_keys: int, largest: int) -> None:
         assert len(words) == 2 + (len(keys) + 1) // 2, "two bytes a key"
 
 
-def test_sums_come_back_from_a_message() -> None:
+def test_chosen_sums_come_back_from_a_message() -> None:
     random = np.random.default_rng(1)
-    num_rows, dims = [5, 200_000, 3, 70], [3, 2, 4, 1]
-    keys = Keys(num_rows, dims)
-    nodes = []
+    num_rows, dims = [5, 200_000, 70, 3, 70, 9], [3, 2, 2, 4, 1, 1]
+    keys, chosen, wanted = Keys(num_rows, dims), [], []
     for node in range(3):
-        tables = []
+        tables, picked = [], []
         for most, dim in zip(num_rows, dims, strict=True):
-            rows = torch.from_numpy(np.unique(random.integers(0, most, 4 * node if dim != 4 else 0)))
+            rows = torch.from_numpy(random.permutation(most)[: 4 * node if dim != 4 else 0])
             tables.append(RowSums(rows, torch.from_numpy(random.random((len(rows), dim), np.float32))))
-        nodes.append(tables)
-    words, num_heads = keys.pack_sums(nodes)
-    assert len(words) - num_heads == sum(own.sums.numel() for node in nodes for own in node)
-    for found, want in zip(keys.unpack_sums(words, 3), nodes, strict=True):
+            places = rows.argsort()[: len(rows) // 2 + 1]
+            picked.append(RowSums(rows[places], tables[-1].sums[places]))
+        sums = FlatSums.of(tables)
+        of_rows = sums.rows.numpy() + np.repeat(keys.first[:-1], sums.counts)
+        own = np.concatenate([first + own.rows.numpy() for first, own in zip(keys.first, picked, strict=False)])
+        chosen.append(Chosen(own, np.array([of_rows.tolist().index(key) for key in own], np.int64), sums))
+        wanted.append(picked)
+    words, num_heads = keys.pack_sums(chosen)
+    assert len(words) - num_heads == sum(own.sums.numel() for node in wanted for own in node)
+    for found, want in zip(keys.unpack_sums(words, 3), wanted, strict=True):
         for own, other in zip(found, want, strict=True):
             assert torch.equal(own.rows, other.rows) and torch.equal(own.sums, other.sums)
 

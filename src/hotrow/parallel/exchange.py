@@ -9,20 +9,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.kernels.reference import RowSums
+from hotrow.kernels import ops
+from hotrow.kernels.reference import FlatSums, RowSums
 from hotrow.parallel.shards import Numbers
 
 WireDtype = Literal["fp32", "bf16", "fp16"]
 WIRE_TYPES: dict[WireDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGE = 0xFFFF
 """Stands for a gap that does not fit in 16 bits."""
+
+
+class Chosen(NamedTuple):
+    """Some of the sums of a node, in the order of their rows' keys."""
+
+    keys: Numbers
+    """Rising: [n]."""
+    places: Numbers
+    """Where they are among the sums: [n]."""
+    sums: FlatSums
 
 
 class Keys:
@@ -33,6 +44,9 @@ class Keys:
         self._wire_dtype: WireDtype = wire_dtype
         self.first: Numbers = np.concatenate([[0], np.cumsum(num_rows, dtype=np.int64)])
         self.dims = np.array(dims, np.int64)
+        ends = [*(np.flatnonzero(np.diff(self.dims)) + 1).tolist(), len(dims)]
+        self._runs = [(first, end, dims[first]) for first, end in zip([0, *ends], ends, strict=False) if first < end]
+        """Neighbouring tables of one dimension, whose rows can be copied as if they were one table's."""
 
     def counts(self, keys: Numbers) -> Numbers:
         """Returns how many of the rising `keys` are of each table."""
@@ -42,15 +56,31 @@ class Keys:
         """Returns the table of each of the rising `keys`."""
         return np.repeat(np.arange(len(self.dims)), self.counts(keys))
 
-    def pack_sums(self, nodes: Sequence[Sequence[RowSums]]) -> tuple[Tensor, int]:
+    def pack_sums(self, nodes: Sequence[Chosen]) -> tuple[Tensor, int]:
         """Returns sums of all tables, of one node after another, as a message; and how many words are keys."""
-        heads = [pack(self._keys_of(tables)) for tables in nodes]
-        sums = narrow([own.sums.reshape(-1) for node in nodes for own in node], self._wire_dtype)
-        return torch.cat([*heads, *sums]), sum(map(len, heads))
+        heads = [pack(node.keys) for node in nodes]
+        counts = [self.counts(node.keys) for node in nodes]
+        num_heads, num_sums = sum(map(len, heads)), sum(int(own @ self.dims) for own in counts)
+        exact = self._wire_dtype == "fp32"  # written where they leave from
+        words = ops.empty(num_heads + exact * num_sums, dtype=torch.int32)
+        torch.cat(heads, out=words[:num_heads])
+        sums, at = words[num_heads:].view(torch.float32) if exact else ops.empty(num_sums), 0
+        for node, own in zip(nodes, counts, strict=True):
+            at = self._write_sums(node, own, sums, at)
+        return words if exact else torch.cat([words, *narrow([sums], self._wire_dtype)]), num_heads
 
-    def _keys_of(self, tables: Sequence[RowSums]) -> Numbers:
-        rows = [own.rows.numpy() for own in tables]
-        return np.concatenate(rows) + np.repeat(self.first[:-1], [len(own) for own in rows])
+    def _write_sums(self, node: Chosen, counts: Numbers, out: Tensor, at: int) -> int:
+        """Writes the sums of `node` to out[at:]; returns where they end. counts: how many of its keys are each
+        table's."""
+        starts, held = _starts(counts), _starts(np.array(node.sums.counts))
+        floats = _starts(np.array(node.sums.counts) * self.dims)
+        for first, end, dim in self._runs:
+            rows = node.sums.sums[floats[first] : floats[end]].view(-1, dim)
+            which = torch.from_numpy(node.places[starts[first] : starts[end]] - held[first])
+            stop = at + len(which) * dim
+            torch.index_select(rows, 0, which, out=out[at:stop].view(-1, dim))
+            at = stop
+        return at
 
     def unpack_sums(self, words: Tensor, num_nodes: int) -> list[list[RowSums]]:
         """Returns the sums by node and table."""
@@ -97,6 +127,21 @@ def widen(words: Tensor, count: int, wire_dtype: WireDtype) -> Tensor:
     if wire_dtype == "fp16" and len(words):
         scale, start = 2.0 ** -int(words[0]), 1
     return words[start:].view(WIRE_TYPES[wire_dtype])[:count].float() * scale
+
+
+def recast(
+    message: Tensor, num_numbers: Sequence[int], old: Sequence[torch.dtype], new: Sequence[torch.dtype]
+) -> Tensor:
+    """Returns a message of bytes that holds so many numbers of each type with numbers of other types."""
+    if list(old) == list(new):
+        return message
+    pieces = torch.split(message, [n * dtype.itemsize for n, dtype in zip(num_numbers, old, strict=True)])
+    each = zip(pieces, old, new, strict=True)  # a copy lies aligned
+    return torch.cat([own.clone().view(before).to(after).view(torch.uint8) for own, before, after in each])
+
+
+def _starts(counts: Numbers) -> list[int]:
+    return [0, *counts.cumsum().tolist()]
 
 
 def pack(keys: Numbers) -> Tensor:

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
-from hotrow.kernels.reference import Layout, RowSums, Rule
+from hotrow.kernels.reference import Distinct, FlatSums, Layout, RowSums, Rule
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.buffers import Buffers, ShardLease
-from hotrow.parallel.exchange import WIRE_TYPES, Keys, WireDtype, pack, unpack
+from hotrow.parallel.exchange import WIRE_TYPES, Chosen, Keys, WireDtype, pack, recast, unpack
 from hotrow.parallel.pooled import Collective, Pooled, Served, only
 from hotrow.parallel.shards import Division, Numbers, Shard
-from hotrow.parallel.world import World
+from hotrow.parallel.world import Arriving, World
 from hotrow.placement import AnyMemory, place
 from hotrow.placement.base import Attached, Lease, Placement, RowIds, Rows, TableState, Use
 from hotrow.placement.budget import DeviceMemory, Memory
@@ -155,13 +155,13 @@ class Asked(NamedTuple):
     """What this rank pools for all; None if only rows travel."""
 
 
-class Cut(NamedTuple):
-    """Sums of rows of one table, cut into micro-batches: part v has those of the subtrees that begin with leaf v."""
+class Subtree(NamedTuple):
+    """Sums of rows of this rank's shard over some micro-batches."""
 
-    own: RowSums
-    """A row may be in several parts, but once in each."""
-    parts: tuple[int, ...]
-    """Where the parts begin among the rows, and the end of the last: [V + 1]."""
+    leaf: int
+    """The first of them."""
+    tables: list[RowSums]
+    """By table."""
 
 
 class Sharded(Placement):
@@ -189,19 +189,18 @@ class Sharded(Placement):
         self.weights, self.low = below.weights, below.low
         # Ranks announce together, also if the rows of some fit in DRAM.
         self.looks_ahead = any(everyone(world, below.looks_ahead))
-        self._division = Division(shards, world.size)
-        sizes = [table.num_embeddings for table in tables]
-        self._keys = Keys(sizes, [table.embedding_dim for table in tables], wire_dtype)
+        self._shares = Division(shards, world.size).shares(world.rank)
+        self._num_rows = [table.num_embeddings for table in tables]
+        self._keys = Keys(self._num_rows, [table.embedding_dim for table in tables], wire_dtype)
         self._pooled = Pooled(world, tables, shards, below, collective=collective, wire_dtype=wire_dtype)
-        stored = [self.weights[table.name].dtype for table in tables]
-        self._sent_types = [WIRE_TYPES[wire_dtype] if dtype == torch.float32 else dtype for dtype in stored]
-        """By table, the type in which its rows travel."""
-        sizes = [dtype.itemsize for dtype in self._sent_types]
-        self._sent_order = sorted(range(len(tables)), key=lambda t: -sizes[t])
-        """Tables in the order in which messages hold their rows: wider numbers come first, so that all lie aligned."""
-        self._row_bytes = np.array([size * t.embedding_dim for size, t in zip(sizes, tables, strict=True)], np.int64)
+        self._stored = [self.weights[table.name].dtype for table in tables]
+        self._sent = [WIRE_TYPES[wire_dtype] if dtype == torch.float32 else dtype for dtype in self._stored]
+        """By table, the types of its rows and of those that travel."""
+        self._row_bytes = self._keys.dims * [dtype.itemsize for dtype in self._stored]
         self._announced: dict[int, Asked] = {}
-        self._buffers = Buffers(self._keys.dims.tolist(), [self.weights[table.name].dtype for table in tables])
+        self._buffers = Buffers(self._keys.dims.tolist(), self._stored)
+        self._sums_under_way: tuple[ops.Lookups, ops.Lookups, Arriving] | None = None
+        """Of which lookups `prepare` sent what; gradients of pooled vectors that came, as lookups below; sums."""
         self._waited_s = 0.0
 
     @property
@@ -325,87 +324,71 @@ class Sharded(Placement):
         def requests() -> list[Tensor]:
             if pools:
                 bags[:] = self._pooled.requests(batch, training=training)
-            tables, rows, places = self._distinct(sparse, spans)
-            homes = self._division.homes(tables, rows)
-            held = (homes == self.world.rank) | self._division.replicated(tables, rows)
-            codes = tables * (R + 1) + np.where(held, HELD, homes + 1)
-            order = np.argsort(codes, kind="stable")  # keeps the tables, which rise
-            counts = np.bincount(codes, minlength=T * (R + 1)).reshape(T, R + 1)
-            rows, local = rows[order], self._division.local(tables, rows)[order]
-            place_of = np.empty(len(order), np.int64)
-            place_of[order] = np.arange(len(order))
-            place_of -= np.repeat(counts.sum(1).cumsum() - counts.sum(1), counts.sum(1))
-            own.extend((counts, place_of[places], rows, np.split(local, counts.ravel().cumsum()[:-1])))
-            keys = np.split(local + self._keys.first[tables], counts.ravel().cumsum()[:-1])  # by table and group
-            each = [np.concatenate([keys[t * (R + 1) + 1 + r] for t in range(T)]) for r in range(R)]
+            found = self._distinct(sparse, spans)
+            keys = found.local + np.repeat(self._keys.first[:-1], found.counts.sum(1))
+            groups = np.repeat(np.tile(np.arange(R + 1), T), found.counts.ravel())
+            own.extend((found, keys[groups == HELD]))
+            each = [keys[groups == 1 + rank] for rank in range(R)]
             stride = torch.tensor([sparse.stride], dtype=torch.int32)
             return [torch.cat([stride, pack(keys), more]) for keys, more in zip(each, bags, strict=True)]
 
         come = self.world.exchange(requests, purpose="ids")
-        counts, places, rows, cells = own
+        distinct, held = own
         strides, found = [int(words[0]) for words in come], [unpack(words[1:]) for words in come]
         theirs = [keys for keys, _ in found]
         after = [words[1 + length :] for words, (_, length) in zip(come, found, strict=True)]
         served = self._pooled.serve(after, strides, bags) if pools else None
         given = np.stack([self._keys.counts(keys) for keys in theirs])
-        parts = [np.split(keys, own.cumsum()[:-1]) for keys, own in zip(theirs, given, strict=True)]
-        local = [
-            np.concatenate([cells[t * (R + 1) + HELD], *(own[t] - self._keys.first[t] for own in parts)])
-            for t in range(T)
-        ]
-        for t, ids in ({} if served is None else served.ids).items():
-            local[t] = np.concatenate([local[t], ids])  # rows of a table on one rank have its numbers there too
+        # Rows of a table on one rank have their numbers there too.
+        ids = {} if served is None else served.ids
+        pooled = np.concatenate([np.empty(0, np.int64), *(ids[t] + self._keys.first[t] for t in sorted(ids))])
+        lengths = np.array([[len(ids.get(t, ()))] for t in range(T)])
+        cells = np.concatenate([distinct.counts[:, :1], given.T, lengths], axis=1)
         return Asked(
             sparse=sparse,
             ids=sparse.values[:0],
             spans=spans,
-            places=places,
-            rows=np.split(rows, counts.sum(1).cumsum()[:-1]),
-            counts=counts,
+            places=distinct.places,
+            rows=np.split(distinct.rows, distinct.counts.sum(1).cumsum()[:-1]),
+            counts=distinct.counts,
             given=given,
             strides=strides,
-            below=self._lookup_below(local),
+            below=self._lookup_below(self._by_table([held, *theirs, pooled], cells), cells.sum(1)),
             served=served,
         )
 
-    def _distinct(self, sparse: KeyedJaggedTensor, spans: list[Span]) -> tuple[Numbers, Numbers, Numbers]:
-        """Returns table and row of each distinct row, both rising, and the place of each id's row among them."""
-        check_ids(self.layout, self.tables, sparse, spans)
-        ids, nothing = sparse.values.numpy(), np.empty(0, np.int64)
-        keys = np.concatenate([nothing, *(ids[start:stop] + self._keys.first[t] for t, start, stop in spans)])
-        distinct, places = _distinct(keys)
-        tables = self._keys.tables(distinct)
-        return tables, distinct - self._keys.first[tables], places
+    def _distinct(self, sparse: KeyedJaggedTensor, spans: list[Span]) -> Distinct:
+        """Returns the distinct rows of a batch. Raises ValueError for an id outside its table."""
+        found = ops.distinct_rows(sparse.values, spans, self._num_rows, self._shares)
+        if found is None:
+            check_ids(self.layout, self.tables, sparse, spans)
+        assert found is not None, "an id is outside its table"
+        return found
 
-    def _lookup_below(self, local: Sequence[Numbers]) -> KeyedJaggedTensor:
-        """Returns a batch of one bag for each table, of rows of this rank's shard."""
+    def _by_table(self, keys: Sequence[Numbers], counts: Numbers) -> Numbers:
+        """Returns the rows of several lists of keys, each table by table, of all tables in turn; counts: [T, lists]."""
+        starts = counts.cumsum(0) - counts
+        pieces = [
+            own[starts[t, k] : starts[t, k] + counts[t, k]] - self._keys.first[t]
+            for t in range(len(self.tables))
+            for k, own in enumerate(keys)
+        ]
+        return np.concatenate(pieces)
+
+    def _lookup_below(self, rows: Numbers, counts: Numbers) -> KeyedJaggedTensor:
+        """Returns a batch of one bag for each table, of rows of this rank's shard, table by table."""
         names = tuple(table.name for table in self.tables)
-        return KeyedJaggedTensor(
-            names, torch.from_numpy(np.concatenate(local)), lengths=torch.tensor([len(own) for own in local])
-        )
+        return KeyedJaggedTensor(names, torch.from_numpy(rows), lengths=torch.from_numpy(counts))
 
     def _rows_for_others(self, asked: Asked, slots: KeyedJaggedTensor, firsts: Numbers) -> list[Tensor]:
         """Returns the rows for each rank as bytes; puts those that this rank needs of its own into their slots."""
-        numbers = [slots.bags(table.name)[0] for table in self.tables]
-        # Whole words, so that each message lies aligned behind those of other ranks.
-        messages = [torch.empty(-(-int(own @ self._row_bytes) // 4) * 4, dtype=torch.uint8) for own in asked.given]
-        at = [0] * self.world.size
-        for t in self._sent_order:
-            weights, buffer = self.weights[self.tables[t].name], self._buffers.weights[t]
-            cuts = [int(asked.counts[t, HELD]), *asked.given[:, t].tolist()]
-            held, *for_others = torch.split(numbers[t][: sum(cuts)], cuts)
-            start = int(firsts[t])
-            torch.index_select(weights, 0, held, out=buffer[start : start + len(held)])
-            for rank, each in enumerate(for_others):
-                if len(each):
-                    num_bytes = len(each) * int(self._row_bytes[t])
-                    out = messages[rank][at[rank] : at[rank] + num_bytes].view(self._sent_types[t])
-                    if out.dtype == weights.dtype:
-                        torch.index_select(weights, 0, each, out=out.view(len(each), -1))
-                    else:
-                        out.view(len(each), -1).copy_(weights[each])
-                    at[rank] += num_bytes
-        return messages
+        counts = np.concatenate([asked.counts[:, :1], asked.given.T], axis=1)
+        pooled = asked.below.lengths.numpy() - counts.sum(1)
+        messages = [ops.empty(int(own @ self._row_bytes), dtype=torch.uint8) for own in asked.given]
+        rows, groups = slots.values.long(), np.concatenate([counts, pooled[:, None]], axis=1)
+        ops.pack_rows(self.below.arrays, rows, groups, self._buffers.arrays, firsts.tolist(), messages)
+        sizes = (asked.given * self._keys.dims).tolist()
+        return [recast(*each, self._stored, self._sent) for each in zip(messages, sizes, strict=True)]
 
     def _pooled_slots(self, asked: Asked, slots: KeyedJaggedTensor) -> dict[int, Tensor]:
         """Returns by table the slots below of the ids that this rank pools."""
@@ -415,16 +398,11 @@ class Sharded(Placement):
 
     def _fill(self, asked: Asked, come: Sequence[Tensor], firsts: Numbers) -> Tensor:
         """Puts rows of other ranks into their slots; returns the slot of each id of the batch."""
-        at = [0] * self.world.size
-        for t in self._sent_order:
-            buffer, start = self._buffers.weights[t], int(firsts[t] + asked.counts[t, HELD])
-            for rank, count in enumerate(asked.counts[t, 1:].tolist()):
-                if count:
-                    num_bytes = count * int(self._row_bytes[t])
-                    rows = come[rank][at[rank] : at[rank] + num_bytes].view(self._sent_types[t])
-                    buffer[start : start + count] = rows.view(count, -1)
-                    at[rank], start = at[rank] + num_bytes, start + count
-            self._buffers.row_of[t][int(firsts[t]) : start] = asked.rows[t]
+        sizes = (asked.counts[:, 1:].T * self._keys.dims).tolist()
+        stored = [recast(*each, self._sent, self._stored) for each in zip(come, sizes, strict=True)]
+        ops.unpack_rows(stored, asked.counts, self._buffers.arrays, firsts.tolist())
+        for row_of, first, rows in zip(self._buffers.row_of, firsts.tolist(), asked.rows, strict=True):
+            row_of[first : first + len(rows)] = rows
         slots = torch.zeros_like(asked.sparse.values)
         numbers, done = slots.numpy(), 0
         for t, start, stop in asked.spans:
@@ -456,16 +434,15 @@ class Sharded(Placement):
         """
         if not lookups:
             return
-        by_row = self._pooled.tables_by_row(lookups)
-        pooled = self._pooled.gradients(lookups, but=by_row)
-        rows = self._by_row(self._with_rows(lookups, by_row) if by_row else lookups)
-        nodes = self.kernels.pooled.row_sums(self.arrays, rows, self.world.held)
-        tables = self._exchange_sums([nodes[node] for node in tree.aligned(*self.world.held)])
-        tables = self._with_replicated(tables)
-        lease, slots = self.below.take(self._lookup_below([own.rows.numpy() for own, _ in tables]), training=False)
-        by_slot = [own._replace(rows=slots.bags(name)[0]) for (own, _), name in zip(tables, self.weights, strict=True)]
-        parts = [parts for _, parts in tables]
-        self.below.update([*self._lookups_below(by_slot, parts), *pooled], attached, rules)
+        pooled, come = self._sums_of(lookups)
+        found = self._with_replicated(come)
+        counts = np.array([[len(own.rows) for own in tables] for _, tables in found], np.int64).T
+        rows = [tables[t].rows.numpy() for t in range(len(self.tables)) for _, tables in found]
+        lease, slots = self.below.take(self._lookup_below(np.concatenate(rows), counts.sum(1)), training=False)
+        by_slot = iter(torch.split(slots.values, counts.ravel().tolist()))
+        tables = [[own[t]._replace(rows=next(by_slot)) for _, own in found] for t in range(len(self.tables))]
+        of_nodes = [Subtree(leaf, list(own)) for (leaf, _), own in zip(found, zip(*tables, strict=True), strict=True)]
+        self.below.update([*self._lookups_below(of_nodes), *pooled], attached, rules)
         lease.release(updated=True)
 
     def _with_rows(self, lookups: ops.Lookups, tables: frozenset[int]) -> ops.Lookups:
@@ -482,14 +459,14 @@ class Sharded(Placement):
         """Returns the bags of `tables` with slots for ids. The slots are new, and hold no weights."""
         bags = only(sparse, [feature.name for feature in self.layout.features if feature.table in tables])
         spans = spans_of(self.layout, bags)
-        numbers, rows, places = self._distinct(bags, spans)
-        counts = np.bincount(numbers, minlength=len(self.tables))
+        found = self._distinct(bags, spans)
+        counts = found.counts.sum(1)
         ends, firsts = counts.cumsum(), self._buffers.reserve(counts)
         for t in tables:
-            self._buffers.row_of[t][firsts[t] : firsts[t] + counts[t]] = rows[ends[t] - counts[t] : ends[t]]
+            self._buffers.row_of[t][firsts[t] : firsts[t] + counts[t]] = found.rows[ends[t] - counts[t] : ends[t]]
         slots, done = np.empty(len(bags.values), np.int64), 0
         for t, start, stop in spans:
-            slots[start:stop] = places[done : done + stop - start] - (ends[t] - counts[t]) + firsts[t]
+            slots[start:stop] = found.places[done : done + stop - start] + firsts[t]
             done += stop - start
         return bags.with_values(torch.from_numpy(slots))
 
@@ -506,70 +483,93 @@ class Sharded(Placement):
             found.append((kernels, sparse.with_values(values), grad))
         return found
 
-    def _exchange_sums(self, nodes: Sequence[Sequence[RowSums]]) -> list[Cut]:
-        """Sends sums, by slot, to the homes of their rows; returns by table those that come here, of all micro-batches.
+    def prepare(self, lookups: ops.Lookups) -> None:
+        """Sends what `update` needs of other ranks: gradients of pooled vectors, which have come when this returns, and
+        sums of the rows' gradients, before whose arrival other exchanges may follow."""
+        self._drop_sums()
+        if lookups:
+            self._sums_under_way = lookups, *self._begin_sums(lookups)
 
-        nodes: of each aligned subtree of this rank, by table.
-        """
-        world, num_heads = self.world, [0] * self.world.size
+    def _drop_sums(self) -> None:
+        """Lets sums arrive that no update took, because their step was left out."""
+        if self._sums_under_way is not None:
+            self._sums_under_way[-1].wait()
+            self._sums_under_way = None
+
+    def _begin_sums(self, lookups: ops.Lookups) -> tuple[ops.Lookups, Arriving]:
+        """Returns gradients of pooled vectors, as lookups below; sends a sum for each aligned subtree of this rank and
+        each row to the row's home."""
+        by_row = self._pooled.tables_by_row(lookups)
+        pooled = self._pooled.gradients(lookups, but=by_row)
+        num_heads = [0] * self.world.size
 
         def sums_for_others() -> list[Tensor]:
-            by_home = [self._by_home(tables) for tables in nodes]
-            made = [self._keys.pack_sums([own[rank] for own in by_home]) for rank in range(world.size)]
+            rows = self._by_row(self._with_rows(lookups, by_row) if by_row else lookups)
+            sums = self.kernels.pooled.flat_row_sums(self.arrays, rows, self.world.held)
+            by_home = [self._by_home(sums[node]) for node in tree.aligned(*self.world.held)]
+            made = [self._keys.pack_sums([own[rank] for own in by_home]) for rank in range(self.world.size)]
             num_heads[:] = [heads for _, heads in made]
             return [words for words, _ in made]
 
-        come: list[list[RowSums]] = []
-        leaves: list[int] = []
-        for rank, words in enumerate(world.exchange(sums_for_others, purpose="gradients", num_heads=num_heads)):
-            held = tree.aligned(*tree.held(world.micro_batches, rank, world.size))
-            come += self._keys.unpack_sums(words, len(held))
-            leaves += [leaf for leaf, _ in held]
-        return [_joined([own[t] for own in come], leaves, world.micro_batches) for t in range(len(self.tables))]
+        return pooled, self.world.begin(sums_for_others, purpose="gradients", num_heads=num_heads)
 
-    def _by_home(self, by_slot: Sequence[RowSums]) -> list[list[RowSums]]:
-        """Returns what goes to each rank of sums by table, with the numbers of rows in its shard."""
-        T, counts = len(by_slot), np.array([len(own.rows) for own in by_slot])
-        rows = np.concatenate([of[own.rows.numpy()] for of, own in zip(self._buffers.row_of, by_slot, strict=True)])
-        tables = np.repeat(np.arange(T), counts)
-        homes, local = self._division.homes(tables, rows), self._division.local(tables, rows)
-        # Rows rise within each group of the slots of one batch, so that only those of several need a sort.
-        order = np.lexsort((rows, tables, homes)) if len(self._buffers.live) > 1 else np.argsort(homes, kind="stable")
-        places = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
-        cells = np.bincount(homes * T + tables, minlength=self.world.size * T).tolist()
-        numbers, at = (torch.split(torch.from_numpy(each[order]), cells) for each in (local, places))
-        each = [RowSums(own, by_slot[k % T].sums[at[k]]) for k, own in enumerate(numbers)]
-        return [each[rank * T : (rank + 1) * T] for rank in range(self.world.size)]
+    def _sums_of(self, lookups: ops.Lookups) -> tuple[ops.Lookups, list[Subtree]]:
+        """Returns gradients of pooled vectors, as lookups below, and the sums that come here, of all micro-batches."""
+        if self._sums_under_way is not None and not _same(self._sums_under_way[0], lookups):
+            self._drop_sums()
+        if self._sums_under_way is None:
+            self.prepare(lookups)
+        assert self._sums_under_way is not None
+        (_, pooled, arriving), self._sums_under_way = self._sums_under_way, None
+        come: list[Subtree] = []
+        for rank, words in enumerate(arriving.wait()):
+            held = tree.aligned(*tree.held(self.world.micro_batches, rank, self.world.size))
+            sums = self._keys.unpack_sums(words, len(held))
+            come += [Subtree(leaf, tables) for (leaf, _), tables in zip(held, sums, strict=True)]
+        return pooled, come
 
-    def _with_replicated(self, tables: list[Cut]) -> list[Cut]:
+    def _by_home(self, by_slot: FlatSums) -> list[Chosen]:
+        """Returns what goes to each rank of a node's sums, with the keys of rows in its shard."""
+        first_keys, row_of = self._keys.first.tolist(), self._buffers.row_of
+        found = ops.rows_by_home(row_of, by_slot.counts, by_slot.rows, first_keys, self._shares)
+        if len(self._buffers.live) > 1:  # rows rise within each group of the slots of one batch
+            orders = [np.argsort(keys) for keys, _ in found]
+            found = [(keys[order], places[order]) for (keys, places), order in zip(found, orders, strict=True)]
+        return [Chosen(keys, places, by_slot) for keys, places in found]
+
+    def _with_replicated(self, nodes: list[Subtree]) -> list[Subtree]:
         """Adds up the sums of replicated rows that came here and tells the totals to all ranks; they take the place of
         these sums, and count as of the first micro-batch."""
         if not any(shard.prefix for shard in self.shards):
-            return tables
-        common = [own.rows < shard.prefix for (own, _), shard in zip(tables, self.shards, strict=True)]
-        split = [_divided(*each) for each in zip(tables, common, strict=True)]
+            return nodes
+        common, rest = zip(*(self._divided(node) for node in nodes), strict=True)
         whole = 0, tree.width(self.world.micro_batches)
-        lookups = self._lookups_below([own for _, (own, _) in split], [parts for _, (_, parts) in split])
-        totals = self.below.kernels.pooled.row_sums(self.below.arrays, lookups, whole)[whole]
-        words, heads = self._keys.pack_sums([totals])
+        sums = self.below.kernels.pooled.flat_row_sums(self.below.arrays, self._lookups_below(common), whole)[whole]
+        keys = sums.rows.numpy() + np.repeat(self._keys.first[:-1], sums.counts)
+        words, heads = self._keys.pack_sums([Chosen(keys, np.arange(len(keys)), sums)])
         come = self.world.gather(words, purpose="replicated", num_heads=heads)
-        told = [self._keys.unpack_sums(each, 1)[0] for each in come]
-        found = []
-        for t, (rest, _) in enumerate(split):
-            first = [own[t] for own in told]
-            count = sum(len(own.rows) for own in first)
-            rows, sums = [own.rows for own in first], [own.sums for own in first]
-            parts = (0, *(count + part for part in rest.parts[1:]))
-            found.append(Cut(RowSums(torch.cat([*rows, rest.own.rows]), torch.cat([*sums, rest.own.sums])), parts))
-        return found
+        return [Subtree(0, self._keys.unpack_sums(each, 1)[0]) for each in come] + list(rest)
 
-    def _lookups_below(self, tables: Sequence[RowSums], parts: Sequence[Sequence[int]]) -> ops.Lookups:
-        """Returns the sums of each table as a lookup below of as many bags of one row, cut into micro-batches."""
-        sequences = self.below.kernels.sequences
-        return [
-            (sequences[name], KeyedJaggedTensor((name,), own.rows).in_parts(cuts), own.sums)
-            for name, own, cuts in zip(self.weights, tables, parts, strict=True)
+    def _divided(self, node: Subtree) -> tuple[Subtree, Subtree]:
+        """Returns the sums of replicated rows, which have the lowest numbers, and those of the others."""
+        cuts = [
+            int(np.searchsorted(own.rows.numpy(), s.prefix)) for own, s in zip(node.tables, self.shards, strict=True)
         ]
+        common = [RowSums(own.rows[:cut], own.sums[:cut]) for own, cut in zip(node.tables, cuts, strict=True)]
+        rest = [RowSums(own.rows[cut:], own.sums[cut:]) for own, cut in zip(node.tables, cuts, strict=True)]
+        return Subtree(node.leaf, common), Subtree(node.leaf, rest)
+
+    def _lookups_below(self, nodes: Sequence[Subtree]) -> ops.Lookups:
+        """Returns the sums of each table and node as a lookup below of as many bags of one row, in its micro-batch."""
+        sequences, V = self.below.kernels.sequences, self.world.micro_batches
+        found = []
+        for t, name in enumerate(self.weights):
+            for leaf, tables in nodes:
+                rows, sums = tables[t]
+                if len(rows):
+                    starts = [0] * (leaf + 1) + [len(rows)] * (V - leaf)
+                    found.append((sequences[name], KeyedJaggedTensor((name,), rows).in_parts(starts), sums))
+        return found
 
     # ---- optimizer states, and rows by their ids
 
@@ -630,34 +630,9 @@ class _ShardedRows(Rows):
             yield local[start : start + step], slice(start, start + step)
 
 
-def _distinct(keys: Numbers) -> tuple[Numbers, Numbers]:
-    """Returns the different ones of `keys`, none below 0, rising; and the place of each key among them."""
-    bits = len(keys).bit_length()
-    if not len(keys) or int(keys.max()) >> (62 - bits):
-        return np.unique(keys, return_inverse=True)
-    # numpy sorts numbers several times as fast as it finds their order.
-    both = np.sort(keys << bits | np.arange(len(keys)))
-    rising = both >> bits
-    new = np.append(True, rising[1:] != rising[:-1])
-    places = np.empty(len(keys), np.int64)
-    places[both & ((1 << bits) - 1)] = new.cumsum() - 1
-    return rising[new], places
-
-
-def _joined(nodes: Sequence[RowSums], leaves: Sequence[int], num_parts: int) -> Cut:
-    """Joins the sums of nodes, whose first leaves rise."""
-    counts = np.zeros(num_parts + 1, np.int64)
-    counts[np.array(leaves) + 1] = [len(own.rows) for own in nodes]
-    own = RowSums(torch.cat([own.rows for own in nodes]), torch.cat([own.sums for own in nodes]))
-    return Cut(own, tuple(counts.cumsum().tolist()))
-
-
-def _divided(table: Cut, which: Tensor) -> tuple[Cut, Cut]:
-    """Returns the sums that are not `which`, and those that are."""
-    own, parts = table
-    before = np.concatenate([[0], which.numpy().cumsum()])[list(parts)]
-    rest = Cut(RowSums(own.rows[~which], own.sums[~which]), tuple((np.array(parts) - before).tolist()))
-    return rest, Cut(RowSums(own.rows[which], own.sums[which]), tuple(before.tolist()))
+def _same(lookups: ops.Lookups, others: ops.Lookups) -> bool:
+    """Returns whether these are the same objects."""
+    return [[*map(id, own)] for own in lookups] == [[*map(id, own)] for own in others]
 
 
 def _ids(rows: RowIds) -> Numbers:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.base.records import Count
+from hotrow.kernels.reference import Shares
 from hotrow.tables import WHOLE, Births
 
 Numbers = NDArray[np.int64]
@@ -98,9 +99,9 @@ class Division:
         self._prefix = np.array([shard.prefix for shard in shards], np.int64)
         self._owner = np.array([shard.owner if shard.kind == "table" else -1 for shard in shards], np.int64)
 
-    def replicated(self, tables: Numbers, rows: Numbers) -> NDArray[np.bool_]:
-        """Returns whether each row, of the table of that number, is on every rank."""
-        return rows < self._prefix[tables]
+    def shares(self, rank: int) -> Shares:
+        """Returns the same for kernels, as `rank` sees it."""
+        return Shares(self._prefix.tolist(), self._owner.tolist(), rank, self.num_ranks)
 
     def homes(self, tables: Numbers, rows: Numbers) -> Numbers:
         prefix, owner = self._prefix[tables], self._owner[tables]

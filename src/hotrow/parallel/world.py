@@ -1,6 +1,6 @@
 """The processes of a run as a value: a rank among several, what micro-batches it holds, and how it sends bytes.
 
-Everything that ranks send each other goes through `World.exchange` and `World.gather`, which count its bytes.
+Everything that ranks send each other goes through `World.begin` and `World.tell`, which count its bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hotrow.kernels import tree
+from hotrow.kernels import ops, tree
+
+
+class Arriving:
+    """What ranks send each other, while it may still be on its way."""
+
+    def __init__(
+        self, world: World, come: list[Tensor], works: Sequence[Any] = (), sent: Sequence[Tensor] = ()
+    ) -> None:
+        """works: of torch.distributed. sent: is kept until they are done."""
+        self._world, self._come, self._works, self._sent = world, come, works, sent
+
+    def wait(self) -> list[Tensor]:
+        """Returns what each rank sent here, by rank, when all of it is here and what this rank sent has left."""
+        start = time.perf_counter()
+        for work in self._works:
+            work.wait()
+        self._world.exchange_s += time.perf_counter() - start
+        self._works, self._sent = (), ()
+        return self._come
 
 
 @dataclass
@@ -66,11 +85,24 @@ class World:
         return starts[first], starts[last]
 
     def exchange(self, parts: Parts, *, purpose: str, num_heads: Sequence[int] | None = None) -> list[Tensor]:
-        """Sends parts[r] to rank r; returns what each rank sent here, by rank. All parts: 1-dim, of one dtype.
+        """As `begin`, and returns when the parts of all ranks are here."""
+        return self.begin(parts, purpose=purpose, num_heads=num_heads).wait()
+
+    def begin(
+        self,
+        parts: Parts,
+        *,
+        purpose: str,
+        num_heads: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Arriving:
+        """Sends parts[r] to rank r; returns what waits for what each rank sent here, by rank. Parts must stay as they
+        are until then. All parts: 1-dim, contiguous, of one dtype; the one for this rank is returned as it is.
 
         Counts are exchanged first, so the lengths may be anything, also 0. parts: or a function that makes them; what
         it raises here is raised on all ranks, with the number of this one: no rank waits for one that failed.
-        num_heads: how many leading elements of each part say what the others are; their bytes count as "ids".
+        num_heads: how many leading elements of each part say what the others are; their bytes count as "ids". lengths:
+        of what each rank sends here, if every rank knows; then no counts are exchanged, and nothing may fail.
         Raises ValueError if the function raised one on any rank, RuntimeError for any other error there and for a rank
         that is at another exchange.
         """
@@ -78,21 +110,40 @@ class World:
         if self.size == 1:
             if error is not None:
                 raise error
-            return [made[0]]
+            return Arriving(self, [made[0]])
         start = time.perf_counter()
         text = b"" if error is None else _described(error)
         counts = [len(part) for part in made] if error is None else [-len(text)] * self.size
-        lengths = self._exchange_counts(counts, purpose)
+        if lengths is None:
+            lengths = self._exchange_counts(counts, purpose)
         if min(lengths) < 0:
             self._raise_together(text, lengths, error)
-        out = torch.empty(sum(lengths), dtype=made[0].dtype)
-        dist.all_to_all_single(out, torch.cat(list(made)), lengths, counts, group=self.group)
+        arriving = self._send(made, lengths)
         self.exchange_s += time.perf_counter() - start
         away = [rank for rank in range(self.size) if rank != self.rank]
         heads = sum(num_heads[rank] * made[rank].itemsize for rank in away) if num_heads else 0
         self._count("ids", heads)
         self._count(purpose, sum(made[rank].nbytes for rank in away) - heads)
-        return list(torch.split(out, lengths))
+        return arriving
+
+    def tell(self, number: int, *, purpose: str) -> list[int]:
+        """Tells all ranks a number, 0 or more; returns theirs, by rank."""
+        return [number] if self.size == 1 else self._exchange_counts([number] * self.size, purpose)
+
+    def _send(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> Arriving:
+        """Sends parts that other ranks expect, and gets ready for theirs, of these lengths.
+
+        Each goes from where it lies to memory of its own: all_to_all_single would take one tensor of all, and so two
+        more passes over the bytes.
+        """
+        come, works, tag = [], [], self.num_exchanges % (1 << 31)
+        for rank, (part, length) in enumerate(zip(parts, lengths, strict=True)):
+            come.append(part if rank == self.rank else ops.empty(length, dtype=part.dtype))
+            if rank != self.rank and length:
+                works.append(dist.irecv(come[-1], group=self.group, group_src=rank, tag=tag))
+            if rank != self.rank and len(part):
+                works.append(dist.isend(part, group=self.group, group_dst=rank, tag=tag))
+        return Arriving(self, come, works, parts)
 
     def gather(self, part: Tensor | Callable[[], Tensor], *, purpose: str, num_heads: int = 0) -> list[Tensor]:
         """Sends `part`, 1-dim, to all ranks; returns what each rank sent, by rank. Otherwise as `exchange`."""

@@ -9,7 +9,7 @@
 | | `look_up` | after it: the kernels run |
 | | `take_rows` | instead of `take` in `sequence`, which needs the row of every id |
 | an optimizer | `new_state`, `attach` | once, when it is made; its states follow the rows |
-| its `step()` | `update`, then the lease's `release` | after `backward` |
+| its `prepare()`, its `step()` | `prepare`; `update`, then the lease's `release` | after `backward` |
 | checkpoints, `state_dict`, exports | `rows`, `flush`, `changes` | between steps |
 
 A lease keeps the rows of one batch in their slots until the batch is over. In DRAM a row's slot is its number and the
@@ -150,6 +150,10 @@ class Placement(Protocol):
     def look_up(self, kernels: ops.Kernels, slots: KeyedJaggedTensor, *, blame: KeyedJaggedTensor) -> Tensor:
         """Returns the output of `kernels` for a batch as `take` gave it; blame: the batch that errors name."""
         return kernels.lookup(self.arrays, slots, blame=blame)
+
+    def prepare(self, lookups: ops.Lookups) -> None:
+        """Starts what `update` with these lookups needs of other ranks. The step may still be left out."""
+        return
 
     def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
         """Applies the pending lookups, batches as `take` gave them, to the rows and states: `ops.Kernels.update`."""
