@@ -158,14 +158,22 @@ class SparseOptimizer(torch.optim.Optimizer):
                 self._update(k, rules[k])
         return loss
 
+    def prepare(self) -> None:
+        """Starts what the next step on the pending batches needs of other ranks; `step` or `zero_grad` must follow."""
+        for k, part in enumerate(self._parts):
+            if part.emb.pending:
+                part.emb.placement.prepare(self._lookups(k))
+
+    def _lookups(self, k: int) -> ops.Lookups:
+        emb, still = self._parts[k].emb, self._still_tables(self._parts[k].groups)
+        kept = [(emb.kernels_without(p.kernels, still), p.sparse, p.grad) for p in emb.pending]
+        return [(kernels, sparse, grad) for kernels, sparse, grad in kept if kernels is not None]
+
     def _update(self, k: int, rules: list[Rule]) -> None:
         part = self._parts[k]
-        emb, still = part.emb, self._still_tables(part.groups)
-        kept = [(emb.kernels_without(p.kernels, still), p.sparse, p.grad) for p in emb.pending]
-        lookups = [(kernels, sparse, grad) for kernels, sparse, grad in kept if kernels is not None]
-        emb.placement.update(lookups, self._attached[k], rules)
+        part.emb.placement.update(self._lookups(k), self._attached[k], rules)
         self._count_step(part.groups)
-        emb.clear_pending(updated=True)
+        part.emb.clear_pending(updated=True)
 
     def _may_step(self, waiting: list[int]) -> bool:
         collections = [self._parts[k].emb for k in waiting]

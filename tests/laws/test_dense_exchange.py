@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -36,10 +38,21 @@ def add(one: Sums, other: Sums) -> Sums:
     return Sums(one.gradient + other.gradient, one.loss + other.loss)
 
 
-def summed(world: World, num_samples: int, length: int) -> tuple[Told, int]:
+class Found(NamedTuple):
+    total: Sums
+    found: str
+    stop: int
+    finite: bool
+
+
+def found_of(told: Told) -> Found:
+    return Found(Sums(told.gradient().clone(), told.loss), told.found, told.stop, told.finite)
+
+
+def summed(world: World, num_samples: int, length: int) -> tuple[Found, int]:
     first, last = world.held
     nodes = tree.sums(parts_of(num_samples, world.micro_batches, length)[first:last], first, last, add)
-    told = sum_over_ranks(world, nodes, length=length)
+    told = found_of(sum_over_ranks(world, nodes, length=length))
     return told, world.sent_bytes.get(PURPOSE, 0)
 
 
@@ -60,7 +73,7 @@ def test_against_the_tree_on_one_process(pool: RankPool, num_ranks: int, micro_b
     for told, _ in pool.run(summed, num_samples, length, num_ranks=num_ranks, micro_batches=micro_batches):
         assert torch.equal(told.total.gradient.view(torch.int32), whole.gradient.view(torch.int32))
         assert torch.equal(told.total.loss.view(1).view(torch.int32), whole.loss.view(1).view(torch.int32))
-        assert (told.found, told.stop) == ("", 0)
+        assert (told.found, told.stop, told.finite) == ("", 0, True)
 
 
 def test_a_gradient_shorter_than_the_ranks_are_many(pool: RankPool) -> None:
@@ -89,7 +102,7 @@ def test_bytes_of_ranges_that_are_not_subtrees(pool: RankPool) -> None:
 def heard(world: World, found: list[str], stop: list[int]) -> tuple[str, int]:
     first, _ = world.held
     nodes = {(first, 1): Sums(torch.ones(5), torch.ones(()))}
-    told = sum_over_ranks(world, nodes, length=5, found=found[world.rank], stop=stop[world.rank])
+    told = found_of(sum_over_ranks(world, nodes, length=5, found=found[world.rank], stop=stop[world.rank]))
     return told.found, told.stop
 
 
@@ -97,3 +110,19 @@ def test_all_ranks_hear_what_one_found_and_who_stops(pool: RankPool) -> None:
     text = "the gradient of 'Größe' is NaN"
     told = pool.run(heard, ["", text, "later"], [0, 0, 15], num_ranks=3, micro_batches=3)
     assert told == [(f"rank 1: {text}", 15)] * 3
+
+
+def overflowed(world: World, place: int) -> tuple[Found, list[int], list[int]]:
+    """Every rank's gradient is finite, their sum at `place` is not; meanwhile the ranks exchange something else."""
+    gradient = torch.ones(9)
+    gradient[place] = 3e38
+    told = sum_over_ranks(world, {(world.rank, 1): Sums(gradient, torch.ones(()))}, length=9)
+    between = [own.tolist() for own in world.gather(torch.tensor([world.rank]), purpose="other")]
+    return found_of(told), [*chain(*between)], world.tell(7 + world.rank, purpose="other")
+
+
+@pytest.mark.parametrize("place", [0, 4, 8])
+def test_all_ranks_know_before_it_arrives_whether_the_total_is_finite(pool: RankPool, place: int) -> None:
+    for told, between, numbers in pool.run(overflowed, place, num_ranks=2, micro_batches=2):
+        assert not told.finite and told.total.gradient.isinf().nonzero().tolist() == [[place]]
+        assert (between, numbers) == ([0, 1], [7, 8])

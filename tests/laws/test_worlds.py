@@ -142,8 +142,12 @@ def train(emb: EmbeddingCollection, case: Case, world: World | None) -> dict[str
             parts = emb.sequence(step.batches[-1])
             seen += [values.detach().clone() for values, _ in parts.values()]
             torch.stack([(values * values * 0.5).sum() for values, _ in parts.values()]).sum().backward()
+        if number in (1, 3, 5):  # what the step needs travels while a batch is scored
+            optimizer.prepare()
         with torch.no_grad():
             seen.append(emb(step.scored).clone())
+        if number == 5:  # and is then not what the step needs
+            emb.scale_pending(2.0)
         optimizer.zero_grad() if number == 3 else optimizer.step()
     states = optimizer.state_rows()
     whole = [emb.rows(table.name).read(slice(0, table.num_embeddings)).clone() for table in emb.tables]

@@ -6,19 +6,20 @@
 With R ranks whose micro-batches are whole subtrees, a rank sends 2 (R - 1) / R of a gradient's bytes. gloo's own
 all-reduce sends as many, but its order of sums depends on the number of ranks and on a value's place in the buffer.
 The first message also says each rank's losses, whether it found something that is not finite, and whether it has to
-stop, so that all ranks skip, stop and log alike.
+stop, so that all ranks skip, stop and log alike. Then they say whether their slices are finite: if so, rows may be
+updated while the totals are on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hotrow.kernels import tree
+from hotrow.kernels import ops, tree
 from hotrow.kernels.tree import Node
 from hotrow.parallel.world import World
 
@@ -40,31 +41,61 @@ class Sums(NamedTuple):
 class Told(NamedTuple):
     """What all ranks know after the exchange; it is the same on each."""
 
-    total: Sums
+    loss: Tensor
+    """The total, 0-dim."""
     found: str
     """What the first rank that found something found; empty if none did."""
     stop: int
     """The signal by which the first rank that has to stop has to stop; 0 if none has to."""
+    finite: bool
+    """Whether all of the total gradient is finite."""
+    gradient: Callable[[], Tensor]
+    """Waits for the total gradient, which is on its way, and returns it. All ranks call it, once."""
 
 
-def sum_over_ranks(world: World, nodes: Mapping[Node, Sums], *, length: int, found: str = "", stop: int = 0) -> Told:
+def sum_over_ranks(
+    world: World,
+    nodes: Mapping[Node, Sums],
+    *,
+    length: int,
+    found: str = "",
+    stop: int = 0,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Told:
     """Returns the total over all ranks, in the order of `kernels.tree`. All ranks call it together.
 
+    The gradient may arrive later: slices travel while their ranks do something else.
+
     nodes: this rank's sums, of disjoint subtrees that are its micro-batches, as few as there can be; one without
-    samples is left out. length: of a gradient. found, stop: as in `Told`, of this rank.
+    samples is left out. length: of a gradient. found, stop: as in `Told`, of this rank. meanwhile: what to do while the
+    slices travel.
     """
     head = _header({node: sums.loss for node, sums in nodes.items()}, found, stop)
     cuts = tree.starts(length, world.size)
     flat = [sums.gradient.view(torch.int32) for sums in nodes.values()]
-    messages = [torch.cat([head, *(words[first:last] for words in flat)]) for first, last in pairwise(cuts)]
+    messages = [_joined([head, *(words[first:last] for words in flat)]) for first, last in pairwise(cuts)]
     own_length = cuts[world.rank + 1] - cuts[world.rank]
-    heard = [_Heard.of(words, own_length) for words in world.exchange(messages, purpose=PURPOSE)]
+    arriving = world.begin(messages, purpose=PURPOSE)
+    meanwhile()
+    heard = [_Heard.of(words, own_length) for words in arriving.wait()]
     everything = (0, tree.width(world.micro_batches))
-    own = tree.total({node: part for each in heard for node, part in each.slices.items()}, everything, torch.add)
-    loss = tree.total({node: part for each in heard for node, part in each.losses.items()}, everything, torch.add)
+    own = tree.total({node: part for each in heard for node, part in each.slices.items()}, everything, _added)
+    loss = tree.total({node: part for each in heard for node, part in each.losses.items()}, everything, _added)
     assert own is not None and loss is not None, "a batch has samples"
-    gradient = torch.cat(world.gather(own, purpose=PURPOSE))
-    return Told(Sums(gradient, loss), *_agreed(heard))
+    own_finite = not len(own) or ops.first_nonfinite(own) is None
+    finite = all(world.tell(own_finite, purpose=PURPOSE))
+    lengths = [last - first for first, last in pairwise(cuts)]
+    totals = world.begin([own] * world.size, purpose=PURPOSE, lengths=lengths)
+    return Told(loss, *_agreed(heard), finite, lambda: _joined(totals.wait()))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Returns 1-dim tensors end to end, on pages that are kept from step to step."""
+    return torch.cat(list(parts), out=ops.empty(sum(map(len, parts)), dtype=parts[0].dtype))
+
+
+def _added(left: Tensor, right: Tensor) -> Tensor:
+    return torch.add(left, right, out=ops.empty(*left.shape))
 
 
 def _header(losses: Mapping[Node, Tensor], found: str, stop: int) -> Tensor:

@@ -10,10 +10,10 @@ them. The rows' own gradients are summed by part in the update: ops.Kernels.upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise, repeat
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,7 @@ from hotrow.kernels import ops, tree
 from hotrow.parallel.dense import Sums
 from hotrow.parallel.world import World
 from hotrow.run.setup import Parts
-
-Total: TypeAlias = Callable[[Mapping[tree.Node, Sums]], Sums]
-"""Given the sums of this rank's nodes, returns those of all micro-batches."""
+from hotrow.run.together import Total
 
 
 def cut(batch: Batch, world: World) -> Batch:
@@ -41,7 +39,8 @@ def cut(batch: Batch, world: World) -> Batch:
 def backward_in_parts(parts: Parts, batch: Batch, rows: Any, total: Total | None = None) -> Tensor:
     """Leaves the gradients that `loss.backward()` leaves, of weights and of `rows`; returns the loss, 0-dim.
 
-    batch: from `cut`. rows: what `look_up` returned for it. total: None if this process holds all micro-batches.
+    batch: from `cut`. rows: what `look_up` returned for it. total: None if this process holds all micro-batches; it may
+    leave the weights' gradients for later.
     """
     world = parts.world
     weights = [weight for weight in parts.model.parameters() if weight.requires_grad]
@@ -52,15 +51,18 @@ def backward_in_parts(parts: Parts, batch: Batch, rows: Any, total: Total | None
     with ops.weights_stay():
         nodes = tree.sums(chain(each, repeat(None)), lo, end, _add)
     looked_up.backward()
-    if total is None:
-        loss, *grads = _all_of(nodes, world)
-    else:
-        flat = {node: Sums(torch.cat([own.view(-1) for own in sums]), loss) for node, (loss, *sums) in nodes.items()}
-        gradient, loss = total(flat)
-        grads = [*torch.split(gradient, [weight.numel() for weight in weights])]
+    if total is not None:
+        return total({node: _flat(own) for node, own in nodes.items()}, weights)
+    loss, *grads = _all_of(nodes, world)
     for weight, grad in zip(weights, grads, strict=True):
         weight.grad = grad.view_as(weight)
     return loss
+
+
+def _flat(sums: list[Tensor]) -> Sums:
+    loss, *grads = sums
+    gradient = ops.empty(sum(grad.numel() for grad in grads))
+    return Sums(torch.cat([grad.view(-1) for grad in grads], out=gradient), loss)
 
 
 def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:

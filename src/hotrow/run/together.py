@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
 
 from hotrow.batch import Batch
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.kernels.tree import Node
-from hotrow.optim import nonfinite_gradient
+from hotrow.optim import SparseOptimizer, nonfinite_gradient
 from hotrow.parallel.dense import Sums, sum_over_ranks
 from hotrow.parallel.world import World
+
+Total: TypeAlias = Callable[[Mapping[Node, Sums], Sequence[nn.Parameter]], Tensor]
+"""Given the sums of this rank's nodes, returns the loss of all micro-batches, and sees to the weights' gradients."""
 
 
 class Ranks:
@@ -24,19 +31,43 @@ class Ranks:
         self.world, self._signal, self._length = world, signal, length
         self.found = ""
         """What the first rank found, at the last step, that is not finite; empty if none did."""
+        self._arriving: tuple[Sequence[nn.Parameter], Callable[[], Tensor]] | None = None
         self.stop: int | None = None
         """The signal that asked some rank to stop before the last exchange."""
 
-    def total(self, embedding: EmbeddingCollection, batch: Batch) -> Callable[[Mapping[Node, Sums]], Sums]:
-        """Returns what adds up the sums of all ranks for their parts of a batch, and sets `found` and `stop`."""
+    def total(self, embedding: EmbeddingCollection, batch: Batch, optimizer: SparseOptimizer) -> Total:
+        """Returns what adds up the sums of all ranks for their parts of a batch, and sets `found` and `stop`.
 
-        def over_ranks(nodes: Mapping[Node, Sums]) -> Sums:
+        optimizer: of the embedding; what its next step needs of other ranks travels with these sums.
+        The weights get their gradients in `finish`, or at once if something is not finite.
+        """
+
+        def over_ranks(nodes: Mapping[Node, Sums], weights: Sequence[nn.Parameter]) -> Tensor:
             found = self._nonfinite(embedding, batch, [float(sums.loss) for sums in nodes.values()])
-            told = sum_over_ranks(self.world, nodes, length=self._length, found=found, stop=self._signal() or 0)
+            told = sum_over_ranks(
+                self.world,
+                nodes,
+                length=self._length,
+                found=found,
+                stop=self._signal() or 0,
+                meanwhile=optimizer.prepare,
+            )
             self.found, self.stop = told.found, told.stop or None
-            return told.total
+            self._arriving = weights, told.gradient
+            if told.found or not told.finite or not math.isfinite(float(told.loss)):
+                self.finish()
+            return told.loss
 
         return over_ranks
+
+    def finish(self) -> None:
+        """Waits for the total gradient of the last `total`, and gives it to the weights."""
+        if self._arriving is None:
+            return
+        (weights, gradient), self._arriving = self._arriving, None
+        each = torch.split(gradient(), [weight.numel() for weight in weights])
+        for weight, grad in zip(weights, each, strict=True):
+            weight.grad = grad.view_as(weight)
 
     def _nonfinite(self, embedding: EmbeddingCollection, batch: Batch, losses: list[float]) -> str:
         """Returns what of this rank is not finite, but for gradients of dense layers, which all ranks will have."""

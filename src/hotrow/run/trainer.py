@@ -82,14 +82,30 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
             loss = binary_cross_entropy_with_logits(logits_B, batch.label.to(logits_B.device))
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         else:
-            total = None if parts.ranks is None else parts.ranks.total(parts.embedding, batch)
+            ranks = parts.ranks
+            total = None if ranks is None else ranks.total(parts.embedding, batch, parts.sparse_optimizer)
             loss = backward_in_parts(parts, batch, rows, total)
     check_finite(parts, batch, loss.detach())
+    if parts.ranks is None:
+        parts.dense_optimizer.step()
+        clock.lap("dense")
+        parts.sparse_optimizer.step()
+        clock.lap("update")
+    else:
+        _step_together(parts, parts.ranks, clock)
+    return loss.detach()
+
+
+def _step_together(parts: Parts, ranks: Ranks, clock: StepClock) -> None:
+    """Takes the steps of both optimizers; the total gradient of the dense layers arrives while rows are updated."""
+    clock.lap("dense")
+    try:
+        parts.sparse_optimizer.step()
+    finally:
+        ranks.finish()
+    clock.lap("update")
     parts.dense_optimizer.step()
     clock.lap("dense")
-    parts.sparse_optimizer.step()
-    clock.lap("update")
-    return loss.detach()
 
 
 def check_finite(parts: Parts, batch: Batch, loss: Tensor) -> None:
