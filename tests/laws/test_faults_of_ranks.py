@@ -104,7 +104,7 @@ def watched(world: World, folder: Path) -> Iterator[list[int]]:
 
 
 def wait_in_collectives(world: World, folder: Path) -> None:
-    """Steps that each wait for all ranks, which leave at the same one: one that left alone would leave others waiting."""
+    """Steps that each wait for all ranks, which leave at the same one: others would wait for one that left alone."""
     with watched(world, folder) as step:
         while not any(everyone(world, (folder / "stop").exists())):
             step[0] += 1
