@@ -350,6 +350,8 @@ class Cell:
     """The greatest ratio ours / limit that hotrow promises."""
     note: Callable[[], str] | None = None
     """Returns a remark about the peer for the report; called after the rounds."""
+    within: float = 2e-5
+    """Largest difference of an output from the peer's, as a share of the peer's largest element: rounding of sums."""
 
 
 def embedding_cell(name: str, shape: Shape, part: Part, optimizer: Optimizer) -> Cell:
@@ -384,14 +386,17 @@ def cells(*, quick: bool = False) -> tuple[Cell, ...]:
 # ---- measuring
 
 
-def check_agreement(name: str, ours: Contender, peer: Contender, *, batch: int = 0) -> None:
-    """Runs both sides once on `batch`. Raises ValueError with the largest difference if their outputs differ."""
+def check_agreement(name: str, ours: Contender, peer: Contender, *, batch: int = 0, within: float = 2e-5) -> None:
+    """Runs both sides once on `batch`. Raises ValueError with the largest difference if their outputs differ.
+
+    within: as `Cell.within`.
+    """
     for side in (ours, peer):
         side.prepare(batch)
         side.run()
     for i, (a, b) in enumerate(zip(ours.outputs(), peer.outputs(), strict=True)):
         # The sides add up to thousands of float32 numbers in different orders. One update is lr * |g|, about 1e-2.
-        if not torch.allclose(a, b, rtol=1e-4, atol=2e-5 * float(b.abs().max())):
+        if not torch.allclose(a, b, rtol=1e-4, atol=within * float(b.abs().max())):
             worst = float((a - b).abs().max())
             raise ValueError(
                 f"cell {name}: output {i} differs from the peer's by up to {worst:.3g}; not timed. "
@@ -422,7 +427,7 @@ def measure_cell(cell: Cell, *, threads: int, num_rounds: int) -> dict[str, Any]
     """Returns one row of the report. Raises ValueError if the outputs of the two sides differ."""
     limit_s = cell.limit_s(threads)
     ours, peer = cell.build()
-    check_agreement(cell.name, ours, peer)
+    check_agreement(cell.name, ours, peer, within=cell.within)
     rounds = interleave(ours, peer, num_rounds)
     ours_s, peer_s = map(statistics.median, zip(*rounds.results, strict=True))
     ratios = [b / a for a, b in rounds.results]

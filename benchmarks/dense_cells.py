@@ -16,9 +16,9 @@ from benchmarks.bench import Cell, Contender, sequential_limit_s, timed
 from hotrow.kernels import ops
 
 
-def matmul_flops_per_s(n: int = 1024) -> float:
-    """Returns the best of five torch.mm(out=) of n x n float32 matrices."""
-    a, b, out = torch.ones(n, n), torch.ones(n, n), torch.empty(n, n)
+def matmul_flops_per_s(n: int = 1024, dtype: torch.dtype = torch.float32) -> float:
+    """Returns the best of five torch.mm(out=) of n x n matrices."""
+    a, b, out = (torch.ones(n, n, dtype=dtype) for _ in range(3))
     best = min(timed(lambda: torch.mm(a, b, out=out)) for _ in range(5))
     return 2 * n**3 / best
 
@@ -108,6 +108,44 @@ def mlp_in_torch(x: Tensor, *parameters: Tensor) -> Tensor:
     return nn.functional.linear(x, *parameters[-2:])
 
 
+def mlp_in_float32(x: Tensor, *parameters: Tensor) -> Tensor:
+    """Applies hotrow's MLP; no relu after the last layer."""
+    return ops.mlp(x, parameters[::2], parameters[1::2], last="linear")
+
+
+def mlp_in_bfloat16(x: Tensor, *parameters: Tensor) -> Tensor:
+    """Applies hotrow's MLP under autocast to bfloat16; no relu after the last layer."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return mlp_in_float32(x, *parameters)
+
+
+def mlp_in_autocast(x: Tensor, *parameters: Tensor) -> Tensor:
+    """Applies torch's linear and relu under autocast to bfloat16; no relu after the last layer."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return mlp_in_torch(x, *parameters).float()
+
+
+class Several:
+    """Several pieces of work, one after the other."""
+
+    def __init__(self, works: Sequence[Contender]) -> None:
+        self.works = works
+
+    def prepare(self, batch: int) -> None:
+        """Prepares each."""
+        for work in self.works:
+            work.prepare(batch)
+
+    def run(self) -> None:
+        """Runs each."""
+        for work in self.works:
+            work.run()
+
+    def outputs(self) -> Iterable[Tensor]:
+        """Returns the outputs of all."""
+        return [output for work in self.works for output in work.outputs()]
+
+
 # ---- limits
 
 
@@ -155,6 +193,12 @@ def mlp_limit_s(widths: Sequence[int], batch_size: int, threads: int) -> float:
     return mlp_flops(widths, batch_size, gradient_of_inputs=True) / products_flops_per_s(threads)
 
 
+@cache
+def narrow_flops_per_s() -> float:
+    """Returns the highest rate that we have seen of products of bfloat16: of large torch.mm."""
+    return max(matmul_flops_per_s(n, torch.bfloat16) for n in (1024, 2048))
+
+
 # ---- cells
 
 
@@ -174,13 +218,52 @@ def mlp_cell(name: str, batch_size: int, widths: Sequence[int]) -> Cell:
 
     def build() -> tuple[Contender, Contender]:
         side = partial(Dense, batch_size=batch_size, widths=widths)
-        return side(lambda x, *p: ops.mlp(x, p[::2], p[1::2], last="linear")), side(mlp_in_torch)
+        return side(mlp_in_float32), side(mlp_in_torch)
 
     return Cell(name=name, peer="torch linear + relu", build=build, limit_s=partial(mlp_limit_s, widths, batch_size))
+
+
+BFLOAT16_SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "mlperf_like": ((13, 512, 256, 128), (479, 1024, 1024, 512, 256, 1)),
+    "sc20_small": ((512, 512, 64), (100, 1024, 1024, 1024, 1)),
+}
+"""Widths of the bottom and top MLPs of two shapes in benchmarks/step_shapes.py."""
+
+
+def bfloat16_cell(
+    name: str, batch_size: int, mlps: Sequence[Sequence[int]], peer: str, function: Callable[..., Tensor]
+) -> Cell:
+    """Returns a cell of MLPs in bfloat16, forward and backward, against `function`; its limit is torch.mm's rate."""
+    flops = sum(mlp_flops(widths, batch_size, gradient_of_inputs=True) for widths in mlps)
+
+    def build() -> tuple[Contender, Contender]:
+        return side(mlp_in_bfloat16), side(function)
+
+    def side(function: Callable[..., Tensor]) -> Several:
+        return Several([Dense(function, batch_size, widths) for widths in mlps])
+
+    def note() -> str:
+        return f"{flops / 1e9:.1f} GFLOP a round; torch.mm in bfloat16: {narrow_flops_per_s() / 1e9:.0f} GFLOP/s"
+
+    # Products of rounded numbers: values near 0 take another side of a ReLU, and torch rounds every result to 8 bits.
+    return Cell(
+        name=name, peer=peer, build=build, limit_s=lambda _: flops / narrow_flops_per_s(), note=note, within=0.05
+    )
+
+
+def bfloat16_cells(*, quick: bool) -> list[Cell]:
+    """Returns the cells of our products of bfloat16; none where they do not run."""
+    peers = {"fp32": ("hotrow in float32", mlp_in_float32), "autocast": ("torch autocast", mlp_in_autocast)}
+    return [
+        bfloat16_cell(f"mlp_bf16_{shape}_vs_{word}", 128 if quick else 2048, mlps, peer, function)
+        for shape, mlps in BFLOAT16_SHAPES.items()
+        for word, (peer, function) in peers.items()
+        if ops.bfloat16_products()
+    ]
 
 
 def dense_cells(*, quick: bool) -> list[Cell]:
     """Returns every cell; quick ones have few samples."""
     batch_size = 128 if quick else 2048
     found = [interaction_cell(f"interaction_26_dim{dim}", batch_size, 26, dim) for dim in (16, 64, 128)]
-    return [*found, mlp_cell("mlp_367_512_256_1", batch_size, (367, 512, 256, 1))]
+    return [*found, mlp_cell("mlp_367_512_256_1", batch_size, (367, 512, 256, 1)), *bfloat16_cells(quick=quick)]

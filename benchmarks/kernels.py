@@ -19,7 +19,6 @@ from torch import Tensor
 
 from benchmarks import bench, dense_cells
 from benchmarks.results import run_as_script
-from hotrow.kernels import ops
 
 TARGETS = {
     "step_sgd_8x50_uniform": 3.7,
@@ -104,8 +103,7 @@ def compiled_mlp_cell(*, quick: bool) -> bench.Cell:
 
     def build() -> tuple[bench.Contender, bench.Contender]:
         side = partial(dense_cells.Dense, batch_size=batch_size, widths=widths)
-        ours = side(lambda x, *p: ops.mlp(x, p[::2], p[1::2], last="linear"))
-        return ours, side(torch.compile(dense_cells.mlp_in_torch))
+        return side(dense_cells.mlp_in_float32), side(torch.compile(dense_cells.mlp_in_torch))
 
     return bench.Cell(
         name="mlp_367_512_256_1_vs_compiled",

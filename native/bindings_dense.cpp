@@ -41,12 +41,13 @@ void bind_interact_backward(ConstFloats grad, ConstFloats dense, ConstFloats poo
 }
 
 using Matrices = std::vector<ConstFloats>;
+// Pairs of bfloat16 (hotrow/pairs.h) as int32 [B rounded up to kTileRows, pairs of columns].
+using PairMatrix = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// Checks that each layer takes what the layer before it makes from x [B, I].
-std::vector<Layer> layers_of(const ConstFloats& x, const Matrices& weights) {
-  require(x.ndim() == 2 && !weights.empty(), "x must be [B, I], and there must be layers");
+// Checks that each layer takes what the layer before it makes, the first `width` inputs.
+std::vector<Layer> layers_of(int64_t width, const Matrices& weights) {
+  require(!weights.empty(), "there must be layers");
   std::vector<Layer> layers;
-  int64_t width = extent(x, 1);
   for (size_t k = 0; k < weights.size(); ++k) {
     require(weights[k].ndim() == 2 && extent(weights[k], 1) == width, "weights must be [O, I of the layer before]");
     layers.push_back({weights[k].data(), width, extent(weights[k], 0)});
@@ -55,17 +56,30 @@ std::vector<Layer> layers_of(const ConstFloats& x, const Matrices& weights) {
   return layers;
 }
 
+std::vector<Layer> layers_of(const ConstFloats& x, const Matrices& weights) {
+  require(x.ndim() == 2, "x must be [B, I]");
+  return layers_of(extent(x, 1), weights);
+}
+
+std::vector<const float*> biases_of(const std::vector<Layer>& layers, const Matrices& biases) {
+  require(biases.size() == layers.size(), "a bias for each layer");
+  std::vector<const float*> found;
+  for (size_t k = 0; k < layers.size(); ++k) {
+    require(size(biases[k]) == layers[k].num_outputs, "biases must be [O]");
+    found.push_back(biases[k].data());
+  }
+  return found;
+}
+
 void bind_mlp(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, std::vector<FloatMatrix> outputs,
               int num_threads, PackedWeights* packed) {
   const std::vector<Layer> layers = layers_of(x, weights);
-  require(biases.size() == layers.size() && outputs.size() == layers.size(), "a bias and an output for each layer");
-  std::vector<const float*> bias;
+  const std::vector<const float*> bias = biases_of(layers, biases);
+  require(outputs.size() == layers.size(), "an output for each layer");
   std::vector<float*> out;
   for (size_t k = 0; k < layers.size(); ++k) {
-    require(size(biases[k]) == layers[k].num_outputs, "biases must be [O]");
     require(extent(outputs[k], 0) == extent(x, 0) && extent(outputs[k], 1) == layers[k].num_outputs,
             "outputs must be [B, O]");
-    bias.push_back(biases[k].data());
     out.push_back(outputs[k].data());
   }
   nb::gil_scoped_release release;
@@ -98,15 +112,67 @@ void bind_mlp_backward(ConstFloats grad, Matrices inputs, Matrices weights, std:
   mlp_backward(layers, in, grad.data(), num_samples, gradients, num_threads, packed);
 }
 
+std::vector<Pair*> pairs_of(const std::vector<Layer>& layers, int64_t num_samples,
+                            const std::vector<PairMatrix>& inputs) {
+  require(inputs.size() == layers.size(), "an input for each layer");
+  const int64_t num_rows = (num_samples + kTileRows - 1) / kTileRows * kTileRows;
+  std::vector<Pair*> found;
+  for (size_t k = 0; k < layers.size(); ++k) {
+    require(extent(inputs[k], 0) == num_rows && extent(inputs[k], 1) == pairs(layers[k].num_inputs),
+            "inputs must be pairs [B rounded up to tiles, (I + 1) / 2]");
+    found.push_back(reinterpret_cast<Pair*>(inputs[k].data()));
+  }
+  return found;
+}
+
+void bind_mlp_bf16(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, std::vector<PairMatrix> inputs,
+                   FloatMatrix out, int num_threads, PackedWeights* packed) {
+  require(pair_kernels() != nullptr, "there are no products of bfloat16 here");
+  const std::vector<Layer> layers = layers_of(x, weights);
+  const std::vector<const float*> bias = biases_of(layers, biases);
+  const std::vector<Pair*> in = pairs_of(layers, extent(x, 0), inputs);
+  require(extent(out, 0) == extent(x, 0) && extent(out, 1) == layers.back().num_outputs, "out must be [B, O]");
+  nb::gil_scoped_release release;
+  mlp_bf16(layers, bias, last_relu, x.data(), extent(x, 0), in, out.data(), num_threads, packed);
+}
+
+// inputs: what `mlp_bf16` wrote; grad_x may be None.
+void bind_mlp_bf16_backward(ConstFloats grad, std::vector<PairMatrix> inputs, Matrices weights,
+                            std::vector<FloatMatrix> grad_weights, std::vector<Floats> grad_biases,
+                            std::optional<FloatMatrix> grad_x, int num_threads, PackedWeights* packed) {
+  require(pair_kernels() != nullptr, "there are no products of bfloat16 here");
+  require(!weights.empty() && weights[0].ndim() == 2 && grad.ndim() == 2, "weights must be [O, I], and grad [B, O]");
+  const std::vector<Layer> layers = layers_of(extent(weights[0], 1), weights);
+  const int64_t num_samples = extent(grad, 0);
+  require(extent(grad, 1) == layers.back().num_outputs, "grad must be [B, O]");
+  const std::vector<Pair*> in = pairs_of(layers, num_samples, inputs);
+  require(grad_weights.size() == layers.size() && grad_biases.size() == layers.size(), "gradients for each layer");
+  require(!grad_x || (extent(*grad_x, 0) == num_samples && extent(*grad_x, 1) == layers[0].num_inputs),
+          "grad_x must be [B, I]");
+  std::vector<LayerGradients> gradients;
+  for (size_t k = 0; k < layers.size(); ++k) {
+    require(size(grad_weights[k]) == size(weights[k]) && size(grad_biases[k]) == layers[k].num_outputs,
+            "gradients differ from weights");
+    gradients.push_back({grad_weights[k].data(), grad_biases[k].data(), grad_x && k == 0 ? grad_x->data() : nullptr});
+  }
+  nb::gil_scoped_release release;
+  mlp_bf16_backward(layers, {in.begin(), in.end()}, grad.data(), num_samples, gradients, num_threads, packed);
+}
+
 }  // namespace
 
 void bind_dense(nb::module_& m) {
   m.def("interact", bind_interact);
   m.def("interact_backward", bind_interact_backward);
   nb::class_<PackedWeights>(m, "PackedWeights").def(nb::init<>());
-  // `packed` is the last argument of both, and may be left out.
+  m.def("bfloat16_products", [] { return pair_kernels() != nullptr; });
+  // `packed` is the last argument of all four, and may be left out.
   m.def("mlp", bind_mlp, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
         nb::arg("packed") = nb::none());
   m.def("mlp_backward", bind_mlp_backward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
         nb::arg("packed") = nb::none());
+  m.def("mlp_bf16", bind_mlp_bf16, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+        nb::arg("packed") = nb::none());
+  m.def("mlp_bf16_backward", bind_mlp_bf16_backward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+        nb::arg(), nb::arg("packed") = nb::none());
 }

@@ -1,12 +1,15 @@
 // Chooses a set of kernels: the widest that this machine can run, unless told otherwise.
 #include <hotrow/dispatch.h>
 #include <hotrow/kernels.h>
+#include <hotrow/pairs.h>
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 
 // The kernels of one set, in the order of `Kernels`.
 #define HOTROW_ADDRESS(result, name, parameters) name,
+#define HOTROW_PAIR_ADDRESS(result, name, parameters) avx512_bf16::name,
 #define HOTROW_DEFINE_SET(isa)                                         \
   HOTROW_DECLARE_KERNELS(isa)                                          \
   namespace hotrow::isa {                                              \
@@ -19,6 +22,9 @@ HOTROW_DEFINE_SET(avx2)
 #endif
 #ifdef HOTROW_HAS_avx512
 HOTROW_DEFINE_SET(avx512)
+#endif
+#ifdef HOTROW_HAS_avx512_bf16
+HOTROW_DECLARE_PAIR_KERNELS(avx512_bf16)
 #endif
 
 namespace hotrow {
@@ -85,6 +91,16 @@ const Kernels& kernels_at(int index) { return kSets[index]; }
 const Kernels& kernels() {
   const int index = chosen.load(std::memory_order_relaxed);
   return kSets[index < 0 ? num_kernels() - 1 : index];
+}
+
+const PairKernels* pair_kernels() {
+#ifdef HOTROW_HAS_avx512_bf16
+  static constexpr PairKernels kPairs = {HOTROW_PAIR_KERNEL_LIST(HOTROW_PAIR_ADDRESS)};
+  static const bool has_products = __builtin_cpu_supports("avx512bf16");
+  return has_products && &kernels() == std::end(kSets) - 1 ? &kPairs : nullptr;  // avx512 is the last set
+#else
+  return nullptr;
+#endif
 }
 
 void use_kernels(int index) { chosen.store(index, std::memory_order_relaxed); }

@@ -3,84 +3,13 @@
 //
 // A block of samples goes through all layers before the next block does: what a layer wrote is still in a near cache
 // when the next layer reads it, and threads wait for each other once and not after every layer.
-#include <hotrow/dense.h>
-#include <hotrow/memory.h>
-#include <hotrow/parallel.h>
-
-#include <algorithm>
+#include <hotrow/layers.h>
 
 namespace hotrow {
 namespace {
 
-// Samples per task: many, because panels come from a far cache once per task; not more, because what a layer wrote must
-// stay in a near one.
-constexpr int64_t kMostSamples = 512;
 // Samples in a sum that one task makes, whatever the number of threads.
 constexpr int64_t kSamplesPerSum = 128;
-
-KeptPages floats(int64_t count) { return KeptPages(static_cast<size_t>(count) * sizeof(float)); }
-
-int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
-// A matrix B(k, n) = at[k * depth_stride + n * column_stride], not yet packed.
-struct View {
-  const float* at;
-  int64_t depth, columns;
-  int64_t depth_stride, column_stride;
-
-  int64_t packed_columns() const { return round_up(columns, kPanelColumns); }
-  int64_t packed_floats() const { return packed_columns() * depth; }
-  int64_t panels_per_stretch() const { return packed_columns() / kPanelColumns; }
-  int64_t num_panels() const { return (depth + kMostDepth - 1) / kMostDepth * panels_per_stretch(); }
-};
-
-// Panel `index` of B: stretches of kMostDepth of its depth, one after another, each as pack_panels lays it out.
-void pack(const View& b, int64_t index, float* panels) {
-  const int64_t k = index / b.panels_per_stretch() * kMostDepth, n = index % b.panels_per_stretch() * kPanelColumns;
-  const int64_t depth = std::min(kMostDepth, b.depth - k), columns = std::min(kPanelColumns, b.columns - n);
-  kernels().pack_panels(b.at + k * b.depth_stride + n * b.column_stride, b.depth_stride, b.column_stride, depth,
-                        columns, panels + k * b.packed_columns() + n * depth);
-}
-
-// The panels of several matrices; those that `packed` has are taken from there, and the others are left there.
-class Panels {
- public:
-  Panels(const std::vector<View>& matrices, int num_threads, PackedWeights* packed)
-      : pages_(floats(packed ? 0 : total(matrices))) {
-    std::vector<std::pair<size_t, int64_t>> tasks;
-    float* end = pages_.floats();
-    for (const View& matrix : matrices) {
-      const auto [start, is_new] = packed ? place_in(*packed, matrix) : std::pair{end, true};
-      for (int64_t panel = 0; is_new && panel < matrix.num_panels(); ++panel) tasks.emplace_back(starts_.size(), panel);
-      starts_.push_back(start);
-      end += packed ? 0 : matrix.packed_floats();
-    }
-    parallel_for(static_cast<int64_t>(tasks.size()), num_threads, [&](int64_t task, int) {
-      const auto [matrix, panel] = tasks[static_cast<size_t>(task)];
-      pack(matrices[matrix], panel, starts_[matrix]);
-    });
-  }
-
-  const float* operator[](size_t matrix) const { return starts_[matrix]; }
-
- private:
-  static int64_t total(const std::vector<View>& matrices) {
-    int64_t sum = 0;
-    for (const View& matrix : matrices) sum += matrix.packed_floats();
-    return sum;
-  }
-
-  // Where a matrix's panels are, and whether they are yet to be made.
-  static std::pair<float*, bool> place_in(PackedWeights& packed, const View& matrix) {
-    std::unique_ptr<KeptPages>& pages = packed.pages[{matrix.at, matrix.depth, matrix.columns, matrix.depth_stride}];
-    const bool is_new = !pages;
-    if (is_new) pages = std::make_unique<KeptPages>(static_cast<size_t>(matrix.packed_floats()) * sizeof(float));
-    return {pages->floats(), is_new};
-  }
-
-  KeptPages pages_;
-  std::vector<float*> starts_;
-};
 
 // The stretch from k on of `product`, which has the whole depth: what is done to C's values waits for the last stretch.
 Product stretch(Product product, int64_t k) {
@@ -102,15 +31,6 @@ void multiply_rows(const Product& product, int64_t first, int64_t last) {
     part.a += k;
     kernels().multiply(part, first, last);
   }
-}
-
-// Calls task(first, last) for blocks of at most kMostSamples samples, so small that every thread gets some.
-template <class Task>
-void for_blocks(int64_t num_samples, int num_threads, const Task& task) {
-  const int64_t most = round_up(std::max<int64_t>(1, num_samples / (2 * num_threads)), kTileRows);
-  const int64_t length = std::min(kMostSamples, most);
-  parallel_for((num_samples + length - 1) / length, num_threads,
-               [&](int64_t index, int) { task(index * length, std::min(num_samples, (index + 1) * length)); });
 }
 
 // ---- forward
@@ -194,27 +114,15 @@ void weight_backward(const Passage& passage, int64_t num_samples, int64_t first,
   }
 }
 
-// For all layers: tasks of the largest layer come first, so that threads finish together.
-void weights_backward(std::vector<Passage> passages, int64_t num_samples, int num_threads) {
-  const auto size = [](const Passage& p) { return p.layer.num_inputs * p.layer.num_outputs; };
-  std::stable_sort(passages.begin(), passages.end(), [&](const auto& a, const auto& b) { return size(a) > size(b); });
-  struct Task {
-    const Passage* passage;
-    int64_t first, last;
-  };
-  std::vector<Task> tasks;
-  int64_t most_rows = 0;
-  for (const Passage& passage : passages) {
-    const int64_t num_rows = passage.layer.num_outputs;
-    const int64_t rows_per_task = round_up(std::max<int64_t>(1, num_rows / num_threads), kTileRows);
-    most_rows = std::max(most_rows, rows_per_task);
-    for (int64_t row = 0; row < num_rows; row += rows_per_task)
-      tasks.push_back({&passage, row, std::min(num_rows, row + rows_per_task)});
-  }
+void weights_backward(const std::vector<Passage>& passages, int64_t num_samples, int num_threads) {
+  std::vector<Layer> layers;
+  for (const Passage& passage : passages) layers.push_back(passage.layer);
+  const std::vector<Range> tasks = divide_outputs(layers, num_threads);
+  const int64_t most_rows = longest(tasks);
   const KeptPages tiles = floats(num_threads * most_rows * kMostDepth);
   parallel_for(static_cast<int64_t>(tasks.size()), num_threads, [&](int64_t index, int worker) {
     const auto [passage, first, last] = tasks[static_cast<size_t>(index)];
-    weight_backward(*passage, num_samples, first, last, tiles.floats() + worker * most_rows * kMostDepth);
+    weight_backward(passages[passage], num_samples, first, last, tiles.floats() + worker * most_rows * kMostDepth);
   });
 }
 

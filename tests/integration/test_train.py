@@ -172,7 +172,12 @@ def test_tensorboard_holds_what_metrics_jsonl_holds(dataset: PackedDataset, tmp_
 
 HALVES = "tables float32 in two halves, lookups read the upper"
 WIDE = "all arithmetic is float32"
-NARROW = "arithmetic of tables is float32, of dense layers bfloat16 where torch's autocast has it"
+PRODUCTS = (
+    "bfloat16 in products of MLPs, sums and weights float32"
+    if ops.bfloat16_products()
+    else "bfloat16 where torch's autocast has it, weights float32"
+)
+NARROW = f"arithmetic of tables is float32, of dense layers {PRODUCTS}"
 PRECISIONS = {
     "fp16": ("adagrad", f"tables float16; MLPs float32; {WIDE}", 0.5),
     "split_bf16": ("adagrad", f"{HALVES}; MLPs float32; {WIDE}", 1.0),

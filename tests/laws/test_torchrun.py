@@ -46,7 +46,7 @@ VARIANTS = {
     "adam": ["optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.early_stopping=1"],
     "ftrl, stored order": ["optimizer.sparse.name=ftrl", "train.shuffle=false"],
     "float16": ["train.precision=fp16", "optimizer.sparse.name=adagrad", "parallel.exchange={t2: pooled}"],
-    "split": ["train.precision=split_bf16", "parallel.sharding={t0: replicated, t2: row}"],
+    "split": ["train.precision=split_bf16", "train.dense_dtype=bf16", "parallel.sharding={t0: replicated, t2: row}"],
     "hot window": ["hot.schedule=window", "hot.budget=4KiB", "hot.small_table=0"],
     "copies of hot rows": ["parallel.hot_rows=0.2", "parallel.sharding={t0: row, t1: row, t2: row}"],
 }

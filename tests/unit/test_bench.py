@@ -274,7 +274,7 @@ def test_every_cell_agrees_with_its_peer_before_it_is_timed() -> None:
     steps = [*end_to_end.step_cells(chosen=["torch"], quick=True), *micro_batches.cells(quick=True)]
     for cell in [*bench.cells(quick=True), *dense, *steps]:
         ours, peer = cell.build()
-        bench.check_agreement(cell.name, ours, peer, batch=1)
+        bench.check_agreement(cell.name, ours, peer, batch=1, within=cell.within)
 
 
 def test_fbgemm_agrees() -> None:

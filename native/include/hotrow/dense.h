@@ -4,6 +4,7 @@
 
 #include <hotrow/kernels.h>
 #include <hotrow/memory.h>
+#include <hotrow/pairs.h>
 
 #include <map>
 #include <memory>
@@ -23,12 +24,12 @@ struct Layer {
   int64_t num_inputs, num_outputs;
 };
 
-// Weights as the products take them, by address, shape and direction. Calls that are given one pack each weight once;
-// meanwhile no weight may change, move or be freed. For one call at a time.
+// Weights as the products take them, by address, shape, direction and arithmetic. Calls that are given one pack each
+// weight once; meanwhile no weight may change, move or be freed. For one call at a time.
 struct PackedWeights {
   PackedWeights() = default;
   PackedWeights(const PackedWeights&) = delete;
-  std::map<std::tuple<const float*, int64_t, int64_t, int64_t>, std::unique_ptr<KeptPages>> pages;
+  std::map<std::tuple<const float*, int64_t, int64_t, int64_t, bool>, std::unique_ptr<KeptPages>> pages;
 };
 
 // y = x W^T + bias, then y < 0 ? 0 : y, layer by layer; after the last only if `last_relu`.
@@ -48,5 +49,16 @@ struct LayerGradients {
 void mlp_backward(const std::vector<Layer>& layers, const std::vector<const float*>& inputs, const float* g,
                   int64_t num_samples, const std::vector<LayerGradients>& gradients, int num_threads,
                   PackedWeights* packed = nullptr);
+
+// The same in bfloat16, where pair_kernels() are not null. Weights, x, g and what a layer passes on, forward as y after
+// its ReLU and backward as the gradient of x, are rounded by bf16; sums, biases and all results are float32.
+//   inputs[k]: [B rounded up to kTileRows, pairs(I)], the inputs of layer k: written forward, read backward. out [B, O
+//   of the last]. Of gradients' x only the first layer's is written, as float32; all others are null.
+void mlp_bf16(const std::vector<Layer>& layers, const std::vector<const float*>& biases, bool last_relu, const float* x,
+              int64_t num_samples, const std::vector<Pair*>& inputs, float* out, int num_threads,
+              PackedWeights* packed = nullptr);
+void mlp_bf16_backward(const std::vector<Layer>& layers, const std::vector<const Pair*>& inputs, const float* g,
+                       int64_t num_samples, const std::vector<LayerGradients>& gradients, int num_threads,
+                       PackedWeights* packed = nullptr);
 
 }  // namespace hotrow

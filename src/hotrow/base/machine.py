@@ -70,8 +70,20 @@ def lacks_bfloat16_products() -> bool:
     """Returns whether the processor is known to lack instructions that multiply bfloat16 (x86-64 and arm64)."""
     if isa_limit() in ("baseline", "avx2"):
         return True
-    features = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo(), re.MULTILINE)
-    return features is not None and not {"avx512_bf16", "amx_bf16", "bf16"} & set(features[1].split())
+    features = _features()
+    return features is not None and not {"avx512_bf16", "amx_bf16", "bf16"} & features
+
+
+@functools.cache
+def has_amx() -> bool:
+    """Returns whether the processor has AMX's tiles of bfloat16, which torch uses."""
+    return "amx_bf16" in (_features() or ())
+
+
+def _features() -> set[str] | None:
+    """Returns the processor's features as the kernel names them; None if it does not say."""
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo(), re.MULTILINE)
+    return None if found is None else set(found[1].split())
 
 
 def usable_cores() -> int:

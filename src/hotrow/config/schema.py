@@ -188,9 +188,9 @@ class TrainConfig(_Section):
     MLPs' weights are stored in the same way (Split-SGD-BF16); with other dense optimizers they stay fp32."""
     dense_dtype: DenseDtype = "fp32"
     """The arithmetic of products in dense layers; weights and sums stay float32. `tf32`: TensorFloat-32, only on a GPU.
-    `bf16`: bfloat16 in the operations for which torch's autocast uses it. This is faster on GPUs and on CPUs with
-    bfloat16 products; on other CPUs it is slower, and a warning says so. The first line of a run names the
-    arithmetic."""
+    `bf16`: bfloat16. On a CPU with `avx512_bf16` and no AMX, hotrow's own products of MLPs are used; elsewhere bfloat16
+    is used in the operations for which torch's autocast uses it. This is faster on GPUs and on CPUs with bfloat16
+    products; on other CPUs it is slower, and a warning says so. The first line of a run names the arithmetic."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What happens at a step if its loss, or a gradient of MLPs or tables, is NaN or infinite. `raise`: the run ends
     and says what was found and where. `skip`: the step changes neither MLPs nor tables, is counted (`steps_skipped` in

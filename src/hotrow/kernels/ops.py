@@ -24,13 +24,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hotrow.base.machine import isa_limit
+from hotrow.base.machine import has_amx, isa_limit
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import reference, tree
 from hotrow.kernels.reference import Activation, Distinct, FlatSums, Layout, Numbers, RowSums, Rule, Shares
 from hotrow.tables import WHOLE, Births
 
 ALTERED = "the batch's offsets have changed since it was made and point outside its values; rebuild it"
+TILE_ROWS = 8
+"""Rows of a tile of a product (native/include/hotrow/types.h): pairs of bfloat16 have rows up to a whole one."""
 KEPT_FLOATS = 1 << 16
 """From this size up `empty` reuses pages; below it, malloc does so itself."""
 
@@ -173,6 +175,16 @@ def set_isa(name: str) -> None:
     if name not in available:
         raise ValueError(f"instruction set {name!r} is not available here; choose one of {', '.join(available) or '-'}")
     _native().use_isa(available.index(name))
+
+
+def bfloat16_products() -> bool:
+    """Returns whether hotrow's own products of bfloat16 run here.
+
+    The processor needs avx512_bf16, and the kernels must be avx512's. With AMX torch's run, which does 8 times as much
+    in an instruction; the two have not been measured side by side.
+    """
+    module = _native()
+    return module is not None and bool(module.bfloat16_products()) and not has_amx()
 
 
 def pin_threads(cores: Sequence[Sequence[int]]) -> int:
@@ -625,14 +637,25 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
             f"dense is {dense_BD.dtype} {tuple(dense_BD.shape)} and pooled {pooled_BFD.dtype} "
             f"{tuple(pooled_BFD.shape)}; pass float32 [B, D] and [B, F, D]"
         )
-    if _native() is None or dense_BD.device.type != "cpu" or _autocast(dense_BD):
+    if _left_to_torch(dense_BD):
         return reference.interact(dense_BD, pooled_BFD)
-    return _Interaction.apply(dense_BD, pooled_BFD)  # type: ignore[no-any-return, no-untyped-call]
+    return _Interaction.apply(dense_BD.float(), pooled_BFD.float())  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _autocast(values: Tensor) -> bool:
-    """Returns whether autocast is on, so that torch chooses types and the operations are left to torch."""
+    """Returns whether autocast is on, so that inputs may have any type."""
     return torch.is_autocast_enabled(values.device.type)
+
+
+def _left_to_torch(values: Tensor) -> bool:
+    """Returns whether torch's operations run: on devices, without the native module, and under most autocasts.
+
+    Autocast to bfloat16 on the CPU is ours if we have the products: `mlp` computes in bfloat16, the rest in float32.
+    """
+    if _native() is None or values.device.type != "cpu":
+        return True
+    ours = bfloat16_products() and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return _autocast(values) and not ours
 
 
 def _views(*tensors: Tensor | None) -> list[Any]:
@@ -701,25 +724,57 @@ class _MLP(torch.autograd.Function):
         return grad_inputs[0], None, *(grad for pair in zip(grad_weights, grad_biases, strict=True) for grad in pair)
 
 
+class _BFloat16MLP(torch.autograd.Function):
+    """As `_MLP`, in bfloat16 with float32 sums (`reference.mlp_bf16`); the layers' inputs are pairs, words of int32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BI: Tensor, last: Activation, *parameters: Tensor) -> Tensor:
+        weights, biases = parameters[::2], parameters[1::2]
+        x_BI = x_BI.detach().contiguous()
+        rows = -(-len(x_BI) // TILE_ROWS) * TILE_ROWS
+        inputs = [empty(rows, -(-w.shape[1] // 2)).view(torch.int32) for w in weights]
+        out_BO = empty(len(x_BI), len(biases[-1]))
+        ctx.packed = [] if (packed := _packed.get()) is None else [packed.keep(weights)]
+        views = _views(x_BI)[0], _views(*weights), _views(*biases), last == "relu", _views(*inputs), *_views(out_BO)
+        _native().mlp_bf16(*views, torch.get_num_threads(), *ctx.packed)
+        ctx.save_for_backward(out_BO, *inputs, *weights)
+        ctx.last = last
+        return out_BO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, ...]:
+        out_BO, *saved = ctx.saved_tensors
+        inputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        grad = torch.ops.aten.threshold_backward(grad_BO, out_BO, 0) if ctx.last == "relu" else grad_BO.contiguous()
+        grad_weights, grad_biases = [empty(*w.shape) for w in weights], [empty(len(w)) for w in weights]
+        grad_x = empty(len(grad), weights[0].shape[1]) if ctx.needs_input_grad[0] else None
+        views = *_views(grad), *(_views(*group) for group in (inputs, weights, grad_weights, grad_biases))
+        _native().mlp_bf16_backward(*views, *_views(grad_x), torch.get_num_threads(), *ctx.packed)
+        return grad_x, None, *(grad for pair in zip(grad_weights, grad_biases, strict=True) for grad in pair)
+
+
 def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, last: Activation) -> Tensor:
     """`x = relu(x W^T + b)` for each W [O, I], b [O] in turn; after the last one only if `last` is "relu".
 
-    float32 [B, I] -> [B, O of the last]; NaN goes through. Differentiable once. Devices as `dot_interaction`.
+    float32 [B, I] -> [B, O of the last]; NaN goes through. Differentiable once. Devices as `dot_interaction`. Under
+    torch's autocast to bfloat16, products are of bfloat16: `reference.mlp_bf16` if `bfloat16_products()`, else torch's.
     Raises ValueError if shapes or dtypes do not fit.
     """
-    width = x_BI.shape[-1]
+    width, autocast = x_BI.shape[-1], _autocast(x_BI)
     for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        narrow = {x_BI.dtype, weight.dtype, bias.dtype} != {torch.float32} and not _autocast(x_BI)
+        narrow = {x_BI.dtype, weight.dtype, bias.dtype} != {torch.float32} and not autocast
         if weight.shape != (len(bias), width) or narrow:
             raise ValueError(
                 f"layer {k}: inputs are {x_BI.dtype} of width {width}, weight {weight.dtype} {tuple(weight.shape)}, "
                 f"bias {bias.dtype} {tuple(bias.shape)}; pass float32 [B, I], [O, I] and [O]"
             )
         width = len(bias)
-    if _native() is None or x_BI.device.type != "cpu" or _autocast(x_BI):
+    if _left_to_torch(x_BI):
         return reference.mlp(x_BI, weights, biases, last=last)
-    parameters = [p.contiguous() for pair in zip(weights, biases, strict=True) for p in pair]
-    return _MLP.apply(x_BI, last, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    parameters = [p.float().contiguous() for pair in zip(weights, biases, strict=True) for p in pair]
+    function = _BFloat16MLP if autocast else _MLP
+    return function.apply(x_BI.float(), last, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
 PREFETCHES: tuple[tuple[int, Literal["l1", "l2"]], ...] = ((8, "l1"), (32, "l1"), (16, "l2"), (32, "l2"), (64, "l2"))

@@ -371,7 +371,7 @@ def _begin(training: Training) -> None:
     )
     verb = "resumed at" if training.state.step else "training from"
     if config.train.precision != "fp32":
-        training.say(f"train.precision {config.train.precision}: {storage_line(config)}")
+        training.say(f"train.precision {config.train.precision}: {storage_line(config, training.parts.dense)}")
     training.say(
         f"{folder.path}: {verb} step {training.state.step} of {training.num_steps}, {backend.name} kernels "
         f"({backend.isa}, {num_of(backend.threads, 'thread')})"

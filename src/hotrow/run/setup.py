@@ -25,6 +25,7 @@ from hotrow.config.schema import Config, DenseDtype
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.turns import check_hot
+from hotrow.kernels import ops
 from hotrow.models.layers import Network
 from hotrow.parallel.sharded import Shards, part_of
 from hotrow.parallel.shards import Shard
@@ -237,7 +238,12 @@ class DenseDevice:
         if self == DenseDevice():
             return ""
         name = f" ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else ""
-        return f"; dense layers on {self.device}{name}, {ARITHMETIC[self.dtype]}"
+        return f"; dense layers on {self.device}{name}, {self.words()}"
+
+    def words(self) -> str:
+        """Returns the arithmetic in words for the user."""
+        ours = self.dtype == "bf16" and self.device.type == "cpu" and ops.bfloat16_products()
+        return "bfloat16 in products of MLPs, sums and weights float32" if ours else ARITHMETIC[self.dtype]
 
 
 def _check_interpreter(config: Config) -> None:
@@ -373,13 +379,12 @@ def splits_dense(config: Config) -> bool:
     return config.train.precision == "split_bf16" and config.optimizer.dense.name == "sgd"
 
 
-def storage_line(config: Config) -> str:
+def storage_line(config: Config, layers: DenseDevice) -> str:
     """Returns in words how weights are stored: bfloat16 storage does not mean bfloat16 arithmetic."""
     tables = {"fp32": "float32", "fp16": "float16", "split_bf16": "float32 in two halves, lookups read the upper"}
-    dense, products = "the same" if splits_dense(config) else "float32", config.train.dense_dtype
-    arithmetic = "all arithmetic is float32"
-    if products != "fp32":
-        arithmetic = f"arithmetic of tables is float32, of dense layers {ARITHMETIC[products]}"
+    dense, arithmetic = "the same" if splits_dense(config) else "float32", "all arithmetic is float32"
+    if layers.dtype != "fp32":
+        arithmetic = f"arithmetic of tables is float32, of dense layers {layers.words()}"
     return f"tables {tables[config.train.precision]}; MLPs {dense}; {arithmetic}"
 
 
