@@ -77,11 +77,25 @@ inline void finish(const PairProduct& product, __m512 sum, int64_t row, int64_t 
   }
 }
 
+// Prefetches what `finish` will read and write of the rows from `row` on, while the sums are formed. Always inlined:
+// see prefetch_row in vec.h.
+[[gnu::always_inline]] inline void prefetch_tile(const PairProduct& product, int64_t row, int64_t column) {
+  for (int64_t r = row; r < row + kTileRows; ++r) {
+    const int64_t narrow = r * pairs(product.columns) + column / 2, wide = r * product.c_stride + column;
+    for (int64_t j = 0; j < kPanelColumns; j += kFloatsPerLine) {
+      if (product.gate) __builtin_prefetch(product.gate + narrow + j / 2, 0, 3);
+      if (product.rounded) __builtin_prefetch(product.rounded + narrow + j / 2, 1, 3);
+      if (!product.rounded) __builtin_prefetch(product.c + wide + j, 1, 3);
+    }
+  }
+}
+
 // C's rows [row, row + kTileRows) by kParts vectors of columns; beyond `num_rows` rows or C's columns nothing is
 // stored.
 template <int kParts, class Left>
 void multiply_parts(const PairProduct& product, const Left a, const Pair* panel, int64_t row, int64_t num_rows,
                     int64_t column) {
+  prefetch_tile(product, row, column);
   __m512 sum[kTileRows][kParts];
 #pragma GCC unroll 8
   for (int r = 0; r < kTileRows; ++r) {
