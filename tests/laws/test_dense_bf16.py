@@ -74,6 +74,22 @@ def test_products_of_every_size_of_number_equal_the_reference() -> None:
             assert_same_bits(ours.nan_to_num(), theirs.nan_to_num(), f"exponents {least} to {most}")
 
 
+AT_THE_END = [(-(2.0**-76), 2.0**-63, f * 2.0**-75, 2.0**-63) for f in (0.5, 1.0, 1.25, 1.5, 2.0)]
+"""Pairs of which the odd product is 2^-126 and the even one takes less than 2^-149 away: 2^-126 is left, or nothing."""
+
+
+@needs_products
+def test_numbers_at_the_lower_end_equal_the_reference() -> None:
+    x = torch.tensor([*(pair[2:] for pair in AT_THE_END), (2.0**-127, 2.0**-140), (2.0**-126, -(2.0**-127))])
+    weight = torch.tensor([(-(2.0**-76), 2.0**-63), (2.0**40, 2.0**40)])
+    case = x, [weight], [torch.zeros(2)], torch.ones(len(x), 2)
+    found = in_bfloat16(*case, "linear")
+    for ours, theirs in zip(found, by_reference(*case, "linear"), strict=True):
+        assert_same_bits(ours, theirs)
+    assert found[0][:5, 0].tolist() == [2.0**-126, 2.0**-126, 0, 0, 0]
+    assert found[0][5:, 1].tolist() == [0, 2.0**-86], "denormal inputs count as 0"
+
+
 def test_multiply_add_of_the_reference_against_fractions() -> None:
     """Exact arithmetic, rounded once to 24 bits of any exponent, then flushed below 2^-126."""
     g = torch.Generator().manual_seed(9)
@@ -88,6 +104,9 @@ def test_multiply_add_of_the_reference_against_fractions() -> None:
     for far in (4, 40):  # c near the product, and far below or above it
         a, b = torch.cat([a, some(8, -9, 9)]), torch.cat([b, some(8, -9, 9)])
         c = torch.cat([c, some(24, -10 - far, -10 + far)])
+    b_end, _, a_end, _ = zip(*AT_THE_END, strict=True)
+    a, b = torch.cat([a, torch.tensor(a_end)]), torch.cat([b, torch.tensor(b_end)])
+    c = torch.cat([c, torch.full((len(AT_THE_END),), 2.0**-126)])
     found = reference.multiply_add(a, b, c)
     for one in zip(a.tolist(), b.tolist(), c.tolist(), found.tolist(), strict=True):
         assert one[3] == rounded(Fraction(one[0]) * Fraction(one[1]) + Fraction(one[2])), one
