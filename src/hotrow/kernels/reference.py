@@ -754,10 +754,11 @@ def mlp_bf16_backward(
     grad: of the last layer's output, before its ReLU. The gradient of every layer's output is rounded to bfloat16. Sums
     over samples are made of stretches of PAIRED_SAMPLES, each from +0 upward, which are then added in order.
     """
-    grad_weights, grad_biases = [], []
+    grad_weights: list[Tensor] = []
+    grad_biases: list[Tensor] = []
     for k in reversed(range(len(weights))):
         g_BO = round_to_bfloat16(grad_BO)
-        stretches = zip(g_BO.split(PAIRED_SAMPLES), inputs[k].split(PAIRED_SAMPLES), strict=True)
+        stretches = zip(torch.split(g_BO, PAIRED_SAMPLES), torch.split(inputs[k], PAIRED_SAMPLES), strict=True)
         parts = [(multiply_pairs(g.T, x), _sum_upward(g)) for g, x in stretches]
         grad_weights.insert(0, functools.reduce(torch.add, [part for part, _ in parts]))
         grad_biases.insert(0, functools.reduce(torch.add, [part for _, part in parts]))
