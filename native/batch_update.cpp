@@ -433,7 +433,9 @@ UpdateResult distinct_rows(const std::vector<TableUpdate>& tables, const Shares&
   if (result != UpdateResult::done) return result;
   sort_all(plans.tables, num_threads, true);
   const size_t num_groups = static_cast<size_t>(1 + shares.num_ranks);
-  const auto group_of = [&](int64_t rank) { return rank < 0 || rank == shares.rank ? size_t{0} : static_cast<size_t>(1 + rank); };
+  const auto group_of = [&](int64_t rank) {
+    return rank < 0 || rank == shares.rank ? size_t{0} : static_cast<size_t>(1 + rank);
+  };
   const int64_t num_tables = static_cast<int64_t>(tables.size());
   out.counts.assign(tables.size() * num_groups, 0);
   parallel_for(num_tables, num_threads, [&](int64_t task, int) {
@@ -453,7 +455,9 @@ UpdateResult distinct_rows(const std::vector<TableUpdate>& tables, const Shares&
   out.rows = array(out.total_rows);
   out.local = array(out.total_rows);
   out.places = array(out.total_ids);
-  const auto numbers = [](const std::unique_ptr<KeptPages>& pages) { return reinterpret_cast<int64_t*>(pages->bytes()); };
+  const auto numbers = [](const std::unique_ptr<KeptPages>& pages) {
+    return reinterpret_cast<int64_t*>(pages->bytes());
+  };
   parallel_for(num_tables, num_threads, [&](int64_t task, int) {
     const size_t t = static_cast<size_t>(task);
     const TablePlan& plan = plans.tables[t];

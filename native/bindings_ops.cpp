@@ -349,9 +349,10 @@ std::optional<std::tuple<std::vector<int64_t>, Numbers, Numbers, Numbers>> bind_
 }
 
 // Returns counts by home, keys and places.
-std::tuple<std::vector<int64_t>, Numbers, Numbers> bind_rows_by_home(
-    const std::vector<Offsets>& row_of, const std::vector<int64_t>& counts, Offsets slots,
-    const std::vector<int64_t>& first_keys, const Shares& shares) {
+std::tuple<std::vector<int64_t>, Numbers, Numbers> bind_rows_by_home(const std::vector<Offsets>& row_of,
+                                                                     const std::vector<int64_t>& counts, Offsets slots,
+                                                                     const std::vector<int64_t>& first_keys,
+                                                                     const Shares& shares) {
   require(row_of.size() == counts.size() && shares.prefix.size() == counts.size() && first_keys.size() >= counts.size(),
           "one of each per table");
   std::vector<const int64_t*> rows;
@@ -545,10 +546,10 @@ NB_MODULE(_native, m) {
   m.def("sum_rows", bind_sum_rows);
   m.def("merge_rows", bind_merge_rows);
   nb::class_<Shares>(m, "Shares")
-      .def("__init__", [](Shares* self, std::vector<int64_t> prefix, std::vector<int64_t> owner, int64_t rank,
-                          int64_t num_ranks) {
-        new (self) Shares{std::move(prefix), std::move(owner), rank, num_ranks};
-      });
+      .def("__init__",
+           [](Shares* self, std::vector<int64_t> prefix, std::vector<int64_t> owner, int64_t rank, int64_t num_ranks) {
+             new (self) Shares{std::move(prefix), std::move(owner), rank, num_ranks};
+           });
   m.def("distinct_rows", bind_distinct_rows);
   m.def("rows_by_home", bind_rows_by_home);
   m.def("pack_rows", bind_pack_rows);

@@ -60,8 +60,8 @@ struct SummedRows {
 // Sums the gradients of every row by sum_rows; rules and states play no part. Failures and exceptions as for update.
 UpdateResult sum_rows(const std::vector<TableUpdate>& tables, size_t num_nodes, int num_threads, SummedRows& out);
 
-// How ranks share the rows of tables: those below a table's prefix lie on every rank; of the others, all on its owner or,
-// if that is -1, row prefix + k on rank k mod num_ranks. A rank numbers the rows it holds by rising row.
+// How ranks share the rows of tables: those below a table's prefix lie on every rank; of the others, all on its owner
+// or, if that is -1, row prefix + k on rank k mod num_ranks. A rank numbers the rows it holds by rising row.
 struct Shares {
   std::vector<int64_t> prefix, owner;  // by table
   int64_t rank, num_ranks;
@@ -82,10 +82,10 @@ struct Shares {
 // The distinct rows of a batch: table by table, in each group by group, rising. Group 0 is what the rank itself holds,
 // group 1 + r what rank r holds instead.
 struct DistinctRows {
-  std::vector<int64_t> counts;                  // rows by table and group
-  int64_t total_rows = 0, total_ids = 0;        // lengths of the arrays below, all of int64
-  std::unique_ptr<KeptPages> rows, local;       // by row: its number in the table, and in the shard of who holds it
-  std::unique_ptr<KeptPages> places;            // by id, segment after segment: its row's place among the table's
+  std::vector<int64_t> counts;             // rows by table and group
+  int64_t total_rows = 0, total_ids = 0;   // lengths of the arrays below, all of int64
+  std::unique_ptr<KeptPages> rows, local;  // by row: its number in the table, and in the shard of who holds it
+  std::unique_ptr<KeptPages> places;       // by id, segment after segment: its row's place among the table's
 };
 
 // Finds the distinct rows of segments whose bags hold one id each; only the number of rows of a table counts. Failures
@@ -93,11 +93,12 @@ struct DistinctRows {
 UpdateResult distinct_rows(const std::vector<TableUpdate>& tables, const Shares& shares, int num_threads,
                            DistinctRows& out);
 
-// Rows by home: rank by rank, each in the order of the rows. The home of a row on every rank is its number mod num_ranks.
+// Rows by home: rank by rank, each in the order of the rows. The home of a row on every rank is its number mod
+// num_ranks.
 struct RowsByHome {
-  std::vector<int64_t> counts;            // by rank
-  std::unique_ptr<KeptPages> keys;        // by row, int64: the first key of its table and its number in the shard
-  std::unique_ptr<KeptPages> places;      // by row, int64: where it was among the rows
+  std::vector<int64_t> counts;        // by rank
+  std::unique_ptr<KeptPages> keys;    // by row, int64: the first key of its table and its number in the shard
+  std::unique_ptr<KeptPages> places;  // by row, int64: where it was among the rows
 };
 
 // slots: those of table 0, counts[0] of them, then of table 1, ...; row_of[t][slot] is the row in it.
