@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.criteo_text import write_criteo
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import pipeline
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.sources.registry import OpenedSource, open_source
+from hotrow.data.sources.synthetic_config import criteo_kaggle
 from prepare_data import SCHEMA, file_hashes, make_rows, plan_of, to_table, write_parquet
 
 SIZES: dict[str, Any] = {"rows_per_block": 128, "rows_per_part": 256}
@@ -62,6 +64,20 @@ def test_how_it_runs_moves_no_byte(
     assert file_hashes(tmp_path / "out") == want
 
 
+def test_chunks_move_no_byte_of_a_file_that_ends_in_a_bad_line(tmp_path: Path) -> None:
+    """The bad line comes after a whole chunk or within one; the first rows of test and val are in one chunk or two."""
+    write_criteo(tmp_path / "clicks.txt", criteo_kaggle(700, scale=0.001))
+    with (tmp_path / "clicks.txt").open("ab") as file:
+        file.write(b"bad\n")
+    hashes = []
+    for rows_per_chunk in (700, 50, 64):
+        data = open_source("criteo", tmp_path / "clicks.txt", skip_bad_rows=1)
+        dataset = prepare(data, tmp_path / f"{rows_per_chunk}", Options(**SIZES, rows_per_chunk=rows_per_chunk))
+        assert dataset.info.summary == {"rows_read": 700, "rows_skipped": 1}
+        hashes.append(file_hashes(tmp_path / f"{rows_per_chunk}"))
+    assert hashes[0] == hashes[1] == hashes[2]
+
+
 def test_memory_moves_no_byte(
     plain: tuple[str, dict[str, str]], logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,9 +101,9 @@ class StopAfter:
         self.left = count
         original = pipeline._Stages._pieces
 
-        def stopping(stages: Any, *args: Any) -> Iterator[Any]:
+        def stopping(stages: Any, *args: Any, **stop: Any) -> Iterator[Any]:
             meter = args[-1]
-            for piece in original(stages, *args):
+            for piece in original(stages, *args, **stop):
                 yield piece
                 if meter.stage == stage:
                     self.left -= 1

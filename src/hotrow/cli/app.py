@@ -19,7 +19,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib import import_module
 from inspect import Parameter, signature
@@ -226,11 +226,12 @@ def prepare(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at --out.")] = False,
 ) -> Answer:
-    """Pack raw logs: count the training rows, number ids by popularity, encode. Resumable, in bounded memory."""
+    """Pack raw logs: count the training rows, number ids by popularity, encode. Resumable; torchrun shares the work."""
     from hotrow.base.progress import progress_bar
     from hotrow.data.prepare.prepare import run_prepare
+    from hotrow.parallel.launch import joined
 
-    with progress_bar() as progress:
+    with joined() as world, progress_bar() if world.rank == 0 else nullcontext() as progress:
         dataset = run_prepare(
             source,
             paths[0] if len(paths) == 1 else paths,
@@ -250,8 +251,11 @@ def prepare(
             threads=threads,
             overwrite=overwrite,
             progress=progress,
-            announce=lambda line: print(line, file=sys.stderr),
+            announce=None if world.rank else lambda line: print(line, file=sys.stderr),
+            world=world,
         )
+    if world.rank:  # the first rank tells the result
+        raise typer.Exit
     result = {
         "out": str(out),
         "name": dataset.info.name,

@@ -13,8 +13,10 @@ where each row's keys begin:
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -198,6 +200,55 @@ class Source(Protocol):
 
         Raises RowError for a bad row beyond the number that may be skipped, ValueError for an unreadable file.
         """
+
+
+class SharedSource(Source, Protocol):
+    """A source of which several processes can read a part each."""
+
+    @property
+    def skip_bad_rows(self) -> int:
+        """How many bad rows may be skipped."""
+
+    def cuts(self, num_parts: int) -> list[Position]:
+        """Returns where each of `num_parts` parts of about as many bytes begins, and last where the source ends.
+
+        Parts may be empty. `with_lines` completes a position.
+        """
+
+    def count_rows(self, start: Position, stop: Position) -> list[int]:
+        """Returns how many rows of each file, bad ones included, lie between two of the `cuts`; may read them all."""
+
+    def with_lines(self, position: Position, *, rows_before: int) -> Position:
+        """Returns one of the `cuts` with the number of lines before it. rows_before: rows before it in its file."""
+
+    def chunks(
+        self, start: Position | None = None, *, rows_per_chunk: int = 65536, stop: Position | None = None
+    ) -> Iterator[Chunk]:
+        """Yields chunks as `Source.chunks`, up to `stop`, which is one of the `cuts`; None: to the end."""
+
+
+def cut_files(num_bytes: Sequence[int], num_parts: int) -> list[tuple[int, int]]:
+    """Returns, for the begin of each part but the first, its file and the byte there, if parts have as many bytes.
+
+    num_bytes: of each file.
+    """
+    ends = list(accumulate(num_bytes))
+    places = []
+    for part in range(1, num_parts):
+        at = ends[-1] * part // num_parts
+        file = min(bisect_right(ends, at), len(ends) - 1)
+        places.append((file, at - ends[file] + num_bytes[file]))
+    return places
+
+
+def file_spans(start: Position, stop: Position | None, num_files: int) -> Iterator[tuple[int, int, int | None]]:
+    """Yields index, begin and end of the span in each file between two positions; None ends it with the file."""
+    for index in range(start.file_index, num_files):
+        first = start.offset if index == start.file_index else 0
+        if stop is None or index < stop.file_index:
+            yield index, first, None
+        elif index == stop.file_index and first < stop.offset:
+            yield index, first, stop.offset
 
 
 def row_splits_of(keys: Keys) -> NDArray[np.int64]:

@@ -443,6 +443,13 @@ class Moments:
             new = (int(high_squares[i]) << MANTISSA_BITS) + int(low_squares[i])
             self._squares[e] = self._squares.get(e, 0) + new
 
+    def merge(self, other: Moments) -> None:
+        """Counts the values that `other` has counted."""
+        self.num_values += other.num_values
+        for own, more in ((self._sums, other._sums), (self._squares, other._squares)):
+            for exponent, value in more.items():
+                own[exponent] = own.get(exponent, 0) + value
+
     def transform(self) -> DenseTransform:
         """Returns the standardising transform; a constant column is only shifted, an absent one not at all."""
         if self.num_values == 0:

@@ -6,7 +6,8 @@
 
 Everything a model will know about its ids and statistics comes from training rows: no byte of the training split
 depends on another split's labels, ids or numbers (law 6). Results depend on the rows and options alone, not on threads,
-memory, chunks or interruptions. Unfinished work is in `<out>/.prepare`; see docs/prepare.md.
+ranks, memory, chunks or interruptions. Unfinished work is in `<out>/.prepare`; see docs/prepare.md. `shares.py` says
+how several ranks divide the work.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,40 @@ from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.files import explain_full_disk, file_name
-from hotrow.base.machine import available_memory_bytes, usable_cores
+from hotrow.base.machine import available_memory_bytes, usable_cores, versions
 from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, checked
 from hotrow.data.chunk import Chunk, Position, SourceInfo, select_rows
-from hotrow.data.packed.format import ROWS_PER_BLOCK, DatasetInfo, DenseColumn, Feature, SourceFile, Table, select_ids
+from hotrow.data.packed.format import (
+    ROWS_PER_BLOCK,
+    WORK_FOLDER,
+    DatasetInfo,
+    DenseColumn,
+    Feature,
+    Part,
+    SourceFile,
+    Table,
+    select_ids,
+)
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.data.prepare.encoder import DenseTransform, EncoderPool, Moments, MomentsRecord, RowEncoder
 from hotrow.data.prepare.estimate import estimate_work
-from hotrow.data.prepare.spill import SNAPSHOT, CounterPool
+from hotrow.data.prepare.shares import (
+    Interrupted,
+    Piece,
+    Share,
+    find_share,
+    joined_marks,
+    mark_before,
+    part_ranges,
+    rows_within,
+    together,
+)
+from hotrow.data.prepare.spill import MAX_RUNS, SNAPSHOT, CounterPool
 from hotrow.data.prepare.split import (
     TRAIN,
-    Codes,
     RandomPlan,
     SplitPlan,
     TimeHistogram,
@@ -50,13 +71,20 @@ from hotrow.data.prepare.split import (
     reference_plan,
     sample_mask,
 )
-from hotrow.data.prepare.workfolder import COUNTS, STATE, Mark, WorkFolder
+from hotrow.data.prepare.workfolder import COUNTS, CURE, RESULTS, STATE, Mark, SilentWork, WorkFolder
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.convert import column_of
+from hotrow.data.sources.criteo import CriteoSource
 from hotrow.data.sources.registry import OpenedSource, check_split, rows_per_file
 from hotrow.data.sources.schema import SPLITS
 from hotrow.data.sources.synthetic import SyntheticSource
+from hotrow.kernels import ops
+from hotrow.parallel.agreement import CommonError, check_same, everyone, on_every_rank, unnamed_interface
+from hotrow.parallel.heartbeat import Heartbeat
+from hotrow.parallel.world import World
 
+SHARED_SOURCES = (CriteoSource, ColumnsSource, SyntheticSource)
+"""Sources of which ranks can read a part each."""
 ROWS_PER_CHUNK = 65_536
 ROWS_PER_PART = 16 * ROWS_PER_BLOCK
 """Smaller than the writer's default: an interruption can cost one part, and small splits rarely finish parts."""
@@ -66,10 +94,6 @@ BUFFER_BYTES = 64 << 20
 """Part of the memory budget for rows in flight between reader and writer."""
 MIN_MEMORY_BYTES = 128 << 20
 CHECKSUM_BLOCK_BYTES = 1 << 22
-
-
-class Interrupted(KeyboardInterrupt):
-    """Preparation was stopped on request, and its state is kept."""
 
 
 @dataclass(frozen=True)
@@ -103,17 +127,6 @@ class Options:
             raise ValueError(f"threads is {self.threads}; it must be at least 1")
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """The rows of one chunk that belong to the data set."""
-
-    chunk: Chunk
-    codes: Codes
-    """Split of each row."""
-    next_row: int
-    """Number of the source's first row after the chunk."""
-
-
 def prepare(
     opened: OpenedSource,
     out: Path | str,
@@ -121,39 +134,86 @@ def prepare(
     *,
     progress: ProgressCallback | None = None,
     announce: Callable[[str], None] | None = None,
+    world: World | None = None,
 ) -> PackedDataset:
     """Prepares `opened` into the folder `out` and returns the dataset; see the module's docstring.
 
     progress: called with a `Progress` a few times a second. announce: called with lines for the user: what was found,
-    what it will take, what was resumed or skipped.
+    what it will take, what was resumed or skipped. world: ranks that share the work and see the same files and the same
+    `out`; all call this with equal arguments, but for the two before. None: this process alone.
 
     Raises ValueError if the source has a bad row or file, if `out` holds a dataset or other work, or if the disk is too
-    small; OSError when the disk is full; Interrupted on Ctrl-C. After the last two, and after a bad row that came later
-    than a snapshot, the same call continues where it stopped; otherwise nothing is left behind.
+    small; OSError when the disk is full (with several ranks, ValueError on all); Interrupted on Ctrl-C. After the last
+    two, and after a bad row that came later than a snapshot, the same call continues where it stopped; otherwise
+    nothing is left behind.
     """
-    options = options or Options()
-    check_split(opened)
-    say = announce or (lambda line: None)
-    source_info = opened.source.scout()
-    work = WorkFolder(Path(out), _identity(opened, options, source_info), overwrite=options.overwrite)
+    world, options = world or World(), options or Options()
+    kept = f"What was finished is kept in {Path(out) / WORK_FOLDER}."
+    # What is left behind is removed last: a rank that has failed has little time to tell the others.
+    heartbeat = Heartbeat(world, cure="Run the same command again", kept=kept, together=(CommonError, Interrupted))
+    with ExitStack() as last, heartbeat:
+        stages = _begun(opened, Path(out), options, progress, announce or (lambda line: None), world)
+        last.enter_context(stages.cleaning())
+        with explain_full_disk(Path(out), "preparing", kept):
+            return _stoppable(stages.run, Path(out) / WORK_FOLDER)
+
+
+def _begun(
+    opened: OpenedSource,
+    out: Path,
+    options: Options,
+    progress: ProgressCallback | None,
+    say: Callable[[str], None],
+    world: World,
+) -> _Stages:
+    """Returns the stages of new or unfinished work in `out`, whose state the first rank keeps. Collective."""
+
+    def scout() -> SourceInfo:
+        """What cannot work is refused before anything is made."""
+        check_split(opened)
+        if world.size > 1 and not isinstance(opened.source, SHARED_SOURCES):
+            raise ValueError("histories are made by one process: prepare them without torchrun")
+        return opened.source.scout()
+
+    def begin() -> WorkFolder | None:
+        return _begin(opened, out, options, source_info, say) if world.rank == 0 else None
+
+    source_info = on_every_rank(world, scout)
+    _check_same(world, _identity(opened, options, source_info), say)
+    work = on_every_rank(world, begin)
+    known = everyone(world, None if work is None else asdict(work.results))[0]
+    if work is None:
+        work = SilentWork(out, checked(RESULTS, known, where="what rank 0 says", cure=CURE))
+    return _Stages(opened, work, options, source_info, progress, say, world)
+
+
+def _check_same(world: World, identity: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Raises ValueError on every rank if ranks differ in what they are to prepare; warns of a guessed network."""
+    if world.size == 1:
+        return
+    facts = {f"file {name}": found for name, found in identity["files"].items()}
+    facts |= {name: value for name, value in identity.items() if name != "files"}
+    facts |= {"the version of hotrow": versions()["hotrow"], "the instruction set": ops.backend().isa}
+    check_same(world, facts, cure="start every rank with the same command, where all see the same files")
+    if (guessed := unnamed_interface(world)) and world.rank == 0:
+        say(f"warning: {guessed}")
+
+
+def _begin(
+    opened: OpenedSource, out: Path, options: Options, info: SourceInfo, say: Callable[[str], None]
+) -> WorkFolder:
+    work = WorkFolder(out, _identity(opened, options, info), overwrite=options.overwrite)
     for note in opened.notes:
         say(f"note: {note}")
     if work.resumed:
         say(f"continuing the work found in {work.folder}")
     else:
-        estimate = estimate_work(opened, source_info, Path(out), rows=options.rows, sample=options.sample)
+        estimate = estimate_work(opened, info, out, rows=options.rows, sample=options.sample)
         say(str(estimate))
-        estimate.check_disk(Path(out))
-        with explain_full_disk(work.out, "beginning", "Nothing had been kept yet."):
+        estimate.check_disk(out)
+        with explain_full_disk(out, "beginning", "Nothing had been kept yet."):
             work.begin()
-    stage = _Stages(opened, work, options, source_info, progress, say)
-    try:
-        with explain_full_disk(work.out, "preparing", f"What was finished is kept in {work.folder}."):
-            return _stoppable(stage.run, work)
-    except ValueError:
-        if not work.abandon():
-            say(f"the counts are kept in {work.folder}: the same command, also with --skip-bad-rows, continues")
-        raise
+    return work
 
 
 def fingerprint(opened: OpenedSource) -> str:
@@ -176,7 +236,7 @@ def _identity(opened: OpenedSource, options: Options, info: SourceInfo) -> dict[
     }
 
 
-def _stoppable(run: Callable[[threading.Event], PackedDataset], work: WorkFolder) -> PackedDataset:
+def _stoppable(run: Callable[[threading.Event], PackedDataset], work_folder: Path) -> PackedDataset:
     """Calls `run` in its own thread; Ctrl-C interrupts the main thread, and `run` then stops between two chunks."""
     stop = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="hotrow-prepare") as executor:
@@ -187,11 +247,12 @@ def _stoppable(run: Callable[[threading.Event], PackedDataset], work: WorkFolder
                 pass
         except KeyboardInterrupt:
             stop.set()
-            if isinstance(future.exception(), Interrupted):
-                raise Interrupted(
-                    f"preparation stopped; its state is kept in {work.folder}: run the same command to continue"
-                ) from None
-            raise
+            if not isinstance(future.exception(), Interrupted):
+                raise
+        if isinstance(future.exception(), Interrupted):
+            raise Interrupted(
+                f"preparation stopped; its state is kept in {work_folder}: run the same command to continue"
+            ) from None
         return future.result()
 
 
@@ -205,6 +266,10 @@ class _Counted:
     moments: dict[str, MomentsRecord] = Field(default_factory=dict)
     """Moments of the columns that are standardised, by column."""
     done: bool = False
+    first: Count = 0
+    """`row` at the beginning."""
+    marks: list[Mark] = Field(default_factory=list)
+    """If ranks share the source: the ends of this rank's chunks."""
 
     def moments_of(self, column: str) -> Moments:
         """Returns the moments of a column so far."""
@@ -212,6 +277,7 @@ class _Counted:
 
 
 _COUNTED = TypeAdapter(_Counted)
+_PARTS = TypeAdapter(dict[str, tuple[Part, ...]])
 
 
 class _Stages:
@@ -225,22 +291,37 @@ class _Stages:
         info: SourceInfo,
         progress: ProgressCallback | None,
         say: Callable[[str], None],
+        world: World,
     ) -> None:
-        self._opened, self._work, self._options = opened, work, options
+        self._opened, self._work, self._options, self._world = opened, work, options, world
         self._source, self._schema = opened.source, opened.schema
         self._info, self._progress, self._say = info, progress, say
         self._rows_total = min(info.num_rows, options.rows or info.num_rows)
-        memory_bytes = options.memory_bytes or available_memory_bytes() // 2
+        memory_bytes = options.memory_bytes or available_memory_bytes() // 2 // world.local_size
         self._memory_bytes = max(memory_bytes - BUFFER_BYTES, memory_bytes // 2)
         self._stop = threading.Event()
+        self._share, self._rows_per_file = Share(), list[int]()
+
+    @contextmanager
+    def cleaning(self) -> Iterator[None]:
+        """Removes the work folder after an error in the data, if there is nothing in it to continue from."""
+        try:
+            yield
+        except ValueError:
+            if not self._work.abandon():
+                folder = self._work.folder
+                self._say(f"the counts are kept in {folder}: the same command, also with --skip-bad-rows, continues")
+            raise
 
     def run(self, stop: threading.Event) -> PackedDataset:
         """Runs all stages and returns the dataset. Raises Interrupted soon after `stop` is set, with the state
         saved."""
         self._stop = stop
         with ExitStack() as stack:
-            threads = self._options.threads or min(8, usable_cores())
+            threads = self._options.threads or min(8, max(1, usable_cores() // self._world.local_size))
             executor = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="hotrow-encode"))
+            if self._work.results.tables is None:
+                self._find_share()
             plan = self._work.results.plan or self._plan()
             if self._work.results.plan is None:
                 self._work.save(plan=plan)
@@ -248,34 +329,78 @@ class _Stages:
                 self._count(plan, executor)
             return self._encode(plan, executor)
 
+    @property
+    def _split_kind(self) -> str:
+        return self._schema.split.kind or ("time" if self._schema.time is not None else "random")
+
+    def _find_share(self) -> None:
+        """Finds which rows this rank counts. With --rows the first one counts them all: it is for a first look."""
+        if self._world.size == 1:
+            return
+        assert isinstance(self._source, SHARED_SOURCES), "others were refused"
+        limit = self._options.rows
+        is_whole = limit is not None and not (self._info.num_rows_exact and limit >= self._info.num_rows)
+        numbered = self._split_kind != "time" or self._options.sample < 1
+        self._share, self._rows_per_file = find_share(
+            self._world, self._source, self._stop, is_whole=is_whole, numbered=numbered
+        )
+
     def _plan(self) -> SplitPlan:
         """Decides which rows train; reads as much of the source as that takes."""
         split = self._schema.split
-        kind = split.kind or ("time" if self._schema.time is not None else "random")
-        if kind == "random":
+        if self._split_kind == "random":
             return RandomPlan(split.seed, split.fractions)
-        if kind == "reference":
-            return reference_plan(_first_rows(rows_per_file(self._opened), self._options.rows))
-        histogram, meter = TimeHistogram(), ProgressMeter(self._progress, "scan", self._rows_total)
+        if self._split_kind == "reference":
+            return reference_plan(_first_rows(self._rows_per_file or self._count_files(), self._options.rows))
+        histogram = together(self._world, self._scan, self._stop)
+        found = everyone(self._world, [histogram.shift, histogram.buckets.tolist(), histogram.counts.tolist()])
+        for shift, buckets, counts in found[: self._world.rank] + found[self._world.rank + 1 :]:
+            histogram.merge(shift, np.array(buckets, np.int64), np.array(counts, np.int64))
+        return histogram.plan(split.fractions)
+
+    def _count_files(self) -> list[int]:
+        """Counts the rows of each file, on the first rank."""
+
+        def count() -> list[int]:
+            return rows_per_file(self._opened) if self._world.rank == 0 else []
+
+        found: list[int] = everyone(self._world, together(self._world, count, self._stop))[0]
+        return found
+
+    def _scan(self) -> TimeHistogram:
+        """Counts the times of this rank's rows."""
+        histogram, meter = TimeHistogram(), self._meter("scan")
         for times in _limited(self._times(), self._options.rows):
             histogram.add(times)
             self._check_stop()
             meter.update(int(histogram.counts.sum()))
         meter.finish(int(histogram.counts.sum()))
-        return histogram.plan(split.fractions)
+        return histogram
+
+    def _meter(self, stage: str, row: int = 0) -> ProgressMeter:
+        """Returns what reports on a stage that begins at `row`; several ranks count from their own first rows."""
+        total = self._work.results.rows_total or self._rows_total
+        return ProgressMeter(self._progress, stage, total // self._world.size, row if self._world.size == 1 else 0)
 
     def _times(self) -> Iterator[NDArray[np.int64]]:
         if isinstance(self._source, ColumnsSource | SyntheticSource):
-            yield from self._source.times()
+            yield from self._source.times(self._share.start, self._share.stop)
             return
         for chunk in self._source.chunks():
             assert chunk.time is not None, "the schema has a time column"
             yield chunk.time
 
-    def _pieces(self, plan: SplitPlan, start: Position | None, row: int, meter: ProgressMeter) -> Iterator[_Piece]:
-        """Yields the data set's rows from source row `row` on; `start` is that row's position."""
-        options = self._options
-        for chunk in self._source.chunks(start, rows_per_chunk=options.rows_per_chunk):
+    def _pieces(
+        self, plan: SplitPlan, start: Position | None, row: int, meter: ProgressMeter, *, stop: Position | None = None
+    ) -> Iterator[Piece]:
+        """Yields the data set's rows from source row `row` on, before `stop`; `start` is that row's position."""
+        options, first = self._options, row if self._world.size > 1 else 0
+        if stop is None:
+            chunks = self._source.chunks(start, rows_per_chunk=options.rows_per_chunk)
+        else:
+            assert isinstance(self._source, SHARED_SOURCES), "others were refused"
+            chunks = self._source.chunks(start, rows_per_chunk=options.rows_per_chunk, stop=stop)
+        for chunk in chunks:
             if options.rows is not None and row + chunk.num_rows > options.rows:
                 chunk = select_rows(chunk, np.arange(chunk.num_rows) < options.rows - row)
             codes = plan.assign(row, chunk.num_rows, chunk.time)
@@ -283,71 +408,122 @@ class _Stages:
             if options.sample < 1:
                 kept = sample_mask(self._schema.split.seed, row, chunk.num_rows, fraction=options.sample)
                 chunk, codes = select_rows(chunk, kept), codes[kept]
-            yield _Piece(chunk, codes, next_row)
+            yield Piece(chunk, codes, next_row)
             row = next_row
-            meter.update(row)
+            meter.update(row - first)
             if row == options.rows:
                 break
-        meter.finish(row)
+        meter.finish(row - first)
 
     def _count(self, plan: SplitPlan, executor: Executor) -> None:
         """Counts the training rows; writes vocabularies, counts and transforms."""
-        folder = self._work.folder / COUNTS
+        world, share = self._world, self._share
+        start, folder = share.start or Position(), self._work.folder / COUNTS
+        if world.size > 1:  # what is kept holds for the same share only
+            folder = folder.with_name(f"{COUNTS}-{world.rank}-of-{world.size}-{share.row}-{start.num_skipped}")
         with (
             ThreadPoolExecutor(1, thread_name_prefix="hotrow-checksum") as beside,
-            CounterPool(folder, memory_bytes=self._memory_bytes, executor=executor) as counters,
+            CounterPool(folder, memory_bytes=self._memory_bytes, executor=executor, rank=world.rank) as counters,
         ):
             # In its own thread: if the executor has only one, it would hold up the counting there.
-            checksums = beside.submit(_checksums, [f.path for f in self._info.files], self._stop)
+            paths = [f.path for f in self._info.files]
+            checksums = beside.submit(_checksums, paths[world.rank :: world.size], self._stop)
             for table in self._schema.table_names:
                 for feature in self._schema.features_of(table):
                     cap = self._schema.table(table).hash_cap or 0
                     counters.declare(table, self._source.key_kinds[feature], hash_cap=cap)
-            state = _Counted()
+            state = _Counted(share.start, share.row)
             if counters.progress is not None:
-                cure = "start again with --overwrite, or remove the folder .prepare"
-                state = checked(_COUNTED, counters.progress, where=f"{folder / SNAPSHOT}: progress", cure=cure)
-            if not state.done:
-                state = self._count_rows(plan, counters, state)
-            if state.train_rows == 0:
+                state = checked(_COUNTED, counters.progress, where=f"{folder / SNAPSHOT}: progress", cure=CURE)
+
+            def count() -> _Counted:
+                return state if state.done else self._count_rows(plan, counters, state)
+
+            states = self._states_of_ranks(together(world, count, self._stop))
+            if not any(each.train_rows for each in states):
                 raise ValueError("no row is in the training split; use more rows, a larger sample or another split")
-            transforms = [
-                str(state.moments_of(d.column).transform() if d.transform == "standardize" else d.transform)
-                for d in self._schema.dense
-            ]
-            tables = {name: self._build(counters, name) for name in self._schema.table_names}
-            results = {"transforms": tuple(transforms), "tables": tables, "checksums": tuple(checksums.result())}
-            self._work.save(**results, rows_total=state.row)
+            results = {"transforms": self._transforms(states), "tables": self._build_tables(counters)}
+            of_ranks = everyone(world, together(world, checksums.result, self._stop))
+            in_order = tuple(of_ranks[i % world.size][i // world.size] for i in range(len(paths)))
+            self._work.save(**results, checksums=in_order, **self._rows_of(states))
+
+    def _states_of_ranks(self, state: _Counted) -> list[_Counted]:
+        if self._world.size == 1:
+            return [state]
+        found = everyone(self._world, asdict(state))
+        return [checked(_COUNTED, each, where=f"what rank {rank} says", cure=CURE) for rank, each in enumerate(found)]
+
+    def _rows_of(self, states: Sequence[_Counted]) -> dict[str, Any]:
+        """Returns the number of rows of the source and, if ranks shared it, the marks of all of them."""
+        if self._world.size == 1:
+            return {"rows_total": states[0].row}
+        marks = joined_marks([(state.first, state.marks) for state in states])
+        return {"rows_total": marks[-1].row, "chunk_marks": tuple(marks)}
+
+    def _transforms(self, states: Sequence[_Counted]) -> tuple[str, ...]:
+        transforms = []
+        for dense in self._schema.dense:
+            moments = Moments()
+            for state in states:
+                moments.merge(state.moments_of(dense.column))
+            transforms.append(str(moments.transform() if dense.transform == "standardize" else dense.transform))
+        return tuple(transforms)
+
+    def _build_tables(self, counters: CounterPool) -> dict[str, Table]:
+        """Writes the vocabularies and counts of all tables; ranks take turns in them."""
+        world, names = self._world, self._schema.table_names
+        folder = counters.folder.name
+        runs = everyone(world, {name: [f"{folder}/{run.name}" for run in counters.runs(name)] for name in names})
+        others = [own for rank, own in enumerate(runs) if rank != world.rank]
+
+        def build() -> dict[str, Any]:
+            built = {}
+            for name in names[world.rank :: world.size]:
+                counted = [self._work.folder / run for own in others for run in own[name]]
+                built[name] = asdict(self._build(counters, name, counted))
+            return built
+
+        of_ranks = everyone(world, together(world, build, self._stop))
+        return {name: Table(**of_ranks[i % world.size][name]) for i, name in enumerate(names)}
 
     def _count_rows(self, plan: SplitPlan, counters: CounterPool, state: _Counted) -> _Counted:
         standardized = [i for i, d in enumerate(self._schema.dense) if d.transform == "standardize"]
         names = [self._schema.dense_names[i] for i in standardized]
         moments = [state.moments_of(name) for name in names]
-        row, train_rows, start = state.row, state.train_rows, state.position
-        position = start or Position()
+        row, train_rows, start, marks = state.row, state.train_rows, state.position, list(state.marks)
+        position, rows = start or Position(), dict(marks[-1].rows if marks else Mark().rows)
 
         def snapshot(*, done: bool) -> _Counted:
             by_name = {name: m.to_record() for name, m in zip(names, moments, strict=True)}
-            counted = _Counted(position, row, train_rows, by_name, done)
-            counters.snapshot(asdict(counted))
+            counted = _Counted(position, row, train_rows, by_name, done, self._share.row, list(marks))
+            counters.snapshot(asdict(counted), most_runs=1 if done and self._world.size > 1 else MAX_RUNS)
             return counted
 
         clock = _Clock(self._options.snapshot_every_s)
-        meter = ProgressMeter(self._progress, "count", self._rows_total, row)
-        for piece in self._pieces(plan, start, row, meter):
+        for piece in self._pieces(plan, start, row, self._meter("count", row), stop=self._share.stop):
             is_train = piece.codes == TRAIN
             self._count_piece(counters, piece.chunk, is_train)
             for i, sums in zip(standardized, moments, strict=True):
                 sums.add(piece.chunk.dense[is_train, i])
             position, row = piece.chunk.position, piece.next_row
             train_rows += int(is_train.sum())
+            if self._world.size > 1:
+                rows = {split: rows[split] + int((piece.codes == code).sum()) for code, split in enumerate(SPLITS)}
+                marks.append(Mark(row, position, rows))
             if self._stop.is_set():
                 snapshot(done=False)
                 raise Interrupted
             if clock.is_due():
                 with clock:
                     snapshot(done=False)
+        position = replace(position, num_skipped=self._num_skipped(row, position))
+        marks += [Mark(row, position, rows)] if self._world.size > 1 else []
         return snapshot(done=True)
+
+    def _num_skipped(self, row: int, position: Position) -> int:
+        """Returns how many bad rows were skipped before `row`, which is the last one that was read."""
+        # A file may end in bad rows, which come after the last chunk's position.
+        return position.num_skipped if row == self._options.rows else self._source.skipped.num_rows
 
     def _count_piece(self, counters: CounterPool, chunk: Chunk, is_train: NDArray[np.bool_]) -> None:
         if not is_train.any():
@@ -357,14 +533,15 @@ class _Stages:
         columns = {t: [column_of(chunk.keys, f) for f in schema.features_of(t)] for t in schema.table_names}
         counters.add(columns, mask)
 
-    def _build(self, counters: CounterPool, table: str) -> Table:
-        """Writes the vocabulary and counts of a table; returns its record for dataset.json."""
+    def _build(self, counters: CounterPool, table: str, others: Sequence[Path]) -> Table:
+        """Writes the vocabulary and counts of a table; returns its record for dataset.json. others: counts of ranks."""
         self._check_stop()
         for folder in ("vocab", "counts"):
             (self._work.out / folder).mkdir(mode=0o700, exist_ok=True)
         path = self._work.out / "vocab" / file_name(table)
         options = self._schema.table(table)
-        summary = counters.build(table, path, self._work.out / "counts" / file_name(table), min_count=options.min_count)
+        counts_path, min_count = self._work.out / "counts" / file_name(table), options.min_count
+        summary = counters.build(table, path, counts_path, min_count=min_count, others=others)
         return Table(
             name=table,
             num_embeddings=summary.num_embeddings,
@@ -378,65 +555,112 @@ class _Stages:
     def _encode(self, plan: SplitPlan, executor: Executor) -> PackedDataset:
         """Writes every row, then dataset.json."""
         info = self._dataset_info(plan)
-        transforms = [DenseTransform.parse(column.transform) for column in info.dense]
-        paths = {table.name: self._work.out / table.vocabulary_file for table in info.tables}
-        sizes = {"rows_per_part": self._options.rows_per_part, "rows_per_block": self._options.rows_per_block}
-        with (
-            EncoderPool(paths, self._work.fresh("encode"), memory_bytes=self._memory_bytes) as encoders,
-            PackedWriter(self._work.out, info, **sizes) as writer,
-        ):
+        if self._world.size > 1:
+            return self._encode_together(plan, info, executor)
+        with self._encoders(info) as encoders, self._writer(info) as writer:
             mark = self._work.last_mark({split: writer.finished_rows(split) for split in SPLITS})
             for split in SPLITS:
                 if writer.finished_rows(split):
                     writer.seek(split, mark.rows[split])
-            self._note_occurrences(plan, encoders, mark)
-            rows_read, skipped = self._write_rows(plan, encoders, writer, mark, transforms, executor)
+            self._note_occurrences(lambda meter: self._pieces(plan, mark.start, mark.row, meter), encoders, mark.row)
+            encode = self._row_encoder(info, encoders, executor)
+            rows_read, skipped = self._write_rows(plan, encode, writer, mark)
             self._check_files_unchanged()
-            summary = {"rows_read": rows_read, "rows_skipped": skipped}
-            if skipped:
-                self._say(_skipped_line(skipped, self._source.skipped.examples))
-            dataset = writer.close(summary)
+            self._say_skipped(skipped, self._source.skipped.examples)
+            dataset = writer.close({"rows_read": rows_read, "rows_skipped": skipped})
         self._work.remove()
         return dataset
 
-    def _note_occurrences(self, plan: SplitPlan, encoders: EncoderPool, mark: Mark) -> None:
-        """Makes the separate pass that vocabularies larger than memory need."""
+    def _encoders(self, info: DatasetInfo, suffix: str = "") -> EncoderPool:
+        paths = {table.name: self._work.out / table.vocabulary_file for table in info.tables}
+        return EncoderPool(paths, self._work.fresh(f"encode{suffix}"), memory_bytes=self._memory_bytes)
+
+    def _writer(self, info: DatasetInfo, **others: Any) -> PackedWriter:
+        rows_per_part, rows_per_block = self._options.rows_per_part, self._options.rows_per_block
+        return PackedWriter(self._work.out, info, rows_per_part=rows_per_part, rows_per_block=rows_per_block, **others)
+
+    def _row_encoder(self, info: DatasetInfo, encoders: EncoderPool, executor: Executor) -> RowEncoder:
+        transforms = [DenseTransform.parse(column.transform) for column in info.dense]
+        tables = {table: encoders[table] for table in self._schema.table_names}
+        return RowEncoder(self._schema, transforms, tables, executor)
+
+    def _note_occurrences(
+        self, pieces: Callable[[ProgressMeter], Iterator[Piece]], encoders: EncoderPool, row: int = 0
+    ) -> None:
+        """Makes the separate pass over `pieces` that vocabularies larger than memory need."""
         if not encoders.needs_occurrences:
             return
-        meter = ProgressMeter(self._progress, "match", self._work.results.rows_total or self._rows_total, mark.row)
-        for piece in self._pieces(plan, mark.start, mark.row, meter):
+        for piece in pieces(self._meter("match", row)):
             for spec in self._schema.categorical:
                 encoders[spec.table_name].add(spec.column, piece.chunk.keys[spec.column])
             self._check_stop()
         encoders.finish()
 
-    def _write_rows(
-        self,
-        plan: SplitPlan,
-        encoders: EncoderPool,
-        writer: PackedWriter,
-        mark: Mark,
-        transforms: Sequence[DenseTransform],
-        executor: Executor,
-    ) -> tuple[int, int]:
+    def _write_rows(self, plan: SplitPlan, encode: RowEncoder, writer: PackedWriter, mark: Mark) -> tuple[int, int]:
         """Appends all rows after `mark`; returns how many source rows were read and skipped, from the first row on."""
-        tables = {table: encoders[table] for table in self._schema.table_names}
-        encode = RowEncoder(self._schema, transforms, tables, executor)
         rows, row, position = dict(mark.rows), mark.row, mark.position
         finished = {split: writer.finished_rows(split) for split in SPLITS}
         marks = [mark]
-        meter = ProgressMeter(self._progress, "encode", self._work.results.rows_total or self._rows_total, row)
-        for piece in self._pieces(plan, mark.start, row, meter):
+        for piece in self._pieces(plan, mark.start, row, self._meter("encode", row)):
             self._check_stop()
             self._write_piece(piece, encode, writer, rows)
             row, position = piece.next_row, piece.chunk.position
             marks.append(Mark(row, position, dict(rows)))
             if (now := {split: writer.finished_rows(split) for split in SPLITS}) != finished:
                 finished, marks = now, self._work.save_marks(marks, now)
-        return row, position.num_skipped
+        return row, self._num_skipped(row, position)
+
+    def _encode_together(self, plan: SplitPlan, info: DatasetInfo, executor: Executor) -> PackedDataset:
+        """Writes the parts of this rank; the first rank then writes dataset.json."""
+        world, out, marks = self._world, self._work.out, self._work.results.chunk_marks
+        if not marks:
+            raise ValueError(
+                f"{out} holds unfinished work of one process, which has counted all rows: run the same command without "
+                "torchrun to finish it, or with --overwrite to start again"
+            )
+        ranges = part_ranges(world, marks, self._options.rows_per_part)
+        first_rows = {split: first for split, (first, _) in ranges.items()}
+        noted_in = f"parts-{world.rank}-of-{world.size}.json"
+        writer = self._writer(info, first_rows=first_rows, noted_in=noted_in)
+
+        def write() -> list[Any]:
+            left = {split: (writer.finished_rows(split), last) for split, (_, last) in ranges.items()}
+            mark = mark_before(marks, left)
+
+            def pieces(meter: ProgressMeter) -> Iterator[Piece]:
+                return rows_within(self._pieces(plan, mark.start, mark.row, meter), mark, left)
+
+            with self._encoders(info, f"-{world.rank}") as encoders, writer:
+                self._note_occurrences(pieces, encoders)
+                encode = self._row_encoder(info, encoders, executor)
+                for piece in pieces(self._meter("encode")):
+                    self._check_stop()
+                    self._write_piece(piece, encode, writer, dict(mark.rows))
+                self._check_files_unchanged()
+                parts = {split: [asdict(part) for part in own] for split, own in writer.finish().items()}
+            return [parts, self._source.skipped.examples]
+
+        found = everyone(world, together(world, write, self._stop))
+        skipped = max(mark.position.num_skipped for mark in marks)
+        self._say_skipped(skipped, list(dict.fromkeys(text for _, examples in found for text in examples)))
+
+        def complete() -> None:
+            if world.rank == 0:
+                of_ranks = [checked(_PARTS, own, where="what ranks say", cure=CURE) for own, _ in found]
+                parts = {split: [part for own in of_ranks for part in own.get(split, ())] for split in SPLITS}
+                whole = {split: own for split, own in parts.items() if own}
+                writer.complete(whole, {"rows_read": self._work.results.rows_total, "rows_skipped": skipped})
+
+        on_every_rank(world, complete)
+        self._work.remove()
+        return PackedDataset.open(out)
+
+    def _say_skipped(self, num_rows: int, examples: Sequence[str]) -> None:
+        if num_rows:
+            self._say(_skipped_line(num_rows, examples[: self._source.skipped.max_examples]))
 
     @staticmethod
-    def _write_piece(piece: _Piece, encode: RowEncoder, writer: PackedWriter, rows: dict[str, int]) -> None:
+    def _write_piece(piece: Piece, encode: RowEncoder, writer: PackedWriter, rows: dict[str, int]) -> None:
         """Appends the rows of a piece to their splits and adds their numbers to `rows`."""
         dense, ids = encode(piece.chunk)
         label = piece.chunk.label

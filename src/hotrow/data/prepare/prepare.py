@@ -36,8 +36,10 @@ from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.prepare.workfolder import check_out
 from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.convert import IdEncoding
-from hotrow.data.sources.registry import SOURCE_NAMES, open_source
+from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
+from hotrow.parallel.agreement import on_every_rank
+from hotrow.parallel.world import World
 
 KEPT_ROWS = 1 << 16
 SCORE = "score"
@@ -65,6 +67,7 @@ def run_prepare(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
     announce: Callable[[str], None] | None = None,
+    world: World | None = None,
 ) -> PackedDataset:
     """Prepares raw logs into the packed dataset `out`; called again with the same arguments, it continues after a stop.
 
@@ -80,7 +83,7 @@ def run_prepare(
     skip_bad_rows: how many bad rows may be left out.
     memory: bytes or text such as "4GiB" for counters, vocabularies and buffers (the libraries take some 0.4 GB more);
     None: half of what is free. threads: tables counted or encoded at a time. Neither of the two changes a byte.
-    progress, announce: see `pipeline.prepare`.
+    progress, announce, world: see `pipeline.prepare`.
 
     Raises ValueError naming the field, file, row or option that is wrong; OSError when the disk is full, and
     `pipeline.Interrupted` on Ctrl-C: after these two the same call continues.
@@ -91,11 +94,17 @@ def run_prepare(
     )
     changes = {"split": split, "fractions": fractions, "seed": seed, "min_count": min_count, "hash_cap": hash_cap}
     check_options(**changes)
-    check_out(Path(out), overwrite=overwrite)
-    if isinstance(schema, str | Path):
-        schema = load_schema(schema)
-    opened = open_source(source, paths, schema=schema, label=label, time=time, skip_bad_rows=skip_bad_rows, rows=rows)
-    return prepare(opened.with_options(**changes), out, options, progress=progress, announce=announce)
+    world = world or World()
+
+    def opened() -> OpenedSource:
+        if world.rank == 0:
+            check_out(Path(out), overwrite=overwrite)
+        read = load_schema(schema) if isinstance(schema, str | Path) else schema
+        found = open_source(source, paths, schema=read, label=label, time=time, skip_bad_rows=skip_bad_rows, rows=rows)
+        return found.with_options(**changes)
+
+    found = on_every_rank(world, opened)
+    return prepare(found, out, options, progress=progress, announce=announce, world=world)
 
 
 def _memory_bytes(memory: int | str | None) -> int | None:

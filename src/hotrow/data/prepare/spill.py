@@ -39,6 +39,8 @@ from hotrow.data.sources.convert import CodedKeys
 
 MAX_RUNS = 64
 """A table's runs are merged into one at this number: a merge keeps every run open, and open files are limited."""
+RANK_SHIFT = 48
+"""Keys of a pool with a higher rank appeared later: ranks are this many bits above the numbers of first appearance."""
 SNAPSHOT = "counters.json"
 RUN_SUFFIX = ".run"
 
@@ -125,11 +127,12 @@ class CounterPool:
     `with` block normally empties the folder; leaving it by an exception keeps the last snapshot.
 
     executor: its threads count, each table in one thread at a time; None: the caller's thread. The counts are the same.
+    rank: the place of these rows among those of other pools, which are counted elsewhere at the same time.
     """
 
-    def __init__(self, folder: Path, *, memory_bytes: int, executor: Executor | None = None) -> None:
+    def __init__(self, folder: Path, *, memory_bytes: int, executor: Executor | None = None, rank: int = 0) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.folder, self.memory_bytes = folder, memory_bytes
+        self.folder, self.memory_bytes, self._first_order = folder, memory_bytes, rank << RANK_SHIFT
         self._map: Callable[..., Iterable[Any]] = map if executor is None else executor.map
         self.progress: Any = None
         self.num_spills = 0
@@ -144,7 +147,8 @@ class CounterPool:
         """Announces a table. Raises ValueError if it was declared with another kind or cap: its features must agree."""
         known = self._tables.get(table)
         if known is None:
-            self._tables[table] = _TableCounts(table, kind, hash_cap, Counter(kind, hash_cap=hash_cap))
+            counter = Counter(kind, hash_cap=hash_cap, order=self._first_order)
+            self._tables[table] = _TableCounts(table, kind, hash_cap, counter)
         elif (known.kind, known.hash_cap) != (kind, hash_cap):
             raise ValueError(
                 f"{self.folder}: table {table!r} is declared with {kind!r} keys and hash_cap {hash_cap}, before with "
@@ -184,11 +188,16 @@ class CounterPool:
         """Memory that all counters hold now."""
         return sum(counts.counter.num_bytes for counts in self._tables.values())
 
-    def snapshot(self, progress: Any) -> None:
-        """Makes counts and `progress` (any JSON value) durable together; a pool on this folder continues from there."""
+    def snapshot(self, progress: Any, *, most_runs: int = MAX_RUNS) -> None:
+        """Makes counts and `progress` (any JSON value) durable together; a pool on this folder continues from there.
+
+        most_runs: the most files of a table.
+        """
         for counts in self._tables.values():
             if counts.counter.num_keys or counts.counter.num_missing:
                 self._spill(counts)
+            if len(counts.runs) > most_runs:
+                self._merge(counts)
         tables = {name: counts.to_record() for name, counts in self._tables.items()}
         with self._explain("writing a snapshot"):
             _SNAPSHOT.write(self.folder / SNAPSHOT, _Snapshot(tables, progress))
@@ -196,19 +205,31 @@ class CounterPool:
         self._kept = {run for counts in self._tables.values() for run in counts.runs}
         self._remove_other_runs()
 
+    def runs(self, table: str) -> list[Path]:
+        """Returns the files of a table that the last snapshot left."""
+        return list(self._tables[table].runs)
+
     def build(
-        self, table: str, vocab_path: Path, counts_path: Path, *, min_count: int = 1, max_rows: int = 0
+        self,
+        table: str,
+        vocab_path: Path,
+        counts_path: Path,
+        *,
+        min_count: int = 1,
+        max_rows: int = 0,
+        others: Sequence[Path] = (),
     ) -> TableSummary:
         """Writes the vocabulary and counts of a table from all that was counted; see `build_vocabulary`.
 
-        Uses the memory that the other tables' counters leave. Counting may continue afterwards.
+        Uses the memory that the other tables' counters leave. Counting may continue afterwards. others: files of the
+        same table in other pools, with other ranks.
         """
         counts = self._tables[table]
         if counts.counter.num_keys or counts.counter.num_missing:
             self._spill(counts)
         with self._explain(f"building the vocabulary of table {table!r}"):
             return build_vocabulary(
-                counts.runs,
+                [*counts.runs, *others],
                 vocab_path,
                 counts_path,
                 key_kind=counts.kind,
@@ -241,8 +262,11 @@ class CounterPool:
             run = counts.new_run(self.folder)
             counts.counter.drain(run)
             counts.runs.append(run)
-            if len(counts.runs) < MAX_RUNS:
-                return
+        if len(counts.runs) >= MAX_RUNS:
+            self._merge(counts)
+
+    def _merge(self, counts: _TableCounts) -> None:
+        with self._explain(f"merging counts of table {counts.name!r}"):
             merged = counts.new_run(self.folder)
             merge_runs(counts.runs, merged, memory_bytes=max(self.memory_bytes - self.num_bytes, 1 << 20))
             old, counts.runs = counts.runs, [merged]

@@ -123,7 +123,18 @@ class TimeHistogram:
 
     def add(self, time: NDArray[np.int64]) -> None:
         """Counts one chunk of rows."""
-        self._merge(*np.unique(time >> self.shift, return_counts=True))
+        self._add(*np.unique(time >> self.shift, return_counts=True))
+
+    def merge(self, shift: int, buckets: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Counts the rows of another histogram, by its attributes."""
+        if shift > self.shift:
+            own, counted = self.buckets >> (shift - self.shift), self.counts
+            self.shift, self.buckets, self.counts = shift, own[:0], counted[:0]
+            self._merge(own, counted)
+        self._add(buckets >> (self.shift - shift), counts)
+
+    def _add(self, buckets: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        self._merge(buckets, counts)
         while len(self.buckets) > self.max_distinct:
             self.shift += 1
             buckets, counts = self.buckets >> 1, self.counts

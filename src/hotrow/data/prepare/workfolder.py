@@ -4,6 +4,8 @@ prepare.json   what was asked for (a resume must ask for the same), and the resu
 counts/        counters, while counting (spill.py)
 encode/        ids of vocabularies larger than memory, while encoding (encoder.py)
 parts.json     finished parts (packed/writer.py)
+
+If several ranks prepare together (shares.py), each has the last three for itself, with its number in their names.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter
 from pydantic.dataclasses import dataclass as record
+from typing_extensions import override
 
 from hotrow.base.files import check_writable
 from hotrow.base.records import STRICT, Count, Document
@@ -65,6 +68,8 @@ class Results:
     rows_total: Count | None = None
     """Number of rows of the source, once counted."""
     marks: tuple[Mark, ...] = ()
+    chunk_marks: tuple[Mark, ...] = ()
+    """If several ranks have counted: the ends of all chunks, and of the source."""
 
     def __post_init__(self) -> None:
         for text in self.transforms or ():
@@ -74,9 +79,9 @@ class Results:
                 raise ValueError(f"tables.{name}.name is {table.name!r}; it must be {name!r}")
 
 
-_DOCUMENT = Document(
-    Results, marks={"hotrow_prepare": 1}, cure="start again with --overwrite, or remove the folder .prepare"
-)
+CURE = "start again with --overwrite, or remove the folder .prepare"
+RESULTS = TypeAdapter(Results)
+_DOCUMENT = Document(Results, marks={"hotrow_prepare": 1}, cure=CURE)
 
 
 class WorkFolder:
@@ -142,7 +147,7 @@ class WorkFolder:
 
     def abandon(self) -> bool:
         """Removes the folder after an error in the data, unless it holds counts to continue from; returns whether."""
-        if self.results.tables is not None or (self.folder / COUNTS / SNAPSHOT).exists():
+        if self.results.tables is not None or any(self.folder.glob(f"{COUNTS}*/{SNAPSHOT}")):
             return False
         shutil.rmtree(self.folder)
         if self._made_out and not any(self.out.iterdir()):
@@ -152,6 +157,24 @@ class WorkFolder:
     def remove(self) -> None:
         """Removes the folder when the dataset is complete."""
         shutil.rmtree(self.folder)
+
+
+class SilentWork(WorkFolder):
+    """The state of a preparation as ranks other than the first have it: they know it, and do not write prepare.json."""
+
+    def __init__(self, out: Path, results: Results) -> None:
+        self.out, self.folder, self.results = out, out / WORK_FOLDER, results
+
+    @override
+    def save(self, **results: Any) -> None:
+        self.results = replace(self.results, **results)
+
+    @override
+    def abandon(self) -> bool:
+        return True
+
+    @override
+    def remove(self) -> None: ...
 
 
 def check_out(out: Path, *, overwrite: bool) -> None:

@@ -15,7 +15,18 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import SKIP_CURE, Chunk, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo
+from hotrow.data.chunk import (
+    SKIP_CURE,
+    Chunk,
+    KeyKind,
+    Keys,
+    Position,
+    RowError,
+    SkippedRows,
+    SourceInfo,
+    cut_files,
+    file_spans,
+)
 from hotrow.data.sources.convert import (
     CodedKeys,
     DictionaryReader,
@@ -74,7 +85,7 @@ class ColumnsSource:
     ) -> None:
         self.name, self.schema = name, schema
         self.skipped = SkippedRows()
-        self._skip_bad_rows = skip_bad_rows
+        self.skip_bad_rows = skip_bad_rows
         self._reader = open_table(data, schema.csv)
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels in ("required", "made")
@@ -116,20 +127,49 @@ class ColumnsSource:
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
         num_rows, exact = self._reader.count_rows()
         if count == "exact" and not exact:
-            num_rows, exact = sum(len(rows.lines) + len(rows.bad) for _, rows in self._rows_of(self._columns[:1])), True
+            num_rows, exact = sum(self.count_rows(Position(), Position(len(self._reader.files)))), True
         return SourceInfo(num_rows, exact, self._reader.files)
 
-    def times(self) -> Iterator[NDArray[np.int64]]:
-        """Yields the readable times of all rows, and reads no other column."""
+    def cuts(self, num_parts: int) -> list[Position]:
+        """Returns the begins of parts and the end, as `SharedSource.cuts`; a file of text lies in one part."""
+        files = self._reader.files
+        inner = [self._cut(index, at) for index, at in cut_files([file.num_bytes for file in files], num_parts)]
+        return [Position(), *inner, Position(len(files))]
+
+    def _cut(self, index: int, at: int) -> Position:
+        num_rows, num_bytes = self._reader.num_rows_in(index), self._reader.files[index].num_bytes
+        if num_rows is None:
+            return Position(index + int(2 * at >= num_bytes))
+        return Position(index, num_rows * at // max(num_bytes, 1))
+
+    def count_rows(self, start: Position, stop: Position) -> list[int]:
+        num_rows = [0] * len(self._reader.files)
+        for index, first, last in file_spans(start, stop, len(num_rows)):
+            there = self._reader.num_rows_in(index)
+            if there is None:
+                rows = self._rows_of(self._columns[:1], Position(index), Position(index + 1))
+                num_rows[index] = sum(len(found.lines) + len(found.bad) for _, found in rows)
+            else:
+                num_rows[index] = (there if last is None else last) - first
+        return num_rows
+
+    def with_lines(self, position: Position, *, rows_before: int) -> Position:
+        """Returns `position`: lines are counted like rows here."""
+        return position
+
+    def times(self, start: Position | None = None, stop: Position | None = None) -> Iterator[NDArray[np.int64]]:
+        """Yields the readable times of all rows, or of those between two of the `cuts`, and reads no other column."""
         assert self.schema.time is not None and self._has_time, "asked of a source that has time"
-        for file_index, rows in self._rows_of([self.schema.time.column]):
+        for file_index, rows in self._rows_of([self.schema.time.column], start, stop):
             with self._naming(file_index):
                 time, fault = self._time_reader(rows.batch.column(0), self.schema.time.column)
             yield time if fault is None else time[~fault.rows]
 
-    def _rows_of(self, columns: Sequence[str]) -> Iterator[tuple[int, Rows]]:
-        for file_index in range(len(self._reader.files)):
-            for rows in prefetch(self._reader.read(file_index, 0, columns, 1 << 20)):
+    def _rows_of(
+        self, columns: Sequence[str], start: Position | None = None, stop: Position | None = None
+    ) -> Iterator[tuple[int, Rows]]:
+        for file_index, first, last in file_spans(start or Position(), stop, len(self._reader.files)):
+            for rows in prefetch(_up_to(last, self._reader.read(file_index, first, columns, 1 << 20))):
                 yield file_index, rows
 
     @contextmanager
@@ -140,17 +180,18 @@ class ColumnsSource:
         except ValueError as error:
             raise ValueError(f"{self._reader.files[file_index].path}: {error}") from None
 
-    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
-        """Yields chunks of at most `rows_per_chunk` rows from `start` on; a chunk never spans files."""
+    def chunks(
+        self, start: Position | None = None, *, rows_per_chunk: int = 65536, stop: Position | None = None
+    ) -> Iterator[Chunk]:
+        """Yields chunks of at most `rows_per_chunk` rows from `start` on, before `stop`; a chunk never spans files."""
         start = start or Position()
         self.skipped = SkippedRows(start.num_skipped)
-        return prefetch(self._read(start, rows_per_chunk))
+        return prefetch(self._read(start, stop, rows_per_chunk))
 
-    def _read(self, start: Position, rows_per_chunk: int) -> Iterator[Chunk]:
-        for file_index in range(start.file_index, len(self._reader.files)):
-            first = start.offset if file_index == start.file_index else 0
+    def _read(self, start: Position, stop: Position | None, rows_per_chunk: int) -> Iterator[Chunk]:
+        for file_index, first, last in file_spans(start, stop, len(self._reader.files)):
             dictionaries = DictionaryReader()
-            for rows in self._reader.read(file_index, first, self._columns, rows_per_chunk):
+            for rows in _up_to(last, self._reader.read(file_index, first, self._columns, rows_per_chunk)):
                 yield self._convert(file_index, rows, dictionaries)
 
     def _wanted_columns(self) -> tuple[str, ...]:
@@ -238,12 +279,25 @@ class ColumnsSource:
 
     def _skip(self, error: RowError, file_index: int) -> None:
         """Counts a bad row, or raises its error; looks up the line number only if somebody will read it."""
-        is_last = self.skipped.num_rows >= self._skip_bad_rows
+        is_last = self.skipped.num_rows >= self.skip_bad_rows
         if isinstance(self._reader, TextReader) and (is_last or self.skipped.wants_examples):
             error = error.but(line=self._reader.line_of(file_index, error.line))
         self.skipped.add(error)
         if is_last:
             raise error.but(reason=f"{error.reason}; correct the row, or {SKIP_CURE}")
+
+
+def _up_to(last: int | None, found: Iterator[Rows]) -> Iterator[Rows]:
+    """Yields rows of a file up to position `last` (None: all); every row before it has one position."""
+    if last is None:
+        yield from found
+        return
+    for rows in found:
+        if rows.end >= last:
+            num_rows = len(rows.lines) - (rows.end - last)
+            yield Rows(rows.batch.slice(0, num_rows), rows.lines[:num_rows], last)
+            return
+        yield rows
 
 
 def open_table(data: Any, spec: CsvSpec) -> TableReader:

@@ -23,7 +23,19 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import SKIP_CURE, Chunk, FileInfo, KeyKind, Keys, Position, RowError, SkippedRows, SourceInfo
+from hotrow.data.chunk import (
+    SKIP_CURE,
+    Chunk,
+    FileInfo,
+    KeyKind,
+    Keys,
+    Position,
+    RowError,
+    SkippedRows,
+    SourceInfo,
+    cut_files,
+    file_spans,
+)
 from hotrow.data.native import Fault, RowColumns, RowLayout, count_newlines, parse_rows
 from hotrow.data.sources.inputs import ByteStream, InputFile, find_files, prefetch
 from hotrow.data.sources.tabular import estimate_lines
@@ -78,7 +90,7 @@ class CriteoSource:
             raise ValueError(f"skip_bad_rows is {skip_bad_rows}; it must be at least 0")
         self.files = find_files(paths, matches=lambda name: FILE_NAME.fullmatch(name) is not None, wanted=FILE_WORDS)
         self.skipped = SkippedRows()
-        self._labels, self._skip_bad_rows, self._buffer_bytes = labels, skip_bad_rows, buffer_bytes
+        self.skip_bad_rows, self._labels, self._buffer_bytes = skip_bad_rows, labels, buffer_bytes
 
     @property
     def key_kinds(self) -> dict[str, KeyKind]:
@@ -91,15 +103,53 @@ class CriteoSource:
         files = tuple(FileInfo(file.name, file.num_bytes, file.mtime_ns) for file in self.files)
         return SourceInfo(sum(rows), count == "exact", files)
 
-    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536, depth: int = 1) -> Iterator[Chunk]:
-        """Yields chunks of exactly `rows_per_chunk` rows, except the last of each file.
+    def chunks(
+        self,
+        start: Position | None = None,
+        *,
+        rows_per_chunk: int = 65536,
+        stop: Position | None = None,
+        depth: int = 1,
+    ) -> Iterator[Chunk]:
+        """Yields chunks of exactly `rows_per_chunk` rows, except the last of each file and before `stop`.
 
         A thread parses the next `depth` chunks while the caller works; with 0 there is no thread.
         """
         start = start or Position()
         self.skipped = SkippedRows(start.num_skipped)
-        chunks = self._read(start, rows_per_chunk)
+        chunks = self._read(start, stop, rows_per_chunk)
         return prefetch(chunks, depth=depth) if depth else chunks
+
+    def cuts(self, num_parts: int) -> list[Position]:
+        """Returns the begins of parts and the end, as `SharedSource.cuts`; a compressed file lies in one part."""
+        inner = [self._cut(index, at) for index, at in cut_files([file.num_bytes for file in self.files], num_parts)]
+        return [Position(), *inner, Position(len(self.files))]
+
+    def _cut(self, index: int, at: int) -> Position:
+        """Returns where the first line from byte `at` of a file on begins; of a compressed file, the nearer end."""
+        file, buffer = self.files[index], bytearray(self._buffer_bytes)
+        with ByteStream(file) as stream:
+            if stream.codec is not None:
+                return Position(index + int(2 * at >= file.num_bytes))
+        if at <= self._layouts[index].num_bytes:
+            return Position(index)
+        with ByteStream(file, at - 1) as stream:
+            offset = at + buffer.find(b"\n", 0, stream.readinto(memoryview(buffer)))
+        # No newline: it is the last line, or a line that is too long, which is an error of the part that it begins in.
+        return Position(index, offset) if at <= offset < file.num_bytes else Position(index + 1)
+
+    def count_rows(self, start: Position, stop: Position) -> list[int]:
+        """Counts lines, as `SharedSource.count_rows`, as fast as they can be read and decompressed."""
+        num_rows = [0] * len(self.files)
+        for index, first, last in file_spans(start, stop, len(self.files)):
+            header = 0 if first else self._layouts[index].num_lines
+            num_rows[index] = _count_lines(self.files[index], first, last) - header
+        return num_rows
+
+    def with_lines(self, position: Position, *, rows_before: int) -> Position:
+        if position.offset == 0:
+            return position
+        return replace(position, num_lines=self._layouts[position.file_index].num_lines + rows_before)
 
     @cached_property
     def _layouts(self) -> list[_FileLayout]:
@@ -108,18 +158,18 @@ class CriteoSource:
             return [replace(layout, rows=layout.rows.without_label()) for layout in layouts]
         return layouts
 
-    def _read(self, start: Position, rows_per_chunk: int) -> Iterator[Chunk]:
-        for index in range(start.file_index, len(self.files)):
+    def _read(self, start: Position, stop: Position | None, rows_per_chunk: int) -> Iterator[Chunk]:
+        for index, _, last in file_spans(start, stop, len(self.files)):
             layout = self._layouts[index]
             position = start if index == start.file_index else Position(index)
             if position.offset == 0:
                 position = replace(position, offset=layout.num_bytes, num_lines=layout.num_lines)
-            yield from self._read_file(position, layout.rows, rows_per_chunk)
+            yield from self._read_file(position, last, layout.rows, rows_per_chunk)
 
-    def _read_file(self, start: Position, layout: RowLayout, rows_per_chunk: int) -> Iterator[Chunk]:
+    def _read_file(self, start: Position, stop: int | None, layout: RowLayout, rows_per_chunk: int) -> Iterator[Chunk]:
         file, line, row = self.files[start.file_index], start.num_lines, 0
         columns = RowColumns.empty(layout, rows_per_chunk)
-        with ByteStream(file, start.offset) as stream:
+        with ByteStream(file, start.offset, stop) as stream:
             for offset, text in _line_blocks(stream, self._buffer_bytes):
                 if len(text) == 0:
                     reason = f"the line is longer than {self._buffer_bytes:,} bytes; check that the file is a click log"
@@ -137,12 +187,13 @@ class CriteoSource:
                         yield _chunk(columns, row, layout, Position(start.file_index, end, line, self.skipped.num_rows))
                         columns, row = RowColumns.empty(layout, rows_per_chunk), 0
         if row:
-            yield _chunk(columns, row, layout, Position(start.file_index + 1, num_skipped=self.skipped.num_rows))
+            after = Position(start.file_index + 1) if stop is None else Position(start.file_index, stop, line)
+            yield _chunk(columns, row, layout, replace(after, num_skipped=self.skipped.num_rows))
 
     def _skip(self, error: RowError) -> None:
         """Counts a bad row, or raises its error if no more may be skipped."""
-        if self.skipped.num_rows >= self._skip_bad_rows:
-            if self._skip_bad_rows:
+        if self.skipped.num_rows >= self.skip_bad_rows:
+            if self.skip_bad_rows:
                 raise error.but(
                     reason=f"{error.reason} ({self.skipped.num_rows} bad rows were skipped before, as many as "
                     f"--skip-bad-rows allows; the first: {self.skipped.examples[:1]})"
@@ -279,10 +330,10 @@ def _read_header(file: InputFile, line: bytes) -> RowLayout | None:
     return RowLayout(delimiter, ("id",) * has_id, has_label, DENSE_NAMES, CATEGORY_NAMES)
 
 
-def _count_lines(file: InputFile) -> int:
+def _count_lines(file: InputFile, first: int = 0, stop: int | None = None) -> int:
     buffer, num_lines, last = bytearray(BUFFER_BYTES), 0, 0x0A
     array = np.frombuffer(buffer, np.uint8)
-    with ByteStream(file) as stream:
+    with ByteStream(file, first, stop) as stream:
         while num_bytes := stream.readinto(memoryview(buffer)):
             num_lines += count_newlines(array[:num_bytes])
             last = buffer[num_bytes - 1]

@@ -210,13 +210,13 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 
 
 class ByteStream:
-    """The decompressed bytes of a file from `offset` on.
+    """The decompressed bytes of a file from `offset` on, before `stop` (None: to its end).
 
     Raises ValueError naming the file and the decompressed byte if the data is truncated or damaged.
     """
 
-    def __init__(self, file: InputFile, offset: int = 0) -> None:
-        self.file, self.offset = file, 0
+    def __init__(self, file: InputFile, offset: int = 0, stop: int | None = None) -> None:
+        self.file, self.offset, self._stop = file, 0, stop
         """`offset`: decompressed bytes read so far."""
         try:
             self._raw = file.open_file()
@@ -229,6 +229,8 @@ class ByteStream:
     def readinto(self, buffer: memoryview) -> int:
         """Fills `buffer` as far as there is data; returns the number of bytes, 0 at the end."""
         filled, whole = 0, self.codec is None
+        if self._stop is not None:
+            buffer = buffer[: max(self._stop - self.offset, 0)]
         while filled < len(buffer):
             try:
                 num_bytes = self._stream.readinto(buffer[filled : None if whole else filled + INFLATE_BYTES])

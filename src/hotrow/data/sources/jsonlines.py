@@ -66,6 +66,10 @@ class JsonReader:
         """Estimates the number from the first lines of each file and its stored size."""
         return sum(map(estimate_lines, self._files)), False
 
+    def num_rows_in(self, file_index: int) -> int | None:
+        """Returns None: lines are found one after the other."""
+        return None
+
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """Yields the rows of one file after position `first`, which counts lines, bad ones included."""
         file, kinds = self._files[file_index], {name: self.schema.field(name).type for name in self.schema.names}

@@ -324,6 +324,8 @@ class SyntheticSource:
     Rows are made on demand, so `chunks` can start anywhere at no cost, and chunks of any size hold the same rows.
     """
 
+    skip_bad_rows = 0
+
     def __init__(self, config: SyntheticConfig) -> None:
         self.config = config
         self.skipped = SkippedRows()
@@ -348,16 +350,32 @@ class SyntheticSource:
         file = FileInfo(f"synthetic:{self.config.digest}", num_bytes, mtime_ns=0)
         return SourceInfo(self.config.num_rows, num_rows_exact=True, files=(file,))
 
-    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65_536) -> Iterator[Chunk]:
-        """Yields chunks of `rows_per_chunk` rows (the last may be shorter) from row `start.offset` on."""
-        first = start.offset if start else 0
-        for row in range(first, self.config.num_rows, rows_per_chunk):
-            yield self._chunk(row, min(row + rows_per_chunk, self.config.num_rows))
+    def cuts(self, num_parts: int) -> list[Position]:
+        return [Position(offset=self.config.num_rows * part // num_parts) for part in range(num_parts + 1)]
 
-    def times(self) -> Iterator[NDArray[np.int64]]:
-        """Yields the times of all rows, and makes no other column."""
-        for first in range(0, self.config.num_rows, _TIMES_ROWS):
-            yield self._times(first, min(first + _TIMES_ROWS, self.config.num_rows))
+    def count_rows(self, start: Position, stop: Position) -> list[int]:
+        return [stop.offset - start.offset]
+
+    def with_lines(self, position: Position, *, rows_before: int) -> Position:
+        """Returns `position`: there are no lines."""
+        return position
+
+    def chunks(
+        self, start: Position | None = None, *, rows_per_chunk: int = 65_536, stop: Position | None = None
+    ) -> Iterator[Chunk]:
+        """Yields the rows from `start.offset` to `stop.offset` in chunks; only the last may have fewer rows."""
+        for first, last in self._spans(start, stop, rows_per_chunk):
+            yield self._chunk(first, last)
+
+    def times(self, start: Position | None = None, stop: Position | None = None) -> Iterator[NDArray[np.int64]]:
+        """Yields the times of the same rows, and makes no other column."""
+        for first, last in self._spans(start, stop, _TIMES_ROWS):
+            yield self._times(first, last)
+
+    def _spans(self, start: Position | None, stop: Position | None, num_rows: int) -> Iterator[tuple[int, int]]:
+        end = self.config.num_rows if stop is None else stop.offset
+        for row in range(start.offset if start else 0, end, num_rows):
+            yield row, min(row + num_rows, end)
 
     def _times(self, start: int, stop: int) -> NDArray[np.int64]:
         seconds_per_row = 86_400 * self.config.num_days / self.config.num_rows

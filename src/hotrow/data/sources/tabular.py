@@ -74,6 +74,9 @@ class TableReader(Protocol):
     def count_rows(self) -> tuple[int, bool]:
         """Returns the number of rows, and whether it is exact."""
 
+    def num_rows_in(self, file_index: int) -> int | None:
+        """Returns the rows of a file that can be read from any row on; None if reading begins at its first line."""
+
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """Yields the rows of one file after position `first`. Raises ValueError naming the file if it cannot be
         read."""
@@ -122,6 +125,9 @@ class FrameReader:
 
     def count_rows(self) -> tuple[int, bool]:
         return self.table.num_rows, True
+
+    def num_rows_in(self, file_index: int) -> int | None:
+        return int(self.table.num_rows)
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         for batch in self.table.select(list(columns)).slice(first).to_batches(max_chunksize=rows_per_batch):
@@ -208,7 +214,10 @@ class ParquetReader:
 
     def count_rows(self) -> tuple[int, bool]:
         """Returns the exact number of rows, from the files' footers."""
-        return sum(int(self._opened(i).metadata.num_rows) for i in range(len(self._files))), True
+        return sum(self.num_rows_in(i) for i in range(len(self._files))), True
+
+    def num_rows_in(self, file_index: int) -> int:
+        return int(self._opened(file_index).metadata.num_rows)
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """Yields the rows of one file after position `first`."""
@@ -359,6 +368,10 @@ class TextReader:
         """Estimates the number from the first lines of each file and its stored size, without headers."""
         has_header = self._spec.column_names is None
         return sum(max(0, estimate_lines(file) - has_header) for file in self._files), False
+
+    def num_rows_in(self, file_index: int) -> int | None:
+        """Returns None: where a record begins depends on the quotes before it."""
+        return None
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """Yields the rows of one file after position `first`; it counts lines after the header, bad ones included."""

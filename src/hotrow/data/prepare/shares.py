@@ -1,0 +1,195 @@
+"""How ranks share a preparation: who reads which rows, who writes which parts, and how one's failure stops all.
+
+    input     |  rank 0  |  rank 1  |  rank 2  |     read and counted; counts are merged into one vocabulary a table
+    a split   |part 0|part 1|part 2|part 3|part|     a part is written by the rank in whose rows it begins
+
+The bytes are those of one process: counts do not depend on how rows are divided, and every rank knows after counting
+how many rows of each split lie before its own. Ranks share a file system. `pipeline.py` has the stages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from hotrow.data.chunk import Chunk, Position, SharedSource, select_rows
+from hotrow.data.prepare.split import Codes
+from hotrow.data.prepare.workfolder import Mark
+from hotrow.data.sources.schema import SPLITS
+from hotrow.parallel.agreement import everyone, on_every_rank
+from hotrow.parallel.world import World
+
+T = TypeVar("T")
+TELL_S = 0.2
+"""Ranks tell each other so often whether they are still at work."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Preparation was stopped on request, and its state is kept."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows of a source that one rank reads first."""
+
+    start: Position | None = None
+    """None: from the first row on."""
+    stop: Position | None = None
+    """None: to the end."""
+    row: int = 0
+    """The number of its first row; 0 if no stage needs to know it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The rows of one chunk that belong to the data set."""
+
+    chunk: Chunk
+    codes: Codes
+    """Split of each row."""
+    next_row: int
+    """Number of the source's first row after the chunk."""
+
+
+def together(world: World, work: Callable[[], T], stop: threading.Event) -> T:
+    """Returns what `work` returns here, when it has ended on all ranks. Collective.
+
+    If it raises ValueError or OSError on one, `stop` is set on all others, and all raise ValueError, which names the
+    rank. work: raises Interrupted soon after `stop` is set; if that was on request, all raise it.
+    """
+    if world.size == 1:
+        return work()
+    with ThreadPoolExecutor(1, thread_name_prefix="hotrow-share") as executor:
+        future = executor.submit(work)
+        while True:
+            wait([future], timeout=TELL_S)
+            error = future.exception() if future.done() else None
+            if error is not None and not isinstance(error, Interrupted | ValueError | OSError):
+                raise error
+            states = everyone(world, [future.done(), isinstance(error, Interrupted), error is not None])
+            if any(failed for _, _, failed in states):
+                stop.set()
+            if all(done for done, _, _ in states):
+                break
+    if all(is_stop for _, is_stop, failed in states if failed):
+        if any(failed for _, _, failed in states):
+            raise Interrupted
+        return future.result()
+    return on_every_rank(world, lambda: _unless_stopped(future.result))
+
+
+def _unless_stopped(result: Callable[[], T]) -> T:
+    try:
+        return result()
+    except Interrupted:
+        return None  # type: ignore[return-value]  # another rank has failed, so all raise
+
+
+def find_share(
+    world: World, source: SharedSource, stop: threading.Event, *, is_whole: bool, numbered: bool
+) -> tuple[Share, list[int]]:
+    """Returns the rows that this rank reads, and how many lines of rows each file has. Collective.
+
+    is_whole: the first rank reads all rows. numbered: row numbers are needed. If they are not, and no bad row may be
+    skipped, or if one rank reads all, nothing is read and there are no counts of lines.
+    """
+    found = everyone(world, [asdict(position) for position in source.cuts(world.size)] if world.rank == 0 else None)
+    cuts = [Position(**fields) for fields in found[0]]
+    if is_whole:
+        cuts[1:] = cuts[-1:] * world.size
+    start, end = cuts[world.rank], cuts[world.rank + 1]
+    if is_whole or not (numbered or source.skip_bad_rows):
+        return Share(start, end), []
+    lines = everyone(world, together(world, lambda: source.count_rows(start, end), stop))
+    before = _sums(lines[: world.rank], len(lines[0]))
+    rows_before = before[start.file_index] if start.file_index < len(before) else 0
+    start, row = source.with_lines(start, rows_before=rows_before), sum(before)
+    if source.skip_bad_rows:
+
+        def read() -> tuple[int, int]:
+            num_rows = 0
+            for chunk in source.chunks(start, stop=end):
+                num_rows += chunk.num_rows
+                if stop.is_set():
+                    raise Interrupted
+            return num_rows, source.skipped.num_rows
+
+        row, skipped = _sums(everyone(world, together(world, read, stop))[: world.rank], 2)
+        start = replace(start, num_skipped=skipped)
+    return Share(start, end, row), _sums(lines, len(lines[0]))
+
+
+def _sums(rows: Sequence[Sequence[int]], length: int) -> list[int]:
+    return [sum(row[i] for row in rows) for i in range(length)]
+
+
+def joined_marks(of_ranks: Sequence[tuple[int, Sequence[Mark]]]) -> list[Mark]:
+    """Returns the marks of all ranks as those of one process, in order.
+
+    of_ranks: by rank, the number of its first row as it counted, and marks, the last one at its end; their `rows` are
+    of that rank alone.
+    """
+    marks: list[Mark] = []
+    total = Mark()
+    for first, own in of_ranks:
+        before = total
+        for mark in own:
+            rows = {split: before.rows[split] + mark.rows[split] for split in SPLITS}
+            marks.append(total := Mark(before.row + mark.row - first, mark.position, rows))
+    return marks
+
+
+def part_ranges(world: World, marks: Sequence[Mark], rows_per_part: int) -> dict[str, tuple[int, int]]:
+    """Returns first and end of the rows of each split that this rank writes, numbered within the split: whole parts.
+
+    Only the split's last part may be shorter. marks: of the whole source; the last one is at its end. If the first row
+    is not before the end, there are none.
+    """
+    total = marks[-1]
+    rows = [mark.row for mark in marks]
+
+    def begins(rank: int, split: str) -> int:
+        """Returns the first part of `split` that begins in the share of `rank`, or later."""
+        at = int(np.searchsorted(rows, total.row * rank // world.size, side="right"))
+        before = marks[at - 1].rows[split] if at else 0
+        return -(-before // rows_per_part) * rows_per_part
+
+    ranges = {}
+    for split in SPLITS:
+        first = begins(world.rank, split) if world.rank else 0
+        last = begins(world.rank + 1, split) if world.rank + 1 < world.size else total.rows[split]
+        ranges[split] = first, min(last, total.rows[split])
+    return ranges
+
+
+def mark_before(marks: Sequence[Mark], ranges: dict[str, tuple[int, int]]) -> Mark:
+    """Returns the last mark before which no row of `ranges` lies."""
+    wanted = {split: first for split, (first, last) in ranges.items() if first < last}
+    return next(m for m in [*reversed(marks), Mark()] if all(m.rows[split] <= row for split, row in wanted.items()))
+
+
+def rows_within(pieces: Iterator[Piece], mark: Mark, ranges: dict[str, tuple[int, int]]) -> Iterator[Piece]:
+    """Yields, of pieces that begin at `mark`, the rows in `ranges`; ends when there are no more."""
+    before = dict(mark.rows)
+
+    def is_over() -> bool:
+        return all(last <= max(first, before[split]) for split, (first, last) in ranges.items())
+
+    if is_over():
+        return
+    for piece in pieces:
+        chosen = np.zeros(len(piece.codes), np.bool_)
+        for code, (split, (first, last)) in enumerate(ranges.items()):
+            of_split = np.flatnonzero(piece.codes == code)
+            numbers = before[split] + np.arange(len(of_split))
+            chosen[of_split] = (first <= numbers) & (numbers < last)
+            before[split] += len(of_split)
+        if chosen.any():
+            yield Piece(select_rows(piece.chunk, chosen), piece.codes[chosen], piece.next_row)
+        if is_over():
+            return
