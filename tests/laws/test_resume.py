@@ -5,6 +5,8 @@ The truth is the uninterrupted run: every tensor of its last checkpoint, every l
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
@@ -124,6 +126,23 @@ def test_stopped_when_its_time_is_over(
     run = runs.train(config(data, tmp_path / "restarted", changes), until_s=0.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert runs.resume(run.path).record.steps == 1
+
+
+def test_a_run_folder_without_locks_works_and_is_counted(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on Lustre, unless it is mounted with them. Nobody can tell then whether another process trains there."""
+    changes = ["train.max_steps=9"]
+    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
+
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    run = runs.train(config(data, tmp_path / "run", changes), until_s=0.0)
+    assert "has no locks: take care that no other process trains there" in capsys.readouterr().err
+    run = runs.resume(run.path)
+    assert outcome(run) == expected and run.record.warnings["folder_without_locks"]["count"] == 2
 
 
 def test_interrupted_around_skipped_steps(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

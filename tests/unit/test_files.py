@@ -1,12 +1,15 @@
 """hotrow.base.files: whole or absent, private, and inside the folder."""
 
+import errno
+import fcntl
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-from hotrow.base.files import atomic_write, check_name, disk_free_bytes, file_name, write_json
+from hotrow.base import files
+from hotrow.base.files import LOCK, atomic_write, check_name, claim, disk_free_bytes, file_name, write_json
 from hotrow.base.machine import _cgroup_available_bytes, available_memory_bytes
 
 
@@ -39,6 +42,31 @@ def test_atomic_write_does_not_follow_a_planted_link(tmp_path: Path) -> None:
     with pytest.raises(OSError), atomic_write(tmp_path / "a") as file:
         file.write(b"x")
     assert victim.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("refused", ["nothing", "folders", "unseen", "all"])
+def test_a_folder_is_claimed_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    """If folders cannot be locked, or their locks are not seen on other machines, a file is; else nobody can tell."""
+    plain, folders = fcntl.flock, []
+
+    def flock(descriptor: int, how: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):  # noqa: PTH112  # a link that pathlib would have to resolve
+            folders.append(how)
+            if refused in ("folders", "all"):
+                raise OSError(errno.EBADF, "Bad file descriptor")
+        elif refused == "all":
+            raise OSError(errno.ENOLCK, "No locks available")
+        plain(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    if refused == "unseen":
+        monkeypatch.setattr(files, "file_system", lambda path: "nfs4")
+    with claim(tmp_path) as first, claim(tmp_path) as second:
+        assert (first, second) == ((None, None) if refused == "all" else (True, False))
+    with claim(tmp_path) as again:
+        assert again is (None if refused == "all" else True)
+    assert (tmp_path / LOCK).exists() is (refused != "nothing")
+    assert refused != "unseen" or not folders
 
 
 def test_json_for_others(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import errno
+import fcntl
 import gc
 import mmap
 import os
@@ -123,6 +124,17 @@ def test_a_folder_that_cannot_be_written(kind: str, monkeypatch: pytest.MonkeyPa
         pytest.skip("there is no /proc here")
     with pytest.raises(OSError, match=r"^no files can be made in /proc/self/fdinfo: .*; choose another folder"):
         hotrow.SGD(make(tmp_path, **{kind: path}), lr=0.1)
+
+
+def test_a_file_system_without_locks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    text = r"^no files can be made in .*/rows: its file system \(.*\) cannot lock what is in use \(No locks available\)"
+    with pytest.raises(OSError, match=text + "; choose another folder for tables on disk"):
+        hotrow.SGD(make(tmp_path, ssd=tmp_path / "rows"), lr=0.1)
+    assert list((tmp_path / "rows").iterdir()) == []
 
 
 @pytest.mark.parametrize("num_rows", [2**31 - 1, 2**31, 2**40])

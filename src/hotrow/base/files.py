@@ -25,6 +25,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_NAME_BYTES = 200
 """Common file systems allow 255 bytes in a name; this leaves room for our suffixes."""
 
+LOCK = ".lock"
+_NETWORK_FUSE = ("sshfs", "glusterfs", "ceph", "ceph-fuse", "s3fs", "rclone", "gcsfuse", "juicefs", "mount-s3")
+NETWORK = (
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "afs", "beegfs", "gpfs", "pvfs2", "virtiofs"),
+    *(f"fuse.{name}" for name in _NETWORK_FUSE),
+)
+"""File systems by their names in /proc/self/mountinfo. An overlay, and a FUSE mount without a subtype, do not tell what
+they lie on: they pass for disks."""
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -88,6 +97,9 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync no folders
+            raise
     finally:
         os.close(descriptor)
 
@@ -180,21 +192,38 @@ def file_name(name: str) -> str:
 
 
 @contextmanager
-def claim(path: Path) -> Iterator[bool]:
-    """Yields whether this process has the folder to itself inside the block; a kill releases it too."""
-    descriptor, claimed = os.open(path, os.O_RDONLY | os.O_CLOEXEC), True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        claimed = False
-    except OSError:  # a file system that cannot lock folders, as NFS: processes cannot be told apart there
-        pass
+def claim(path: Path) -> Iterator[bool | None]:
+    """Yields whether this process has the folder to itself inside the block; a kill releases it too.
+
+    None: the file system has no locks, so nobody can tell. A folder is locked itself, or by its file LOCK if that does
+    not work or would not be seen on other machines.
+    """
+    itself = [] if file_system(path) in NETWORK else [(path, os.O_RDONLY)]
+    claimed, descriptor = None, None
+    for target, flags in (*itself, (path / LOCK, os.O_RDWR | os.O_CREAT)):
+        with suppress(OSError):
+            descriptor, claimed = _locked(target, flags)
+            break
     try:
         yield claimed
     finally:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # by name: a forked child may hold the descriptor too
+        if descriptor is not None:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # by name: a forked child may hold the descriptor too
+            os.close(descriptor)
+
+
+def _locked(path: Path, flags: int) -> tuple[int, bool]:
+    """Returns a descriptor of `path`, and whether it is locked by this process. Raises OSError if it has no locks."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return descriptor, False
+    except OSError:
         os.close(descriptor)
+        raise
+    return descriptor, True
 
 
 def check_writable(folder: Path) -> None:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hotrow.base.files import file_system, sync_folder
+from hotrow.base.files import NETWORK, file_system, sync_folder
 from hotrow.kernels import ops
 
 VERSION = 2
@@ -32,13 +32,6 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 NO_ATIME = getattr(os, "O_NOATIME", 0)
 """Leaves the time of the last access alone, which saves a fortieth of a read. Only a file's owner may ask for it."""
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-_NETWORK_FUSE = ("sshfs", "glusterfs", "ceph", "ceph-fuse", "s3fs", "rclone", "gcsfuse", "juicefs", "mount-s3")
-NETWORK = (
-    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "afs", "beegfs", "gpfs", "pvfs2", "virtiofs"),
-    *(f"fuse.{name}" for name in _NETWORK_FUSE),
-)
-"""File systems by their names in /proc/self/mountinfo. An overlay, and a FUSE mount without a subtype, do not tell what
-they lie on: they pass for disks."""
 PREFIX, SUFFIX = "hotrow-rows-", ".rows"
 """How the name of a collection's folder begins, and how the name of every file in it ends."""
 Kind = Literal["dram", "mapped", "block", "gathered"]
@@ -146,6 +139,12 @@ def _lock(descriptor: int, path: Path) -> None:
             f"{path} is open already, here or in another process: two writers would spoil the rows. "
             "Wait until the other run ends, or give this one a folder of its own",
         ) from None
+    except OSError as error:
+        raise FolderError(error.errno, f"{path}: {_no_locks(path, error)}; choose another folder") from error
+
+
+def _no_locks(path: Path, error: OSError) -> str:
+    return f"its file system ({file_system(path)}) cannot lock what is in use ({error.strerror})"
 
 
 def _make(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | None:
@@ -349,7 +348,7 @@ def _remove_left(path: Path) -> bool:
             return False  # not hotrow's
         shutil.rmtree(path, ignore_errors=True)
         return not path.exists()
-    except (BlockingIOError, FileNotFoundError):  # in use, or just removed by its owner
+    except OSError:  # in use, just removed by its owner, or on a file system that has no locks
         return False
     finally:
         os.close(descriptor)
@@ -359,7 +358,10 @@ def _remove_left(path: Path) -> bool:
 def _locked(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise OSError(error.errno, _no_locks(folder, error)) from error
         yield
     finally:
         os.close(descriptor)

@@ -14,6 +14,7 @@ runs/criteo-dlrm-001/
   tensorboard/    event files, if tensorboard is installed
   trace.json      where each moment of some steps went, if `train.trace` names steps
   launch.json     which torchrun began the run, so that its restart goes on here (restart.py)
+  .lock           on a network file system: locked while a process trains here
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class RunFolder:
                 continue
             with claim(found) as claimed:
                 # The process that owned it may have taken its first step meanwhile.
-                if claimed and _stopped_before_training(found, preparation):
+                if claimed is not False and _stopped_before_training(found, preparation):
                     folder = cls.open(found)
                     folder._is_claimed = True
                     folder.update(status="running", command=sys.argv, error=None)
@@ -138,11 +139,15 @@ class RunFolder:
             yield
             return
         with claim(self.path) as claimed:
-            if not claimed:
+            if claimed is False:
                 raise ValueError(
                     f"another process trains in {self.path}: wait until it has ended, or end it (SIGTERM lets it save "
                     "a checkpoint first)"
                 )
+            if claimed is None:
+                text = f"the file system of {self.path} has no locks: take care that no other process trains there"
+                self.warn("folder_without_locks", text)
+                print(f"hotrow: warning: {text}", file=sys.stderr)
             self._is_claimed = True
             try:
                 yield
@@ -217,7 +222,7 @@ class RunFolder:
         is_training = False
         if self.record.status == "running":
             with claim(self.path) as claimed:
-                is_training = not claimed
+                is_training = claimed is False
         record = asdict(self.record)
         return RunFacts(
             name=str(self.path),

@@ -153,7 +153,7 @@ def run_sweep(
 
 def claim_or_fail(folder: Path, stack: ExitStack) -> None:
     """Claims a folder until `stack` closes. Raises ValueError if another process has it."""
-    if not stack.enter_context(claim(folder)):
+    if stack.enter_context(claim(folder)) is False:
         raise ValueError(f"another process measures in {folder}: wait until it has ended, or pass another --out")
 
 
