@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hotrow.config.load import make_config
-from hotrow.parallel import agreement, heartbeat
+from hotrow.parallel import agreement, group, heartbeat
 from hotrow.parallel.agreement import StillSame, check_same, everyone, facts_of, on_every_rank
 from hotrow.parallel.group import explaining_no_group, fresh
 from hotrow.parallel.heartbeat import LIMIT_S, LOST, START_S, Heartbeat
@@ -368,6 +368,14 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         expected = f"127.0.0.1:{port}: another process uses this port. Set MASTER_PORT"
         with pytest.raises(ValueError, match=expected), explaining_no_group():
             dist.init_process_group("gloo", rank=0, world_size=1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # for a rank that calls there, and hears nothing
+        for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": taken.getsockname()[1]}.items():
+            monkeypatch.setenv(name, str(value))
+        for name in ("MEET_S", "MORE_S"):
+            monkeypatch.setattr(group, name, 0.2)
+        expected = r"did not meet at 127.0.0.1:\d+ \(timed out: what listens there is no store of torch\): see that"
+        with pytest.raises(ValueError, match=expected):
+            group.begin_group()
     with pytest.raises(RuntimeError, match="something else"), explaining_no_group():
         raise RuntimeError("something else")
 

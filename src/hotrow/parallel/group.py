@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from torch.distributed.rendezvous import rendezvous
 
 MEET_S = 300.0
 """Time in which all ranks must have come; hosts of a cluster may start minutes apart."""
+MORE_S = 5.0
+"""Time after MEET_S in which torch has to say that it is over."""
 _POLL_S = 0.05
 
 
@@ -24,8 +27,32 @@ def begin_group() -> None:
     MASTER_PORT). Raises ValueError, with the cure, if the ranks cannot meet.
     """
     with explaining_no_group():
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=MEET_S)))
+        store, rank, size = _met()
         dist.init_process_group("gloo", store=fresh(store, rank, size), rank=rank, world_size=size)
+
+
+def _met() -> tuple[Store, int, int]:
+    """Returns the store of the ranks, and rank and size. Raises RuntimeError if they do not meet.
+
+    A thread asks, because torch (2.13) waits without end for another program that listens at the port and says nothing.
+    """
+    met: list[tuple[Store, int, int]] = []
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            met.append(next(rendezvous("env://", timeout=timedelta(seconds=MEET_S))))
+        except Exception as error:  # for the thread that waits
+            failed.append(error)
+
+    asking = threading.Thread(target=ask, name="hotrow-meet", daemon=True)
+    asking.start()
+    asking.join(MEET_S + MORE_S)
+    if failed:
+        raise failed[0]
+    if not met:
+        raise RuntimeError("timed out: what listens there is no store of torch")
+    return met[0]
 
 
 def fresh(store: Store, rank: int, size: int) -> Store:
@@ -82,6 +109,6 @@ def explaining_no_group() -> Iterator[None]:
         if "timed out" in text or "refused" in text or "getaddrinfo" in text:
             raise ValueError(
                 f"the ranks did not meet at {where} ({text.splitlines()[0]}): see that every rank was started, that "
-                "MASTER_ADDR is the host of rank 0, and that no firewall closes the port"
+                "MASTER_ADDR is the host of rank 0, that no other program uses the port, and that no firewall closes it"
             ) from error
         raise

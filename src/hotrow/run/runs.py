@@ -300,7 +300,7 @@ def _train(training: Training, checkpoint: Path | None) -> None:
 
 @contextmanager
 def _explain_failure(setup: Setup, folder: RunFolder) -> Iterator[None]:
-    """Raises a failure of a store or of the device again, with what is kept and how to go on."""
+    """Raises a failure of a store, of memory or of the device again, with what is kept and how to go on."""
 
     def kept(option: str | None = None) -> str:
         steps = list_checkpoints(folder.checkpoints)
@@ -318,6 +318,11 @@ def _explain_failure(setup: Setup, folder: RunFolder) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         text, option = full_device(setup.config, setup.tables, error)
         raise ValueError(f"{text}. {kept(option)}") from error
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        cure = "lay more rows on disk (memory), lower train.batch_size, or start fewer processes on this machine"
+        raise MemoryError(f"memory ran out while training ({str(error).strip()[:200]}): {cure}. {kept()}") from error
 
 
 def _begin(training: Training) -> None:
