@@ -22,18 +22,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hotrow import SGD, EmbeddingCollection, Memory, TableConfig
 from hotrow.config.load import make_config
 from hotrow.parallel import agreement, group, heartbeat
 from hotrow.parallel.agreement import StillSame, check_same, everyone, facts_of, on_every_rank
 from hotrow.parallel.group import explaining_no_group, fresh
 from hotrow.parallel.heartbeat import LIMIT_S, LOST, START_S, Heartbeat
+from hotrow.parallel.sharded import Shards
 from hotrow.parallel.world import World
+from hotrow.run import checkpoint
 
 RANKS = 3
 HANG_S = 8.0
 """The promise is 5 s. On a busy machine the test only tells a slow end from none."""
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "hotrow.parallel.heartbeat"])
+CONTEXT.set_forkserver_preload(["torch", "hotrow.parallel.heartbeat", "hotrow.run.checkpoint"])
 
 
 class Ranks:
@@ -213,6 +216,42 @@ def test_a_pause_below_the_limit_ends_nothing_and_a_longer_one_all(ranks: Callab
         assert network.told(rank).count("hotrow: ") == 1
         assert f"hotrow: rank {lost} (" in network.told(rank)
         assert "or the network to it is interrupted" in network.told(rank)
+
+
+def dies_before_the_manifest(world: World, folder: Path) -> None:
+    """Saves a checkpoint; rank 1 is killed when it has written its files of the next one."""
+    table = TableConfig(name="t", num_embeddings=300, embedding_dim=4, feature_names=("a",))
+    memory = Memory(dram="64KiB", file=str(folder / "rows"), force=True)
+    emb = EmbeddingCollection([table], memory=Shards(world=world, below=memory), seed=5)
+    optimizer, ids, plain = SGD(emb, lr=0.1), torch.arange(9)[:, None], checkpoint._write_files
+
+    def write(*given: Any) -> Any:
+        (folder / "written").write_text(str(plain(*given)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with watched(world, folder):
+        for number in range(2):
+            emb(ids[world.rank * 3 : world.rank * 3 + 3] + 9 * number).sum().backward()
+            optimizer.step()
+            if number and world.rank == 1:
+                checkpoint._write_files = write
+            checkpoint.save_checkpoint(folder / f"step-{number}", {"embedding": emb, "sparse": optimizer})
+
+
+def test_a_rank_killed_before_the_manifest_leaves_the_checkpoint_before(ranks: Callable[..., Ranks]) -> None:
+    world = ranks(dies_before_the_manifest)
+    assert world.join(0, 2, limit_s=START_S) == [LOST, LOST], world.told()
+    assert all("hotrow: rank 1 (" in world.told(rank) for rank in (0, 2))
+    assert "004.safetensors" in (world.folder / "written").read_text()
+    assert list(checkpoint.list_checkpoints(world.folder)) == [0]
+    assert checkpoint.steps_without_manifest(world.folder) == []
+    table = TableConfig(name="t", num_embeddings=300, embedding_dim=4, feature_names=("a",))
+    found, truth = (EmbeddingCollection([table], seed=seed) for seed in (8, 5))
+    checkpoint.load_checkpoint(world.folder / "step-0", {"embedding": found})
+    truth.weights["t"][:9] -= 0.1
+    assert torch.equal(found.weights["t"], truth.weights["t"])
+    checkpoint.prune_checkpoints(world.folder, keep_last=1)
+    assert sorted(path.name for path in world.folder.glob("step-*")) == ["step-0"]
 
 
 def one_fails(world: World, folder: Path) -> None:

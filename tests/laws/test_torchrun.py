@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +94,12 @@ def same(path: Path, truth: dict[str, Any]) -> None:
 # ---- worlds of the pool
 
 
-def trained(
-    world: World,
-    raw: dict[str, Any],
-    stop: tuple[int, int] | None = None,
-    sent: signal.Signals = signal.SIGTERM,
-    late: int | None = None,
-) -> str:
-    """Trains as a rank; stop: rank and step at which that rank gets the signal `sent`. late: the rank whose time is
-    over when it begins. Returns the run's status.
-    """
+Stop = tuple[int, int] | None
+"""Rank and step at which that rank gets a signal."""
+
+
+@contextmanager
+def stopping(world: World, stop: Stop, sent: signal.Signals = signal.SIGTERM) -> Iterator[None]:
     trainer.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
     plain = trainer.train_step
 
@@ -113,15 +110,29 @@ def trained(
 
     trainer.train_step = step
     try:
-        until_s = 0.0 if late == world.rank else math.inf
-        return runs.train(make_config(raw), quiet=True, world=world, until_s=until_s).record.status
+        yield
     finally:
         trainer.train_step = plain
 
 
-def resumed(world: World, path: str, changes: list[str]) -> str:
-    trainer.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
-    return runs.resume(path, changes, quiet=True, world=world).record.status
+def trained(
+    world: World,
+    raw: dict[str, Any],
+    stop: Stop = None,
+    sent: signal.Signals = signal.SIGTERM,
+    late: int | None = None,
+) -> str:
+    """Trains as a rank; sent: the signal of `stop`; late: the rank whose time is over when it begins. Returns the run's
+    status.
+    """
+    until_s = 0.0 if late == world.rank else math.inf
+    with stopping(world, stop, sent):
+        return runs.train(make_config(raw), quiet=True, world=world, until_s=until_s).record.status
+
+
+def resumed(world: World, path: str, changes: list[str], stop: Stop = None) -> str:
+    with stopping(world, stop):
+        return runs.resume(path, changes, quiet=True, world=world).record.status
 
 
 def refused(world: World, function: Callable[..., Any], *arguments: Any) -> str:
@@ -190,6 +201,24 @@ def test_interrupted_on_four_ranks_and_resumed_on_three_and_one(pool: RankPool, 
     assert said == ["interrupted"] * 4 and (record.steps, record.signal) == (1, signal.SIGUSR1)
     runs.resume(tmp_path / "alone", quiet=True)
     same(tmp_path / "alone", truth)
+
+
+def test_one_process_four_ranks_two_and_three_go_on_with_one_chain(pool: RankPool, data: Path, tmp_path: Path) -> None:
+    """1 -> 4 -> 2 -> 3, in tiers, with a checkpoint every other step, to the bits of a run that was never stopped."""
+    changes = [*tiers_of(tmp_path, 60_000), "checkpoint.every=2", "checkpoint.keep_last=99"]
+    runs.train(make_config(raw_config(data, tmp_path / "one", [*changes, "memory=dram"])), quiet=True)
+    path = tmp_path / "many"
+    said = pool.run(trained, raw_config(data, path, changes), (0, 4), num_ranks=1, micro_batches=4)
+    for num_ranks, stop in ((4, (3, 8)), (2, (1, 13)), (3, None)):
+        said += pool.run(resumed, str(path), [], stop, num_ranks=num_ranks, micro_batches=num_ranks)
+    assert said == ["interrupted"] * 7 + ["finished"] * 3
+    same(path, outcome(tmp_path / "one"))
+    saved = list_checkpoints(RunFolder.open(path).checkpoints)
+    files = {step: read_manifest(own).files for step, own in saved.items()}
+    chained = [step for step, own in files.items() if "embedding/t2/004.safetensors" in own]
+    assert chained, "no checkpoint went on with what others had begun"
+    first = [(saved[step] / "embedding/t2/000.safetensors").stat() for step in files]
+    assert max(stat.st_nlink for stat in first) >= 4, "whole tables were written again and again"
 
 
 def test_a_run_of_one_process_is_resumed_on_ranks(pool: RankPool, data: Path, tmp_path: Path) -> None:

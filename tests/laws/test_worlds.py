@@ -6,9 +6,12 @@ The truth is a plain collection in DRAM on one process, whose updates are those 
 from __future__ import annotations
 
 import copy
+import errno
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +20,10 @@ import torch
 from torch import Tensor
 
 import hotrow
+from expanded import expanded
 from hotrow import EmbeddingCollection, KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops, reference, tree
+from hotrow.parallel import sharded, shared_rows
 from hotrow.parallel.exchange import WireDtype
 from hotrow.parallel.pooled import Collective
 from hotrow.parallel.sharded import Shards
@@ -27,6 +32,9 @@ from hotrow.parallel.world import World
 from hotrow.placement.base import Attached
 from hotrow.placement.budget import TableDemand, TableSlots
 from hotrow.placement.tiers import Tiers
+from hotrow.run import checkpoint, checkpoint_rows, checkpoint_together
+from hotrow.run.checkpoint import list_checkpoints, verify
+from hotrow.run.checkpoint_files import read_manifest
 from hotrow.tables import Uniform
 from rank_pool import RankPool
 
@@ -294,6 +302,17 @@ def test_scoring_makes_no_row(pool: RankPool, tmp_path: Path) -> None:
             assert (scored[t], trained[t]) == (0, shard.held(ids, rank, 3).sum()), (table.name, rank)
 
 
+class Told(NamedTuple):
+    kind: str
+    text: str
+
+
+def told(action: Callable[[], object]) -> Told:
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        action()
+    return Told(raised.type.__name__, str(raised.value))
+
+
 # ---- tables by their rows
 
 
@@ -320,35 +339,205 @@ def make(world: World | None, *, seed: int, tiers: str | None = None) -> Saved:
     return Saved(emb, hotrow.Adam(emb, lr=0.02))
 
 
-def go_on(world: World, folder: Path, number: int, tiers: str | None) -> None:
-    """Loads checkpoint `number`, trains a step and saves the next checkpoint, which rank 0 keeps."""
-    saved = make(world, seed=number, tiers=tiers)
-    hotrow.load_checkpoint(folder / str(number), saved.parts)
-    batch = make_batch(torch.Generator().manual_seed(number), 13)
-    saved.step(batch.samples(*world.samples(13)))
-    name = str(number + 1) if world.rank == 0 else f"{number + 1} of rank {world.rank}"
-    hotrow.save_checkpoint(folder / name, saved.parts)
+class Kept(NamedTuple):
+    """Where ranks keep their rows."""
+
+    tiers: str | None = None
+    first_in_dram: bool = False
+    machines: int = 1
+    seed: int = 0
+
+
+def placed(world: World, kept: Kept) -> Saved:
+    """A model of a rank; writes go in small pieces, so that there are several of them."""
+    shared_rows.PIECE_BYTES, checkpoint_together.STRIDE_BYTES = 256, 600
+    plain, sharded.network_id = sharded.network_id, lambda: str(world.rank % kept.machines)
+    case = Case("adam", 4, kept.tiers, first_in_dram=kept.first_in_dram)
+    try:
+        memory = Shards(world=world, shards=shards_of(world.size), below=memory_of(case, world.rank))
+        emb = EmbeddingCollection(TABLES, memory=memory, seed=kept.seed)
+    finally:
+        sharded.network_id = plain
+    return Saved(emb, hotrow.Adam(emb, lr=0.02))
+
+
+def go_on(world: World, folder: Path, kept: Kept, first: int, last: int) -> int:
+    """Loads checkpoint `first` and trains on, with a checkpoint after each step up to `last`; returns how many bytes of
+    rows the rank sent for that.
+    """
+    saved = placed(world, kept)
+    saved.step(make_batch(torch.Generator().manual_seed(99), 8).samples(*world.samples(8)))  # which loading undoes
+    hotrow.load_checkpoint(folder / str(first), saved.parts)
+    for number in range(first, last):
+        batch = make_batch(torch.Generator().manual_seed(number), 13)
+        saved.step(batch.samples(*world.samples(13)))
+        hotrow.save_checkpoint(folder / str(number + 1), saved.parts)
     saved.emb.placement.close()
+    return world.sent_bytes.get("tables", 0)
+
+
+def links(path: Path) -> dict[str, list[int]]:
+    """By table, the number of rows in each file of its weights."""
+    chains = read_manifest(path).parts["embedding"].chains
+    return {} if chains is None else {table: list(chain.links) for table, chain in chains.items()}
 
 
 def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, tmp_path: Path) -> None:
-    """1 -> 4 -> 2 (in tiers) -> 3 -> 1, against one process throughout, by the bytes of the files."""
-    plain = make(None, seed=0)
-    folder, tiers = tmp_path / "saved", str(tmp_path / "tiers")
+    """1 -> 4 -> 2 -> 3 -> 1, with several checkpoints from each, against one process throughout. Ranks in DRAM write
+    the bytes of its files; in tiers, or on several machines, files of what changed that say the same.
+    """
+    plain, tiers = make(None, seed=0), str(tmp_path / "tiers")
+    folder, number = tmp_path / "saved", 0
     hotrow.save_checkpoint(folder / "0", plain.parts)
-    for number, (num_ranks, own) in enumerate([(4, None), (2, tiers), (3, None)]):
-        pool.run(go_on, folder, number, own, num_ranks=num_ranks, micro_batches=4)
-        batch = make_batch(torch.Generator().manual_seed(number), 13)
-        plain.step(batch.in_parts(tree.starts(13, 4)))
-        truth = hotrow.save_checkpoint(tmp_path / f"truth-{number}", plain.parts)
-        files = sorted(path.relative_to(truth) for path in truth.rglob("*.safetensors"))
-        assert len(files) > len(TABLES)
-        for name in files:
-            assert (folder / str(number + 1) / name).read_bytes() == (truth / name).read_bytes(), (number, name)
+    for num_ranks, kept, steps in [
+        (4, Kept(), 2),
+        (2, Kept(tiers), 3),
+        (3, Kept(tiers), 3),
+        (4, Kept(tiers, first_in_dram=True, seed=7), 2),
+        (3, Kept(machines=2), 2),
+        (3, Kept(), 1),
+    ]:
+        sent = pool.run(go_on, folder, kept, number, number + steps, num_ranks=num_ranks, micro_batches=4)
+        assert sent == [0] * num_ranks, "rows went over the wire"
+        for _ in range(steps):
+            plain.step(make_batch(torch.Generator().manual_seed(number), 13).in_parts(tree.starts(13, 4)))
+            number += 1
+            truth = hotrow.save_checkpoint(tmp_path / f"truth-{number}", plain.parts)
+            assert expanded(folder / str(number)) == expanded(truth), (num_ranks, kept, number)
+            verify(folder / str(number))
+            assert bool(links(folder / str(number))) == (kept != Kept())
+            if kept == Kept():
+                for name in (path.relative_to(truth) for path in truth.rglob("*.safetensors")):
+                    assert (folder / str(number) / name).read_bytes() == (truth / name).read_bytes(), (number, name)
     again = make(None, seed=9)
-    hotrow.load_checkpoint(folder / "3", again.parts)
+    hotrow.load_checkpoint(folder / str(number), again.parts)
     for table in TABLES:
         assert torch.equal(again.emb.float32(table.name), plain.emb.float32(table.name))
+    # In tiers, the two ranks began a chain, which they and then the three went on with.
+    chains = [links(folder / str(k))["rows"] for k in (3, 4, 6)]
+    assert len(chains[0]) == 2 and all(longer[: len(chains[0])] == chains[0] for longer in chains[1:])
+    file = "embedding/rows/000.safetensors"
+    assert len({(folder / str(k) / file).stat().st_ino for k in (3, 4, 5, 6)}) == 1
+
+
+def fail_to_save(world: World, folder: Path, tiers: str | None) -> list[Told]:
+    """What a full disk under one rank, then a folder that another does not see, raise; then saves."""
+    saved = placed(world, Kept(tiers))
+    hotrow.save_checkpoint(folder / "step-0", saved.parts)
+    saved.step(make_batch(torch.Generator().manual_seed(0), 13).samples(*world.samples(13)))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == (1 if tiers else 2):
+            patch.setattr(checkpoint if tiers else checkpoint_together, "write_tensors" if tiers else "_put", full)
+        found = [told(lambda: hotrow.save_checkpoint(folder / "step-1", saved.parts))]
+    own = folder / "step-1" if world.rank != 1 else folder / "elsewhere" / "step-1"
+    found.append(told(lambda: hotrow.save_checkpoint(own, saved.parts)))
+    left = ["step-0"] if world.rank else sorted(path.name for path in folder.iterdir())
+    hotrow.save_checkpoint(folder / "step-1", saved.parts)
+    saved.emb.placement.close()
+    assert left == ["step-0"]
+    return found
+
+
+@pytest.mark.parametrize("in_tiers", [False, True])
+def test_a_save_that_one_rank_cannot_finish_leaves_the_one_before(
+    pool: RankPool, tmp_path: Path, in_tiers: bool
+) -> None:
+    folder = tmp_path / "saved"
+    found = pool.run(fail_to_save, folder, str(tmp_path / "tiers") if in_tiers else None, num_ranks=3, micro_batches=4)
+    for full, elsewhere in found:
+        assert "No space left on device" in full.text
+        assert full.text.startswith(f"rank {1 if in_tiers else 2} (")
+        assert (
+            elsewhere.text.startswith("rank 1 (") and "which rank 0 has made, is not here: all ranks" in elsewhere.text
+        )
+    plain = make(None, seed=0)
+    plain.step(make_batch(torch.Generator().manual_seed(0), 13).in_parts(tree.starts(13, 4)))
+    truth = hotrow.save_checkpoint(tmp_path / "truth", plain.parts)
+    assert sorted(list_checkpoints(folder)) == [0, 1] and expanded(folder / "step-1") == expanded(truth)
+
+
+def undo(world: World, folder: Path, tiers: str) -> Tensor:
+    """Trains rows 20 to 39, of which every rank has a copy, and loads a checkpoint that has no row above 19."""
+    table = TableConfig(name="t", num_embeddings=60, embedding_dim=4, feature_names=("a",))
+    memory = Shards(world=world, shards={"t": Shard(prefix=50)}, below=memory_of(Case("sgd", 4, tiers), world.rank))
+    emb = EmbeddingCollection([table], memory=memory)
+    saved = Saved(emb, hotrow.Adam(emb, lr=0.1))
+    for ids in torch.arange(40).split(10):
+        if int(ids[0]) == 20:
+            hotrow.save_checkpoint(folder, saved.parts)
+        saved.step(KeyedJaggedTensor.from_dense(("a",), ids[:, None]).samples(*world.samples(10)))
+    hotrow.load_checkpoint(folder, saved.parts)
+    own = emb.placement.below.rows("t").read(slice(0, 50)).clone()  # type: ignore[union-attr]
+    emb.placement.close()
+    return own
+
+
+def test_loading_makes_every_copy_of_a_row_what_it_was(pool: RankPool, tmp_path: Path) -> None:
+    found = pool.run(undo, tmp_path / "saved", str(tmp_path / "tiers"), num_ranks=3, micro_batches=3)
+    alone = EmbeddingCollection([TableConfig(name="t", num_embeddings=60, embedding_dim=4, feature_names=("a",))])
+    hotrow.load_checkpoint(tmp_path / "saved", {"embedding": alone})
+    assert all(torch.equal(own, alone.weights["t"][:50]) for own in found)
+
+
+class Read(NamedTuple):
+    checked: int
+    """Bytes that a rank read to compare them with checksums."""
+    values: int
+    """Bytes of rows that it read into its tables."""
+
+
+def read_own(world: World, folder: Path, tiers: str | None) -> Read:
+    """Saves a table dealt out by row, loads it again, and returns what was read."""
+    table = TableConfig(name="t", num_embeddings=4001, embedding_dim=16, feature_names=("a",))
+    memory = Shards(world=world, below=memory_of(Case("sgd", 4, tiers), world.rank))
+    emb = EmbeddingCollection([table], memory=memory)
+    saved = Saved(emb, hotrow.Adam(emb, lr=0.1))
+    for ids in torch.arange(3000).split(300):
+        saved.step(KeyedJaggedTensor.from_dense(("a",), ids[:, None]).samples(*world.samples(300)))
+    world.sent_bytes.clear()
+    hotrow.save_checkpoint(folder, saved.parts)
+    sent = sum(world.sent_bytes.values())
+    assert sent < 0.02 * sum(record.num_bytes for record in read_manifest(folder).files.values()), world.sent_bytes
+    checked, values = [0], [0]
+    plain_crc32, plain_open = checkpoint.crc32_of, checkpoint_rows.open_tensors
+
+    def crc32_of(path: Path, start: int, stop: int) -> int:
+        checked[0] += stop - start
+        return plain_crc32(path, start, stop)
+
+    class Counted:
+        def __init__(self, name: str, stored: Any) -> None:
+            self.name, self.stored = name, stored
+            self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+
+        def __getitem__(self, rows: slice) -> Tensor:
+            read: Tensor = self.stored[rows]
+            values[0] += read.nbytes * (self.name != "rows")
+            return read
+
+    @contextmanager
+    def open_tensors(path: Path) -> Iterator[Any]:
+        with plain_open(path) as file:
+            yield SimpleNamespace(keys=file.keys, get_slice=lambda name: Counted(name, file.get_slice(name)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "crc32_of", crc32_of)
+        patch.setattr(checkpoint_rows, "open_tensors", open_tensors)
+        hotrow.load_checkpoint(folder, saved.parts)
+    emb.placement.close()
+    return Read(checked[0], values[0])
+
+
+def test_a_rank_reads_what_it_holds(pool: RankPool, tmp_path: Path) -> None:
+    found = pool.run(read_own, tmp_path / "saved", str(tmp_path / "tiers"), num_ranks=3, micro_batches=3)
+    manifest = read_manifest(tmp_path / "saved")
+    assert sum(own.checked for own in found) == sum(record.num_bytes for record in manifest.files.values())
+    assert max(own.checked for own in found) - min(own.checked for own in found) <= len(manifest.files)
+    assert [own.values for own in found] == [1000 * 4 * 16 * 3] * 3, "weights and Adam's two states of its 1000 rows"
 
 
 def states_of(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -495,17 +684,6 @@ def test_numbers_on_the_wire_are_exact_or_within_their_rounding(pool: RankPool, 
 
 
 # ---- errors
-
-
-class Told(NamedTuple):
-    kind: str
-    text: str
-
-
-def told(action: Callable[[], object]) -> Told:
-    with pytest.raises((ValueError, RuntimeError)) as raised:
-        action()
-    return Told(raised.type.__name__, str(raised.value))
 
 
 def fail(world: World, folder: str) -> list[Told]:

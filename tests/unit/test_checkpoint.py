@@ -22,7 +22,7 @@ from hotrow.run.checkpoint import (
     save_checkpoint,
     verify,
 )
-from hotrow.run.checkpoint_files import read_tensors, write_tensors
+from hotrow.run.checkpoint_files import read_tensors, write_held, write_tensors
 from hotrow.tables import TableConfig
 from resealed import reseal
 
@@ -225,6 +225,28 @@ def test_lower_halves_are_not_lost_in_another_optimizer(tmp_path: Path, another:
     split = optim.SplitSGDBF16(other.parameters(), lr=0.1)
     load_checkpoint(tmp_path / "c", {"model": other, "dense_optimizer": split})
     assert all(torch.equal(a, b) for a, b in zip(split.weights(), whole, strict=True))
+
+
+def test_no_more_is_read_than_what_is_held() -> None:
+    written, read = [], []
+
+    class Stored:
+        def __getitem__(self, rows: slice) -> torch.Tensor:
+            read.append(rows)
+            return torch.arange(rows.start, rows.stop)
+
+    class Third:
+        """Holds rows that 3 divides."""
+
+        def held(self, rows: slice) -> torch.Tensor:
+            return (torch.arange(rows.start, rows.stop) % 3 == 0).nonzero().flatten()
+
+        def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+            written.append((rows.tolist(), values.tolist()))
+
+    for rows in (slice(10, 20), slice(20, 21)):
+        write_held(Third(), rows, Stored(), 110 if rows.start == 10 else 120)  # type: ignore[arg-type]
+    assert written == [([12, 15, 18], [112, 115, 118])] and read == [slice(112, 119)]
 
 
 def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,24 @@ import errno
 import fcntl
 import json
 import os
+import zlib
 from pathlib import Path
 
 import pytest
 
 from hotrow.base import files
-from hotrow.base.files import LOCK, atomic_write, check_name, claim, disk_free_bytes, file_name, write_json
+from hotrow.base.files import (
+    LOCK,
+    atomic_write,
+    check_name,
+    claim,
+    crc32,
+    disk_free_bytes,
+    file_name,
+    is_seen,
+    join_crc32,
+    write_json,
+)
 from hotrow.base.machine import _cgroup_available_bytes, available_memory_bytes
 
 
@@ -88,6 +100,19 @@ def test_check_name_accepts(name: str) -> None:
 def test_check_name_refuses(name: str) -> None:
     with pytest.raises(ValueError, match="table name"):
         check_name(name, what="table name")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 4096, 9_999, 10_000])
+def test_checksums_of_pieces_join(tmp_path: Path, cut: int) -> None:
+    data = os.urandom(5_000) + bytes(5_000)
+    (tmp_path / "file").write_bytes(data)
+    first, second = crc32(tmp_path / "file", 0, cut), crc32(tmp_path / "file", cut)
+    assert (first, second) == (zlib.crc32(data[:cut]), zlib.crc32(data[cut:]))
+    assert join_crc32(first, second, len(data) - cut) == zlib.crc32(data) == crc32(tmp_path / "file")
+
+
+def test_a_path_is_seen_if_it_is_there(tmp_path: Path) -> None:
+    assert is_seen(tmp_path) and not is_seen(tmp_path / "a") and not is_seen(tmp_path / "a" / "b")
 
 
 def test_disk_free_bytes_of_a_path_not_there_yet(tmp_path: Path) -> None:

@@ -226,6 +226,16 @@ def _locked(path: Path, flags: int) -> tuple[int, bool]:
     return descriptor, True
 
 
+def is_seen(path: Path) -> bool:
+    """Returns whether `path` exists, also if another machine has just made it in a folder that this one caches, as NFS
+    does: it then asks the server what is new there.
+    """
+    try:
+        return any(each.name == path.name for each in path.parent.iterdir())
+    except OSError:
+        return False
+
+
 def check_writable(folder: Path) -> None:
     """Raises ValueError if `folder`, a new folder or file, cannot be made in its nearest existing parent."""
     parent = folder.absolute().parent
@@ -244,13 +254,37 @@ def disk_free_bytes(path: Path | str) -> int:
     return shutil.disk_usage(path).free
 
 
-def crc32(path: Path) -> int:
-    """Returns the crc32 of a whole file, which is read in pieces of 16 MiB."""
-    crc = 0
+def crc32(path: Path, start: int = 0, stop: int | None = None) -> int:
+    """Returns the crc32 of bytes [start, stop) of a file, which is read in pieces of 16 MiB. stop: None: its end."""
+    crc, left = 0, (path.stat().st_size if stop is None else stop) - start
     with path.open("rb") as file:
-        while piece := file.read(1 << 24):
-            crc = zlib.crc32(piece, crc)
+        file.seek(start)
+        while left > 0 and (piece := file.read(min(left, 1 << 24))):
+            crc, left = zlib.crc32(piece, crc), left - len(piece)
     return crc
+
+
+def join_crc32(first: int, second: int, num_bytes: int) -> int:
+    """Returns the crc32 of two pieces end to end, from that of each; num_bytes: the length of the second.
+
+    A crc32 is the remainder of a polynomial over bits. `num_bytes` zeros behind the first piece multiply it by
+    x^(8 num_bytes), and the second piece is added (Mark Adler's crc32_combine in zlib).
+    """
+    power, square, exponent = 1 << 31, 1 << 30, 8 * num_bytes  # bit 31 is x^0, bit 30 is x
+    while exponent:
+        power = _times(power, square) if exponent & 1 else power
+        square, exponent = _times(square, square), exponent >> 1
+    return _times(power, first) ^ second
+
+
+def _times(first: int, second: int) -> int:
+    """Returns the product of two remainders modulo the polynomial of crc32."""
+    product = 0
+    while first:
+        product ^= second if first >> 31 else 0
+        first = first << 1 & 0xFFFFFFFF
+        second = second >> 1 ^ (0xEDB88320 if second & 1 else 0)
+    return product
 
 
 def file_system(path: Path | str) -> str | None:

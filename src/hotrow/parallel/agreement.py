@@ -70,6 +70,11 @@ def on_every_rank(world: World, function: Callable[[], T]) -> T:
     raise CommonError("; ".join(f"{_named(where, found)}: {text}" for text, where in ranks.items()))
 
 
+def on_first_rank(world: World, function: Callable[[], T]) -> T | None:
+    """Returns what `function` returns on the first rank, elsewhere None; an error there is raised on every rank."""
+    return on_every_rank(world, lambda: function() if world.rank == 0 else None)
+
+
 # ---- at the start
 
 

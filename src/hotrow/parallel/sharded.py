@@ -13,7 +13,7 @@ whose owners send pooled vectors instead of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,20 +26,19 @@ from torch import Tensor
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
 from hotrow.kernels.reference import Distinct, FlatSums, Layout, RowSums, Rule
-from hotrow.parallel.agreement import everyone
+from hotrow.parallel.agreement import everyone, network_id
 from hotrow.parallel.buffers import Buffers, ShardLease
 from hotrow.parallel.exchange import WIRE_TYPES, Chosen, Keys, WireDtype, pack, recast, unpack
 from hotrow.parallel.pooled import Collective, Pooled, Served, only
 from hotrow.parallel.shards import Division, Numbers, Shard
+from hotrow.parallel.shared_rows import SharedChanges, SharedRows
 from hotrow.parallel.world import Arriving, World
 from hotrow.placement import AnyMemory, place
-from hotrow.placement.base import Attached, Lease, Placement, RowIds, Rows, TableState, Use
+from hotrow.placement.base import Attached, Lease, Placement, Rows, TableState, Use
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.slots import Span, check_ids, spans_of
 from hotrow.tables import TableConfig
 
-PIECE_BYTES = 16 << 20
-"""Rows are read by their numbers in pieces of about this size: all ranks must choose the same."""
 HELD = 0
 """The group of rows that the rank itself holds, in `Asked`; group 1 + r is what it asks of rank r."""
 
@@ -77,7 +76,9 @@ class Shards:
             below = replace(below, pins=_own_pins(below.pins, tables, shards, self.world))
         local = [_local_table(*each, self.world) for each in zip(tables, shards, strict=True)]
         placed = place(local, below, seed=seed)
-        return Sharded(self.world, tables, shards, placed, wire_dtype=self.wire_dtype, collective=self.collective)
+        return Sharded(
+            self.world, tables, shards, placed, seed=seed, wire_dtype=self.wire_dtype, collective=self.collective
+        )
 
 
 def shard(
@@ -179,6 +180,7 @@ class Sharded(Placement):
         shards: Sequence[Shard],
         below: Placement,
         *,
+        seed: int,
         wire_dtype: WireDtype = "fp32",
         collective: Collective = "all_to_all",
     ) -> None:
@@ -187,8 +189,13 @@ class Sharded(Placement):
         self.layout = Layout.of(self.tables)
         self.kernels = ops.KernelSet(self.layout)
         self.weights, self.low = below.weights, below.low
+        ranks = everyone(world, [below.looks_ahead, below.changes is not None, network_id()])
+        looks_ahead, knows_changes, where = zip(*ranks, strict=True)
         # Ranks announce together, also if the rows of some fit in DRAM.
-        self.looks_ahead = any(everyone(world, below.looks_ahead))
+        self.looks_ahead = any(looks_ahead)
+        # Whole tables are written by several ranks into one file, whose pages only processes of one machine share.
+        whole = not any(knows_changes) and len(set(where)) == 1
+        self._changes = None if whole else SharedChanges(world, tables, shards, below.changes, seed=seed)
         self._shares = Division(shards, world.size).shares(world.rank)
         self._num_rows = [table.num_embeddings for table in tables]
         self._keys = Keys(self._num_rows, [table.embedding_dim for table in tables], wire_dtype)
@@ -210,9 +217,9 @@ class Sharded(Placement):
     # ---- what is offered
 
     @property
-    def changes(self) -> None:
-        """None: checkpoints write whole tables."""
-        return
+    def changes(self) -> SharedChanges | None:
+        """See Placement. None, so that checkpoints write whole tables, if all ranks are in DRAM of one machine."""
+        return self._changes
 
     @property
     def stall_s(self) -> float:
@@ -574,12 +581,14 @@ class Sharded(Placement):
     # ---- optimizer states, and rows by their ids
 
     def attach(self, states: dict[str, Sequence[TableState]]) -> Attached:
+        if self._changes is not None:
+            self._changes.states = states
         return self.below.attach(states)
 
     def rows(self, table: str, state: TableState | None = None) -> Rows:
         """Returns whole tables by row: every rank reads the same rows at the same time, and gets all of them."""
         t = next(t for t, each in enumerate(self.tables) if each.name == table)
-        return _ShardedRows(self, t, self.below.rows(table, state))
+        return SharedRows(self.world, self.shards[t], self.tables[t].num_embeddings, self.below.rows(table, state))
 
     def grow(self, table: TableConfig) -> None:
         raise ValueError(
@@ -591,49 +600,6 @@ class Sharded(Placement):
         self.below.flush()
 
 
-class _ShardedRows(Rows):
-    """The rows of table number t; below: this rank's."""
-
-    def __init__(self, owner: Sharded, t: int, below: Rows) -> None:
-        self._world, self._shard, self._below = owner.world, owner.shards[t], below
-        self.shape = torch.Size((owner.tables[t].num_embeddings, *below.shape[1:]))
-        self.dtype = below.dtype
-        self.piece_rows = max(1, PIECE_BYTES // (4 * max(1, self.shape[1:].numel())))
-
-    def read(self, rows: RowIds, /) -> Tensor:
-        """Returns the rows; collective. Each row comes from its home."""
-        ids, world = _ids(rows), self._world
-        homes = self._shard.homes(ids, world.size)
-        come = world.gather(partial(self._read_own, ids[homes == world.rank]), purpose="tables")
-        out = torch.empty(len(ids), *self.shape[1:], dtype=self.dtype)
-        for rank, own in enumerate(come):
-            at = torch.from_numpy((homes == rank).nonzero()[0])
-            out[at] = own.view(self.dtype).view(len(at), *self.shape[1:])
-        return out
-
-    def _read_own(self, ids: Numbers) -> Tensor:
-        pieces = [self._below.read(local) for local, _ in self._pieces(ids)]
-        values = torch.cat(pieces) if pieces else torch.empty(0, *self.shape[1:], dtype=self.dtype)
-        return values.contiguous().view(-1).view(torch.uint8)
-
-    def write(self, rows: RowIds, values: Tensor, /) -> None:
-        """Makes these rows `values`, which every rank is given whole; not collective."""
-        ids = _ids(rows)
-        held = self._shard.held(ids, self._world.rank, self._world.size).nonzero()[0]
-        for local, at in self._pieces(ids[held]):
-            self._below.write(local, values[torch.from_numpy(held[at])])
-
-    def _pieces(self, ids: Numbers) -> Iterator[tuple[Tensor, slice]]:
-        """Yields the numbers of rows in this rank's shard, as many as to read at once, and which of `ids` they are."""
-        local, step = torch.from_numpy(self._shard.local(ids, self._world.size)), self._below.piece_rows
-        for start in range(0, len(local), step):
-            yield local[start : start + step], slice(start, start + step)
-
-
 def _same(lookups: ops.Lookups, others: ops.Lookups) -> bool:
     """Returns whether these are the same objects."""
     return [[*map(id, own)] for own in lookups] == [[*map(id, own)] for own in others]
-
-
-def _ids(rows: RowIds) -> Numbers:
-    return rows.numpy() if isinstance(rows, Tensor) else np.arange(rows.start, rows.stop)

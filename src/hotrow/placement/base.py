@@ -67,6 +67,14 @@ class Rows(Protocol):
     def write(self, rows: RowIds, values: Tensor, /) -> None:
         """Makes these rows `values`, of type `dtype`, or float32, which float16 tables round."""
 
+    def held(self, rows: RowIds, /) -> Tensor | None:
+        """Returns the places [n] among `rows`, rising, of those that this process holds; None: it holds all."""
+        return None
+
+    def own(self, rows: RowIds, /) -> tuple[RowIds, Tensor]:
+        """Returns those of `rows` that this process saves in a checkpoint, and their values, asking no other rank."""
+        return rows, self.read(rows)
+
     def pieces(self, start: int = 0) -> Iterator[slice]:
         """Yields ranges of rows that together are the table from row `start` on."""
         num_rows, step = self.shape[0], self.piece_rows
@@ -323,10 +331,14 @@ class Changes(Protocol):
         """Returns what the rows of a table are before they are first written to."""
 
     def num_changed(self, table: str, *, ever: bool) -> int:
-        """Returns how many rows of a table were ever written to, or since `clear_changed`."""
+        """Returns how many rows of a table were ever written to, or since `clear_changed`; of several ranks, how many
+        of those that this one saves."""
 
     def changed_rows(self, table: str, *, ever: bool) -> Iterator[Tensor]:
         """Yields their ids, rising, in pieces to read at once."""
+
+    def touched_rows(self, table: str) -> Iterator[Tensor]:
+        """Yields the ids of all rows in this process that may differ from what they were made as, in such pieces."""
 
     def arrays_by_table(self) -> dict[str, list[str]]:
         """Returns by table the names of its arrays: "weight", and those of the attached states."""

@@ -424,6 +424,9 @@ class Tiers(Placement):
             yield torch.from_numpy(ids)
             first = int(ids[-1]) + 1
 
+    def touched_rows(self, table: str) -> Iterator[Tensor]:
+        return self.changed_rows(table, ever=True)
+
     def clear_changed(self) -> None:
         self._laid_out().clear_changed()
 

@@ -12,13 +12,17 @@ from the memory they live in, and read into it, in pieces (checkpoint_files.py),
 needs no second copy. Tables in DRAM are written whole. If tables are in tiers, a checkpoint writes the rows that
 changed since the previous one. Each kind loads into the other. A table in split storage (bfloat16 and lower halves) is
 joined for the file, which is that of a float32 table. Nothing is pickled. trainer.py decides what to save, and when.
+
+If several ranks share the tables, each writes its own rows into the one folder: whole tables into the files of one
+process (checkpoint_together.py), changed rows into a file of its own. The first rank writes the rest, and the manifest
+when all others are done. Each rank reads what it holds.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,12 +35,15 @@ from hotrow.base.files import (
     check_name,
     check_room,
     file_name,
-    folder_bytes,
+    is_seen,
+    join_crc32,
     sync_folder,
 )
+from hotrow.base.files import crc32 as crc32_of
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SparseOptimizer, SplitSGDBF16
-from hotrow.parallel.agreement import on_every_rank
+from hotrow.parallel.agreement import CommonError, everyone, on_every_rank, on_first_rank
+from hotrow.parallel.sharded import Sharded
 from hotrow.parallel.world import World
 from hotrow.placement.base import Changes, Rows, Saved
 from hotrow.run.checkpoint_files import (
@@ -49,77 +56,106 @@ from hotrow.run.checkpoint_files import (
     PartRecord,
     Stored,
     Target,
-    crc32,
     num_bytes,
     open_tensors,
-    read_along,
     read_manifest,
     read_tensors,
     write_tensors,
 )
-from hotrow.run.checkpoint_rows import link_or_copy, load_chain, next_chain
+from hotrow.run.checkpoint_rows import NumRows, link_or_copy, load_chain, next_chain
+from hotrow.run.checkpoint_together import write_together
 
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
 
 
-def save_checkpoint(
-    path: Path | str, parts: Mapping[str, Part], *, extra: Mapping[str, Any] | None = None, world: World | None = None
-) -> Path:
+def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mapping[str, Any] | None = None) -> Path:
     """Writes `parts` and the JSON-ready `extra` as the folder `path`, which appears when it is complete and on disk.
 
     parts: by name, which becomes a file name. Of tables in tiers, only the rows are written that changed since the last
     checkpoint, saved or loaded, if that one held all tables and their optimizer under the same names and is still in
-    its folder; otherwise all rows that were ever written to. world: the ranks that share the tables; all call this, the
-    first writes, and the checkpoint is that of one process. None: one process.
-    Raises ValueError if `path` exists (checkpoints are never overwritten), or if the disk has too little room, saying
-    how much is missing; OSError as the disk gives it.
+    its folder; otherwise all rows that were ever written to. If ranks share the tables, all of them call this with the
+    same `path`, a folder that they all see; `extra` and what no rank shares are those of the first.
+    Raises ValueError if `path` exists (checkpoints are never overwritten), if the disk has too little room, saying how
+    much is missing, or if another rank failed, naming it; OSError as the disk gives it.
     """
-    path, world = Path(path), world or World()
-    contents = _contents(parts)
-    on_every_rank(world, lambda: _check_room(path, contents) if world.rank == 0 else None)
-    if world.rank == 0:
-        manifest = _write(path, contents, extra or {})
-        sync_folder(path.parent)
-        _continue_from(path, manifest, parts)
-    else:
-        for tensors in contents.new.values():
-            read_along(tensors)
-    on_every_rank(world, lambda: None)  # no rank goes on before the folder is complete
+    path, world = Path(path), _world_of(parts.values())
+    contents = _contents(parts, world)
+    own = [*contents.new.values(), *(contents.together.values() if world.rank == 0 else ())]
+    needed = sum(everyone(world, sum(num_bytes(tensor) for tensors in own for tensor in tensors.values())))
+    on_first_rank(world, lambda: _check_room(path, needed))
+    manifest = _write(path, contents, extra or {}, world)
+    _continue_from(path, manifest, parts)
     return path
 
 
-def _check_room(path: Path, contents: _Contents) -> None:
+def _check_room(path: Path, needed: int) -> None:
     if path.exists():
         raise ValueError(f"checkpoint {path} exists already; remove it or choose another folder")
-    needed = sum(num_bytes(t) for tensors in contents.new.values() for t in tensors.values())
     check_room(path, needed, what="checkpoint", cure="move the run")
 
 
-def _write(path: Path, contents: _Contents, extra: Mapping[str, Any]) -> Manifest:
+def _write(path: Path, contents: _Contents, extra: Mapping[str, Any], world: World) -> Manifest:
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(mode=0o700, parents=True)
-        files = _write_files(partial, contents)
-        manifest = Manifest(contents.parts, files, folder_bytes(partial), json.loads(json.dumps(dict(extra))))
-        DOCUMENT.write(partial / MANIFEST, manifest)
+
+    def complete() -> None:
+        for file, record in files.items():
+            if not (partial / file).is_file() or (partial / file).stat().st_size != record.num_bytes:
+                raise ValueError(f"{partial / file}, which another rank wrote, is not there as it wrote it; {SHARED}")
+        for each in contents.folders:
+            sync_folder(partial / each)
+        DOCUMENT.write(partial / MANIFEST, replace(manifest, extra=json.loads(json.dumps(dict(extra)))))
         partial.rename(path)
+        sync_folder(path.parent)
+
+    try:
+        on_first_rank(world, lambda: _make_folders(partial, contents))
+        on_every_rank(world, lambda: _check_seen(partial))
+        files = {file: write_together(partial / file, arrays, world) for file, arrays in contents.together.items()}
+        num_written = sum(record.num_bytes for record in files.values()) if world.rank == 0 else 0
+        own, num_own = on_every_rank(world, lambda: _write_files(partial, contents))
+        for each in everyone(world, {file: [record.num_bytes, record.crc32] for file, record in own.items()}):
+            files |= {file: FileRecord(*record) for file, record in each.items()}
+        manifest = Manifest(contents.parts, files, sum(everyone(world, num_written + num_own)), {})
+        on_first_rank(world, complete)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     return manifest
+
+
+SHARED = "all ranks must save to one folder, on a file system that all of them see"
+
+
+def _make_folders(partial: Path, contents: _Contents) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(mode=0o700, parents=True)
+    for each in sorted(contents.folders):
+        (partial / each).mkdir(mode=0o700, exist_ok=True)
+
+
+def _check_seen(partial: Path) -> None:
+    if not is_seen(partial):
+        raise ValueError(f"{partial}, which rank 0 has made, is not here: {SHARED}")
 
 
 def load_checkpoint(path: Path | str, parts: Mapping[str, Part]) -> dict[str, Any]:
     """Copies the checkpoint at `path` into `parts` after verifying every byte of it; returns its `extra`.
 
-    parts: built as they were when saved, on any placement; some of the saved parts may be left out. Raises ValueError
-    naming a file that is missing, cut off or altered, a tensor whose name, shape or dtype does not fit, or a part with
-    lower halves from `SplitSGDBF16` that is given to another optimizer.
+    parts: built as they were when saved, on any placement; some of the saved parts may be left out. If ranks share the
+    tables, all of them call this: each verifies a part of the bytes and reads its own rows, whoever wrote them.
+    Raises ValueError naming a file that is missing, cut off or altered, a tensor whose name, shape or dtype does not
+    fit, or a part with lower halves from `SplitSGDBF16` that is given to another optimizer.
     """
-    path = Path(path)
-    manifest = read_manifest(path)
-    verify(path, manifest)
+    path, world = Path(path), _world_of(parts.values())
+    manifest = on_every_rank(world, lambda: read_manifest(path))
+    verify(path, manifest, world=world)
+    on_every_rank(world, lambda: _load(path, manifest, parts))
+    _continue_from(path, manifest, parts)
+    return dict(manifest.extra)
+
+
+def _load(path: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
     for name, part in parts.items():
         if name not in manifest.parts:
             raise ValueError(f"checkpoint {path} has no part {name!r}; it has {', '.join(manifest.parts)}")
@@ -130,27 +166,37 @@ def load_checkpoint(path: Path | str, parts: Mapping[str, Part]) -> dict[str, An
         else:
             for file, tensors in _describe(name, part)[0].items():
                 read_tensors(path / file, tensors)
-    _continue_from(path, manifest, parts)
-    return dict(manifest.extra)
 
 
-def verify(path: Path, manifest: Manifest | None = None) -> int:
-    """Compares every file that the manifest names with its size and crc32; returns the bytes read.
+def verify(path: Path, manifest: Manifest | None = None, *, world: World | None = None) -> int:
+    """Compares every file that the manifest names with its size and crc32; returns the bytes of all.
 
+    world: ranks that share the work: all call this, and each reads its part of every file. None: this process alone.
     Raises ValueError naming the first file that is missing, or whose size or checksum differs.
     """
-    manifest = read_manifest(path) if manifest is None else manifest
-    total = 0
+    manifest, world = read_manifest(path) if manifest is None else manifest, world or World()
+    cuts = [[record.num_bytes * r // world.size for r in range(world.size + 1)] for record in manifest.files.values()]
+    pieces = everyone(world, on_every_rank(world, lambda: _crc32_of_pieces(path, manifest, cuts, world.rank)))
+    for k, (name, record) in enumerate(manifest.files.items()):
+        found = pieces[0][k]
+        for rank in range(1, world.size):
+            found = join_crc32(found, pieces[rank][k], cuts[k][rank + 1] - cuts[k][rank])
+        if (checksum := f"{found:08x}") != record.crc32:
+            raise CommonError(
+                f"checkpoint file {path / name} has crc32 {checksum}, not {record.crc32}: it is damaged; {CURE}"
+            )
+    return sum(record.num_bytes for record in manifest.files.values())
+
+
+def _crc32_of_pieces(path: Path, manifest: Manifest, cuts: Sequence[Sequence[int]], rank: int) -> list[int]:
+    """Returns the crc32 of the rank's piece of each file. Raises ValueError if a file is missing or cut off."""
     for name, record in manifest.files.items():
         file = path / name
         if not file.is_file():
             raise ValueError(f"checkpoint file {file} is missing; use another checkpoint of the run")
         if (size := file.stat().st_size) != record.num_bytes:
             raise ValueError(f"checkpoint file {file} has {size} bytes, not {record.num_bytes}: it is damaged; {CURE}")
-        if (checksum := crc32(file)) != record.crc32:
-            raise ValueError(f"checkpoint file {file} has crc32 {checksum}, not {record.crc32}: it is damaged; {CURE}")
-        total += size
-    return total
+    return [crc32_of(path / name, *cuts[k][rank : rank + 2]) for k, name in enumerate(manifest.files)]
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
@@ -187,54 +233,82 @@ class _Contents:
 
     parts: dict[str, PartRecord] = field(default_factory=dict)
     new: dict[str, dict[str, Stored]] = field(default_factory=dict)
-    """Files to be written, and their tensors."""
+    """Files that this rank writes alone, and their tensors."""
+    together: dict[str, dict[str, Rows]] = field(default_factory=dict)
+    """Files that all ranks write."""
     kept: dict[str, Saved] = field(default_factory=dict)
-    """Files to be linked, and the checkpoint that has them."""
+    """Files that this rank links, and the checkpoint that has them."""
+    folders: set[Path] = field(default_factory=set)
+    """Where files of any rank lie, within the checkpoint."""
 
 
-def _contents(parts: Mapping[str, Part]) -> _Contents:
+def _contents(parts: Mapping[str, Part], world: World) -> _Contents:
     contents = _Contents()
     for name, part in parts.items():
         files, contents.parts[name] = _describe(name, part)
-        if (changes := _changes(part)) is None:
+        contents.folders |= {folder for file in files for folder in Path(file).parents}
+        if (changes := _changes(part)) is not None:
+            chains = _add_chains(contents, name, part, changes, rank=world.rank)
+            contents.parts[name] = replace(contents.parts[name], chains=chains)
+        elif _world_of([part]).size > 1:
+            contents.together |= files
+        elif world.rank == 0:
             contents.new |= files
-            continue
-        chains: dict[str, ChainRecord] = {}
-        before = _last_one(changes)
-        for table, arrays in _tables(part).items():
-            found = next_chain(name, table, arrays, changes, before)
-            chains[table] = found.record
-            contents.new |= found.new
-            contents.kept |= {file: before for file in found.kept if before is not None}
-        contents.parts[name] = replace(contents.parts[name], chains=chains)
     return contents
 
 
-def _last_one(changes: Changes) -> Saved | None:
-    """Returns the checkpoint that has every row except the changed ones; None if its folder is not as it was."""
-    if changes.saved is None:
-        return None
-    path, manifest = changes.saved
+def _add_chains(contents: _Contents, name: str, part: Part, changes: Changes, *, rank: int) -> dict[str, ChainRecord]:
+    """Adds the files of a part in tiers; returns its chains by table."""
+    world, tables = _world_of([part]), _tables(part)
+    before = _last_one(changes, world)
+    own = on_every_rank(world, lambda: {table: NumRows.of(changes, table) for table in tables})
+    ranks = everyone(world, own)
+    chains: dict[str, ChainRecord] = {}
+    for table, arrays in tables.items():
+        to_write = [NumRows(*each[table]) for each in ranks]
+        found = next_chain(name, table, arrays, changes, before, to_write, world.rank)
+        chains[table] = found.record
+        contents.folders |= {Path(name), Path(name, file_name(table))}
+        if world.size > 1 or rank == 0:
+            contents.new |= found.new
+        if before is not None and rank == 0:
+            contents.kept |= dict.fromkeys(found.kept, before)
+    return chains
+
+
+def _world_of(parts: Iterable[Part]) -> World:
+    """Returns the ranks that share tables of the parts; this process alone if none are shared."""
+    for part in parts:
+        own = (part,) if isinstance(part, EmbeddingCollection) else ()
+        for emb in part.collections if isinstance(part, SparseOptimizer) else own:
+            if (shared := emb.placement.find(Sharded)) is not None:
+                return shared.world
+    return World()
+
+
+def _last_one(changes: Changes, world: World) -> Saved | None:
+    """Returns the checkpoint that has every row except the changed ones; None if its folder is not as it was, as the
+    first rank sees it.
+    """
+    known = changes.saved is not None and (world.rank > 0 or _is_as_it_was(changes.saved))
+    return changes.saved if all(everyone(world, known)) else None
+
+
+def _is_as_it_was(saved: Saved) -> bool:
+    path, manifest = saved
     try:
         same = read_manifest(path).files == manifest.files
-        whole = all((path / file).stat().st_size == record.num_bytes for file, record in manifest.files.items())
+        return same and all((path / file).stat().st_size == record.num_bytes for file, record in manifest.files.items())
     except (ValueError, OSError):
-        return None
-    return changes.saved if same and whole else None
+        return False
 
 
-def _write_files(folder: Path, contents: _Contents) -> dict[str, FileRecord]:
-    """Writes or links the files in `folder`; returns their sizes and checksums."""
-    inner = {folder / parent for file in (*contents.kept, *contents.new) for parent in Path(file).parents}
-    for each in sorted(inner):
-        each.mkdir(mode=0o700, exist_ok=True)
-    for file, before in contents.kept.items():
-        link_or_copy(before.path / file, folder / file)
-    records: dict[str, FileRecord] = {file: before.manifest.files[file] for file, before in contents.kept.items()}
-    records |= {file: write_tensors(folder / file, tensors) for file, tensors in contents.new.items()}
-    for each in inner:
-        sync_folder(each)
-    return records
+def _write_files(folder: Path, contents: _Contents) -> tuple[dict[str, FileRecord], int]:
+    """Writes or links the files of this rank in `folder`; returns their sizes and checksums, and the bytes written."""
+    copied = sum(link_or_copy(before.path / file, folder / file) for file, before in contents.kept.items())
+    records = {file: write_tensors(folder / file, tensors) for file, tensors in contents.new.items()}
+    num_written = copied + sum(record.num_bytes for record in records.values())
+    return {**{file: before.manifest.files[file] for file, before in contents.kept.items()}, **records}, num_written
 
 
 def _load_chains(path: Path, manifest: Manifest, name: str, part: Part) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from hotrow.base import files
 from hotrow.base.files import atomic_write, check_name, file_name
 from hotrow.base.records import STRICT, Count, Document
-from hotrow.placement.base import InitialRows, Rows
+from hotrow.placement.base import InitialRows, RowIds, Rows
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -82,15 +82,8 @@ class FileRecord:
 def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> FileRecord:
     """Writes a safetensors file from the tensors' own memory; returns its size and crc32."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    ordered = _in_order(tensors)
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + num_bytes(tensor)
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
+    ordered = in_order(tensors)
+    head, end = head_of(ordered)
     checksum, left = zlib.crc32(head), end
     with atomic_write(path) as file:
         file.write(head)
@@ -99,22 +92,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> FileRecord:
                 file.write(chunk)
                 checksum, left = zlib.crc32(chunk, checksum), left - len(chunk)
                 del chunk  # before the next chunk is made, which then uses the same memory
-                _send_down(file)
+                send_down(file)
         assert left == 0, f"{path}: rows changed while they were written"
     return FileRecord(len(head) + end, f"{checksum:08x}")
 
 
-def read_along(tensors: Mapping[str, Stored]) -> None:
-    """Reads the rows that `write_tensors` reads, in its order: rows of several ranks are read by all of them together,
-    while the first one writes.
-    """
-    for _, tensor in _in_order(tensors):
-        if not isinstance(tensor, Tensor):
-            for piece in tensor.pieces():
-                tensor.read(piece)
+def head_of(ordered: Iterable[tuple[str, Stored]]) -> tuple[bytes, int]:
+    """Returns the beginning of a file, up to the first tensor, and the bytes of all tensors."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + num_bytes(tensor)
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, end
 
 
-def _in_order(tensors: Mapping[str, Stored]) -> list[tuple[str, Stored]]:
+def in_order(tensors: Mapping[str, Stored]) -> list[tuple[str, Stored]]:
     """Returns tensors as files have them: wide elements first, which keeps every tensor aligned to its element."""
     return sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
 
@@ -129,7 +124,7 @@ def _chunks(tensor: Stored) -> Iterator[memoryview]:
             yield from _chunks(tensor.read(piece))
 
 
-def _send_down(file: BinaryIO) -> None:
+def send_down(file: BinaryIO) -> None:
     """Sends what was written to the disk now and drops it from the page cache, because nobody will read it from there.
 
     Otherwise it stays in memory until the file is complete, and a memory group with too little room ends the process.
@@ -147,13 +142,35 @@ def read_tensors(path: Path, into: Mapping[str, Target]) -> None:
             check_like(path, name, stored, tensor.dtype, tensor.shape)
             if not isinstance(tensor, Tensor):
                 for piece in tensor.pieces():
-                    tensor.write(piece, stored[piece])
+                    write_held(tensor, piece, stored, piece.start)
             elif not tensor.shape:
                 tensor.data.copy_(file.get_tensor(name))
             else:
                 step = max(1, CHUNK_BYTES // max(1, num_bytes(tensor) // max(1, len(tensor))))
                 for start in range(0, len(tensor), step):
                     tensor.data[start : start + step] = stored[start : start + step]
+
+
+def held_rows(array: Rows, rows: RowIds) -> RowIds:
+    """Returns those of `rows` that this process holds."""
+    places = array.held(rows)
+    if places is None:
+        return rows
+    return rows[places] if isinstance(rows, Tensor) else places + rows.start
+
+
+def write_held(array: Rows, rows: RowIds, stored: Any, start: int) -> None:
+    """Writes those of `rows` that this process holds, from a file's tensor in which `rows` begin at `start`.
+
+    Nothing is read before the first of them and behind the last.
+    """
+    places = array.held(rows)
+    if places is None:
+        num_rows = len(rows) if isinstance(rows, Tensor) else rows.stop - rows.start
+        array.write(rows, stored[start : start + num_rows])
+    elif len(places):
+        first, end = int(places[0]), int(places[-1]) + 1
+        array.write(held_rows(array, rows), stored[start + first : start + end][places - first])
 
 
 def open_tensors(path: Path) -> Any:

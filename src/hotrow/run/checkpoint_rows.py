@@ -1,4 +1,4 @@
-"""Checkpoints of tables in tiers: each table has a chain of files, and a save writes only the last file.
+"""Checkpoints of tables in tiers: each table has a chain of files, and a save writes only what changed.
 
     embedding/<table>/000.safetensors          rows that were ever written to: rows int64 [n], rising; weight [n, D]
     embedding/<table>/001.safetensors          rows that changed since 000, in the same form; and so on
@@ -7,15 +7,19 @@
 If several files of a chain (its links) hold a row, the last one counts; a row that is in none is as it was made, which
 the manifest describes. A save writes the rows that changed since the previous checkpoint, and takes over that
 checkpoint's files as hard links: each folder is complete, and the disk holds every file once. A new chain begins before
-the later files together hold more rows than were ever written to. So a chain takes the disk space of two tables at
-most, and all saves together write at most twice the rows that changed. A new chain also begins after MOST_LINKS files.
+the files together hold more than twice the rows that were ever written to. So a chain takes the disk space of two
+tables at most, and all saves together write at most twice the rows that changed. A new chain also begins after
+MOST_LINKS files.
+
+If several ranks share the tables, a save adds a file for each rank that has rows to write: those of which it is the
+home. Any number of ranks can read them, because a file names its rows.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,12 +29,35 @@ from torch import Tensor
 
 from hotrow.base.files import file_name, open_private
 from hotrow.placement.base import Changes, RowIds, Rows, Saved
-from hotrow.run.checkpoint_files import CURE, Chain, ChainRecord, Stored, check_like, check_names, open_tensors
+from hotrow.run.checkpoint_files import (
+    CURE,
+    Chain,
+    ChainRecord,
+    Stored,
+    check_like,
+    check_names,
+    held_rows,
+    open_tensors,
+    write_held,
+)
 
 MOST_LINKS = 100
 """The longest chain of checkpoint files. Every save hard-links all files of its chain and every load opens them, so a
 longer chain costs more; past this length the next save starts a new chain."""
 ROWS = "rows"
+
+
+class NumRows(NamedTuple):
+    """How many rows of a table a rank has to write."""
+
+    changed: int
+    """Since the previous checkpoint."""
+    ever: int
+    """If a new chain begins."""
+
+    @classmethod
+    def of(cls, changes: Changes, table: str) -> NumRows:
+        return cls(*(changes.num_changed(table, ever=ever) for ever in (False, True)))
 
 
 class NextChain(NamedTuple):
@@ -40,7 +67,7 @@ class NextChain(NamedTuple):
     kept: list[str]
     """Files that the previous checkpoint has."""
     new: dict[str, dict[str, Stored]]
-    """The file to be written and its tensors; empty if no row changed."""
+    """The file that this rank writes, and its tensors; empty if it has none."""
 
 
 class ChangedRows:
@@ -49,9 +76,8 @@ class ChangedRows:
     rows: the array; None: the ids of those rows instead. No row may change while they are read.
     """
 
-    def __init__(self, changes: Changes, table: str, rows: Rows | None, *, ever: bool) -> None:
+    def __init__(self, changes: Changes, table: str, rows: Rows | None, num_rows: int, *, ever: bool) -> None:
         self._changes, self._table, self._rows, self._ever = changes, table, rows, ever
-        num_rows = changes.num_changed(table, ever=ever)
         self.shape = torch.Size((num_rows, *(() if rows is None else rows.shape[1:])))
         self.dtype = torch.int64 if rows is None else rows.dtype
 
@@ -61,35 +87,55 @@ class ChangedRows:
 
     def read(self, ids: Tensor, /) -> Tensor:
         """Returns the values in the rows `ids`, or the ids themselves."""
-        return ids if self._rows is None else self._rows.read(ids)
+        return ids if self._rows is None else self._rows.own(ids)[1]
 
 
-def next_chain(part: str, table: str, arrays: Mapping[str, Rows], changes: Changes, before: Saved | None) -> NextChain:
-    """Returns the chain of a table's arrays, by name, after the checkpoint `before`."""
+def next_chain(
+    part: str,
+    table: str,
+    arrays: Mapping[str, Rows],
+    changes: Changes,
+    before: Saved | None,
+    to_write: Sequence[NumRows],
+    rank: int = 0,
+) -> NextChain:
+    """Returns the chain of a table's arrays, by name, after the checkpoint `before`.
+
+    to_write: of each rank that shares the table; rank: the number of this one.
+    """
     num_rows = next(iter(arrays.values())).shape[0]
-    num_changed, num_ever = (changes.num_changed(table, ever=ever) for ever in (False, True))
+    num_changed, num_ever = (sum(each) for each in zip(*to_write, strict=True))
     chain = None if before is None else before.manifest.chain(part, table)
     if chain is not None:
         links = chain.record.links
-        if len(links) >= MOST_LINKS or sum(links[1:]) + num_changed > num_ever:
+        costs_the_same = 0 < num_changed == num_ever
+        if len(links) >= MOST_LINKS or sum(links) + num_changed > 2 * num_ever or costs_the_same:
             chain = None
     ever = chain is None
     if chain is None:
         chain = Chain(f"{part}/{file_name(table)}", ChainRecord(num_rows, changes.initial(table), ()))
-    kept = chain.files
-    record = replace(chain.record, num_rows=num_rows)  # the table may have grown
-    if not ever and num_changed == 0:
-        return NextChain(record, kept, {})
-    record = replace(record, links=(*record.links, num_ever if ever else num_changed))
-    tensors: dict[str, Stored] = {n: ChangedRows(changes, table, rows, ever=ever) for n, rows in arrays.items()}
-    tensors[ROWS] = ChangedRows(changes, table, None, ever=ever)
-    return NextChain(record, kept, {chain._replace(record=record).files[-1]: tensors})
+    counts = [each.ever if ever else each.changed for each in to_write]
+    writers = [k for k, count in enumerate(counts) if count] or [0] * ever  # a chain has a file, even without a row
+    record = replace(
+        chain.record,
+        num_rows=num_rows,  # the table may have grown
+        links=(*chain.record.links, *(counts[k] for k in writers)),
+    )
+    new: dict[str, dict[str, Stored]] = {}
+    if rank in writers:
+        stored = {**arrays, ROWS: None}
+        file = chain._replace(record=record).files[len(chain.files) + writers.index(rank)]
+        new[file] = {n: ChangedRows(changes, table, rows, counts[rank], ever=ever) for n, rows in stored.items()}
+    return NextChain(record, chain.files, new)
 
 
-def link_or_copy(source: Path, target: Path) -> None:
-    """Makes `target` another name of the file `source`, or a copy if the file system has no hard links."""
+def link_or_copy(source: Path, target: Path) -> int:
+    """Makes `target` another name of the file `source`, or a copy if the file system has no hard links. Returns the
+    bytes written: 0 for a link.
+    """
     try:
         os.link(source, target)
+        return 0
     except FileNotFoundError:
         raise
     except OSError:
@@ -97,6 +143,7 @@ def link_or_copy(source: Path, target: Path) -> None:
             shutil.copyfileobj(file, copy, 1 << 20)
             copy.flush()
             os.fsync(copy.fileno())
+            return copy.tell()
 
 
 def load_chain(path: Path, chain: Chain, table: str, arrays: Mapping[str, Rows], changes: Changes | None) -> None:
@@ -112,12 +159,13 @@ def load_chain(path: Path, chain: Chain, table: str, arrays: Mapping[str, Rows],
         _check_link(path / file, num_rows, record.num_rows, arrays)
     for name, array in arrays.items():
         for rows in _rows_to_reset(name, table, array, record, changes):
-            array.write(rows, record.initial.read(name, rows, array.shape))
+            held = held_rows(array, rows)
+            array.write(held, record.initial.read(name, held, array.shape))
     for file, num_rows in zip(chain.files, record.links, strict=True):
         with open_tensors(path / file) as link:
             for piece, rows in _pieces(link, num_rows, arrays):
                 for name, array in arrays.items():
-                    array.write(rows, link.get_slice(name)[piece])
+                    write_held(array, rows, link.get_slice(name), piece.start)
 
 
 def _check_link(path: Path, num_rows: int, table_rows: int, arrays: Mapping[str, Rows]) -> None:
@@ -145,5 +193,5 @@ def _rows_to_reset(
 ) -> Iterator[RowIds]:
     """Yields the rows that may differ from what the chain says of rows in no link."""
     if changes is not None and changes.initial(table).formula(name) == record.initial.formula(name):
-        return changes.changed_rows(table, ever=True)
+        return changes.touched_rows(table)
     return array.pieces()

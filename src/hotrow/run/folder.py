@@ -320,7 +320,7 @@ class SilentFolder(RunFolder):
 
     @classmethod
     def at(cls, path: Path) -> SilentFolder:
-        """Returns the folder that the first rank made at `path`, which need not exist on this machine."""
+        """Returns the folder that the first rank made at `path`."""
         return cls(path, RunRecord("running", sys.argv, _now(), versions(), host_facts(), warnings={}))
 
     @contextmanager

@@ -14,18 +14,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
-from hotrow.base.files import disk_free_bytes, explain_full_disk, size
+from hotrow.base.files import disk_free_bytes, explain_full_disk, is_seen, size
 from hotrow.base.machine import default_threads, lacks_bfloat16_products, numa_nodes, usable_cores
 from hotrow.base.progress import ProgressLine, num_of
 from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
-from hotrow.parallel.agreement import check_same, everyone, facts_of, on_every_rank, unnamed_interface
+from hotrow.parallel.agreement import (
+    check_same,
+    everyone,
+    facts_of,
+    on_every_rank,
+    on_first_rank,
+    unnamed_interface,
+)
 from hotrow.parallel.heartbeat import Heartbeat
 from hotrow.parallel.world import World
 from hotrow.placement.stores import StoreError
@@ -40,7 +47,6 @@ from hotrow.run.setup import Setup, storage_line
 from hotrow.run.trainer import Interrupt, MakeMeter, Training
 
 Pin = Literal["auto", "cores", "off"]
-T = TypeVar("T")
 
 
 def train(
@@ -97,23 +103,30 @@ def _train_new(
         return _run(setup.in_folder(folder.path), folder, None, heartbeat, interrupt, also)
 
 
-def _on_first_rank(world: World, function: Callable[[], T]) -> T | None:
-    """Returns what `function` returns on the first rank, elsewhere None; an error there is raised on every rank."""
-    return on_every_rank(world, lambda: function() if world.rank == 0 else None)
-
-
 def make_folder(world: World, make: Callable[[], RunFolder]) -> RunFolder:
-    """Returns the folder that `make` makes on the first rank, and on others one that writes nothing. Collective."""
-    made = _on_first_rank(world, make)
-    path = everyone(world, "" if made is None else str(made.path.resolve()))[0]
-    return SilentFolder.at(Path(path)) if made is None else made
+    """Returns the folder that `make` makes on the first rank, and on others one that writes nothing. Collective.
+
+    Raises ValueError if a rank does not see the folder, to which it will have to write its part of each checkpoint.
+    """
+    made = on_first_rank(world, make)
+    path = Path(everyone(world, "" if made is None else str(made.path.resolve()))[0])
+
+    def look() -> None:
+        if not is_seen(path):
+            raise ValueError(
+                f"run folder {path}, which rank 0 has made, is not here: set `run` to a folder on a file system that "
+                "all ranks see, because each writes its part of a checkpoint there"
+            )
+
+    on_every_rank(world, look)
+    return SilentFolder.at(path) if made is None else made
 
 
 @contextmanager
 def _claimed(world: World, folder: RunFolder) -> Iterator[RunFolder]:
     """Reserves the folder for this run on the first rank; yields it, and on others one that writes nothing."""
     with ExitStack() as stack:
-        _on_first_rank(world, lambda: stack.enter_context(folder.claimed()))
+        on_first_rank(world, lambda: stack.enter_context(folder.claimed()))
         yield SilentFolder.at(folder.path) if world.rank else folder
 
 

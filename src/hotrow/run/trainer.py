@@ -480,7 +480,7 @@ class Training:
                 config=self.config.model_dump(mode="json"),
             )
             with self._aside(), self.writes.saving(path) if self.writes_files else nullcontext():
-                save_checkpoint(path, self.parts.with_state(), extra=asdict(extra), world=self.world)
+                save_checkpoint(path, self.parts.with_state(), extra=asdict(extra))
         keep = self.state.best_step if self.state.best and self.config.checkpoint.keep_best else None
         if self.writes_files:
             prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)

@@ -1,0 +1,110 @@
+"""Files of a checkpoint that several ranks write together: whole tables in DRAM, each rank its own rows.
+
+The rows of a rank lie all over a table's file, often several ranks' in one page of memory. So only ranks of one machine
+write together, where processes share the pages of a file. Ranks of several machines, or in tiers, write files of their
+own instead (checkpoint_rows.py). The file is that of one process, to the byte.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotrow.base.files import open_private
+from hotrow.parallel.agreement import everyone, on_every_rank, on_first_rank
+from hotrow.parallel.world import World
+from hotrow.placement.base import Rows
+from hotrow.run.checkpoint_files import FileRecord, head_of, in_order, num_bytes, send_down
+
+STRIDE_BYTES = 64 << 20
+"""How much of a file the ranks fill before they wait for each other: so a page goes to the disk once, when all have
+written to it, and few pages wait in memory."""
+_NOTHING = 0xFFFFFFFF
+"""The value that zlib.crc32 continues with nothing before the first byte: zeros leave it as it is."""
+
+
+class Window(NamedTuple):
+    """Some rows of an array, and the byte of the file at which they begin."""
+
+    array: Rows
+    rows: slice
+    start: int
+
+
+def write_together(path: Path, arrays: Mapping[str, Rows], world: World) -> FileRecord:
+    """Writes what `write_tensors` would write alone; returns the same record. Collective.
+
+    Raises ValueError on all ranks if one cannot write, naming it; the file is then left as it is.
+    """
+    ordered = in_order(arrays)
+    head, end = head_of(ordered)
+    on_first_rank(world, lambda: _make(path, head, end))
+    # A crc32 adds up (as xor): that of the file is the sum of each rank's, with zeros for what others write.
+    checksum = zlib.crc32(head) if world.rank == 0 else _NOTHING
+    with on_every_rank(world, lambda: path.open("r+b", buffering=0)) as file:
+        for number, windows in enumerate(_strides([arrays[name] for name, _ in ordered], len(head))):
+            checksum = on_every_rank(world, partial(_fill, file, windows, checksum))
+            if number % world.size == world.rank:
+                send_down(file)
+        on_every_rank(world, lambda: os.fsync(file.fileno()))
+    first, *others = everyone(world, checksum)
+    for other in others:
+        first ^= other ^ _NOTHING
+    return FileRecord(len(head) + end, f"{first:08x}")
+
+
+def _make(path: Path, head: bytes, num_bytes: int) -> None:
+    """Makes the file with room for all of it: a write to a mapped page could not say that the disk is full."""
+    with open_private(path) as file:
+        file.write(head)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, len(head) + num_bytes)
+
+
+def _strides(arrays: Sequence[Rows], start: int) -> Iterator[list[Window]]:
+    """Yields the windows of a file, whose first array begins at `start`: as many as to fill at once."""
+    windows: list[Window] = []
+    filled = 0
+    for array in arrays:
+        row_bytes = num_bytes(array) // max(1, array.shape[0])
+        for rows in array.pieces():
+            windows.append(Window(array, rows, start + rows.start * row_bytes))
+            filled += (rows.stop - rows.start) * row_bytes
+            if filled >= STRIDE_BYTES:
+                yield windows
+                windows, filled = [], 0
+        start += num_bytes(array)
+    if windows:
+        yield windows
+
+
+def _fill(file: BinaryIO, windows: Sequence[Window], checksum: int) -> int:
+    """Writes this rank's rows of the windows; returns the checksum so far, with zeros for rows of others."""
+    for array, rows, start in windows:
+        ids, values = array.own(rows)
+        own = torch.zeros(rows.stop - rows.start, *array.shape[1:], dtype=array.dtype)
+        if len(values):
+            assert isinstance(ids, Tensor)
+            places = ids - rows.start
+            own[places] = values
+            _put(file, start, own.nbytes, places, values)
+        if len(values) or checksum != _NOTHING:
+            checksum = zlib.crc32(own.view(-1).view(torch.uint8).numpy().data, checksum)
+    return checksum
+
+
+def _put(file: BinaryIO, start: int, num_bytes: int, places: Tensor, values: Tensor) -> None:
+    """Writes rows to their places in a window of a file, between rows of other ranks."""
+    before = start % mmap.ALLOCATIONGRANULARITY
+    with mmap.mmap(file.fileno(), before + num_bytes, offset=start - before) as mapped:
+        page = torch.frombuffer(mapped, dtype=torch.uint8)
+        page[before:].view(values.dtype).view(-1, *values.shape[1:])[places] = values
+        del page
