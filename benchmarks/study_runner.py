@@ -65,6 +65,9 @@ class OfPreset:
     def begin(self, cells: Sequence[Any], folder: Path) -> None:
         pass
 
+    def complete(self, rows: dict[str, dict[str, Any]], folder: Path) -> None:
+        pass
+
     def measure(self, cells: Sequence[Any], folder: Path) -> Iterator[tuple[Any, dict[str, Any] | str]]:
         return cast(Iterator[Any], self._study.cells.measure(cells, quick=self._quick, folder=folder))
 

@@ -312,6 +312,16 @@ def test_a_declared_file_goes_with_figures_of_this_machine(
         read_hardware("absent")
 
 
+def test_power_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "known_hardware", lambda: WHOLE)
+    watts = {name: read_hardware(name).watts_without_gpus for name in ("cpu-server", "gpu-box", "zion-style")}
+    assert {name: own and own.value for name, own in watts.items()} == {
+        "cpu-server": 500, "gpu-box": 3300 - 8 * 300, "zion-style": 4400 - 8 * 300
+    }  # fmt: skip
+    box = read_hardware("gpu-box")
+    assert replace(box, gpus=[replace(box.gpus[0], watts=None)]).watts_without_gpus is None
+
+
 def test_the_disk_of_a_folder(tmp_path: Path) -> None:
     machine = replace(WHOLE, disks=[replace(DISK, folder=str(tmp_path))])
     assert machine.disk_at(tmp_path / "not" / "made yet") == machine.disks[0]

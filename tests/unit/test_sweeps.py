@@ -14,18 +14,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from typer.main import get_command
 
 from hotrow.base.files import claim
 from hotrow.base.records import read_sealed
-from hotrow.cli.app import main
+from hotrow.cli.app import app, main
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.plan.cost import Prediction
-from hotrow.plan.hardware import Figure, Hardware
+from hotrow.plan.hardware import MACHINES, Figure, Gpu, Hardware
 from hotrow.run.meters import Session
 from hotrow.study import cells, data, everything, results, runner, worker
 from hotrow.study.cells import Studied
@@ -582,7 +584,8 @@ def test_a_study_that_predicts_needs_this_machines_figures(tmp_path: Path, monke
 def test_modelled_speed_has_a_column_of_its_own(
     tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {"fast": replace(HARDWARE, name="fast", num_cores=8), "odd": "odd lacks kernels"}
+    gpu = Gpu("gpu", *[Figure(1e12)] * 4, watts=Figure(15.0, source="declared", note="a label"), count=2)
+    known = {"fast": replace(HARDWARE, name="fast", num_cores=8, gpus=[gpu]), "odd": "odd lacks kernels"}
     monkeypatch.setattr("hotrow.study.run._machine", lambda name, here: known[name])
 
     def predict(work: Any, hardware: Hardware, slots: Any = None) -> Prediction:
@@ -600,12 +603,76 @@ def test_modelled_speed_has_a_column_of_its_own(
     assert first["samples_per_s"] == 8000.0 and first["modelled"]["fast"]["step_ms"] == pytest.approx(1.5)
     assert first["samples_per_j"] == 160.0 and first["samples_per_j_source"] == "declared"
     page = (tmp_path / "out" / "report.html").read_text()
-    assert (first["modelled"]["fast"]["least_ms"], first["modelled"]["fast"]["most_ms"]) == (0.5, 2.0)
+    assert first["modelled"]["fast"]["spread"] == pytest.approx([8000, 32000])
     assert (
         "modelled: fast, its processors alone, samples/s" in page
         and "odd lacks kernels" in page
-        and "160.0 (declared)" in page
+        and "160 (declared)" in page
     )
+    assert first["modelled"]["fast"]["samples_per_j"] == pytest.approx(16 / 1.5e-3 / 20), "without its GPUs"
+    assert "533.3 (declared)" in page and "samples_per_unit" not in first, "what nobody declares is absent"
+    assert "modelled.fast.samples_per_j" in (tmp_path / "out" / "results.csv").read_text()
+    assert (tmp_path / "out" / "batch-1-j.svg").exists() and r"samples/J" in (
+        tmp_path / "out" / "table.tex"
+    ).read_text()
+
+
+def test_a_machine_named_later_is_modelled_without_measuring_again(
+    tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = str(write_study(tmp_path, groups={"batch": TINY["groups"]["batch"]})), tmp_path / "out"
+    assert "modelled" not in run_study(path, out)["cells"][0] and len(trained) == 2
+    monkeypatch.setattr("hotrow.plan.hardware.known_hardware", lambda: HARDWARE)
+    monkeypatch.setattr("hotrow.study.run.modelled", lambda machine, here: machine)
+    monkeypatch.setattr(cells, "faster", lambda *_: {"one thread": 1.0})
+    for row in run_study(path, out, hardware="cpu-server")["cells"]:
+        found = row["modelled"]["cpu-server"]
+        assert found["samples_per_j"] == pytest.approx(found["samples_per_s"] / 500)
+        assert found["samples_per_j_source"] == "assumed" and row["samples_per_j_source"] == "declared"
+    assert len(trained) == 2 and not list((out / "data").iterdir())
+    times = len(predicting)
+    run_study(path, out, hardware="cpu-server")
+    assert len(predicting) == times, "nothing is modelled twice"
+    assert "--hardware cpu-server" in json.loads((out / "results.json").read_text())["command"]
+    page = (out / "report.html").read_text()
+    assert "modelled: cpu-server" in page
+    monkeypatch.setattr("hotrow.study.run.known_hardware", lambda: replace(HARDWARE, watts=None))
+    monkeypatch.setattr(cells, "EnergyMeter", lambda: SimpleNamespace(absent="no <counters>"))
+    other = tmp_path / "other"
+    assert not [name for name in run_study(path, other)["cells"][0] if "_per_j" in name]
+    assert "No samples per joule are given: no &lt;counters&gt;" in (other / "report.html").read_text()
+
+
+class Joules:
+    """Counters of a machine that takes 50 W, until they cannot be read any more."""
+
+    def __init__(self, readings: float) -> None:
+        self._left = readings
+
+    def joules(self) -> float | None:
+        self._left -= 1
+        return 50 * time.perf_counter() if self._left >= 0 else None
+
+
+@pytest.mark.parametrize("readings", [math.inf, 5, 0])
+def test_power_is_that_of_the_rounds_and_absent_if_one_of_them_lacks_it(
+    readings: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "EnergyMeter", lambda: Joules(readings))
+    found = passes(lambda step: 0.001, rounds=3).figures()
+    assert ("watts" in found) == (readings == math.inf)
+    known = replace(HARDWARE, watts=Figure(80.0))
+    row = {**found, "samples_per_s": 100.0}
+    costs = Studied(read_study(STUDIES / "quality.yaml"), "q", hardware=known)._costs(row)
+    watts, source = (found["watts"], "measured") if "watts" in found else (80, "probe")
+    assert costs == {"samples_per_j": 100 / watts, "samples_per_j_source": source}
+
+
+def test_power_against_energy_by_time() -> None:
+    meter, start = Joules(2), time.perf_counter()
+    joules = meter.joules()
+    time.sleep(0.05)
+    assert worker.watts_of(meter, joules, start)["watts"] == pytest.approx(50, rel=0.05)  # type: ignore[arg-type]
 
 
 def placed(model: int, where: str, *, predicted: float, measured: float) -> dict[str, Any]:
@@ -726,6 +793,12 @@ def test_all_sets_claims_beside_what_was_measured(
 
 
 # ---- the command
+
+
+@pytest.mark.parametrize("verb", ["plan", "study"])
+def test_the_help_of_a_verb_names_the_declared_machines(verb: str) -> None:
+    (option,) = [one for one in get_command(app).commands[verb].params if one.name == "hardware"]  # type: ignore[attr-defined]
+    assert all(path.stem in option.help for path in MACHINES.glob("*.yaml"))
 
 
 def run_cli(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:

@@ -394,7 +394,11 @@ def plan(
     config: Annotated[Path, typer.Argument(help="A YAML config, e.g. recipes/criteo-small.yaml.")],
     *,
     hardware: Annotated[
-        Path | None, typer.Option(help="A machine that `hotrow probe` measured or a file declares; default: this one.")
+        Path | None,
+        typer.Option(
+            help="The machine: a file that hotrow probe measured or you declare, cpu-server, gpu-box or zion-style; "
+            "default: this one."
+        ),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(help="Plan owners of tables for so many such machines that train together.")
@@ -531,7 +535,11 @@ def study(
         bool, typer.Option("--estimate", help="Only say how many cells, about how long and how much disk.")
     ] = False,
     hardware: Annotated[
-        Path | None, typer.Option(help="This machine's figures; default: those that hotrow probe kept.")
+        Path | None,
+        typer.Option(
+            help="This machine's figures, if not those that hotrow probe kept; or a machine to model every cell for: a "
+            "file, cpu-server, gpu-box or zion-style."
+        ),
     ] = None,
 ) -> Answer:
     """Sweep short trainings over any field of a config: how speed depends on model, batch, data and placement."""

@@ -219,6 +219,18 @@ class Hardware:
         for name, points in {"random_rows": self.random_rows, **self.kernels}.items():
             yield from ((name, point.sizes["threads"]) for point in points)
 
+    @property
+    def watts_without_gpus(self) -> Figure | None:
+        """Power of the machine without its GPUs, for training on its processors; None if one of the two is unknown."""
+        if self.watts is None or any(gpu.watts is None for gpu in self.gpus):
+            return None
+        own = [(gpu.count, gpu.watts) for gpu in self.gpus if gpu.watts is not None]
+        watts = self.watts.value - sum(count * figure.value for count, figure in own)
+        sources = {self.watts.source, *(figure.source for _, figure in own)}
+        source: Source = self.watts.source if len(sources) == 1 else "assumed"
+        note = f"{self.watts.note}; without its GPUs" if self.gpus else self.watts.note
+        return Figure(watts, source=source, note=note) if watts > 0 else None
+
     def disk_at(self, folder: Path | str) -> Disk | None:
         """Returns the disk that `folder`, which may be absent yet, lies on; None if it was not measured.
 

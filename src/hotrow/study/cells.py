@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import math
 import shutil
@@ -10,12 +12,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hotrow.base.energy import EnergyMeter
 from hotrow.base.records import read_sealed, write_sealed
 from hotrow.bench import how_clean
 from hotrow.config.schema import Config, MemoryConfig
@@ -24,7 +27,7 @@ from hotrow.placement.budget import Memory
 from hotrow.plan.cost import predict
 from hotrow.plan.demand import required_bytes
 from hotrow.plan.divide import slots_of
-from hotrow.plan.hardware import Hardware
+from hotrow.plan.hardware import Figure, Hardware
 from hotrow.plan.modelled import faster
 from hotrow.plan.work import work_of
 from hotrow.run.setup import Setup, tables_of
@@ -48,6 +51,7 @@ SLACK_BYTES = 256 << 20
 """What a cell in a memory group may use beside its DRAM: batches, activations, dense layers, page cache."""
 CELL_TIMEOUT_S = 900.0
 PREDICTIONS = "predictions.json"
+UNKNOWN = "this machine's figures are missing, from which it would be modelled: run hotrow probe"
 _CURE = "remove the folder, or pass another --out"
 
 
@@ -198,7 +202,23 @@ class Studied:
             row["note"] = "; ".join([how_clean(row), *few, *([row["note"]] if "note" in row else [])])
         if predicted is not None:
             row["predicted"] = dict(predicted)
-        modelled = {name: self._modelled(cell, row, machine, folder) for name, machine in (self.machines or {}).items()}
+        return self._completed(cell, row, folder)
+
+    def complete(self, rows: dict[str, dict[str, Any]], folder: Path) -> None:
+        """Adds machines that were not named when a row was measured, and costs that were not declared."""
+        for digest, cells in itertools.groupby(self.cells, self.setup_of):
+            for cell in cells:
+                if cell.key in rows:
+                    rows[cell.key] = self._completed(cell, rows[cell.key], folder)
+            shutil.rmtree(folder / "data" / digest, ignore_errors=True)
+
+    def _completed(self, cell: Cell, row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+        """Returns a row with its costs, and with the machines that it lacks or that were declared anew since."""
+        modelled = dict(row.get("modelled", {}))
+        for name, machine in (self.machines or {}).items():
+            state = "unknown" if isinstance(machine, str) else state_of(machine)
+            if modelled.get(name, {}).get("state") != state:
+                modelled[name] = {**self._modelled(cell, row, machine, folder), "state": state}
         return {**row, **self._costs(row), **({"modelled": modelled} if modelled else {})}
 
     def _modelled(self, cell: Cell, row: Mapping[str, Any], machine: Hardware | str, folder: Path) -> dict[str, Any]:
@@ -221,27 +241,29 @@ class Studied:
             return {"reason": str(error)}
         step_ms = row["step_ms"] * there["step_ms"] / here["step_ms"]
         times_ms = [step_ms, *(row["step_ms"] / rate for rate in rates.values())]
-        return {"step_ms": step_ms, "least_ms": min(times_ms), "most_ms": max(times_ms), "binds": there["binds"]}
+        speed, low, high = (1e3 * row["batch_size"] / ms for ms in (step_ms, max(times_ms), min(times_ms)))
+        found = {"step_ms": step_ms, "samples_per_s": speed, "spread": [low, high], "binds": there["binds"]}
+        return found | costs_of(speed, machine.watts_without_gpus, machine.price_per_hour)
 
     def _costs(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns samples per joule and per unit of money, if the machine's file says what it takes."""
-        found: dict[str, Any] = {}
-        if self.hardware is None or row.get("samples_per_s") is None:
-            return found
-        for name, figure, per in (
-            ("samples_per_j", self.hardware.watts, 1.0),
-            ("samples_per_unit", self.hardware.price_per_hour, 3600.0),
-        ):
-            if figure is not None and figure.value > 0:
-                found |= {name: row["samples_per_s"] * per / figure.value, f"{name}_source": figure.source}
-        return found
+        """Returns samples per joule and per unit of money; what is neither measured nor declared is absent."""
+        if row.get("samples_per_s") is None:
+            return {}
+        watts, price = (None, None) if self.hardware is None else (self.hardware.watts, self.hardware.price_per_hour)
+        if "watts" in row:
+            return costs_of(row["samples_per_s"], Figure(row["watts"]), price)
+        found = costs_of(row["samples_per_s"], watts, price)
+        # No counter was read while the cell ran: a measured power is the mean while the probe did.
+        return found | ({"samples_per_j_source": "probe"} if watts is not None and watts.source == "measured" else {})
 
     def headline(self, row: Mapping[str, Any]) -> str:
         speed = row.get("samples_per_s")
         return str(row["status"]) if speed is None else f"{speed:,.0f} samples/s"
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return summary_of(self.study, self._own(rows))
+        own = self._own(rows)
+        lacking = {} if any("samples_per_j" in row for row in own) else {"no_energy": EnergyMeter().absent}
+        return {**summary_of(self.study, own), **lacking}
 
     def _own(self, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Returns the rows of this study's cells in their order: the file may hold those of an earlier version."""
@@ -249,7 +271,23 @@ class Studied:
         return sorted((row for row in rows if row["key"] in place), key=lambda row: place[row["key"]])
 
     def files(self, report: Mapping[str, Any]) -> Mapping[str, str]:
-        return files_of(self.study, {**report, "cells": self._own(report["cells"])})
+        own = {**report, "cells": self._own(report["cells"])}
+        return files_of(self.study, own, machines=[*(self.machines or {})])
+
+
+def costs_of(samples_per_s: float, watts: Figure | None, price_per_hour: Figure | None) -> dict[str, Any]:
+    """Returns samples per joule and per unit of money, each with its source; without a figure, it is absent."""
+    found: dict[str, Any] = {}
+    for name, figure, seconds in (("samples_per_j", watts, 1.0), ("samples_per_unit", price_per_hour, 3600.0)):
+        if figure is not None:
+            found |= {name: samples_per_s * seconds / figure.value, f"{name}_source": figure.source}
+    return found
+
+
+def state_of(machine: Hardware) -> str:
+    """Returns what changes if a machine's figures do. Those of its steps are dated."""
+    figures = asdict(replace(machine, kernels={}, notes={}, versions={}))
+    return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def now() -> str:

@@ -102,7 +102,8 @@ def run_all(
     folder = Path(out) if out is not None else Path("studies") / "all"
     found: dict[str, tuple[str, str]] = {}
     parts: dict[str, Any] = {}
-    here = None if hardware is None else read_hardware(hardware)
+    if hardware is not None:
+        read_hardware(hardware)  # what is wrong with it is said before anything is measured
     check_folder(folder)
     with ExitStack() as stack:
         if not estimate:
@@ -111,7 +112,9 @@ def run_all(
         for study, sentences in SENTENCES.items():
             command = f"hotrow study {study} --quick"
             try:
-                parts[study] = run_study(study, folder / study, quick=True, estimate=estimate, hardware=here, say=say)
+                parts[study] = run_study(
+                    study, folder / study, quick=True, estimate=estimate, hardware=hardware, say=say
+                )
             except NotHere as error:
                 parts[study] = {"reason": str(error)}
                 found |= dict.fromkeys(sentences, (f"not measured: {error}", command))

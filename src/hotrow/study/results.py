@@ -12,6 +12,10 @@ from hotrow.draw import bar_chart, line_chart, load_template
 from hotrow.study.study import Group, Study
 
 Row = Mapping[str, Any]
+COSTS = {"samples/s": "samples_per_s", "samples/J": "samples_per_j", "samples per unit of money": "samples_per_unit"}
+"""What is compared over machines: name of its column, and field."""
+MOST_NAMED, LONGEST_NAMED = 8, 12
+"""Points of a chart that have names instead of numbers, and characters of a name: more would overlap."""
 GOOD_SHARE = 0.95
 """The best batch size is the smallest that reaches this share of the highest speed."""
 CLOSE = 0.15
@@ -190,6 +194,52 @@ def charts_of(name: str, group: Group, rows: Sequence[Row]) -> Iterator[tuple[st
         values = {" ".join(row["axes"].values()): row["samples_per_s"] for row in rows if row.get("samples_per_s")}
         if chart := bar_chart(values, y_label="samples/s", label=label):
             yield name, chart
+    for number, (line, own) in enumerate(lines_of(rows, axis).items(), 1):
+        title = f"{name}, {line}" if len(group.axes) > 1 else name
+        for what, field in COSTS.items():
+            if chart := machines_chart(own, axis, field, y_label=what, label=f"{title}: {what} of machines"):
+                yield f"{name}-{number}-{field.removeprefix('samples_per_')}", chart
+
+
+def machines_chart(rows: Sequence[Row], axis: str, field: str, *, y_label: str, label: str) -> str:
+    """Returns a chart of a figure along an axis, here (measured) and on declared machines (modelled); else nothing.
+
+    Points without a number on the axis are set side by side, if their names are short and few.
+    """
+    names = [row["axes"][axis] for row in rows]
+    at = [_number(name) for name in names]
+    is_number = all(x is not None and x > 0 for x in at)
+    if not is_number and (len(names) > MOST_NAMED or max(map(len, names)) > LONGEST_NAMED):
+        return ""
+    places = [float(x) for x in at if x is not None] if is_number else [*map(float, range(1, len(names) + 1))]
+    lines: dict[str, list[tuple[float, float]]] = {}
+    bands: dict[str, list[tuple[float, float, float]]] = {}
+    for x, row in zip(places, rows, strict=True):
+        for name, found in {"this machine, measured": row, **_modelled_of(row)}.items():
+            if found.get(field) is not None:
+                lines.setdefault(name, []).append((x, found[field]))
+                if found is not row and is_number:
+                    low, high = (found[field] * end / found["samples_per_s"] for end in found["spread"])
+                    bands.setdefault(name, []).append((x, low, high))
+    modelled = [name for name in lines if name.startswith("modelled")]
+    if not modelled and field == "samples_per_s":
+        return ""
+    return line_chart(
+        {name: sorted(line) for name, line in lines.items()},
+        x_label=axis,
+        y_label=y_label,
+        x_scale="log" if is_number else "linear",
+        y_scale="value",
+        dots=() if is_number else [*lines],
+        dashed=modelled,
+        bands={name: sorted(band) for name, band in bands.items()},
+        ticks=dict(zip(places, names, strict=True)),
+        label=label,
+    )
+
+
+def _modelled_of(row: Row) -> dict[str, Row]:
+    return {f"modelled: {name}": own for name, own in row.get("modelled", {}).items() if "samples_per_s" in own}
 
 
 _TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -203,35 +253,39 @@ def tex(text: str) -> str:
 
 def table_tex(study: Study, rows: Sequence[Row]) -> str:
     """Returns a table for LaTeX, with the package booktabs alone: every measured cell, then what was not."""
+    energy = any("samples_per_j" in row for row in rows)
     lines = [
         f"% {tex(study.title)}; needs \\usepackage{{booktabs}}",
-        r"\begin{tabular}{llrrl}",
+        rf"\begin{{tabular}}{{llrr{'r' if energy else ''}l}}",
         r"\toprule",
-        r"group & cell & samples/s & least--most & clean rounds \\",
+        rf"group & cell & samples/s & least--most & {'samples/J & ' if energy else ''}clean rounds \\",
     ]
     for name in study.groups:
         lines.append(r"\midrule")
         for row in rows:
             if row["group"] == name:
                 point = tex(", ".join(f"{axis} {label}" for axis, label in row["axes"].items()))
-                lines.append(f"{tex(name)} & {point} & {' & '.join(_tex_figures(row))} \\\\")
+                lines.append(f"{tex(name)} & {point} & {' & '.join(_tex_figures(row, energy=energy))} \\\\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
-def _tex_figures(row: Row) -> list[str]:
+def _tex_figures(row: Row, *, energy: bool) -> list[str]:
+    speed, per_j = row.get("samples_per_s"), row.get("samples_per_j")
+    joules = ["" if per_j is None else f"{per_j:.4g}"] if energy else []
     if "rounds" not in row:
-        speed = row.get("samples_per_s")
-        return [tex(str(row["status"])) if speed is None else f"{speed:.0f}", "", ""]
+        return [tex(str(row["status"])) if speed is None else f"{speed:.0f}", "", *joules, ""]
     low, high = row["spread"]
-    clean = f"{row['clean_rounds']} of {row['taken_rounds']}"
-    return [f"{row['samples_per_s']:.0f}", f"{low:.0f}--{high:.0f}", clean]
+    return [f"{speed:.0f}", f"{low:.0f}--{high:.0f}", *joules, f"{row['clean_rounds']} of {row['taken_rounds']}"]
 
 
 # ---- the page
 
 
-def files_of(study: Study, report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns charts, table and page by file name. report: the content of results.json, only this study's rows."""
+def files_of(study: Study, report: Mapping[str, Any], *, machines: Sequence[str] = ()) -> dict[str, str]:
+    """Returns charts, table and page by file name.
+
+    report: the content of results.json, only this study's rows. machines: those that have columns of modelled figures.
+    """
     rows: Sequence[Row] = report["cells"]
     files = {"table.tex": table_tex(study, rows)}
     groups = []
@@ -239,7 +293,7 @@ def files_of(study: Study, report: Mapping[str, Any]) -> dict[str, str]:
         own = [row for row in rows if row["group"] == name]
         charts = dict(charts_of(name, group, own))
         files |= {f"{chart}.svg": svg for chart, svg in charts.items()}
-        groups.append(_shown_group(name, group, own, charts, machines=study.machines))
+        groups.append(_shown_group(name, group, own, charts, machines=machines))
     machine = report["machine"]
     template = load_template("study/study.html")
     files["report.html"] = template.render(
@@ -257,6 +311,8 @@ def files_of(study: Study, report: Mapping[str, Any]) -> dict[str, str]:
         when_predicted=_when_predicted(report.get("prediction")),
         groups=groups,
         skipped=report["skipped"],
+        no_energy=report.get("no_energy"),
+        no_price=not any("samples_per_unit" in row for row in rows),
     )
     return files
 
@@ -307,7 +363,7 @@ def _shown_group(
     }
     if not quality:
         columns["step, ms"] = _digits("step_ms", "{:.3f}")
-    for head, field in (("samples/J", "samples_per_j"), ("samples per unit of money", "samples_per_unit")):
+    for head, field in [*COSTS.items()][1:]:
         if any(field in row for row in rows):
             columns[head] = _with_source(field)
     if any("predicted" in row for row in rows):
@@ -318,6 +374,9 @@ def _shown_group(
         }
     for machine in machines:
         columns[f"modelled: {machine}, its processors alone, samples/s (range)"] = _modelled(machine)
+        for head, field in [*COSTS.items()][1:]:
+            if any(field in row.get("modelled", {}).get(machine, {}) for row in rows):
+                columns[f"modelled: {machine}, {head}"] = _modelled(machine, field)
     columns["how clean, or why not measured"] = lambda row: str(row.get("note") or row.get("reason") or row["status"])
     return {
         "name": name,
@@ -341,7 +400,13 @@ def _digits(field: str, form: str) -> Callable[[Row], str]:
 
 
 def _with_source(field: str) -> Callable[[Row], str]:
-    return lambda row: f"{row[field]:,.1f} ({row[f'{field}_source']})" if field in row else ""
+    def text(row: Row) -> str:
+        if field not in row:
+            return ""
+        value = f"{row[field]:,.0f}" if row[field] >= 1000 else f"{row[field]:.4g}"
+        return f"{value} ({row[f'{field}_source']})"
+
+    return text
 
 
 def _predicted(row: Row) -> str:
@@ -354,12 +419,13 @@ def _ratio(row: Row) -> str:
     return "" if ratio is None else f"{ratio:.2f}"
 
 
-def _modelled(machine: str) -> Callable[[Row], str]:
+def _modelled(machine: str, field: str = "samples_per_s") -> Callable[[Row], str]:
     def text(row: Row) -> str:
         found = row.get("modelled", {}).get(machine, {})
-        if "step_ms" not in found:
-            return str(found.get("reason", ""))
-        speed, low, high = (1e3 * row["batch_size"] / found[f"{name}_ms"] for name in ("step", "most", "least"))
-        return f"{speed:,.0f} ({low:,.0f} to {high:,.0f})"
+        if "samples_per_s" not in found:
+            return str(found.get("reason", "")) if field == "samples_per_s" else ""
+        if field != "samples_per_s":
+            return _with_source(field)(found)
+        return "{:,.0f} ({:,.0f} to {:,.0f})".format(found[field], *found["spread"])
 
     return text

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hotrow.base.files import disk_free_bytes, size
-from hotrow.plan.hardware import Hardware, known_hardware, read_hardware
+from hotrow.plan.hardware import Hardware, another_machine, known_hardware, read_hardware, this_host
 from hotrow.plan.modelled import modelled
-from hotrow.study.cells import Studied
+from hotrow.study.cells import UNKNOWN, Studied
 from hotrow.study.data import NotHere
 from hotrow.study.runner import Sweep, run_sweep
-from hotrow.study.study import find_study, read_study
+from hotrow.study.study import Study, find_study, read_study
 
 
 def run_study(
@@ -22,14 +22,14 @@ def run_study(
     *,
     quick: bool = False,
     estimate: bool = False,
-    hardware: Hardware | Path | str | None = None,
+    hardware: Path | str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measures the cells of a study that are not in `out` yet, writes its files there, and returns what it found.
 
     name: one of hotrow's studies, or the path of a YAML file. out: by default studies/<name>, or <name>-quick. quick:
-    only the ends of every axis. estimate: measure nothing. hardware: this machine's figures; None: those that `hotrow
-    probe` kept, if it has run.
+    only the ends of every axis. estimate: measure nothing. hardware: this machine's figures, instead of those that
+    `hotrow probe` kept; or another machine, for which every cell is modelled instead of for those of the study.
 
     Raises NotHere if this machine lacks what the study needs, and ValueError naming file and field for a study that
     cannot be read, and if another process measures in `out`.
@@ -38,9 +38,7 @@ def run_study(
     study, stem = read_study(file), file.stem
     folder = Path(out) if out is not None else Path("studies") / (f"{stem}-quick" if quick else stem)
     check_folder(folder)
-    here = known_hardware() if hardware is None else hardware
-    here = read_hardware(here) if isinstance(here, Path | str) else here
-    machines = {machine: _machine(machine, here) for machine in study.machines}
+    here, machines = machines_of(study, hardware)
     studied = Studied(study, str(file), quick=quick, hardware=here, machines=machines, say=say)
     cells = studied.cells  # what is wrong with the study is said before anything is made
     if study.predicts and here is None and not estimate:
@@ -56,6 +54,7 @@ def run_study(
         "study",
         name,
         *(["--quick"] if quick else []),
+        *(["--hardware", str(hardware)] if hardware is not None else []),
         *(["--out", str(out)] if out is not None else []),
     ]
     sweep = Sweep(name=stem, cells=studied, command=shlex.join(words), quick=quick)
@@ -73,11 +72,27 @@ def check_folder(out: Path) -> None:
             return
 
 
+def machines_of(study: Study, hardware: Path | str | None) -> tuple[Hardware | None, dict[str, Hardware | str]]:
+    """Returns this machine's figures, if they are known, and the machines that cells are modelled for, by name.
+
+    hardware: see `run_study`. Raises ValueError for one that cannot be read.
+    """
+    here, names = known_hardware(), study.machines
+    if hardware is not None:
+        found = read_hardware(hardware)
+        if another_machine(found, this_host()) is None:
+            here = found
+        else:
+            names = [str(hardware)]
+    return here, {Path(name).stem: _machine(name, here) for name in names}
+
+
 def _machine(name: str, here: Hardware | None) -> Hardware | str:
-    """Returns a declared machine with steps modelled from those measured here, or why it cannot be modelled."""
+    """Returns a machine, with steps modelled from those measured here if it has none; or why it cannot be modelled."""
     if here is None:
-        return "this machine's figures are missing, from which it would be modelled: run hotrow probe"
+        return UNKNOWN
     try:
-        return modelled(read_hardware(name), here)
+        found = read_hardware(name)
+        return found if found.kernels else modelled(found, here)
     except ValueError as error:
         return str(error)

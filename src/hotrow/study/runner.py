@@ -86,6 +86,9 @@ class Cells(Protocol):
     def begin(self, cells: Sequence[Any], folder: Path) -> None:
         """Does what comes before the first cell is measured."""
 
+    def complete(self, rows: dict[str, dict[str, Any]], folder: Path) -> None:
+        """Adds to rows, which may be of an earlier run, what can be said of them without measuring again."""
+
     def measure(self, cells: Sequence[Any], folder: Path) -> Iterator[tuple[Any, dict[str, Any] | str]]:
         """Yields the cells, all of one set-up, each with its row or the reason why it has none."""
 
@@ -173,6 +176,7 @@ def _run(
     start = time.monotonic()
     try:
         failed = _measure(sweep.cells, left, rows, lambda: _write(file, report, plan, rows), folder)
+        sweep.cells.complete(rows, folder)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"stopped; {len(rows)} cells are in {file}, the same command measures the rest"

@@ -22,6 +22,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass as record
 from typing_extensions import override
 
+from hotrow.base.energy import EnergyMeter
 from hotrow.base.files import write_json
 from hotrow.base.machine import Disturbance
 from hotrow.base.records import STRICT
@@ -74,9 +75,11 @@ class Passes(Meter):
         slow_s: float,
         of_disk: bool = False,
         keep: Callable[[dict[str, Any]], None] = lambda figures: None,
+        energy: EnergyMeter | None = None,
     ) -> None:
         """of_disk: see `Disturbance`. keep: receives the figures after every round, in case that the process does not
-        live to see the last."""
+        live to see the last. energy: counts joules, if it can."""
+        self._energy = EnergyMeter() if energy is None else energy
         self._session, self._warm_passes, self._rounds, self._most_s = session, warm_passes, rounds, most_s
         self._slow_s, self._of_disk, self._keep = slow_s, of_disk, keep
         self.taken: list[tuple[float, dict[str, float]]] = []
@@ -88,7 +91,8 @@ class Passes(Meter):
         state = self._session.state
         self._before, self._step, self._samples = dict(state.seconds), state.step, state.num_samples
         self._stall_s = state.stall_s
-        self._disturbance, self._start = Disturbance(of_disk=self._of_disk), time.perf_counter()
+        self._disturbance, self._joules = Disturbance(of_disk=self._of_disk), self._energy.joules()
+        self._start = time.perf_counter()
 
     @override
     def end_step(self, batch: Batch) -> None:
@@ -109,7 +113,8 @@ class Passes(Meter):
         ms = {f"{phase}_ms": 1e3 * (state.seconds[phase] - self._before[phase]) / num_steps for phase in PHASES}
         whole = {"step_ms": sum(ms.values()), "wait_ms": 1e3 * (state.stall_s - self._stall_s) / num_steps}
         samples = {"samples": (state.num_samples - self._samples) / num_steps, "steps": float(num_steps)}
-        self.taken.append((self._disturbance.share(), {**whole, **ms, **samples}))
+        watts = watts_of(self._energy, self._joules, self._start)
+        self.taken.append((self._disturbance.share(), {**whole, **ms, **samples, **watts}))
         late = now - self._first_s > self._most_s and len(self.taken) >= min(LEAST_ROUNDS, self._rounds)
         if late or not wants_more(self.taken, self._rounds):
             raise MeasuredEnough
@@ -124,9 +129,19 @@ class Passes(Meter):
         return {**found, **({"note": cut} if self._is_cut else {})}
 
 
+def watts_of(meter: EnergyMeter, joules: float | None, start: float) -> dict[str, float]:
+    """Returns the mean power since the counters stood at `joules`, at the time `start`; {} if they cannot be read."""
+    now, seconds = meter.joules(), time.perf_counter() - start
+    return {} if joules is None or now is None else {"watts": (now - joules) / seconds}
+
+
 def figures_of(rounds: Rounds[dict[str, float]]) -> dict[str, Any]:
-    """Returns the fields of a row: medians of the rounds, and the least and most of them."""
-    medians = {name: statistics.median(one[name] for one in rounds.results) for name in rounds.results[0]}
+    """Returns the fields of a row: medians of the rounds, and the least and most of them.
+
+    What one of the rounds lacks, because it could not be read, is absent.
+    """
+    names = [name for name in rounds.results[0] if all(name in one for one in rounds.results)]
+    medians = {name: statistics.median(one[name] for one in rounds.results) for name in names}
     steps_ms = [one["step_ms"] for one in rounds.results]
     samples, num_steps = medians.pop("samples"), medians.pop("steps")
     return {
@@ -146,13 +161,15 @@ def measure(spec: Spec) -> dict[str, Any]:
     config = make_config(spec.config, origin="cell")
     folder = RunFolder.create(spec.run, name="cell")
     if spec.measures == "quality":
+        energy, start = EnergyMeter(), time.perf_counter()
+        joules = energy.joules()
         run = train(config, folder=folder, quiet=True)
         test, val = ((run.record.metrics or {}).get(split) for split in ("test", "val"))
         found: dict[str, Any] = {"status": "measured", "steps": run.record.steps, "train_s": run.record.train_s}
         for split, metrics in (("test", test), ("val", val)):
             if metrics is not None:
                 found |= {f"{split}_{name}": metrics[name] for name in ("ne", "logloss", "auc")}
-        return {**found, "samples_per_s": run.record.samples_per_s}
+        return {**found, "samples_per_s": run.record.samples_per_s, **watts_of(energy, joules, start)}
     meters: list[Passes] = []
 
     def passes(session: Session) -> Meter:
