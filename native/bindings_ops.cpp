@@ -3,6 +3,7 @@
 #include <hotrow/dispatch.h>
 #include <hotrow/embedding.h>
 #include <hotrow/finite.h>
+#include <hotrow/halves.h>
 #include <hotrow/limit.h>
 #include <hotrow/memory.h>
 #include <hotrow/parallel.h>
@@ -467,6 +468,28 @@ int64_t bind_first_nonfinite(GradMatrix values, int num_threads) {
   return first_nonfinite(values.data(), extent(values, 0), extent(values, 1), stride, num_threads);
 }
 
+bool bind_are_upper_halves(ConstFloats weights, int num_threads) {
+  nb::gil_scoped_release release;
+  return are_upper_halves(weights.data(), size(weights), num_threads);
+}
+
+uint16_t* low_of(const Floats& weights, const LowHalves& low) {
+  require(size(low) == size(weights), "a lower half for each weight");
+  return reinterpret_cast<uint16_t*>(low.data());
+}
+
+void bind_join_halves(Floats weights, LowHalves low, int num_threads) {
+  const uint16_t* halves = low_of(weights, low);
+  nb::gil_scoped_release release;
+  join_halves(weights.data(), halves, size(weights), num_threads);
+}
+
+void bind_split_halves(Floats weights, LowHalves low, int num_threads) {
+  uint16_t* halves = low_of(weights, low);
+  nb::gil_scoped_release release;
+  split_halves(weights.data(), halves, size(weights), num_threads);
+}
+
 void bind_fill_uniform(uint64_t key, int64_t first_row, int64_t step, FloatMatrix out, float bound, int64_t zero_rows,
                        int num_threads) {
   require(first_row >= 0 && step >= 1, "negative row, or rows that do not rise");
@@ -555,6 +578,9 @@ NB_MODULE(_native, m) {
   m.def("pack_rows", bind_pack_rows);
   m.def("unpack_rows", bind_unpack_rows);
   m.def("first_nonfinite", bind_first_nonfinite);
+  m.def("are_upper_halves", bind_are_upper_halves);
+  m.def("join_halves", bind_join_halves);
+  m.def("split_halves", bind_split_halves);
   m.def("fill_uniform", bind_fill_uniform);
   m.def("allocate", bind_allocate, nb::arg("shape"), nb::arg("sparse") = false);
   m.def("take", bind_take);

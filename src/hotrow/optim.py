@@ -490,16 +490,16 @@ class SplitSGDBF16(torch.optim.SGD):
             with torch.enable_grad():
                 loss = closure()
         for parameter in self._parameters():
-            if (parameter.view(torch.int32) & 0xFFFF).any():
+            if not ops.are_upper_halves(parameter):
                 raise ValueError(
                     f"a parameter {tuple(parameter.shape)} holds more than upper halves: it was loaded or changed "
                     "after this optimizer split it; make the optimizer afterwards, or load its state too"
                 )
-        for parameter, weight in zip(self._parameters(), self.weights(), strict=True):
-            parameter.copy_(weight)
+        for parameter in self._parameters():
+            ops.join_halves(parameter, self.state[parameter]["low"])
         super().step()
         for parameter in self._parameters():
-            self._split(parameter)
+            ops.split_halves(parameter, self.state[parameter]["low"])
         return loss
 
     @torch.no_grad()
@@ -524,15 +524,14 @@ class SplitSGDBF16(torch.optim.SGD):
             if low is None:
                 self._split(parameter)
             else:
-                self.state[parameter]["low"] = low.clone()
+                self.state[parameter]["low"] = low.clone(memory_format=torch.contiguous_format)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    @torch.no_grad()
     def _split(self, parameter: Tensor) -> None:
-        high, self.state[parameter]["low"] = split(parameter)
-        parameter.copy_(high)
+        self.state[parameter]["low"] = torch.empty(parameter.shape, dtype=torch.int16)
+        ops.split_halves(parameter, self.state[parameter]["low"])
 
 
 # ---- gradients: of parameters in `.grad`, of tables the pooled gradients that wait in their collections

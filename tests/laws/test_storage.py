@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kernel_cases import assert_same_bits, bits, every_backend, make_case, rules, stored
+from kernel_cases import Guarded, assert_same_bits, bits, every_backend, make_case, rules, running, stored
 from torch import Tensor
 
 from hotrow import KeyedJaggedTensor
@@ -51,6 +51,28 @@ def step(weight: Tensor, low: Tensor | None, grad: Tensor, lr: float) -> None:
     kernels = ops.Kernels(one_table(weight.shape[1]))
     pending = [(kernels, every_row(len(weight)), grad)]
     kernels.update(ops.Arrays([weight], [low]), [], pending, [Rule(algorithm="sgd", lr=lr)])
+
+
+@needs_native
+@pytest.mark.parametrize("n", [0, 1, 3 * 2**15 + 5])
+def test_halves_of_dense_weights_equal_the_reference(n: int) -> None:
+    """In place, at any thread count: every pattern of bits is split and joined, and no word beyond is written."""
+    whole = floats()[:n]
+    high, low = split(whole)
+    for threads in (1, 2, 3):
+        with running(ops.isas()[-1], threads):
+            weight, lower = Guarded(whole), Guarded(torch.full((n,), 7, dtype=torch.int16))
+            assert ops.are_upper_halves(weight.tensor) == (n < 2)
+            ops.split_halves(weight.tensor, lower.tensor)
+            assert_same_bits(weight.tensor, widen(high))
+            assert torch.equal(lower.tensor, low)
+            assert ops.are_upper_halves(weight.tensor)
+            ops.join_halves(weight.tensor, lower.tensor)
+            assert_same_bits(weight.tensor, whole)
+            ops.join_halves(weight.tensor, ~low)
+            assert_same_bits(weight.tensor, widen(high, ~low))
+            weight.check()
+            lower.check()
 
 
 def test_reference_rounding_against_torch_and_numpy() -> None:

@@ -461,6 +461,33 @@ def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
     return tuple(index)
 
 
+def are_upper_halves(weight: Tensor) -> bool:
+    """Returns whether the lower 16 bits of all of `weight` [...], float32, are 0."""
+    if _native() is None or not weight.is_contiguous():
+        return not (weight.view(torch.int32) & 0xFFFF).any()
+    return bool(_native().are_upper_halves(*_views(weight.detach()), torch.get_num_threads()))
+
+
+@torch.no_grad()
+def join_halves(weight: Tensor, low: Tensor) -> None:
+    """Writes `low`, int16, into the lower halves of `weight`, float32 of the same shape on the CPU."""
+    if _native() is None or not weight.is_contiguous():
+        weight.copy_(reference.widen(reference.split(weight)[0], low))
+    else:
+        _native().join_halves(*_views(weight.detach(), low), torch.get_num_threads())
+
+
+@torch.no_grad()
+def split_halves(weight: Tensor, low: Tensor) -> None:
+    """Moves the lower halves of `weight`, float32 on the CPU, to `low`, int16; `weight` has zeros in their place."""
+    if _native() is None or not weight.is_contiguous():
+        high, lower = reference.split(weight)
+        weight.copy_(high)
+        low.copy_(lower)
+    else:
+        _native().split_halves(*_views(weight.detach(), low), torch.get_num_threads())
+
+
 def merge(nodes: Mapping[tree.Node, RowSums], whole: tree.Node) -> RowSums | None:
     """Returns the sums of one table in the subtree `whole`, added in the tree from those of its nodes; None: no node.
 

@@ -1,0 +1,51 @@
+// See hotrow/halves.h. Compiled once, for the baseline: caches bind these passes.
+#include <hotrow/halves.h>
+#include <hotrow/parallel.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+
+namespace hotrow {
+namespace {
+
+constexpr int64_t kFloatsPerTask = 1 << 15;
+constexpr uint32_t kUpper = 0xffff0000u;
+
+// Calls task(first, last) for stretches of [0, n).
+template <class Task>
+void for_stretches(int64_t n, int num_threads, const Task& task) {
+  parallel_for((n + kFloatsPerTask - 1) / kFloatsPerTask, num_threads,
+               [&](int64_t index, int) { task(index * kFloatsPerTask, std::min(n, (index + 1) * kFloatsPerTask)); });
+}
+
+}  // namespace
+
+bool are_upper_halves(const float* weights, int64_t n, int num_threads) {
+  std::atomic<uint32_t> found{0};
+  for_stretches(n, num_threads, [&](int64_t first, int64_t last) {
+    uint32_t bits = 0;
+    for (int64_t i = first; i < last; ++i) bits |= std::bit_cast<uint32_t>(weights[i]);
+    found |= bits & ~kUpper;
+  });
+  return found == 0;
+}
+
+void join_halves(float* weights, const uint16_t* low, int64_t n, int num_threads) {
+  for_stretches(n, num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i)
+      weights[i] = std::bit_cast<float>((std::bit_cast<uint32_t>(weights[i]) & kUpper) | low[i]);
+  });
+}
+
+void split_halves(float* weights, uint16_t* low, int64_t n, int num_threads) {
+  for_stretches(n, num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const auto bits = std::bit_cast<uint32_t>(weights[i]);
+      low[i] = static_cast<uint16_t>(bits);
+      weights[i] = std::bit_cast<float>(bits & kUpper);
+    }
+  });
+}
+
+}  // namespace hotrow

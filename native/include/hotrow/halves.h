@@ -1,0 +1,18 @@
+// Float32 weights of dense layers in two halves, for Split-SGD: the upper 16 bits stay where the weight was, with zeros
+// below them, and the lower 16 lie in an array of their own.
+#pragma once
+
+#include <cstdint>
+
+namespace hotrow {
+
+// Whether the lower 16 bits of all n weights are 0.
+bool are_upper_halves(const float* weights, int64_t n, int num_threads);
+
+// weights[i] = (upper half of weights[i], low[i])
+void join_halves(float* weights, const uint16_t* low, int64_t n, int num_threads);
+
+// low[i] = lower half of weights[i], and zeros in its place
+void split_halves(float* weights, uint16_t* low, int64_t n, int num_threads);
+
+}  // namespace hotrow
