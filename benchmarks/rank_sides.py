@@ -26,8 +26,9 @@ from hotrow.parallel.sharded import Shards
 from hotrow.parallel.shards import Shard
 from hotrow.parallel.world import Arriving, World
 from hotrow.parallel.world import Parts as Messages
-from hotrow.plan.shards import Wire as TableWire
 from hotrow.plan.shards import pooled_owners
+from hotrow.plan.wire import Distinct
+from hotrow.plan.wire import Wire as TableWire
 from hotrow.run.meters import StepClock
 from hotrow.run.micro import cut
 from hotrow.run.setup import Parts, Schedule
@@ -212,9 +213,10 @@ def pooled_shards(tables: Sequence[TableConfig], batch: Batch, num_ranks: int) -
 
     def wire(table: TableConfig) -> TableWire:
         ids = [part.bags(table.name)[0].numpy() for part in parts]
-        of_one, whole = [len(np.unique(own)) for own in ids], np.concatenate(ids)
-        sizes = {"of_one": sum(of_one) / num_ranks, "of_all": len(np.unique(whole)), "lookups": len(whole)}
-        return TableWire.of(table, len(batch), num_ranks, **sizes)
+        whole = np.concatenate(ids)
+        of_one, of_all = (np.mean([len(np.unique(own)) for own in each]) for each in (ids, [whole]))
+        rows = {"of_one": Distinct(float(of_one)), "of_all": Distinct(float(of_all))}
+        return TableWire.of(table, len(batch), num_ranks, **rows, lookups=len(whole))
 
     sizes = {table.name: table.num_embeddings * table.embedding_dim for table in tables}
     owned = pooled_owners(tables, {table.name: wire(table) for table in tables}, sizes, num_ranks)

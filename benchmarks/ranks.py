@@ -38,12 +38,14 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from benchmarks import bench
-from benchmarks.rank_links import Link, LinkError
 from benchmarks.rank_sides import RankWork
 from benchmarks.rank_worker import Group
 from benchmarks.results import end_on_signals, record
 from benchmarks.step_shapes import NUM_BATCHES, SHAPES
 from hotrow.parallel.pooled import Collective
+from hotrow.plan.wire import Distinct, Wire
+from hotrow.study.links import Link, LinkError
+from hotrow.tables import TableConfig
 
 MOST_OVER_LEAST = 1.05
 """Bytes on the wire over the least there are, by our own promise."""
@@ -112,10 +114,13 @@ def pooled_bytes(rows: Sequence[int], prefix: float, *, dim: int, batch_size: in
 
     Each table has one owner, but those of which every rank has every row.
     """
-    leaving = sum(own > math.ceil(own * prefix) for own in rows)
-    vectors = 2 * 4 * dim * batch_size * leaving
-    ids = 4 * lookups * batch_size * leaving
-    return (vectors + ids) * (num_ranks - 1) // num_ranks
+    total, unknown = 0.0, Distinct(math.nan)
+    for own in rows:
+        if own > math.ceil(own * prefix):
+            table = TableConfig(name="t", num_embeddings=own, embedding_dim=dim, feature_names=("t",))
+            found = Wire.of(table, batch_size, num_ranks, of_one=unknown, of_all=unknown, lookups=lookups * batch_size)
+            total += found.pooled_bytes
+    return round(total)
 
 
 def rows_vs_pooled(name: str, shape: str, *, quick: bool) -> dict[str, Any]:

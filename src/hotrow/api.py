@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -262,6 +263,8 @@ class Run:
                 f"  step     {shown_ms} ms measured (predicted);",
                 f"           predicted were {expected['samples_per_s']:,.0f} samples/s, {expected['binds']} binds",
             ]
+            if record.ranks is not None and "wire_bytes_per_step" in expected:
+                lines.append(f"  wire     {_wire_line(record.ranks, expected)}")
         if memory is not None and "dram_bytes" in memory:
             lines += [
                 f"  memory   {size(memory['dram_bytes'])} of DRAM, {size(memory['disk_bytes'])} on disk: "
@@ -289,6 +292,16 @@ class Run:
             for name, value in figures.items()
         )
         return f"<table>{rows}</table>"
+
+
+def _wire_line(ranks: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    """Returns what a rank sent in a step, and how long its exchanges took, each beside what was predicted."""
+    sent, predicted = (size(sum(each["wire_bytes_per_step"].values())) for each in (ranks, expected))
+    exchange_ms = fmean(each["exchange_ms"] for each in ranks["of_ranks"])
+    return (
+        f"{sent} a step and rank ({predicted}), {exchange_ms:.3g} ms of it in exchanges "
+        f"({expected.get('exchange_ms', 0):.3g}), measured (predicted)"
+    )
 
 
 def _on_this_machine(config: Config) -> Config:

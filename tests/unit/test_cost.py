@@ -20,13 +20,15 @@ from hotrow.config.schema import Config
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
+from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import Memory, TableSlots
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.cost import PHASES, amounts_of, predict
 from hotrow.plan.fit import least_squares, unit_seconds
-from hotrow.plan.hardware import DISTURBED, Disk, Figure, Hardware, Point
+from hotrow.plan.hardware import DISTURBED, Disk, Figure, Hardware, Network, Point
 from hotrow.plan.traffic import Traffic, traffic_of
+from hotrow.plan.wire import share_of, sharing_amounts
 from hotrow.plan.work import Work, work_of
 from hotrow.run.meters import Session, StepClock
 from hotrow.run.setup import DenseDevice, Setup, build, tables_of
@@ -69,6 +71,7 @@ DISK = Disk(
     write_bytes_per_s=Figure(5e8),
     cpu_s_per_io=Figure(2e-6),
 )
+NETWORK = Network(bytes_per_s=Figure(1e9), s_per_message=Figure(1e-4), cpu_s_per_byte=Figure(2e-9))
 TRAFFIC = Traffic(**dict.fromkeys(Traffic.__dataclass_fields__, 1.0))
 
 
@@ -82,6 +85,10 @@ def machine(work: Work, unit_s: Callable[[str, str], float], *, threads: tuple[i
         ]
         for phase, own in amounts.items()
     }
+    for phase, own in sharing_amounts(work, dealt_out(work), num_ranks=2).items():
+        kernels[f"shared {phase}"] = [
+            Point({"threads": 1.0, kind: 1.0}, Figure(unit_s(f"shared {phase}", kind))) for kind in own
+        ]
     return Hardware(
         name="made up",
         date="2026-01-01",
@@ -438,3 +445,99 @@ def test_what_binds(work: Work) -> None:
     assert predict(work, machine(work, dear("multiply-adds"))).binds == "dense"
     assert predict(work, machine(work, dear("rows", "ids"))).binds in ("rows in DRAM", "data")
     assert predict(work, machine(work, dear("tensors"))).binds == "python"
+
+
+# ---- ranks
+
+
+def dealt_out(work: Work) -> dict[str, Shard]:
+    return {own.table.name: Shard() for own in work.tables}
+
+
+def shared_work(work: Work, num_ranks: int, **options: Any) -> Any:
+    return share_of(work, work, dealt_out(work), num_ranks=num_ranks, **{"micro_batches": num_ranks, **options})
+
+
+def test_one_rank_is_predicted_as_one_process(work: Work) -> None:
+    own, shared = shared_work(work, 1)
+    hardware = machine(work, some_units)
+    assert predict(own, hardware).seconds == pytest.approx(predict(work, hardware).seconds, rel=1e-6)
+    assert sum(shared.by_purpose.values()) == 0
+
+
+def test_a_step_of_ranks_by_hand(work: Work) -> None:
+    """Its own samples, and what sharing adds. Sums of rows move to the dense phase, in which they are made."""
+    own, shared = shared_work(replace(work, threads=1), 3)
+    at_once = Network(bytes_per_s=Figure(1e14), s_per_message=Figure(1e-18), cpu_s_per_byte=Figure(1e-18))
+    hardware = replace(machine(work, some_units), network=at_once)
+    found, alone = predict(own, hardware, None, shared), dict(predict(own, hardware).seconds)
+    sums_s = sums_of(own)
+    alone["dense"] += sums_s
+    alone["update"] -= sums_s
+    for name, amounts in shared.amounts.items():
+        for kind, n in amounts.items():
+            dense = kind in ("shared tensors", "shared weights")
+            alone["dense" if dense else name] += n * some_units(f"shared {name}", kind)
+    assert found.seconds == pytest.approx(alone, rel=1e-4) and 0 < found.exchange_s < 1e-8
+    assert own.batch_size == round(work.batch_size / 3)
+
+
+def sums_of(own: Work) -> float:
+    amounts = amounts_of(own)["update"]
+    kinds = [kind for kind in amounts if kind.split()[0] in ("keys", "sorted", "gradients")]
+    assert len(kinds) >= 3
+    return sum(amounts[kind] * some_units("update", kind) for kind in kinds)
+
+
+def test_what_travels_while_a_rank_works(work: Work) -> None:
+    """Slices of dense gradients behind sums of rows, totals behind updates; bytes that take longer are waited for."""
+    own, shared = shared_work(replace(work, threads=1), 2)
+    events = {(event.kind, event.name): sum(event.sent_bytes.values()) for event in shared.events}
+    free = {("send", name) for name in ("slices", "finite", "totals")}
+    others = sum(num_bytes for key, num_bytes in events.items() if key not in free)
+
+    def waits(bytes_per_s: float) -> Any:
+        network = Network(Figure(bytes_per_s), s_per_message=Figure(1e-18), cpu_s_per_byte=Figure(1e-18))
+        return predict(own, replace(machine(work, some_units), network=network), None, shared)
+
+    slices = events["send", "slices"]
+    hidden = waits(1.001 * slices / sums_of(own))
+    byte_s = sums_of(own) / slices / 1.001
+    assert hidden.exchange_s == pytest.approx(byte_s * others, rel=1e-6), "slices travelled behind the sums"
+    slow = waits(slices / sums_of(own) / 1e3)
+    total = sum(shared.by_purpose.values())
+    update_s = hidden.seconds["update"] - byte_s * events["send", "gradients"]
+    wanted = 1e3 * sums_of(own) / slices * total - sums_of(own) - update_s
+    assert slow.exchange_s == pytest.approx(wanted), "a slow link is never idle"
+
+
+def test_ranks_of_one_machine_share_its_cores(work: Work) -> None:
+    """With four cores: two ranks of one thread are a third of a full machine, eight take turns."""
+    hardware = replace(machine(work, some_units), network=NETWORK, crowding=Figure(1.6))
+    work = replace(work, threads=1)
+
+    def step_s(local_size: int) -> float:
+        own, shared = shared_work(work, 8, local_size=local_size)
+        found = predict(own, hardware, None, shared)
+        assert found.step_s > found.exchange_s > 0
+        return found.step_s - found.exchange_s
+
+    own, shared = shared_work(work, 8)
+    added_s = step_s(1) - (alone_s := predict(own, hardware).step_s)
+    assert step_s(2) == pytest.approx(1.2 * alone_s + added_s)
+    assert step_s(8) == pytest.approx(2 * (1.6 * alone_s + added_s))
+    exchange_s = [predict(own, hardware, None, replace(shared, local_size=n)).exchange_s for n in (1, 2, 8)]
+    assert exchange_s[0] < exchange_s[1] < exchange_s[2], "a link of several, and processors that copy for all"
+
+
+def test_without_a_network_ranks_have_no_time(work: Work) -> None:
+    own, shared = shared_work(work, 2)
+    with pytest.raises(ValueError, match=r"made up has no network, .* hotrow probe, or declare it"):
+        predict(own, machine(work, some_units), None, shared)
+
+
+def test_uneven_parts_the_rank_with_most_samples_counts(work: Work) -> None:
+    own, _ = shared_work(work, 3, micro_batches=4)  # ranks hold 1, 1 and 2 of them
+    assert own.batch_size == work.batch_size // 2
+    assert len(own.products) == 2 * len(work.products) and own.num_calls == 2 * work.num_calls
+    assert sum(n for n, _, _ in own.products) == sum(n for n, _, _ in work.products) / 2

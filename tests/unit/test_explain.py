@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_cost import DISK, machine, some_units
+from test_cost import DISK, NETWORK, machine, some_units
 
 import hotrow
 from hotrow.base.machine import default_threads
@@ -26,8 +26,9 @@ from hotrow.plan.cost import Prediction
 from hotrow.plan.demand import required_bytes
 from hotrow.plan.divide import Division, miss_s
 from hotrow.plan.explain import bind
-from hotrow.plan.hardware import HARDWARE, MACHINES, Figure, Gpu, Hardware, this_host
+from hotrow.plan.hardware import HARDWARE, MACHINES, Figure, Gpu, Hardware, Network, this_host
 from hotrow.plan.ranks import GREEDY
+from hotrow.plan.shards import shards_of
 from hotrow.plan.work import work_of
 from hotrow.run import runs, setup, trainer
 from hotrow.run.setup import tables_of
@@ -35,6 +36,7 @@ from hotrow.run.setup import tables_of
 MODEL = {"name": "dlrm", "embedding_dim": 16, "bottom_mlp": [8], "top_mlp": [8]}
 TRAIN = {"batch_size": 200, "threads": 1, "max_steps": 4}
 MIB = 1 << 20
+FAST = Network(bytes_per_s=Figure(1e13), s_per_message=Figure(1e-12), cpu_s_per_byte=Figure(1e-15))
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +181,8 @@ def test_the_plan_of_tiers_is_that_of_training(
     found = plan(config, "--json", hardware=hardware)
     record = runs.train(load_config(config, ()), quiet=True).record
     assert [(own["pinned"], own["cached"]) for own in found["tables"]] == [tuple(own) for own in slots]
-    assert record.predicted == {**found["predicted"], "hardware": {"name": "made up", "date": "2026-01-01"}}
+    of_one = {name: value for name, value in found["predicted"].items() if value is not None}
+    assert record.predicted == {**of_one, "hardware": {"name": "made up", "date": "2026-01-01"}}
     assert found["predicted"]["wait_ms"] > 0 and found["written_bytes_per_day"] > 0
     assert 0 <= found["hits_missed"] < 0.05 and found["modelled"] is None
     assert all(own["pinned"] + own["cached"] + own["on_disk"] == own["rows"] for own in found["tables"])
@@ -210,22 +213,28 @@ def test_a_target_that_no_memory_reaches(plan: Any, write: Any, hardware: Hardwa
 
 
 def test_four_ranks(plan: Any, write: Any, hardware: Hardware, dataset: PackedDataset) -> None:
-    assert "network_bytes_per_s" in plan(write(), "--ranks", 4, hardware=hardware, code=2)
-    linked = replace(hardware, network_bytes_per_s=Figure(1e9))
+    assert "has no network" in plan(write(), "--ranks", 4, hardware=hardware, code=2)
+    linked = replace(hardware, network=NETWORK)
     config = load_config(write(), ())
-    needed = required_bytes(config, tables_of(config, dataset))
+    tables = tables_of(config, dataset)
+    needed = required_bytes(config, tables)
     text = plan(write({"dram": needed // 3}), "--ranks", 4, hardware=linked)
-    assert "modelled, on 1 thread each: " in text
-    assert "4 machines like made up" in text and "split by row number over all ranks: " in text
-    found = plan(write({"dram": needed // 3}), "--json", "--ranks", 4, hardware=linked)
-    ranks = found["ranks"]
-    assert max(ranks["held_bytes"]) <= needed // 3 == ranks["capacity_bytes"]
-    assert set(ranks["owners"]) == {"t0", "t1", "t2"} and ranks["gap"] < 1e-3
-    assert set(ranks["greedy"]) == set(GREEDY)
-    assert all(each is None or each >= 1 for each in ranks["greedy"].values())
-    assert ranks["step_ms"] > max(ranks["table_ms"]) > 0
-    message = plan(write({"dram": needed // 5}), "--ranks", 4, hardware=linked, code=2)
-    assert "the tables do not fit: spread evenly over 4 ranks" in message and "plan for about 5 ranks" in message
+    assert "modelled, on 1 thread each: " in text and "x one machine's" in text
+    assert "4 machines like made up" in text and "dealt out row by row: " in text and "all in DRAM" in text
+    found = plan(write({"dram": needed // 3}), "--json", "--ranks", 4, hardware=linked)["ranks"]
+    assert max(found["held_bytes"]) <= needed // 3 == found["capacity_bytes"]
+    shards = shards_of(config, tables, dataset, 4)
+    wanted = {name: "replicated" if shard.prefix else "row" for name, shard in shards.items()}
+    assert found["owners"] == wanted, "as training shares them"
+    best = found["best"]
+    assert set(best["greedy"]) == set(GREEDY) and 0 <= best["faster"] < 1 and best["table_ms"] > 0
+    assert all(each is None or each >= 1 for each in best["greedy"].values())
+    step = found["step"]
+    assert sum(step["step_ms"].values()) > step["exchange_ms"] > 0 and step["wire_bytes_per_step"]["rows"] > 0
+    assert "all in DRAM" not in plan(write({"dram": needed // 8}), "--ranks", 4, hardware=linked)
+    assert "there are 4 ranks, and each needs one" in plan(
+        write(micro_batches=3), "--ranks", 4, hardware=linked, code=2
+    )
 
 
 def test_a_second_machine_and_a_gpu_are_modelled(
@@ -239,7 +248,7 @@ def test_a_second_machine_and_a_gpu_are_modelled(
         to_host_bytes_per_s=Figure(1e10),
         product_flops_per_s={"fp32": Figure(1e10)},
     )
-    found = plan(write(), "--json", hardware=replace(hardware, network_bytes_per_s=Figure(1e12), gpus=[gpu]))
+    found = plan(write(), "--json", hardware=replace(hardware, network=FAST, gpus=[gpu]))
     changes = {each["what"]: each for each in found["changes"]}
     assert set(changes) == {"a second machine like this", "dense layers on a GPU, at most"}
     config, before = load_config(write(), ()), found["predicted"]["step_ms"]
@@ -251,7 +260,7 @@ def test_a_second_machine_and_a_gpu_are_modelled(
     assert modelled["modelled"] and modelled["samples_per_s"] == pytest.approx(200e3 / step_ms, rel=1e-3)
     second = changes["a second machine like this"]
     assert second["what"] == "a second machine like this" and second["modelled"]
-    assert 0.5 < second["gain"] <= 1
+    assert 0.3 < second["gain"] <= 1
 
 
 def test_a_change_that_cannot_be_predicted_says_why(plan: Any, write: Any, hardware: Hardware) -> None:
@@ -297,7 +306,7 @@ def test_bad_questions(plan: Any, write: Any, hardware: Hardware, tmp_path: Path
         write(), "--target", 10, code=2
     )
     assert "--ranks is 1; give a number from 2" in plan(
-        write(), "--ranks", 1, hardware=replace(hardware, network_bytes_per_s=Figure(1e9)), code=2
+        write(), "--ranks", 1, hardware=replace(hardware, network=NETWORK), code=2
     )
     assert "more are needed (memory.dram=" in plan(write({"dram": "20KiB"}), code=2)
     assert "is not a file" in plan(write(), "--hardware", tmp_path / "absent.json", code=2)
@@ -380,7 +389,7 @@ def test_of_two_divisions_the_one_with_the_faster_step_is_taken(
         each = zip(division.uses(demands), slots, strict=True)
         return sum((use.rows_per_step - use.hits(own)) * miss_s(use.demand, slow) for use, own in each)
 
-    def step(work: Any, machine: Hardware, slots: Any) -> Prediction:
+    def step(work: Any, machine: Hardware, slots: Any, shared: Any) -> Prediction:
         if known == "a fault of the model":
             raise ZeroDivisionError
         return Prediction(seconds={"lookup": cost(slots)}, wait_s=0.0, binds="disk reads")

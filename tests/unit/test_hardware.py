@@ -20,6 +20,7 @@ from hotrow.plan.hardware import (
     Figure,
     Gpu,
     Hardware,
+    Network,
     Point,
     hardware_path,
     known_hardware,
@@ -63,6 +64,8 @@ WHOLE = Hardware(
     kernels={"lookup": [Point({"threads": 1.0}, figure(1e-3))]},
     disks=[DISK],
     gpus=[GPU],
+    network=Network(bytes_per_s=figure(2e9), s_per_message=figure(5e-5), cpu_s_per_byte=figure(3e-10)),
+    crowding=figure(1.25),
     watts=figure(100),
     notes={"price_per_hour": "not declared"},
 )
@@ -342,3 +345,11 @@ def test_figures_are_shown_in_their_units() -> None:
     assert rows["disks /nvme cpu_s_per_io"][0] == "2.00 us"
     assert rows["gpus G product_flops_per_s fp32"][0] == "50,000.0 GFLOP/s"
     assert rows["watts"][0] == "100.0 W"
+    assert rows["network bytes_per_s"][0] == "2.00 GB/s" and rows["network s_per_message"][0] == "50.00 us"
+    assert rows["network cpu_s_per_byte"][0] == "0.300 ns" and rows["crowding"][0] == "1.25x"
+
+
+def test_a_declared_network_keeps_what_it_does_not_say(declare: Callable[[str], Path]) -> None:
+    made = WHOLE.with_declared(declare("network: {bytes_per_s: {value: 3.0e9, note: https://example.org/nic}}"))
+    assert made.network is not None and WHOLE.network is not None
+    assert made.network.bytes_per_s.value == 3e9 and made.network.s_per_message == WHOLE.network.s_per_message

@@ -12,12 +12,14 @@ import pytest
 
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import TableSlots
 from hotrow.plan import modelled as module
 from hotrow.plan.cost import PHASES, CostModel, amounts_of
 from hotrow.plan.hardware import MACHINES, Figure, Hardware, Point
 from hotrow.plan.modelled import RATES, faster, modelled, rate_of, read_machine
 from hotrow.plan.traffic import traffic_of
+from hotrow.plan.wire import sharing_amounts
 from hotrow.plan.work import work_of
 from hotrow.run.setup import tables_of
 from hotrow.run.step_probe import OPTIMIZERS
@@ -123,6 +125,9 @@ def test_every_kind_of_amount_has_a_rate(make_dataset: Callable[..., PackedDatas
             work = work_of(config, tables_of(config, data), data)
             lists = replace(work, tables=tuple(replace(own, jagged=True) for own in work.tables))
             amounts = amounts_of(lists, traffic_of(work, [TableSlots(50, 0), TableSlots(10, 200)]))
+            shards = {own.table.name: Shard() for own in work.tables}
+            shared = sharing_amounts(work, shards, num_ranks=2)
+            amounts |= {f"shared {name}": own for name, own in shared.items()}
             found |= {kind for own in amounts.values() for kind in own}
     assert found == RATES.keys()
     for kind, rate in (("pairs' multiply-adds", "flops_per_s"), ("jagged features", "one thread"), ("rows", "threads")):

@@ -196,6 +196,7 @@ def zones(tmp_path: Path) -> Zones:
     return write
 
 
+POINT = Point({"threads": 1.0, "steps": 1.0}, Figure(1e-3))
 NO_GPU = "no-such-library.so"
 TWO = {"intel-rapl:0": ("package-0", 10**9), "intel-rapl:1": ("package-1", 5 * 10**9)}
 
@@ -303,7 +304,9 @@ def test_a_probe_beside_other_work_warns_at_its_end(tmp_path: Path, capsys: pyte
 
 @needs_native
 def test_the_command(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("hotrow.run.step_probe.measure_kernels", lambda **_: {})
+    monkeypatch.setattr("hotrow.run.step_probe.measure_kernels", lambda **_: {"data": [POINT]})
+    shared = {"kernels": {"shared update": [POINT]}, "crowding": Figure(1.5), "notes": {"network": "none here"}}
+    monkeypatch.setattr("hotrow.run.rank_probe.measure_ranks", lambda **_: shared)
     out, declared = tiny.parent / "h.json", tiny.parent / "d.yaml"
     declared.write_text(f"disks: [{{folder: {tiny}, endurance_bytes: {{value: 1e15, note: data sheet}}}}]")
     words = ["probe", str(tiny), "--out", str(out), "--declare", str(declared), "--seconds", "0.2"]
@@ -320,6 +323,8 @@ def test_the_command(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert table[-1] == f"wrote {out}"
     assert result["out"] == str(out)
     found = read_hardware(out)
+    assert found.kernels == {"data": [POINT], "shared update": [POINT]}
+    assert (found.crowding, found.network) == (Figure(1.5), None) and found.notes["network"] == "none here"
     assert result["disks"][0]["read_bytes_per_s"] == asdict(found.disks[0].read_bytes_per_s)
     assert "measuring: " in shown.err
 

@@ -17,9 +17,11 @@ from hotrow.plan.ranks import (
     Way,
     _Program,
     greedy,
+    slowest_s,
     solve_ranks,
     ways_of,
 )
+from hotrow.plan.wire import Wire
 from hotrow.tables import TableConfig
 
 
@@ -124,17 +126,15 @@ def test_what_does_not_fit_says_by_how_much() -> None:
 
 
 def test_what_ranks_exchange() -> None:
-    """The bytes of a step counted by hand, on a link of a byte per second."""
+    """The seconds of a step counted by hand, on a link of a byte per second."""
     table = TableConfig(name="t", num_embeddings=1000, embedding_dim=2, feature_names=("a",))
-    load = {"of_all": TableLoad(400, 100, 3.0, 4.0), "of_one": TableLoad(100, 50, 1.0, 1.5)}
-    made = ways_of(table, 12, **load, batch_size=400, num_ranks=4, bytes_per_s=1.0)
+    wire = Wire(split_bytes=1200.0, replicated_bytes=4000.0, rows=100.0, pooled_bytes=5000.0, lookups=100.0)
+    load = {"of_all": TableLoad(3.0, 4.0), "of_one": TableLoad(1.0, 1.5)}
+    made = ways_of(table, 12, **load, wire=wire, num_ranks=4, byte_s=1.0)
     assert set(made.ways) == set(OWNERS)
-    # 400 vectors of 8 bytes, or 4 x 50 rows of 8: rows are fewer. There and back, and ids of 8 bytes.
-    moved = 2 * 4 * 50 * 8 + 400 * 8
-    owner, every = made.ways["table"].owner_s + made.ways["table"].every_s, made.ways["table"].every_s
-    assert owner == pytest.approx(7.0 + 3 / 4 * moved), "three quarters of the samples are other ranks'"
-    assert every == pytest.approx(3 / 4 * moved / 4)
-    assert made.ways["table"].owner_bytes == 12_000
-    assert made.ways["row"] == pytest.approx((7.0 / 4 + 3 / 4 * moved / 4, 0, 250 * 12, 0))
-    # Gradients of 50 rows from each of three ranks.
-    assert made.ways["replicated"] == pytest.approx((1.0 + 4.0 + 3 * 50 * 8, 0, 12_000, 0))
+    # Every rank looks up its own samples. The owner sends and takes all that the three others need.
+    assert made.ways["table"] == pytest.approx((1.0 + 1200 / 3, 4.0 + 1200 - 1200 / 3, 0, 12_000))
+    assert made.ways["row"] == pytest.approx((1.0 + (4.0 + 1200) / 4, 0, 250 * 12, 0))
+    assert made.ways["replicated"] == pytest.approx((1.0 + 4.0 + 4000 / 4, 0, 12_000, 0))
+    tables = [made, RankTable("u", {"row": Way(10.0)})]
+    assert slowest_s(tables, [Owned("table", 2), Owned("row")], 4) == pytest.approx(10 + 1.0 + 4.0 + 1200)

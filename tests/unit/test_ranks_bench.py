@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import rank_laws, rank_links, ranks
+from benchmarks import rank_laws, ranks
 from benchmarks.rank_sides import (
     RankWork,
     Seat,
@@ -31,6 +31,7 @@ from benchmarks.rank_worker import sent_bytes
 from benchmarks.ranks_page import ranks_table
 from benchmarks.step_shapes import make_setting
 from hotrow.parallel.world import World
+from hotrow.study import links
 
 
 def test_the_bytes_of_a_connection_are_counted() -> None:
@@ -46,10 +47,11 @@ def test_the_bytes_of_a_connection_are_counted() -> None:
 
 
 def test_pooled_bytes_by_hand() -> None:
-    # 8 samples on 4 ranks: 6 of each feature's vectors leave their owner, and 6 gradients come back; ids as int32.
+    # 8 samples on 4 ranks: 6 of each feature's vectors leave their owner, and 6 gradients come back; ids as int32, and
+    # 12 bytes before those of each rank.
     sizes: dict[str, Any] = {"dim": 2, "batch_size": 8, "lookups": 3, "num_ranks": 4}
-    assert ranks.pooled_bytes([100, 50], 0.0, **sizes) == 2 * 6 * (2 * 2 * 4 + 3 * 4)
-    assert ranks.pooled_bytes([100, 1], 0.5, **sizes) == 6 * (2 * 2 * 4 + 3 * 4), "of one row all have all"
+    assert ranks.pooled_bytes([100, 50], 0.0, **sizes) == 2 * (6 * (2 * 2 * 4 + 3 * 4) + 3 * 12)
+    assert ranks.pooled_bytes([100, 1], 0.5, **sizes) == 6 * (2 * 2 * 4 + 3 * 4) + 3 * 12, "of one row all have all"
 
 
 @pytest.mark.parametrize(("prefix", "sharding"), [(0.0, "row_wise"), (0.1, "row_wise"), (0.0, "table_wise")])
@@ -116,8 +118,8 @@ def test_a_link_that_cannot_be_made_says_which_command_failed(monkeypatch: pytes
     monkeypatch.setattr(subprocess, "run", lambda words, **_: refused(words))
     monkeypatch.setattr(shutil, "which", lambda name: f"/sbin/{name}")
     with (
-        pytest.raises(rank_links.LinkError, match=r"`ip netns add hotrow-.*-0` says: Operation not permitted"),
-        rank_links.Link(),
+        pytest.raises(links.LinkError, match=r"`ip netns add hotrow-.*-0` says: Operation not permitted"),
+        links.Link(),
     ):
         pass
 

@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from hotrow.batch import KeyedJaggedTensor
 from hotrow.config.load import make_config
+from hotrow.parallel.exchange import WireDtype, narrow
+from hotrow.parallel.pooled import _pack
 from hotrow.parallel.shards import Shard
 from hotrow.plan.shards import MOST_UNEVEN, SMALL_SHARE, hot_prefixes, shards_line, shards_of, wire_of
+from hotrow.plan.wire import Distinct, Wire
 from hotrow.tables import Dtype, TableConfig
 
 BATCH, SAMPLES = 1000, 200_000
@@ -62,9 +67,9 @@ def test_bytes_against_drawn_batches(num_ranks: int, dtype: Dtype) -> None:
         rows += len(union)
         for rank, each in enumerate(sets):
             away = int((each % num_ranks != rank).sum())
-            split_bytes += away * (4 + row + 4 + total)
-            replicated_bytes += away * (4 + total)
-        replicated_bytes += (num_ranks - 1) * len(union) * (4 + total)
+            split_bytes += away * (2 + row + 2 + total)
+            replicated_bytes += away * (2 + total)
+        replicated_bytes += (num_ranks - 1) * len(union) * (2 + total)
     predicted = wire_of(config(), own, dataset(), num_ranks)
     pooled_bytes = BATCH * (num_ranks - 1) / num_ranks * (4 + 2 * total)  # what stays with the owner does not travel
     counted = (split_bytes / steps, replicated_bytes / steps, rows / steps, pooled_bytes, BATCH)
@@ -157,6 +162,24 @@ def test_hot_rows_of_tables_that_are_split() -> None:
 
 
 # ---- pooled vectors
+
+
+@pytest.mark.parametrize(("jagged", "num_rows"), [(False, 900), (True, 900), (True, (1 << 31) + 1)])
+@pytest.mark.parametrize("wire_dtype", ["fp32", "bf16"])
+def test_bytes_of_bags_and_vectors_against_messages(jagged: bool, num_rows: int, wire_dtype: WireDtype) -> None:
+    """Bags and vectors as pooled.py packs them, on three ranks of ten samples; each of them may be the owner."""
+    own, rng, sent, num_ids = table("item", num_rows), np.random.default_rng(2), 0, 0
+    for _ in range(3):
+        lengths = rng.integers(0, 4, 10) if jagged else np.ones(10, np.int64)
+        ids = torch.from_numpy(rng.integers(0, 900, lengths.sum()))
+        part = KeyedJaggedTensor(("item",), ids, lengths=torch.from_numpy(lengths) if jagged else None)
+        sent += _pack(part, "item", wide=num_rows > 1 << 31).nbytes
+        sent += 2 * sum(words.nbytes for words in narrow([torch.zeros(10 * 16)], wire_dtype))
+        num_ids += len(ids)
+    unknown = Distinct(0.0)
+    rest: Any = {"lookups": num_ids, "jagged": jagged, "wire_dtype": wire_dtype}
+    found = Wire.of(own, 30, 3, of_one=unknown, of_all=unknown, **rest)
+    assert found.pooled_bytes == pytest.approx(sent * 2 / 3), "what stays with the owner does not travel"
 
 
 def long_bags(*num_rows: int) -> tuple[list[TableConfig], Any]:

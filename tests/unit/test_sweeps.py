@@ -198,13 +198,21 @@ def test_the_studies_that_come_with_hotrow() -> None:
         study = read_study(path)
         counts[path.stem] = len(expand(study, origin=path.name))
         assert len(expand(study, origin=path.name, quick=True)) <= counts[path.stem]
-    assert counts["prediction"] >= 200 and set(counts) == {"efficiency", "quality", "prediction"}
+    assert counts["prediction"] >= 200 and set(counts) == {"efficiency", "quality", "prediction", "scaling"}
     prediction = expand(read_study(STUDIES / "prediction.yaml"), origin="prediction")
     assert len({cell.data for cell in prediction}) == 12
     with pytest.raises(
-        ValueError, match=r"there is no study 'speed'; choose one of efficiency, prediction, quality, all, or"
+        ValueError, match=r"there is no study 'speed'; choose one of efficiency, prediction, quality, scaling, all, or"
     ):
         find_study("speed")
+
+
+def test_cells_that_were_measured_keep_their_keys() -> None:
+    """Also when cells get a new field, which these leave as it is usually."""
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    for name in ("efficiency", "quality"):
+        known = {row["key"] for row in json.loads((docs / f"{name}-study.json").read_text())["cells"]}
+        assert known and known <= {cell.key for cell in expand(read_study(STUDIES / f"{name}.yaml"), origin=name)}
 
 
 # ---- data
@@ -477,7 +485,7 @@ def predicting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The predictions that were made, each of 3 ms and a bit more than the one before; this machine's file is known."""
     made: list[float] = []
 
-    def predict(work: Any, hardware: Any, slots: Any = None) -> Prediction:
+    def predict(work: Any, hardware: Any, slots: Any = None, shared: Any = None) -> Prediction:
         made.append(0.003 + 0.0001 * len(made))
         phases = {"data": 0.0, "lookup": 0.0, "dense": made[-1], "update": 0.0}
         return Prediction(seconds=phases, wait_s=0.0, binds="dense")
@@ -525,7 +533,7 @@ def test_all_predictions_are_on_disk_before_the_first_cell_trains(
 def test_a_study_whose_cells_cannot_be_predicted_measures_nothing(
     fault: str, cure: str, tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(work: Any, hardware: Any, slots: Any = None) -> Prediction:
+    def fail(work: Any, hardware: Any, slots: Any = None, shared: Any = None) -> Prediction:
         raise ValueError(fault)
 
     monkeypatch.setattr(cells, "predict", fail)
@@ -540,7 +548,7 @@ def test_cells_without_a_prediction_are_told_and_predicted_again(
     real_predict, real_run, said, calls = cells.predict, cells.run_cell, [], []
     out, path = tmp_path / "out", write_study(tmp_path, predicts=True)
 
-    def predict(work: Any, hardware: Any, slots: Any = None) -> Prediction:
+    def predict(work: Any, hardware: Any, slots: Any = None, shared: Any = None) -> Prediction:
         calls.append(work)
         if len(calls) in (5, 6):
             raise ValueError("an odd cell")
@@ -588,7 +596,7 @@ def test_modelled_speed_has_a_column_of_its_own(
     known = {"fast": replace(HARDWARE, name="fast", num_cores=8, gpus=[gpu]), "odd": "odd lacks kernels"}
     monkeypatch.setattr("hotrow.study.run._machine", lambda name, here: known[name])
 
-    def predict(work: Any, hardware: Hardware, slots: Any = None) -> Prediction:
+    def predict(work: Any, hardware: Hardware, slots: Any = None, shared: Any = None) -> Prediction:
         seconds = 0.003 if hardware.name == "fast" else 0.004
         return Prediction(seconds={"dense": seconds}, wait_s=0.0, binds="dense")
 
@@ -784,7 +792,7 @@ def test_all_sets_claims_beside_what_was_measured(
     monkeypatch.delenv("HOTROW_DATA", raising=False)
     everything.run_all(tmp_path / "out")
     everything.run_all(tmp_path / "out")
-    assert len(trained) == len(set(trained)) == 24, "the second time nothing is measured again"
+    assert len(trained) == len(set(trained)) == 24 + 8, "the second time nothing is measured again"
     page = (tmp_path / "out" / "claims.html").read_text()
     assert "measured from a checkout alone" in page and "8,000 samples/s" in page
     assert "not measured: the study needs criteo_terabyte_80k.tsv.gz" in page

@@ -501,9 +501,12 @@ def probe(
 ) -> Answer:
     """Measure memory, kernels, disks and GPUs of this machine, for plans and predictions."""
     from hotrow.plan.probe import print_probe, run_probe
+    from hotrow.run.rank_probe import measure_ranks
     from hotrow.run.step_probe import measure_kernels
 
-    path, hardware = run_probe(folders or (), kernels=measure_kernels, out=out, declare=declare, seconds=seconds)
+    path, hardware = run_probe(
+        folders or (), kernels=measure_kernels, ranks=measure_ranks, out=out, declare=declare, seconds=seconds
+    )
     return {"out": str(path), **asdict(hardware)}, lambda: print_probe(hardware, path)
 
 
@@ -524,7 +527,10 @@ def check(
 )
 def study(
     name: Annotated[
-        str, typer.Argument(help="efficiency, quality, prediction, all, or the path of a YAML file (docs/study.md).")
+        str,
+        typer.Argument(
+            help="efficiency, quality, prediction, scaling, all, or the path of a YAML file (docs/study.md)."
+        ),
     ],
     *,
     out: Annotated[

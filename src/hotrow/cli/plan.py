@@ -115,22 +115,35 @@ def _ranks(found: Explanation, ranks: OverRanks) -> Iterator[str]:
         f"{ranks.num_ranks} machines like {found.hardware['name']}, {size(ranks.capacity_bytes)} of DRAM for tables on "
         f"each; tables and optimizer state take {size(found.needed_bytes)}"
     )
-    for rank, (ms, held) in enumerate(zip(ranks.table_ms, ranks.held_bytes, strict=True)):
-        own = [name for name, owner in ranks.owners.items() if owner == f"rank {rank}"]
-        named = ", ".join(own[:8]) + (f" and {len(own) - 8} more" if len(own) > 8 else "")
-        yield f"  rank {rank}: {size(held)}, {ms:.3g} ms: {named or 'no table of its own'}"
-    for owner, words in (("row", "split by row number over all ranks"), ("replicated", "on every rank")):
-        if own := [name for name, each in ranks.owners.items() if each == owner]:
-            yield f"  {words}: {', '.join(own[:MOST_LINES])}"
-    limit = "; the solver was out of time" if ranks.out_of_time else ""
+    where = "all in DRAM" if ranks.disk is None else f"the rest in {ranks.disk}"
+    least, most = min(ranks.held_bytes), max(ranks.held_bytes)
+    yield f"a rank holds {size(most) if least == most else f'{size(least)} to {size(most)}'}: {where}"
+    for owner in dict.fromkeys(ranks.owners.values()):
+        own = [name for name, each in ranks.owners.items() if each == owner]
+        words = {"row": "dealt out row by row", "replicated": "on every rank"}.get(owner, owner)
+        more = f" and {len(own) - MOST_LINES} more" if len(own) > MOST_LINES else ""
+        yield f"  {words}: {', '.join(own[:MOST_LINES])}{more}"
+    yield from _best(ranks)
+    step = ranks.step
+    gain = "" if ranks.gain is None else f", {1 + ranks.gain:.2f}x one machine's"
     yield (
-        f"no other plan takes more than {ranks.gap:.2%} off the slowest rank's time (solved in {ranks.solved_s:.2f} s"
-        f"{limit})"
+        f"modelled, {_threads(found)} each: {step.samples_per_s:,.0f} samples/s{gain}, "
+        f"{sum(step.step_ms.values()):.4g} ms a step; {bind(step.binds)}"
     )
-    others = (f"{rule} {'does not fit' if each is None else f'{each:.2f}x'}" for rule, each in ranks.greedy.items())
-    yield f"its time under simple rules: {', '.join(others)}"
+    phases = "  ".join(f"{phase} {ms:.3g}" for phase, ms in step.step_ms.items())
+    yield f"  ms by phase: {phases} (in exchanges {step.exchange_ms or 0:.3g}, waiting for rows {step.wait_ms:.3g})"
+    by_purpose = (step.wire_bytes_per_step or {}).items()
+    sent = ", ".join(f"{purpose} {size(num_bytes)}" for purpose, num_bytes in by_purpose)
+    yield f"  a rank sends in a step: {sent}"
+
+
+def _best(ranks: OverRanks) -> Iterator[str]:
+    if (best := ranks.best) is None:
+        return
+    limit = "; the solver was out of time" if best.out_of_time else ""
     yield (
-        f"modelled, {_threads(found)} each: {ranks.samples_per_s:,.0f} samples/s, "
-        f"{ranks.step_ms:.4g} ms a step of the slowest rank; "
-        f"{bind(ranks.binds)}"
+        f"the tables of the slowest rank take {best.table_ms:.3g} ms in DRAM; no other owners take more than "
+        f"{best.faster:.2%} off that (solved in {best.solved_s:.2f} s{limit})"
     )
+    others = (f"{rule} {'does not fit' if each is None else f'{each:.2f}x'}" for rule, each in best.greedy.items())
+    yield f"  under simple rules, beside the best plan that was found: {', '.join(others)}"

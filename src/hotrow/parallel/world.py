@@ -65,13 +65,16 @@ class World:
         return cls(rank, size, size, group).in_parts(size if micro_batches is None else micro_batches)
 
     def in_parts(self, micro_batches: int) -> World:
-        """Returns the same ranks for another number of micro-batches. Raises ValueError if ranks would have none."""
+        """Returns the same ranks for a number of micro-batches: this world, if it has as many.
+
+        Raises ValueError if ranks would have none.
+        """
         if micro_batches < self.size:
             raise ValueError(
                 f"train.micro_batches is {micro_batches}, but there are {self.size} ranks, and each needs one: start "
                 f"at most {micro_batches}, or set it to {self.size} or more in a new run"
             )
-        return replace(self, micro_batches=micro_batches)
+        return self if micro_batches == self.micro_batches else replace(self, micro_batches=micro_batches)
 
     @cached_property
     def held(self) -> tuple[int, int]:

@@ -8,6 +8,11 @@ steps of known amounts took there (`hotrow probe`; run/step_probe.py); `predict`
 kind takes there, and adds up. Units take no less than nothing and amounts only grow with work, so more work is never
 predicted to be faster.
 
+If ranks share the model, a rank's step is that of its own samples, what sharing adds to it on its processor, and the
+waits for its exchanges, some of which travel while it works: wire.py counts, and says in which order things happen.
+Steps of two processes here say what sharing takes (`shared lookup`, and `shared update` for all that follows;
+run/rank_probe.py).
+
 A row is found in a cache or not by what a step touched since its last use: amounts count the lines whose last use lies
 more than so many bytes back, for each of CACHES, and the machine's own steps say what each of them costs there.
 """
@@ -18,6 +23,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +31,7 @@ from hotrow.placement.budget import TableSlots
 from hotrow.plan.fit import unit_seconds
 from hotrow.plan.hardware import Hardware, check_cost_version
 from hotrow.plan.traffic import MOST_IOS, Traffic, disk_of, io_seconds, traffic_of
+from hotrow.plan.wire import Shared
 from hotrow.plan.work import TableWork, Work, lines_of
 from hotrow.tables import TableConfig
 
@@ -51,6 +58,8 @@ class Prediction:
     batch waits for slots and reads; without look-ahead a part of `lookup`."""
     binds: str
     """What a faster machine would need first: "dense", "rows in DRAM", "disk reads", "python", ..."""
+    exchange_s: float = 0.0
+    """What ranks take to send each other rows and sums: a part of all phases."""
 
     @property
     def step_s(self) -> float:
@@ -291,21 +300,91 @@ class CostModel:
             )
         return sum(units[kind] * amount for kind, amount in amounts.items() if amount > 0)
 
-    def predict(self, work: Work, slots: Sequence[TableSlots] | None = None) -> Prediction:
+    def predict(
+        self, work: Work, slots: Sequence[TableSlots] | None = None, shared: Shared | None = None
+    ) -> Prediction:
         """Returns the step's time; see the function `predict`."""
-        traffic = None if slots is None else traffic_of(work, slots)
+        held = work if shared is None else shared.held
+        traffic = None if slots is None else traffic_of(held, slots)
         amounts = amounts_of(work, traffic)
         seconds, wait_s = self._phases(work, amounts), 0.0
         if traffic is not None and traffic.reads + traffic.writes > 0:
             together = min(MOST_IOS, max(1.0, (traffic.reads + traffic.writes) * max(1, work.lookahead)))
-            io_s = io_seconds(disk_of(work, self.hardware), traffic, together=together)
+            io_s = io_seconds(disk_of(held, self.hardware), traffic, together=together)
             if io_s > (busy_s := sum(seconds.values())):
                 amounts = amounts_of(work, traffic, beside=busy_s / io_s)
                 seconds = self._phases(work, amounts)
             wait_s = max(0.0, io_s - (sum(seconds.values()) if work.lookahead else 0.0))
         binds = self._binds(work, amounts, seconds, wait_s)
         seconds["data" if work.lookahead else "lookup"] += wait_s
-        return Prediction(seconds=seconds, wait_s=wait_s, binds=binds)
+        alone = Prediction(seconds=seconds, wait_s=wait_s, binds=binds)
+        return alone if shared is None else self._shared(alone, work, shared)
+
+    def _shared(self, alone: Prediction, work: Work, shared: Shared) -> Prediction:
+        """Returns the step of a rank. alone: what its own samples take."""
+        crowd = self._crowd(shared.local_size, work.threads)
+        seconds = {phase: own_s * crowd.step for phase, own_s in alone.seconds.items()}
+        # Sums of a row's gradients are made beside the dense layers, to be sent.
+        sums_s = self._sums_s(work) * crowd.step
+        seconds["update"] -= sums_s
+        seconds["dense"] += sums_s
+        for name, amounts in shared.amounts.items():
+            own = [{kind: n for kind, n in amounts.items() if (kind in OF_WEIGHTS) == dense} for dense in (False, True)]
+            for phase, each in zip((name, "dense"), own, strict=True):
+                if any(each.values()):
+                    seconds[phase] += self.seconds(f"shared {name}", each, 1) * max(1.0, crowd.cores)
+        waits = self._waits(work, shared, {"sums": sums_s, "rows": seconds["update"]})
+        seconds = {phase: own_s + waits.get(phase, 0.0) for phase, own_s in seconds.items()}
+        exchange_s = sum(waits.values())
+        binds = "the network" if exchange_s > sum(seconds.values()) / 2 else alone.binds
+        return Prediction(seconds=seconds, wait_s=alone.wait_s, binds=binds, exchange_s=exchange_s)
+
+    def _sums_s(self, work: Work) -> float:
+        """Returns the part of an update that adds up each row's gradients."""
+        amounts = {kind: n for kind, n in _update(work).items() if kind.startswith(SUMMED)}
+        return self.seconds("update", amounts, work.threads)
+
+    def _crowd(self, local_size: int, threads: int) -> _Crowd:
+        """Returns how much longer steps take because other ranks of this machine use its cores."""
+        cores = self.hardware.num_cores
+        busy, free = (local_size - 1) * threads, max(1, cores - threads)
+        full = 1.0 if self.hardware.crowding is None else self.hardware.crowding.value
+        share = local_size * threads / cores
+        return _Crowd(share, (1 + (full - 1) * min(1.0, busy / free)) * max(1.0, share))
+
+    def _waits(self, work: Work, shared: Shared, work_s: Mapping[str, float]) -> dict[str, float]:
+        """Returns how long a rank waits for others, by phase. work_s: what its work takes, by name of the event.
+
+        A message takes its turn, and then either the link binds, which the ranks of a machine share if there are others
+        elsewhere, or the processors, which all of them need at the same time. Messages follow each other on the link,
+        while the rank works or waits. Raises ValueError if the network is not known.
+        """
+        network = self.hardware.network
+        if network is None:
+            raise ValueError(
+                f"the hardware file of {self.hardware.name} has no network, without which an exchange between ranks "
+                "has no time: measure it again with hotrow probe, or declare it (docs/probe.md)"
+            )
+        crowd = max(1.0, self._crowd(shared.local_size, work.threads).cores)
+        turn_s = (shared.num_ranks - 1) * network.s_per_message.value * crowd
+        cpu_s = network.cpu_s_per_byte.value * shared.local_size / self.hardware.num_cores
+        on_link = shared.local_size if shared.local_size < shared.num_ranks else 1
+        byte_s = max(on_link / network.bytes_per_s.value, cpu_s)
+        now = free = 0.0
+        arrived, waits = dict[str, float](), dict[str, float]()
+        for event in shared.events:
+            start = now
+            if event.kind == "send":
+                now += event.turns * turn_s
+                free = max(free, now) + sum(event.sent_bytes.values()) * byte_s
+                arrived[event.name] = free + turn_s
+            elif event.kind == "wait":
+                now = max(now, arrived[event.name])
+            else:
+                now += work_s[event.name]
+                continue
+            waits[event.phase] = waits.get(event.phase, 0.0) + now - start
+        return waits
 
     def _phases(self, work: Work, amounts: Mapping[str, Amounts]) -> dict[str, float]:
         """Returns seconds by phase, without the wait for rows."""
@@ -337,12 +416,29 @@ CALLS = ("steps", "tables", "tensors", "calls", "products")
 """Amounts that Python takes time for, however small the tensors are."""
 
 
-def predict(work: Work, hardware: Hardware, slots: Sequence[TableSlots] | None = None) -> Prediction:
+SUMMED = ("keys", "sorted keys", "gradients")
+"""How kinds of amounts of an update begin that adding up each row's gradients takes."""
+OF_WEIGHTS = ("shared tensors", "shared weights")
+
+
+class _Crowd(NamedTuple):
+    """What the ranks of a machine do to each other."""
+
+    cores: float
+    """Threads of all ranks, over cores."""
+    step: float
+    """How many times as long a step without exchanges takes."""
+
+
+def predict(
+    work: Work, hardware: Hardware, slots: Sequence[TableSlots] | None = None, shared: Shared | None = None
+) -> Prediction:
     """Returns the step's time; slots: each table's slots in DRAM, None if all rows lie there.
 
-    Raises ValueError naming what the hardware file lacks.
+    shared: what sharing adds, if ranks train together; `work` is then one rank's, and slots are those of the rows that
+    it holds. Raises ValueError naming what the hardware file lacks.
     """
-    return _model_of(hardware).predict(work, slots)
+    return _model_of(hardware).predict(work, slots, shared)
 
 
 _MODELS: OrderedDict[int, CostModel] = OrderedDict()

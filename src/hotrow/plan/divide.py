@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hotrow.base.files import disk_free_bytes, size
+from hotrow.base.machine import default_threads
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.exchange import WireDtype
+from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.plan.cost import Prediction, predict
 from hotrow.plan.demand import accesses_of, demands_of, most_rows
 from hotrow.plan.hardware import Disk, Hardware
 from hotrow.plan.solve import CountsPlan, TableUse, plan_by_counts
 from hotrow.plan.traffic import traffic_of
+from hotrow.plan.wire import Shared, share_of
 from hotrow.plan.work import Work, work_of
 from hotrow.tables import TableConfig
 
@@ -31,11 +35,41 @@ def without_pieces(budget: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """The ranks that share the tables of a run."""
+
+    tables: Sequence[TableConfig]
+    """Whole ones."""
+    shards: Mapping[str, Shard]
+    num_ranks: int
+    micro_batches: int
+    local_size: int = 1
+    """Ranks on a machine."""
+    wire_dtype: WireDtype = "fp32"
+
+    def share(self, whole: Work, held: Work, *, announced: bool) -> tuple[Work, Shared]:
+        """Returns the work of a rank's samples and what sharing adds. whole: of all samples, on whole tables. held:
+        what they ask of the rows that a rank holds. announced: see `share_of`.
+        """
+        return share_of(
+            whole,
+            held,
+            self.shards,
+            num_ranks=self.num_ranks,
+            micro_batches=self.micro_batches,
+            local_size=self.local_size,
+            announced=announced,
+            wire_dtype=self.wire_dtype,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Division:
     """Divides DRAM among tables; counts are read once for all amounts.
 
     memory: folders and options; its `dram` is not used. hardware: what a miss costs, and what a step takes; None:
-    all misses cost the same, and nothing is predicted. elsewhere: it is of another machine, whose disk counts.
+    all misses cost the same, and nothing is predicted. elsewhere: it is of another machine, whose disk counts. sharing:
+    the ranks of which one holds `tables`, parts of the run's; None: this process trains alone.
     """
 
     config: Config
@@ -45,6 +79,7 @@ class Division:
     training: bool = True
     hardware: Hardware | None = None
     elsewhere: bool = False
+    sharing: Sharing | None = None
     _uses: dict[tuple[TableDemand, ...], list[TableUse]] = field(default_factory=dict, repr=False)
     _weighted: dict[tuple[TableDemand, ...], CountsPlan] = field(default_factory=dict, repr=False)
 
@@ -143,9 +178,23 @@ class Division:
         machine = hardware or self.hardware
         assert machine is not None
         work = self._with_rows_in(memory)
-        found = predict(work, machine, slots)
+        own, shared = self._shared(work, announced=slots is not None)
+        found = predict(own, machine, slots, shared)
         traffic = None if slots is None or found.binds != "disk reads" else traffic_of(work, slots)
         return replace(found, binds="disk") if traffic is not None and traffic.writes > 0 else found
+
+    def _shared(self, held: Work, *, announced: bool) -> tuple[Work, Shared | None]:
+        """Returns the work of a rank's samples and what sharing adds. held: what all samples ask of its rows."""
+        if self.sharing is None:
+            return held, None
+        return self.sharing.share(self._whole, held, announced=announced)
+
+    @cached_property
+    def _whole(self) -> Work:
+        """What a step of all ranks does."""
+        assert self.sharing is not None and self.dataset is not None
+        work = work_of(self.config, self.sharing.tables, self.dataset)
+        return replace(work, threads=threads_of(self.config, self.sharing.local_size))
 
     def _with_rows_in(self, memory: Memory | None) -> Work:
         settled = self.settled(memory or self.memory)
@@ -154,7 +203,9 @@ class Division:
     def step(self, memory: Memory | None) -> Step:
         """Returns the predicted step of a run whose rows lie in `memory`, or all in DRAM; raises as `predict` does."""
         slots = None if memory is None else self.slots_in(memory)[1]
-        return step_of(self.predict(slots, memory), self.work.batch_size)
+        found = step_of(self.predict(slots, memory), self.work.batch_size)
+        _, shared = self._shared(self.work, announced=slots is not None)
+        return found if shared is None else replace(found, wire_bytes_per_step=rounded(shared.by_purpose))
 
     def written_bytes(self, slots: Sequence[TableSlots] | None, memory: Memory | None = None) -> float:
         """Returns the bytes of rows that a step is expected to write to the drive."""
@@ -248,6 +299,14 @@ class Step:
     samples_per_s: float
     binds: str
     """What a faster machine would need first."""
+    exchange_ms: float | None = None
+    """What ranks take to send each other rows and sums, a part of all phases; None for one process."""
+    wire_bytes_per_step: dict[str, int] | None = None
+    """What a rank sends, by purpose, the mean of all ranks."""
+
+
+def rounded(by_purpose: Mapping[str, float]) -> dict[str, int]:
+    return {purpose: round(num_bytes) for purpose, num_bytes in sorted(by_purpose.items())}
 
 
 def step_of(predicted: Prediction, batch_size: int) -> Step:
@@ -256,7 +315,13 @@ def step_of(predicted: Prediction, batch_size: int) -> Step:
         wait_ms=round(1e3 * predicted.wait_s, 4),
         samples_per_s=round(batch_size / predicted.step_s, 1),
         binds=predicted.binds,
+        exchange_ms=round(1e3 * predicted.exchange_s, 4) or None,
     )
+
+
+def threads_of(config: Config, local_size: int) -> int:
+    """Returns the threads of a process, if so many of the run share this machine's cores."""
+    return default_threads(local_size) if config.train.threads == "auto" else config.train.threads
 
 
 def slots_of(config: Config, tables: Sequence[TableConfig], memory: Memory) -> tuple[Memory, Sequence[TableSlots]]:

@@ -17,15 +17,19 @@ from hotrow.base.files import size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.sharded import part_of
+from hotrow.parallel.shards import Shard
+from hotrow.parallel.world import World
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableSlots
 from hotrow.plan.choose import FOLDER, choose, dram_budget
 from hotrow.plan.cost import Prediction, predict
-from hotrow.plan.demand import demands_of
-from hotrow.plan.divide import Division, Step, step_of
+from hotrow.plan.divide import Division, Sharing, Step, step_of
 from hotrow.plan.hardware import Disk, Figure, Gpu, Hardware
-from hotrow.plan.ranks import GREEDY, RankTable, TableLoad, greedy, solve_ranks, ways_of
+from hotrow.plan.ranks import GREEDY, Owned, RankTable, TableLoad, greedy, slowest_s, solve_ranks, ways_of
+from hotrow.plan.shards import shards_of
 from hotrow.plan.solve import expected_hits, most_saved
-from hotrow.plan.work import Work, work_of
+from hotrow.plan.wire import share_of, wire_of_work
+from hotrow.plan.work import Work
 from hotrow.tables import TableConfig
 
 FASTER = 2
@@ -81,26 +85,39 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class OverRanks:
-    """Owners of the tables if several machines like this one train the model."""
+    """The step of several machines like this one that train the model together, a rank on each."""
 
     num_ranks: int
     capacity_bytes: int
     """DRAM for tables on every rank."""
     owners: dict[str, str]
     """By table: "replicated", "row", or "rank N"."""
-    table_ms: list[float]
-    """By rank, what its tables take per step."""
     held_bytes: list[int]
-    gap: float
-    """The most by which another plan could be faster, as a share of the slowest rank's time."""
+    """By rank."""
+    disk: str | None
+    """Where the rows of a rank lie that its DRAM does not hold; None if all do."""
+    step: Step
+    """Of a rank."""
+    gain: float | None
+    """The speed over that of one machine, less 1; None if nothing is predicted of one."""
+    best: Best | None
+    """What other owners would change; None if the tables do not fit in the ranks' DRAM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """Owners by which the tables of the slowest rank take least, all rows in DRAM: see plan/ranks.py."""
+
+    table_ms: float
+    """What the tables of the slowest rank take, as `OverRanks.owners` has it."""
+    faster: float
+    """The most by which another plan's slowest rank could be faster, as a share of that."""
+    owners: dict[str, str]
+    """Of the best plan that was found."""
     out_of_time: bool
     solved_s: float
-    step_ms: float
-    """Of the slowest rank, dense layers and the sum of their gradients included."""
-    samples_per_s: float
-    binds: str
     greedy: dict[str, float | None]
-    """By rule: its slowest rank's time over this plan's; None if its plan does not fit."""
+    """By rule: its slowest rank's time over the best plan's; None if its plan does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +177,7 @@ def explain(
     budget, memory = dram_budget(config, available), None
     if num_ranks is None:
         memory, division = choose(config, tables, folder, dataset=dataset, hardware=hardware, elsewhere=elsewhere)
-    else:
+    else:  # one machine may be too small
         nowhere = Memory(dram=max(1, budget), ssd=folder / FOLDER)
         division = Division(
             config=config, tables=tables, memory=nowhere, dataset=dataset, hardware=hardware, elsewhere=elsewhere
@@ -187,9 +204,9 @@ def explain(
         rated_days=rated.value / per_day if rated is not None and per_day else None,
         changes=[]
         if predicted is None or num_ranks is not None
-        else _changes(division, memory, budget, slots, predicted),
+        else _changes(division, memory, budget, slots, predicted, folder),
         target=None if target is None or num_ranks is not None else _target(division, target),
-        ranks=None if num_ranks is None else over_ranks(division, num_ranks, budget),
+        ranks=None if num_ranks is None else over_ranks(division, num_ranks, budget, folder),
     )
 
 
@@ -280,7 +297,12 @@ def bind(what: str) -> str:
 
 
 def _changes(
-    division: Division, memory: Memory | None, budget: int, slots: Sequence[TableSlots] | None, now: Prediction
+    division: Division,
+    memory: Memory | None,
+    budget: int,
+    slots: Sequence[TableSlots] | None,
+    now: Prediction,
+    folder: Path,
 ) -> list[Change]:
     """Returns what a change of the machine would do to the speed, the best first."""
     hardware = division.hardware
@@ -313,8 +335,8 @@ def _changes(
         add(f"a disk {FASTER} times as fast", lambda: division.predict(slots, memory, faster).step_s, modelled=True)
     for gpu in hardware.gpus:
         add(f"dense layers on {gpu.name}, at most", lambda gpu=gpu: _on_gpu(division, now, gpu), modelled=True)  # type: ignore[misc]
-    if hardware.network_bytes_per_s is not None:
-        add("a second machine like this", lambda: over_ranks(division, 2, budget).step_ms / 1e3, modelled=True)
+    if hardware.network is not None:
+        add("a second machine like this", lambda: _over_ranks_s(division, 2, folder), modelled=True)
     return sorted(found, key=lambda change: math.inf if change.gain is None else -change.gain)
 
 
@@ -391,76 +413,130 @@ def _target(division: Division, samples_per_s: float) -> Target:
 # ---- ranks
 
 
-def over_ranks(division: Division, num_ranks: int, capacity_bytes: int) -> OverRanks:
-    """Returns owners of the tables on `num_ranks` machines like the one of `division`, all rows in their DRAM.
+def over_ranks(division: Division, num_ranks: int, capacity_bytes: int, folder: Path) -> OverRanks:
+    """Returns the step of `num_ranks` machines like the one of `division`, as `hotrow train` shares the tables.
 
-    Each machine trains its part of the batch. Raises ValueError if tables do not fit, or the network is not known.
+    Raises ValueError if tables do not fit, or the network is not known.
     """
-    config, hardware = division.config, division.hardware
-    assert hardware is not None and division.dataset is not None
+    config, whole = division.config, division.tables
+    assert division.hardware is not None and division.dataset is not None
     if num_ranks < 2 or num_ranks > config.train.batch_size:
         raise ValueError(f"--ranks is {num_ranks}; give a number from 2 to train.batch_size, {config.train.batch_size}")
-    if hardware.network_bytes_per_s is None:
-        raise ValueError(
-            f"the hardware file of {hardware.name} has no network_bytes_per_s, without which an exchange between ranks "
-            "has no time: declare it (docs/probe.md)"
-        )
-    link = hardware.network_bytes_per_s.value
-    train = config.train.model_copy(update={"batch_size": config.train.batch_size // num_ranks})
-    part = work_of(config.model_copy(update={"train": train}), division.tables, division.dataset)
-    tables = _rank_tables(division, part, num_ranks, link)
-    plan = solve_ranks(tables, num_ranks, capacity_bytes)
-    rest_s = _rest_s(part, hardware)
-    sums_s = 2 * (num_ranks - 1) / num_ranks * 4 * sum(i * o for _, i, o in part.products) / link
-    step_s = plan.slowest_s + rest_s + sums_s
-    named = ((table.name, owned) for table, owned in zip(tables, plan.tables, strict=True))
-    others = {rule: greedy(tables, num_ranks, capacity_bytes, rule) for rule in GREEDY}
+    memory, rank = _on_one_of(division, num_ranks, folder)
+    assert rank.sharing is not None
+    shards = rank.sharing.shards
+    sizes = {own.name: own.record_bytes for own in division.plain}
+    held_bytes = [
+        sum(shards[t.name].num_local(t.num_embeddings, r, num_ranks) * sizes[t.name] for t in whole)
+        for r in range(num_ranks)
+    ]
+    step = rank.step(memory)
     return OverRanks(
         num_ranks=num_ranks,
         capacity_bytes=capacity_bytes,
-        owners={name: owned.owner if owned.rank is None else f"rank {owned.rank}" for name, owned in named},
-        table_ms=[round(1e3 * seconds, 4) for seconds in plan.seconds],
-        held_bytes=[round(held) for held in plan.num_bytes],
-        gap=plan.gap,
+        owners={table.name: _owner_word(_owned(table, shards[table.name])) for table in whole},
+        held_bytes=held_bytes,
+        disk=None if memory is None else str(memory.folder),
+        step=step,
+        gain=_gain(division, step, folder),
+        best=_best(division, rank.sharing, capacity_bytes),
+    )
+
+
+def _on_one_of(division: Division, num_ranks: int, folder: Path) -> tuple[Memory | None, Division]:
+    """Returns where the rows of the first of several machines lie, and its division."""
+    config, whole, dataset = division.config, division.tables, division.dataset
+    assert dataset is not None
+    world = World(0, num_ranks, num_ranks).in_parts(config.train.micro_batches or num_ranks)
+    shards = shards_of(config, whole, dataset, num_ranks)
+    held = [part_of(table, shards[table.name], world) for table in whole]
+    memory, own = choose(
+        config, held, folder, dataset=dataset, hardware=division.hardware, elsewhere=division.elsewhere
+    )
+    sharing = Sharing(
+        tables=whole,
+        shards=shards,
+        num_ranks=num_ranks,
+        micro_batches=world.micro_batches,
+        wire_dtype=config.parallel.wire_dtype,
+    )
+    return memory, replace(own, sharing=sharing)
+
+
+def _over_ranks_s(division: Division, num_ranks: int, folder: Path) -> float:
+    memory, rank = _on_one_of(division, num_ranks, folder)
+    return sum(rank.step(memory).step_ms.values()) / 1e3
+
+
+def _gain(division: Division, step: Step, folder: Path) -> float | None:
+    """Returns how much faster the step is than one machine's; None if the tables do not fit there."""
+    try:
+        memory, alone = choose(
+            division.config,
+            division.tables,
+            folder,
+            dataset=division.dataset,
+            hardware=division.hardware,
+            elsewhere=division.elsewhere,
+        )
+        return round(step.samples_per_s / alone.step(memory).samples_per_s - 1, 4)
+    except ValueError:
+        return None
+
+
+def _owned(table: TableConfig, shard: Shard) -> Owned:
+    if shard.prefix == table.num_embeddings:
+        return Owned("replicated")
+    return Owned("row") if shard.kind == "row" else Owned("table", shard.owner)
+
+
+def _owner_word(owned: Owned) -> str:
+    return owned.owner if owned.rank is None else f"rank {owned.rank}"
+
+
+def _best(division: Division, sharing: Sharing, capacity_bytes: int) -> Best | None:
+    """Returns what other owners would change, if all rows lie in DRAM."""
+    tables = _rank_tables(division, sharing)
+    try:
+        plan = solve_ranks(tables, sharing.num_ranks, capacity_bytes)
+    except ValueError:
+        return None
+    owned = [_owned(table, sharing.shards[table.name]) for table in division.tables]
+    ours_s = slowest_s(tables, owned, sharing.num_ranks)
+    others = {rule: greedy(tables, sharing.num_ranks, capacity_bytes, rule) for rule in GREEDY}
+    return Best(
+        table_ms=round(1e3 * ours_s, 4),
+        faster=max(0.0, 1.0 - plan.bound_s / ours_s) if ours_s else 0.0,
+        owners={table.name: _owner_word(each) for table, each in zip(tables, plan.tables, strict=True)},
         out_of_time=plan.out_of_time,
         solved_s=round(plan.solved_s, 3),
-        step_ms=round(1e3 * step_s, 4),
-        samples_per_s=round(division.work.batch_size / step_s, 1),
-        binds="tables and their exchange" if plan.slowest_s > rest_s + sums_s else "dense layers and their sums",
         greedy={rule: None if each is None else round(each / plan.slowest_s, 4) for rule, each in others.items()},
     )
 
 
-def _rank_tables(division: Division, part: Work, num_ranks: int, bytes_per_s: float) -> list[RankTable]:
-    work, hardware = division.work, division.hardware
-    assert hardware is not None
+def _rank_tables(division: Division, sharing: Sharing) -> list[RankTable]:
+    work, hardware, num_ranks = division.work, division.hardware, sharing.num_ranks
+    assert hardware is not None and hardware.network is not None, "the step was predicted"
+    part, _ = share_of(work, work, sharing.shards, num_ranks=num_ranks, micro_batches=sharing.micro_batches)
     of_all, of_one = (_loads(each, hardware) for each in (work, part))
-    demands = demands_of(division.config, division.tables, training=True)
     return [
         ways_of(
-            table,
-            demand.record_bytes,
+            own.table,
+            own.record_bytes,
             of_all=whole,
             of_one=one,
-            batch_size=work.batch_size,
+            wire=wire_of_work(own, work.batch_size, num_ranks, wire_dtype=sharing.wire_dtype),
             num_ranks=num_ranks,
-            bytes_per_s=bytes_per_s,
+            byte_s=1 / hardware.network.bytes_per_s.value,
         )
-        for table, demand, whole, one in zip(division.tables, demands, of_all, of_one, strict=True)
+        for own, whole, one in zip(work.tables, of_all, of_one, strict=True)
     ]
 
 
 def _loads(work: Work, hardware: Hardware) -> list[TableLoad]:
     """Returns what each table takes among the others, which share its caches: the step less the step without it."""
     whole, loads = predict(work, hardware).seconds, []
-    for t, own in enumerate(work.tables):
+    for t in range(len(work.tables)):
         without = predict(replace(work, tables=work.tables[:t] + work.tables[t + 1 :]), hardware).seconds
-        lookup_s, update_s = (max(0.0, whole[phase] - without[phase]) for phase in ("lookup", "update"))
-        loads.append(TableLoad(own.lookups, own.rows, lookup_s, update_s))
+        loads.append(TableLoad(*(max(0.0, whole[phase] - without[phase]) for phase in ("lookup", "update"))))
     return loads
-
-
-def _rest_s(part: Work, hardware: Hardware) -> float:
-    """Returns what a rank's step takes whoever owns the tables: all data and dense layers, and calls beside tables."""
-    whole, none = predict(part, hardware).seconds, predict(replace(part, tables=()), hardware).seconds
-    return whole["data"] + whole["dense"] + none["lookup"] + none["update"]

@@ -83,6 +83,7 @@ FlopsPerS = Annotated[Figure, AfterValidator(partial(_within, least=1e6, most=1e
 IosPerS = Annotated[Figure, AfterValidator(partial(_within, least=0.1, most=1e10, unit="I/Os/s"))]
 Seconds = Annotated[Figure, AfterValidator(partial(_within, least=1e-18, most=1e4, unit="s"))]
 Watts = Annotated[Figure, AfterValidator(partial(_within, least=0.01, most=1e6, unit="W"))]
+Crowding = Annotated[Figure, AfterValidator(partial(_within, least=0.5, most=1e3, unit="times"))]
 Price = Annotated[Figure, AfterValidator(partial(_within, least=1e-6, most=1e6, unit="an hour"))]
 ByNumber = AfterValidator(_by_number)
 
@@ -159,6 +160,19 @@ class Gpu:
 
 
 @record(frozen=True, config=STRICT)
+class Network:
+    """What processes of a run take to send each other bytes, over TCP."""
+
+    bytes_per_s: BytesPerS
+    """That a process sends, and receives at the same time. `hotrow probe` measures it between two processes of this
+    machine; between machines it is declared."""
+    s_per_message: Seconds
+    """Of a message without bytes, both ways."""
+    cpu_s_per_byte: Seconds
+    """Processor time, of the sender and the receiver together, of a byte of a large message."""
+
+
+@record(frozen=True, config=STRICT)
 class Hardware:
     """A machine."""
 
@@ -182,7 +196,9 @@ class Hardware:
     """COST_VERSION when `kernels` was measured; the first files do not say it."""
     disks: list[Disk] = field(default_factory=list)
     gpus: list[Gpu] = field(default_factory=list)
-    network_bytes_per_s: BytesPerS | None = None
+    network: Network | None = None
+    crowding: Crowding | None = None
+    """How many times as long a process's step takes if as many other processes as there are cores left train too."""
     watts: Watts | None = None
     """Power of the machine under load: declared, or from energy counters while the probe ran."""
     price_per_hour: Price | None = None
@@ -249,9 +265,9 @@ class Hardware:
     def with_declared(self, path: Path | str) -> Hardware:
         """Returns this machine with what the file at `path` declares instead of what was measured.
 
-        A field of the file replaces the field here, except that disks are merged by folder and GPUs by name, field by
-        field. If the file has a `name`, the result is that machine: nothing of this one is left but date and versions.
-        Raises ValueError, which names the file, the field and the cure.
+        A field of the file replaces the field here, except that disks are merged by folder, GPUs by name, and the
+        network, field by field. If the file has a `name`, the result is that machine: nothing of this one is left but
+        date and versions. Raises ValueError, which names the file, the field and the cure.
         """
         declared = read_declared(path)
         fields = asdict(self)
@@ -261,6 +277,8 @@ class Hardware:
         for name, key in (("disks", "folder"), ("gpus", "name")):
             if isinstance(declared.get(name), list):
                 declared[name] = _merged(fields.get(name, []), declared[name], key)
+        if isinstance(declared.get("network"), dict):
+            declared["network"] = {**(fields.get("network") or {}), **declared["network"]}
         notes = declared.get("notes")
         if isinstance(notes, Mapping):
             declared["notes"] = {**fields.get("notes", {}), **notes}
@@ -394,12 +412,15 @@ def check_cost_version(hardware: Hardware, where: str) -> None:
 
 # ---- figures in words
 
-_FIELDS = {each.name for kind in (Hardware, Disk, Gpu) for each in fields_of(kind)}
+_FIELDS = {each.name for kind in (Hardware, Disk, Gpu, Network) for each in fields_of(kind)}
 _UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
-    ("_bytes_per_s", lambda value: f"{value / 1e9:,.2f} GB/s"),
+    ("bytes_per_s", lambda value: f"{value / 1e9:,.2f} GB/s"),
     ("flops_per_s", lambda value: f"{value / 1e9:,.1f} GFLOP/s"),
     ("_bytes", size),
     ("_s_per_io", lambda value: f"{value * 1e6:.2f} us"),
+    ("s_per_message", lambda value: f"{value * 1e6:.2f} us"),
+    ("_s_per_byte", lambda value: f"{value * 1e9:.3f} ns"),
+    ("crowding", lambda value: f"{value:.2f}x"),
     ("_per_s", lambda value: f"{rate(value)}/s"),
     ("random_rows", lambda value: f"{value * 1e9:.2f} ns"),
     ("watts", lambda value: f"{value:,.1f} W"),

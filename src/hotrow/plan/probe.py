@@ -79,16 +79,20 @@ Measurement = Callable[[Scope], Mapping[str, Any]]
 """Returns fields of `Hardware`; its `notes` are added to those of the others."""
 Kernels = Callable[..., dict[str, list[Point]]]
 """`run.step_probe.measure_kernels`, which is of a higher room: it takes threads, seconds, progress and folder."""
+Ranks = Callable[..., Mapping[str, Any]]
+"""`run.rank_probe.measure_ranks`, which takes seconds and progress."""
 
 
 def probe(
     folders: Sequence[Path | str] = (),
     *,
     kernels: Kernels | None = None,
+    ranks: Ranks | None = None,
     seconds: float = SECONDS,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Hardware:
-    """Measures this machine and the disks of `folders`, in about `seconds`. kernels: measures training steps.
+    """Measures this machine and the disks of `folders`, in about `seconds`. kernels: measures training steps. ranks:
+    measures those of two processes.
 
     Raises ValueError if a folder cannot be measured or the native module is missing, before anything is measured, and
     OSError if a disk is full.
@@ -113,8 +117,11 @@ def probe(
         found = dict(measure(scope))
         notes |= found.pop("notes", {})
         fields |= found
+    shared = {} if ranks is None else dict(ranks(seconds=RANKS * seconds, progress=say))
+    notes |= shared.pop("notes", {})
+    fields |= shared
     if kernels is not None:  # the more steps, the better the predictions: they get all that is left
-        fields["kernels"] = kernels(
+        fields["kernels"] = fields.get("kernels", {}) | kernels(
             threads=_thread_counts(threads),
             seconds=max(LEAST_KERNELS * seconds, seconds - (time.perf_counter() - started)),
             progress=say,
@@ -151,6 +158,7 @@ def run_probe(
     folders: Sequence[Path | str],
     *,
     kernels: Kernels | None = None,
+    ranks: Ranks | None = None,
     out: Path | None = None,
     declare: Path | None = None,
     seconds: float = SECONDS,
@@ -171,6 +179,7 @@ def run_probe(
         hardware = probe(
             folders,
             kernels=kernels,
+            ranks=ranks,
             seconds=seconds,
             tell=lambda figure: line.update(lambda: f"measuring: {figure}"),
         )
@@ -505,5 +514,7 @@ class Power:
 
 MEASUREMENTS: Sequence[tuple[float, Measurement]] = ((0.15, measure_dram), (0.2, measure_disks), (0.05, measure_gpus))
 """Shares of the time, and what is measured in it. Memory takes about 6 s however much time there is."""
+RANKS = 0.1
+"""The share of the time for two processes that train together; to start them takes 3 s more."""
 LEAST_KERNELS = 0.5
 """The least share of the time for training steps."""

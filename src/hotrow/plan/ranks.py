@@ -1,7 +1,7 @@
 """Which rank holds which table, if several processes train one model: the slowest rank is to be as fast as can be.
 
-    replicated   every rank holds the table, looks up its own samples, and updates all rows of the step
-    table        one rank, the owner, holds the table, and looks up and updates for all
+    replicated   every rank holds the table, and updates all rows of the step
+    table        one rank, the owner, holds the table, and updates it for all
     row          rank r holds the rows whose number is r modulo the ranks
 
 Plain numbers. `Way` says what a table costs under each of these, `solve_ranks` picks a way and an owner for every
@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import highspy
 import numpy as np
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from hotrow.base.files import size
 from hotrow.config.schema import Owner
+from hotrow.plan.wire import Wire
 from hotrow.tables import TableConfig
 
 OWNERS: tuple[Owner, ...] = get_args(Owner)
@@ -97,10 +98,6 @@ class RankPlan:
 class TableLoad(NamedTuple):
     """What one table takes without an exchange, for the samples of all ranks or of one."""
 
-    lookups: float
-    """Ids per step."""
-    rows: float
-    """Different rows per step."""
     lookup_s: float
     update_s: float
 
@@ -111,38 +108,26 @@ def ways_of(
     *,
     of_all: TableLoad,
     of_one: TableLoad,
-    batch_size: int,
+    wire: Wire,
     num_ranks: int,
-    bytes_per_s: float,
+    byte_s: float,
 ) -> RankTable:
-    """Returns what a table takes under each owner, the exchange between ranks included.
+    """Returns what a table takes under each owner, what the ranks send each other included.
 
-    of_all, of_one: its load for the whole batch, and for the samples of one rank. bytes_per_s: what a rank sends, and
-    receives at the same time. An owner sends pooled vectors or the distinct rows, whichever are fewer bytes, and gets
-    as many gradients; split tables exchange rows. Copies on every rank exchange gradients of their rows, or of all.
+    of_all, of_one: its load for the whole batch, and for the samples of one rank. byte_s: seconds of a byte that a rank
+    sends. Every rank looks up its own samples; a row's home adds up its gradients and updates it.
     """
-    vector, share = 4 * table.embedding_dim, (num_ranks - 1) / num_ranks
-    rows_bytes, id_bytes = vector * of_one.rows * num_ranks, 8 * of_all.lookups
-    pooled_bytes = vector * batch_size * len(table.feature_names)
-    work_s, num_bytes = of_all.lookup_s + of_all.update_s, table.num_embeddings * record_bytes
-    owned = (2 * min(pooled_bytes, rows_bytes) + id_bytes) / bytes_per_s
-    gradients = min((num_ranks - 1) * vector * of_one.rows, 2 * share * vector * table.num_embeddings) / bytes_per_s
+    num_bytes = table.num_embeddings * record_bytes
+    split_s, copied_s = wire.split_bytes * byte_s, wire.replicated_bytes * byte_s / num_ranks
+    owned_s = min(wire.split_bytes, wire.pooled_bytes) * byte_s
+    other_s = owned_s / max(1, num_ranks - 1)
     each_bytes = math.ceil(table.num_embeddings / num_ranks) * record_bytes
-    return RankTable(
-        table.name,
-        {
-            "replicated": Way(of_one.lookup_s + of_all.update_s + gradients, every_bytes=num_bytes),
-            "table": Way(
-                share * owned / num_ranks,
-                work_s + share * owned * (1 - 1 / num_ranks),
-                owner_bytes=num_bytes,
-            ),
-            "row": Way(
-                work_s / num_ranks + share * (2 * rows_bytes + id_bytes) / num_ranks / bytes_per_s,
-                every_bytes=each_bytes,
-            ),
-        },
-    )
+    ways = {
+        "replicated": Way(of_one.lookup_s + of_all.update_s + copied_s, every_bytes=num_bytes),
+        "table": Way(of_one.lookup_s + other_s, of_all.update_s + owned_s - other_s, owner_bytes=num_bytes),
+        "row": Way(of_one.lookup_s + (of_all.update_s + split_s) / num_ranks, every_bytes=each_bytes),
+    }
+    return RankTable(table.name, cast("dict[Owner, Way]", ways))
 
 
 class _Problem:
@@ -308,6 +293,15 @@ def solve_ranks(
         out_of_time=early and best.slowest_s > bound * (1 + AIM),
         solved_s=time.monotonic() - start,
     )
+
+
+def slowest_s(tables: Sequence[RankTable], owned: Sequence[Owned], num_ranks: int) -> float:
+    """Returns what the tables of the slowest rank take under these owners."""
+    seconds = [0.0] * num_ranks
+    for table, (owner, rank) in zip(tables, owned, strict=True):
+        way = table.ways[owner]
+        seconds = [each + way.every_s + way.owner_s * (rank == r) for r, each in enumerate(seconds)]
+    return max(seconds)
 
 
 def greedy(tables: Sequence[RankTable], num_ranks: int, capacity_bytes: float, rule: str) -> float | None:

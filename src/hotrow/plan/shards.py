@@ -1,19 +1,10 @@
 """How the rows of each table are shared among the processes of a run, and what travels of them: what its accesses say
 of bytes on the wire.
 
-With R ranks, a row that p of them look up in a step, each in its samples, and q of all of them together (0 to 1), sends
-
-    held by one rank    its number and its weights to each other rank that looks it up, and back a number and a sum
-    replicated          a sum from each rank to the row's home, and from there the total to all others
-
-which is (R - 1) p (2 ids + weights + sum) and (R - 1) (p + q) (id + sum). q is never below p, so copies never save
-bytes. A row that every rank looks up at every step has p = q = 1: there they cost none, and no lookup waits for it. So
-small tables are replicated, whose rows are such, and larger ones are dealt out row by row, which spreads popular rows
-evenly.
-
-A rank that holds a table whole can also get the ids of B bags, L each, and send a pooled vector for each: with its
-gradient that is (R - 1) / R B (L ids + 2 vectors), whatever the rows are. Bags of many ids make it less than rows. Such
-tables are given to one rank each, if that leaves ranks with about as many rows and lookups as before.
+Copies never save bytes (wire.py), but they cost none where every rank looks a row up at every step, and no lookup waits
+for them. So small tables are replicated, whose rows are such, and larger ones are dealt out row by row, which spreads
+popular rows evenly. Bags of many ids make pooled vectors fewer bytes than rows. Tables with such bags are given to one
+rank each, if that leaves ranks with about as many rows and lookups as before.
 parallel/shards.py says where the rows then lie.
 """
 
@@ -23,13 +14,16 @@ import difflib
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+
+import numpy as np
 
 from hotrow.config.schema import Config, Owner
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.shards import Shard
 from hotrow.plan.demand import record_bytes
 from hotrow.plan.solve import rates_of
+from hotrow.plan.wire import Accesses, Wire, wire_of_table
 from hotrow.tables import TableConfig
 
 SMALL_SHARE = 0.01
@@ -39,50 +33,6 @@ MOST_POOLED = 0.8
 """Pooled vectors are chosen if they take at most this share of the bytes of rows, which spread every table's work."""
 MOST_UNEVEN = 1.2
 """With whole tables on single ranks, no rank may have more bytes of rows, or more lookups, than this times the mean."""
-ID_BYTES = 4
-"""On the wire: of a row's number."""
-
-
-class Wire(NamedTuple):
-    """What the rows of one table send in a step, over all ranks."""
-
-    split_bytes: float
-    """If each row is held by one rank."""
-    replicated_bytes: float
-    """If every rank holds all rows."""
-    rows: float
-    """Different rows that all ranks together look up."""
-    pooled_bytes: float
-    """If one rank holds all rows and pools them; bags that differ in length take 4 bytes each more."""
-    lookups: float
-    """Ids that all ranks together look up."""
-
-    @classmethod
-    def of(
-        cls,
-        table: TableConfig,
-        batch_size: int,
-        num_ranks: int,
-        *,
-        of_one: float,
-        of_all: float,
-        lookups: float,
-        number_bytes: int = 4,
-    ) -> Wire:
-        """Returns what a step sends in which a rank looks up `of_one` different rows, and all together `of_all`.
-
-        number_bytes: of a number of float32 on the wire.
-        """
-        weights = table.embedding_dim * (number_bytes if table.dtype == "float32" else 2)
-        total = number_bytes * table.embedding_dim
-        vectors = batch_size * len(table.feature_names) * 2 * total
-        return cls(
-            split_bytes=(num_ranks - 1) * of_one * (2 * ID_BYTES + weights + total),
-            replicated_bytes=(num_ranks - 1) * (of_one + of_all) * (ID_BYTES + total),
-            rows=of_all,
-            pooled_bytes=(num_ranks - 1) / num_ranks * (vectors + ID_BYTES * lookups),
-            lookups=lookups,
-        )
 
 
 def shards_of(
@@ -93,29 +43,35 @@ def shards_of(
     Raises ValueError, naming the field and the cure, for a table that there is not, for hot rows of a dataset that has
     no access counts, and for pooled vectors of a table that no single rank holds, or of which sequences are looked up.
     """
+    wires = {table.name: wire_of(config, table, dataset, num_ranks) for table in tables}
+    found = shards_by_bytes(config, tables, wires, num_ranks, counted=dataset.has_counts)
+    rest = [table for table in tables if not found[table.name].prefix and found[table.name].exchange == "rows"]
+    hot = hot_prefixes(rest, dataset, config.parallel.hot_rows)
+    return {name: replace(shard, prefix=hot.get(name, shard.prefix)) for name, shard in found.items()}
+
+
+def shards_by_bytes(
+    config: Config, tables: Sequence[TableConfig], wires: Mapping[str, Wire], num_ranks: int, *, counted: bool
+) -> dict[str, Shard]:
+    """Returns the same but for hot rows, from what each table sends. counted: `wires` rest on access counts."""
     sharding = {} if isinstance(config.parallel.sharding, str) else config.parallel.sharding
     _check_names("sharding", sharding, tables)
-    wires = {table.name: wire_of(config, table, dataset, num_ranks) for table in tables}
     sizes = {table.name: table.num_embeddings * record_bytes(table, config.optimizer.sparse.name) for table in tables}
     small = _small(tables, wires, sizes)
     kinds = {table.name: sharding.get(table.name, "replicated" if table.name in small else "row") for table in tables}
     pooled = _asked_pooled(config, kinds, tables)
-    if dataset.has_counts and not config.parallel.hot_rows and config.model.network.lookup != "sequence":
+    if counted and not config.parallel.hot_rows and config.model.network.lookup != "sequence":
         pooled |= _counted_pooled(config, kinds, tables, wires, sizes, num_ranks)
     kinds |= dict.fromkeys(pooled, "table")
     loads = {t.name: _load(t, wires[t.name], pooled=t.name in pooled) for t in tables if kinds[t.name] == "table"}
     owners = _owners(loads, num_ranks)
-    hot_in = [table for table in tables if kinds[table.name] != "replicated" and table.name not in pooled]
-    hot = hot_prefixes(hot_in, dataset, config.parallel.hot_rows)
     found = {}
     for table in tables:
         name, kind = table.name, kinds[table.name]
         if kind == "replicated":
             found[name] = Shard(prefix=table.num_embeddings)
-        elif name in pooled:
-            found[name] = Shard(kind="table", owner=owners[name], exchange="pooled")
         else:
-            found[name] = Shard(prefix=hot[name], kind=kind, owner=owners.get(name, 0))
+            found[name] = Shard(kind=kind, owner=owners.get(name, 0), exchange="pooled" if name in pooled else "rows")
     return found
 
 
@@ -200,25 +156,19 @@ def _unevenness(owners: Mapping[str, int], amounts: Mapping[str, float], num_ran
 
 
 def wire_of(config: Config, table: TableConfig, dataset: PackedDataset, num_ranks: int) -> Wire:
-    """Returns what the rows of a table send in a step; without access counts, at most, for bags of one id."""
+    """Returns what a table sends in a step; without access counts, as if bags had one id and ids were uniform."""
     num_samples, batch_size = dataset.split("train").num_rows, config.train.batch_size
     if dataset.has_counts and num_samples:
         steps = max(1.0, num_samples / batch_size)
         rates, rows = rates_of(table.name, dataset.counts(table.name), steps)
-        of_all, of_one = (float(rows @ [-math.expm1(-rate / n) for rate in rates]) for n in (1, num_ranks))
-        lookups = float(rows @ rates)
+        accesses = Accesses(rates[::-1], rows[::-1], steps)
+        lookups_per_bag = float(rates @ rows) * steps / num_samples / len(table.feature_names)
+        jagged = not math.isclose(lookups_per_bag, 1.0, rel_tol=1e-6)  # bags of several ids are of any length
     else:
-        lookups = float(batch_size * len(table.feature_names))
-        of_all, of_one = (min(table.num_embeddings, lookups / n) for n in (1, num_ranks))
-    return Wire.of(
-        table,
-        batch_size,
-        num_ranks,
-        of_one=of_one,
-        of_all=of_all,
-        lookups=lookups,
-        number_bytes=4 if config.parallel.wire_dtype == "fp32" else 2,
-    )
+        rate = batch_size * len(table.feature_names) / table.num_embeddings
+        accesses, jagged = Accesses(np.array([rate]), np.array([float(table.num_embeddings)]), None), False
+    dtype = config.parallel.wire_dtype
+    return wire_of_table(table, accesses, batch_size, num_ranks, jagged=jagged, wire_dtype=dtype)
 
 
 def _small(tables: Sequence[TableConfig], wires: Mapping[str, Wire], sizes: Mapping[str, int]) -> set[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, JsonValue, TypeAdapter
 from pydantic.dataclasses import dataclass as record
@@ -59,6 +59,10 @@ class Predicted(TypedDict):
     binds: str
     hardware: dict[str, str]
     """Name and date of the hardware file."""
+    exchange_ms: NotRequired[Amount]
+    """Of several ranks: what their exchanges take, a part of all phases."""
+    wire_bytes_per_step: NotRequired[dict[str, Count]]
+    """What a rank sends, by purpose, as `ranks.wire_bytes_per_step`."""
 
 
 def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:

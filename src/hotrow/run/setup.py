@@ -34,7 +34,7 @@ from hotrow.placement import AnyMemory
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.plan.choose import moved, place_tables
 from hotrow.plan.demand import demands_of
-from hotrow.plan.divide import Division
+from hotrow.plan.divide import Division, Sharing
 from hotrow.plan.hardware import Hardware, known_hardware
 from hotrow.plan.shards import shards_of
 from hotrow.run.checkpoint import Part
@@ -101,7 +101,7 @@ class Setup:
         tables, dense = tables_of(config, dataset), DenseDevice.of(config)
         if world.size > 1:
             check_ranks(config, dense)
-        hardware = known_hardware() if training and world.size == 1 else None
+        hardware = known_hardware() if training else None
         shards = shards_of(config, tables, dataset, world.size) if world.size > 1 else {}
         memory, division = place_tables(
             config,
@@ -116,6 +116,8 @@ class Setup:
         copies_on = device_of_copies(config, dense) if training else None
         setup = cls(config, dataset, tables, dense, memory, copies_on, folder, world, shards)
         if hardware is not None:
+            if shards:
+                division = replace(division, sharing=sharing_of(config, tables, shards, world))
             setup = replace(setup, **_prediction(division, memory, hardware))
         if training:
             check_write_budget(config, tables, in_tiers=setup.in_tiers)
@@ -170,7 +172,20 @@ def _prediction(division: Division, memory: Memory | DeviceMemory | None, hardwa
         found = division.step(memory.below if isinstance(memory, DeviceMemory) else memory)
     except Exception as error:  # a run does not fail for want of a prediction
         return {"not_predicted": str(error) or type(error).__name__}
-    return {"predicted": {**asdict(found), "hardware": {"name": hardware.name, "date": hardware.date}}}
+    fields = {name: value for name, value in asdict(found).items() if value is not None}
+    return {"predicted": {**fields, "hardware": {"name": hardware.name, "date": hardware.date}}}
+
+
+def sharing_of(config: Config, tables: Sequence[TableConfig], shards: Mapping[str, Shard], world: World) -> Sharing:
+    """Returns what predictions know of the ranks of `world`."""
+    return Sharing(
+        tables=tables,
+        shards=shards,
+        num_ranks=world.size,
+        micro_batches=world.micro_batches,
+        local_size=world.local_size,
+        wire_dtype=config.parallel.wire_dtype,
+    )
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ def measure_shape(
 ) -> Iterator[tuple[str, Point]]:
     """Yields a point for every phase and number of threads, with the phase's name."""
     with ExitStack() as stack:
-        parts = _build(shape, shape.info, stack, folder)
+        parts = build_shape(shape, stack, folder)
         for part in PARTS:
             smaller = max(1, shape.config.train.batch_size // part)
             yield from _measure_batches(shape, parts, smaller, threads, seed)
@@ -279,7 +279,7 @@ def _measure_batches(
             others = disturbance.share()
             moved = _counters(tiers)
             moved.subtract(before)
-            work = replace(_work(shape, parts, [batch for _, batch in taken]), threads=number)
+            work = replace(work_of_steps(shape, parts, [batch for _, batch in taken]), threads=number)
             traffic = None if tiers is None else _traffic(tiers, moved)
             yield from _points(work, traffic, [own for own, _ in taken], others)
     finally:
@@ -307,8 +307,9 @@ def _stall_s(parts: Parts) -> float:
     return float(getattr(parts.embedding.placement, "stall_s", 0.0))
 
 
-def _build(shape: Shape, info: DatasetInfo, stack: ExitStack, folder: Path | str | None) -> Parts:
-    config = shape.config
+def build_shape(shape: Shape, stack: ExitStack, folder: Path | str | None = None, **shared: Any) -> Parts:
+    """Returns what steps of a shape work on. shared: fields of `Setup` about ranks that share its rows."""
+    config, info = shape.config, shape.info
     tables = tuple(
         TableConfig(
             name=table.name,
@@ -323,7 +324,8 @@ def _build(shape: Shape, info: DatasetInfo, stack: ExitStack, folder: Path | str
     memory = None
     if shape.in_tiers is not None:
         memory = _memory(shape, config, tables, Path(folder or tempfile.gettempdir()))
-    parts = build(Setup(config, _Described(info), tables, DenseDevice(), memory, None, Path()))  # type: ignore[arg-type]
+    dataset = cast(Any, _Described(info))
+    parts = build(Setup(config, dataset, tables, DenseDevice(), memory, None, Path(), **shared))
     for states in parts.sparse_optimizer.state.values() if memory is None else ():
         for state in states.values():
             state += 0.0  # the system gives memory when it is first written, once in a long run
@@ -357,7 +359,7 @@ def _memory(shape: Shape, config: Config, tables: Sequence[TableConfig], folder:
     return Memory(dram=2 * needed + (64 << 20), ssd=folder, plan=plan, force=True)
 
 
-def _work(shape: Shape, parts: Parts, batches: Sequence[Batch]) -> Work:
+def work_of_steps(shape: Shape, parts: Parts, batches: Sequence[Batch]) -> Work:
     """Counts what these steps did, exactly."""
     config, tables, batch_size = shape.config, parts.embedding.tables, len(batches[0])
     dims = {table.name: table.embedding_dim for table in tables}
@@ -419,10 +421,10 @@ def _points(
     for phase in PHASES:
         taken = [step[phase] for step in steps]
         if sorted(taken)[len(taken) // 4] > 0:
-            yield phase, _point(work.threads, amounts[phase], taken, others)
+            yield phase, point_of(work.threads, amounts[phase], taken, others)
 
 
-def _point(threads: int, amounts: Amounts, taken: Sequence[float], others: float) -> Point:
+def point_of(threads: int, amounts: Amounts, taken: Sequence[float], others: float) -> Point:
     """Returns a point. others: the share of the time in which other work had the processors."""
     note = f"{DISTURBED}: other work had the processors for {others:.0%} of the time" if others > CLEAN_SHARE else ""
     low, median, high = statistics.quantiles(taken, n=4, method="inclusive")
@@ -463,7 +465,7 @@ def _windows(threads: Sequence[int], seconds: float) -> dict[str, list[Point]]:
                         split.verify()
                     rounds.append(_window_s(split))
                 taken.append((amounts, rounds, disturbance.share()))
-    return {"window": [_point(number, *point) for point in taken for number in threads]}
+    return {"window": [point_of(number, *point) for point in taken for number in threads]}
 
 
 @contextmanager

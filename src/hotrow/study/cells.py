@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import math
+import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -23,27 +27,32 @@ from hotrow.base.records import read_sealed, write_sealed
 from hotrow.bench import how_clean
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.world import World
 from hotrow.placement.budget import Memory
 from hotrow.plan.cost import predict
 from hotrow.plan.demand import required_bytes
-from hotrow.plan.divide import slots_of
-from hotrow.plan.hardware import Figure, Hardware
+from hotrow.plan.divide import slots_of, threads_of
+from hotrow.plan.hardware import Figure, Hardware, Network
 from hotrow.plan.modelled import faster
-from hotrow.plan.work import work_of
-from hotrow.run.setup import Setup, tables_of
+from hotrow.plan.work import Work, work_of
+from hotrow.run.rank_probe import measure_network
+from hotrow.run.setup import Setup, sharing_of, tables_of
 from hotrow.study.data import NotHere, prepared
 from hotrow.study.group import GroupError, MemoryGroup, enter_and
+from hotrow.study.links import Link, LinkError
 from hotrow.study.results import files_of, summary_of
 from hotrow.study.runner import Plan
+from hotrow.study.scaling import modelled_of
 from hotrow.study.study import Cell, Study, expand
 from hotrow.study.worker import LEAST_ROUNDS, Spec, write_spec
+from hotrow.tables import TableConfig
 
 START_S = 3.0
 """A process's start: mostly the import of torch."""
 MOST_S = 2.5
 """Seconds of rounds, if the machine is quiet or not."""
-CELL_S, QUALITY_S = START_S + MOST_S + 1.0, 15.0
-"""What a cell takes, for the estimate."""
+CELL_S, QUALITY_S, RANK_S, MODELLED_S = START_S + MOST_S + 1.0, 15.0, 2.0, 0.5
+"""What a cell takes, for the estimate; and each rank beside the first."""
 WARM_PASSES, WARM_PASSES_IN_TIERS = 1, 2
 """In the first pass rows come into being; those that tiers then moved out are read in the second."""
 MANY_PASSES = 1_000_000
@@ -52,6 +61,7 @@ SLACK_BYTES = 256 << 20
 CELL_TIMEOUT_S = 900.0
 PREDICTIONS = "predictions.json"
 UNKNOWN = "this machine's figures are missing, from which it would be modelled: run hotrow probe"
+NO_LINK = "two namespaces with a link cannot be made here"
 _CURE = "remove the folder, or pass another --out"
 
 
@@ -85,14 +95,14 @@ class Studied:
         return Plan(tuple(self.cells))
 
     def estimate_s(self, cells: Sequence[Cell]) -> float:
-        data = {cell.data for cell in cells}
+        data = {cell.data for cell in cells if not cell.is_modelled}
         rows_s = sum(1.0 + rows.num_bytes / 50e6 for rows in data)
-        return rows_s + sum(QUALITY_S if cell.measures == "quality" else CELL_S for cell in cells)
+        return rows_s + sum(_cell_s(cell) for cell in cells)
 
     def disk_bytes(self) -> int:
         """Returns about how many bytes packed rows take at a time: if the study predicts, those of all cells."""
-        sizes = [rows.num_bytes for rows in {cell.data for cell in self.cells}]
-        return sum(sizes) if self.study.predicts else max(sizes)
+        sizes = [rows.num_bytes for rows in {cell.data for cell in self.cells if not cell.is_modelled}]
+        return sum(sizes) if self.study.predicts else max(sizes, default=0)
 
     def setup_of(self, cell: Cell) -> str:
         return cell.data.digest
@@ -113,6 +123,7 @@ class Studied:
                 f"study {self.origin} predicts, which needs this machine's figures: run hotrow probe FOLDER first"
             )
         known = self.predictions(folder)
+        cells = [cell for cell in cells if not cell.is_modelled]
         missing = [cell for cell in cells if "step_ms" not in known.get(cell.key, {})]
         origin = {"hardware": self.hardware.name, "hardware_date": self.hardware.date}
         for cell in missing:
@@ -153,24 +164,35 @@ class Studied:
     def predicted(self, cell: Cell, hardware: Hardware, folder: Path, *, threads: int | None = None) -> dict[str, Any]:
         """Returns the step's predicted time on a machine, or why there is none. threads: instead of the config's."""
         dataset = prepared(cell.data, folder / "data")
+        world = World(0, cell.ranks, cell.ranks, local_size=cell.ranks)
         try:
             config = self.config_of(cell, dataset, folder / "work")
-            setup = Setup.decide(config, dataset, folder)
+            setup = Setup.decide(config, dataset, folder, world=world)
             warm = WARM_PASSES_IN_TIERS if setup.in_tiers else WARM_PASSES
             passes = warm + cell.rounds
             config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": passes})})
             per_pass = math.ceil(dataset.split("train").num_rows / config.train.batch_size)
-            work = work_of(config, setup.tables, dataset, warmup=warm * per_pass)
-            work = work if threads is None else replace(work, threads=threads)
-            slots = None
+
+            def counted(tables: Sequence[TableConfig]) -> Work:
+                work = work_of(config, tables, dataset, warmup=warm * per_pass)
+                wanted = threads or threads_of(config, cell.ranks)
+                return replace(work, threads=wanted)
+
+            work, slots, shared = counted(setup.held), None, None
             if isinstance(setup.memory, Memory):
-                settled, slots = slots_of(config, setup.tables, setup.memory)
+                settled, slots = slots_of(config, setup.held, setup.memory)
                 work = replace(work, folder=str(settled.folder), writes=settled.writes)
-            found = predict(work, hardware, slots)
+            if cell.ranks > 1:
+                hardware = hardware if cell.link is None else replace(hardware, network=network_over(cell.link))
+                sharing = sharing_of(config, setup.tables, setup.shards, setup.world)
+                work, shared = sharing.share(counted(setup.tables), work, announced=slots is not None)
+            found = predict(work, hardware, slots, shared)
         except ValueError as error:
             return {"reason": str(error)}
         phases = {f"{phase}_ms": 1e3 * seconds for phase, seconds in found.seconds.items()}
         whole = {"step_ms": 1e3 * found.step_s, **phases, "wait_ms": 1e3 * found.wait_s}
+        if shared is not None:
+            whole |= {"exchange_ms": 1e3 * found.exchange_s, "wire_bytes": sum(shared.by_purpose.values())}
         return {**whole, "binds": found.binds, "threads": work.threads}
 
     def measure(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, dict[str, Any] | str]]:
@@ -183,9 +205,11 @@ class Studied:
                 yield cell, str(error)
             finally:
                 shutil.rmtree(folder / "work", ignore_errors=True)
-        shutil.rmtree(folder / "data" / cells[0].data.digest)
+        shutil.rmtree(folder / "data" / cells[0].data.digest, ignore_errors=True)
 
     def _row(self, cell: Cell, folder: Path, predicted: Mapping[str, Any] | None) -> dict[str, Any]:
+        if cell.is_modelled:
+            return self._completed(cell, _unmeasured(cell), folder)
         dataset = prepared(cell.data, folder / "data")
         config = self.config_of(cell, dataset, folder / "work")
         tables = tables_of(config, dataset)
@@ -195,6 +219,7 @@ class Studied:
             "axes": cell.labels,
             "batch_size": config.train.batch_size,
             "table_bytes": required_bytes(config, tables),
+            **({"ranks": cell.ranks} if cell.ranks > 1 else {}),
         }
         row = {"key": cell.key, "measured_at": now(), **facts, **run_cell(cell, config, folder / "work")}
         if "rounds" in row:
@@ -215,7 +240,8 @@ class Studied:
     def _completed(self, cell: Cell, row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         """Returns a row with its costs, and with the machines that it lacks or that were declared anew since."""
         modelled = dict(row.get("modelled", {}))
-        for name, machine in (self.machines or {}).items():
+        wanted = cell.is_modelled or not self.study.models_alone
+        for name, machine in (self.machines or {}).items() if wanted else ():
             state = "unknown" if isinstance(machine, str) else state_of(machine)
             if modelled.get(name, {}).get("state") != state:
                 modelled[name] = {**self._modelled(cell, row, machine, folder), "state": state}
@@ -226,7 +252,10 @@ class Studied:
 
         It is what was measured here, times what was predicted there over what was predicted here. The range is what was
         measured here, divided by how many times faster the machine is at the work that it speeds up most and least.
+        A cell that is not run has no range.
         """
+        if cell.is_modelled:
+            return modelled_of(cell, machine)
         if isinstance(machine, str) or "step_ms" not in row:
             return {"reason": machine if isinstance(machine, str) else "not measured here"}
         assert self.hardware is not None, "machines are modelled from this one"
@@ -290,6 +319,31 @@ def state_of(machine: Hardware) -> str:
     return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def _unmeasured(cell: Cell) -> dict[str, Any]:
+    facts = {"group": cell.group, "measures": cell.measures, "axes": cell.labels, "ranks": cell.ranks}
+    return {"key": cell.key, **facts, "status": "modelled", "modelled": {}}
+
+
+def _cell_s(cell: Cell) -> float:
+    if cell.is_modelled:
+        return MODELLED_S
+    return QUALITY_S if cell.measures == "quality" else CELL_S + RANK_S * (cell.ranks - 1)
+
+
+@functools.cache
+def network_over(gbit: float) -> Network:
+    """Returns what exchanges take over a link of so many Gbit/s, as `hotrow probe` measures them over loopback.
+
+    Raises ValueError if there can be no such link here.
+    """
+    try:
+        with Link() as link:
+            link.limit(1e9 * gbit)
+            return measure_network([link.before(rank) for rank in (0, 1)])
+    except (LinkError, OSError) as error:
+        raise ValueError(f"{NO_LINK}: {error}") from None
+
+
 def now() -> str:
     """Returns the time in UTC; of two, the text of the earlier comes first."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
@@ -331,29 +385,65 @@ def run_cell(cell: Cell, config: Config, work: Path) -> dict[str, Any]:
                 group = stack.enter_context(MemoryGroup())
             except GroupError as error:
                 limited["unlimited"] = str(error)
-        command = enter_and(group, [sys.executable, "-m", "hotrow.study.worker", str(work / "spec.json")])
-        with (
-            (work / "stderr").open("wb") as errors,
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-            ) as process,
-        ):
-            try:
-                assert process.stdout is not None
-                process.stdout.readline()
-                if group is not None and dram is not None and process.poll() is None:
-                    limited["limit_bytes"] = group.used_bytes() + dram + SLACK_BYTES
-                    group.limit(limited["limit_bytes"])
-                process.communicate("go\n", timeout=CELL_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                if not (work / "result.json").exists():
-                    raise CellError(f"it took more than {CELL_TIMEOUT_S:.0f} s") from None
-                return {**_kept(work), "note": f"stopped after {CELL_TIMEOUT_S:.0f} s", **limited}
-            except BaseException:
-                process.kill()
-                raise
-        return {**_result(process.returncode, work, group), **limited}
+        ranks = [stack.enter_context(own) for own in _started(cell, work, group, stack)]
+        try:
+            for own in ranks:
+                assert own.stdout is not None
+                own.stdout.readline()
+            if group is not None and dram is not None and ranks[0].poll() is None:
+                limited["limit_bytes"] = group.used_bytes() + cell.ranks * (dram + SLACK_BYTES)
+                group.limit(limited["limit_bytes"])
+            for own in ranks:
+                assert own.stdin is not None
+                with suppress(BrokenPipeError):
+                    own.stdin.write("go\n")
+                    own.stdin.close()
+            until_s = time.monotonic() + CELL_TIMEOUT_S
+            codes = [own.wait(max(0.0, until_s - time.monotonic())) for own in ranks]
+        except subprocess.TimeoutExpired:
+            _kill(ranks)
+            if not (work / "result.json").exists():
+                raise CellError(f"it took more than {CELL_TIMEOUT_S:.0f} s") from None
+            return {**_kept(work), "note": f"stopped after {CELL_TIMEOUT_S:.0f} s", **limited}
+        except BaseException:
+            _kill(ranks)
+            raise
+        return {**_result(max(codes, key=abs), work, group), **limited}
+
+
+def _started(cell: Cell, work: Path, group: MemoryGroup | None, stack: ExitStack) -> list[subprocess.Popen[str]]:
+    """Starts the processes of a cell, one for each rank. Raises CellError if there can be no such link here."""
+    link: Link | None = None
+    if cell.link is not None:
+        try:
+            link = stack.enter_context(Link())
+            link.limit(1e9 * cell.link)
+        except LinkError as error:
+            raise CellError(f"{NO_LINK}: {error}") from None
+    environ = dict(os.environ)
+    if cell.ranks > 1:
+        environ |= {"MASTER_ADDR": "127.0.0.1" if link is None else link.host, "MASTER_PORT": str(_free_port())}
+        environ |= {"WORLD_SIZE": str(cell.ranks), "LOCAL_WORLD_SIZE": str(cell.ranks)}
+    ranks = []
+    for rank in range(cell.ranks):
+        before = [] if link is None else link.before(rank)
+        command = enter_and(group, [*before, sys.executable, "-m", "hotrow.study.worker", str(work / "spec.json")])
+        own = environ | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if cell.ranks > 1 else {})
+        errors = stack.enter_context((work / ("stderr" if rank == 0 else f"stderr-{rank}")).open("wb"))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        ranks.append(subprocess.Popen(command, env=own, text=True, **pipes))  # type: ignore[call-overload]
+    return ranks
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _kill(ranks: Sequence[subprocess.Popen[str]]) -> None:
+    for own in ranks:
+        own.kill()
 
 
 def _kept(work: Path) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class SyntheticRows:
     spread: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Rows of the largest table over `rows`, and of `rows` over those of the smallest; between them, evenly by
     powers."""
+    sizes: Annotated[tuple[Annotated[int, Field(ge=2, le=1 << 30)], ...], Field(min_length=1)] | None = None
+    """Rows of each table, instead of `tables`, `rows` and `spread`."""
     dense: Annotated[int, Field(ge=0, le=65_536)] = 13
     """Number of dense features."""
     lookups: Annotated[float, Field(ge=1, le=1000)] = 1.0
@@ -58,18 +60,20 @@ class SyntheticRows:
     @property
     def table_rows(self) -> list[int]:
         """Rows of each table."""
+        if self.sizes is not None:
+            return [*self.sizes]
         places = [2 * t / (self.tables - 1) - 1 if self.tables > 1 else 0.0 for t in range(self.tables)]
         return [max(2, round(self.rows * self.spread**place)) for place in places]
 
     @property
     def num_bytes(self) -> int:
         """About how many bytes the packed rows take."""
-        per_row = 4 + 4 * self.dense + self.tables * (4 * self.lookups + (8 if self.lookups > 1 else 0))
+        per_row = 4 + 4 * self.dense + len(self.table_rows) * (4 * self.lookups + (8 if self.lookups > 1 else 0))
         return int(self.samples * per_row) + 4 * sum(self.table_rows)
 
     def write(self, folder: Path) -> None:
         """Writes the packed dataset."""
-        names = [f"t{t}" for t in range(self.tables)]
+        names = [f"t{t}" for t in range(len(self.table_rows))]
         kind = "one_hot" if self.lookups == 1 else "multi_hot"
         info = DatasetInfo(
             name=f"synthetic-{self.digest}",
@@ -173,4 +177,5 @@ def prepared(rows: Rows, parent: Path) -> PackedDataset:
 
 
 def _digest(rows: Rows) -> str:
-    return hashlib.sha256(json.dumps(asdict(rows), sort_keys=True).encode()).hexdigest()[:16]
+    fields = {name: value for name, value in asdict(rows).items() if (name, value) != ("sizes", None)}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

@@ -74,12 +74,52 @@ def prediction_told(report: Report) -> str:
     return text
 
 
+def ranks_told(report: Report) -> str:
+    """Returns how fast more processes on this machine are, and how far their predictions were off."""
+    texts = [speeds_told("ranks", report)]
+    if "prediction" in report:
+        texts.append(f"predictions of all measured cells: {prediction_told(report)}")
+    return "; ".join(texts)
+
+
+def sockets_told(report: Report) -> str:
+    """Returns the efficiency that is modelled for most ranks of each preset, and says that it is modelled."""
+    texts = []
+    for group in ("strong", "weak"):
+        own = [row for row in report["cells"] if row["group"] == group]
+        found = {}
+        for row in own:
+            for modelled in row["modelled"].values():
+                if "efficiency" in modelled:
+                    found[row["axes"]["preset"]] = f"{modelled['efficiency']:.0%} on {row['ranks']}"
+        texts += (
+            [f"{group} scaling: {', '.join(f'{preset} {told}' for preset, told in found.items())}"] if found else []
+        )
+    return f"modelled, not measured; {'; '.join(texts)}" if texts else "not modelled: see the page of the study"
+
+
+def nodes_told(report: Report) -> str:
+    """Returns how many machines are modelled to hold the tables in DRAM, and how many with an SSD do as much."""
+    texts = []
+    for row in report["cells"]:
+        if row["group"] == "nodes":
+            found: dict[str, Any] = next(iter(row["modelled"].values()), {})
+            told = f"{found['nodes_in_dram']} / {found['nodes_with_ssd']}" if "fewer" in found else "not known"
+            texts.append(f"{row['axes']['preset']} {told}")
+    return f"modelled, machines in DRAM / with an SSD: {', '.join(texts)}"
+
+
 SWEEPS = ("models", "dense", "sparse", "mlp", "batch", "hash", "lookups", "placement")
 """Groups of the study `efficiency`."""
 SENTENCES: Mapping[str, Mapping[str, Callable[[Report], str]]] = {
     "efficiency": {f"study_efficiency_{group}": partial(speeds_told, group) for group in SWEEPS},
     "quality": {"study_quality": quality_told},
     "prediction": {"study_prediction": prediction_told},
+    "scaling": {
+        "study_scaling_ranks": ranks_told,
+        "study_scaling_sockets": sockets_told,
+        "study_scaling_nodes": nodes_told,
+    },
 }
 """Study -> what a claim names -> what makes its sentence."""
 

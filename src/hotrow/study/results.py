@@ -9,7 +9,7 @@ from typing import Any
 
 from hotrow.bench import is_disturbed
 from hotrow.draw import bar_chart, line_chart, load_template
-from hotrow.study.study import Group, Study
+from hotrow.study.study import MODELLED, Group, Study
 
 Row = Mapping[str, Any]
 COSTS = {"samples/s": "samples_per_s", "samples/J": "samples_per_j", "samples per unit of money": "samples_per_unit"}
@@ -62,7 +62,7 @@ def prediction_summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 def predicted_first(rows: Sequence[Row]) -> int:
     """Returns in how many cells the prediction was on disk before any cell was measured."""
-    first = min(row.get("measured_at", "") for row in rows)
+    first = min((row.get("measured_at", "") for row in rows if row.get("status") != "modelled"), default="")
     return sum(row["predicted"].get("written", first + "~") <= first for row in rows if error_of(row) is not None)
 
 
@@ -159,6 +159,9 @@ def _number(label: str) -> float | None:
 
 def charts_of(name: str, group: Group, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Yields the names and the SVG of a group's charts: speed along its last axis."""
+    if group.measures in MODELLED:
+        yield from _modelled_charts(name, group, rows)
+        return
     if group.draw is not None:
         points = {row["key"]: (row["step_ms"], ratio) for row in rows if (ratio := error_of(row)) is not None}
         lines = {
@@ -242,6 +245,21 @@ def _modelled_of(row: Row) -> dict[str, Row]:
     return {f"modelled: {name}": own for name, own in row.get("modelled", {}).items() if "samples_per_s" in own}
 
 
+def _modelled_charts(name: str, group: Group, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Yields how many times as fast more ranks are modelled to be, for the first machine, beside ranks that cost
+    nothing."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        found: dict[str, Any] = next(iter(row["modelled"].values()), {})
+        if "speedup" in found:
+            line = " ".join(label for axis, label in row["axes"].items() if axis != "ranks")
+            lines.setdefault(line, []).append((float(row["ranks"]), found["efficiency"]))
+    ticks = {x: f"{x:g}" for line in lines.values() for x, _ in line}
+    label = f"{name}: modelled speed of a rank, of that with the fewest ranks that hold the tables"
+    if lines:
+        yield name, line_chart(lines, x_label="ranks", y_label="modelled efficiency", ticks=ticks, label=label)
+
+
 _TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 _TEX |= {char: f"\\{char}" for char in "&%$#_{}"}
 
@@ -254,22 +272,36 @@ def tex(text: str) -> str:
 def table_tex(study: Study, rows: Sequence[Row]) -> str:
     """Returns a table for LaTeX, with the package booktabs alone: every measured cell, then what was not."""
     energy = any("samples_per_j" in row for row in rows)
+    modelled = any(row.get("status") == "modelled" for row in rows)
+    more = " & modelled" if modelled else ""
     lines = [
         f"% {tex(study.title)}; needs \\usepackage{{booktabs}}",
-        rf"\begin{{tabular}}{{llrr{'r' if energy else ''}l}}",
+        rf"\begin{{tabular}}{{llrr{'r' if energy else ''}l{'r' if modelled else ''}}}",
         r"\toprule",
-        rf"group & cell & samples/s & least--most & {'samples/J & ' if energy else ''}clean rounds \\",
+        rf"group & cell & samples/s & least--most & {'samples/J & ' if energy else ''}clean rounds{more} \\",
     ]
     for name in study.groups:
         lines.append(r"\midrule")
         for row in rows:
             if row["group"] == name:
                 point = tex(", ".join(f"{axis} {label}" for axis, label in row["axes"].items()))
-                lines.append(f"{tex(name)} & {point} & {' & '.join(_tex_figures(row, energy=energy))} \\\\")
+                figures = _tex_figures(row, energy=energy) + ([_tex_modelled(row)] if modelled else [])
+                lines.append(f"{tex(name)} & {point} & {' & '.join(figures)} \\\\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
+def _tex_modelled(row: Row) -> str:
+    """Returns what is modelled for the first machine: samples/s, or machines with an SSD over those without."""
+    all_found = [*row.get("modelled", {}).values()] if row.get("status") == "modelled" else []
+    found: dict[str, Any] = all_found[0] if all_found else {}
+    if "fewer" in found:
+        return f"{found['nodes_in_dram']} / {found['nodes_with_ssd']}"
+    return f"{found['samples_per_s']:.0f}" if "samples_per_s" in found else ""
+
+
 def _tex_figures(row: Row, *, energy: bool) -> list[str]:
+    if row.get("status") == "modelled":
+        return ["", "", *([""] if energy else []), ""]
     speed, per_j = row.get("samples_per_s"), row.get("samples_per_j")
     joules = ["" if per_j is None else f"{per_j:.4g}"] if energy else []
     if "rounds" not in row:
@@ -293,7 +325,13 @@ def files_of(study: Study, report: Mapping[str, Any], *, machines: Sequence[str]
         own = [row for row in rows if row["group"] == name]
         charts = dict(charts_of(name, group, own))
         files |= {f"{chart}.svg": svg for chart, svg in charts.items()}
-        groups.append(_shown_group(name, group, own, charts, machines=machines))
+        if group.measures in MODELLED:
+            groups.append(_shown_modelled(name, group, own, charts, machines=machines))
+        else:
+            groups.append(_shown_group(name, group, own, charts, machines=[] if study.models_alone else machines))
+    off = model_error_words(report.get("prediction"))
+    for group, one in zip(study.groups.values(), groups, strict=True):
+        one["off"] = off if group.measures in MODELLED else ""
     machine = report["machine"]
     template = load_template("study/study.html")
     files["report.html"] = template.render(
@@ -305,7 +343,7 @@ def files_of(study: Study, report: Mapping[str, Any], *, machines: Sequence[str]
         backend=f"{report['backend']['name']} ({report['backend']['isa']})",
         torch=report["versions"]["torch"],
         commit=report.get("commit"),
-        num_cells=len(rows),
+        num_cells=sum(row.get("status") != "modelled" for row in rows),
         num_disturbed=sum(is_disturbed(row) for row in rows if "rounds" in row),
         prediction=_prediction_words(report.get("prediction")),
         when_predicted=_when_predicted(report.get("prediction")),
@@ -338,6 +376,16 @@ def _prediction_words(found: Mapping[str, Any] | None) -> dict[str, str]:
     return words
 
 
+def model_error_words(found: Mapping[str, Any] | None) -> str:
+    """Returns how far the cost model was off where it could be measured, for what it says of machines elsewhere."""
+    if not found:
+        return "None of this was measured, and no cell here says how far the model is off."
+    return (
+        f"None of this was measured. The same model was off by {found['geometric_mean_error']:.1%} (geometric mean; at "
+        f"worst {found['worst_error']:.0%}) over the {found['cells']} cells that could be measured here."
+    )
+
+
 def _when_predicted(found: Mapping[str, Any] | None) -> str:
     if not found:
         return ""
@@ -363,6 +411,13 @@ def _shown_group(
     }
     if not quality:
         columns["step, ms"] = _digits("step_ms", "{:.3f}")
+    if any("exchange_ms" in row for row in rows):
+        columns |= {
+            "of it in exchanges, ms": _digits("exchange_ms", "{:.3f}"),
+            "predicted exchanges, ms": lambda row: _predicted_field(row, "exchange_ms", "{:.3f}"),
+            "bytes sent by a rank": _digits("wire_bytes", "{:,.0f}"),
+            "predicted bytes": lambda row: _predicted_field(row, "wire_bytes", "{:,.0f}"),
+        }
     for head, field in [*COSTS.items()][1:]:
         if any(field in row for row in rows):
             columns[head] = _with_source(field)
@@ -392,6 +447,57 @@ def _shown_group(
     }
 
 
+def _shown_modelled(
+    name: str, group: Group, rows: Sequence[Row], charts: Mapping[str, str], *, machines: Sequence[str]
+) -> dict[str, Any]:
+    """Returns a group of which nothing was measured."""
+    axes = [*group.axes]
+    columns: dict[str, Callable[[Row], str]] = {}
+    figures = _NODES if group.measures == "nodes" else _SCALING
+    for machine in machines:
+        columns |= {f"modelled: {machine}, {head}": _of_model(machine, *what) for head, what in figures.items()}
+    return {
+        "name": name,
+        "asks": group.asks,
+        "charts": [*charts.values()],
+        "heads": [*axes, *columns],
+        "num_words": len(axes),
+        "rows": [
+            [row["axes"].get(axis, "") for axis in axes] + [form(row) for form in columns.values()] for row in rows
+        ],
+        "best": [],
+        "quality": [],
+    }
+
+
+_SCALING = {
+    "samples/s": ("samples_per_s", "{:,.0f}"),
+    "step, ms": ("step_ms", "{:,.2f}"),
+    "of it in exchanges, ms": ("exchange_ms", "{:,.2f}"),
+    "times the fewest ranks' speed": ("speedup", "{:.2f}x"),
+    "efficiency": ("efficiency", "{:.0%}"),
+    "binds, or why nothing is said": ("binds", "{}"),
+}
+_NODES = {
+    "machines that hold the tables in DRAM": ("nodes_in_dram", "{}"),
+    "with an SSD in each": ("nodes_with_ssd", "{}"),
+    "times fewer": ("fewer", "{:.1f}x"),
+    "samples/s wanted, or why nothing is said": ("target_samples_per_s", "{:,.0f}"),
+}
+
+
+def _of_model(machine: str, field: str, form: str) -> Callable[[Row], str]:
+    last = field in ("binds", "target_samples_per_s")
+
+    def text(row: Row) -> str:
+        found = row["modelled"].get(machine, {})
+        if field in found:
+            return form.format(found[field])
+        return str(found.get("reason", "")) if last else ""
+
+    return text
+
+
 _QUALITY = {"validation NE": "val_ne", "test NE": "test_ne", "test AUC": "test_auc"}
 
 
@@ -412,6 +518,11 @@ def _with_source(field: str) -> Callable[[Row], str]:
 def _predicted(row: Row) -> str:
     found = row.get("predicted", {})
     return f"{found['step_ms']:.3f}" if "step_ms" in found else str(found.get("reason", ""))
+
+
+def _predicted_field(row: Row, field: str, form: str) -> str:
+    found = row.get("predicted", {})
+    return form.format(found[field]) if field in found else ""
 
 
 def _ratio(row: Row) -> str:

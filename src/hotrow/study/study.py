@@ -13,6 +13,9 @@
             narrow: {model.bottom_mlp: [64], model.top_mlp: [64]}
             wide: {model.bottom_mlp: [512, 256], model.top_mlp: [512, 256]}
 
+Beside fields of a config and of `data`, `ranks` says how many processes train, `link` the Gbit/s of a link between two
+of them, and `batch_per_rank` the samples of each.
+
 A group may instead, or besides, draw random models; every draw then meets every point of the axes. Sizes of
 `memory.dram` and `memory.file_bytes` may be shares of the tables with their optimizer state: "25%".
 """
@@ -45,6 +48,9 @@ STUDIES = Path(__file__).with_name("studies")
 _CURE = "docs/study.md describes the file"
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _MOST_CELLS = 10_000
+_MOST_RANKS = 100_000
+MODELLED = ("scaling", "nodes")
+"""What `measures` says of groups whose cells are not run."""
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 Fields = dict[str, JsonValue]
 """Values by dotted names of fields."""
@@ -119,8 +125,9 @@ class Group:
         ],
     ] = field(default_factory=dict)
     draw: Draw | None = None
-    measures: Literal["speed", "quality"] = "speed"
-    """Whether cells are timed over some passes, or trained to their end and scored."""
+    measures: Literal["speed", "quality", "scaling", "nodes"] = "speed"
+    """Whether cells are timed over some passes, or trained to their end and scored; or modelled alone: the step of many
+    ranks, or how many machines are needed."""
 
     def __post_init__(self) -> None:
         for name, points in self.axes.items():
@@ -143,7 +150,12 @@ class Study:
     predicts: bool = False
     """Whether the step time of every cell is predicted, and written to disk, before the first is measured."""
     machines: list[str] = field(default_factory=list)
-    """Declared machines for which every cell is modelled."""
+    """Declared machines for which every cell is modelled; if some groups are modelled alone, they are for these."""
+
+    @property
+    def models_alone(self) -> bool:
+        """Whether some cells are not run: then the machines are for these."""
+        return any(group.measures in MODELLED for group in self.groups.values())
 
 
 @record(frozen=True, config=STRICT)
@@ -158,6 +170,17 @@ class Cell:
     data: SyntheticRows | RealRows
     measures: str = "speed"
     rounds: int = 9
+    ranks: int = 1
+    """Processes that train together."""
+    link: float | None = None
+    """Gbit/s between two namespaces that stand for two machines; None: all ranks are on this one."""
+    batch_per_rank: int | None = None
+    """Samples of each rank, if their number grows with the ranks."""
+
+    @property
+    def is_modelled(self) -> bool:
+        """Whether nothing is measured."""
+        return self.measures in MODELLED
 
     @property
     def key(self) -> str:
@@ -171,7 +194,13 @@ class Cell:
 
     def fingerprint(self) -> str:
         """Returns what changes if anything changes that the cell's figure depends on."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
+        fields = asdict(self)
+        usual = {"ranks": 1, "link": None, "batch_per_rank": None, "sizes": None}
+        for own in (fields, fields["data"]):  # cells keep the keys that they had before there were such fields
+            for name in usual.keys() & own.keys():
+                if own[name] == usual[name]:
+                    del own[name]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 
     def resolved(self, *, data: str, tables_bytes: int, folder: Path | None = None) -> Config:
         """Returns the config for a packed dataset. tables_bytes: what shares of memory are shares of.
@@ -291,9 +320,26 @@ def _cell(group: str, labels: dict[str, str], raw: dict[str, Any], measures: str
             )
     kind: TypeAdapter[Any] = TypeAdapter(RealRows if "file" in data else SyntheticRows)
     rows = checked(kind, data, where=f"{where}: data", cure=_CURE)
-    cell = Cell(group, labels, raw, rows, measures, rounds)
+    cell = Cell(group, labels, raw, rows, measures, rounds, **_ranks_of(raw, where))
+    if cell.is_modelled and not isinstance(rows, SyntheticRows):
+        raise ValueError(f"{where}: measures is {measures}, which needs rows that are drawn: remove data.file")
     try:
         cell.resolved(data="-", tables_bytes=1 << 40)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return cell
+
+
+def _ranks_of(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns the fields of a cell about its ranks, which no config has, and sets the batch that they ask for."""
+    ranks, link, each = raw.pop("ranks", 1), raw.pop("link", None), raw.pop("batch_per_rank", None)
+    for name, value in {"ranks": ranks, "batch_per_rank": each}.items():
+        if value is not None and (type(value) is not int or not 1 <= value <= _MOST_RANKS):
+            raise ValueError(f"{where}: {name} is {value!r}; it must be a whole number from 1 to {_MOST_RANKS:,}")
+    if link is not None and (type(link) not in (int, float) or not 0.001 <= link <= 1000 or ranks != 2):
+        raise ValueError(
+            f"{where}: link is {link!r} with ranks {ranks}; it joins two ranks, by 0.001 to 1000 Gbit/s: set ranks to 2"
+        )
+    if each is not None:
+        raw.setdefault("train", {})["batch_size"] = each * ranks
+    return {"ranks": ranks, "link": None if link is None else float(link), "batch_per_rank": each}

@@ -2,12 +2,14 @@
 
 It trains with `run.runs.train`, as a user's run does, with one more meter: `Passes` times pass after pass over the data
 and ends the run when it has enough. It prints "ready" before tables exist and waits for a line, so that its parent can
-limit its memory by what it uses by then. The result goes to the file that the spec names.
+limit its memory by what it uses by then. The result goes to the file that the spec names. If the environment makes the
+process a rank (parallel/launch.py), the ranks train together, and the first one measures and decides for all.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import statistics
 import sys
@@ -30,6 +32,9 @@ from hotrow.batch import Batch
 from hotrow.bench import Rounds, cleanest, wants_more
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.agreement import everyone
+from hotrow.parallel.launch import joined
+from hotrow.parallel.world import World
 from hotrow.run.folder import RunFolder
 from hotrow.run.meters import Meter, Session
 from hotrow.run.record import PHASES
@@ -58,8 +63,10 @@ class Spec:
     """Seconds after which the warm-up, and any round, ends at the next step instead of at the end of a pass."""
 
 
-class MeasuredEnough(Exception):  # noqa: N818  # not an error
-    """Ends a run that has been measured; nobody needs the rest of it, nor its checkpoint."""
+class MeasuredEnough(SystemExit):  # not an error
+    """Ends a run that has been measured; nobody needs the rest of it, nor its checkpoint. Ranks that leave a run by an
+    exit in good order wait for each other (parallel/heartbeat.py).
+    """
 
 
 class Passes(Meter):
@@ -76,10 +83,15 @@ class Passes(Meter):
         of_disk: bool = False,
         keep: Callable[[dict[str, Any]], None] = lambda figures: None,
         energy: EnergyMeter | None = None,
+        world: World | None = None,
     ) -> None:
         """of_disk: see `Disturbance`. keep: receives the figures after every round, in case that the process does not
-        live to see the last. energy: counts joules, if it can."""
+        live to see the last. energy: counts joules, if it can. world: the ranks that train together; each has such a
+        meter.
+        """
         self._energy = EnergyMeter() if energy is None else energy
+        self._world = world or World()
+        self._others = [pid for pid in everyone(self._world, os.getpid()) if pid != os.getpid()]
         self._session, self._warm_passes, self._rounds, self._most_s = session, warm_passes, rounds, most_s
         self._slow_s, self._of_disk, self._keep = slow_s, of_disk, keep
         self.taken: list[tuple[float, dict[str, float]]] = []
@@ -91,14 +103,22 @@ class Passes(Meter):
         state = self._session.state
         self._before, self._step, self._samples = dict(state.seconds), state.step, state.num_samples
         self._stall_s = state.stall_s
-        self._disturbance, self._joules = Disturbance(of_disk=self._of_disk), self._energy.joules()
-        self._start = time.perf_counter()
+        self._sent, self._exchange_s = dict(self._world.sent_bytes), self._world.exchange_s
+        self._joules = self._energy.joules()
+        self._disturbance, self._start = Disturbance(self._others, of_disk=self._of_disk), time.perf_counter()
+
+    def _agreed(self, decision: bool) -> bool:  # noqa: FBT001
+        """Returns what the first rank decides; all ranks ask at the same step. It counts as no part of a step."""
+        before = self._world.exchange_s
+        decided = bool(everyone(self._world, decision)[0])
+        self._exchange_s += self._world.exchange_s - before
+        return decided
 
     @override
     def end_step(self, batch: Batch) -> None:
         """Ends a round with the pass that makes it long enough. Raises MeasuredEnough after the last one."""
         state, now = self._session.state, time.perf_counter()
-        slow = now - self._start > self._slow_s
+        slow = now - self._start > self._slow_s and self._world.size == 1
         if state.batch and not slow:
             return
         if self._first_s is None:
@@ -107,19 +127,31 @@ class Passes(Meter):
                 self._begin()
             return
         self._is_cut |= slow
-        if now - self._start < LEAST_ROUND_S:
+        if self._agreed(now - self._start < LEAST_ROUND_S):
             return
         num_steps = state.step - self._step
         ms = {f"{phase}_ms": 1e3 * (state.seconds[phase] - self._before[phase]) / num_steps for phase in PHASES}
         whole = {"step_ms": sum(ms.values()), "wait_ms": 1e3 * (state.stall_s - self._stall_s) / num_steps}
         samples = {"samples": (state.num_samples - self._samples) / num_steps, "steps": float(num_steps)}
-        watts = watts_of(self._energy, self._joules, self._start)
-        self.taken.append((self._disturbance.share(), {**whole, **ms, **samples, **watts}))
+        more = watts_of(self._energy, self._joules, self._start) | self._exchanged(num_steps)
+        self.taken.append((self._disturbance.share(), {**whole, **ms, **samples, **more}))
         late = now - self._first_s > self._most_s and len(self.taken) >= min(LEAST_ROUNDS, self._rounds)
-        if late or not wants_more(self.taken, self._rounds):
+        if self._agreed(late or not wants_more(self.taken, self._rounds)):
             raise MeasuredEnough
         self._keep(self.figures())
         self._begin()
+
+    def _exchanged(self, num_steps: int) -> dict[str, float]:
+        """Returns what this rank sent in a step of the round, and how long its exchanges took; {} if it is alone."""
+        if self._world.size == 1:
+            return {}
+        sent = sum(
+            num_bytes - self._sent.get(purpose, 0)
+            for purpose, num_bytes in self._world.sent_bytes.items()
+            if purpose != "agreement"
+        )
+        exchange_ms = 1e3 * (self._world.exchange_s - self._exchange_s) / num_steps
+        return {"exchange_ms": exchange_ms, "wire_bytes": sent / num_steps}
 
     def figures(self) -> dict[str, Any]:
         """Returns medians over the clean rounds; with few of those, over the less disturbed half, three at least."""
@@ -157,39 +189,52 @@ def figures_of(rounds: Rounds[dict[str, float]]) -> dict[str, Any]:
 
 
 def measure(spec: Spec) -> dict[str, Any]:
-    """Trains as the spec says, and returns the fields of a row."""
+    """Trains as the spec says, and returns the fields of a row; of several ranks, all of them call it."""
     config = make_config(spec.config, origin="cell")
-    folder = RunFolder.create(spec.run, name="cell")
     if spec.measures == "quality":
         energy, start = EnergyMeter(), time.perf_counter()
         joules = energy.joules()
-        run = train(config, folder=folder, quiet=True)
-        test, val = ((run.record.metrics or {}).get(split) for split in ("test", "val"))
-        found: dict[str, Any] = {"status": "measured", "steps": run.record.steps, "train_s": run.record.train_s}
-        for split, metrics in (("test", test), ("val", val)):
-            if metrics is not None:
-                found |= {f"{split}_{name}": metrics[name] for name in ("ne", "logloss", "auc")}
-        return {**found, "samples_per_s": run.record.samples_per_s, **watts_of(energy, joules, start)}
+        run = train(config, folder=RunFolder.create(spec.run, name="cell"), quiet=True)
+        return {**_scored(run), **watts_of(energy, joules, start)}
     meters: list[Passes] = []
+    config = config.model_copy(update={"run": spec.run})
+    with joined() as joined_world:
+        # The very world that the run uses counts its exchanges.
+        world = joined_world.in_parts(config.train.micro_batches or joined_world.size)
 
-    def passes(session: Session) -> Meter:
-        meter = Passes(
-            session,
-            warm_passes=spec.warm_passes,
-            rounds=spec.rounds,
-            most_s=spec.most_s,
-            slow_s=spec.slow_s,
-            of_disk=not isinstance(config.memory, str),
-            keep=partial(write_json, spec.result),
-        )
-        meters.append(meter)
-        return meter
+        def passes(session: Session) -> Meter:
+            made = Passes(
+                session,
+                warm_passes=spec.warm_passes,
+                rounds=spec.rounds,
+                most_s=spec.most_s,
+                slow_s=spec.slow_s,
+                of_disk=not isinstance(config.memory, str),
+                keep=partial(_keep, spec, world),
+                world=world,
+            )
+            meters.append(made)
+            return made
 
-    with suppress(MeasuredEnough):
-        train(config, folder=folder, quiet=True, also=passes)
-    lines = [line for line in folder.measurements() if line["kind"] == "train"]
+        with suppress(MeasuredEnough):
+            train(config, quiet=True, also=passes, world=world)
+    lines = [line for line in RunFolder.open(spec.run).measurements() if line["kind"] == "train"]
     hits = lines[-1].get("hits_per_lookup") if lines else None
     return {**meters[0].figures(), **({} if hits is None else {"hits_per_lookup": hits})}
+
+
+def _keep(spec: Spec, world: World, figures: dict[str, Any]) -> None:
+    if world.rank == 0:
+        write_json(spec.result, figures)
+
+
+def _scored(run: RunFolder) -> dict[str, Any]:
+    test, val = ((run.record.metrics or {}).get(split) for split in ("test", "val"))
+    found: dict[str, Any] = {"status": "measured", "steps": run.record.steps, "train_s": run.record.train_s}
+    for split, metrics in (("test", test), ("val", val)):
+        if metrics is not None:
+            found |= {f"{split}_{name}": metrics[name] for name in ("ne", "logloss", "auc")}
+    return {**found, "samples_per_s": run.record.samples_per_s}
 
 
 def outcome(spec: Spec) -> dict[str, Any]:
@@ -213,7 +258,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     PackedDataset.open(spec.config["data"])
     print("ready", flush=True)
     sys.stdin.readline()
-    write_json(spec.result, outcome(spec))
+    found = outcome(spec)
+    if os.environ.get("RANK", "0") == "0":
+        write_json(spec.result, found)
+    if "RANK" in os.environ:
+        os._exit(0)  # a thread of gloo may abort a process that ends as usual; nothing is left to do
 
 
 def write_spec(path: Path, spec: Spec) -> None:

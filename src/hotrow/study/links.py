@@ -14,8 +14,10 @@ from contextlib import suppress
 from types import TracebackType
 
 NEEDED = ("ip", "tc", "nsenter")
-BURST_BYTES, LATENCY_MS = 1 << 20, 20
-"""What tc tbf lets through at once: more than the kernel hands to a device at once; and how long bytes may wait."""
+BURST_BYTES, BURST_S, LATENCY_MS = 1 << 14, 0.0001, 100
+"""What tc tbf lets through at once after a pause: so much, or what passes in so long, before which the kernel's timers
+do not wake it. It is little, because each exchange of a step comes after a pause: a burst of 1 MiB hides whole ones.
+And how long bytes may wait: what waits longer is lost, and comes again late."""
 HOSTS = ("10.213.7.1", "10.213.7.2")
 
 
@@ -63,7 +65,8 @@ class Link:
             if bits_per_s is None:
                 _run("tc", "-n", name, *root, "noqueue")
             else:
-                rate, burst, latency = f"{bits_per_s:.0f}bit", f"{BURST_BYTES}b", f"{LATENCY_MS}ms"
+                burst = f"{max(BURST_BYTES, round(bits_per_s / 8 * BURST_S))}b"
+                rate, latency = f"{bits_per_s:.0f}bit", f"{LATENCY_MS}ms"
                 _run("tc", "-n", name, *root, "tbf", "rate", rate, "burst", burst, "latency", latency)
 
     def before(self, rank: int) -> list[str]:

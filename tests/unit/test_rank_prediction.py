@@ -1,0 +1,112 @@
+"""What is predicted of several ranks, beside what real ranks did: bytes by purpose, and steps of the probe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cost import NETWORK, machine, some_units
+
+import hotrow
+from hotrow.config.load import make_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.agreement import everyone
+from hotrow.parallel.world import World
+from hotrow.plan.hardware import Hardware
+from hotrow.plan.work import work_of
+from hotrow.run import rank_probe, runs, setup
+from hotrow.run.setup import tables_of
+from rank_pool import RankPool
+
+MODEL = {"embedding_dim": 16, "bottom_mlp": [32], "top_mlp": [64, 8]}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(3) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def dataset(make_dataset: Callable[..., PackedDataset], tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+    folder = tmp_path_factory.mktemp("ranks") / "data"
+    rows = {"train": 6000, "val": 64}
+    return make_dataset(folder, rows=rows, table_rows=(50, 400, 200_000), rows_per_block=1000, counts=True)
+
+
+def trained(world: World, raw: dict[str, Any], hardware: Hardware) -> str:
+    setup.known_hardware = lambda: hardware
+    return str(runs.train(make_config(raw), quiet=True, world=world).path)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "micro_batches", "pooled", "wire_dtype"),
+    [(2, 2, False, "fp32"), (3, 5, False, "fp32"), (3, 5, True, "bf16")],
+)
+def test_bytes_are_those_that_ranks_send(
+    pool: RankPool,
+    dataset: PackedDataset,
+    tmp_path: Path,
+    num_ranks: int,
+    micro_batches: int,
+    pooled: bool,
+    wire_dtype: str,
+) -> None:
+    """One epoch of a real run: every purpose within 2 %, the total too; ids, of which there are few, within 5 %."""
+    train = {"batch_size": 300, "threads": 1, "micro_batches": micro_batches, "eval_every": None}
+    raw = {"data": str(dataset.path), "run": str(tmp_path / "run"), "model": MODEL, "train": train}
+    sharding = {"t0": "replicated", "t1": "table" if pooled else "row", "t2": "row"}
+    raw["parallel"] = {"sharding": sharding, "exchange": {"t1": "pooled"} if pooled else "rows"}
+    raw["parallel"] |= {"wire_dtype": wire_dtype}
+    config = make_config(raw)
+    hardware = machine(work_of(config, tables_of(config, dataset), dataset), some_units)
+    hardware = replace(hardware, network=NETWORK)
+    pool.run(trained, raw, hardware, num_ranks=num_ranks, micro_batches=num_ranks)
+    run = hotrow.load(tmp_path / "run")
+    assert run.record.predicted is not None and run.record.ranks is not None
+    sent: Any = run.record.ranks["wire_bytes_per_step"]
+    predicted = run.record.predicted["wire_bytes_per_step"]
+    purposes = {"ids", "rows", "gradients", "replicated", "dense", "counts"}
+    purposes |= {"pooled", "pooled_gradients"} if pooled else set()
+    assert set(predicted) == purposes == set(sent) - {"agreement"}
+    for purpose, num_bytes in predicted.items():
+        assert num_bytes == pytest.approx(sent[purpose], rel=0.05 if purpose in ("ids", "counts") else 0.02), purpose
+    assert sum(predicted.values()) == pytest.approx(sum(sent.values()), rel=0.02)
+    assert run.record.predicted["exchange_ms"] > 0
+    assert "a step and rank (" in run.closing_lines("rows", []), "predicted beside measured"
+
+
+def probed(world: World) -> dict[str, Any]:
+    rank_probe.LEAST_SHAPES, rank_probe.ROUNDS, rank_probe.TIMED = 1, 3, 2
+    network = rank_probe._network(world, [])
+    crowding, points = rank_probe._steps(world, [], time.monotonic())
+    everyone(world, None)
+    return {"network": network, "crowding": crowding, "points": points}
+
+
+def test_two_processes_are_probed(pool: RankPool) -> None:
+    found = pool.run(probed, num_ranks=2, micro_batches=2)[0]
+    network = found["network"]
+    assert 1e6 < network.bytes_per_s.value < 1e12 and 1e-6 < network.s_per_message.value < 0.1
+    assert 0 < network.cpu_s_per_byte.value < 1e-6 and found["crowding"].value >= 1
+    assert set(found["points"]) == {"shared lookup", "shared update"}
+    for phase, own in found["points"].items():
+        assert len(own) == len(rank_probe.PARTS) * (1 if phase == "shared dense" else 2)
+        assert all(point.seconds.value > 0 and point.sizes["shared steps"] == 1 for point in own)
+
+
+@pytest.mark.slow
+def test_the_probe_starts_its_processes() -> None:
+    found = rank_probe.measure_ranks(seconds=0.1, progress=lambda _: None)
+    assert set(found) == {"network", "crowding", "kernels"}, found
+    assert all(len(points) >= 8 for points in found["kernels"].values())
+
+
+def test_processes_that_fail_leave_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_probe.sys, "executable", "/bin/false")
+    found = rank_probe.measure_ranks(seconds=0.1, progress=lambda _: None)
+    assert "two processes cannot train together here: one of them ended without a word" in found["notes"]["network"]
