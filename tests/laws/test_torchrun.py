@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -25,6 +27,8 @@ from expanded import expanded
 from hotrow.batch import Batch
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.agreement import checksum_of
+from hotrow.parallel.sharded import Sharded
 from hotrow.parallel.world import World
 from hotrow.run import runs, together, trainer
 from hotrow.run.checkpoint import list_checkpoints
@@ -42,6 +46,9 @@ BASE: dict[str, Any] = {
 }
 EVAL_BATCH_SIZE = 20
 """Of 128 rows that makes 7 batches: two ranks or more have different numbers of them."""
+PHASES = ["hot.schedule=fae", "hot.rows=covering", "hot.budget=56520", "hot.small_table=0", "hot.rate=40"]
+PHASES += ["hot.eval_samples=100"]
+"""About half of the rows are hot, and two of three samples."""
 VARIANTS = {
     "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
     "adam": ["optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.early_stopping=1"],
@@ -49,6 +56,11 @@ VARIANTS = {
     "float16": ["train.precision=fp16", "optimizer.sparse.name=adagrad", "parallel.exchange={t2: pooled}"],
     "split": ["train.precision=split_bf16", "train.dense_dtype=bf16", "parallel.sharding={t0: replicated, t2: row}"],
     "hot window": ["hot.schedule=window", "hot.budget=4KiB", "hot.small_table=0"],
+    "hot phases of vectors": [*PHASES, "parallel.exchange={t2: pooled}"],
+    "hot phases of a sample": [
+        *("hot.schedule=fixed", "hot.rows=sampled", "hot.small_table=0", "hot.shuffled_end=0.2"),
+        *("optimizer.dense.name=adam", "optimizer.sparse.name=adam"),
+    ],
     "copies of hot rows": ["parallel.hot_rows=0.2", "parallel.sharding={t0: row, t1: row, t2: row}"],
 }
 
@@ -153,6 +165,8 @@ def refused(world: World, function: Callable[..., Any], *arguments: Any) -> str:
         ("float16", 4, 5),
         ("split", 2, 2),
         ("hot window", 3, 5),
+        ("hot phases of vectors", 3, 4),
+        ("hot phases of a sample", 2, 3),
         ("copies of hot rows", 3, 4),
     ],
 )
@@ -165,6 +179,8 @@ def test_the_number_of_ranks_is_invisible(
     said = pool.run(trained, many, num_ranks=num_ranks, micro_batches=num_ranks)
     assert said == ["finished"] * num_ranks
     same(tmp_path / "many", outcome(tmp_path / "one"))
+    warned = "hot_rows_not_on_every_rank" in RunFolder.open(tmp_path / "many").record.warnings
+    assert warned == (variant in ("hot phases of a sample", "hot phases of vectors"))
 
 
 def tiers_of(folder: Path, dram: int) -> list[str]:
@@ -257,6 +273,120 @@ def test_all_ranks_skip_what_one_of_them_cannot_train(pool: RankPool, data: Path
     same(tmp_path / "many", outcome(tmp_path / "one"))
     warning = RunFolder.open(tmp_path / "many").record.warnings["nonfinite_step_skipped"]
     assert warning["count"] == 3 and "rank 2: a gradient is inf" in warning["text"] and "(step 3," in warning["text"]
+
+
+# ---- hot phases
+
+
+class Sent(NamedTuple):
+    """What a rank sent in one step, by purpose, and in how many exchanges; hot: whether it was told of a hot phase."""
+
+    hot: bool
+    num_bytes: Counter[str]
+    exchanges: int
+    copies: int
+    """Checksum of the rows of t2 that every rank holds, before the step."""
+
+
+def sent_by_step(world: World, raw: dict[str, Any]) -> list[Sent]:
+    found = []
+    plain = trainer.train_step
+
+    def step(parts: Any, *arguments: Any) -> Any:
+        own, shared = parts.world, parts.embedding.placement.find(Sharded)
+        before, exchanges = Counter(own.sent_bytes), own.num_exchanges
+        copies = checksum_of([shared.below.weights["t2"][: shared.prefixes["t2"]]])
+        loss = plain(parts, *arguments)
+        sent = Counter(own.sent_bytes)
+        sent.subtract(before)
+        found.append(Sent(shared.all_held, sent, own.num_exchanges - exchanges, copies))
+        return loss
+
+    trainer.train_step = step
+    try:
+        trained(world, raw)
+    finally:
+        trainer.train_step = plain
+    return found
+
+
+def hot_steps(run: Path) -> list[bool]:
+    """Returns for each step whether it was in a hot phase, as the swaps say; the last phase has no swap at its end."""
+    found: list[bool] = []
+    for line in RunFolder.open(run).measurements():
+        if line["kind"] == "swap":
+            found += [line["turn"] == "hot"] * (line["step"] - len(found))
+    return found
+
+
+def test_a_hot_phase_asks_for_no_rows(pool: RankPool, data: Path, tmp_path: Path) -> None:
+    """What is left are two exchanges of the dense layers, one of sums of hot rows and one of their totals."""
+    raw = raw_config(data, tmp_path / "run", PHASES)
+    for sent in pool.run(sent_by_step, raw, num_ranks=3, micro_batches=3):
+        hot = hot_steps(tmp_path / "run")
+        assert [step.hot for step in sent][: len(hot)] == hot and sum(hot) > 8 and len(hot) - sum(hot) > 4
+        for step in sent:
+            assert step.exchanges == (4 if step.hot else 6)
+            assert (step.num_bytes["rows"] == 0) == step.hot
+            assert step.num_bytes["replicated"] > 0, "sums of hot rows go to all"
+    run = RunFolder.open(tmp_path / "run")
+    assert run.record.hot["merge_every"] == 1 and "hot_rows_not_on_every_rank" not in run.record.warnings
+    rows = sum(n for name, n in run.record.hot["tables"].items() if n < {"t0": 50, "t1": 20, "t2": 3000}[name])
+    assert f", and {rows:,} hot rows of these on every rank" in (run.path / "log.txt").read_text()
+
+
+def test_interrupted_in_a_hot_phase_and_resumed(pool: RankPool, data: Path, tmp_path: Path) -> None:
+    """In the second step of the first hot phase, on four ranks; resumed on three, and on one."""
+    runs.train(make_config(raw_config(data, tmp_path / "one", PHASES)), quiet=True)
+    number = hot_steps(tmp_path / "one").index(True) + 1
+    assert hot_steps(tmp_path / "one")[number : number + 2] == [True, True]
+    pool.run(trained, raw_config(data, tmp_path / "three", PHASES), (2, number), num_ranks=4, micro_batches=4)
+    record = RunFolder.open(tmp_path / "three").record
+    assert (record.status, record.steps) == ("interrupted", number + 1)
+    moved = RunFolder.open(shutil.copytree(tmp_path / "three", tmp_path / "alone")).path
+    pool.run(resumed, str(tmp_path / "three"), [], num_ranks=3, micro_batches=3)
+    runs.resume(moved, quiet=True)
+    for name in ("three", "alone"):
+        same(tmp_path / name, outcome(tmp_path / "one"))
+
+
+def test_merging_every_few_steps_is_not_exact_and_says_so(pool: RankPool, data: Path, tmp_path: Path) -> None:
+    changes = [*PHASES, "hot.merge_every=3", "optimizer.sparse.name=adagrad"]
+    one, exact, many = (tmp_path / name for name in ("one", "exact", "many"))
+    runs.train(make_config(raw_config(data, one, changes)), quiet=True)
+    runs.train(make_config(raw_config(data, exact, [*changes, "hot.merge_every=1"])), quiet=True)
+    same(one, outcome(exact))  # one process has nothing to merge
+    ranks = pool.run(sent_by_step, raw_config(data, many, changes), num_ranks=3, micro_batches=3)
+    sent = ranks[0]
+    alone = [k for k, each in enumerate(zip(*ranks, strict=True)) if len({step.copies for step in each}) > 1]
+    assert alone and all(sent[k].hot and sent[k - 1].hot for k in alone), "after a phase all have the same rows"
+    hot = [step for step in sent if step.hot]
+    assert all(step.num_bytes["gradients"] == step.num_bytes["replicated"] == 0 for step in hot)
+    merges = [step for step in hot if step.num_bytes["merged"]]
+    assert all(step.exchanges == (3 if step in merges else 2) for step in hot) and 0 < len(merges) <= len(hot) / 3
+    run, wanted, found = RunFolder.open(many), outcome(exact), outcome(many)
+    assert run.record.hot["merge_every"] == 3
+    text = run.record.warnings["inexact_merging"]["text"]
+    assert text.startswith("hot.merge_every is 3: in hot phases each rank updates hot rows alone for so many steps")
+    assert found["step"] == wanted["step"] and any(found[name] != wanted[name] for name in wanted)
+    losses = [outcome["metrics"]["val"]["logloss"] for outcome in (found, wanted)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (["optimizer.sparse.name=adam"], "hot.merge_every is 2, but optimizer.sparse.name is 'adam', whose states are"),
+        (["hot.rows=sampled"], "which every rank holds: set hot.merge_every to 1, or hot.rows to exact"),
+        (["parallel.exchange={t2: pooled}"], "set hot.merge_every to 1, or parallel.exchange to rows for t2"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(
+    pool: RankPool, data: Path, tmp_path: Path, changes: list[str], text: str
+) -> None:
+    raw = raw_config(data, tmp_path / "run", [*PHASES, "hot.merge_every=2", *changes])
+    texts = pool.run(refused, trained, raw, num_ranks=2, micro_batches=2)
+    assert len(set(texts)) == 1 and text in texts[0] and not (tmp_path / "run").exists()
 
 
 class _Slow(Meter):

@@ -26,7 +26,7 @@ from hotrow.kernels import ops, reference, tree
 from hotrow.parallel import sharded, shared_rows
 from hotrow.parallel.exchange import WireDtype
 from hotrow.parallel.pooled import Collective
-from hotrow.parallel.sharded import Shards
+from hotrow.parallel.sharded import Sharded, Shards
 from hotrow.parallel.shards import Shard
 from hotrow.parallel.world import World
 from hotrow.placement.base import Attached
@@ -184,9 +184,9 @@ def train_shared(world: World, case: Case) -> dict[str, Any]:
     return train(emb, case, world)
 
 
-def alone(seed: int) -> EmbeddingCollection:
+def alone(seed: int, tables: Sequence[TableConfig] = TABLES) -> EmbeddingCollection:
     """The truth: a plain collection, updated by the reference."""
-    emb = EmbeddingCollection(TABLES, seed=seed)
+    emb = EmbeddingCollection(tables, seed=seed)
 
     def update(lookups: ops.Lookups, attached: Attached, rules: Any) -> None:
         arrays, states = emb.placement.arrays, [state.tensors for state in attached.arrays]
@@ -681,6 +681,138 @@ def test_numbers_on_the_wire_are_exact_or_within_their_rounding(pool: RankPool, 
             allowed = (2 if k == 2 else 1) * 1.01 * epsilon * sizes.weights[k].abs() + (2.0**-23 if epsilon else 0)
             assert ((got - want).abs() <= allowed).all(), (k, (got - want).abs().max())
             assert (epsilon == 0) == torch.equal(got, want)
+
+
+# ---- hot batches
+
+HOT = [
+    TableConfig(name="rows", num_embeddings=40, embedding_dim=5, feature_names=("a",)),
+    TableConfig(name="vectors", num_embeddings=30, embedding_dim=3, feature_names=("b",), pooling="mean"),
+]
+
+
+def batch_of_phase(step: int) -> KeyedJaggedTensor:
+    """Two of three batches are hot: they have rows below 10 of the first table, and empty bags of the other one."""
+    generator, hot = torch.Generator().manual_seed(step), step % 3 > 0
+    lengths = torch.randint(0, 4, (2 * 11,), generator=generator)
+    lengths[11:] *= not hot
+    limits = torch.tensor([10 if hot else 40, 30]).repeat_interleave(11).repeat_interleave(lengths)
+    ids = (torch.rand(len(limits), generator=generator) * limits).long()
+    return KeyedJaggedTensor(("a", "b"), ids, lengths=lengths)
+
+
+def train_phases(world: World | None) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Returns outputs, whole tables, and the number of exchanges of each hot lookup."""
+    shards = {"rows": Shard(prefix=10), "vectors": Shard(kind="table", exchange="pooled")}
+    memory = None if world is None else Shards(world=world, shards=shards)
+    emb = alone(3, HOT) if world is None else EmbeddingCollection(HOT, memory=memory, seed=3)
+    optimizer, shared = hotrow.Adam(emb, lr=0.02), emb.placement.find(Sharded)
+    outputs, exchanges = list[Tensor](), list[int]()
+    for step in range(6):
+        sparse = batch_of_phase(step)
+        if world is None or shared is None:
+            outputs.append(emb(sparse.in_parts(tree.starts(11, 5))))
+        else:
+            shared.all_held = step % 3 > 0
+            (lo, hi), starts = world.held, tree.starts(11, 5)
+            parts = [start - starts[lo] for start in starts[lo : hi + 1]]
+            before = world.num_exchanges
+            outputs.append(emb(sparse.samples(*world.samples(11)).in_parts(parts)))
+            exchanges += [world.num_exchanges - before] * shared.all_held
+        (outputs[-1] * outputs[-1]).sum().backward()
+        optimizer.step()
+    return [out.detach() for out in outputs], [emb.float32(table.name) for table in HOT], exchanges
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_hot_batches_beside_pooled_vectors_have_the_bits_of_one_process(pool: RankPool, num_ranks: int) -> None:
+    outputs, tables, _ = train_phases(None)
+    found = pool.run(train_phases, num_ranks=num_ranks, micro_batches=5)
+    for k, want in enumerate(outputs):
+        assert torch.equal(bits(torch.cat([own[k] for own, _, _ in found])), bits(want)), k
+    for _, whole, exchanges in found:
+        assert all(torch.equal(bits(own), bits(want)) for own, want in zip(whole, tables, strict=True))
+        assert exchanges == [0, 0, 0, 0]
+
+
+def look_up_cold(world: World) -> str:
+    shards = {"rows": Shard(prefix=10), "vectors": Shard(prefix=20)}
+    emb = EmbeddingCollection(HOT, memory=Shards(world=world, shards=shards))
+    shared = emb.placement.find(Sharded)
+    assert shared is not None
+    shared.all_held = True
+    with torch.no_grad():
+        emb(torch.tensor([[9, 19]]))
+    with pytest.raises(ValueError) as error:
+        emb(torch.tensor([[9, 20]]))
+    return str(error.value)
+
+
+def test_a_hot_batch_with_a_row_that_not_every_rank_holds_is_refused(pool: RankPool) -> None:
+    """Also on the rank that holds it."""
+    for text in pool.run(look_up_cold, num_ranks=2, micro_batches=2):
+        assert text.startswith("table 'vectors': row 20 is not on every rank, and a batch of a hot phase asks for no")
+
+
+# ---- copies that ranks update alone
+
+TWO = [
+    TableConfig(name="a", num_embeddings=30, embedding_dim=4, feature_names=("a",)),
+    TableConfig(name="b", num_embeddings=20, embedding_dim=3, feature_names=("b",)),
+]
+
+
+def drawn(step: int) -> Tensor:
+    """Ids of a batch of 12 samples; some rows are in all of them, others nowhere."""
+    generator = torch.Generator().manual_seed(step)
+    return (torch.rand(12, 2, generator=generator) ** 3 * torch.tensor([30, 20])).long()
+
+
+def update_alone(world: World, merge_every: int, num_steps: int) -> list[Tensor]:
+    """Returns weights and states of this rank's copies after the last merge."""
+    everywhere = {table.name: Shard(prefix=table.num_embeddings) for table in TWO}
+    emb = EmbeddingCollection(TWO, memory=Shards(world=world, shards=everywhere), seed=3)
+    optimizer, shared = OPTIMIZERS["adagrad"](emb), emb.placement.find(Sharded)
+    assert shared is not None
+    shared.all_held, shared.merge_every = True, merge_every
+    for step in range(num_steps):
+        own = drawn(step)[slice(*world.samples(12))]
+        out = emb(KeyedJaggedTensor.from_dense(("a", "b"), own).in_parts([0, *(len(own) * v // 2 for v in (1, 2))]))
+        (out * out).sum().backward()
+        optimizer.step()
+    shared.merge()
+    states = optimizer.attached_to(emb).states
+    return [array.clone() for t in TWO for array in (shared.below.weights[t.name], *(s.array for s in states[t.name]))]
+
+
+def summed_changes(num_ranks: int, merge_every: int, num_steps: int) -> list[Tensor]:
+    """The same by plain loops: every rank trains a copy of its own, then what changed is added up."""
+    tables = [EmbeddingCollection(TWO, seed=3).float32(table.name).clone() for table in TWO]
+    states = [torch.full_like(table, 0.1) for table in tables]
+    for start in range(0, num_steps, merge_every):
+        after = []
+        for rank in range(num_ranks):
+            own, squares = [t.clone() for t in tables], [s.clone() for s in states]
+            for step in range(start, min(start + merge_every, num_steps)):
+                ids = drawn(step)[12 * rank // num_ranks : 12 * (rank + 1) // num_ranks]
+                for t in range(2):
+                    grad = torch.zeros_like(own[t]).index_add_(0, ids[:, t], 2 * own[t][ids[:, t]])
+                    squares[t] += grad * grad
+                    own[t] -= 0.3 * grad / squares[t].sqrt()
+            after.append((own, squares))
+        tables = [table + sum(own[t] - table for own, _ in after) for t, table in enumerate(tables)]
+        states = [state + sum(own[t] - state for _, own in after) for t, state in enumerate(states)]
+    return [tables[0], states[0], tables[1], states[1]]
+
+
+def test_ranks_that_update_alone_add_up_their_changes(pool: RankPool) -> None:
+    """After every third step, and after the fourth, at the end."""
+    found = pool.run(update_alone, 3, 4, num_ranks=3, micro_batches=6)
+    exact = pool.run(update_alone, 1, 4, num_ranks=3, micro_batches=6)[0]
+    for k, want in enumerate(summed_changes(3, 3, 4)):
+        assert all(torch.equal(bits(found[0][k]), bits(own[k])) for own in found), "the copies are the same"
+        assert torch.allclose(found[0][k], want, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(exact[k], want, rtol=1e-2, atol=1e-2), "sums of every step would pass as well"
 
 
 # ---- errors

@@ -78,6 +78,7 @@ hot.rate 50
 hot.shuffled_end 0
 hot.window 4
 hot.eval_samples 65536
+hot.merge_every 1
 parallel.sharding auto
 parallel.hot_rows 0
 parallel.exchange auto

@@ -315,3 +315,10 @@ def test_inspect_refuses_a_budget_before_it_reads(
         tools.inspect(trace, hot="1MiB")
     with pytest.raises(ValueError, match="nowhere"):
         tools.inspect(tmp_path / "nowhere", hot="1MiB")
+
+
+def test_how_many_of_the_first_rows_serve_hot_batches() -> None:
+    rows = {"a": HotRows.of(np.array([0, 1, 2, 5, 9])), "b": HotRows.first(7)}
+    hot = HotSet(how="sampled", rows=rows, record_bytes={"a": 4, "b": 4})
+    assert hot.prefixes(ranked=True) == {"a": 5, "b": 7} and hot.prefixes(ranked=False) == {"a": 3, "b": 7}
+    assert [hot.num_beyond({"a": a, "b": b}) for a, b in ((5, 7), (3, 7), (10, 7), (2, 4))] == [2, 2, 0, 3 + 3]

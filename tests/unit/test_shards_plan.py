@@ -198,6 +198,8 @@ def test_tables_with_long_bags_go_to_owners_that_pool(num_ranks: int) -> None:
     owned = np.bincount([shard.owner for shard in found.values()], minlength=num_ranks)
     assert owned.tolist() == [12 // num_ranks] * num_ranks
     assert "12 whole on one rank that sends pooled vectors" in shards_line(tables, found, num_ranks)
+    hot = shards_of(config(), tables, data, num_ranks, hot={own.name: 7 for own in tables})
+    assert set(hot.values()) == {Shard(prefix=7)}, "hot batches need all tables"
     for parallel in ({"exchange": "rows"}, {"hot_rows": 0.01}):
         assert all(own.exchange == "rows" for own in shards_of(config(**parallel), tables, data, num_ranks).values())
 
@@ -246,6 +248,15 @@ def test_sequences_travel_as_rows() -> None:
     raw = {"data": "d", "model": {"name": "tbsm"}, "parallel": {"exchange": {"t2": "pooled"}}}
     with pytest.raises(ValueError, match="of table 't2', but model tbsm looks up sequences, whose rows travel"):
         shards_of(make_config(raw), tables, data, 2)
+
+
+def test_hot_batches_find_their_rows_on_every_rank() -> None:
+    hot = {"sex": 1, "hour": 24, "user": 5_000, "item": 100_000, "site": 3}
+    found = shards_of(config(hot_rows=0.001, sharding={"item": "table"}), TABLES, dataset(), 4, hot=hot)
+    few = shards_of(config(hot_rows=0.001, sharding={"item": "table"}), TABLES, dataset(), 4)
+    assert found["sex"] == few["sex"] == Shard(prefix=3), "a small table is on every rank whole"
+    assert (found["user"].prefix, found["item"].prefix) == (5_000, 100_000) and few["user"].prefix < 5_000
+    assert found["site"] == few["site"] and few["site"].prefix > 3, "no fewer than by parallel.hot_rows"
 
 
 def test_the_line_says_who_holds_what() -> None:

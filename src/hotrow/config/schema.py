@@ -300,6 +300,10 @@ class HotConfig(_Section):
     eval_samples: Count = 65536
     """How many samples, from the start of the validation split, give the loss that `fae` follows; rounded up to batches
     of 4096."""
+    merge_every: Annotated[int, Field(ge=1, le=65536)] = 1
+    """Steps of a hot phase after which several processes add up what each has changed in the hot rows. 1 is exact. With
+    more, less is sent and the result is *inexact*: it depends on the number of processes and on when the run saves and
+    evaluates. Only for `fae` and `fixed`, and for sgd, adagrad and row_wise_adagrad. One process ignores it."""
 
     @model_validator(mode="after")
     def _bytes(self) -> HotConfig:
@@ -315,7 +319,7 @@ class HotConfig(_Section):
     def unused(self) -> list[str]:
         """Returns the options that differ from their default but do nothing with this schedule."""
         used = {"schedule"} | (set() if self.schedule == "none" else {"budget", "small_table", "rows"})
-        used |= {"rate", "shuffled_end"} if self.takes_turns else set()
+        used |= {"rate", "shuffled_end", "merge_every"} if self.takes_turns else set()
         used |= {"fae": {"eval_samples"}, "window": {"window"}}.get(self.schedule, set())
         fields = type(self).model_fields
         return [f"hot.{name}" for name in fields if name not in used and getattr(self, name) != fields[name].default]

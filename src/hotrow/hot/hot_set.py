@@ -107,6 +107,21 @@ class HotSet:
         """Bytes that the hot rows take on the device, optimizer state included."""
         return sum(rows.num_rows * self.record_bytes[name] for name, rows in self.rows.items())
 
+    def prefixes(self, *, ranked: bool) -> dict[str, int]:
+        """Returns by table how many of its first rows to hold for hot batches, no more than there are hot rows.
+
+        ranked: whether rows are numbered by popularity. Then hot rows that are not the first ones come from a sample of
+        the accesses, and as many of the first rows serve more lookups; otherwise only the first rows that are all hot.
+        """
+        return {name: rows.num_rows if ranked else rows.prefix for name, rows in self.rows.items()}
+
+    def num_beyond(self, prefixes: Mapping[str, int]) -> int:
+        """Returns how many hot rows are not among so many of the first rows of their tables."""
+        found = 0
+        for name, rows in self.rows.items():
+            found += max(0, rows.prefix - prefixes[name]) + int(np.count_nonzero(rows.listed >= prefixes[name]))
+        return found
+
 
 Found = tuple[dict[str, HotRows], dict[str, Any]]
 """What a way to choose hot rows returns: the rows by table, and further facts for the report."""

@@ -21,10 +21,11 @@ from hotrow.batch import Batch
 from hotrow.config.schema import HotConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.hot.calibrate import FoundHot, calibrate, find_hot
+from hotrow.hot.calibrate import Calibration, FoundHot, calibrate, find_hot
 from hotrow.hot.hot_set import HotSet, check_budget
 from hotrow.hot.order import Turn, batch_order, mixed_samples
 from hotrow.optim import SparseOptimizer
+from hotrow.parallel.sharded import Sharded
 from hotrow.placement.copies import Copies, room_bytes
 
 
@@ -48,6 +49,25 @@ def check_hot(
         raise ValueError(f"hot.budget is {config.budget}: {error}, or lower hot.small_table") from None
     if device is not None:
         _check_room(config, min(parse_bytes(config.budget), sum(n * size for n, size in tables)), device)
+
+
+def choose_rows(
+    config: HotConfig, dataset: PackedDataset, record_bytes: Mapping[str, int], *, seed: int
+) -> Calibration | None:
+    """Returns the hot rows of a run, None without a schedule; seed: for the sampled and covering ways to find them.
+
+    record_bytes: by table, bytes of a row with its optimizer state. Raises ValueError if no hot set fits.
+    """
+    if config.schedule == "none":
+        return None
+    return calibrate(
+        dataset,
+        config.rows,
+        parse_bytes(config.budget),
+        record_bytes=record_bytes,
+        small_table_bytes=parse_bytes(config.small_table),
+        seed=seed,
+    )
 
 
 def _check_room(config: HotConfig, needed: int, device: torch.device) -> None:
@@ -137,6 +157,39 @@ class HotCopies:
         self.num_copied += 1
 
 
+class HotReplicas:
+    """The hot rows of tables over several ranks, which every rank holds among the first rows of its tables. As those of
+    `HotCopies` they are live in hot phases: then ranks ask each other for no rows.
+
+    merge_every: see `Sharded`; before rows are read, and before a cold phase, all ranks have the same ones.
+    """
+
+    def __init__(self, tables: Sharded, *, merge_every: int) -> None:
+        self.tables = tables
+        tables.merge_every = merge_every
+
+    @property
+    def live(self) -> bool:
+        return self.tables.all_held
+
+    def fetch(self) -> None:
+        self.tables.all_held = True
+
+    def give_back(self) -> None:
+        self.tables.merge()
+        self.tables.all_held = False
+
+    @contextmanager
+    def flushed(self) -> Iterator[None]:
+        """Makes whole tables readable inside the block, rows that other ranks hold included."""
+        live = self.live
+        self.give_back()
+        try:
+            yield
+        finally:
+            self.tables.all_held = live
+
+
 @dataclass(frozen=True)
 class TurnsState:
     """The position in the phases of a run, as its checkpoints have it."""
@@ -149,15 +202,15 @@ class TurnsState:
 class Turns:
     """The batches of the training split, phase by phase.
 
-    record_bytes: by table, bytes of a row with its optimizer state. seed: for the sampled and covering ways to find hot
-    rows. part: see `Loader`. Raises ValueError if no hot set fits, and for "fae" without validation rows.
+    hot: of `choose_rows`. seed: draws the samples of `shuffled_end`. part: see `Loader`. Raises ValueError for a
+    `shuffled_end` of less than one batch.
     """
 
     def __init__(
         self,
         config: HotConfig,
         dataset: PackedDataset,
-        record_bytes: Mapping[str, int],
+        hot: Calibration | None,
         *,
         batch_size: int,
         shuffle_seed: int | None,
@@ -165,17 +218,7 @@ class Turns:
         part: Callable[[int], tuple[int, int]] | None = None,
     ) -> None:
         self.config = config
-        self.found: FoundHot | None = None
-        if config.schedule != "none":
-            calibration = calibrate(
-                dataset,
-                config.rows,
-                parse_bytes(config.budget),
-                record_bytes=record_bytes,
-                small_table_bytes=parse_bytes(config.small_table),
-                seed=seed,
-            )
-            self.found = find_hot(dataset, calibration)
+        self.found: FoundHot | None = None if hot is None else find_hot(dataset, hot)
         share = config.shuffled_end if config.takes_turns else 0.0
         num_samples = dataset.split("train").num_rows
         mixed = mixed_samples(num_samples, share, batch_size=batch_size, seed=seed)
@@ -193,7 +236,7 @@ class Turns:
             mixed=mixed,
             part=part,
         )
-        self.copies: HotCopies | None = None
+        self.copies: HotCopies | HotReplicas | None = None
         self.device: torch.device | None = None
         """The device of the copies of hot rows; None if there are none."""
         self._seconds_before = 0.0
@@ -201,14 +244,18 @@ class Turns:
     def attach(
         self, emb: EmbeddingCollection, optimizer: SparseOptimizer, *, device: torch.device | None = None
     ) -> None:
-        """Trains these tables, with copies of their hot rows if there is a device for them.
+        """Trains these tables, with copies of their hot rows on `device`, or those that every rank of several holds.
 
         Raises ValueError if the device's memory does not hold the copies.
         """
         self.device = device
-        if self.found is not None and device is not None and self.config.takes_turns:
+        if self.found is None or not self.config.takes_turns:
+            return
+        if device is not None:
             _check_room(self.config, self.found.rows.num_bytes, device)
             self.copies = HotCopies(emb, optimizer, self.found.rows, device=device)
+        elif (shared := emb.placement.find(Sharded)) and not self.found.rows.num_beyond(shared.prefixes):
+            self.copies = HotReplicas(shared, merge_every=self.config.merge_every)
 
     @property
     def nothing_hot(self) -> str:
@@ -223,7 +270,8 @@ class Turns:
 
     @property
     def on_copies(self) -> bool:
-        return self.copies is not None and self.copies.live
+        """Whether batches are looked up in copies beside the tables, for which no row has to be brought."""
+        return isinstance(self.copies, HotCopies) and self.copies.live
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         """Brings the hot rows to the side of this phase and returns the rest of its batches."""
@@ -265,7 +313,7 @@ class Turns:
 
     @property
     def sync_s(self) -> float:
-        return round(self._seconds_before + (0.0 if self.copies is None else self.copies.seconds), 6)
+        return round(self._seconds_before + (self.copies.seconds if isinstance(self.copies, HotCopies) else 0.0), 6)
 
     def figures(self) -> dict[str, Any]:
         """Returns what run.json has about the schedule; docs/runs.md explains each figure."""
@@ -274,8 +322,10 @@ class Turns:
         figures = {"schedule": self.config.schedule, **self.found.to_json()}
         if self.config.takes_turns:
             figures["rate"] = self.order.turn.rate.percent
-        if self.copies is not None:
+        if isinstance(self.copies, HotCopies):
             figures["sync_s"] = self.sync_s
+        if isinstance(self.copies, HotReplicas):
+            figures["merge_every"] = self.config.merge_every
         return figures
 
     def line(self) -> str:

@@ -13,7 +13,7 @@ whose owners send pooled vectors instead of rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
 from hotrow.kernels.reference import Distinct, FlatSums, Layout, RowSums, Rule
 from hotrow.parallel.agreement import everyone, network_id
+from hotrow.parallel.alone import Alone
 from hotrow.parallel.buffers import Buffers, ShardLease
 from hotrow.parallel.exchange import WIRE_TYPES, Chosen, Keys, WireDtype, pack, recast, unpack
 from hotrow.parallel.pooled import Collective, Pooled, Served, only
@@ -204,6 +205,13 @@ class Sharded(Placement):
         self._sent = [WIRE_TYPES[wire_dtype] if dtype == torch.float32 else dtype for dtype in self._stored]
         """By table, the types of its rows and of those that travel."""
         self._row_bytes = self._keys.dims * [dtype.itemsize for dtype in self._stored]
+        self.all_held = False
+        """Whether every rank holds all rows of the batches that come now, as in a phase of hot batches: then nobody
+        asks for rows, and lookups are not collective."""
+        self.merge_every = 1
+        """1: ranks add up their gradients at every step. If above, and `all_held`, each rank updates its copies alone,
+        and after so many steps all add up what each has changed, which is not exact."""
+        self._alone = Alone(world, self.tables, shards, below)
         self._announced: dict[int, Asked] = {}
         self._buffers = Buffers(self._keys.dims.tolist(), self._stored)
         self._sums_under_way: tuple[ops.Lookups, ops.Lookups, Arriving] | None = None
@@ -215,6 +223,11 @@ class Sharded(Placement):
         return self._buffers.arrays
 
     # ---- what is offered
+
+    @property
+    def prefixes(self) -> dict[str, int]:
+        """By table, how many of its first rows every rank holds."""
+        return {table.name: shard.prefix for table, shard in zip(self.tables, self.shards, strict=True)}
 
     @property
     def changes(self) -> SharedChanges | None:
@@ -230,7 +243,10 @@ class Sharded(Placement):
         if use == "copy":
             raise TypeError("a collection over several ranks cannot be copied or pickled; copy its state_dict()")
         if use == "hot_copies":
-            raise ValueError("tables over several ranks take no copies of hot rows yet: hot.schedule must be none")
+            raise ValueError(
+                "tables over several ranks take no copies of hot rows in front of them: let every rank hold the first "
+                "rows of its tables (hotrow.Shard(prefix=...)), and choose hot rows among those"
+            )
         if use == "freeze_some":
             self.below.check(use)
         else:  # a rank in DRAM must not wait for rows of one in tiers, which refuses
@@ -285,8 +301,8 @@ class Sharded(Placement):
             return self._rows_for_others(asked, own_slots, firsts)
 
         try:
-            starts = self._starts(asked.strides) if training else None
-            come = self.world.exchange(rows_for_others, purpose="rows")
+            starts = self._starts(asked.strides, sparse.parts) if training else None
+            come = self._exchange(rows_for_others, purpose="rows")
             if asked.served is not None:
                 pooled = self._pooled_slots(asked, own_slots)
                 batch = self._pooled.bring(asked.served, pooled, sparse, training=training)
@@ -311,6 +327,13 @@ class Sharded(Placement):
         rest = self.kernels.without(kernels, self._pooled.tables)
         return out if rest is None else rest.lookup(self.arrays, slots, out, blame=blame)
 
+    def _exchange(self, parts: Callable[[], list[Tensor]], *, purpose: str) -> list[Tensor]:
+        """As `World.exchange`, of requests and of rows. If all rows are held, nobody sends: every rank would say what
+        this one says to itself, that it needs nothing."""
+        if not self.all_held:
+            return self.world.exchange(parts, purpose=purpose)
+        return [parts()[self.world.rank]] * self.world.size
+
     def _is_of(self, asked: Asked, sparse: KeyedJaggedTensor) -> bool:
         bags = sparse if asked.served is None else self._pooled.without(sparse)
         same = torch.equal(asked.ids, sparse.values) and asked.spans == spans_of(self.layout, bags)
@@ -322,7 +345,7 @@ class Sharded(Placement):
         rows: of all tables; if not, of those without pooled vectors.
         """
         R, T = self.world.size, len(self.tables)
-        pools = bool(self._pooled.tables) and not rows
+        pools = bool(self._pooled.tables) and not rows and not self.all_held
         sparse = self._pooled.without(batch) if pools else batch
         spans = spans_of(self.layout, sparse)
         bags = [torch.empty(0, dtype=torch.int32)] * R
@@ -332,6 +355,8 @@ class Sharded(Placement):
             if pools:
                 bags[:] = self._pooled.requests(batch, training=training)
             found = self._distinct(sparse, spans)
+            if self.all_held:
+                self._check_held(found)
             keys = found.local + np.repeat(self._keys.first[:-1], found.counts.sum(1))
             groups = np.repeat(np.tile(np.arange(R + 1), T), found.counts.ravel())
             own.extend((found, keys[groups == HELD]))
@@ -339,7 +364,7 @@ class Sharded(Placement):
             stride = torch.tensor([sparse.stride], dtype=torch.int32)
             return [torch.cat([stride, pack(keys), more]) for keys, more in zip(each, bags, strict=True)]
 
-        come = self.world.exchange(requests, purpose="ids")
+        come = self._exchange(requests, purpose="ids")
         distinct, held = own
         strides, found = [int(words[0]) for words in come], [unpack(words[1:]) for words in come]
         theirs = [keys for keys, _ in found]
@@ -371,6 +396,17 @@ class Sharded(Placement):
             check_ids(self.layout, self.tables, sparse, spans)
         assert found is not None, "an id is outside its table"
         return found
+
+    def _check_held(self, found: Distinct) -> None:
+        """Raises ValueError, with the cure, if not every rank holds all of these rows."""
+        tables = np.repeat(np.arange(len(self.tables)), found.counts.sum(1))
+        beyond = found.rows >= np.array([shard.prefix for shard in self.shards])[tables]
+        if beyond.any():
+            first = int(np.argmax(beyond))
+            raise ValueError(
+                f"table {self.tables[tables[first]].name!r}: row {found.rows[first]:,} is not on every rank, and a "
+                "batch of a hot phase asks for no rows: train it in a cold phase"
+            )
 
     def _by_table(self, keys: Sequence[Numbers], counts: Numbers) -> Numbers:
         """Returns the rows of several lists of keys, each table by table, of all tables in turn; counts: [T, lists]."""
@@ -417,8 +453,15 @@ class Sharded(Placement):
             done += stop - start
         return slots
 
-    def _starts(self, strides: Sequence[int]) -> list[int]:
-        """Returns where the rank's micro-batches begin among its samples, and the end of the last."""
+    def _starts(self, strides: Sequence[int], parts: Sequence[int] | None) -> Sequence[int]:
+        """Returns where the rank's micro-batches begin among its samples, and the end of the last.
+
+        parts: what the batch says of it. That counts if all rows are held, as ranks do not tell each other their
+        `strides` then.
+        """
+        if self.all_held:
+            assert parts is not None, "a hot batch comes cut into micro-batches"
+            return parts
         world, total = self.world, sum(strides)
         wanted = [end - first for first, end in (world.samples(total, rank) for rank in range(world.size))]
         if strides != wanted:
@@ -441,16 +484,29 @@ class Sharded(Placement):
         """
         if not lookups:
             return
-        pooled, come = self._sums_of(lookups)
-        found = self._with_replicated(come)
+        alone = self._trains_alone
+        pooled, come = ([], self._own_sums(lookups)) if alone else self._sums_of(lookups)
+        found = come if alone else self._with_replicated(come)
         counts = np.array([[len(own.rows) for own in tables] for _, tables in found], np.int64).T
         rows = [tables[t].rows.numpy() for t in range(len(self.tables)) for _, tables in found]
+        if alone:
+            self._alone.keep(attached, np.split(np.concatenate(rows), counts.sum(1).cumsum()[:-1]))
         lease, slots = self.below.take(self._lookup_below(np.concatenate(rows), counts.sum(1)), training=False)
         by_slot = iter(torch.split(slots.values, counts.ravel().tolist()))
         tables = [[own[t]._replace(rows=next(by_slot)) for _, own in found] for t in range(len(self.tables))]
         of_nodes = [Subtree(leaf, list(own)) for (leaf, _), own in zip(found, zip(*tables, strict=True), strict=True)]
         self.below.update([*self._lookups_below(of_nodes), *pooled], attached, rules)
         lease.release(updated=True)
+        if self._alone.num_steps == self.merge_every:
+            self.merge()
+
+    @property
+    def _trains_alone(self) -> bool:
+        return self.all_held and self.merge_every > 1
+
+    def merge(self) -> None:
+        """Gives all ranks the same rows again, if each has updated its copies alone. Collective."""
+        self._alone.merge()
 
     def _with_rows(self, lookups: ops.Lookups, tables: frozenset[int]) -> ops.Lookups:
         """Adds, behind each lookup of pooled vectors, one of the rows that were pooled, for sums by row of `tables`."""
@@ -494,7 +550,7 @@ class Sharded(Placement):
         """Sends what `update` needs of other ranks: gradients of pooled vectors, which have come when this returns, and
         sums of the rows' gradients, before whose arrival other exchanges may follow."""
         self._drop_sums()
-        if lookups:
+        if lookups and not self._trains_alone:
             self._sums_under_way = lookups, *self._begin_sums(lookups)
 
     def _drop_sums(self) -> None:
@@ -534,6 +590,16 @@ class Sharded(Placement):
             sums = self._keys.unpack_sums(words, len(held))
             come += [Subtree(leaf, tables) for (leaf, _), tables in zip(held, sums, strict=True)]
         return pooled, come
+
+    def _own_sums(self, lookups: ops.Lookups) -> list[Subtree]:
+        """Returns the sums of this rank alone, of rows that every rank holds."""
+        sums = self.kernels.pooled.flat_row_sums(self.arrays, self._by_row(lookups), self.world.held)
+        found = []
+        for node in tree.aligned(*self.world.held):
+            by_slot = zip(self._buffers.row_of, sums[node].tables(self._keys.dims.tolist()), strict=True)
+            tables = [RowSums(torch.from_numpy(row_of[own.rows.numpy()]), own.sums) for row_of, own in by_slot]
+            found.append(Subtree(node[0], tables))
+        return found
 
     def _by_home(self, by_slot: FlatSums) -> list[Chosen]:
         """Returns what goes to each rank of a node's sums, with the keys of rows in its shard."""

@@ -9,7 +9,7 @@ adds up the row's gradient and speaks for the row: of a replicated row, row % R;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,6 +89,11 @@ class Shard:
         if self.kind == "table":
             return WHOLE
         return Births(prefix=self.prefix, first=self.prefix + rank, step=num_ranks)
+
+
+def pooled_tables(shards: Mapping[str, Shard]) -> list[str]:
+    """Returns the tables whose owners send pooled vectors."""
+    return [name for name, shard in shards.items() if shard.exchange == "pooled"]
 
 
 class Division:

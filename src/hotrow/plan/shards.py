@@ -36,24 +36,35 @@ MOST_UNEVEN = 1.2
 
 
 def shards_of(
-    config: Config, tables: Sequence[TableConfig], dataset: PackedDataset, num_ranks: int
+    config: Config,
+    tables: Sequence[TableConfig],
+    dataset: PackedDataset,
+    num_ranks: int,
+    *,
+    hot: Mapping[str, int] | None = None,
 ) -> dict[str, Shard]:
     """Returns by table how `num_ranks` ranks share its rows: what `config.parallel` says, the rest as counted.
 
+    hot: by table, how many of its first rows every rank is to hold at least, because hot batches need no others; None
+    if no batches are hot.
     Raises ValueError, naming the field and the cure, for a table that there is not, for hot rows of a dataset that has
     no access counts, and for pooled vectors of a table that no single rank holds, or of which sequences are looked up.
     """
     wires = {table.name: wire_of(config, table, dataset, num_ranks) for table in tables}
-    found = shards_by_bytes(config, tables, wires, num_ranks, counted=dataset.has_counts)
+    found = shards_by_bytes(config, tables, wires, num_ranks, counted=dataset.has_counts and hot is None)
     rest = [table for table in tables if not found[table.name].prefix and found[table.name].exchange == "rows"]
-    hot = hot_prefixes(rest, dataset, config.parallel.hot_rows)
-    return {name: replace(shard, prefix=hot.get(name, shard.prefix)) for name, shard in found.items()}
+    prefixes = hot_prefixes(rest, dataset, config.parallel.hot_rows)
+    prefixes = {name: max(prefix, (hot or {}).get(name, 0)) for name, prefix in prefixes.items()}
+    return {name: replace(shard, prefix=prefixes.get(name, shard.prefix)) for name, shard in found.items()}
 
 
 def shards_by_bytes(
     config: Config, tables: Sequence[TableConfig], wires: Mapping[str, Wire], num_ranks: int, *, counted: bool
 ) -> dict[str, Shard]:
-    """Returns the same but for hot rows, from what each table sends. counted: `wires` rest on access counts."""
+    """Returns the same but for hot rows, from what each table sends.
+
+    counted: `wires` rest on access counts, and may say which tables have owners that pool.
+    """
     sharding = {} if isinstance(config.parallel.sharding, str) else config.parallel.sharding
     _check_names("sharding", sharding, tables)
     sizes = {table.name: table.num_embeddings * record_bytes(table, config.optimizer.sparse.name) for table in tables}

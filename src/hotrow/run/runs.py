@@ -24,6 +24,7 @@ from hotrow.base.progress import ProgressLine, num_of
 from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.hot.hot_set import HotSet
 from hotrow.kernels import ops
 from hotrow.parallel.agreement import (
     check_same,
@@ -34,6 +35,7 @@ from hotrow.parallel.agreement import (
     unnamed_interface,
 )
 from hotrow.parallel.heartbeat import Heartbeat
+from hotrow.parallel.shards import pooled_tables
 from hotrow.parallel.world import World
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
@@ -461,6 +463,29 @@ def _say_what_is_hot(training: Training) -> None:
     )
     if text := training.turns.nothing_hot:
         training.warn("no_hot_samples", text)
+    if training.setup.shards and training.config.hot.takes_turns:
+        _say_what_ranks_do(training, found.rows)
+
+
+def _say_what_ranks_do(training: Training, hot: HotSet) -> None:
+    """Says what in the phases of several ranks is not as it should be: rows that they ask for, and inexact sums."""
+    config = training.config.hot
+    if beyond := hot.num_beyond({name: shard.prefix for name, shard in training.setup.shards.items()}):
+        pooled = pooled_tables(training.setup.shards)
+        why = (
+            f"parallel.exchange is pooled for {', '.join(pooled)}: {beyond:,} hot rows are not on every rank"
+            if pooled
+            else f"hot.rows is {config.rows}: {beyond:,} hot rows are not among the first of their tables, which every "
+            "rank holds"
+        )
+        text = f"{why}, so that hot batches ask other ranks for them, as cold ones do"
+        training.warn("hot_rows_not_on_every_rank", text)
+    if config.merge_every > 1:
+        text = (
+            f"hot.merge_every is {config.merge_every}: in hot phases each rank updates hot rows alone for so many "
+            "steps, which is not exact: weights depend on the number of ranks and on when the run saves and evaluates"
+        )
+        training.warn("inexact_merging", text)
 
 
 def _say_of_few_positives(training: Training) -> None:

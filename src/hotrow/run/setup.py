@@ -24,11 +24,12 @@ from hotrow.config.load import make_config
 from hotrow.config.schema import Config, DenseDtype
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
-from hotrow.hot.turns import check_hot
+from hotrow.hot.calibrate import Calibration
+from hotrow.hot.turns import check_hot, choose_rows
 from hotrow.kernels import ops
 from hotrow.models.layers import Network
 from hotrow.parallel.sharded import Shards, part_of
-from hotrow.parallel.shards import Shard
+from hotrow.parallel.shards import Shard, pooled_tables
 from hotrow.parallel.world import World
 from hotrow.placement import AnyMemory
 from hotrow.placement.budget import DeviceMemory, Memory
@@ -51,6 +52,8 @@ ARITHMETIC = {
     "bf16": "bfloat16 where torch's autocast has it, weights float32",
 }
 CPU = torch.device("cpu")
+MERGED = ("sgd", "adagrad", "row_wise_adagrad")
+"""Optimizers whose states are sums over steps, so that the changes of several ranks may be added up."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Setup:
     """The processes of the run, and the micro-batches that they share."""
     shards: Mapping[str, Shard] = field(default_factory=dict)
     """By table, which ranks hold which rows; empty if there is one rank."""
+    hot: Calibration | None = None
+    """The hot rows; None without a schedule of them."""
     predicted: Predicted | None = None
     """A step, as the plan has it; None if nothing is known of this machine."""
     not_predicted: str | None = None
@@ -101,8 +106,10 @@ class Setup:
         tables, dense = tables_of(config, dataset), DenseDevice.of(config)
         if world.size > 1:
             check_ranks(config, dense)
+        copies_on = device_of_copies(config, dense) if training else None
+        hot = hot_rows_of(config, tables, dataset, device=copies_on) if training else None
         hardware = known_hardware() if training else None
-        shards = shards_of(config, tables, dataset, world.size) if world.size > 1 else {}
+        shards = _shards(config, tables, dataset, world, hot) if world.size > 1 else {}
         memory, division = place_tables(
             config,
             _held(tables, shards, world),
@@ -113,15 +120,13 @@ class Setup:
             hardware=hardware,
             local_size=world.local_size,
         )
-        copies_on = device_of_copies(config, dense) if training else None
-        setup = cls(config, dataset, tables, dense, memory, copies_on, folder, world, shards)
+        setup = cls(config, dataset, tables, dense, memory, copies_on, folder, world, shards, hot)
         if hardware is not None:
             if shards:
                 division = replace(division, sharing=sharing_of(config, tables, shards, world))
             setup = replace(setup, **_prediction(division, memory, hardware))
         if training:
             check_write_budget(config, tables, in_tiers=setup.in_tiers)
-            check_hot(config.hot, dataset, setup.record_bytes, device=copies_on)
         return setup
 
     def in_folder(self, folder: Path) -> Setup:
@@ -143,14 +148,55 @@ class Setup:
         """What this rank holds of the tables."""
         return _held(self.tables, self.shards, self.world)
 
-    @property
-    def record_bytes(self) -> dict[str, int]:
-        """Bytes of one row of each table, its optimizer state included."""
-        return {own.name: own.record_bytes for own in demands_of(self.config, self.tables, training=True)}
-
 
 def _held(tables: tuple[TableConfig, ...], shards: Mapping[str, Shard], world: World) -> tuple[TableConfig, ...]:
     return tuple(part_of(table, shards[table.name], world) for table in tables) if shards else tables
+
+
+def hot_rows_of(
+    config: Config, tables: Sequence[TableConfig], dataset: PackedDataset, *, device: torch.device | None
+) -> Calibration | None:
+    """Returns the hot rows of a run; device: where copies of them will lie. Raises ValueError as `check_hot`."""
+    record_bytes = {own.name: own.record_bytes for own in demands_of(config, tables, training=True)}
+    check_hot(config.hot, dataset, record_bytes, device=device)
+    return choose_rows(config.hot, dataset, record_bytes, seed=config.train.seed)
+
+
+def _shards(
+    config: Config, tables: Sequence[TableConfig], dataset: PackedDataset, world: World, hot: Calibration | None
+) -> dict[str, Shard]:
+    """Returns by table which ranks hold which rows: if hot batches have phases, every rank holds the hot rows."""
+    if hot is None or not config.hot.takes_turns:
+        return shards_of(config, tables, dataset, world.size)
+    shards = shards_of(config, tables, dataset, world.size, hot=hot.hot.prefixes(ranked=dataset.has_counts))
+    _check_merging(config, shards, hot.hot.num_beyond({name: shard.prefix for name, shard in shards.items()}))
+    return shards
+
+
+def _check_merging(config: Config, shards: Mapping[str, Shard], num_beyond: int) -> None:
+    """Raises ValueError, with the cure, if ranks cannot merge what each of them changed in several steps.
+
+    num_beyond: number of hot rows that not every rank holds.
+    """
+    if config.hot.merge_every == 1:
+        return
+    text, optimizer = f"hot.merge_every is {config.hot.merge_every}", config.optimizer.sparse.name
+    if optimizer not in MERGED:
+        raise ValueError(
+            f"{text}, but optimizer.sparse.name is {optimizer!r}, whose states are no sums, so that the changes of "
+            f"several ranks cannot be added up: set hot.merge_every to 1, or choose {', '.join(MERGED)}"
+        )
+    if num_beyond:
+        pooled = pooled_tables(shards)
+        cure = (
+            f"parallel.exchange to rows for {', '.join(pooled)}"
+            if pooled
+            else "hot.rows to exact, with data whose rows are numbered by their counts, as hotrow prepare does"
+        )
+        raise ValueError(
+            f"{text}, but {num_beyond:,} hot rows are not among the first of their tables, which every rank holds: set "
+            f"hot.merge_every to 1, or {cure}"
+        )
 
 
 def check_ranks(config: Config, dense: DenseDevice) -> None:

@@ -227,7 +227,7 @@ class Training:
         self.turns = Turns(
             config.hot,
             dataset,
-            setup.record_bytes,
+            setup.hot,
             batch_size=options.batch_size,
             shuffle_seed=shuffle_seed,
             seed=options.seed,
