@@ -121,7 +121,10 @@ class Setup:
             local_size=world.local_size,
         )
         setup = cls(config, dataset, tables, dense, memory, copies_on, folder, world, shards, hot)
-        if hardware is not None:
+        if hardware is not None and shards and config.hot.takes_turns:
+            text = f"hot.schedule is {config.hot.schedule}: no plan knows what ranks send in a hot and in a cold phase"
+            setup = replace(setup, not_predicted=text)
+        elif hardware is not None:
             if shards:
                 division = replace(division, sharing=sharing_of(config, tables, shards, world))
             setup = replace(setup, **_prediction(division, memory, hardware))
