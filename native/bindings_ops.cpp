@@ -497,6 +497,15 @@ void bind_fill_uniform(uint64_t key, int64_t first_row, int64_t step, FloatMatri
   fill_uniform(key, first_row, step, extent(out, 0), extent(out, 1), bound, zero_rows, out.data(), num_threads);
 }
 
+void bind_fill_uniform_rows(uint64_t key, Offsets rows, FloatMatrix out, float bound, int64_t zero_rows,
+                            int num_threads) {
+  const int64_t count = extent(out, 0);
+  require(extent(rows, 0) == count, "as many rows as values");
+  require(count == 0 || *std::min_element(rows.data(), rows.data() + count) >= 0, "negative row");
+  nb::gil_scoped_release release;
+  fill_uniform_rows(key, rows.data(), count, extent(out, 1), bound, zero_rows, out.data(), num_threads);
+}
+
 size_t num_bytes(const std::vector<size_t>& shape) {
   size_t bytes = sizeof(float);
   for (const size_t n : shape) {
@@ -582,6 +591,7 @@ NB_MODULE(_native, m) {
   m.def("join_halves", bind_join_halves);
   m.def("split_halves", bind_split_halves);
   m.def("fill_uniform", bind_fill_uniform);
+  m.def("fill_uniform_rows", bind_fill_uniform_rows);
   m.def("allocate", bind_allocate, nb::arg("shape"), nb::arg("sparse") = false);
   m.def("take", bind_take);
   m.def("touch_rows", bind_touch_rows);

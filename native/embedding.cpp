@@ -26,6 +26,14 @@ bool for_all_bags(const std::vector<FeatureBags>& features, int num_threads, con
   return good.load();
 }
 
+// Runs piece(begin, end) over rows of `dim` floats, a megabyte at a time.
+template <class Piece>
+void for_pieces_of_rows(int64_t num_rows, int64_t dim, int num_threads, const Piece& piece) {
+  const int64_t step = std::max<int64_t>(1, (1 << 20) / (dim * static_cast<int64_t>(sizeof(float))));
+  parallel_for((num_rows + step - 1) / step, num_threads,
+               [&](int64_t task, int) { piece(task * step, std::min(num_rows, (task + 1) * step)); });
+}
+
 }  // namespace
 
 bool lookup(const std::vector<FeatureBags>& features, float* out, int64_t stride, int num_threads) {
@@ -50,10 +58,23 @@ bool weight_gradient(const std::vector<FeatureBags>& features, const float* grad
 void fill_uniform(uint64_t key, int64_t first, int64_t step, int64_t count, int64_t dim, float bound, int64_t zero_rows,
                   float* out, int num_threads) {
   const Kernels& set = kernels();
-  const int64_t rows_per_task = std::max<int64_t>(1, (1 << 20) / (dim * static_cast<int64_t>(sizeof(float))));
-  parallel_for((count + rows_per_task - 1) / rows_per_task, num_threads, [&](int64_t task, int) {
-    const int64_t begin = task * rows_per_task, end = std::min(count, begin + rows_per_task);
+  for_pieces_of_rows(count, dim, num_threads, [&](int64_t begin, int64_t end) {
     set.fill_uniform(key, first + begin * step, step, end - begin, dim, bound, zero_rows, out + begin * dim);
+  });
+}
+
+void fill_uniform_rows(uint64_t key, const int64_t* rows, int64_t count, int64_t dim, float bound, int64_t zero_rows,
+                       float* out, int num_threads) {
+  const Kernels& set = kernels();
+  for_pieces_of_rows(count, dim, num_threads, [&](int64_t begin, int64_t end) {
+    while (begin < end) {  // one call for rows with equal steps, such as those of one rank
+      int64_t next = begin + 1;
+      const int64_t step = next < end ? rows[next] - rows[begin] : 1;
+      while (step > 0 && next < end && rows[next] - rows[next - 1] == step) ++next;
+      set.fill_uniform(key, rows[begin], std::max<int64_t>(step, 1), next - begin, dim, bound, zero_rows,
+                       out + begin * dim);
+      begin = next;
+    }
   });
 }
 

@@ -54,8 +54,9 @@ def test_rows_of_a_part_on_every_instruction_set(births: Births, dim: int, zero_
             ops.fill_uniform(out.tensor, first_row=first, **options)  # type: ignore[arg-type]
             out.check()
             assert_same_bits(out.tensor, expected, (first, n, where))
-        by_id = ops.uniform_rows(torch.arange(first, first + n), dim, **options)  # type: ignore[arg-type]
-        assert_same_bits(by_id, expected, "by id")
+            for order in (torch.arange(n), torch.arange(n).flip(0), torch.arange(n) ** 2 % 7):
+                by_id = ops.uniform_rows(first + order, dim, **options)  # type: ignore[arg-type]
+                assert_same_bits(by_id, expected[order], (first, n, where, order))
         for run in births.runs(first, first + n):
             out_ND = torch.empty(len(run), dim)
             reference.fill_uniform(key, run.start, out_ND, 0.037, zero_rows, run.step)

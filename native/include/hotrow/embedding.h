@@ -120,4 +120,8 @@ void copy_rows(const std::vector<RowCopy>& copies, int num_threads);
 void fill_uniform(uint64_t key, int64_t first, int64_t step, int64_t count, int64_t dim, float bound, int64_t zero_rows,
                   float* out, int num_threads);
 
+// The same of rows in any order, rows[count].
+void fill_uniform_rows(uint64_t key, const int64_t* rows, int64_t count, int64_t dim, float bound, int64_t zero_rows,
+                       float* out, int num_threads);
+
 }  // namespace hotrow

@@ -625,7 +625,12 @@ def uniform_rows(
     """Returns the initial values of rows of a table, a range of them or their ids, [n, dim]; see `fill_uniform`."""
     if isinstance(rows, Tensor):
         behind = births.first + (rows - births.prefix) * births.step
-        return reference.uniform_rows(key, torch.where(rows < births.prefix, rows, behind), dim, bound, zero_rows)
+        born = torch.where(rows < births.prefix, rows, behind)
+        if _native() is None:
+            return reference.uniform_rows(key, born, dim, bound, zero_rows)
+        out = torch.empty(len(rows), dim)
+        _native().fill_uniform_rows(key, *_views(born, out), bound, zero_rows, torch.get_num_threads())
+        return out
     out = torch.empty(rows.stop - rows.start, dim)
     fill_uniform(out, key=key, bound=bound, zero_rows=zero_rows, first_row=rows.start, births=births)
     return out
