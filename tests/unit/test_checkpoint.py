@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import stat
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from hotrow.run.checkpoint import (
     save_checkpoint,
     verify,
 )
-from hotrow.run.checkpoint_files import read_tensors, write_held, write_tensors
+from hotrow.run.checkpoint_files import open_tensors, read_tensors, write_held, write_tensors
+from hotrow.run.checkpoint_together import _put
 from hotrow.tables import TableConfig
 from resealed import reseal
 
@@ -247,6 +250,26 @@ def test_no_more_is_read_than_what_is_held() -> None:
     for rows in (slice(10, 20), slice(20, 21)):
         write_held(Third(), rows, Stored(), 110 if rows.start == 10 else 120)  # type: ignore[arg-type]
     assert written == [([12, 15, 18], [112, 115, 118])] and read == [slice(112, 119)]
+
+
+MAPS_NOTHING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+"""A file of a file system that cannot map files."""
+
+
+@pytest.mark.skipif(not MAPS_NOTHING.exists(), reason=f"this machine has no {MAPS_NOTHING}")
+def test_a_file_system_that_cannot_map_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"enabled cannot be read: its file system cannot map .*copy the run to"):
+        open_tensors(MAPS_NOTHING)
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match=r"empty cannot be read: (?!its file system)"):
+        open_tensors(tmp_path / "empty")
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(mmap, "mmap", refused)
+    with (tmp_path / "whole").open("w+b") as file, pytest.raises(ValueError, match=r"whole together: .* set `run` to"):
+        _put(file, 0, 8, torch.arange(1), torch.ones(1, 2))
 
 
 def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

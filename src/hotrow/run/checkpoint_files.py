@@ -7,8 +7,10 @@ goes into which file.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import mmap
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +31,9 @@ from hotrow.placement.base import InitialRows, RowIds, Rows
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 24
+NO_MAPPING = (errno.ENODEV, errno.EINVAL)
+"""What file systems say that cannot map files: most the first, 9p the second."""
+NOT_MAPPABLE = "its file system cannot map files into memory (mmap)"
 CURE = "remove its step folder and resume from an earlier checkpoint"
 _DTYPES = {
     torch.float64: "F64",
@@ -178,7 +183,22 @@ def open_tensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
+        if isinstance(error, OSError) and not _is_mappable(path):
+            raise ValueError(
+                f"checkpoint file {path} cannot be read: {NOT_MAPPABLE}; copy the run to a folder on another one"
+            ) from None
         raise ValueError(f"checkpoint file {path} cannot be read: {error}; {CURE}") from None
+
+
+def _is_mappable(path: Path) -> bool:
+    """Returns False if the file can be read, and cannot be mapped."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ):
+            return True
+    except ValueError:  # it is empty
+        return True
+    except OSError as error:
+        return error.errno not in NO_MAPPING
 
 
 def check_names(path: Path, found: Iterable[str], wanted: Iterable[str]) -> None:

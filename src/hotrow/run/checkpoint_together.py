@@ -22,7 +22,15 @@ from hotrow.base.files import open_private
 from hotrow.parallel.agreement import everyone, on_every_rank, on_first_rank
 from hotrow.parallel.world import World
 from hotrow.placement.base import Rows
-from hotrow.run.checkpoint_files import FileRecord, head_of, in_order, num_bytes, send_down
+from hotrow.run.checkpoint_files import (
+    NO_MAPPING,
+    NOT_MAPPABLE,
+    FileRecord,
+    head_of,
+    in_order,
+    num_bytes,
+    send_down,
+)
 
 STRIDE_BYTES = 64 << 20
 """How much of a file the ranks fill before they wait for each other: so a page goes to the disk once, when all have
@@ -104,7 +112,16 @@ def _fill(file: BinaryIO, windows: Sequence[Window], checksum: int) -> int:
 def _put(file: BinaryIO, start: int, num_bytes: int, places: Tensor, values: Tensor) -> None:
     """Writes rows to their places in a window of a file, between rows of other ranks."""
     before = start % mmap.ALLOCATIONGRANULARITY
-    with mmap.mmap(file.fileno(), before + num_bytes, offset=start - before) as mapped:
+    try:
+        mapped = mmap.mmap(file.fileno(), before + num_bytes, offset=start - before)
+    except OSError as error:
+        if error.errno not in NO_MAPPING:
+            raise
+        raise ValueError(
+            f"ranks cannot write {file.name} together: {NOT_MAPPABLE}; set `run` to a folder on another one, or let "
+            "each rank write files of its own: give `memory` a `dram` that is smaller than the tables"
+        ) from None
+    with mapped:
         page = torch.frombuffer(mapped, dtype=torch.uint8)
         page[before:].view(values.dtype).view(-1, *values.shape[1:])[places] = values
         del page
