@@ -71,7 +71,9 @@ DISK = Disk(
     write_bytes_per_s=Figure(5e8),
     cpu_s_per_io=Figure(2e-6),
 )
-NETWORK = Network(bytes_per_s=Figure(1e9), s_per_message=Figure(1e-4), cpu_s_per_byte=Figure(2e-9))
+NETWORK = Network(
+    bytes_per_s=Figure(1e9), s_per_message=Figure(1e-4), cpu_s_per_message=Figure(3e-5), cpu_s_per_byte=Figure(2e-9)
+)
 TRAFFIC = Traffic(**dict.fromkeys(Traffic.__dataclass_fields__, 1.0))
 
 
@@ -468,7 +470,7 @@ def test_one_rank_is_predicted_as_one_process(work: Work) -> None:
 def test_a_step_of_ranks_by_hand(work: Work) -> None:
     """Its own samples, and what sharing adds. Sums of rows move to the dense phase, in which they are made."""
     own, shared = shared_work(replace(work, threads=1), 3)
-    at_once = Network(bytes_per_s=Figure(1e14), s_per_message=Figure(1e-18), cpu_s_per_byte=Figure(1e-18))
+    at_once = Network(Figure(1e14), *[Figure(1e-18)] * 3)
     hardware = replace(machine(work, some_units), network=at_once)
     found, alone = predict(own, hardware, None, shared), dict(predict(own, hardware).seconds)
     sums_s = sums_of(own)
@@ -497,7 +499,7 @@ def test_what_travels_while_a_rank_works(work: Work) -> None:
     others = sum(num_bytes for key, num_bytes in events.items() if key not in free)
 
     def waits(bytes_per_s: float) -> Any:
-        network = Network(Figure(bytes_per_s), s_per_message=Figure(1e-18), cpu_s_per_byte=Figure(1e-18))
+        network = Network(Figure(bytes_per_s), *[Figure(1e-18)] * 3)
         return predict(own, replace(machine(work, some_units), network=network), None, shared)
 
     slices = events["send", "slices"]
@@ -509,6 +511,15 @@ def test_what_travels_while_a_rank_works(work: Work) -> None:
     update_s = hidden.seconds["update"] - byte_s * events["send", "gradients"]
     wanted = 1e3 * sums_of(own) / slices * total - sums_of(own) - update_s
     assert slow.exchange_s == pytest.approx(wanted), "a slow link is never idle"
+
+
+def test_further_ranks_take_the_processor_alone(work: Work) -> None:
+    """Two turns for ids and for rows each, and one for slices, their flag, sums and totals, if no byte takes time."""
+    slow = Network(Figure(1e14), s_per_message=Figure(1.0), cpu_s_per_message=Figure(0.3), cpu_s_per_byte=Figure(1e-18))
+    hardware = replace(machine(work, some_units), network=slow)
+    for num_ranks, turn_s in ((1, 0.0), (2, 1.0), (5, 1.9)):
+        own, shared = shared_work(work, num_ranks)
+        assert predict(own, hardware, None, shared).exchange_s == pytest.approx(8 * turn_s, rel=1e-3), num_ranks
 
 
 def test_ranks_of_one_machine_share_its_cores(work: Work) -> None:

@@ -36,7 +36,7 @@ from hotrow.run.setup import tables_of
 MODEL = {"name": "dlrm", "embedding_dim": 16, "bottom_mlp": [8], "top_mlp": [8]}
 TRAIN = {"batch_size": 200, "threads": 1, "max_steps": 4}
 MIB = 1 << 20
-FAST = Network(bytes_per_s=Figure(1e13), s_per_message=Figure(1e-12), cpu_s_per_byte=Figure(1e-15))
+FAST = Network(Figure(1e13), Figure(1e-12), Figure(1e-15), Figure(1e-15))
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ WHOLE = Hardware(
     kernels={"lookup": [Point({"threads": 1.0}, figure(1e-3))]},
     disks=[DISK],
     gpus=[GPU],
-    network=Network(bytes_per_s=figure(2e9), s_per_message=figure(5e-5), cpu_s_per_byte=figure(3e-10)),
+    network=Network(figure(2e9), figure(5e-5), figure(2e-5), figure(3e-10)),
     crowding=figure(1.25),
     watts=figure(100),
     notes={"price_per_hour": "not declared"},

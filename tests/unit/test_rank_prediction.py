@@ -92,6 +92,7 @@ def test_two_processes_are_probed(pool: RankPool) -> None:
     found = pool.run(probed, num_ranks=2, micro_batches=2)[0]
     network = found["network"]
     assert 1e6 < network.bytes_per_s.value < 1e12 and 1e-6 < network.s_per_message.value < 0.1
+    assert 1e-7 < network.cpu_s_per_message.value < 0.1
     assert 0 < network.cpu_s_per_byte.value < 1e-6 and found["crowding"].value >= 1
     assert set(found["points"]) == {"shared lookup", "shared update"}
     for phase, own in found["points"].items():

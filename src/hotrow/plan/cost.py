@@ -355,9 +355,10 @@ class CostModel:
     def _waits(self, work: Work, shared: Shared, work_s: Mapping[str, float]) -> dict[str, float]:
         """Returns how long a rank waits for others, by phase. work_s: what its work takes, by name of the event.
 
-        A message takes its turn, and then either the link binds, which the ranks of a machine share if there are others
-        elsewhere, or the processors, which all of them need at the same time. Messages follow each other on the link,
-        while the rank works or waits. Raises ValueError if the network is not known.
+        A message takes its turn; those to further ranks take the processor's time beside it. Then either the link
+        binds, which the ranks of a machine share if there are others elsewhere, or the processors, which all of them
+        need at the same time. Messages follow each other on the link, while the rank works or waits. Raises ValueError
+        if the network is not known.
         """
         network = self.hardware.network
         if network is None:
@@ -366,7 +367,8 @@ class CostModel:
                 "has no time: measure it again with hotrow probe, or declare it (docs/probe.md)"
             )
         crowd = max(1.0, self._crowd(shared.local_size, work.threads).cores)
-        turn_s = (shared.num_ranks - 1) * network.s_per_message.value * crowd
+        further_s = (shared.num_ranks - 2) * network.cpu_s_per_message.value
+        turn_s = (network.s_per_message.value + further_s) * crowd if shared.num_ranks > 1 else 0.0
         cpu_s = network.cpu_s_per_byte.value * shared.local_size / self.hardware.num_cores
         on_link = shared.local_size if shared.local_size < shared.num_ranks else 1
         byte_s = max(on_link / network.bytes_per_s.value, cpu_s)

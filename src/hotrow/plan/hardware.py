@@ -167,7 +167,9 @@ class Network:
     """That a process sends, and receives at the same time. `hotrow probe` measures it between two processes of this
     machine; between machines it is declared."""
     s_per_message: Seconds
-    """Of a message without bytes, both ways."""
+    """Of a message without bytes to one other process, and one back."""
+    cpu_s_per_message: Seconds
+    """Processor time of these in a process: what messages to each further process take."""
     cpu_s_per_byte: Seconds
     """Processor time, of the sender and the receiver together, of a byte of a large message."""
 

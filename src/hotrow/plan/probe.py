@@ -514,7 +514,7 @@ class Power:
 
 MEASUREMENTS: Sequence[tuple[float, Measurement]] = ((0.15, measure_dram), (0.2, measure_disks), (0.05, measure_gpus))
 """Shares of the time, and what is measured in it. Memory takes about 6 s however much time there is."""
-RANKS = 0.1
+RANKS = 0.15
 """The share of the time for two processes that train together; to start them takes 3 s more."""
 LEAST_KERNELS = 0.5
 """The least share of the time for training steps."""

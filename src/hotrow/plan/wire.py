@@ -312,6 +312,7 @@ def sharing_amounts(
     features = sum(len(table.table.feature_names) for table in pooled)
     rows = {
         "shared steps": 1.0,
+        "steps with others": float(num_ranks > 1),
         "shared tables": float(len(split)),
         "messages of tables": float(len(split) * (num_ranks - 1)),
         "shared ids": sum(table.lookups for table in split),

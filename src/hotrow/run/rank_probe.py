@@ -58,7 +58,7 @@ REPLICATED_ROWS = 64
 """Tables of at most so many rows lie on both ranks, as small tables of a run do."""
 PARTS_OF_STEP = {"lookup": ("lookup",), "update": ("dense", "update")}
 """What sharing adds to, by phases."""
-LEAST_SHAPES = 4
+LEAST_SHAPES = 6
 """With fewer, there would be fewer points than kinds of amounts."""
 MEET_S, SLACK_S, POLL_S = 30.0, 60.0, 0.05
 """Time in which the processes must have met; what they may take beside what they measure in; between two looks."""
@@ -148,13 +148,13 @@ def _network(world: World, pids: Sequence[int]) -> Network:
         [torch.zeros(num_bytes if rank != world.rank else 0, dtype=torch.uint8) for rank in range(world.size)]
         for num_bytes in (1, LARGE_BYTES)
     )
-    rounds: list[tuple[float, float, float]] = []
+    rounds: list[tuple[float, float, float, float]] = []
     disturbance = Disturbance(pids)
     for _ in range(ROUNDS):
-        message_s = _exchange_s(world, small, SMALL)[0] / 2  # counts, then what there is to say
+        message_s, message_cpu_s = (each / 2 for each in _exchange_s(world, small, SMALL))  # counts, then what is said
         whole_s, cpu_s = _exchange_s(world, large, 4)
         bytes_s = max(whole_s / 4, whole_s - 2 * message_s)  # a disturbed message may seem to take all of it
-        rounds.append((LARGE_BYTES / bytes_s, message_s, cpu_s / LARGE_BYTES))
+        rounds.append((LARGE_BYTES / bytes_s, message_s, message_cpu_s, cpu_s / LARGE_BYTES))
     note = _note(disturbance)
     return Network(*(_figure(values, note) for values in zip(*rounds, strict=True)))
 
