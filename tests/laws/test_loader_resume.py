@@ -62,6 +62,7 @@ loaders = st.builds(
             "window_rows": st.integers(60, 1200),
             "shuffle_seed": st.one_of(st.none(), st.integers(0, 2**64 - 1)),
             "drop_last": st.sampled_from(["keep", "drop"]),
+            "micro_batches": st.integers(1, 5),
         }
     ),
     st.one_of(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
 from hotrow.data.packed.format import DatasetInfo, Feature, Table
-from hotrow.data.packed.loader import Loader, LoaderState, _EpochRows
+from hotrow.data.packed.loader import Loader, LoaderState, _Stream, permutation
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.parallel.world import World
@@ -142,7 +143,7 @@ WORLDS = [(1, 1), (2, 2), (3, 4), (4, 4), (5, 7)]
 
 @pytest.mark.parametrize(("num_ranks", "micro_batches"), WORLDS)
 @pytest.mark.parametrize("shuffle_seed", [None, 3])
-@pytest.mark.parametrize("which", ["all", "only", "front"])
+@pytest.mark.parametrize("which", ["all", "streams", "only", "front"])
 def test_the_parts_of_all_ranks_are_the_whole(
     lists: PackedDataset, num_ranks: int, micro_batches: int, shuffle_seed: int | None, which: str
 ) -> None:
@@ -150,7 +151,12 @@ def test_the_parts_of_all_ranks_are_the_whole(
     split = lists.split("train")
     marked = np.arange(split.num_rows) % 3 == 0
     options = {"shuffle_seed": shuffle_seed, "window_rows": 50}
-    options |= {"all": {}, "only": {"only": marked}, "front": {"front": marked, "front_batches": 2}}[which]
+    options |= {
+        "all": {},
+        "streams": {"micro_batches": micro_batches},
+        "only": {"only": marked},
+        "front": {"front": marked, "front_batches": 2},
+    }[which]
     worlds = [World(rank, num_ranks, micro_batches) for rank in range(num_ranks)]
     whole = Loader(split, 16, **options)
     parts = [Loader(split, 16, part=world.samples, **options) for world in worlds]
@@ -183,7 +189,49 @@ def test_a_part_may_be_empty(lists: PackedDataset) -> None:
 def test_a_part_gathers_its_own_rows_alone(dataset: PackedDataset) -> None:
     """A window keeps a column of a quarter of the rows, not of all of them."""
     loader = Loader(dataset.split("train"), 16, shuffle_seed=1, part=World(1, 4, 4).samples)
-    rows = _EpochRows(loader, 0)
-    rows.batch(*loader.own_rows(0), of_samples=16)
-    held = sum(last - first for first, last in map(loader.own_rows, range(len(loader))))
+    rows = _Stream(loader, 0)
+    rows.rows(0, 4)
+    held = sum(last - first for k in range(len(loader)) for _, first, last in loader.spans(k))
     assert {len(column) for column in rows._window} == {held} and held < 70
+
+
+@pytest.mark.parametrize("drop_last", ["keep", "drop"])
+@pytest.mark.parametrize("micro_batches", [1, 3, 4])
+def test_against_streams_written_out(tmp_path: Path, micro_batches: int, drop_last: Literal["keep", "drop"]) -> None:
+    """docs/format.md, "The order of shuffled batches", with lists of row numbers."""
+    split = write_dataset(tmp_path / "data", make_rows(1037)).split("train")
+    loader = Loader(split, 50, shuffle_seed=5, window_rows=200, drop_last=drop_last, micro_batches=micro_batches)
+    first_rows = np.cumsum([0, *split.block_rows]).tolist()
+    epoch = [
+        row
+        for block in permutation(split.num_blocks, seed=5, epoch=2, family=0)
+        for row in range(first_rows[block], first_rows[block + 1])
+    ]
+    sizes = [50] * 20 + ([37] if drop_last == "keep" else [])
+    wanted: list[list[int]] = [[] for _ in sizes]
+    for v in range(micro_batches):
+        own = [size * (v + 1) // micro_batches - size * v // micro_batches for size in sizes]
+        stream, epoch = (epoch[: sum(own)], epoch[sum(own) :]) if v < micro_batches - 1 else (epoch, [])
+        width, rows = -(-200 // micro_batches), []
+        for w in range(0, len(stream), width):
+            window = stream[w : w + width]
+            order = permutation(len(window), seed=5, epoch=2, family=1, index=v * 2**32 + w // width)
+            rows += [window[k] for k in order]
+        for batch, size in zip(wanted, own, strict=True):
+            batch += rows[:size]
+            del rows[:size]
+    found = [[int(n) for n in batch.sparse.bags("row")[0]] for batch in loader.epoch(2)]
+    assert found == wanted
+
+
+def test_a_rank_reads_the_blocks_of_its_own_streams(tmp_path: Path) -> None:
+    """Of 11 blocks each of 3 ranks reads a third, and one more if it begins in the middle of it."""
+    data = write_dataset(tmp_path / "data", make_rows(1037)).path
+    read = []
+    for rank in range(3):
+        split = PackedDataset.open(data).split("train")
+        loader = Loader(split, 50, shuffle_seed=5, part=World(rank, 3, 6).samples, micro_batches=6)
+        for _ in loader.epoch(0):
+            pass
+        read.append(int(split._verified.sum()))
+    assert split.num_blocks == 11 and max(read) <= 5

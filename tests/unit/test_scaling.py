@@ -132,7 +132,7 @@ def test_what_a_cell_of_ranks_may_not_say(tmp_path: Path, fields: dict[str, Any]
 
 
 def study(tmp_path: Path, **groups: Any) -> Path:
-    base = {**BASE, "data": {"tables": 2, "rows": 300, "dense": 2, "samples": 256}}
+    base = {**BASE, "data": {"tables": 2, "rows": 300, "dense": 2, "samples": 2048}}
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump({"title": "T", "asks": "?", "base": base, "rounds": 2, "groups": groups}))
     return path

@@ -154,7 +154,8 @@ class TrainConfig(_Section):
     micro_batches: Count | None = None
     """Parts into which every batch is cut, for the life of the run. Gradients of MLPs and of rows are summed within a
     part, then over parts in a fixed order, so that any number of processes up to this one trains to the same bits;
-    `sgd` then changes a row once per step. null: the number of processes at the run's start, 1 on one."""
+    `sgd` then changes a row once per step, and each part of a shuffled batch comes from a part of the epoch of its own,
+    so that a process reads that alone. null: the number of processes at the run's start, 1 on one."""
     epochs: Count = 1
     """Passes over the training split."""
     max_steps: Count | None = None

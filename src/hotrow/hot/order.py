@@ -168,14 +168,17 @@ def batch_order(
     shuffle_seed: int | None,
     mixed: NDArray[np.bool_] | None = None,
     part: Callable[[int], tuple[int, int]] | None = None,
+    micro_batches: int = 1,
 ) -> BatchOrder:
     """Makes the order that `config.schedule` asks for.
 
     is_hot: bool [rows of the split]; None if the schedule is none. mixed: bool [rows of the split], samples of both
-    classes that the phased schedules keep for the end of the epoch. part: see `Loader`.
+    classes that the phased schedules keep for the end of the epoch. part, micro_batches: see `Loader`; a schedule of
+    hot batches has one stream for each class.
     """
     if is_hot is None:
-        return BatchOrder({"all": Loader(split, batch_size, shuffle_seed=shuffle_seed, part=part)})
+        loader = Loader(split, batch_size, shuffle_seed=shuffle_seed, part=part, micro_batches=micro_batches)
+        return BatchOrder({"all": loader})
     if config.schedule == "window":
         loader = Loader(
             split, batch_size, shuffle_seed=shuffle_seed, front=is_hot, front_batches=config.window, part=part

@@ -202,8 +202,8 @@ class TurnsState:
 class Turns:
     """The batches of the training split, phase by phase.
 
-    hot: of `choose_rows`. seed: draws the samples of `shuffled_end`. part: see `Loader`. Raises ValueError for a
-    `shuffled_end` of less than one batch.
+    hot: of `choose_rows`. seed: draws the samples of `shuffled_end`. part, micro_batches: see `Loader`. Raises
+    ValueError for a `shuffled_end` of less than one batch.
     """
 
     def __init__(
@@ -216,6 +216,7 @@ class Turns:
         shuffle_seed: int | None,
         seed: int,
         part: Callable[[int], tuple[int, int]] | None = None,
+        micro_batches: int = 1,
     ) -> None:
         self.config = config
         self.found: FoundHot | None = None if hot is None else find_hot(dataset, hot)
@@ -235,6 +236,7 @@ class Turns:
             shuffle_seed=shuffle_seed,
             mixed=mixed,
             part=part,
+            micro_batches=micro_batches,
         )
         self.copies: HotCopies | HotReplicas | None = None
         self.device: torch.device | None = None

@@ -431,4 +431,5 @@ def _part_of(work: Work, share: float, parts: int) -> Work:
         num_calls=work.num_calls * parts,
         call_values=work.call_values * share,
         gathered_samples=work.gathered_samples * share,
+        verified_samples=work.verified_samples * share,
     )

@@ -232,6 +232,7 @@ class Training:
             shuffle_seed=shuffle_seed,
             seed=options.seed,
             part=None if self.world.size == 1 else self.world.samples,
+            micro_batches=self.world.micro_batches,
         )
         self.steps_per_epoch = self.turns.order.num_batches
         self.session = Session(self.steps_per_epoch)

@@ -7,8 +7,16 @@
 
 Every draw is a function of (seed, epoch) or (seed, epoch, window) alone, so batch k can be made without those before
 it. No Python runs per row: a window's columns are gathered once, and a batch is slices of them. If rows are left out
-(`only`), the drawing applies to the rows that remain; hot/order.py makes batches of hot and of cold rows that way. A
-rank of several has its part of every batch (`part`): of a window it gathers the rows of its parts alone.
+(`only`), the drawing applies to the rows that remain; hot/order.py makes batches of hot and of cold rows that way.
+
+With V micro-batches an epoch is cut into V streams, one for each micro-batch, and batch k takes its rows from all:
+
+    epoch     |  3  |  0  |  4  |  1  |  2  |      V = 2
+    streams   |------ 0 ------|----- 1 -----|      each has windows of its own, of window_rows / V rows
+    batch 1     |1|             |1|
+
+A rank of several has its part of every batch (`part`), and reads the blocks of its own streams alone. If there is
+only one stream, it reads all blocks, and of a window it gathers the rows of its parts alone.
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ from numpy.typing import NDArray
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.packed.format import DatasetInfo, Ids, Ragged, concatenate_ids, slice_ids
 from hotrow.data.packed.reader import Split
+from hotrow.kernels import tree
 
 WINDOW_ROWS = 262_144
 """Four blocks: 40 MB with Criteo's 40 columns, and one column of them still fits an L2 cache of 1 MiB."""
@@ -81,6 +90,7 @@ class Loader:
     start: where to begin.
     part: which samples [start, stop) of a batch of so many are handed out, such as `World.samples`; it may be none.
     Batches, their order and their number are those of the whole. None: all samples.
+    micro_batches: V, the parts of a batch that have streams of their own. Stored order, and `front`, have one stream.
 
     `len(loader)` is the number of batches per epoch, wherever the loader starts.
 
@@ -103,8 +113,14 @@ class Loader:
         drop_last: Literal["keep", "drop"] = "keep",
         start: LoaderState = LoaderState(),
         part: Callable[[int], tuple[int, int]] | None = None,
+        micro_batches: int = 1,
     ) -> None:
-        sizes = {"batch_size": batch_size, "window_rows": window_rows, "front_batches": front_batches}
+        sizes = {
+            "batch_size": batch_size,
+            "window_rows": window_rows,
+            "front_batches": front_batches,
+            "micro_batches": micro_batches,
+        }
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -127,14 +143,18 @@ class Loader:
         self.split, self.batch_size, self.shuffle_seed = split, batch_size, shuffle_seed
         self.only, self.front, self.group_rows = only, front, front_batches * batch_size
         self.part = part
+        self.num_streams = micro_batches if shuffle_seed is not None and front is None else 1
         # In stored order a window is only read, so a window is one block and is used in the mapping.
         most = split.num_rows if shuffle_seed is not None else int(split.block_rows.max(initial=1))
-        self.window_rows = min(window_rows, max(most, 1))
+        self.window_rows = -(-min(window_rows, max(most, 1)) // self.num_streams)
+        """Rows of a window of one stream."""
         if front is not None:
             self.window_rows = max(1, window_rows // self.group_rows) * self.group_rows
         rounded_up = 0 if drop_last == "drop" else batch_size - 1
         self.num_batches = (self.num_rows + rounded_up) // batch_size
         """Batches per epoch."""
+        self.stream_starts = self._starts_of_streams()
+        """Where each stream begins among the rows of an epoch, and the end of the last."""
         if start.epoch < 0 or not 0 <= start.batch <= self.num_batches:
             raise ValueError(
                 f"start is {start}; an epoch of this split has {self.num_batches} batches of {batch_size} rows: "
@@ -147,8 +167,10 @@ class Loader:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory for one window, not counting ids of lists; stored order is mostly read in place and needs less."""
-        return self.window_rows * self.split.info.row_bytes
+        """Memory for a window of each stream, not counting ids of lists; stored order is mostly read in place and needs
+        less.
+        """
+        return self.num_streams * self.window_rows * self.split.info.row_bytes
 
     def state(self) -> LoaderState:
         """Returns how many batches have been handed out."""
@@ -164,25 +186,49 @@ class Loader:
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
         """Yields the batches of `epoch` from `start_batch` on, without changing `state()`."""
-        rows = _EpochRows(self, epoch)
+        streams: dict[int, _Stream] = {}
         for k in range(start_batch, self.num_batches):
-            yield rows.batch(*self.own_rows(k), of_samples=None if self.part is None else self._rows_of_batch(k))
+            pieces: list[list[Ids]] = []
+            for number, first, stop in self.spans(k):
+                if number not in streams:
+                    streams[number] = _Stream(self, epoch, number)
+                pieces += streams[number].rows(first, stop)
+            columns = _joined(pieces) if pieces else self._no_rows()
+            yield _assemble(columns, self.split.info, None if self.part is None else self._rows_of_batch(k))
 
-    def own_rows(self, k: int) -> tuple[int, int]:
-        """Returns which rows [start, stop) of an epoch are handed out in its batch number `k`."""
-        start, num_rows = k * self.batch_size, self._rows_of_batch(k)
+    def spans(self, k: int) -> Iterator[tuple[int, int, int]]:
+        """Yields what is handed out in batch `k`: a stream, and its rows [first, stop) among those of an epoch."""
+        num_rows = self._rows_of_batch(k)
         first, last = (0, num_rows) if self.part is None else self.part(num_rows)
-        return start + first, start + last
+        starts, whole = (tree.starts(size, self.num_streams) for size in (num_rows, self.batch_size))
+        for number in range(self.num_streams):
+            a, b = max(first, starts[number]), min(last, starts[number + 1])
+            if a < b:
+                before = self.stream_starts[number] + k * (whole[number + 1] - whole[number])
+                yield number, before + a - starts[number], before + b - starts[number]
+
+    def _starts_of_streams(self) -> list[int]:
+        whole, rest = divmod(self.num_rows, self.batch_size)
+        sizes = [(whole, self.batch_size), (self.num_batches - whole, rest)]
+        of_sizes = ([n * start for start in tree.starts(size, self.num_streams)] for n, size in sizes)
+        starts = [sum(each) for each in zip(*of_sizes, strict=True)]
+        return [*starts[:-1], self.num_rows]  # rows that drop_last leaves out are the end of the last stream
+
+    def _no_rows(self) -> list[Ids]:
+        """Returns the columns without rows, of the types that they have."""
+        block = self.split.block(0)
+        return [slice_ids(column, 0, 0) for column in (block.label, *block.dense, *block.ids)]
 
     def _rows_of_batch(self, k: int) -> int:
         return min(self.batch_size, self.num_rows - k * self.batch_size)
 
 
-class _EpochRows:
-    """The rows of one epoch in their shuffled order; holds the columns of one window at a time."""
+class _Stream:
+    """The rows of one stream of an epoch in their shuffled order; holds the columns of one window at a time."""
 
-    def __init__(self, loader: Loader, epoch: int) -> None:
+    def __init__(self, loader: Loader, epoch: int, number: int = 0) -> None:
         self._loader, self._split, self._seed, self._epoch = loader, loader.split, loader.shuffle_seed, epoch
+        self._number, (self._first, self._last) = number, loader.stream_starts[number : number + 2]
         blocks, seed = self._split.num_blocks, self._seed
         self._order = np.arange(blocks) if seed is None else permutation(blocks, seed=seed, epoch=epoch, family=_BLOCKS)
         self._block_starts = np.cumsum(self._split.block_rows) - self._split.block_rows
@@ -200,13 +246,11 @@ class _EpochRows:
         start = int(self._block_starts[index])
         return rows[start : start + int(self._split.block_rows[index])]
 
-    def batch(self, start: int, stop: int, *, of_samples: int | None) -> Batch:
-        """Returns rows [start, stop) of the epoch, copied out of their windows; of_samples: see `Batch`."""
-        if start == stop:
-            return _assemble(self._no_rows(), self._split.info, of_samples)
+    def rows(self, start: int, stop: int) -> list[list[Ids]]:
+        """Returns the columns of rows [start, stop) of the epoch, in pieces; the next call overwrites the last one."""
         pieces: list[list[Ids]] = []
         while start < stop:
-            window_index, first = divmod(start, self._loader.window_rows)
+            window_index, first = divmod(start - self._first, self._loader.window_rows)
             last = min(first + stop - start, self._loader.window_rows)
             window = self._load(window_index)
             at = (first, last) if self._own is None else np.searchsorted(self._own, (first, last)).tolist()
@@ -214,12 +258,7 @@ class _EpochRows:
             start += last - first
             # The next window overwrites this one, so copy first what is needed of it.
             pieces.append(piece if start == stop else [concatenate_ids([column]) for column in piece])
-        columns = pieces[0] if len(pieces) == 1 else [concatenate_ids(parts) for parts in zip(*pieces, strict=True)]
-        return _assemble(columns, self._split.info, of_samples)
-
-    def _no_rows(self) -> list[Ids]:
-        """Returns the columns without rows, of the types that they have."""
-        return [slice_ids(column, 0, 0) for column in self._rows_of_block(0, 0, 0)]
+        return pieces
 
     def _load(self, window_index: int) -> list[Ids]:
         if window_index != self._window_index:
@@ -228,11 +267,12 @@ class _EpochRows:
         return self._window
 
     def _gather(self, window_index: int) -> list[Ids]:
-        start = window_index * self._loader.window_rows
-        stop = min(start + self._loader.window_rows, self._loader.num_rows)
+        start = self._first + window_index * self._loader.window_rows
+        stop = min(start + self._loader.window_rows, self._last)
         order = None
         if self._seed is not None:
-            order = permutation(stop - start, seed=self._seed, epoch=self._epoch, family=_WINDOWS, index=window_index)
+            index = self._number << 32 | window_index
+            order = permutation(stop - start, seed=self._seed, epoch=self._epoch, family=_WINDOWS, index=index)
         pieces, front = [], []
         for index, first, last in self._segments(start, stop):
             pieces.append(self._rows_of_block(index, first, last))
@@ -240,7 +280,8 @@ class _EpochRows:
                 front.append(self._of_block(self._loader.front, index)[first:last])
         if front:
             order = _grouped(np.arange(stop - start) if order is None else order, np.concatenate(front), self._loader)
-        self._own = None if order is None or self._loader.part is None else self._own_rows(start, stop)
+        alone = self._loader.num_streams == 1 and self._loader.part is not None
+        self._own = self._own_rows(start, stop) if alone and order is not None else None
         if order is not None and self._own is not None:
             order = order[self._own]
         window: list[Ids] = []
@@ -253,9 +294,9 @@ class _EpochRows:
     def _own_rows(self, start: int, stop: int) -> NDArray[np.int64]:
         """Returns which of the epoch's rows [start, stop) are handed out, counted from `start`."""
         size = self._loader.batch_size
-        parts = [self._loader.own_rows(k) for k in range(start // size, -(-stop // size))]
-        ranges = [np.arange(max(first, start), min(last, stop)) for first, last in parts]
-        return np.concatenate(ranges) - start
+        spans = [span for k in range(start // size, -(-stop // size)) for span in self._loader.spans(k)]
+        ranges = [np.arange(max(first, start), min(last, stop)) for _, first, last in spans]
+        return np.concatenate([*ranges, np.empty(0, np.int64)]) - start
 
     def _rows_of_block(self, index: int, first: int, last: int) -> list[Ids]:
         """Returns the columns of a block's rows [first, last), counting only rows that are used."""
@@ -305,6 +346,10 @@ def _take(column: Ids, order: NDArray[np.int64], room: Ids | None) -> Ids:
         index = np.repeat(shift[a:b], np.diff(splits[a : b + 1])) + np.arange(splits[a], splits[b])
         np.take(column.values, index, out=values[splits[a] : splits[b]], mode="clip")
     return Ragged(values, splits)
+
+
+def _joined(pieces: list[list[Ids]]) -> list[Ids]:
+    return pieces[0] if len(pieces) == 1 else [concatenate_ids(parts) for parts in zip(*pieces, strict=True)]
 
 
 def _assemble(columns: list[Ids], info: DatasetInfo, of_samples: int | None) -> Batch:
