@@ -333,6 +333,7 @@ def disagree(world: World, folder: Path) -> None:
         "there": met(lambda: on_every_rank(world, lambda: world.rank)),
         "not due": met(lambda: still.check(9, (0, 9), apart)),
         "together": met(lambda: still.check(10, (0, 10), weights)),
+        "at a checkpoint": met(lambda: still.check(19, (0, 19), apart, now=True)),
         "weights": met(lambda: still.check(20, (0, 20), apart)),
         "position": met(lambda: still.check(20, (world.rank, 20), weights)),
     }
@@ -358,6 +359,7 @@ def test_ranks_that_differ_are_named_on_all(ranks: Callable[..., Ranks]) -> None
     assert "the checksum of the dataset is 0 on rank 0" in found["data"]
     assert found["missing"] == f"ranks 1, 2 ({host}): no dataset at data/criteo"
     assert "went apart by step 20: rank 2 has checksum of the dense weights" in found["weights"]
+    assert "went apart by step 19: rank 2 has checksum" in found["at a checkpoint"]
     assert "rank 1 has epoch 1, rank 0 0; rank 2 has epoch 2, rank 0 0" in found["position"]
 
 

@@ -155,18 +155,18 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class StillSame:
-    """Compares, every `every` steps, where ranks are and a checksum of their dense weights."""
+    """Compares, every `every` steps and before a checkpoint, where ranks are and a checksum of their dense weights."""
 
     def __init__(self, world: World, *, every: int = CHECK_EVERY) -> None:
         self.world, self.every = world, every
 
-    def check(self, step: int, position: tuple[int, int], weights: Iterable[Tensor]) -> None:
-        """Does nothing if `step` is not a multiple of `every`. Collective otherwise.
+    def check(self, step: int, position: tuple[int, int], weights: Iterable[Tensor], *, now: bool = False) -> None:
+        """Does nothing if `step` is not a multiple of `every`, unless `now` says so. Collective otherwise.
 
         position: epoch and batch that come next. weights: the dense weights, in the same order on every rank.
         Raises ValueError on every rank if one differs from rank 0; it names these ranks and what differs.
         """
-        if self.world.size == 1 or step % self.every:
+        if self.world.size == 1 or (step % self.every and not now):
             return
         mine = torch.tensor([step, *position, checksum_of(weights)])
         values = [part.tolist() for part in self.world.gather(mine, purpose=_PURPOSE)]
@@ -179,10 +179,10 @@ class StillSame:
             if own != value
         ]
         if told:
-            raise ValueError(
+            raise CommonError(
                 f"the ranks of this run went apart by step {step}: {'; '.join(told)}. They compute the same numbers "
                 "unless memory or a processor fails, or libraries differ: look at the hosts of these ranks, and go on "
-                "from a checkpoint before this step"
+                "from the newest checkpoint, before which they were still the same"
             )
 
 

@@ -323,13 +323,18 @@ class Training:
                 loss = None
             self.turns.count()
             self._count(batch, loss)
-            self._still_same.check(self.state.step, (self.state.epoch, self.state.batch), self.parts.model.parameters())
+            self._check_ranks()
             stop = self.signal is not None or self.writes.spent
             self._do_what_is_due(stop=stop)
             if stop or self.state.ended or self.writes.spent:  # by the checkpoint that was due
                 return False
             self.clock.lap(None)
         return True
+
+    def _check_ranks(self, *, now: bool = False) -> None:
+        """Raises ValueError if ranks went apart. `now`, before a checkpoint: it is then of one model."""
+        position = self.state.epoch, self.state.batch
+        self._still_same.check(self.state.step, position, self.parts.model.parameters(), now=now)
 
     def _turn_loss(self) -> float:
         """Returns the LogLoss on the validation rows by which a hot schedule sets its rate."""
@@ -468,6 +473,7 @@ class Training:
         """Saves a checkpoint, and removes older ones as the config says."""
         path = self.folder.checkpoints / f"step-{self.state.step}"
         if not everyone(self.world, path.exists())[0]:
+            self._check_ranks(now=True)
             self.writes.total_bytes()
             self.state.turns = self.turns.state()
             extra = Extra(
