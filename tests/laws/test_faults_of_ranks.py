@@ -5,12 +5,14 @@ Every case is a world of three gloo processes, forked from a server that has imp
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -142,6 +144,38 @@ def test_a_lost_rank_is_named_on_all_others_which_end(ranks: Callable[..., Ranks
             assert world.join(victim) == [LOST], world.told()
         else:
             assert "ended without a word" in world.told()
+
+
+def be_silent(world: World, folder: Path, wait: Callable[[], object]) -> None:
+    """While rank 1 waits, no other thread of its process runs, and nothing is heard of it."""
+    heartbeat.LIMIT_S, heartbeat.BEAT_S = 0.5, 0.1
+    with watched(world, folder):
+        if world.rank == 1:
+            wait()
+        everyone(world, "waits for rank 1")
+
+
+def compute(world: World, folder: Path) -> None:
+    def wait() -> None:
+        sys.setswitchinterval(60)
+        until_s = time.monotonic() + 2
+        while time.monotonic() < until_s:
+            pass
+        sys.setswitchinterval(0.005)
+
+    be_silent(world, folder, wait)
+
+
+def sleep(world: World, folder: Path) -> None:
+    be_silent(world, folder, lambda: ctypes.PyDLL(None).sleep(20))
+
+
+def test_a_silent_rank_of_this_machine_is_not_lost_while_it_runs(ranks: Callable[..., Ranks]) -> None:
+    """As if the machine had too much to do."""
+    running, sleeping = ranks(compute), ranks(sleep)
+    assert sleeping.join(0, 2, limit_s=START_S) == [LOST, LOST], sleeping.told()
+    assert all("no sign of life for 0.5 s" in sleeping.told(rank) for rank in (0, 2))
+    assert running.join(limit_s=START_S) == [0, 0, 0], running.told()
 
 
 class Relay(threading.Thread):

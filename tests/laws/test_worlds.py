@@ -351,13 +351,13 @@ class Kept(NamedTuple):
 def placed(world: World, kept: Kept) -> Saved:
     """A model of a rank; writes go in small pieces, so that there are several of them."""
     shared_rows.PIECE_BYTES, checkpoint_together.STRIDE_BYTES = 256, 600
-    plain, sharded.network_id = sharded.network_id, lambda: str(world.rank % kept.machines)
+    plain, sharded.namespace_id = sharded.namespace_id, lambda _: str(world.rank % kept.machines)
     case = Case("adam", 4, kept.tiers, first_in_dram=kept.first_in_dram)
     try:
         memory = Shards(world=world, shards=shards_of(world.size), below=memory_of(case, world.rank))
         emb = EmbeddingCollection(TABLES, memory=memory, seed=kept.seed)
     finally:
-        sharded.network_id = plain
+        sharded.namespace_id = plain
     return Saved(emb, hotrow.Adam(emb, lr=0.02))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fcntl import ioctl
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -205,7 +205,7 @@ def unnamed_interface(world: World) -> str | None:
     several interfaces: it takes the address that the host's own name resolves to.
     """
     unset = not os.environ.get("GLOO_SOCKET_IFNAME")
-    mine = {"host": socket.gethostname(), "net": network_id(), "interfaces": interfaces() if unset else {}}
+    mine = {"host": socket.gethostname(), "net": namespace_id("net"), "interfaces": interfaces() if unset else {}}
     found = everyone(world, mine)
     if len({each["net"] for each in found}) == 1:
         return None
@@ -237,10 +237,12 @@ def interfaces() -> dict[str, str]:
 _SIOCGIFADDR = 0x8915
 
 
-def network_id() -> str:
-    """Returns what two processes share if they reach each other at 127.0.0.1: a host, and its network namespace."""
+def namespace_id(kind: Literal["net", "pid"]) -> str:
+    """Returns what two processes share if they reach each other at 127.0.0.1 (net), or see each other by their numbers
+    (pid): a host, and a namespace of it.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+        return f"{boot} {Path(f'/proc/self/ns/{kind}').readlink()}"
     except OSError:  # not Linux
         return socket.gethostname()

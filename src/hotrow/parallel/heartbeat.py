@@ -8,8 +8,9 @@ the ranks watch each other beside the collectives, on TCP connections of their o
     rank 3 ---+                  ended one of them; when rank 0 is lost, each rank sees that by itself
 
 A connection that closes is a process that died; LIMIT_S of silence is one that is stopped, or a network that is
-interrupted. A thread watches, so that the process ends (`os._exit`) even if its main thread waits in a collective.
-That is safe for files: a checkpoint and every file that is read back get their names when they are complete.
+interrupted. On one machine a silent process that still runs has more time (BUSY_S). A thread watches,
+so that the process ends (`os._exit`) even if its main thread waits in a collective. That is safe for files: a
+checkpoint and every file that is read back get their names when they are complete.
 
 A line of the protocol is a JSON object. The first one of a connection is {"token", "rank"}; then {"step"} is a beat,
 {"done"} says that this rank has left the block in good order (from rank 0: that all have), and {"end", "code"} is the
@@ -30,12 +31,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
-from hotrow.parallel.agreement import CommonError, everyone, interfaces, network_id
+from hotrow.parallel.agreement import CommonError, everyone, interfaces, namespace_id
 from hotrow.parallel.world import World
 
 BEAT_S = 0.5
@@ -43,6 +45,9 @@ BEAT_S = 0.5
 LIMIT_S = 3.5
 """A rank that was not heard for so long is lost. A pause of the network, or of a process, that is shorter does not end
 a run: with TCP's repeats, up to about 2 s. With it, every rank has named the lost one within 5 s."""
+BUSY_S = 30.0
+"""A silent rank on this machine is lost only after so long if it is running, ready to run, or waits for a disk: if a
+machine has too much to do, a process that is whole may say nothing for longer than LIMIT_S."""
 START_S = 30.0
 """Time in which all ranks must have connected to rank 0."""
 TICK_S = 0.1
@@ -70,6 +75,8 @@ class Peer:
     host: str
     pid: int
     socket: socket.socket
+    is_here: bool
+    """Whether this process sees it in /proc."""
     received: bytes = b""
     """What came after the last whole line."""
     heard_s: float = 0.0
@@ -228,13 +235,15 @@ class Heartbeat:
         return is_open
 
     def _look_for_silence(self, now_s: float) -> None:
-        silent = [peer for peer in self._peers if not peer.is_done and now_s - peer.heard_s > LIMIT_S]
-        if silent:
-            self._lose(
-                silent[0],
-                f"no sign of life for {LIMIT_S} s: its process is stopped, its machine is down or overloaded, or the "
-                "network to it is interrupted",
-            )
+        for peer in self._peers:
+            silent_s = now_s - peer.heard_s
+            limit_s = BUSY_S if silent_s > LIMIT_S and peer.is_here and _is_running(peer.pid) else LIMIT_S
+            if silent_s > limit_s and not peer.is_done:
+                self._lose(
+                    peer,
+                    f"no sign of life for {limit_s} s: its process is stopped, its machine is down or overloaded, or "
+                    "the network to it is interrupted",
+                )
 
     def _lose(self, peer: Peer, why: str) -> None:
         when = f" at step {peer.step}" if peer.step else ""
@@ -286,6 +295,15 @@ class Heartbeat:
                         break
 
 
+def _is_running(pid: int) -> bool:
+    """Returns whether a thread of a process runs, is ready to run, or waits for a disk: none does if it was stopped."""
+    states = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):
+            states.add(path.read_text(encoding="utf-8").rpartition(")")[2].split()[0])
+    return not states.isdisjoint(("R", "D"))
+
+
 def exit_code(error: BaseException) -> int:
     """Returns the exit code of a process that ends by `error`: 2 for what its user can mend, as on the command line."""
     if isinstance(error, SystemExit):
@@ -312,7 +330,12 @@ def connect(world: World) -> list[Peer]:
 
     Raises ValueError, on the ranks concerned, if one could not connect within START_S.
     """
-    mine = {"host": socket.gethostname(), "pid": os.getpid(), "net": network_id()}
+    mine = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "net": namespace_id("net"),
+        "processes": namespace_id("pid"),
+    }
     ranks = everyone(world, mine)
     is_local = len({each["net"] for each in ranks}) == 1
     listener, place = None, {}
@@ -327,7 +350,14 @@ def connect(world: World) -> list[Peer]:
         with listener:
             sockets = _answer(listener, place, ranks)
     return [
-        Peer(rank, ranks[rank]["host"], ranks[rank]["pid"], connection, received)
+        Peer(
+            rank,
+            ranks[rank]["host"],
+            ranks[rank]["pid"],
+            connection,
+            is_here=ranks[rank]["processes"] == mine["processes"],
+            received=received,
+        )
         for rank, (connection, received) in sockets.items()
     ]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
 from hotrow.kernels.reference import Distinct, FlatSums, Layout, RowSums, Rule
-from hotrow.parallel.agreement import everyone, network_id
+from hotrow.parallel.agreement import everyone, namespace_id
 from hotrow.parallel.alone import Alone
 from hotrow.parallel.buffers import Buffers, ShardLease
 from hotrow.parallel.exchange import WIRE_TYPES, Chosen, Keys, WireDtype, pack, recast, unpack
@@ -190,7 +190,7 @@ class Sharded(Placement):
         self.layout = Layout.of(self.tables)
         self.kernels = ops.KernelSet(self.layout)
         self.weights, self.low = below.weights, below.low
-        ranks = everyone(world, [below.looks_ahead, below.changes is not None, network_id()])
+        ranks = everyone(world, [below.looks_ahead, below.changes is not None, namespace_id("net")])
         looks_ahead, knows_changes, where = zip(*ranks, strict=True)
         # Ranks announce together, also if the rows of some fit in DRAM.
         self.looks_ahead = any(looks_ahead)
