@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import Memory, TableSlots
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.cost import PHASES, amounts_of, predict
+from hotrow.plan.cost import BLIND_ERROR, PHASES, amounts_of, predict
 from hotrow.plan.fit import least_squares, unit_seconds
 from hotrow.plan.hardware import DISTURBED, Disk, Figure, Hardware, Network, Point
 from hotrow.plan.traffic import Traffic, traffic_of
@@ -552,3 +553,12 @@ def test_uneven_parts_the_rank_with_most_samples_counts(work: Work) -> None:
     assert own.batch_size == work.batch_size // 2
     assert len(own.products) == 2 * len(work.products) and own.num_calls == 2 * work.num_calls
     assert sum(n for n, _, _ in own.products) == sum(n for n, _, _ in work.products) / 2
+
+
+def test_the_stated_error_is_the_one_that_studies_found() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    errors = [
+        json.loads(path.read_text())["prediction"]["geometric_mean_error"]
+        for path in docs.glob("prediction-study*.json")
+    ]
+    assert max(errors) == pytest.approx(BLIND_ERROR, abs=0.03)

@@ -22,11 +22,13 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory, TableDemand
 from hotrow.placement.tiers import Tiers
 from hotrow.plan import solve
-from hotrow.plan.cost import Prediction
+from hotrow.plan.changes import changes as changes_of
+from hotrow.plan.cost import BLIND_ERROR, Prediction
 from hotrow.plan.demand import required_bytes
 from hotrow.plan.divide import Division, miss_s
 from hotrow.plan.explain import bind
 from hotrow.plan.hardware import HARDWARE, MACHINES, Figure, Gpu, Hardware, Network, this_host
+from hotrow.plan.over_ranks import rank_of
 from hotrow.plan.ranks import GREEDY
 from hotrow.plan.shards import shards_of
 from hotrow.plan.work import work_of
@@ -182,7 +184,8 @@ def test_the_plan_of_tiers_is_that_of_training(
     record = runs.train(load_config(config, ()), quiet=True).record
     assert [(own["pinned"], own["cached"]) for own in found["tables"]] == [tuple(own) for own in slots]
     of_one = {name: value for name, value in found["predicted"].items() if value is not None}
-    assert record.predicted == {**of_one, "hardware": {"name": "made up", "date": "2026-01-01"}}
+    named = {"hardware": {"name": "made up", "date": "2026-01-01"}, "error": BLIND_ERROR}
+    assert record.predicted == {**of_one, **named, "changes": found["changes"]}
     assert found["predicted"]["wait_ms"] > 0 and found["written_bytes_per_day"] > 0
     assert 0 <= found["hits_missed"] < 0.05 and found["modelled"] is None
     assert all(own["pinned"] + own["cached"] + own["on_disk"] == own["rows"] for own in found["tables"])
@@ -250,17 +253,37 @@ def test_a_second_machine_and_a_gpu_are_modelled(
     )
     found = plan(write(), "--json", hardware=replace(hardware, network=FAST, gpus=[gpu]))
     changes = {each["what"]: each for each in found["changes"]}
-    assert set(changes) == {"a second machine like this", "dense layers on a GPU, at most"}
+    second_name, gpu_name = "a second machine like this", "dense layers on a GPU, at most"
+    assert {name for name, each in changes.items() if each["modelled"]} == {second_name, gpu_name}
     config, before = load_config(write(), ()), found["predicted"]["step_ms"]
     work = work_of(config, tables_of(config, dataset), dataset)
     flops = 6 * sum(n * inputs * outputs for n, inputs, outputs in work.products)
     pooled_bytes = 4 * 200 * 16 * 4
     step_ms = sum(before.values()) - before["dense"] + 1e3 * (flops / 1e10 + pooled_bytes * (1 / 2e10 + 1 / 1e10))
-    modelled = changes["dense layers on a GPU, at most"]
+    modelled = changes[gpu_name]
     assert modelled["modelled"] and modelled["samples_per_s"] == pytest.approx(200e3 / step_ms, rel=1e-3)
-    second = changes["a second machine like this"]
-    assert second["what"] == "a second machine like this" and second["modelled"]
+    second = changes[second_name]
     assert 0.3 < second["gain"] <= 1
+    two = plan(write(), "--json", "--ranks", 2, hardware=replace(hardware, network=FAST))["ranks"]
+    assert second["samples_per_s"] == pytest.approx(two["step"]["samples_per_s"], rel=1e-3)
+
+
+def test_other_exchanges_of_ranks(plan: Any, write: Any, hardware: Hardware, dataset: PackedDataset) -> None:
+    linked, config = replace(hardware, network=NETWORK), load_config(write(), ())
+    alone = Division(
+        config=config,
+        tables=tables_of(config, dataset),
+        memory=Memory(dram=64 * MIB, ssd="/tmp"),
+        dataset=dataset,
+        hardware=linked,
+    )
+    found = {each.what: each for each in changes_of(rank_of(alone, config, 2), None)}
+    for what, option in (
+        ("another exchange of rows", "parallel.exchange=pooled"),
+        ("numbers that travel rounded", "parallel.wire_dtype=bf16"),
+    ):
+        there = plan(write(), "--json", "--ranks", 2, "--set", option, hardware=linked)["ranks"]["step"]
+        assert found[f"{what} ({option})"].samples_per_s == pytest.approx(there["samples_per_s"], rel=1e-3)
 
 
 def test_a_change_that_cannot_be_predicted_says_why(plan: Any, write: Any, hardware: Hardware) -> None:
@@ -273,8 +296,38 @@ def test_a_change_that_cannot_be_predicted_says_why(plan: Any, write: Any, hardw
     )
     text = plan(write(), hardware=replace(hardware, gpus=[gpu]))
     assert "cannot  dense layers on a GPU, at most: a GPU has no product_flops_per_s of fp32" in text
-    (change,) = plan(write(), "--json", hardware=replace(hardware, gpus=[gpu]))["changes"]
-    assert change["samples_per_s"] is None and change["gain"] is None and "fp32" in change["cannot"]
+    changes = {
+        each["what"]: each for each in plan(write(), "--json", hardware=replace(hardware, gpus=[gpu]))["changes"]
+    }
+    reasons = {
+        "dense layers on a GPU, at most": "fp32",
+        "a second machine like this": "has no network",
+        "hot and cold phases (hot.schedule=fae)": "cannot be predicted yet",
+    }
+    for what, reason in reasons.items():
+        change = changes[what]
+        assert change["samples_per_s"] is None and change["gain"] is None and reason in change["cannot"]
+
+
+def test_a_change_of_an_option_is_predicted_as_a_run_with_it(plan: Any, write: Any, hardware: Hardware) -> None:
+    """Against the plan of the config that has the option; with all rows in DRAM, and with some on disk."""
+    for memory in ("auto", {"dram": "600KiB", "lookahead": 1}):
+        config = write(memory, max_steps=None, epochs=10)
+        found = plan(config, "--json", hardware=hardware)
+        options = {each["what"].partition("(")[2].rstrip(")"): each for each in found["changes"] if "=" in each["what"]}
+        wanted = {"train.threads=4", "train.batch_size=400", "hot.schedule=fae"}
+        wanted |= {"train.precision=fp16", "train.precision=split_bf16"}
+        assert set(options) == wanted | ({"memory.lookahead=4"} if memory != "auto" else set())
+        for option, each in options.items():
+            there = plan(config, "--json", "--set", option, hardware=hardware)
+            assert each["cannot"] == there["not_predicted"] and not each["modelled"]
+            if each["cannot"] is None:
+                speed = there["predicted"]["samples_per_s"]
+                assert each["samples_per_s"] == pytest.approx(speed, rel=1e-3), option
+                assert each["gain"] == pytest.approx(speed / found["predicted"]["samples_per_s"] - 1, abs=2e-3)
+        assert sum(each["cannot"] is None for each in options.values()) == 3 + (memory != "auto")
+        gains = [each["gain"] for each in found["changes"] if each["gain"] is not None]
+        assert gains == sorted(gains, reverse=True)
 
 
 def test_the_rated_life_of_a_drive(plan: Any, write: Any, hardware: Hardware) -> None:
@@ -327,7 +380,10 @@ def test_training_says_predicted_beside_measured(
 def test_counts_are_checked_once_before_a_run(
     write: Any, dataset: PackedDataset, hardware: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file is checked once; its counts are read for the slots, for the work of a step, and for what caches hit."""
+    """A file is checked once; its counts are read for the slots, for the work of a step, and for what caches hit.
+
+    Of large tables no change of the run is predicted that reads them again.
+    """
     checked, read = [], []
     side_file, rates = PackedDataset._side_file, solve._rates
     monkeypatch.setattr(
@@ -335,11 +391,14 @@ def test_counts_are_checked_once_before_a_run(
     )
     monkeypatch.setattr(solve, "_rates", lambda name, *a: (read.append(name), rates(name, *a))[1])
     monkeypatch.setattr(setup, "known_hardware", lambda: hardware)
+    monkeypatch.setattr(setup, "QUICK_ROWS", 34_000)
     config = load_config(write({"dram": "600KiB", "force": True}), ())
     decided = setup.Setup.decide(config, PackedDataset.open(dataset.path), tmp_path / "run")
     assert decided.in_tiers and decided.predicted is not None
     assert sorted(checked) == [f"counts/t{t}" for t in range(3)]
     assert Counter(read) == {"t0": 2, "t1": 3, "t2": 3}
+    left = [each["what"] for each in decided.predicted["changes"] if "ask hotrow plan" in (each["cannot"] or "")]
+    assert len(left) == 2 and "train.batch_size=400" in left[0] and "memory.lookahead=8" in left[1], left
 
 
 @pytest.mark.parametrize("fault", ["a figure is missing", "the model fails"])

@@ -215,6 +215,33 @@ def test_what_would_help_is_what_the_record_proves() -> None:
     assert idea.figure == "+0.0500 AUC" and "step 1" in idea.text
 
 
+def test_predicted_gains_are_scaled_to_the_measured_speed() -> None:
+    whole = large()
+    changes = [
+        {"what": f"more {HOSTILE}", "samples_per_s": 18e4, "gain": 1.0, "cannot": None, "modelled": True},
+        {"what": "threads", "samples_per_s": 99e3, "gain": 0.1, "cannot": None, "modelled": False},
+        {"what": "worse", "samples_per_s": 8e4, "gain": -0.1, "cannot": None, "modelled": False},
+        {"what": "phases", "samples_per_s": None, "gain": None, "cannot": "nobody knows", "modelled": False},
+    ]
+    predicted = {**whole.record["predicted"], "error": 0.25, "changes": changes}
+    run = replace(whole, record={**whole.record, "predicted": predicted})
+    found = [idea for idea in ideas(run) if idea.predicted]
+    assert [(idea.figure, idea.between, idea.samples_per_s) for idea in found] == [
+        ("+100%", "+60% to +150%", 2e5),  # of 100,000 measured, not of 90,000 predicted
+        ("+10%", "-12% to +38%", pytest.approx(1.1e5)),
+        ("not predicted", "", None),
+    ]
+    assert [idea for idea in ideas(run) if not idea.predicted] == ideas(whole)
+    page = Elements(report_page([run]))
+    assert "upper bound: saves, of training time" in page.text and page.tags.count("script") == 1
+    assert "off by 25% on average; that of this run's step was off by +5%" in page.text
+    assert f"samples a second, predicted (+60% to +150%): more {HOSTILE}; modelled" in page.text
+    assert (
+        "probe" not in page.text
+        and "probe" in Elements(report_page([replace(whole, record=record(step_ms={"dense": 1.0}))])).text
+    )
+
+
 @pytest.mark.parametrize("status", ["finished", "interrupted", "failed", "running"])
 def test_a_record_that_came_to_nothing_has_a_page(status: str) -> None:
     page = Elements(report_page([RunFacts(name="r", record=record(status=status), lines_left_out=1)]))
@@ -228,7 +255,8 @@ def test_a_record_of_odd_types_has_a_page(odd: Any) -> None:
     parts = ("tables", "tiers", "hbm", "stall_share", "hits_per_lookup", "dram_bytes")
     for memory in (odd, dict.fromkeys(parts, odd), {part: {"a": odd, "tables": odd} for part in parts}):
         hot = odd if memory is odd else {"swaps": odd}
-        fields = record(memory=memory, hot=hot, predicted=odd, write_budget=odd, metrics=odd, step_ms=odd)
+        predicted = odd if memory is odd else {"step_ms": {"dense": 1.0}, "error": odd, "changes": [odd, {"gain": odd}]}
+        fields = record(memory=memory, hot=hot, predicted=predicted, write_budget=odd, metrics=odd, step_ms=odd)
         lines = [train_line(1, step_ms=odd, loss=odd), {"kind": "eval", "step": 2, "auc": odd, "split": odd}]
         page = Elements(report_page([RunFacts(name="r", record=fields, lines=lines)] * 2))
         assert "b" in page.tags and page.tags.count("b") == 8

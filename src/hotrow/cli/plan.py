@@ -9,10 +9,12 @@ from pathlib import Path
 from hotrow.base.files import size
 from hotrow.config.load import load_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.plan.explain import Explanation, OverRanks, TablePlan, bind, explain
+from hotrow.plan.demand import tables_of
+from hotrow.plan.explain import Explanation, TablePlan, bind, explain
 from hotrow.plan.hardware import another_machine, known_hardware, this_host
 from hotrow.plan.modelled import read_machine
-from hotrow.run.setup import DenseDevice, tables_of
+from hotrow.plan.over_ranks import OverRanks
+from hotrow.run.setup import DenseDevice
 
 MOST_LINES = 40
 """Tables that are shown to people; --json has all."""

@@ -72,6 +72,7 @@ def choose(
         config=config,
         tables=tables,
         memory=Memory(dram=max(1, budget), ssd=run / FOLDER),
+        budget=budget,
         dataset=dataset,
         training=training,
         hardware=hardware,

@@ -29,7 +29,7 @@ import numpy as np
 
 from hotrow.placement.budget import TableSlots
 from hotrow.plan.fit import unit_seconds
-from hotrow.plan.hardware import Hardware, check_cost_version
+from hotrow.plan.hardware import Hardware, Network, check_cost_version
 from hotrow.plan.traffic import MOST_IOS, Traffic, disk_of, io_seconds, traffic_of
 from hotrow.plan.wire import Shared
 from hotrow.plan.work import TableWork, Work, lines_of
@@ -43,6 +43,9 @@ DIMS = (4, 8, 16, 32, 64, 128)
 """Numbers of columns for which the kernels have loops of their own."""
 SORTED_BITS = 11
 """Bits of a row number by which one pass of the update's sort orders (batch_update.cpp)."""
+BLIND_ERROR = 0.2
+"""By how much predictions were wrong that were written before their step was measured: the geometric mean over the
+random models of `hotrow study prediction` (docs/prediction-study*.json). Of the ratio of two steps it is the same."""
 LONGER = "measure the machine again with a longer probe (hotrow probe --seconds 50), with nothing else running"
 Amounts = dict[str, float]
 
@@ -360,12 +363,7 @@ class CostModel:
         need at the same time. Messages follow each other on the link, while the rank works or waits. Raises ValueError
         if the network is not known.
         """
-        network = self.hardware.network
-        if network is None:
-            raise ValueError(
-                f"the hardware file of {self.hardware.name} has no network, without which an exchange between ranks "
-                "has no time: measure it again with hotrow probe, or declare it (docs/probe.md)"
-            )
+        network = network_of(self.hardware)
         crowd = max(1.0, self._crowd(shared.local_size, work.threads).cores)
         further_s = (shared.num_ranks - 2) * network.cpu_s_per_message.value
         turn_s = (network.s_per_message.value + further_s) * crowd if shared.num_ranks > 1 else 0.0
@@ -412,6 +410,16 @@ class CostModel:
                 what = "python" if kind in CALLS else "dense" if phase == "dense" else "rows in DRAM"
                 shares[what] += units.get(kind, 0.0) * amount
         return max(shares, key=lambda what: shares[what])
+
+
+def network_of(hardware: Hardware) -> Network:
+    """Returns what exchanges between ranks take. Raises ValueError, with the cure, if nobody knows."""
+    if hardware.network is None:
+        raise ValueError(
+            f"the hardware file of {hardware.name} has no network, without which an exchange between ranks has no "
+            "time: measure it again with hotrow probe, or declare it (docs/probe.md)"
+        )
+    return hardware.network
 
 
 CALLS = ("steps", "tables", "tensors", "calls", "products")

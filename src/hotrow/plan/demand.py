@@ -12,7 +12,14 @@ from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels.reference import NUM_STATES
 from hotrow.placement.budget import TableDemand
-from hotrow.tables import BYTES_PER_WEIGHT, WHOLE, TableConfig
+from hotrow.tables import BYTES_PER_WEIGHT, WHOLE, Dtype, TableConfig
+
+TABLE_DTYPES: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16", "split_bf16": "bfloat16"}
+
+
+def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]:
+    """Returns the dataset's tables as the model needs them, in the dtype that `config` says."""
+    return config.model.tables(dataset, dtype=TABLE_DTYPES[config.train.precision])
 
 
 def record_bytes(table: TableConfig, optimizer: str | None) -> int:

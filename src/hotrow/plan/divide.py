@@ -20,13 +20,23 @@ from hotrow.parallel.exchange import WireDtype
 from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.plan.cost import Prediction, predict
-from hotrow.plan.demand import accesses_of, demands_of, most_rows
+from hotrow.plan.demand import accesses_of, demands_of, most_rows, tables_of
 from hotrow.plan.hardware import Disk, Hardware
 from hotrow.plan.solve import CountsPlan, TableUse, plan_by_counts
 from hotrow.plan.traffic import traffic_of
 from hotrow.plan.wire import Shared, share_of
 from hotrow.plan.work import Work, work_of
 from hotrow.tables import TableConfig
+
+
+def looks_at_accesses(before: Config, after: Config) -> bool:
+    """Returns whether steps of the two configs come to other rows, or have other rows in flight."""
+
+    def steps(config: Config) -> tuple[object, ...]:
+        memory = config.memory if isinstance(config.memory, MemoryConfig) else MemoryConfig()
+        return config.train.batch_size, config.train.epochs, config.train.max_steps, memory.lookahead
+
+    return steps(before) != steps(after)
 
 
 def without_pieces(budget: int) -> int:
@@ -67,14 +77,16 @@ class Sharing:
 class Division:
     """Divides DRAM among tables; counts are read once for all amounts.
 
-    memory: folders and options; its `dram` is not used. hardware: what a miss costs, and what a step takes; None:
-    all misses cost the same, and nothing is predicted. elsewhere: it is of another machine, whose disk counts. sharing:
-    the ranks of which one holds `tables`, parts of the run's; None: this process trains alone.
+    memory: folders and options; its `dram` is not used. budget: bytes of DRAM that there are for tables. hardware: what
+    a miss costs, and what a step takes; None: all misses cost the same, and nothing is predicted. elsewhere: it is of
+    another machine, whose disk counts. sharing: the ranks of which one holds `tables`, parts of the run's; None: this
+    process trains alone.
     """
 
     config: Config
     tables: Sequence[TableConfig]
     memory: Memory
+    budget: int = 0
     dataset: PackedDataset | None = None
     training: bool = True
     hardware: Hardware | None = None
@@ -106,6 +118,23 @@ class Division:
             depth=(MemoryConfig() if isinstance(chosen, str) else chosen).lookahead,
             least_cached={t.name: max(LEAST_ROWS, most_rows(self.config, t)) for t in self.tables},
         )
+
+    def with_config(self, config: Config) -> Division:
+        """Returns the division of a run with another config, in as much DRAM; of one process.
+
+        Accesses are looked at anew only if steps come to other rows: in other batches, or other ones ahead.
+        """
+        assert self.dataset is not None and self.sharing is None
+        tables = tables_of(config, self.dataset)
+        other = replace(self, config=config, tables=tables, _uses={}, _weighted={})
+        if looks_at_accesses(self.config, config):
+            return other
+        vars(other)["work"] = work_of(config, tables, self.dataset, like=self.work)
+        if self.plan is not None and (*self.plain,) in self._uses:
+            vars(other)["plan"] = self.plan.with_costs(None)
+            uses = zip(self.uses(self.plain), other.plain, strict=True)
+            other._uses[(*other.plain,)] = [use.of(own) for use, own in uses]
+        return other
 
     def uses(self, demands: Sequence[TableDemand]) -> list[TableUse]:
         """Returns the tables with their accesses; there must be a `plan`."""

@@ -1,15 +1,14 @@
 """What a plan is and why, as data: `hotrow plan` prints it.
 
-Where each table lies, what a step takes by phase and what binds, what more memory, a faster disk, a GPU or a second
-machine would change, the least memory for a wanted speed, and owners of tables over ranks. Times are predictions by
-cost.py on a hardware file; whatever a machine that is not in it would do is called modelled. Nothing here trains.
+Where each table lies, what a step takes by phase and what binds, what would make it faster (changes.py), the least
+memory for a wanted speed, and owners of tables over ranks (over_ranks.py). Times are predictions by cost.py on a
+hardware file. Nothing here trains.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,17 @@ from hotrow.base.files import size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.parallel.sharded import part_of
-from hotrow.parallel.shards import Shard
-from hotrow.parallel.world import World
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableSlots
+from hotrow.plan.changes import Change, changes, step_at
 from hotrow.plan.choose import FOLDER, choose, dram_budget
-from hotrow.plan.cost import Prediction, predict
-from hotrow.plan.divide import Division, Sharing, Step, step_of
-from hotrow.plan.hardware import Disk, Figure, Gpu, Hardware
-from hotrow.plan.ranks import GREEDY, Owned, RankTable, TableLoad, greedy, slowest_s, solve_ranks, ways_of
-from hotrow.plan.shards import shards_of
+from hotrow.plan.cost import Prediction
+from hotrow.plan.divide import Division, Step, step_of
+from hotrow.plan.hardware import Hardware
+from hotrow.plan.modelled import modelled_by
+from hotrow.plan.over_ranks import OverRanks, over_ranks
 from hotrow.plan.solve import expected_hits, most_saved
-from hotrow.plan.wire import share_of, wire_of_work
-from hotrow.plan.work import Work
 from hotrow.tables import TableConfig
 
-FASTER = 2
-"""How many times as fast the other disk is about which we say what it buys."""
-GIB = 1 << 30
 TARGET_STEPS = 12
 """Halvings of the range in which the least memory for a speed lies: to 1/4096 of it."""
 
@@ -59,20 +51,6 @@ class TablePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """What a change of the machine would do."""
-
-    what: str
-    samples_per_s: float | None
-    gain: float | None
-    """Its speed over that of the plan, less 1; None if nothing can be said."""
-    cannot: str | None
-    """Why nothing can be said."""
-    modelled: bool
-    """Whether it rests on a machine, or on steps, that nobody measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Target:
     """The least memory for a wanted speed."""
 
@@ -81,43 +59,6 @@ class Target:
     memory_bytes: int | None
     """DRAM for tables; None if no amount is enough."""
     text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverRanks:
-    """The step of several machines like this one that train the model together, a rank on each."""
-
-    num_ranks: int
-    capacity_bytes: int
-    """DRAM for tables on every rank."""
-    owners: dict[str, str]
-    """By table: "replicated", "row", or "rank N"."""
-    held_bytes: list[int]
-    """By rank."""
-    disk: str | None
-    """Where the rows of a rank lie that its DRAM does not hold; None if all do."""
-    step: Step
-    """Of a rank."""
-    gain: float | None
-    """The speed over that of one machine, less 1; None if nothing is predicted of one."""
-    best: Best | None
-    """What other owners would change; None if the tables do not fit in the ranks' DRAM."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Best:
-    """Owners by which the tables of the slowest rank take least, all rows in DRAM: see plan/ranks.py."""
-
-    table_ms: float
-    """What the tables of the slowest rank take, as `OverRanks.owners` has it."""
-    faster: float
-    """The most by which another plan's slowest rank could be faster, as a share of that."""
-    owners: dict[str, str]
-    """Of the best plan that was found."""
-    out_of_time: bool
-    solved_s: float
-    greedy: dict[str, float | None]
-    """By rule: its slowest rank's time over the best plan's; None if its plan does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,13 +115,19 @@ def explain(
     if elsewhere:
         assert hardware is not None
         config, available = with_threads_of(hardware, config), int(hardware.dram_bytes.value)
-    budget, memory = dram_budget(config, available), None
+    memory = None
     if num_ranks is None:
         memory, division = choose(config, tables, folder, dataset=dataset, hardware=hardware, elsewhere=elsewhere)
     else:  # one machine may be too small
-        nowhere = Memory(dram=max(1, budget), ssd=folder / FOLDER)
+        budget = dram_budget(config, available)
         division = Division(
-            config=config, tables=tables, memory=nowhere, dataset=dataset, hardware=hardware, elsewhere=elsewhere
+            config=config,
+            tables=tables,
+            memory=Memory(dram=max(1, budget), ssd=folder / FOLDER),
+            budget=budget,
+            dataset=dataset,
+            hardware=hardware,
+            elsewhere=elsewhere,
         )
     slots = None if memory is None else division.slots_in(memory)[1]
     predicted, reason = _predicted(division, memory, slots)
@@ -191,7 +138,7 @@ def explain(
     rated = None if division.disk is None else division.disk.endurance_bytes
     return Explanation(
         needed_bytes=division.needed_bytes,
-        dram_bytes=budget if memory is not None else division.needed_bytes,
+        dram_bytes=division.budget if memory is not None else division.needed_bytes,
         disk=None if memory is None else str(memory.folder),
         tables=[] if num_ranks is not None else _table_plans(division, slots),
         hits_missed=None if slots is None or memory is None else _hits_missed(division, memory, slots),
@@ -202,11 +149,9 @@ def explain(
         not_predicted=reason,
         written_bytes_per_day=per_day,
         rated_days=rated.value / per_day if rated is not None and per_day else None,
-        changes=[]
-        if predicted is None or num_ranks is not None
-        else _changes(division, memory, budget, slots, predicted, folder),
+        changes=[] if predicted is None or num_ranks is not None else changes(division, memory),
         target=None if target is None or num_ranks is not None else _target(division, target),
-        ranks=None if num_ranks is None else over_ranks(division, num_ranks, budget, folder),
+        ranks=None if num_ranks is None else over_ranks(division, num_ranks, division.budget, folder),
     )
 
 
@@ -216,14 +161,6 @@ def with_threads_of(hardware: Hardware, config: Config) -> Config:
     if config.train.threads != "auto" or not threads:
         return config
     return config.model_copy(update={"train": config.train.model_copy(update={"threads": max(threads)})})
-
-
-def modelled_by(hardware: Hardware) -> str | None:
-    """Returns how the steps of a machine were found if some were not measured on it, else None."""
-    points = (point for phase in hardware.kernels.values() for point in phase)
-    if all(point.seconds.source == "measured" for point in points):
-        return None
-    return hardware.notes.get("kernels", "modelled from steps that nobody measured")
 
 
 def _predicted(
@@ -288,7 +225,7 @@ def _hits_missed(division: Division, memory: Memory, slots: Sequence[TableSlots]
     return max(0.0, most - expected_hits(uses, slots)) / rows if rows else 0.0
 
 
-# ---- what would change
+# ---- what binds, and a wanted speed
 
 
 def bind(what: str) -> str:
@@ -296,98 +233,12 @@ def bind(what: str) -> str:
     return f"{what} {'bind' if what.startswith('rows') or what.endswith('reads') or ' and ' in what else 'binds'}"
 
 
-def _changes(
-    division: Division,
-    memory: Memory | None,
-    budget: int,
-    slots: Sequence[TableSlots] | None,
-    now: Prediction,
-    folder: Path,
-) -> list[Change]:
-    """Returns what a change of the machine would do to the speed, the best first."""
-    hardware = division.hardware
-    assert hardware is not None
-    batch_size, found = division.work.batch_size, []
-    all_modelled = modelled_by(hardware) is not None
-
-    def add(what: str, made: Callable[[], float], *, modelled: bool = False) -> None:
-        speed, gain, cannot = None, None, None
-        try:
-            step_s = made()
-            speed, gain = round(batch_size / step_s, 1), round(now.step_s / step_s - 1, 4)
-        except ValueError as error:  # a figure is missing, or nothing fits
-            cannot = str(error)
-        found.append(
-            Change(
-                what=what,
-                samples_per_s=speed,
-                gain=gain,
-                cannot=cannot,
-                modelled=modelled or all_modelled,
-            )
-        )
-
-    if slots is not None:
-        missing, faster = division.needed_bytes - budget, replace(hardware, disks=[*map(_faster, hardware.disks)])
-        if missing > GIB:
-            add("1 GiB more of DRAM", lambda: _step_at(division, budget + GIB))
-        add(f"{size(missing)} more of DRAM, which hold every row", lambda: division.predict(None).step_s)
-        add(f"a disk {FASTER} times as fast", lambda: division.predict(slots, memory, faster).step_s, modelled=True)
-    for gpu in hardware.gpus:
-        add(f"dense layers on {gpu.name}, at most", lambda gpu=gpu: _on_gpu(division, now, gpu), modelled=True)  # type: ignore[misc]
-    if hardware.network is not None:
-        add("a second machine like this", lambda: _over_ranks_s(division, 2, folder), modelled=True)
-    return sorted(found, key=lambda change: math.inf if change.gain is None else -change.gain)
-
-
-def _step_at(division: Division, budget: int) -> float:
-    """Returns a step's seconds with `budget` bytes of DRAM. Raises ValueError if a step does not fit in them."""
-    if budget >= division.needed_bytes:
-        return division.predict(None).step_s
-    writes = division.writes(budget)
-    if reason := division.short(budget, writes):
-        raise ValueError(reason)
-    memory, _, slots = division.divide(budget, writes)
-    return division.predict(slots, memory).step_s
-
-
-def _faster(disk: Disk) -> Disk:
-    def times(figure: Figure) -> Figure:
-        return replace(figure, value=FASTER * figure.value, low=None, high=None, source="assumed", note="another disk")
-
-    return replace(
-        disk,
-        reads_per_s={depth: times(figure) for depth, figure in disk.reads_per_s.items()},
-        writes_per_s={depth: times(figure) for depth, figure in disk.writes_per_s.items()},
-        read_bytes_per_s=times(disk.read_bytes_per_s),
-        write_bytes_per_s=times(disk.write_bytes_per_s),
-    )
-
-
-def _on_gpu(division: Division, now: Prediction, gpu: Gpu) -> float:
-    """Returns the least that the step takes if dense layers run on the GPU, at its rate of large products.
-
-    Tables stay on the CPU. Pooled rows go there and their gradients come back. Raises ValueError if the GPU's rate is
-    not known.
-    """
-    work = division.work
-    rates = [figure.value for name, figure in gpu.product_flops_per_s.items() if name == "fp32"]
-    if not rates:
-        raise ValueError(f"{gpu.name} has no product_flops_per_s of fp32")
-    flops = 3 * 2 * sum(n * inputs * outputs for n, inputs, outputs in work.products)
-    pooled_bytes = 4 * sum(
-        work.batch_size * len(own.table.feature_names) * own.table.embedding_dim for own in work.tables
-    )
-    link_s = pooled_bytes * (1 / gpu.to_device_bytes_per_s.value + 1 / gpu.to_host_bytes_per_s.value)
-    return now.step_s - now.seconds["dense"] + flops / rates[0] + link_s
-
-
 def _target(division: Division, samples_per_s: float) -> Target:
     """Returns the least DRAM with which the predicted speed is at least `samples_per_s`."""
     batch_size, needed = division.work.batch_size, division.needed_bytes
 
     def speed(budget: int) -> float:
-        return batch_size / _step_at(division, budget)
+        return batch_size / step_at(division, budget)
 
     whole = division.predict(None)
     fastest = batch_size / whole.step_s
@@ -408,135 +259,3 @@ def _target(division: Division, samples_per_s: float) -> Target:
             low = middle
     text = f"{size(high)} of DRAM for tables are enough (memory.dram={-(-high // 2**20)}MiB)"
     return Target(samples_per_s=samples_per_s, reached=True, memory_bytes=high, text=text)
-
-
-# ---- ranks
-
-
-def over_ranks(division: Division, num_ranks: int, capacity_bytes: int, folder: Path) -> OverRanks:
-    """Returns the step of `num_ranks` machines like the one of `division`, as `hotrow train` shares the tables.
-
-    Raises ValueError if tables do not fit, or the network is not known.
-    """
-    config, whole = division.config, division.tables
-    assert division.hardware is not None and division.dataset is not None
-    if num_ranks < 2 or num_ranks > config.train.batch_size:
-        raise ValueError(f"--ranks is {num_ranks}; give a number from 2 to train.batch_size, {config.train.batch_size}")
-    memory, rank = _on_one_of(division, num_ranks, folder)
-    assert rank.sharing is not None
-    shards = rank.sharing.shards
-    sizes = {own.name: own.record_bytes for own in division.plain}
-    held_bytes = [
-        sum(shards[t.name].num_local(t.num_embeddings, r, num_ranks) * sizes[t.name] for t in whole)
-        for r in range(num_ranks)
-    ]
-    step = rank.step(memory)
-    return OverRanks(
-        num_ranks=num_ranks,
-        capacity_bytes=capacity_bytes,
-        owners={table.name: _owner_word(_owned(table, shards[table.name])) for table in whole},
-        held_bytes=held_bytes,
-        disk=None if memory is None else str(memory.folder),
-        step=step,
-        gain=_gain(division, step, folder),
-        best=_best(division, rank.sharing, capacity_bytes),
-    )
-
-
-def _on_one_of(division: Division, num_ranks: int, folder: Path) -> tuple[Memory | None, Division]:
-    """Returns where the rows of the first of several machines lie, and its division."""
-    config, whole, dataset = division.config, division.tables, division.dataset
-    assert dataset is not None
-    world = World(0, num_ranks, num_ranks).in_parts(config.train.micro_batches or num_ranks)
-    shards = shards_of(config, whole, dataset, num_ranks)
-    held = [part_of(table, shards[table.name], world) for table in whole]
-    memory, own = choose(
-        config, held, folder, dataset=dataset, hardware=division.hardware, elsewhere=division.elsewhere
-    )
-    sharing = Sharing(
-        tables=whole,
-        shards=shards,
-        num_ranks=num_ranks,
-        micro_batches=world.micro_batches,
-        wire_dtype=config.parallel.wire_dtype,
-    )
-    return memory, replace(own, sharing=sharing)
-
-
-def _over_ranks_s(division: Division, num_ranks: int, folder: Path) -> float:
-    memory, rank = _on_one_of(division, num_ranks, folder)
-    return sum(rank.step(memory).step_ms.values()) / 1e3
-
-
-def _gain(division: Division, step: Step, folder: Path) -> float | None:
-    """Returns how much faster the step is than one machine's; None if the tables do not fit there."""
-    try:
-        memory, alone = choose(
-            division.config,
-            division.tables,
-            folder,
-            dataset=division.dataset,
-            hardware=division.hardware,
-            elsewhere=division.elsewhere,
-        )
-        return round(step.samples_per_s / alone.step(memory).samples_per_s - 1, 4)
-    except ValueError:
-        return None
-
-
-def _owned(table: TableConfig, shard: Shard) -> Owned:
-    if shard.prefix == table.num_embeddings:
-        return Owned("replicated")
-    return Owned("row") if shard.kind == "row" else Owned("table", shard.owner)
-
-
-def _owner_word(owned: Owned) -> str:
-    return owned.owner if owned.rank is None else f"rank {owned.rank}"
-
-
-def _best(division: Division, sharing: Sharing, capacity_bytes: int) -> Best | None:
-    """Returns what other owners would change, if all rows lie in DRAM."""
-    tables = _rank_tables(division, sharing)
-    try:
-        plan = solve_ranks(tables, sharing.num_ranks, capacity_bytes)
-    except ValueError:
-        return None
-    owned = [_owned(table, sharing.shards[table.name]) for table in division.tables]
-    ours_s = slowest_s(tables, owned, sharing.num_ranks)
-    others = {rule: greedy(tables, sharing.num_ranks, capacity_bytes, rule) for rule in GREEDY}
-    return Best(
-        table_ms=round(1e3 * ours_s, 4),
-        faster=max(0.0, 1.0 - plan.bound_s / ours_s) if ours_s else 0.0,
-        owners={table.name: _owner_word(each) for table, each in zip(tables, plan.tables, strict=True)},
-        out_of_time=plan.out_of_time,
-        solved_s=round(plan.solved_s, 3),
-        greedy={rule: None if each is None else round(each / plan.slowest_s, 4) for rule, each in others.items()},
-    )
-
-
-def _rank_tables(division: Division, sharing: Sharing) -> list[RankTable]:
-    work, hardware, num_ranks = division.work, division.hardware, sharing.num_ranks
-    assert hardware is not None and hardware.network is not None, "the step was predicted"
-    part, _ = share_of(work, work, sharing.shards, num_ranks=num_ranks, micro_batches=sharing.micro_batches)
-    of_all, of_one = (_loads(each, hardware) for each in (work, part))
-    return [
-        ways_of(
-            own.table,
-            own.record_bytes,
-            of_all=whole,
-            of_one=one,
-            wire=wire_of_work(own, work.batch_size, num_ranks, wire_dtype=sharing.wire_dtype),
-            num_ranks=num_ranks,
-            byte_s=1 / hardware.network.bytes_per_s.value,
-        )
-        for own, whole, one in zip(work.tables, of_all, of_one, strict=True)
-    ]
-
-
-def _loads(work: Work, hardware: Hardware) -> list[TableLoad]:
-    """Returns what each table takes among the others, which share its caches: the step less the step without it."""
-    whole, loads = predict(work, hardware).seconds, []
-    for t in range(len(work.tables)):
-        without = predict(replace(work, tables=work.tables[:t] + work.tables[t + 1 :]), hardware).seconds
-        loads.append(TableLoad(*(max(0.0, whole[phase] - without[phase]) for phase in ("lookup", "update"))))
-    return loads

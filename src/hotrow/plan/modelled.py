@@ -112,3 +112,11 @@ def _rate(machine: Hardware, name: str, threads: int) -> float:
             "(docs/probe.md), or measure the machine with hotrow probe"
         )
     return known[str(threads)].value
+
+
+def modelled_by(hardware: Hardware) -> str | None:
+    """Returns how the steps of a machine were found if some were not measured on it, else None."""
+    points = (point for phase in hardware.kernels.values() for point in phase)
+    if all(point.seconds.source == "measured" for point in points):
+        return None
+    return hardware.notes.get("kernels", "modelled from steps that nobody measured")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -77,6 +77,13 @@ class TableWork:
             least_cached=self.least_cached,
             first_epoch=self.first_epoch,
         )
+
+    def of(self, table: TableConfig, demand: TableDemand) -> TableWork:
+        """Returns the same accesses of rows that take other bytes, without reading the counts again."""
+        made = replace(self, table=table, record_bytes=demand.record_bytes)
+        if "use" in vars(self):
+            vars(made)["use"] = self.use.of(demand)
+        return made
 
     @property
     def weight_bytes(self) -> int:
@@ -157,10 +164,18 @@ class Work:
         return rows + 4 * (2 * self.layer_values + 3 * self.pooled_values + 3 * self.num_weights + self.call_values)
 
 
-def work_of(config: Config, tables: Sequence[TableConfig], dataset: PackedDataset, *, warmup: int = 0) -> Work:
+def work_of(
+    config: Config,
+    tables: Sequence[TableConfig],
+    dataset: PackedDataset,
+    *,
+    warmup: int = 0,
+    like: Work | None = None,
+) -> Work:
     """Counts what a training step does; different rows by the dataset's access counts.
 
-    warmup: the first steps, which do not count. Raises ValueError for what has no prediction yet (`not_modelled`), and
+    warmup: the first steps, which do not count. like: that of a run whose steps come to the same rows, which are then
+    not looked at again. Raises ValueError for what has no prediction yet (`not_modelled`), and
     for a dataset without training rows.
     """
     if reason := not_modelled(config):
@@ -172,7 +187,7 @@ def work_of(config: Config, tables: Sequence[TableConfig], dataset: PackedDatase
     per_epoch = train.num_rows / batch_size
     num_steps = min(config.train.epochs * math.ceil(per_epoch), config.train.max_steps or math.inf)
     run = _Run(train.num_rows, batch_size, min(warmup, num_steps - 1), num_steps)
-    lengths = _mean_lengths(dataset)
+    demands = demands_of(config, tables, training=True)
     memory = config.memory if isinstance(config.memory, MemoryConfig) else MemoryConfig()
     num_dense, dims = len(dataset.info.dense), {name: own.embedding_dim for own in tables for name in own.feature_names}
     model = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator().manual_seed(0))
@@ -182,10 +197,9 @@ def work_of(config: Config, tables: Sequence[TableConfig], dataset: PackedDatase
     return Work(
         batch_size=batch_size,
         num_dense=num_dense,
-        tables=tuple(
-            _table_work(config, table, demand, dataset, run, lengths, memory.lookahead)
-            for table, demand in zip(tables, demands_of(config, tables, training=True), strict=True)
-        ),
+        tables=_tables_work(config, tables, demands, dataset, run, memory.lookahead)
+        if like is None
+        else tuple(own.of(table, demand) for own, table, demand in zip(like.tables, tables, demands, strict=True)),
         optimizer=config.optimizer.sparse.name,
         dense_optimizer="split sgd" if precision == "split_bf16" and dense_optimizer == "sgd" else dense_optimizer,
         precision=precision,
@@ -253,6 +267,19 @@ class _Run:
         """Returns how often a step is the first to look up a row. counts: its accesses in an epoch."""
         before, after = (1 - (1 - min(1.0, steps / self.per_epoch)) ** counts for steps in (self.first, self.last))
         return (after - before) / (self.last - self.first)
+
+
+def _tables_work(
+    config: Config,
+    tables: Sequence[TableConfig],
+    demands: Sequence[TableDemand],
+    dataset: PackedDataset,
+    run: _Run,
+    depth: int,
+) -> tuple[TableWork, ...]:
+    lengths = _mean_lengths(dataset)
+    each = zip(tables, demands, strict=True)
+    return tuple(_table_work(config, table, demand, dataset, run, lengths, depth) for table, demand in each)
 
 
 def _table_work(

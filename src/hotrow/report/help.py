@@ -1,10 +1,13 @@
-"""What would help a run most, with the most that each could gain: only what the run's own record proves.
+"""What would help a run most: gains that the cost model predicted, and bounds that the run's own record proves.
 
-A bound is arithmetic: what does not take time cannot be saved. It says nothing of whether the gain can be had.
+A prediction was made before the run (plan/changes.py); its ratio to the prediction of the run as it is scales the
+measured speed. A bound is arithmetic: what does not take time cannot be saved. It does not say that the gain can be
+had.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +23,46 @@ class Idea:
 
     text: str
     gain: float
-    """The most it can save, as a share of training time; 0 if it is not about time."""
+    """The predicted gain in speed, or the most that could be saved as a share of training time; 0: neither."""
     figure: str
     """The gain in words."""
+    predicted: bool = False
+    """Whether the cost model was asked; otherwise `gain` is an upper bound."""
+    between: str = ""
+    """What the gain may be, by the error of the model."""
+    samples_per_s: float | None = None
+    """What the run would reach."""
 
 
 def ideas(run: RunFacts) -> list[Idea]:
-    """Returns what would help, the largest gain first."""
+    """Returns what would help: predicted gains, then upper bounds, then what is not about time; largest gain first."""
+    return [*_predicted(run), *_bounds(run), *_quality(run)]
+
+
+def _predicted(run: RunFacts) -> list[Idea]:
+    """Returns what was predicted to make the run faster, and what could not be predicted."""
+    changes, error = mapping_in(run.record, "predicted").get("changes"), number_in(run.record, "predicted", "error")
+    measured = number_in(run.record, "samples_per_s")
+    found = []
+    for change in changes if isinstance(changes, list) else ():
+        if not isinstance(change, Mapping):
+            continue
+        gain, what = number_in(change, "gain"), str(change.get("what"))
+        modelled = "; modelled, because nobody measured that machine" if change.get("modelled") is True else ""
+        if gain is None:
+            found.append(Idea(f"{what}: {change.get('cannot')}", 0.0, "not predicted", predicted=True))
+        elif gain >= LEAST_GAIN:
+            least, most = (1 + gain) / (1 + (error or 0)) - 1, (1 + gain) * (1 + (error or 0)) - 1
+            between = "" if error is None else f"{least:+.0%} to {most:+.0%}"
+            speed = None if measured is None else measured * (1 + gain)
+            figure = f"{gain:+.0%}"
+            idea = Idea(what + modelled, gain, figure, predicted=True, between=between, samples_per_s=speed)
+            found.append(idea)
+    return sorted(found, key=lambda idea: -idea.gain)
+
+
+def _bounds(run: RunFacts) -> list[Idea]:
+    """Returns what could save time, with the most that it could save."""
     record = run.record
     phases = phases_of(record)
     total = sum(phases.values())
@@ -55,7 +91,7 @@ def ideas(run: RunFacts) -> list[Idea]:
                 "perfect scaling."
             )
             saves(1 - threads / cores, text)
-    return [*sorted(found, key=lambda idea: -idea.gain), *_quality(run)]
+    return sorted(found, key=lambda idea: -idea.gain)
 
 
 def phases_of(record: Any) -> dict[str, float]:

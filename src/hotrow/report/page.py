@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,8 +194,11 @@ def figures(run: RunFacts, found: Sequence[Idea]) -> list[Figure]:
     kernels = f"{backend['name']} kernels ({backend['isa']}, {threads})" if backend else ""
     total = sum((phases_of(record) or phases_of(last_line(run))).values())
     step = f"{total:.3g} ms a step" if total else ""
-    first = found[0] if found else Idea("This run's record shows no way to save time.", 0.0, DASH)
-    text = f"of training time could be saved. {first.text}" if first.gain else first.text
+    nothing = Idea("This run's record shows no way to save time.", 0.0, DASH)
+    first = next((idea for idea in found if idea.gain or not idea.predicted), nothing)
+    what = f"samples a second, predicted ({first.between or 'error unknown'}):" if first.predicted else ""
+    what = what or ("of training time could be saved." if first.gain else "")
+    text = f"{what} {first.text}".strip()
     return [
         Figure("AUC", shown(auc, ".4f"), "; ".join(quality) or "nothing was scored"),
         Figure("Samples a second", shown(speed, ",.0f"), ", ".join(part for part in (step, kernels) if part)),
@@ -303,7 +307,15 @@ def prediction(record: Mapping[str, Any]) -> dict[str, Any] | None:
     predicted = mapping_in(record, "predicted")
     if not (phases := phases_of(predicted)):
         return None
-    return {**predicted, "step_ms": phases, "samples": shown(number_in(predicted, "samples_per_s"), ",.0f")}
+    samples, error = number_in(predicted, "samples_per_s"), number_in(predicted, "error")
+    before, measured = sum(phases.values()), sum(phases_of(record).values())
+    return {
+        **predicted,
+        "step_ms": phases,
+        "samples": shown(samples, ",.0f"),
+        "typical_error": None if error is None else f"{error:.0%}",
+        "own_error": f"{before / measured - 1:+.0%}" if measured else None,
+    }
 
 
 def phase_grid(record: Mapping[str, Any]) -> Grid | None:
@@ -605,7 +617,7 @@ def summary(run: RunFacts) -> dict[str, Any]:
         **{name: number_in(metrics, name) for name in ("auc", "logloss", "ne")},
         "split": str(metrics.get("split", "")),
         "samples_per_s": number_in(run.record, "samples_per_s") or number_in(last_line(run), "samples_per_s"),
-        "ideas": [{"text": idea.text, "gain": idea.gain, "figure": idea.figure} for idea in ideas(run)],
+        "ideas": [asdict(idea) for idea in ideas(run)],
         "warnings": sum(warning["count"] for warning in run.record["warnings"].values()),
         "lines_left_out": run.lines_left_out,
     }

@@ -48,6 +48,16 @@ class _Backend(TypedDict):
     reason: str | None
 
 
+class PredictedChange(TypedDict):
+    """What a change of the machine or of an option would do, as `plan/changes.py` says."""
+
+    what: str
+    samples_per_s: Amount | None
+    gain: float | None
+    cannot: str | None
+    modelled: bool
+
+
 class Predicted(TypedDict):
     """What `plan/cost.py` predicted of a step before the first one; see docs/memory-plan.md."""
 
@@ -63,6 +73,10 @@ class Predicted(TypedDict):
     """Of several ranks: what their exchanges take, a part of all phases."""
     wire_bytes_per_step: NotRequired[dict[str, Count]]
     """What a rank sends, by purpose, as `ranks.wire_bytes_per_step`."""
+    error: NotRequired[Amount]
+    """By how much such predictions are wrong, as a share: `plan/cost.py`'s BLIND_ERROR."""
+    changes: NotRequired[list[PredictedChange]]
+    """What would make it faster, the best first."""
 
 
 def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:

@@ -33,8 +33,10 @@ from hotrow.parallel.shards import Shard, pooled_tables
 from hotrow.parallel.world import World
 from hotrow.placement import AnyMemory
 from hotrow.placement.budget import DeviceMemory, Memory
+from hotrow.plan.changes import changes
 from hotrow.plan.choose import moved, place_tables
-from hotrow.plan.demand import demands_of
+from hotrow.plan.cost import BLIND_ERROR
+from hotrow.plan.demand import demands_of, tables_of
 from hotrow.plan.divide import Division, Sharing
 from hotrow.plan.hardware import Hardware, known_hardware
 from hotrow.plan.shards import shards_of
@@ -43,15 +45,16 @@ from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.run.record import Predicted, read_extra
 from hotrow.run.together import Ranks
 from hotrow.run.wear import check_write_budget
-from hotrow.tables import Dtype, TableConfig
+from hotrow.tables import TableConfig
 
-TABLE_DTYPES: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16", "split_bf16": "bfloat16"}
 ARITHMETIC = {
     "fp32": "float32",
     "tf32": "float32 with products of TensorFloat-32",
     "bf16": "bfloat16 where torch's autocast has it, weights float32",
 }
 CPU = torch.device("cpu")
+QUICK_ROWS = 5_000_000
+"""Rows whose accesses are looked at within a second, for predictions that the run itself does not need."""
 MERGED = ("sgd", "adagrad", "row_wise_adagrad")
 """Optimizers whose states are sums over steps, so that the changes of several ranks may be added up."""
 
@@ -217,11 +220,13 @@ def check_ranks(config: Config, dense: DenseDevice) -> None:
 
 def _prediction(division: Division, memory: Memory | DeviceMemory | None, hardware: Hardware) -> dict[str, Any]:
     """Returns the fields of a `Setup` that say what a step will take."""
+    below = memory.below if isinstance(memory, DeviceMemory) else memory
     try:
-        found = division.step(memory.below if isinstance(memory, DeviceMemory) else memory)
+        found, others = division.step(below), changes(division, below, most_rows=QUICK_ROWS)
     except Exception as error:  # a run does not fail for want of a prediction
         return {"not_predicted": str(error) or type(error).__name__}
     fields = {name: value for name, value in asdict(found).items() if value is not None}
+    fields |= {"error": BLIND_ERROR, "changes": [asdict(each) for each in others]}
     return {"predicted": {**fields, "hardware": {"name": hardware.name, "date": hardware.date}}}
 
 
@@ -325,11 +330,6 @@ def _check_interpreter(config: Config) -> None:
             f"memory.hbm is {config.hbm!r}, slots on a GPU, but device is 'cpu': set device to cuda, or memory.hbm to "
             "null (with TRITON_INTERPRET=1 in the environment the kernels are interpreted on the CPU, for tests)"
         )
-
-
-def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]:
-    """Returns the dataset's tables as the model needs them, in the dtype that `config` says."""
-    return config.model.tables(dataset, dtype=TABLE_DTYPES[config.train.precision])
 
 
 def device_of_copies(config: Config, dense: DenseDevice) -> torch.device | None:

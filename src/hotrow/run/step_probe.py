@@ -39,13 +39,13 @@ from hotrow.placement.lookahead import lookahead
 from hotrow.placement.store_file import SUFFIX, OwnFolder
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.cost import PHASES, Amounts, amounts_of
-from hotrow.plan.demand import demands_of
+from hotrow.plan.demand import TABLE_DTYPES, demands_of
 from hotrow.plan.hardware import DISTURBED, Figure, Point
 from hotrow.plan.solve import rates_of
 from hotrow.plan.traffic import Traffic
 from hotrow.plan.work import TableWork, Work, dense_work
 from hotrow.run.meters import Session, StepClock
-from hotrow.run.setup import TABLE_DTYPES, DenseDevice, Parts, Setup, build
+from hotrow.run.setup import DenseDevice, Parts, Setup, build
 from hotrow.run.trainer import LOOKAHEAD, train_step
 from hotrow.tables import TableConfig, Uniform
 

@@ -30,13 +30,13 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.world import World
 from hotrow.placement.budget import Memory
 from hotrow.plan.cost import predict
-from hotrow.plan.demand import required_bytes
+from hotrow.plan.demand import required_bytes, tables_of
 from hotrow.plan.divide import slots_of, threads_of
 from hotrow.plan.hardware import Figure, Hardware, Network
 from hotrow.plan.modelled import faster
 from hotrow.plan.work import Work, work_of
 from hotrow.run.rank_probe import measure_network
-from hotrow.run.setup import Setup, sharing_of, tables_of
+from hotrow.run.setup import Setup, sharing_of
 from hotrow.study.data import NotHere, prepared
 from hotrow.study.group import GroupError, MemoryGroup, enter_and
 from hotrow.study.links import Link, LinkError

@@ -19,13 +19,13 @@ from hotrow.config.schema import Config
 from hotrow.parallel.shards import Shard
 from hotrow.plan.choose import AUTO_SHARE
 from hotrow.plan.cost import predict
-from hotrow.plan.demand import record_bytes
+from hotrow.plan.demand import TABLE_DTYPES, record_bytes
 from hotrow.plan.hardware import Hardware
 from hotrow.plan.shards import shards_by_bytes
 from hotrow.plan.traffic import LARGE_PAGE_BYTES, MOST_IOS, Traffic, io_seconds
 from hotrow.plan.wire import Accesses, share_of, wire_of_work
 from hotrow.plan.work import SAMPLES, TableWork, Work, dense_work
-from hotrow.run.setup import TABLE_DTYPES, splits_dense
+from hotrow.run.setup import splits_dense
 from hotrow.study.data import SyntheticRows
 from hotrow.study.study import Cell
 from hotrow.tables import TableConfig

@@ -1,0 +1,191 @@
+"""What a change of the machine, or of one option, would do to the speed: `hotrow plan` and reports of runs show it.
+
+An option is changed as a user would change it, and the step of that run is predicted: its tables, its division of DRAM,
+its time. What rests on a machine that nobody measured is called modelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from hotrow.base.files import size
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.parallel.shards import pooled_tables
+from hotrow.placement.budget import Memory
+from hotrow.plan.cost import Prediction, network_of
+from hotrow.plan.divide import Division, looks_at_accesses, threads_of
+from hotrow.plan.hardware import Disk, Figure, Gpu
+from hotrow.plan.modelled import modelled_by
+from hotrow.plan.over_ranks import rank_of
+
+FASTER = 2
+"""How many times as fast the other disk is about which we say what it buys."""
+GIB = 1 << 30
+MOST_LOOKAHEAD = 64
+"""The largest `memory.lookahead`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What a change would do."""
+
+    what: str
+    samples_per_s: float | None
+    gain: float | None
+    """Its speed over that of the plan, less 1; None if nothing can be said."""
+    cannot: str | None
+    """Why nothing can be said."""
+    modelled: bool
+    """Whether it rests on a machine, or on steps, that nobody measured."""
+
+
+Question = tuple[str, bool, Callable[[], float]]
+"""A change, whether it is modelled, and what returns its samples per second or raises ValueError."""
+
+
+def changes(division: Division, memory: Memory | None, *, most_rows: float = math.inf) -> list[Change]:
+    """Returns what each change would do to the speed of a run whose rows lie in `memory`, the best first.
+
+    memory: None: all in DRAM. most_rows: if tables have more, nothing is asked for which all accesses are looked at
+    anew, which takes seconds. Raises ValueError if the run itself cannot be predicted.
+    """
+    assert division.hardware is not None
+    now = division.predict(None if memory is None else division.slots_in(memory)[1], memory)
+    before, all_modelled = division.work.batch_size / now.step_s, modelled_by(division.hardware) is not None
+    found = []
+    for what, modelled, speed in [*_machines(division, memory, now, most_rows), *_options(division, memory, most_rows)]:
+        samples_per_s = gain = cannot = None
+        try:
+            samples_per_s = round(speed(), 1)
+            gain = round(samples_per_s / before - 1, 4)
+        except ValueError as error:  # a figure is missing, or nothing fits
+            cannot = str(error)
+        is_modelled = modelled or all_modelled
+        found.append(Change(what=what, samples_per_s=samples_per_s, gain=gain, cannot=cannot, modelled=is_modelled))
+    return sorted(found, key=lambda change: math.inf if change.gain is None else -change.gain)
+
+
+def step_at(division: Division, budget: int) -> float:
+    """Returns a step's seconds with `budget` bytes of DRAM. Raises ValueError if a step does not fit in them."""
+    if budget >= division.needed_bytes:
+        return division.predict(None).step_s
+    writes = division.writes(budget)
+    if reason := division.short(budget, writes):
+        raise ValueError(reason)
+    memory, _, slots = division.divide(budget, writes)
+    return division.predict(slots, memory).step_s
+
+
+# ---- other options
+
+
+def _options(division: Division, memory: Memory | None, most_rows: float) -> Iterator[Question]:
+    """Yields the options that may make a run faster on the same machines."""
+    assert division.hardware is not None and division.dataset is not None
+    config, work, sharing = division.config, division.work, division.sharing
+    num_threads = threads_of(config, 1 if sharing is None else sharing.local_size)
+    threads = max(int(point.sizes["threads"]) for point in division.hardware.kernels["dense"])
+    batch_size, lookahead = 2 * config.train.batch_size, min(MOST_LOOKAHEAD, max(4, 2 * work.lookahead))
+    alone, in_fp32 = sharing is None, work.precision == "fp32"
+    exchange = None if sharing is None else "rows" if pooled_tables(sharing.shards) else "pooled"
+    asked = {
+        f"train.threads={threads}": ("more threads", alone and num_threads < threads),
+        f"train.batch_size={batch_size}": (
+            "larger batches, which train another model",
+            batch_size <= division.dataset.split("train").num_rows,
+        ),
+        "train.precision=fp16": ("rows in half the bytes, rounded", in_fp32),
+        "train.precision=split_bf16": ("lookups that read half of a row", in_fp32),
+        f"memory.lookahead={lookahead}": ("a longer look-ahead", memory is not None and work.lookahead < lookahead),
+        "hot.schedule=fae": ("hot and cold phases", config.hot.schedule == "none"),
+        f"parallel.exchange={exchange}": ("another exchange of rows", not alone),
+        "parallel.wire_dtype=bf16": ("numbers that travel rounded", not alone and config.parallel.wire_dtype == "fp32"),
+    }
+    for option, (what, applies) in asked.items():
+        if applies:
+            yield f"{what} ({option})", False, lambda option=option: _speed_with(division, memory, option, most_rows)  # type: ignore[misc]
+
+
+def _speed_with(division: Division, memory: Memory | None, option: str, most_rows: float) -> float:
+    """Returns samples per second of the run with this option, in as much DRAM; all rows are there if they are now."""
+    config, sharing = make_config(apply_overrides(division.config.model_dump(mode="json"), [option])), division.sharing
+    if sharing is not None:
+        _check_few(division, most_rows)
+        other = rank_of(division, config, sharing.num_ranks, local_size=sharing.local_size)
+    else:
+        if looks_at_accesses(division.config, config):
+            _check_few(division, most_rows)
+        other = division.with_config(config)
+    step_s = other.predict(None).step_s if memory is None else step_at(other, division.budget)
+    return other.work.batch_size / step_s
+
+
+def _check_few(division: Division, most_rows: float) -> None:
+    if (num_rows := sum(table.num_embeddings for table in division.tables)) > most_rows:
+        raise ValueError(f"with {num_rows:,} rows it takes seconds, which a run does not wait for: ask hotrow plan")
+
+
+# ---- other machines
+
+
+def _machines(division: Division, memory: Memory | None, now: Prediction, most_rows: float) -> Iterator[Question]:
+    """Yields more memory, and what another machine has."""
+    hardware, batch_size, budget = division.hardware, division.work.batch_size, division.budget
+    assert hardware is not None
+    if memory is not None:
+        missing, faster = division.needed_bytes - budget, replace(hardware, disks=[*map(_faster, hardware.disks)])
+        slots = division.slots_in(memory)[1]
+        if missing > GIB:
+            yield "1 GiB more of DRAM", False, lambda: batch_size / step_at(division, budget + GIB)
+        every = f"{size(missing)} more of DRAM, which hold every row"
+        yield every, False, lambda: batch_size / division.predict(None).step_s
+        disk = f"a disk {FASTER} times as fast"
+        yield disk, True, lambda: batch_size / division.predict(slots, memory, faster).step_s
+    if division.sharing is not None:
+        return
+    for gpu in hardware.gpus:
+        on_gpu = f"dense layers on {gpu.name}, at most"
+        yield on_gpu, True, lambda gpu=gpu: batch_size / _on_gpu(division, now, gpu)  # type: ignore[misc]
+    yield "a second machine like this", True, lambda: _speed_of_two(division, most_rows)
+
+
+def _speed_of_two(division: Division, most_rows: float) -> float:
+    assert division.hardware is not None
+    network_of(division.hardware)
+    _check_few(division, most_rows)
+    config = division.config.with_micro_batches(max(2, division.config.train.micro_batches or 0))
+    other = rank_of(division, config, 2)
+    return other.work.batch_size / step_at(other, division.budget)
+
+
+def _faster(disk: Disk) -> Disk:
+    def times(figure: Figure) -> Figure:
+        return replace(figure, value=FASTER * figure.value, low=None, high=None, source="assumed", note="another disk")
+
+    return replace(
+        disk,
+        reads_per_s={depth: times(figure) for depth, figure in disk.reads_per_s.items()},
+        writes_per_s={depth: times(figure) for depth, figure in disk.writes_per_s.items()},
+        read_bytes_per_s=times(disk.read_bytes_per_s),
+        write_bytes_per_s=times(disk.write_bytes_per_s),
+    )
+
+
+def _on_gpu(division: Division, now: Prediction, gpu: Gpu) -> float:
+    """Returns the least that the step takes if dense layers run on the GPU, at its rate of large products.
+
+    Tables stay on the CPU. Pooled rows go there and their gradients come back. Raises ValueError if the GPU's rate is
+    not known.
+    """
+    work = division.work
+    rates = [figure.value for name, figure in gpu.product_flops_per_s.items() if name == "fp32"]
+    if not rates:
+        raise ValueError(f"{gpu.name} has no product_flops_per_s of fp32")
+    flops = 3 * 2 * sum(n * inputs * outputs for n, inputs, outputs in work.products)
+    pooled_bytes = 4 * sum(
+        work.batch_size * len(own.table.feature_names) * own.table.embedding_dim for own in work.tables
+    )
+    link_s = pooled_bytes * (1 / gpu.to_device_bytes_per_s.value + 1 / gpu.to_host_bytes_per_s.value)
+    return now.step_s - now.seconds["dense"] + flops / rates[0] + link_s
