@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -182,6 +183,58 @@ def test_expected_hits_against_a_simulated_cache(pinned: int, cached: int) -> No
     assert expected_hits([use], [TableSlots(pinned, cached)]) / use.rows_per_step == pytest.approx(
         hits / rows, abs=0.02
     )
+
+
+@pytest.mark.parametrize(("pinned", "cached"), [(0, 30), (11, 100), (0, 900)])
+def test_expected_hits_of_batches_in_flight_against_a_simulation(pinned: int, cached: int) -> None:
+    """Rows of the four batches before a batch are still there, in slots of the cache or beside it."""
+    lookups, num_rows, depth = 128, 4000, 4
+    counts = zipf_counts(num_rows, 1.05, lookups)
+    use = TableUse(TableDemand("t", num_rows, 64), counts, num_steps=1, depth=depth)
+    rng, slots, beside = np.random.default_rng(0), OrderedDict[int, None](), set[int]()
+    batches: list[set[int]] = []
+    hits = rows = 0
+    for step in range(800):
+        drawn = rng.choice(num_rows, rng.poisson(lookups), p=counts / lookups)
+        batch, in_flight = set(drawn[drawn >= pinned].tolist()), set[int]().union(*batches[-depth:])
+        beside &= in_flight
+        missing = batch - slots.keys() - beside
+        if step >= 300:
+            hits, rows = hits - len(missing), rows + len(set(drawn.tolist()))
+        for row in batch & slots.keys():
+            slots.move_to_end(row)
+        held = in_flight | batch
+        for row in missing:
+            leaving = next((old for old in slots if old not in held), None) if len(slots) >= cached else -1
+            if leaving is None:
+                beside.add(row)
+                continue
+            slots.pop(leaving, None)
+            slots[row] = None
+        batches.append(batch)
+    found = use.hits_in_flight(TableSlots(pinned, cached))
+    assert found / use.rows_per_step == pytest.approx(1 + hits / rows, abs=0.02)
+    assert (use.hits(TableSlots(pinned, cached)) < 0.9 * found) == (cached < 900)
+
+
+def test_without_room_for_batches_in_flight_equal_shares_hit_no_more() -> None:
+    """Tables of unlike widths: slots for as many batches as fit would go to rows that lie beside the cache anyway."""
+    widths, lengths, num_rows = (32, 1024, 64, 512, 128, 256), (256, 512) * 3, 10_000
+    demands = [TableDemand(f"t{t}", num_rows, width) for t, width in enumerate(widths)]
+    counts = {f"t{t}": zipf_counts(num_rows, 1.0, length) for t, length in enumerate(lengths)}
+    least = {f"t{t}": length for t, length in enumerate(lengths)}
+    plan = plan_by_counts(counts, num_steps=1, least_cached=least)
+    uses, budget = plan.uses(demands), 1_300_000
+    ours, equal, most_batches = plan(demands, budget), plan_slots(demands, budget), solve(uses, budget)
+
+    def misses(slots: Sequence[TableSlots]) -> float:
+        return sum(use.rows_per_step - use.hits_in_flight(own) for use, own in zip(uses, slots, strict=True))
+
+    assert misses(equal) < misses(most_batches)
+    assert misses(ours) <= misses(equal) and cost(uses, ours) <= budget
+    beside = [sum(use.bytes_beside(own) for use, own in zip(uses, slots, strict=True)) for slots in (ours, equal)]
+    assert beside[0] <= beside[1]
+    assert all(own.cached >= min(least[f"t{t}"], num_rows - own.pinned) for t, own in enumerate(ours))
 
 
 def test_a_table_of_which_all_rows_cost_no_more_than_a_hundred_lies_in_memory_whole() -> None:

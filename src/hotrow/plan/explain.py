@@ -183,7 +183,7 @@ def _table_plans(division: Division, slots: Sequence[TableSlots] | None) -> list
     for t, own in enumerate(division.plain):
         pinned, cached = TableSlots(own.num_rows, 0) if slots is None else slots[t]
         rows = None if uses is None else uses[t].rows_per_step
-        hits = None if uses is None else uses[t].hits(TableSlots(pinned, cached))
+        hits = None if uses is None else uses[t].hits_in_flight(TableSlots(pinned, cached))
         plans.append(
             TablePlan(
                 name=own.name,

@@ -11,12 +11,16 @@ cache behind it, by Che's approximation, hits rows that were used in the last T 
 fill the cache. So if rows are ranked, nearly all slots are pinned; if their order is arbitrary, none are. A measured
 miss-ratio curve says how much more a cache hits than independent accesses would. A hit saves what a miss of its table
 costs (`miss_costs`); with no costs given every miss costs the same. placement/budget.py plans without counts.
+
+Rows of batches that are fetched ahead stay until they are trained, beside the cache if it has no slots for them all. A
+batch finds them there, so a cache hits no less than one of their rows would: `TableUse.hits_in_flight`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -85,12 +89,12 @@ class TableUse:
         self.demand = demand
         self._cuts = _cuts(demand.num_rows)
         rates, rows = _rates(demand.name, given, num_steps, self._cuts)
-        windows = _windows(rates, rows)
         if first_epoch is None:
+            windows = _windows(rates, rows)
             chance, came = -np.expm1(-rates), -np.expm1(-np.outer(rates, windows))
             hit = chance[:, None] * came
         else:
-            chance, came, hit = _in_epochs(rates * num_steps, num_steps, first_epoch)
+            windows, chance, came, hit = _in_epochs(rates * num_steps, num_steps, first_epoch)
 
         def behind(each: Array) -> Array:
             """Returns the sum of `each`, by rate, over the rows behind every cut."""
@@ -98,6 +102,8 @@ class TableUse:
             return np.concatenate([np.cumsum(sums[::-1], axis=0)[::-1], np.zeros_like(sums[:1])])
 
         self._resident, self._cached = behind(came), behind(hit)
+        self._ahead = np.array([np.interp(depth, windows, resident) for resident in self._resident])
+        """Rows of the batches that are fetched ahead, behind every cut."""
         self._pinned = np.concatenate([[0.0], np.cumsum(rows @ chance)])
         self.rows_per_step = float(self._pinned[-1])
         """Expected number of different rows in a step."""
@@ -161,15 +167,28 @@ class TableUse:
         ]
 
     def hits(self, slots: TableSlots) -> float:
-        """Returns the hits that are expected per step."""
+        """Returns the hits that are expected per step of the rows that have slots."""
+        return self._hits(slots, np.zeros_like(self._ahead))
+
+    def hits_in_flight(self, slots: TableSlots) -> float:
+        """Returns the hits that are expected per step, those of rows beside the cache included."""
+        return self._hits(slots, self._ahead)
+
+    def _hits(self, slots: TableSlots, ahead: Array) -> float:
         k = min(int(np.searchsorted(self._cuts, slots.pinned)), len(self._cuts) - 1)
         near = range(max(k - 1, 0), k + 1)
-        hits = [self._pinned[j] + np.interp(slots.cached, self._resident[j], self._cached[j]) for j in near]
+        cached = np.maximum(slots.cached, ahead)
+        hits = [self._pinned[j] + np.interp(cached[j], self._resident[j], self._cached[j]) for j in near]
         return float(np.interp(slots.pinned, self._cuts[near.start : near.stop], hits))
 
     def keeps(self, slots: TableSlots, floor: Array) -> bool:
         """Returns whether `slots` cache `floor` rows."""
         return slots.cached >= float(np.interp(slots.pinned, self._cuts, floor))
+
+    def bytes_beside(self, slots: TableSlots) -> float:
+        """Returns what rows of batches in flight may take that find no slot."""
+        wanted = float(np.interp(slots.pinned, self._cuts, self.floors[-1]))
+        return self.demand.record_bytes * max(0.0, wanted - slots.cached)
 
 
 def _cuts(num_rows: int) -> NDArray[np.int64]:
@@ -220,10 +239,10 @@ def rates_of(name: str, counts: NDArray[Any], num_steps: float) -> tuple[Array, 
     return rates, rows[0]
 
 
-def _in_epochs(counts: Array, num_steps: float, first_epoch: float) -> tuple[Array, Array, Array]:
-    """Returns by rate, of rows used `counts` times in every shuffled epoch of `num_steps` steps: their chance to be in
-    a step [K]; and by windows of steps the chance to be among the last ones' rows, the present step's included, and to
-    be in the present step and one of those before it, [K, windows].
+def _in_epochs(counts: Array, num_steps: float, first_epoch: float) -> tuple[Array, Array, Array, Array]:
+    """Returns, of rows used `counts` times in every shuffled epoch of `num_steps` steps: windows of steps; by rate the
+    chance to be in a step [K]; and by rate and window the chances to be among the rows of the last steps, the present
+    one included, and to be in the present step and one of those before it, [K, windows].
 
     A row that an epoch has once does not come back before the next epoch: caches hit it less than if accesses were
     independent.
@@ -249,7 +268,7 @@ def _in_epochs(counts: Array, num_steps: float, first_epoch: float) -> tuple[Arr
     shorter, longer = absent(lengths), absent(lengths + 1)
     came, hit = 1 - longer, np.maximum(chance[:, None] - (shorter - longer), 0.0)
     none = np.zeros((len(counts), 1))
-    return chance, np.hstack([none, came]), np.hstack([none, hit])
+    return np.append(0.0, lengths), chance, np.hstack([none, came]), np.hstack([none, hit])
 
 
 def _windows(rates: Array, rows: Array) -> Array:
@@ -295,6 +314,44 @@ def solve(
     return equal if keeps and _saved(tables, costs, equal) > _saved(tables, costs, found) else found
 
 
+def plan_tables(
+    tables: Sequence[TableUse], budget_bytes: float, miss_costs: Mapping[str, float] | None = None
+) -> list[TableSlots]:
+    """Returns the slots of `solve`, or others if there is no room for all batches in flight and these hit more.
+
+    Rows then lie beside the cache in any case. So slots for fewer batches, or equal shares, may save more: the best of
+    those is taken that put no more bytes beside the cache than the slots of `solve` or equal shares would.
+    """
+    found = solve(tables, budget_bytes, miss_costs)
+    if _fits(tables, [table.floors[-1] for table in tables], budget_bytes):
+        return found
+    costs = [1.0 if miss_costs is None else miss_costs[table.demand.name] for table in tables]
+    plans = [found]
+    with suppress(ValueError):  # a table would have too few rows
+        plans.append(plan_slots([table.demand for table in tables], int(budget_bytes)))
+    most = max(_beside(tables, plan) for plan in plans)
+    for batches in range(max(len(table.floors) for table in tables) - 1):
+        floors = _floors_for(tables, batches)
+        if _fits(tables, floors, budget_bytes):
+            plans.append(_greedy(tables, costs, floors, budget_bytes))
+    least = _floors_for(tables, 0)
+    fit = [
+        plan
+        for plan in plans
+        if _beside(tables, plan) <= most
+        and all(table.keeps(own, floor) for table, own, floor in zip(tables, plan, least, strict=True))
+    ]
+    return max(fit, key=lambda plan: _saved_in_flight(tables, costs, plan), default=found)
+
+
+def _beside(tables: Sequence[TableUse], slots: Sequence[TableSlots]) -> float:
+    return sum(table.bytes_beside(own) for table, own in zip(tables, slots, strict=True))
+
+
+def _saved_in_flight(tables: Sequence[TableUse], costs: Sequence[float], slots: Sequence[TableSlots]) -> float:
+    return sum(cost * table.hits_in_flight(own) for table, cost, own in zip(tables, costs, slots, strict=True))
+
+
 def _saved(tables: Sequence[TableUse], costs: Sequence[float], slots: Sequence[TableSlots]) -> float:
     return float(sum(cost * table.hits(own) for table, cost, own in zip(tables, costs, slots, strict=True)))
 
@@ -328,10 +385,14 @@ def flight_floors(tables: Sequence[TableUse], budget_bytes: float) -> list[Array
     """Returns each table's floor for the most batches in flight that all tables have room for."""
     floors: list[Array] = []
     for batches in reversed(range(max((len(table.floors) for table in tables), default=1))):
-        floors = [table.floors[min(batches, len(table.floors) - 1)] for table in tables]
+        floors = _floors_for(tables, batches)
         if _fits(tables, floors, budget_bytes):
             break
     return floors
+
+
+def _floors_for(tables: Sequence[TableUse], batches: int) -> list[Array]:
+    return [table.floors[min(batches, len(table.floors) - 1)] for table in tables]
 
 
 def _fits(tables: Sequence[TableUse], floors: Sequence[Array], budget_bytes: float) -> bool:
@@ -435,7 +496,7 @@ class CountsPlan:
         def solved(budget_bytes: int) -> list[TableSlots]:
             key = (*demands, budget_bytes)
             if key not in self._solved:
-                self._solved[key] = solve(uses, budget_bytes, self.miss_costs)
+                self._solved[key] = plan_tables(uses, budget_bytes, self.miss_costs)
             return self._solved[key]
 
         return solved

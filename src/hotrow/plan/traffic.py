@@ -76,7 +76,7 @@ def _of_table(work: Work, own: TableWork, slots: TableSlots) -> Traffic:
     use, (begin, end) = own.use, work.steps
     rows = max(0.0, use.rows_per_step - use.hits(TableSlots(slots.pinned, 0)))
     first = min(own.first_rows(slots.pinned), rows)
-    missed = max(0.0, use.rows_per_step - use.hits(slots), first)
+    missed = max(0.0, use.rows_per_step - use.hits_in_flight(slots), first)
     full = slots.cached / missed if missed else math.inf
     """Steps until the cache is full."""
     in_steps = 1.0 if math.isinf(end) else max(0.0, end - max(begin, full)) / (end - begin)
