@@ -40,6 +40,8 @@ from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.slots import Span, check_ids, spans_of
 from hotrow.tables import TableConfig
 
+SMALL_BYTES = 1 << 17
+"""Sums of this size are copied in the time that a lookup of their own takes."""
 HELD = 0
 """The group of rows that the rank itself holds, in `Asked`; group 1 + r is what it asks of rank r."""
 
@@ -633,15 +635,22 @@ class Sharded(Placement):
         return Subtree(node.leaf, common), Subtree(node.leaf, rest)
 
     def _lookups_below(self, nodes: Sequence[Subtree]) -> ops.Lookups:
-        """Returns the sums of each table and node as a lookup below of as many bags of one row, in its micro-batch."""
-        sequences, V = self.below.kernels.sequences, self.world.micro_batches
+        """Returns the sums of each table as lookups below of as many bags of one row, in their nodes' micro-batches.
+
+        A lookup for each node would make many ranks slow: small sums are copied into one for all nodes.
+        """
+        sequences, nodes = self.below.kernels.sequences, sorted(nodes, key=lambda node: node.leaf)
         found = []
         for t, name in enumerate(self.weights):
-            for leaf, tables in nodes:
-                rows, sums = tables[t]
-                if len(rows):
-                    starts = [0] * (leaf + 1) + [len(rows)] * (V - leaf)
-                    found.append((sequences[name], KeyedJaggedTensor((name,), rows).in_parts(starts), sums))
+            own = [(leaf, *tables[t]) for leaf, tables in nodes if len(tables[t].rows)]
+            small = sum(sums.nbytes for _, _, sums in own) <= SMALL_BYTES * len(own)
+            for group in [own] if own and small else [[each] for each in own]:
+                counts = np.zeros(self.world.micro_batches + 1, np.int64)
+                for leaf, rows, _ in group:
+                    counts[leaf + 1] += len(rows)
+                bags = KeyedJaggedTensor((name,), _joined([rows for _, rows, _ in group]))
+                sums = _joined([sums for _, _, sums in group])
+                found.append((sequences[name], bags.in_parts(counts.cumsum().tolist()), sums))
         return found
 
     # ---- optimizer states, and rows by their ids
@@ -664,6 +673,10 @@ class Sharded(Placement):
 
     def flush(self) -> None:
         self.below.flush()
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _same(lookups: ops.Lookups, others: ops.Lookups) -> bool:
