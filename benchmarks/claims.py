@@ -22,7 +22,7 @@ import yaml
 from benchmarks.hot_lab import interval
 from benchmarks.hot_page import hot_tables
 from benchmarks.kernels import promises
-from benchmarks.markdown import across, clean_rounds, held, span, table
+from benchmarks.markdown import across, clean_rounds, heads, held, span, table
 from benchmarks.plan_page import plan_table
 from benchmarks.ranks_page import ranks_table
 from benchmarks.results import Cell, Reports, missing, over_processors
@@ -136,20 +136,33 @@ def factor(cell: Cell) -> str:
     return spread_of(cell, "ratio", "{:.2f}x")
 
 
-def score(row: dict[str, Any]) -> str:
-    """A mean over seeds with its standard deviation, and the paired difference to float32."""
-    text = f"{row['auc']:.4f} ± {row['sd']:.4f}"
-    if "difference" in row:
-        text += f" ({row['difference']:+.4f} ± {row['difference_sd']:.4f} beside float32)"
+def score(row: dict[str, Any], of: str = "") -> str:
+    """A mean over seeds with its standard deviation, and the paired difference to float32; of: "logloss_", or AUC."""
+    mean = row["logloss" if of else "auc"]
+    text = f"{mean:.4f} ± {row[f'{of}sd']:.4f}"
+    if f"{of}difference" in row:
+        text += f" ({row[f'{of}difference']:+.5f} ± {row[f'{of}difference_sd']:.5f} beside float32)"
     return text
 
 
-def scores_table(report: dict[str, Any]) -> list[str]:
-    """The rows of a study: what was varied, and the AUC over seeds."""
-    lines = ["| variant | validation AUC, mean ± sd over seeds (paired difference) | by seed |", "|---|---|---|"]
-    for row in report["scores"]:
-        lines.append(f"| {row['name']} | {score(row)} | {', '.join(f'{auc:.4f}' for auc in row['aucs'])} |")
-    return lines
+def scores_table(cells: list[dict[str, Any]]) -> list[str]:
+    """What was varied, and AUC and LogLoss over seeds."""
+    columns = (
+        "variant",
+        "validation AUC, mean ± sd over seeds (paired difference)",
+        "LogLoss",
+        "promised",
+        "AUC by seed",
+    )
+    rows = []
+    for cell in cells:
+        by_seed = ", ".join(f"{auc:.4f}" for auc in cell["aucs"])
+        promise = ""
+        if most := cell.get("most_difference"):
+            worst = max(abs(cell["difference"]), abs(cell["logloss_difference"]))
+            promise = held(f"both within {most}", holds=worst <= most)
+        rows.append([cell["name"], score(cell), score(cell, "logloss_"), promise, by_seed])
+    return table(heads(columns, left=range(5)), rows)
 
 
 def share(cell: dict[str, Any]) -> str:
@@ -406,6 +419,7 @@ TABLES = {
     "kernels": kernel_tables,
     "step_profile": profile_tables,
     "overlap": overlap_table,
+    "precision": scores_table,
     "end_to_end": step_tables,
     "end_to_end_as_intel": step_tables,
     "peak_memory": memory_table,
@@ -440,7 +454,7 @@ def benchmarks_page(reports: Reports) -> str:
         for processor, report in by_processor.items():
             lines += ["", f"### {name}: {processor}", ""]
             lines += [f"`{report['command']}`, {report['date']}. {machine_line(report)}.", ""]
-            lines += scores_table(report) if "scores" in report else TABLES.get(name, cell_table)(report["cells"])
+            lines += TABLES.get(name, cell_table)(report["cells"])
             if elsewhere := measured_elsewhere(report):
                 lines += ["", "Measured in another run:", "", *elsewhere]
     return "\n".join(lines) + "\n" + ("" if reports else "\n" + NOT_MEASURED)

@@ -39,21 +39,23 @@ def cell(shape: StepShape, peer: Peer, *, as_intel: bool = False) -> bench.Cell:
 
     def build() -> tuple[Step, Step]:
         setting = make_setting(shape)
-        ours, parts = make_ours(setting, peer.sparse)
+        ours, parts = make_ours(setting, peer.sparse, peer.ours)
         theirs = peer.build(setting, parts)
         for batch in range(5):  # five updates deep, on different batches
-            bench.check_agreement(name, ours, theirs, batch=batch)
+            bench.check_agreement(name, ours, theirs, batch=batch, within=peer.within)
         if not ours.last_loss < 10:
             raise ValueError(f"cell {name}: the loss is {float(ours.last_loss):.3g}; lower the shape's learning rate")
         return ours, theirs
 
+    has_floor = peer.ours == "fp32"
     return bench.Cell(
         name=name,
         peer=peer.title + (", MKL as on Intel's" if as_intel else ""),
         build=build,
-        limit_s=partial(floor_s, shape, peer.sparse),
+        limit_s=partial(floor_s, shape, peer.sparse) if has_floor else lambda _: None,
         target=shape.targets.get(peer.name),
-        most_over_limit=STEP_OVER_FLOOR,
+        most_over_limit=STEP_OVER_FLOOR if has_floor else None,
+        within=peer.within,
     )
 
 

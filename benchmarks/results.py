@@ -106,8 +106,8 @@ def over_processors(reports: Reports) -> dict[str, dict[str, Cell]]:
     found: dict[str, dict[str, Cell]] = {}
     for by_processor in reports.values():
         for processor, report in by_processor.items():
-            circumstances = {key: value for key, value in report.items() if key not in ("cells", "scores")}
-            for cell in (*report.get("cells", ()), *report.get("scores", ())):
+            circumstances = {key: value for key, value in report.items() if key != "cells"}
+            for cell in report.get("cells", ()):
                 found.setdefault(cell["name"], {})[processor] = {**circumstances, **cell.get("measured", {}), **cell}
     known = {name: {p: cell for p, cell in own.items() if counts(p, cell)} for name, own in found.items()}
     return {name: known[name] or own for name, own in found.items()}

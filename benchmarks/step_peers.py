@@ -11,11 +11,11 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,12 +25,15 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from benchmarks import bench
 from benchmarks.dense_cells import interact_in_torch
 from benchmarks.step_shapes import Setting
-from hotrow.batch import Batch
+from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
+from hotrow.kernels import ops
 from hotrow.models.dlrm import DLRM
 from hotrow.models.layers import MLP
-from hotrow.optim import SGD, RowWiseAdagrad
+from hotrow.optim import SGD, RowWiseAdagrad, SplitSGDBF16
 from hotrow.tables import TableConfig
+
+Arithmetic = Literal["fp32", "bf16"]
 
 
 class Step:
@@ -100,13 +103,20 @@ def make_model(setting: Setting) -> DLRM:
     )
 
 
-def make_ours(setting: Setting, sparse: bench.Optimizer) -> tuple[Step, Parts]:
-    """hotrow's step, and the parts a peer starts from."""
-    shape = setting.shape
+def make_ours(setting: Setting, sparse: bench.Optimizer, arithmetic: Arithmetic = "fp32") -> tuple[Step, Parts]:
+    """hotrow's step, and the parts a peer starts from.
+
+    bf16: as with `train.precision: split_bf16` and `train.dense_dtype: bf16`.
+    """
+    shape, is_narrow = setting.shape, arithmetic == "bf16"
     emb = EmbeddingCollection(
         (
             TableConfig(
-                name=f"C{i + 1}", num_embeddings=n, embedding_dim=shape.embedding_dim, feature_names=(f"C{i + 1}",)
+                name=f"C{i + 1}",
+                num_embeddings=n,
+                embedding_dim=shape.embedding_dim,
+                feature_names=(f"C{i + 1}",),
+                dtype="bfloat16" if is_narrow else "float32",
             )
             for i, n in enumerate(shape.rows)
         ),
@@ -116,12 +126,16 @@ def make_ours(setting: Setting, sparse: bench.Optimizer) -> tuple[Step, Parts]:
     tables: torch.optim.Optimizer = SGD(emb, shape.lr)
     if sparse == "rowwise_adagrad":
         tables = RowWiseAdagrad(emb, shape.lr, eps=bench.EPS, initial_accumulator_value=bench.ACCUMULATOR)
-    step = Step(
-        labelled(setting, lambda batch: (batch.dense, batch.sparse)),
-        lambda entry: model(entry[0], emb(entry[1])),
-        binary_cross_entropy_with_logits,
-        [dense_sgd([model], shape.lr), tables],
-    )
+
+    def forward(entry: tuple[Tensor, KeyedJaggedTensor]) -> Tensor:
+        rows = emb(entry[1])
+        with torch.autocast("cpu", dtype=torch.bfloat16) if is_narrow else nullcontext():
+            logits: Tensor = model(entry[0], rows)
+        return logits
+
+    dense = SplitSGDBF16(model.parameters(), lr=shape.lr, fused=True) if is_narrow else dense_sgd([model], shape.lr)
+    inputs = labelled(setting, lambda batch: (batch.dense, batch.sparse))
+    step = Step(inputs, forward, binary_cross_entropy_with_logits, [dense, tables])
     return step, Parts(model, list(emb.weights.values()))
 
 
@@ -305,10 +319,14 @@ class Peer:
     build: Callable[[Setting, Parts], Step]
     sparse: bench.Optimizer = "sgd"
     """Of the tables, on both sides."""
+    ours: Arithmetic = "fp32"
+    """Of hotrow's side."""
+    within: float = bench.Cell.within
+    """As `bench.Cell.within`."""
     modules: tuple[str, ...] = ()
     """What must be importable."""
     missing_path: str | None = None
-    """Why a path that it needs is not there."""
+    """Why what it needs besides is not there."""
 
     def missing(self) -> str | None:
         """Why it cannot run here, or None."""
@@ -354,5 +372,13 @@ def peers(dlrm: Path | None) -> list[Peer]:
             build=partial(make_torchrec, sparse="rowwise_adagrad", plain_dense=True),
             sparse="rowwise_adagrad",
             modules=torchrec,
+        ),
+        Peer(
+            name="float32",
+            title="hotrow in float32; ours with bfloat16 products and split weights, tables and MLPs",
+            build=lambda setting, parts: make_ours(setting, "sgd")[0],
+            ours="bf16",
+            within=5e-2,  # in half a dozen steps, losses and probabilities part by a hundredth
+            missing_path=None if ops.bfloat16_products() else "hotrow's products of bfloat16 do not run here",
         ),
     ]

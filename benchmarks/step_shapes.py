@@ -110,7 +110,7 @@ SHAPES = {
             num_dense=13,
             bottom_mlp=(512, 256),
             top_mlp=(1024, 1024, 512, 256),
-            targets={"dlrm": 1.35, "torchrec": 1.4},
+            targets={"dlrm": 1.35, "torchrec": 1.4, "float32": 1.4},
         ),
         StepShape(
             name="sc20-small",
@@ -123,7 +123,7 @@ SHAPES = {
             top_mlp=(1024, 1024, 1024),
             lookups=50,
             lr=0.01,
-            targets={"dlrm": 1.6},
+            targets={"dlrm": 1.6, "float32": 1.4},
         ),
         StepShape(
             name="embedding-bound",

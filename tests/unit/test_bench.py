@@ -271,7 +271,7 @@ def test_quick_bench_reports_every_promised_field(capfd: pytest.CaptureFixture[s
 
 def test_every_cell_agrees_with_its_peer_before_it_is_timed() -> None:
     dense = dense_cells.dense_cells(quick=True)
-    steps = [*end_to_end.step_cells(chosen=["torch"], quick=True), *micro_batches.cells(quick=True)]
+    steps = [*end_to_end.step_cells(chosen=["torch", "float32"], quick=True), *micro_batches.cells(quick=True)]
     for cell in [*bench.cells(quick=True), *dense, *steps]:
         ours, peer = cell.build()
         bench.check_agreement(cell.name, ours, peer, batch=1, within=cell.within)
@@ -378,9 +378,11 @@ def test_what_sweeps_say_of_claims() -> None:
 
 
 def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
-    row = {"name": "precision_fp16", "auc": 0.75, "sd": 0.01, "difference": -0.002, "difference_sd": 0.001}
+    found = [(0.74, 0.2), (0.76, 0.1)]
+    plain = precision.row_of("fp32_rowwise", [(0.742, 0.2), (0.762, 0.1)], None)
+    row = precision.row_of("bf16_rowwise", found, plain)
     report = {
-        "scores": [{**row, "aucs": [0.75]}],
+        "cells": [row],
         "machine": {"cpu": "A CPU", "cores": 2, "memory_bytes": 2**30},
         "versions": {"torch": "2"},
         "backend": {"name": "native", "isa": "avx2"},
@@ -390,10 +392,13 @@ def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
         "date": "2026-01-02",
     }
     page = claims.benchmarks_page({"precision": {"A CPU": report}})
-    assert "| precision_fp16 | 0.7500 ± 0.0100 (-0.0020 ± 0.0010 beside float32) | 0.7500 |" in page
-    claim = {"claim": "x", "figure": "not read", "ours": "precision_fp16"}
+    auc = "0.7500 ± 0.0141 (-0.00200 ± 0.00000 beside float32)"
+    logloss = "0.1500 ± 0.0707 (+0.00000 ± 0.00000 beside float32)"
+    promised = "both within 0.0005: **not held**"
+    assert f"| precision_bf16_rowwise | {auc} | {logloss} | {promised} | 0.7400, 0.7600 |" in page
+    claim = {"claim": "x", "figure": "not read", "ours": "precision_bf16_rowwise"}
     found = claims.claim_cells(claim, results.over_processors({"precision": {"A CPU": report}}))
-    assert found[2:4] == ["validation AUC 0.7500 ± 0.0100 (-0.0020 ± 0.0010 beside float32)", "`make it`"]
+    assert found[2:4] == [f"validation AUC {auc}", "`make it`"]
 
 
 # ---- whole steps
