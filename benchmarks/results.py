@@ -19,7 +19,7 @@ from benchmarks import bench
 
 Cell = dict[str, Any]
 Reports = dict[str, dict[str, dict[str, Any]]]
-PLACES = {"--dlrm": "PATH", "--folder": "DIR"}
+PLACES = {"--data": "PATH", "--dlrm": "PATH", "--folder": "DIR"}
 """Options that name a place on this machine, and what stands in a command for it."""
 
 

@@ -9,6 +9,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import re
 import select
 import signal
 import socket
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 from hotrow import EmbeddingCollection, Memory, TableConfig
 from hotrow.config.load import make_config
+from hotrow.kernels import ops
 from hotrow.parallel import agreement, group, heartbeat
 from hotrow.parallel.agreement import StillSame, check_same, everyone, facts_of, on_every_rank
 from hotrow.parallel.group import explaining_no_group, fresh
@@ -348,6 +351,9 @@ def disagree(world: World, folder: Path) -> None:
     config = make_config({"data": f"/home/rank-{world.rank}/criteo", "train": {"threads": world.rank + 1}})
     other = make_config({"data": "x", "train": {"batch_size": 64 if world.rank == 1 else 32}})
     facts = facts_of(config, checksum="c", micro_batches=3)
+    narrow = make_config({"data": "x", "train": {"dense_dtype": "bf16"}})
+    with patch.object(ops, "bfloat16_products", lambda: world.rank == 0):
+        products = facts_of(narrow, checksum="c", micro_batches=3)
     first, last = world.rank == 0, world.rank == 2
 
     def missing() -> str:
@@ -362,6 +368,7 @@ def disagree(world: World, folder: Path) -> None:
         "config": met(lambda: check_same(world, facts_of(other, checksum="c", micro_batches=3))),
         "version": met(lambda: check_same(world, facts | {"the version of hotrow": "1" if last else "2"})),
         "isa": met(lambda: check_same(world, facts | {"the instruction set": "avx2" if first else "avx512"})),
+        "products": met(lambda: check_same(world, products)),
         "data": met(lambda: check_same(world, facts | {"the checksum of the dataset": world.rank})),
         "missing": met(lambda: on_every_rank(world, missing)),
         "there": met(lambda: on_every_rank(world, lambda: world.rank)),
@@ -390,6 +397,9 @@ def test_ranks_that_differ_are_named_on_all(ranks: Callable[..., Ranks]) -> None
     assert f'the version of hotrow is "2" on ranks 0, 1 ({host}), "1" on rank 2' in found["version"]
     assert f'the instruction set is "avx2" on rank 0 ({host}), "avx512" on ranks 1, 2' in found["isa"]
     assert "HOTROW_ISA" in found["isa"]
+    assert re.search(
+        r'the instruction set is "\w+ with avx512_bf16" on rank 0 .*, "\w+" on ranks 1, 2', found["products"]
+    )
     assert "the checksum of the dataset is 0 on rank 0" in found["data"]
     assert found["missing"] == f"ranks 1, 2 ({host}): no dataset at data/criteo"
     assert "went apart by step 20: rank 2 has checksum of the dense weights" in found["weights"]

@@ -24,6 +24,7 @@ import pytest
 from expanded import expanded
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.kernels import ops
 from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.checkpoint_files import read_manifest
@@ -284,11 +285,16 @@ def test_second_signal_aborts(data: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_other_thread_count_is_a_counted_warning(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_and_products_are_counted_warnings(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     signal_at(monkeypatch, 3, signal.SIGINT)
-    run = runs.train(config(data, tmp_path / "run", []))
+    run = runs.train(config(data, tmp_path / "run", ["train.dense_dtype=bf16"]))
+    had_products = ops.bfloat16_products()
+    monkeypatch.setattr(ops, "has_amx", lambda: True)  # as on a processor that leaves them to torch
     run = runs.resume(run.path, ["train.threads=2"])
     assert run.record.warnings["resumed_with_other_threads"]["count"] == 1
+    assert ("resumed_with_other_isa" in run.record.warnings) == had_products
     assert run.record.status == "finished"
 
 

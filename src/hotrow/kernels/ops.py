@@ -187,6 +187,15 @@ def bfloat16_products() -> bool:
     return module is not None and bool(module.bfloat16_products()) and not has_amx()
 
 
+def isa_of(dense_dtype: str) -> str:
+    """Returns the instruction set by which results may differ in their last bits.
+
+    It names our products of bfloat16 if they run: other processors with the same set may leave them to torch.
+    """
+    isa = backend().isa
+    return f"{isa} with avx512_bf16" if dense_dtype == "bf16" and bfloat16_products() else isa
+
+
 def pin_threads(cores: Sequence[Sequence[int]]) -> int:
     """Binds thread i of the team that torch and the kernels share to the cores `cores[i]`; returns how many moved.
 

@@ -83,14 +83,14 @@ def facts_of(config: Config, *, checksum: str, micro_batches: int) -> dict[str, 
 
     checksum: of the dataset. Paths, threads and memory of a rank are left out (PER_RANK).
     """
-    backend, found = ops.backend(), versions()
+    found = versions()
     options = dict(_flat(config.model_dump(mode="json")))
     memory = config.memory if isinstance(config.memory, MemoryConfig) else MemoryConfig()
     return {
         "the version of hotrow": found["hotrow"],
         "the version of torch": found["torch"],
-        "kernels": backend.name,
-        "the instruction set": backend.isa,
+        "kernels": ops.backend().name,
+        "the instruction set": ops.isa_of(config.train.dense_dtype),
         "the checksum of the dataset": checksum,
         **{name: value for name, value in options.items() if not _per_rank(name)},
         "memory.lookahead": memory.lookahead,

@@ -482,7 +482,7 @@ class Training:
                 tables=tuple(self.parts.embedding.tables),
                 num_dense=len(self.dataset.info.dense),
                 threads=torch.get_num_threads(),
-                isa=ops.backend().isa,
+                isa=ops.isa_of(self.config.train.dense_dtype),
                 device=self.parts.dense.device.type,
                 config=self.config.model_dump(mode="json"),
             )
@@ -508,7 +508,8 @@ class Training:
             raise ValueError(f"{where}: state.turns, or the {self.config.train.monitor} of state.best, is null; {CURE}")
         with self._aside(), self.writes.restoring(path):
             load_checkpoint(path, self.parts.with_state())
-        for name, now in (("threads", torch.get_num_threads()), ("isa", ops.backend().isa), ("device", device)):
+        isa = ops.isa_of(self.config.train.dense_dtype)
+        for name, now in (("threads", torch.get_num_threads()), ("isa", isa), ("device", device)):
             if (then := getattr(extra, name)) != now:
                 self.folder.warn(
                     f"resumed_with_other_{name}",
