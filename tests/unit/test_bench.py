@@ -395,6 +395,8 @@ def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
     auc = "0.7500 ± 0.0141 (-0.00200 ± 0.00000 beside float32)"
     logloss = "0.1500 ± 0.0707 (+0.00000 ± 0.00000 beside float32)"
     promised = "both within 0.0005: **not held**"
+    assert claims.near_float32(row | {"difference": -0.0005}) == "both within 0.0005: held"
+    assert claims.near_float32(row | {"difference_sd": 0.01}) == "both within 0.0005: not resolved"
     assert f"| precision_bf16_rowwise | {auc} | {logloss} | {promised} | 0.7400, 0.7600 |" in page
     claim = {"claim": "x", "figure": "not read", "ours": "precision_bf16_rowwise"}
     found = claims.claim_cells(claim, results.over_processors({"precision": {"A CPU": report}}))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotrow import optim
+from hotrow.base.machine import has_amx
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config, DenseDtype
@@ -311,8 +312,12 @@ class DenseDevice:
 
     def words(self) -> str:
         """Returns the arithmetic in words for the user."""
-        ours = self.dtype == "bf16" and self.device.type == "cpu" and ops.bfloat16_products()
-        return "bfloat16 in products of MLPs, sums and weights float32" if ours else ARITHMETIC[self.dtype]
+        if (self.dtype, self.device.type) == ("bf16", "cpu"):
+            if ops.bfloat16_products():
+                return "bfloat16 in products of MLPs, sums and weights float32"
+            if has_amx() and ops.backend().isa == "avx512":
+                return f"{ARITHMETIC[self.dtype]}, on AMX"
+        return ARITHMETIC[self.dtype]
 
 
 def _check_interpreter(config: Config) -> None:
