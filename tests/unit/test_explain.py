@@ -34,6 +34,7 @@ from hotrow.plan.shards import shards_of
 from hotrow.plan.work import work_of
 from hotrow.run import runs, setup, trainer
 from hotrow.run.setup import tables_of
+from resealed import reseal
 
 MODEL = {"name": "dlrm", "embedding_dim": 16, "bottom_mlp": [8], "top_mlp": [8]}
 TRAIN = {"batch_size": 200, "threads": 1, "max_steps": 4}
@@ -416,6 +417,19 @@ def test_training_does_not_fail_for_want_of_a_prediction(
     record = runs.train(load_config(write({"dram": "600KiB"}), ()), quiet=True).record
     assert record.status == "finished" and record.predicted is None
     assert record.warnings["not_predicted"]["count"] == 1
+
+
+def test_figures_that_are_not_taken_are_a_counted_warning(
+    write: Any, hardware: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "hotrow").mkdir()
+    HARDWARE.write(tmp_path / "hotrow/hardware.json", hardware)
+    reseal(tmp_path / "hotrow/hardware.json", lambda fields: fields["dram_bytes"].update(value=-1))
+    run = runs.train(load_config(write(), ()), quiet=True)
+    warning = run.record.warnings["not_predicted"]
+    assert warning["count"] == 1 and "hardware.json: dram_bytes.value is '-1'" in warning["text"]
+    assert "dram_bytes.value" in (run.path / "report.html").read_text()
 
 
 def test_what_a_miss_costs() -> None:

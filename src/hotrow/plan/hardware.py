@@ -362,17 +362,29 @@ def known_hardware() -> Hardware | None:
     Figures of another machine (processor, cores or instruction set differ), and a file that cannot be read, are not
     taken: a warning says why.
     """
+    found = _kept()
+    if isinstance(found, str):
+        warnings.warn(found, stacklevel=2)
+        return None
+    return found
+
+
+def why_unknown() -> str | None:
+    """Returns why the figures that `hotrow probe` kept are not taken; None if they are, or if there are none."""
+    return found if isinstance(found := _kept(), str) else None
+
+
+def _kept() -> Hardware | str | None:
+    """Returns the figures that were kept, or why they are not taken; None if there are none."""
     path = hardware_path()
     try:
         if not path.exists():
             return None
         found = read_hardware(path)
     except (ValueError, OSError) as error:
-        warnings.warn(f"no measured figures are used: {error}", stacklevel=2)
-        return None
+        return f"no measured figures are used: {error}"
     if reason := another_machine(found, this_host()):
-        warnings.warn(f"no measured figures are used: {path} is of another machine ({reason}); {CURE}", stacklevel=2)
-        return None
+        return f"no measured figures are used: {path} is of another machine ({reason}); {CURE}"
     return found
 
 

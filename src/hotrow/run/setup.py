@@ -39,7 +39,7 @@ from hotrow.plan.choose import moved, place_tables
 from hotrow.plan.cost import BLIND_ERROR
 from hotrow.plan.demand import demands_of, tables_of
 from hotrow.plan.divide import Division, Sharing
-from hotrow.plan.hardware import Hardware, known_hardware
+from hotrow.plan.hardware import Hardware, known_hardware, why_unknown
 from hotrow.plan.shards import shards_of
 from hotrow.run.checkpoint import Part
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
@@ -85,7 +85,7 @@ class Setup:
     predicted: Predicted | None = None
     """A step, as the plan has it; None if nothing is known of this machine."""
     not_predicted: str | None = None
-    """Why nothing is predicted although this machine was measured."""
+    """Why nothing is predicted although there are figures of a machine."""
 
     @classmethod
     def decide(
@@ -125,7 +125,9 @@ class Setup:
             local_size=world.local_size,
         )
         setup = cls(config, dataset, tables, dense, memory, copies_on, folder, world, shards, hot)
-        if hardware is not None and shards and config.hot.takes_turns:
+        if training and hardware is None:
+            setup = replace(setup, not_predicted=why_unknown())
+        elif hardware is not None and shards and config.hot.takes_turns:
             text = f"hot.schedule is {config.hot.schedule}: no plan knows what ranks send in a hot and in a cold phase"
             setup = replace(setup, not_predicted=text)
         elif hardware is not None:
