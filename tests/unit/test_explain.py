@@ -78,6 +78,12 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def no_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that plan often, and do not look at what would change."""
+    monkeypatch.setattr("hotrow.plan.explain.changes", lambda *_: [])
+
+
+@pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
     def run(config: Path, *arguments: object, hardware: Hardware | None = None, code: int = 0) -> Any:
         options: list[object] = []
@@ -126,11 +132,12 @@ def test_a_step_on_a_declared_machine(plan: Any, write: Any, measured: Hardware,
         assert found["predicted"]["samples_per_s"] > 0
         assert found["modelled"].startswith("modelled from steps measured on made up on 2026-01-01")
         assert all(each["modelled"] for each in found["changes"])
-        text = plan(write(memory), "--hardware", name)
-        assert f"modelled on {found['hardware']['name']}, from steps measured on made up" in text
-        assert "predicted on" not in text
+    text = plan(write(), "--hardware", name)
+    assert f"modelled on {found['hardware']['name']}, from steps measured on made up" in text
+    assert "predicted on" not in text
 
 
+@pytest.mark.usefixtures("no_changes")
 def test_another_machine_has_its_own_threads_and_memory(
     plan: Any, write: Any, measured: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +203,7 @@ def test_the_plan_of_tiers_is_that_of_training(
     assert disk["gain"] > 0 and dram["gain"] > 0
 
 
+@pytest.mark.usefixtures("no_changes")
 def test_a_target_names_the_least_memory(plan: Any, write: Any, hardware: Hardware) -> None:
     long = {"max_steps": None, "epochs": 10}
 
@@ -216,6 +224,7 @@ def test_a_target_that_no_memory_reaches(plan: Any, write: Any, hardware: Hardwa
     assert "for 1,000,000,000,000 samples/s: no amount of memory is enough: with every row in DRAM it is" in text
 
 
+@pytest.mark.usefixtures("no_changes")
 def test_four_ranks(plan: Any, write: Any, hardware: Hardware, dataset: PackedDataset) -> None:
     assert "has no network" in plan(write(), "--ranks", 4, hardware=hardware, code=2)
     linked = replace(hardware, network=NETWORK)
@@ -310,15 +319,19 @@ def test_a_change_that_cannot_be_predicted_says_why(plan: Any, write: Any, hardw
         assert change["samples_per_s"] is None and change["gain"] is None and reason in change["cannot"]
 
 
-def test_a_change_of_an_option_is_predicted_as_a_run_with_it(plan: Any, write: Any, hardware: Hardware) -> None:
+def test_a_change_of_an_option_is_predicted_as_a_run_with_it(
+    plan: Any, write: Any, hardware: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the plan of the config that has the option; with all rows in DRAM, and with some on disk."""
     for memory in ("auto", {"dram": "600KiB", "lookahead": 1}):
         config = write(memory, max_steps=None, epochs=10)
+        monkeypatch.setattr("hotrow.plan.explain.changes", changes_of)
         found = plan(config, "--json", hardware=hardware)
         options = {each["what"].partition("(")[2].rstrip(")"): each for each in found["changes"] if "=" in each["what"]}
         wanted = {"train.threads=4", "train.batch_size=400", "hot.schedule=fae"}
         wanted |= {"train.precision=fp16", "train.precision=split_bf16"}
         assert set(options) == wanted | ({"memory.lookahead=4"} if memory != "auto" else set())
+        monkeypatch.setattr("hotrow.plan.explain.changes", lambda *_: [])
         for option, each in options.items():
             there = plan(config, "--json", "--set", option, hardware=hardware)
             assert each["cannot"] == there["not_predicted"] and not each["modelled"]
@@ -331,6 +344,7 @@ def test_a_change_of_an_option_is_predicted_as_a_run_with_it(plan: Any, write: A
         assert gains == sorted(gains, reverse=True)
 
 
+@pytest.mark.usefixtures("no_changes")
 def test_the_rated_life_of_a_drive(plan: Any, write: Any, hardware: Hardware) -> None:
     config = write({"dram": "600KiB"}, max_steps=None, epochs=10)
     rated = replace(hardware, disks=[replace(hardware.disks[0], endurance_bytes=Figure(1e15))])
@@ -342,6 +356,7 @@ def test_the_rated_life_of_a_drive(plan: Any, write: Any, hardware: Hardware) ->
     assert plan(write("dram"), "--json", hardware=rated)["rated_days"] is None, "nothing is written"
 
 
+@pytest.mark.usefixtures("no_changes")
 def test_words_for_what_binds(plan: Any, write: Any, hardware: Hardware) -> None:
     assert [bind(what) for what in ("disk", "rows in DRAM", "dense layers and their sums", "python")] == [
         "disk binds",
@@ -394,7 +409,7 @@ def test_counts_are_checked_once_before_a_run(
     monkeypatch.setattr(setup, "known_hardware", lambda: hardware)
     monkeypatch.setattr(setup, "QUICK_ROWS", 34_000)
     config = load_config(write({"dram": "600KiB", "force": True}), ())
-    decided = setup.Setup.decide(config, PackedDataset.open(dataset.path), tmp_path / "run")
+    decided = setup.Setup.decide(config, PackedDataset.open(dataset.path), tmp_path / "run", what_helps=True)
     assert decided.in_tiers and decided.predicted is not None
     assert sorted(checked) == [f"counts/t{t}" for t in range(3)]
     assert Counter(read) == {"t0": 2, "t1": 3, "t2": 3}

@@ -92,7 +92,7 @@ def _train_new(
         known = config.model_copy(update={"data": str(dataset.path.resolve())})
         _check_vocabularies(dataset)
         config.model.check(dataset)
-        return Setup.decide(known, dataset, runs, world=world)
+        return Setup.decide(known, dataset, runs, world=world, what_helps=also is None and world.rank == 0)
 
     setup = on_every_rank(world, decide)
     _check_same(setup)
@@ -208,7 +208,7 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, in
 
     def decide() -> Setup:
         dataset = PackedDataset.open(config.data, verify="sizes")
-        return Setup.decide(config, dataset, folder.path, world=world)
+        return Setup.decide(config, dataset, folder.path, world=world, what_helps=world.rank == 0)
 
     setup = on_every_rank(world, decide)
     _check_same(setup)

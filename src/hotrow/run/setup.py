@@ -96,12 +96,13 @@ class Setup:
         *,
         training: bool = True,
         world: World | None = None,
+        what_helps: bool = False,
     ) -> Setup:
         """Decides what `config` leaves open, for this machine and this dataset.
 
         folder: the run's folder, or where it will be. training: if False, the model only scores: tables have no
         optimizer state, and rows that do not fit in DRAM go to disk even if the config says `memory: dram`. world: the
-        ranks that train together; None: this process alone.
+        ranks that train together; None: this process alone. what_helps: whether to predict what would make it faster.
         Raises ValueError, with the cure, for what this machine, the dataset or a budget does not allow.
         """
         world = world or World()
@@ -133,7 +134,7 @@ class Setup:
         elif hardware is not None:
             if shards:
                 division = replace(division, sharing=sharing_of(config, tables, shards, world))
-            setup = replace(setup, **_prediction(division, memory, hardware))
+            setup = replace(setup, **_prediction(division, memory, hardware, what_helps=what_helps))
         if training:
             check_write_budget(config, tables, in_tiers=setup.in_tiers)
         return setup
@@ -221,11 +222,14 @@ def check_ranks(config: Config, dense: DenseDevice) -> None:
             raise ValueError(f"{option} is {value!r}, which does not work on several ranks yet: set it to {cure}")
 
 
-def _prediction(division: Division, memory: Memory | DeviceMemory | None, hardware: Hardware) -> dict[str, Any]:
+def _prediction(
+    division: Division, memory: Memory | DeviceMemory | None, hardware: Hardware, *, what_helps: bool
+) -> dict[str, Any]:
     """Returns the fields of a `Setup` that say what a step will take."""
     below = memory.below if isinstance(memory, DeviceMemory) else memory
     try:
-        found, others = division.step(below), changes(division, below, most_rows=QUICK_ROWS)
+        found = division.step(below)
+        others = changes(division, below, most_rows=QUICK_ROWS) if what_helps else []
     except Exception as error:  # a run does not fail for want of a prediction
         return {"not_predicted": str(error) or type(error).__name__}
     fields = {name: value for name, value in asdict(found).items() if value is not None}
