@@ -237,6 +237,30 @@ def test_rows_are_as_the_study_says(lookups: float, tmp_path: Path) -> None:
     assert data.prepared(rows, tmp_path).path == dataset.path
 
 
+def test_generated_features_fall_into_all_buckets_alike(tmp_path: Path) -> None:
+    rows = SyntheticRows(
+        tables=5, rows=90, spread=3.0, dense=1, lookups=4, zipf=1.1, samples=4000, generated=2, buckets=8
+    )
+    dataset = data.prepared(rows, tmp_path)
+    assert [table.num_embeddings for table in dataset.info.tables] == [30, 90, 270, 9, 9]
+    assert [feature.kind for feature in dataset.info.features] == ["multi_hot"] * 3 + ["one_hot"] * 2
+    for ids in dataset.split("train").block(0).ids[3:]:
+        assert np.all(np.abs(np.bincount(ids, minlength=9)[1:] / 500 - 1) < 0.25)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="generated is 3 of 2 tables; it must not exceed tables"):
+        SyntheticRows(tables=2, generated=3)
+
+
+def test_the_models_of_presto_are_as_published() -> None:
+    study = read_study(STUDIES / "efficiency.yaml")
+    points = {cell.labels["point"]: cell for cell in expand(study, origin="") if cell.group == "models"}
+    shapes = [points[f"rm{k}"].data for k in range(1, 6)]
+    assert [(own.dense, own.tables, own.generated, own.lookups) for own in shapes] == [  # type: ignore[union-attr]
+        (13, 39, 13, 1), (504, 63, 21, 20), (504, 84, 42, 20), (504, 84, 42, 20), (504, 84, 42, 20)
+    ]  # fmt: skip
+    assert [own.buckets for own in shapes[1:]] == [1024, 1024, 2048, 4096]  # type: ignore[union-attr]
+    assert len({json.dumps(points[f"rm{k}"].config) for k in range(1, 6)}) == 1, "the same model and batches"
+
+
 def test_rows_half_written_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = SyntheticRows(tables=1, rows=20, dense=0, samples=10)
     with monkeypatch.context() as patch:
@@ -662,7 +686,7 @@ class Joules:
         return 50 * time.perf_counter() if self._left >= 0 else None
 
 
-@pytest.mark.parametrize("readings", [math.inf, 5, 0])
+@pytest.mark.parametrize("readings", [math.inf, 5, 4, 0])
 def test_power_is_that_of_the_rounds_and_absent_if_one_of_them_lacks_it(
     readings: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,8 +40,13 @@ class SyntheticRows:
 
     tables: Annotated[int, Field(ge=1, le=4096)] = 8
     """Number of tables, each looked up by a feature of its own."""
+    generated: Annotated[int, Field(ge=0, le=4096)] = 0
+    """How many of the tables are of features that preprocessing makes of dense ones, by the bucket that a value is in:
+    one id per sample, all buckets alike."""
+    buckets: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
+    """Buckets of a generated feature, each a row of its table."""
     rows: Annotated[int, Field(ge=2, le=1 << 30)] = 100_000
-    """Rows in a table; with `spread`, in the table in the middle."""
+    """Rows in a table that is not of a generated feature; with `spread`, in the table in the middle."""
     spread: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Rows of the largest table over `rows`, and of `rows` over those of the smallest; between them, evenly by
     powers."""
@@ -50,35 +55,48 @@ class SyntheticRows:
     dense: Annotated[int, Field(ge=0, le=65_536)] = 13
     """Number of dense features."""
     lookups: Annotated[float, Field(ge=1, le=1000)] = 1.0
-    """Ids of a feature per sample: 1, or a mean (Poisson, at least one)."""
+    """Ids of a feature per sample, if it is not generated: 1, or a mean (Poisson, at least one)."""
     zipf: Annotated[float, Field(ge=0, le=5)] = 1.05
     """Exponent of the popularity law; 0 is uniform."""
     samples: Size = 16_384
     """Training rows. A round of a measurement is one pass over them, or several."""
     seed: Annotated[int, Field(ge=0)] = 1
 
+    def __post_init__(self) -> None:
+        if self.generated > self.tables:
+            raise ValueError(f"generated is {self.generated} of {self.tables} tables; it must not exceed tables")
+        if self.generated and self.sizes is not None:
+            raise ValueError(f"generated is {self.generated}, but sizes lists all tables: give tables and rows instead")
+
+    @property
+    def raw(self) -> int:
+        """Tables that are not of generated features. They are the first."""
+        return self.tables - self.generated if self.sizes is None else len(self.sizes)
+
     @property
     def table_rows(self) -> list[int]:
         """Rows of each table."""
         if self.sizes is not None:
             return [*self.sizes]
-        places = [2 * t / (self.tables - 1) - 1 if self.tables > 1 else 0.0 for t in range(self.tables)]
-        return [max(2, round(self.rows * self.spread**place)) for place in places]
+        places = [2 * t / (self.raw - 1) - 1 if self.raw > 1 else 0.0 for t in range(self.raw)]
+        own = [max(2, round(self.rows * self.spread**place)) for place in places]
+        return own + [self.buckets + 1] * self.generated
 
     @property
     def num_bytes(self) -> int:
         """About how many bytes the packed rows take."""
-        per_row = 4 + 4 * self.dense + len(self.table_rows) * (4 * self.lookups + (8 if self.lookups > 1 else 0))
+        per_row = 4 + 4 * self.dense + self.raw * (4 * self.lookups + (8 if self.lookups > 1 else 0))
+        per_row += 4 * self.generated
         return int(self.samples * per_row) + 4 * sum(self.table_rows)
 
     def write(self, folder: Path) -> None:
         """Writes the packed dataset."""
         names = [f"t{t}" for t in range(len(self.table_rows))]
-        kind = "one_hot" if self.lookups == 1 else "multi_hot"
+        kinds = ["one_hot" if self.lookups == 1 else "multi_hot"] * self.raw + ["one_hot"] * self.generated
         info = DatasetInfo(
             name=f"synthetic-{self.digest}",
             dense=tuple(DenseColumn(f"d{i}") for i in range(self.dense)),
-            features=tuple(Feature(name, name, kind) for name in names),  # type: ignore[arg-type]
+            features=tuple(Feature(name, name, kind) for name, kind in zip(names, kinds, strict=True)),  # type: ignore[arg-type]
             tables=tuple(Table(name, rows) for name, rows in zip(names, self.table_rows, strict=True)),
             licence="drawn at random",
         )
@@ -101,13 +119,14 @@ class SyntheticRows:
         Row 0, which preparation keeps for rare and unseen ids, is not looked up.
         """
         generator = np.random.default_rng([self.seed, 1 + table])
-        splits, num_ids = None, self.samples
-        if self.lookups > 1:
+        splits, num_ids, is_raw = None, self.samples, table < self.raw
+        if self.lookups > 1 and is_raw:
             lengths = np.maximum(1, generator.poisson(self.lookups, self.samples))
             splits = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
             num_ids = int(splits[-1])
         words = generator.integers(0, 1 << 64, num_ids, np.uint64)
-        ranks = draw_ranks(SyntheticTable(name="t", num_embeddings=rows - 1, zipf=self.zipf), words)
+        zipf = self.zipf if is_raw else 0.0
+        ranks = draw_ranks(SyntheticTable(name="t", num_embeddings=rows - 1, zipf=zipf), words)
         seen, inverse, counts = np.unique(ranks, return_inverse=True, return_counts=True)
         order = np.argsort(-counts, kind="stable")
         place = np.empty(len(seen), np.int64)
