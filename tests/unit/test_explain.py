@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -393,10 +392,10 @@ def test_training_says_predicted_beside_measured(
     assert "ms measured (predicted);" in text and f"{run.record.predicted['binds']} binds" in text
 
 
-def test_counts_are_checked_once_before_a_run(
+def test_counts_are_checked_and_read_once_before_a_run(
     write: Any, dataset: PackedDataset, hardware: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file is checked once; its counts are read for the slots, for the work of a step, and for what caches hit.
+    """For the slots, for the work of a step, and for what caches hit.
 
     Of large tables no change of the run is predicted that reads them again.
     """
@@ -412,7 +411,7 @@ def test_counts_are_checked_once_before_a_run(
     decided = setup.Setup.decide(config, PackedDataset.open(dataset.path), tmp_path / "run", what_helps=True)
     assert decided.in_tiers and decided.predicted is not None
     assert sorted(checked) == [f"counts/t{t}" for t in range(3)]
-    assert Counter(read) == {"t0": 2, "t1": 3, "t2": 3}
+    assert sorted(read) == ["t0", "t1", "t2"]
     left = [each["what"] for each in decided.predicted["changes"] if "ask hotrow plan" in (each["cannot"] or "")]
     assert len(left) == 2 and "train.batch_size=400" in left[0] and "memory.lookahead=8" in left[1], left
 
@@ -484,7 +483,7 @@ def test_of_two_divisions_the_one_with_the_faster_step_is_taken(
 
     config = load_config(write(), ())
     work = work_of(config, tables_of(config, dataset), dataset)
-    monkeypatch.setattr("hotrow.plan.divide.work_of", lambda *arguments: work)
+    monkeypatch.setattr("hotrow.plan.divide.work_of", lambda *_, **__: work)
     monkeypatch.setattr("hotrow.plan.divide.predict", step)
     memory, _, slots = division.divide(900 << 10, "in_place")
     assert division.plan is not None

@@ -20,12 +20,12 @@ from hotrow.parallel.exchange import WireDtype
 from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.plan.cost import Prediction, predict
-from hotrow.plan.demand import accesses_of, demands_of, most_rows, tables_of
+from hotrow.plan.demand import demands_of, most_rows, tables_of
 from hotrow.plan.hardware import Disk, Hardware
-from hotrow.plan.solve import CountsPlan, TableUse, plan_by_counts
+from hotrow.plan.solve import Counted, CountsPlan, TableUse, plan_by_counts
 from hotrow.plan.traffic import traffic_of
 from hotrow.plan.wire import Shared, share_of
-from hotrow.plan.work import Work, work_of
+from hotrow.plan.work import Work, read_counts, work_of
 from hotrow.tables import TableConfig
 
 
@@ -105,6 +105,12 @@ class Division:
         return sum(table.num_rows * table.record_bytes for table in self.plain)
 
     @cached_property
+    def counted(self) -> dict[str, Counted]:
+        """What was read of the tables' counts, once for the plan and for predictions; there must be a dataset."""
+        assert self.dataset is not None
+        return read_counts(self.config, self.tables, self.dataset)
+
+    @cached_property
     def plan(self) -> CountsPlan | None:
         """The plan by the accesses that preparation counted; None if it counted none, and if tables are only read."""
         if not self.training or self.dataset is None or not self.dataset.has_counts:
@@ -113,8 +119,8 @@ class Division:
         if not num_rows:
             return None
         return plan_by_counts(
-            {table.name: accesses_of(table, self.dataset) for table in self.tables},
-            num_steps=num_rows / self.config.train.batch_size,
+            self.counted,
+            num_steps=num_rows / min(self.config.train.batch_size, num_rows),
             depth=(MemoryConfig() if isinstance(chosen, str) else chosen).lookahead,
             least_cached={t.name: max(LEAST_ROWS, most_rows(self.config, t)) for t in self.tables},
         )
@@ -127,6 +133,8 @@ class Division:
         assert self.dataset is not None and self.sharing is None
         tables = tables_of(config, self.dataset)
         other = replace(self, config=config, tables=tables, _uses={}, _weighted={})
+        if config.train.batch_size == self.config.train.batch_size:
+            vars(other)["counted"] = self.counted
         if looks_at_accesses(self.config, config):
             return other
         vars(other)["work"] = work_of(config, tables, self.dataset, like=self.work)
@@ -194,7 +202,7 @@ class Division:
     def work(self) -> Work:
         """What a step does; there must be a dataset. Raises ValueError if `work_of` does."""
         assert self.dataset is not None
-        return work_of(self.config, self.tables, self.dataset)
+        return work_of(self.config, self.tables, self.dataset, counted=self.counted)
 
     def predict(
         self, slots: Sequence[TableSlots] | None, memory: Memory | None = None, hardware: Hardware | None = None

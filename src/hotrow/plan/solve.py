@@ -62,20 +62,61 @@ class MissRatio(Protocol):
         """Returns the share of accesses that miss."""
 
 
+@dataclass(frozen=True)
+class Counted:
+    """How often the rows of a table are looked up: all that plans and predictions take from its counts.
+
+    Counts may be gigabytes, so they are read once; the numbers of rows here are few, as rows are ranked.
+    """
+
+    num_rows: int
+    num_steps: float
+    rates: Array
+    """The different rates at which rows are looked up, per step [K]."""
+    cuts: NDArray[np.int64]
+    """Lengths of prefixes to look at, rising, from none to all."""
+    entries: tuple[NDArray[np.int64], Array]
+    """Places in a matrix [len(cuts) - 1, K], and how many rows between two cuts have the rate; the others are 0."""
+
+    @classmethod
+    def of(cls, name: str, counts: NDArray[Any], num_steps: float) -> Counted:
+        """Reads accesses of each row in `num_steps` steps. Raises ValueError if some are negative or not finite."""
+        cuts = _cuts(len(counts))
+        rates, rows = _rates(name, counts, num_steps, cuts)
+        places = np.flatnonzero(rows)
+        return cls(len(counts), num_steps, rates, cuts, (places, rows.ravel()[places]))
+
+    @property
+    def rows_by_cut(self) -> Array:
+        """How many rows between two cuts have each rate [len(cuts) - 1, K]."""
+        found = np.zeros((len(self.cuts) - 1, len(self.rates)))
+        places, num = self.entries
+        found.ravel()[places] = num
+        return found
+
+    @property
+    def rows(self) -> Array:
+        """How many rows have each rate [K]."""
+        places, num = self.entries
+        found = np.zeros(len(self.rates))
+        np.add.at(found, places % max(1, len(found)), num)
+        return found
+
+
 class TableUse:
     """One table's accesses, and what slots are worth to it.
 
-    counts: accesses of each row in `num_steps` steps, [num_rows]. curve: measured hits of caches, in which the first
-    access to a row is a miss. depth: batches that are fetched ahead, whose rows take cached slots. least_cached: the
-    least number of cached rows, if the table has as many. first_epoch: accesses are not independent, they are those of
-    shuffled epochs of `num_steps` steps; the share of the steps that are of the first epoch. Raises ValueError if
-    counts are negative, not finite, or of another number of rows.
+    counts: accesses of each row in `num_steps` steps, [num_rows], or what was read of them. curve: measured hits of
+    caches, in which the first access to a row is a miss. depth: batches that are fetched ahead, whose rows take cached
+    slots. least_cached: the least number of cached rows, if the table has as many. first_epoch: accesses are not
+    independent, they are those of shuffled epochs of `num_steps` steps; the share of the steps that are of the first
+    epoch. Raises ValueError if counts are negative, not finite, or of another number of rows.
     """
 
     def __init__(
         self,
         demand: TableDemand,
-        counts: ArrayLike,
+        counts: ArrayLike | Counted,
         *,
         num_steps: float,
         curve: MissRatio | None = None,
@@ -83,12 +124,16 @@ class TableUse:
         least_cached: int = LEAST_ROWS,
         first_epoch: float | None = None,
     ) -> None:
-        given = np.asarray(counts)
-        if given.shape != (demand.num_rows,):
-            raise ValueError(f"table {demand.name!r}: counts are {given.shape}, the table has {demand.num_rows:,} rows")
+        if not isinstance(counts, Counted):
+            given = np.asarray(counts)
+            if given.shape != (demand.num_rows,):
+                raise ValueError(
+                    f"table {demand.name!r}: counts are {given.shape}, the table has {demand.num_rows:,} rows"
+                )
+            counts = Counted.of(demand.name, given, num_steps)
+        assert (counts.num_rows, counts.num_steps) == (demand.num_rows, num_steps)
         self.demand = demand
-        self._cuts = _cuts(demand.num_rows)
-        rates, rows = _rates(demand.name, given, num_steps, self._cuts)
+        self._cuts, rates, rows = counts.cuts, counts.rates, counts.rows_by_cut
         if first_epoch is None:
             windows = _windows(rates, rows)
             chance, came = -np.expm1(-rates), -np.expm1(-np.outer(rates, windows))
@@ -471,7 +516,7 @@ def expected_hits(tables: Sequence[TableUse], slots: Sequence[TableSlots]) -> fl
 class CountsPlan:
     """What `Memory(plan=...)` calls; made by `plan_by_counts`."""
 
-    counts: Mapping[str, ArrayLike]
+    counts: Mapping[str, ArrayLike | Counted]
     num_steps: float
     curves: Mapping[str, MissRatio]
     depth: int
@@ -522,7 +567,7 @@ class CountsPlan:
 
 
 def plan_by_counts(
-    counts: Mapping[str, ArrayLike],
+    counts: Mapping[str, ArrayLike | Counted],
     *,
     num_steps: float,
     curves: Mapping[str, MissRatio] | None = None,

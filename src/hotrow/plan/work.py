@@ -29,7 +29,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.models.layers import Network
 from hotrow.placement.budget import LEAST_ROWS, TableDemand
 from hotrow.plan.demand import accesses_of, demands_of, most_rows
-from hotrow.plan.solve import TableUse, rates_of
+from hotrow.plan.solve import Counted, TableUse
 from hotrow.tables import TableConfig
 
 LINE_BYTES = 64
@@ -51,8 +51,8 @@ class TableWork:
     accesses are not known, and all rows are looked up as often."""
     jagged: bool = False
     """Whether bags have any number of ids."""
-    counts: NDArray[Any] | None = field(default=None, repr=False, compare=False)
-    """Accesses of each row in `num_steps` steps; None if they are not known."""
+    counted: Counted | None = field(default=None, repr=False, compare=False)
+    """What was read of the accesses of each row in `num_steps` steps; None if they are not known."""
     num_steps: float = 1.0
     first_epoch: float = 0.0
     """The share of the run's steps that are of its first epoch."""
@@ -63,7 +63,7 @@ class TableWork:
     @cached_property
     def use(self) -> TableUse:
         """What slots are worth to the table. Raises ValueError if its accesses are not known."""
-        if self.counts is None:
+        if self.counted is None:
             raise ValueError(
                 f"table {self.table.name!r}: the dataset has no access counts, without which hits cannot be predicted; "
                 "prepare the data with hotrow prepare"
@@ -71,7 +71,7 @@ class TableWork:
         demand = TableDemand(self.table.name, self.table.num_embeddings, self.record_bytes)
         return TableUse(
             demand,
-            self.counts,
+            self.counted,
             num_steps=self.num_steps,
             depth=self.depth,
             least_cached=self.least_cached,
@@ -170,13 +170,14 @@ def work_of(
     dataset: PackedDataset,
     *,
     warmup: int = 0,
+    counted: Mapping[str, Counted] | None = None,
     like: Work | None = None,
 ) -> Work:
     """Counts what a training step does; different rows by the dataset's access counts.
 
-    warmup: the first steps, which do not count. like: that of a run whose steps come to the same rows, which are then
-    not looked at again. Raises ValueError for what has no prediction yet (`not_modelled`), and
-    for a dataset without training rows.
+    warmup: the first steps, which do not count. counted: `read_counts`, if they were read before. like: that of a run
+    whose steps come to the same rows, which are then not looked at again. Raises ValueError for what has no prediction
+    yet (`not_modelled`), and for a dataset without training rows.
     """
     if reason := not_modelled(config):
         raise ValueError(f"{reason} cannot be predicted yet")
@@ -197,7 +198,7 @@ def work_of(
     return Work(
         batch_size=batch_size,
         num_dense=num_dense,
-        tables=_tables_work(config, tables, demands, dataset, run, memory.lookahead)
+        tables=_tables_work(config, tables, demands, dataset, run, memory.lookahead, counted)
         if like is None
         else tuple(own.of(table, demand) for own, table, demand in zip(like.tables, tables, demands, strict=True)),
         optimizer=config.optimizer.sparse.name,
@@ -212,6 +213,15 @@ def work_of(
         folder=str(memory.ssd or memory.file or config.run or ""),
         **dense_work(model, dims, num_dense, batch_size),
     )
+
+
+def read_counts(config: Config, tables: Sequence[TableConfig], dataset: PackedDataset) -> dict[str, Counted]:
+    """Reads the counts of the training split, by table; empty if the dataset has none, or no training rows."""
+    num_rows = dataset.split("train").num_rows
+    if not dataset.has_counts or not num_rows:
+        return {}
+    num_steps = num_rows / min(config.train.batch_size, num_rows)
+    return {table.name: Counted.of(table.name, accesses_of(table, dataset), num_steps) for table in tables}
 
 
 def not_modelled(config: Config) -> str | None:
@@ -276,10 +286,14 @@ def _tables_work(
     dataset: PackedDataset,
     run: _Run,
     depth: int,
+    counted: Mapping[str, Counted] | None,
 ) -> tuple[TableWork, ...]:
     lengths = _mean_lengths(dataset)
-    each = zip(tables, demands, strict=True)
-    return tuple(_table_work(config, table, demand, dataset, run, lengths, depth) for table, demand in each)
+    known = read_counts(config, tables, dataset) if counted is None else counted
+    return tuple(
+        _table_work(config, table, demand, dataset, run, lengths, depth, known.get(table.name))
+        for table, demand in zip(tables, demands, strict=True)
+    )
 
 
 def _table_work(
@@ -290,18 +304,18 @@ def _table_work(
     run: _Run,
     lengths: Mapping[str, float],
     depth: int,
+    counted: Counted | None,
 ) -> TableWork:
     lookups = run.batch_size * sum(lengths[name] for name in table.feature_names)
     kinds = {feature.name: feature.kind for feature in dataset.info.features}
     known: dict[str, Any] = {}
-    if dataset.has_counts:
-        counts = accesses_of(table, dataset)
-        lookups = float(counts.sum(dtype=np.float64)) / run.per_epoch
-        rates, num = rates_of(table.name, counts, run.per_epoch)
+    if counted is not None:
+        rates, num = counted.rates, counted.rows
+        lookups = float(num @ rates)
         of_epoch = rates * run.per_epoch
         rows = float(num @ (1 - (1 - min(1.0, 1 / run.per_epoch)) ** of_epoch))
         by_rate = zip(rates.tolist(), num.tolist(), run.first_times(of_epoch).tolist(), strict=True)
-        known = {"counts": counts, "rates": tuple(sorted(by_rate, reverse=True))}
+        known = {"counted": counted, "rates": tuple(sorted(by_rate, reverse=True))}
     else:
         rows = table.num_embeddings * -math.expm1(-lookups / table.num_embeddings)
     return TableWork(
