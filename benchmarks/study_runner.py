@@ -59,11 +59,14 @@ class OfPreset:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._study.cells, name)
 
-    def plan(self, *, memory_bytes: int, cores: int) -> Plan:
+    def plan(self, rows: Mapping[str, Mapping[str, Any]], *, memory_bytes: int, cores: int) -> Plan:
         return make_plan(self._study, quick=self._quick, memory_bytes=memory_bytes, cores=cores)
 
     def begin(self, cells: Sequence[Any], folder: Path) -> None:
         pass
+
+    def following(self, rows: Mapping[str, Mapping[str, Any]]) -> Sequence[Any]:
+        return ()
 
     def complete(self, rows: dict[str, dict[str, Any]], folder: Path) -> None:
         pass

@@ -6,10 +6,12 @@ Everything that reads cgroups is here.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import platform
 import re
+import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
@@ -18,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+_PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
 ISAS = ("baseline", "avx2", "avx512")
 """The instruction sets that the native kernels are built for, narrowest first."""
 
@@ -314,3 +318,9 @@ class Disturbance:
         if seconds >= LEAST_COUNTED_S:
             waited = min(waited, others)
         return (stolen + max(0.0, waited)) / seconds
+
+
+def end_with_parent() -> None:
+    """Makes Linux kill this process when the thread that started it ends, however that is."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems have no such call
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

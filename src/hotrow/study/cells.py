@@ -43,6 +43,7 @@ from hotrow.study.links import Link, LinkError
 from hotrow.study.results import files_of, summary_of
 from hotrow.study.runner import Plan
 from hotrow.study.scaling import modelled_of
+from hotrow.study.search import following, reached
 from hotrow.study.study import Cell, Study, expand
 from hotrow.study.worker import LEAST_ROUNDS, Spec, write_spec
 from hotrow.tables import TableConfig
@@ -91,8 +92,19 @@ class Studied:
         cells = expand(self.study, origin=self.origin, quick=self.quick)
         return sorted(cells, key=lambda cell: cell.data.digest)
 
-    def plan(self, *, memory_bytes: int, cores: int) -> Plan:
-        return Plan(tuple(self.cells))
+    def plan(self, rows: Mapping[str, Mapping[str, Any]], *, memory_bytes: int, cores: int) -> Plan:
+        return Plan(tuple(sorted(self._reached(rows), key=self.setup_of)))
+
+    def following(self, rows: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
+        """Returns the cells that searches want next; a quick look searches nothing."""
+        if self.quick:
+            return []
+        return sorted(following(self.study, self._reached(rows), rows), key=self.setup_of)
+
+    def _reached(self, rows: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
+        """Returns all cells and those that searches have measured, in the order of pages."""
+        cells = expand(self.study, origin=self.origin, quick=self.quick)
+        return cells if self.quick else reached(self.study, cells, rows)
 
     def estimate_s(self, cells: Sequence[Cell]) -> float:
         data = {cell.data for cell in cells if not cell.is_modelled}
@@ -231,7 +243,7 @@ class Studied:
 
     def complete(self, rows: dict[str, dict[str, Any]], folder: Path) -> None:
         """Adds machines that were not named when a row was measured, and costs that were not declared."""
-        for digest, cells in itertools.groupby(self.cells, self.setup_of):
+        for digest, cells in itertools.groupby(sorted(self._reached(rows), key=self.setup_of), self.setup_of):
             for cell in cells:
                 if cell.key in rows:
                     rows[cell.key] = self._completed(cell, rows[cell.key], folder)
@@ -296,7 +308,8 @@ class Studied:
 
     def _own(self, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Returns the rows of this study's cells in their order: the file may hold those of an earlier version."""
-        place = {cell.key: at for at, cell in enumerate(expand(self.study, origin=self.origin, quick=self.quick))}
+        cells = self._reached({row["key"]: row for row in rows})
+        place = {cell.key: at for at, cell in enumerate(cells)}
         return sorted((row for row in rows if row["key"] in place), key=lambda row: place[row["key"]])
 
     def files(self, report: Mapping[str, Any]) -> Mapping[str, str]:

@@ -57,9 +57,15 @@ def _beside(row: Mapping[str, Any], first: Mapping[str, Any] | None) -> str:
 
 def quality_told(report: Report) -> str:
     """Returns by how much NE rises with the batch size, each with the rate that was best on validation rows."""
-    first, *others = quality_by_batch(report["cells"])
-    texts = [f"{one['batch_size']:,} {one['ne_gap']:+.2%}" for one in others]
-    return f"test NE beside batches of {first['batch_size']:,}: {', '.join(texts)}"
+    found = quality_by_batch(report["cells"])
+    first, *others = found
+    spreads = ["" if one["ne_gap_sd"] is None else f" ± {one['ne_gap_sd']:.2%}" for one in others]
+    texts = [f"{one['batch_size']:,} {one['ne_gap']:+.2%}{sd}" for one, sd in zip(others, spreads, strict=True)]
+    told = f"test NE beside batches of {first['batch_size']:,}: {', '.join(texts)}"
+    seeds = f" (means and standard deviations of {first['seeds']} seeds)" if first["seeds"] > 1 else ""
+    edges = [f"{one['batch_size']:,}" for one in found if one["at_the_edge"]]
+    edge = f"; at {', '.join(edges)} the best rate is the last that was tried" if edges and not report["quick"] else ""
+    return told + seeds + edge
 
 
 def prediction_told(report: Report) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hotrow.bench import is_disturbed
 from hotrow.draw import bar_chart, line_chart, load_template
+from hotrow.study.search import GOOD_SHARE, SEED
 from hotrow.study.study import MODELLED, Group, Study
 
 Row = Mapping[str, Any]
@@ -16,8 +17,8 @@ COSTS = {"samples/s": "samples_per_s", "samples/J": "samples_per_j", "samples pe
 """What is compared over machines: name of its column, and field."""
 MOST_NAMED, LONGEST_NAMED = 8, 12
 """Points of a chart that have names instead of numbers, and characters of a name: more would overlap."""
-GOOD_SHARE = 0.95
-"""The best batch size is the smallest that reaches this share of the highest speed."""
+BATCH = "train.batch_size"
+_NES = ("val_ne", "test_ne")
 CLOSE = 0.15
 SAME_PLACEMENT = 0.03
 """A placement counts as chosen well if it is slower than the fastest by at most this."""
@@ -96,7 +97,7 @@ def _placements(rows: Sequence[Row]) -> dict[str, Any]:
 def best_batches(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Returns, for each line of a group in which the batch size varies, the fastest and the smallest good one."""
     found = []
-    for line, own in lines_of(rows, "train.batch_size").items():
+    for line, own in lines_of(rows, BATCH).items():
         fastest = max(own, key=lambda row: row["samples_per_s"])
         enough = [row for row in own if row["samples_per_s"] >= GOOD_SHARE * fastest["samples_per_s"]]
         good = min(enough, key=lambda row: row["batch_size"])
@@ -115,26 +116,59 @@ def best_batches(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def quality_by_batch(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Returns, for each batch size, the point of the other axes with the lowest validation NE, and its gap on test.
 
-    The gap is the test NE over that of the smallest batch size, both with their own best rate.
+    Figures are means over seeds. The gap is the test NE over that of the smallest batch size with the same seed, both
+    at their own best point; `_sd` is the standard deviation over seeds, None for one seed. `at_the_edge`: no point
+    beyond it was tried, so that a better one may lie there.
     """
-    best: dict[int, Row] = {}
-    for row in rows:
-        if row.get("val_ne") is not None and row.get("test_ne") is not None:
-            before = best.get(row["batch_size"])
-            if before is None or row["val_ne"] < before["val_ne"]:
-                best[row["batch_size"]] = row
-    if not best:
-        return []
-    base = best[min(best)]["test_ne"]
-    return [
-        {
-            "batch_size": size,
-            "point": " ".join(f"{axis} {label}" for axis, label in row["axes"].items() if axis != "train.batch_size"),
-            **{name: row[name] for name in ("test_ne", "test_auc", "samples_per_s")},
-            "ne_gap": row["test_ne"] / base - 1,
+    found: list[dict[str, Any]] = []
+    base: dict[str, float] = {}
+    for size in sorted({row["batch_size"] for row in rows if "batch_size" in row}):
+        points: dict[str, list[Row]] = {}
+        for row in rows:
+            if row["batch_size"] == size:
+                others = [f"{axis} {label}" for axis, label in row["axes"].items() if axis not in (BATCH, SEED)]
+                points.setdefault(" ".join(others), []).append(row)
+        scored = {
+            point: own for point, own in points.items() if all(row.get(n) is not None for row in own for n in _NES)
         }
-        for size, row in sorted(best.items())
-    ]
+        if not scored:
+            continue
+        best = min(scored, key=lambda point: statistics.fmean(row["val_ne"] for row in scored[point]))
+        by_seed = {row["axes"].get(SEED, ""): row["test_ne"] for row in scored[best]}
+        base = base or by_seed
+        gaps = [ne / base[seed] - 1 for seed, ne in by_seed.items() if seed in base]
+        gaps = gaps or [statistics.fmean(by_seed.values()) / statistics.fmean(base.values()) - 1]
+        found.append(
+            {
+                "batch_size": size,
+                "point": best,
+                "seeds": len(by_seed),
+                **{name: _mean_of(scored[best], name) for name in ("test_ne", "test_auc", "samples_per_s")},
+                "test_ne_sd": _sd([*by_seed.values()]),
+                "ne_gap": statistics.fmean(gaps),
+                "ne_gap_sd": _sd(gaps),
+                "at_the_edge": _is_at_edge(points, best),
+            }
+        )
+    return found
+
+
+def _mean_of(rows: Sequence[Row], name: str) -> float | None:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _sd(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _is_at_edge(points: Mapping[str, Sequence[Row]], best: str) -> bool:
+    """Returns whether the best of the points has the least or the most of them on an axis of numbers."""
+    for axis in (name for name in points[best][0]["axes"] if name not in (BATCH, SEED)):
+        tried = [number for own in points.values() if (number := _number(own[0]["axes"][axis])) is not None]
+        if len(set(tried)) > 1 and _number(points[best][0]["axes"][axis]) in (min(tried), max(tried)):
+            return True
+    return False
 
 
 def lines_of(rows: Sequence[Row], axis: str) -> dict[str, list[Row]]:
@@ -182,13 +216,16 @@ def charts_of(name: str, group: Group, rows: Sequence[Row]) -> Iterator[tuple[st
                 ),
             )
         return
+    if group.measures == "quality":
+        yield from _quality_chart(name, rows)
+        return
     axis = [*group.axes][-1]
     lines = {}
     for line, own in lines_of(rows, axis).items():
         most = max(row["samples_per_s"] for row in own)
         places = [(_number(row["axes"][axis]), row["samples_per_s"] / most) for row in own]
         if all(x is not None and x > 0 for x, _ in places):
-            lines[line] = [(float(x), share) for x, share in places if x is not None]
+            lines[line] = sorted((float(x), share) for x, share in places if x is not None)
     label = f"{name}: speed along {axis}"
     if lines:
         ticks = {x: f"{x:g}" for line in lines.values() for x, _ in line}
@@ -202,6 +239,30 @@ def charts_of(name: str, group: Group, rows: Sequence[Row]) -> Iterator[tuple[st
         for what, field in COSTS.items():
             if chart := machines_chart(own, axis, field, y_label=what, label=f"{title}: {what} of machines"):
                 yield f"{name}-{number}-{field.removeprefix('samples_per_')}", chart
+
+
+def _quality_chart(name: str, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    found = quality_by_batch(rows)
+    if len(found) < 2:
+        return
+    sizes = [float(one["batch_size"]) for one in found]
+    band = [
+        (size, one["test_ne"] - (one["test_ne_sd"] or 0.0), one["test_ne"] + (one["test_ne_sd"] or 0.0))
+        for size, one in zip(sizes, found, strict=True)
+    ]
+    line = f"mean of {found[0]['seeds']} seeds, and their standard deviation" if found[0]["seeds"] > 1 else "one seed"
+    yield (
+        name,
+        line_chart(
+            {line: [(size, one["test_ne"]) for size, one in zip(sizes, found, strict=True)]},
+            x_label=BATCH,
+            y_label="NE on test rows, rate tuned again",
+            y_scale="value",
+            bands={line: band},
+            ticks={size: f"{size:g}" for size in sizes},
+            label=f"{name}: quality along the batch size",
+        ),
+    )
 
 
 def machines_chart(rows: Sequence[Row], axis: str, field: str, *, y_label: str, label: str) -> str:
@@ -442,7 +503,7 @@ def _shown_group(
         "rows": [
             [row["axes"].get(axis, "") for axis in axes] + [form(row) for form in columns.values()] for row in rows
         ],
-        "best": best_batches(rows) if "train.batch_size" in axes and not quality else [],
+        "best": best_batches(rows) if BATCH in axes and not quality else [],
         "quality": quality_by_batch(rows) if quality else [],
     }
 

@@ -74,8 +74,9 @@ class Cells(Protocol):
     FAILURES: ClassVar[tuple[type[Exception], ...]]
     """Errors that end the cells of one set-up but not the study."""
 
-    def plan(self, *, memory_bytes: int, cores: int) -> Plan:
-        """Returns the cells. memory_bytes: limit for the tables of one cell. cores: that this process may use."""
+    def plan(self, rows: Mapping[str, Mapping[str, Any]], *, memory_bytes: int, cores: int) -> Plan:
+        """Returns the cells. rows: measured before, by key. memory_bytes: limit for the tables of one cell. cores: that
+        this process may use."""
 
     def estimate_s(self, cells: Sequence[Any]) -> float:
         """Returns about how many seconds the cells take."""
@@ -85,6 +86,9 @@ class Cells(Protocol):
 
     def begin(self, cells: Sequence[Any], folder: Path) -> None:
         """Does what comes before the first cell is measured."""
+
+    def following(self, rows: Mapping[str, Mapping[str, Any]]) -> Sequence[Any]:
+        """Returns the cells that follow from what was measured. rows: by key."""
 
     def complete(self, rows: dict[str, dict[str, Any]], folder: Path) -> None:
         """Adds to rows, which may be of an earlier run, what can be said of them without measuring again."""
@@ -139,8 +143,8 @@ def run_sweep(
         if memory_bytes is None:  # a continued study keeps its limit, so that the same cells fit
             before = _DOCUMENT.read(file)["memory_bytes"] if file.exists() else 0
             memory_bytes = min(before, available_memory_bytes()) or int(MEMORY_SHARE * available_memory_bytes())
-        plan = sweep.cells.plan(memory_bytes=memory_bytes, cores=usable_cores())
         rows = _measured_before(file)
+        plan = sweep.cells.plan(rows, memory_bytes=memory_bytes, cores=usable_cores())
         left = [cell for cell in plan.cells if cell.key not in rows]
         seconds = sweep.cells.estimate_s(left)
         say(
@@ -174,8 +178,18 @@ def _run(
     report = {"study": sweep.name, "command": sweep.command, "quick": sweep.quick, "memory_bytes": memory_bytes}
     report |= bench.circumstances()
     start = time.monotonic()
+
+    def write() -> None:
+        _write(file, report, plan, rows)
+
     try:
-        failed = _measure(sweep.cells, left, rows, lambda: _write(file, report, plan, rows), folder)
+        failed = _measure(sweep.cells, left, rows, write, folder)
+        while more := sweep.cells.following(rows):
+            plan = replace(plan, cells=(*plan.cells, *more))
+            say(f"{sweep.name}: {len(more)} more cells follow from these")
+            failed += _measure(sweep.cells, more, rows, write, folder)
+            if any(cell.key not in rows for cell in more):
+                break
         sweep.cells.complete(rows, folder)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
@@ -197,7 +211,7 @@ def _run(
             f"{bench.CLEAN_SHARE:.0%} of the time in most rounds, so these times are too long; "
             f"to measure again on an idle machine, remove {file}"
         )
-    counted = {"measured": len(plan.cells) - len(failed), "skipped": len(plan.skipped)}
+    counted = {"num_cells": len(plan.cells), "measured": len(plan.cells) - len(failed), "skipped": len(plan.skipped)}
     return {**counted, "cells": [*rows.values()], "seconds": time.monotonic() - start, "files": files}
 
 

@@ -30,7 +30,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, field
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -128,6 +128,8 @@ class Group:
     measures: Literal["speed", "quality", "scaling", "nodes"] = "speed"
     """Whether cells are timed over some passes, or trained to their end and scored; or modelled alone: the step of many
     ranks, or how many machines are needed."""
+    search: str | None = None
+    """An axis of numbers whose best value is looked for beyond and between the listed ones (search.py)."""
 
     def __post_init__(self) -> None:
         for name, points in self.axes.items():
@@ -135,6 +137,17 @@ class Group:
                 raise ValueError(f"axes.{name} has no values; list at least one, or remove the axis")
         if not self.axes and self.draw is None:
             raise ValueError("it has neither axes nor draw, so there is nothing to vary")
+        if self.search is not None:
+            if self.measures in MODELLED:
+                raise ValueError(f"search is {self.search!r}, but nothing is measured: remove it, or measures")
+            values = self.axes.get(self.search)
+            numbers = [one for one in values or () if isinstance(one, int | float) and not isinstance(one, bool)]
+            if not isinstance(values, list) or self.search.startswith("data.") or len(numbers) < len(values):
+                raise ValueError(
+                    f"search is {self.search!r}; it must be an axis with a list of numbers, and a field of the config"
+                )
+            if len(numbers) < 2 or min(numbers) <= 0:
+                raise ValueError(f"axes.{self.search} needs two numbers above 0 at least, between which search begins")
 
 
 @record(frozen=True, config=STRICT, kw_only=True)
@@ -195,7 +208,7 @@ class Cell:
     def fingerprint(self) -> str:
         """Returns what changes if anything changes that the cell's figure depends on."""
         fields = asdict(self)
-        usual = {"ranks": 1, "link": None, "batch_per_rank": None, "sizes": None}
+        usual = {"ranks": 1, "link": None, "batch_per_rank": None, "sizes": None, "generated": 0, "buckets": 1024}
         for own in (fields, fields["data"]):  # cells keep the keys that they had before there were such fields
             for name in usual.keys() & own.keys():
                 if own[name] == usual[name]:
@@ -216,6 +229,13 @@ class Cell:
                 if folder is not None and memory.get(name) is not None:
                     memory[name] = str(folder / check_name(memory[name], what=f"memory.{name}"))
         return make_config(raw, origin=f"cell {self.name}")
+
+
+def with_field(cell: Cell, axis: str, value: JsonValue) -> Cell:
+    """Returns the cell of another place on an axis, which is a field of its config."""
+    config = deepcopy(cell.config)
+    _set(config, axis, value, where=cell.name)
+    return replace(cell, labels={**cell.labels, axis: label_of(value)}, config=config)
 
 
 def find_study(name: str) -> Path:

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from hotrow.base.energy import EnergyMeter
 from hotrow.base.files import write_json
-from hotrow.base.machine import Disturbance
+from hotrow.base.machine import Disturbance, end_with_parent
 from hotrow.base.records import STRICT
 from hotrow.batch import Batch
 from hotrow.bench import Rounds, cleanest, wants_more
@@ -255,9 +255,11 @@ def outcome(spec: Spec) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     (path,) = sys.argv[1:] if arguments is None else arguments
     spec = Spec(**json.loads(Path(path).read_text(encoding="utf-8")))
+    end_with_parent()
     PackedDataset.open(spec.config["data"])
     print("ready", flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():
+        return  # the study was killed
     found = outcome(spec)
     if os.environ.get("RANK", "0") == "0":
         write_json(spec.result, found)
