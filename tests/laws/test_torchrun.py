@@ -238,16 +238,6 @@ def test_one_process_four_ranks_two_and_three_go_on_with_one_chain(pool: RankPoo
     assert max(stat.st_nlink for stat in first) >= 4, "whole tables were written again and again"
 
 
-def test_a_run_of_one_process_is_resumed_on_ranks(pool: RankPool, data: Path, tmp_path: Path) -> None:
-    raw = raw_config(data, tmp_path / "one", ["train.max_steps=9"])
-    runs.train(make_config(raw), quiet=True)
-    runs.train(make_config(raw_config(data, tmp_path / "whole", [])), quiet=True)
-    path, more = str(tmp_path / "one"), ["train.max_steps=null"]
-    assert pool.run(resumed, path, more, num_ranks=4, micro_batches=4) == ["finished"] * 4
-    wanted, found = outcome(tmp_path / "whole"), outcome(tmp_path / "one")
-    assert {k for k in wanted if wanted[k] != found[k]} <= {"lines", "state"}, "the one process scored its end"
-
-
 def skipping(world: World | None, raw: dict[str, Any], steps: list[int]) -> int | None:
     """Trains; on the last rank gradients of these steps, from 1, seem to be infinite. Returns the steps skipped."""
     trainer.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE

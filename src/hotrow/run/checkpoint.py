@@ -63,7 +63,7 @@ from hotrow.run.checkpoint_files import (
     write_tensors,
 )
 from hotrow.run.checkpoint_rows import NumRows, link_or_copy, load_chain, next_chain
-from hotrow.run.checkpoint_together import write_together
+from hotrow.run.checkpoint_together import write_together, writing
 
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
 
@@ -112,7 +112,7 @@ def _write(path: Path, contents: _Contents, extra: Mapping[str, Any], world: Wor
         on_every_rank(world, lambda: _check_seen(partial))
         files = {file: write_together(partial / file, arrays, world) for file, arrays in contents.together.items()}
         num_written = sum(record.num_bytes for record in files.values()) if world.rank == 0 else 0
-        own, num_own = on_every_rank(world, lambda: _write_files(partial, contents))
+        own, num_own = writing(world, partial, lambda: _write_files(partial, contents))
         for each in everyone(world, {file: [record.num_bytes, record.crc32] for file, record in own.items()}):
             files |= {file: FileRecord(*record) for file, record in each.items()}
         manifest = Manifest(contents.parts, files, sum(everyone(world, num_written + num_own)), {})

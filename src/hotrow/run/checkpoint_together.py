@@ -10,16 +10,16 @@ from __future__ import annotations
 import mmap
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from hotrow.base.files import open_private
-from hotrow.parallel.agreement import everyone, on_every_rank, on_first_rank
+from hotrow.base.files import explain_full_disk, open_private
+from hotrow.parallel.agreement import everyone, on_every_rank
 from hotrow.parallel.world import World
 from hotrow.placement.base import Rows
 from hotrow.run.checkpoint_files import (
@@ -32,6 +32,7 @@ from hotrow.run.checkpoint_files import (
     send_down,
 )
 
+T = TypeVar("T")
 STRIDE_BYTES = 64 << 20
 """How much of a file the ranks fill before they wait for each other: so a page goes to the disk once, when all have
 written to it, and few pages wait in memory."""
@@ -54,19 +55,31 @@ def write_together(path: Path, arrays: Mapping[str, Rows], world: World) -> File
     """
     ordered = in_order(arrays)
     head, end = head_of(ordered)
-    on_first_rank(world, lambda: _make(path, head, end))
+    writing(world, path.parent, lambda: _make(path, head, end) if world.rank == 0 else None)
     # A crc32 adds up (as xor): that of the file is the sum of each rank's, with zeros for what others write.
     checksum = zlib.crc32(head) if world.rank == 0 else _NOTHING
     with on_every_rank(world, lambda: path.open("r+b", buffering=0)) as file:
         for number, windows in enumerate(_strides([arrays[name] for name, _ in ordered], len(head))):
-            checksum = on_every_rank(world, partial(_fill, file, windows, checksum))
+            checksum = writing(world, path.parent, partial(_fill, file, windows, checksum))
             if number % world.size == world.rank:
                 send_down(file)
-        on_every_rank(world, lambda: os.fsync(file.fileno()))
+        writing(world, path.parent, lambda: os.fsync(file.fileno()))
     first, *others = everyone(world, checksum)
     for other in others:
         first ^= other ^ _NOTHING
     return FileRecord(len(head) + end, f"{first:08x}")
+
+
+def writing(world: World, folder: Path, function: Callable[[], T]) -> T:
+    """Returns what `function` returns, which writes to `folder`. See `on_every_rank`; if the disk of a rank is full,
+    the error says what is kept. Alone, the caller says it.
+    """
+
+    def explained() -> T:
+        with explain_full_disk(folder, "saving a checkpoint", "Earlier checkpoints are kept.", "resume the run"):
+            return function()
+
+    return on_every_rank(world, function if world.size == 1 else explained)
 
 
 def _make(path: Path, head: bytes, num_bytes: int) -> None:
