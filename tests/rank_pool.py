@@ -1,10 +1,10 @@
-"""Processes that are the ranks of a world, for tests: spawned once for a file, joined by gloo, given functions to run.
+"""Processes that are the ranks of a world, for tests: made once for a file, joined by gloo, given functions to run.
 
     with RankPool(4) as pool:
         results = pool.run(function, argument, num_ranks=3, micro_batches=5)  # function(world, argument) on three
 
 A rank that raises sends the text, and the test fails with it; one that hangs ends the test after `timeout_s`. One that
-crashes prints where.
+crashes prints where. They are forked from a server that has imported torch, and what its optimizers import, for all.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import torch.distributed as dist
 
 from hotrow.parallel.world import World
 
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["torch", "torch._dynamo", "hotrow.parallel.heartbeat", "hotrow.run.checkpoint"])
 _OK, _FAILED = "ok", "failed"
 
 
@@ -34,12 +36,12 @@ class RankPool:
     def __init__(self, num_ranks: int, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="hotrow-pool-")
-        context, meeting = multiprocessing.get_context("spawn"), f"file://{self._folder.name}/meeting"
+        meeting = f"file://{self._folder.name}/meeting"
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, num_ranks, meeting), daemon=True)
+            here, there = FORKED.Pipe()
+            process = FORKED.Process(target=_serve, args=(there, rank, num_ranks, meeting), daemon=True)
             # As torchrun does: threads of numpy's BLAS wait for each other in busy loops, minutes on a loaded machine.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("OMP_NUM_THREADS", "1")

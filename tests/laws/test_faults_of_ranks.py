@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import multiprocessing
 import os
 import re
 import select
@@ -36,12 +35,11 @@ from hotrow.parallel.heartbeat import LIMIT_S, LOST, START_S, Heartbeat
 from hotrow.parallel.sharded import Shards
 from hotrow.parallel.world import World
 from hotrow.run import checkpoint
+from rank_pool import FORKED
 
 RANKS = 3
 HANG_S = 8.0
 """The promise is 5 s. On a busy machine the test only tells a slow end from none."""
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "hotrow.parallel.heartbeat", "hotrow.run.checkpoint"])
 
 
 class Ranks:
@@ -50,7 +48,7 @@ class Ranks:
     def __init__(self, folder: Path, scenario: Callable[[World, Path], None]) -> None:
         folder.mkdir()
         self.folder = folder
-        self.processes = [CONTEXT.Process(target=_rank, args=(rank, folder, scenario)) for rank in range(RANKS)]
+        self.processes = [FORKED.Process(target=_rank, args=(rank, folder, scenario)) for rank in range(RANKS)]
         for process in self.processes:
             process.start()
 
