@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -71,9 +71,9 @@ class Seat:
     """Whether the ids of the next batch are exchanged during a step; torchrec only."""
     prefix: float = 0.0
     """Share of each table's rows that every rank holds; hotrow only."""
-    pools: bool = False
-    """Whether one rank each holds the tables for which hotrow's planner counts fewer bytes so, and pools them; hotrow
-    only."""
+    pooled: Literal["none", "planned", "all"] = "none"
+    """Tables that one rank each holds and pools: those for which hotrow's planner counts fewer bytes so, or all but
+    those of which every rank has every row; hotrow only."""
     collective: Collective = "all_to_all"
     """How pooled vectors travel; hotrow only."""
 
@@ -165,8 +165,10 @@ class OurRank:
         self.world = Wire(seat.rank, work.num_ranks, work.num_ranks)
         self.tables = tables_of(shape)
         self.shards = shards_of(self.tables, seat, work.num_ranks)
-        if seat.pools:
+        if seat.pooled == "planned":
             self.shards |= pooled_shards(self.tables, setting.batches[0], work.num_ranks)
+        elif seat.pooled == "all":
+            self.shards = all_pooled(self.tables, self.shards, work.num_ranks)
         memory = Shards(world=self.world, shards=self.shards, collective=seat.collective)
         emb = EmbeddingCollection(self.tables, memory=memory, seed=SEED)
         model = make_model(setting)
@@ -205,6 +207,17 @@ def shards_of(tables: Sequence[TableConfig], seat: Seat, num_ranks: int) -> dict
         by_table = seat.sharding == "table_wise"
         found[table.name] = Shard(prefix=prefix, kind="table", owner=owner) if by_table else Shard(prefix=prefix)
     return found
+
+
+def all_pooled(tables: Sequence[TableConfig], shards: Mapping[str, Shard], num_ranks: int) -> dict[str, Shard]:
+    """Returns shards in which each table has one owner that pools; tables of which every rank has every row stay."""
+    each = zip(tables, owners(len(tables), num_ranks), strict=True)
+    return {
+        table.name: shards[table.name]
+        if shards[table.name].prefix == table.num_embeddings
+        else Shard(kind="table", owner=owner, exchange="pooled")
+        for table, owner in each
+    }
 
 
 def pooled_shards(tables: Sequence[TableConfig], batch: Batch, num_ranks: int) -> dict[str, Shard]:

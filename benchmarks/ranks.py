@@ -6,9 +6,9 @@
 data of the process, without headers of TCP and IP), less what they send when idle. They stand beside the least there
 is to send: every distinct row that a rank lacks comes once, one gradient for each goes back, and 2 (R - 1) / R of the
 dense gradients. Ids, which that does not contain, are counted by hotrow and taken off.
-`rows_vs_pooled_*`: the bytes of the tables' part of a step on 4 ranks, counted likewise, beside those of an exchange of
-pooled vectors: B x D floats for each feature, there and back, without what stays on its owner. Those are calculated;
-both sides contain ids. Tables at Criteo's cardinalities, Zipf 1.05, a share of each table's rows on every rank.
+`rows_vs_pooled_*`: the bytes of the tables' part of a step on 4 ranks that send rows, beside those of 4 ranks that send
+pooled vectors, both counted likewise; both contain ids. Tables at Criteo's cardinalities, Zipf 1.05, a share of each
+table's rows on every rank; a table of which every rank has every row is not pooled.
 `ranks_*_vs_torchrec`: training steps of 2 processes with a thread each over gloo, hotrow's and torchrec's, in turns.
 hotrow sends rows or pooled vectors, whatever its planner counts to be fewer bytes. Losses of the first steps are
 compared. torchrec shares its tables row by row or table by table, with its pipeline or
@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import statistics
 import sys
 from collections import Counter
@@ -44,9 +43,7 @@ from benchmarks.rank_worker import Group
 from benchmarks.results import end_on_signals, record
 from benchmarks.step_shapes import NUM_BATCHES, SHAPES
 from hotrow.parallel.pooled import Collective
-from hotrow.plan.wire import Distinct, Wire
 from hotrow.study.links import Link, LinkError
-from hotrow.tables import TableConfig
 
 MOST_OVER_LEAST = 1.05
 """Bytes on the wire over the least there are, by our own promise."""
@@ -110,40 +107,19 @@ def wire(name: str, shape: str, num_ranks: int, *, quick: bool) -> dict[str, Any
     return {"name": name, **facts, **found, "over_least": over, "most": MOST_OVER_LEAST}
 
 
-def pooled_bytes(rows: Sequence[int], prefix: float, *, dim: int, batch_size: int, lookups: int, num_ranks: int) -> int:
-    """Returns what ranks send each other to exchange pooled vectors and their gradients, with the ids as int32.
-
-    Each table has one owner, but those of which every rank has every row.
-    """
-    total, unknown = 0.0, Distinct(math.nan)
-    for own in rows:
-        if own > math.ceil(own * prefix):
-            table = TableConfig(name="t", num_embeddings=own, embedding_dim=dim, feature_names=("t",))
-            found = Wire.of(table, batch_size, num_ranks, of_one=unknown, of_all=unknown, lookups=lookups * batch_size)
-            total += found.pooled_bytes
-    return round(total)
-
-
 def rows_vs_pooled(name: str, shape: str, *, quick: bool) -> dict[str, Any]:
     """Returns the cell of the bytes of rows beside those of pooled vectors."""
     batch_size = QUICK_BATCH if quick else POOLED_BATCH
     work = RankWork(shape=shape, num_ranks=POOLED_RANKS, batch_size=batch_size, small=quick)
-    own = work.sized()
     by_prefix = []
     for prefix in PREFIXES:
         with Group("hotrow", work, prefix=prefix).start() as group:
             found = counted(group, steps=QUICK_STEPS, tables_only=True)
-        pooled = pooled_bytes(
-            own.rows,
-            prefix,
-            dim=own.embedding_dim,
-            batch_size=batch_size,
-            lookups=own.lookups,
-            num_ranks=POOLED_RANKS,
-        )
+        with Group("hotrow", work, prefix=prefix, pooled="all").start() as group:
+            pooled = counted(group, steps=QUICK_STEPS, tables_only=True)["sent_bytes"]
         sent = {key: found[key] for key in ("sent_bytes", "counted_bytes")}
         by_prefix.append({"prefix": prefix, **sent, "pooled_bytes": pooled, "fewer": pooled / found["sent_bytes"]})
-        told = f"rows {found['sent_bytes']:,.0f} bytes, pooled (calculated) {pooled:,}"
+        told = f"rows {found['sent_bytes']:,.0f} bytes, pooled {pooled:,.0f}"
         print(f"{name}, {prefix:.0%} on every rank: {told}: {by_prefix[-1]['fewer']:.2f}x", file=sys.stderr, flush=True)
     best = max(by_prefix, key=lambda each: each["fewer"])
     facts = {"num_ranks": POOLED_RANKS, "batch_size": batch_size, "by_prefix": by_prefix}
@@ -174,7 +150,7 @@ def vs_torchrec(name: str, shape: str, *, quick: bool) -> dict[str, Any]:
 
 def beside(name: str, work: RankWork, way: str, num_rounds: int) -> dict[str, Any]:
     """Returns hotrow's figures beside torchrec's, which shares tables in a way of WAYS."""
-    with Group("hotrow", work, pools=True) as ours, Group("torchrec", work, **WAYS[way]) as peer:
+    with Group("hotrow", work, pooled="planned") as ours, Group("torchrec", work, **WAYS[way]) as peer:
         ours.start()
         peer.start()
         compare(f"{name}, {way}", ours, peer)
@@ -239,7 +215,8 @@ def collectives(name: str, shape: str, *, quick: bool) -> dict[str, Any]:
     work = RankWork(shape=shape, num_ranks=2, batch_size=128 if quick else SHAPES[shape].batch_size, small=quick)
     with ExitStack() as stack:
         groups = {
-            way: stack.enter_context(Group("hotrow", work, pools=True, collective=way)) for way in get_args(Collective)
+            way: stack.enter_context(Group("hotrow", work, pooled="planned", collective=way))
+            for way in get_args(Collective)
         }
         losses = [
             group.start().ask(do="train", first=0, steps=COMPARED_STEPS)[0]["losses"] for group in groups.values()
@@ -270,7 +247,7 @@ def not_hidden(name: str, shape: str, *, quick: bool) -> dict[str, Any]:
     work = RankWork(shape=shape, num_ranks=2, batch_size=batch_size, small=quick, lr=STILL_LR)
     with ExitStack() as stack:
         link = stack.enter_context(Link())
-        group = stack.enter_context(Group("hotrow", work, pools=True))
+        group = stack.enter_context(Group("hotrow", work, pooled="planned"))
         group.start(host=link.host, before=[link.before(rank) for rank in (0, 1)])
         group.ask(do="train", first=0, steps=NUM_BATCHES)
         noted = group.ask(do="listen", batches=NUM_BATCHES)

@@ -54,8 +54,8 @@ def wire_lines(cells: Sequence[Cell]) -> list[str]:
 def pooled_lines(cells: Sequence[Cell]) -> list[str]:
     """Bytes of rows beside those of pooled vectors."""
     text = (
-        "Bytes of the tables' part of a step, ids among them: rows as hotrow sends them, measured; and pooled vectors "
-        "with their gradients, B x D floats for each feature both ways, calculated."
+        "Bytes of the tables' part of a step, ids among them, as hotrow sends rows, and as it sends pooled vectors and "
+        "their gradients: both by the kernel's count."
     )
     columns = ("cell", "rows on every rank", "rows, MB", "pooled, MB", "pooled / rows", "promised of the best")
     rows = [

@@ -607,8 +607,9 @@ def test_a_row_comes_once_and_one_sum_goes_back(pool: RankPool, num_ranks: int) 
         assert rows and sums and common
 
 
-def train_pooled(world: World) -> tuple[dict[str, int], int, int]:
-    """Returns bytes sent in a step by purpose; words of vectors that leave this rank's tables, and of its gradients."""
+def train_pooled(world: World) -> tuple[dict[str, int], int, int, int]:
+    """Returns bytes sent in a step by purpose; words of vectors that leave this rank, and of its gradients; the
+    number of exchanges."""
     owners = {"one": 0, "two": world.size - 1}
     tables = [
         TableConfig(name="one", num_embeddings=400, embedding_dim=16, feature_names=("a", "b")),
@@ -621,17 +622,20 @@ def train_pooled(world: World) -> tuple[dict[str, int], int, int]:
     batch = KeyedJaggedTensor(("a", "b", "c"), torch.arange(int(lengths.sum())) % 400, lengths=lengths)
     first, end = world.samples(50)
     world.sent_bytes.clear()
+    before = world.num_exchanges
     emb(batch.samples(first, end)).sum().backward()
     optimizer.step()
     widths = [sum({"one": 32, "two": 3}[name] for name in owners if owners[name] == r) for r in range(world.size)]
     own = end - first
-    return dict(world.sent_bytes), (50 - own) * widths[world.rank], own * (sum(widths) - widths[world.rank])
+    vectors, gradients = (50 - own) * widths[world.rank], own * (sum(widths) - widths[world.rank])
+    return dict(world.sent_bytes), vectors, gradients, world.num_exchanges - before
 
 
 def test_a_vector_for_each_bag_goes_and_its_gradient_comes(pool: RankPool) -> None:
-    for sent, vectors, gradients in pool.run(train_pooled, num_ranks=3, micro_batches=3):
+    """And nothing else but the ids, and whether a step is left out: no rank asks for rows, or has sums of rows."""
+    for sent, vectors, gradients, exchanges in pool.run(train_pooled, num_ranks=3, micro_batches=3):
         assert (sent["pooled"], sent["pooled_gradients"]) == (4 * vectors, 4 * gradients)
-        assert (sent["rows"], sent["gradients"]) == (0, sent["gradients"]) and sent["gradients"] == 0
+        assert exchanges == 4 and sent.keys() == {"agreement", "counts", "ids", "pooled", "pooled_gradients"}
 
 
 # ---- numbers in fewer bits
@@ -780,10 +784,11 @@ def drawn(step: int) -> Tensor:
     return (torch.rand(12, 2, generator=generator) ** 3 * torch.tensor([30, 20])).long()
 
 
-def update_alone(world: World, merge_every: int, num_steps: int) -> list[Tensor]:
-    """Returns weights and states of this rank's copies after the last merge."""
+def update_alone(world: World, merge_every: int, num_steps: int, folder: str | None = None) -> list[Tensor]:
+    """Returns weights and states of this rank's copies after the last merge; folder: of tiers, in which they lie."""
     everywhere = {table.name: Shard(prefix=table.num_embeddings) for table in TWO}
-    emb = EmbeddingCollection(TWO, memory=Shards(world=world, shards=everywhere), seed=3)
+    below = memory_of(Case("adagrad", 6, folder))
+    emb = EmbeddingCollection(TWO, memory=Shards(world=world, shards=everywhere, below=below), seed=3)
     optimizer, shared = OPTIMIZERS["adagrad"](emb), emb.placement.find(Sharded)
     assert shared is not None
     shared.all_held, shared.merge_every = True, merge_every
@@ -793,8 +798,13 @@ def update_alone(world: World, merge_every: int, num_steps: int) -> list[Tensor]
         (out * out).sum().backward()
         optimizer.step()
     shared.merge()
-    states = optimizer.attached_to(emb).states
-    return [array.clone() for t in TWO for array in (shared.below.weights[t.name], *(s.array for s in states[t.name]))]
+    changes, states = shared.below.changes, optimizer.attached_to(emb).states
+    arrays = [(t, shared.below.rows(t.name, state)) for t in TWO for state in (None, *states[t.name])]
+    each = [array.read(slice(0, t.num_embeddings)).clone() for t, array in arrays]
+    if changes is not None:  # a checkpoint has the rows that any rank changed
+        each += [torch.tensor([changes.num_changed(t.name, ever=True)], dtype=torch.int32) for t in TWO]
+    emb.placement.close()
+    return each
 
 
 def summed_changes(num_ranks: int, merge_every: int, num_steps: int) -> list[Tensor]:
@@ -817,14 +827,18 @@ def summed_changes(num_ranks: int, merge_every: int, num_steps: int) -> list[Ten
     return [tables[0], states[0], tables[1], states[1]]
 
 
-def test_ranks_that_update_alone_add_up_their_changes(pool: RankPool) -> None:
-    """After every third step, and after the fourth, at the end."""
+def test_ranks_that_update_alone_add_up_their_changes(pool: RankPool, tmp_path: Path) -> None:
+    """After every third step, and after the fourth, at the end; in tiers, to the same bits."""
     found = pool.run(update_alone, 3, 4, num_ranks=3, micro_batches=6)
     exact = pool.run(update_alone, 1, 4, num_ranks=3, micro_batches=6)[0]
     for k, want in enumerate(summed_changes(3, 3, 4)):
         assert all(torch.equal(bits(found[0][k]), bits(own[k])) for own in found), "the copies are the same"
         assert torch.allclose(found[0][k], want, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(exact[k], want, rtol=1e-2, atol=1e-2), "sums of every step would pass as well"
+    distinct = [len(set(torch.cat([drawn(step)[:, t] for step in range(4)]).tolist())) for t in range(2)]
+    for own in pool.run(update_alone, 3, 4, str(tmp_path), num_ranks=3, micro_batches=6):
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(own, found[0], strict=False))
+        assert [int(num) for num in own[len(found[0]) :]] == distinct
 
 
 # ---- errors

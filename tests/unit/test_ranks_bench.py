@@ -20,6 +20,7 @@ from benchmarks.rank_sides import (
     RankWork,
     Seat,
     Wire,
+    all_pooled,
     num_lacking,
     owners,
     part_of,
@@ -27,7 +28,7 @@ from benchmarks.rank_sides import (
     shards_of,
     tables_of,
 )
-from benchmarks.rank_worker import sent_bytes
+from benchmarks.rank_worker import Group, sent_bytes
 from benchmarks.ranks_page import ranks_table
 from benchmarks.step_shapes import make_setting
 from hotrow.parallel.world import World
@@ -44,14 +45,6 @@ def test_the_bytes_of_a_connection_are_counted() -> None:
             other.sendall(b"y" * 55)
             assert len(one.recv(55, socket.MSG_WAITALL)) == 55
             assert sent_bytes() - before == 12_400
-
-
-def test_pooled_bytes_by_hand() -> None:
-    # 8 samples on 4 ranks: 6 of each feature's vectors leave their owner, and 6 gradients come back; ids as int32, and
-    # 12 bytes before those of each rank.
-    sizes: dict[str, Any] = {"dim": 2, "batch_size": 8, "lookups": 3, "num_ranks": 4}
-    assert ranks.pooled_bytes([100, 50], 0.0, **sizes) == 2 * (6 * (2 * 2 * 4 + 3 * 4) + 3 * 12)
-    assert ranks.pooled_bytes([100, 1], 0.5, **sizes) == 6 * (2 * 2 * 4 + 3 * 4) + 3 * 12, "of one row all have all"
 
 
 @pytest.mark.parametrize(("prefix", "sharding"), [(0.0, "row_wise"), (0.1, "row_wise"), (0.0, "table_wise")])
@@ -76,6 +69,15 @@ def test_tables_that_the_planner_pools_are_spread_over_owners() -> None:
     assert sum(shard.owner for shard in found.values()) == len(shape.rows) // 2
 
 
+def test_tables_that_are_not_on_every_rank_are_pooled() -> None:
+    tables = tables_of(RankWork(shape="kaggle", num_ranks=4, batch_size=64, small=True).sized())
+    shards = shards_of(tables, Seat(rank=0, address="", prefix=0.9), 4)
+    found = all_pooled(tables, shards, 4)
+    whole = {table.name for table in tables if table.num_embeddings == shards[table.name].prefix}
+    assert whole and {name for name, shard in found.items() if shard.exchange == "rows"} == whole
+    assert {shard.owner for name, shard in found.items() if name not in whole} == {0, 1, 2, 3}
+
+
 def test_exchanges_are_heard_again_without_the_wire() -> None:
     world, made = Wire(0, 1, 1), []
 
@@ -98,6 +100,17 @@ def test_two_ranks_are_counted_by_the_kernel_as_by_hotrow() -> None:
     counted = sum(cell["counted_bytes"].values())
     assert cell["idle_bytes"] == 0
     assert cell["least_bytes"] < counted < cell["sent_bytes"] < counted + 20_000, "gloo's own headers are small"
+
+
+@pytest.mark.slow
+def test_pooled_vectors_are_counted() -> None:
+    work = RankWork(shape="kaggle", num_ranks=2, batch_size=64, small=True)
+    with Group("hotrow", work, pooled="all").start() as group:
+        found = ranks.counted(group, steps=2, tables_only=True)
+    one_way = 4 * 32 * len(work.sized().rows) * work.sized().embedding_dim  # half of the samples are not the owner's
+    own = found["counted_bytes"]
+    assert own["pooled"] == own["pooled_gradients"] == one_way and "rows" not in own and "gradients" not in own
+    assert sum(own.values()) < found["sent_bytes"] < sum(own.values()) + 20_000
 
 
 def test_what_cannot_be_measured_here_is_skipped_aloud(

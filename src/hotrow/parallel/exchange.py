@@ -119,6 +119,15 @@ def narrow(numbers: Sequence[Tensor], wire_dtype: WireDtype) -> list[Tensor]:
     return [head, halves.view(torch.int32)]
 
 
+def words_of(numbers: Sequence[Tensor], wire_dtype: WireDtype) -> Tensor:
+    """Returns what `narrow` makes of the numbers as one message: if it can be, the numbers where they are."""
+    if wire_dtype != "fp32":
+        return torch.cat(narrow(numbers, wire_dtype))
+    if len(numbers) != 1:
+        numbers = [torch.cat(list(numbers), out=ops.empty(sum(map(len, numbers))))] if numbers else [torch.empty(0)]
+    return numbers[0].view(torch.int32)
+
+
 def widen(words: Tensor, count: int, wire_dtype: WireDtype) -> Tensor:
     """Returns the float32 numbers, `count` in all, that `narrow` made `words` of."""
     if wire_dtype == "fp32":

@@ -24,9 +24,9 @@ from torch import Tensor
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
 from hotrow.kernels.reference import Feature, Layout
-from hotrow.parallel.exchange import WireDtype, narrow, widen
+from hotrow.parallel.exchange import WireDtype, widen, words_of
 from hotrow.parallel.shards import Numbers, Shard
-from hotrow.parallel.world import World
+from hotrow.parallel.world import Arriving, World
 from hotrow.placement.base import Lease, Placement
 from hotrow.placement.slots import check_ids, spans_of
 from hotrow.tables import TableConfig
@@ -182,18 +182,25 @@ class Pooled:
         return all(torch.equal(one, other) for one, other in zip(served.asked, now, strict=True))
 
     def bring(
-        self, served: Served, slots: Mapping[int, Tensor], sparse: KeyedJaggedTensor, *, training: bool
+        self, served: Served, slots: Callable[[], Mapping[int, Tensor]], sparse: KeyedJaggedTensor, *, training: bool
     ) -> PooledBatch:
-        """Pools for all ranks, and gets the vectors of this rank's samples. slots: by table, those of the ids below."""
+        """Pools for all ranks, and gets the vectors of this rank's samples.
+
+        slots: returns by table those of the ids below; what it raises is raised on all ranks.
+        """
         starts = tree.starts(sum(served.strides), self._world.micro_batches) if training else None
-        cut, found = served.cut(slots), list[list[KeyedJaggedTensor]]()
-        out = ops.empty(sparse.stride, self.layout.width)
-        for exchange in self._exchanges:
-            own = exchange[self._world.rank]
+        found = list[list[KeyedJaggedTensor]]()
+
+        def vectors(own: Sequence[Bundle]) -> list[Tensor]:
+            cut = served.cut(slots())
             found.append([self._bags_below(bundle, served, cut).in_parts(starts) for bundle in own])
-            vectors = partial(self._vectors, own, found[-1], served.strides)
-            come = self._world.exchange(vectors, purpose="pooled")
-            for words, bundles in zip(come, exchange, strict=True):
+            return self._vectors(own, found[-1], served.strides)
+
+        rank, world = self._world.rank, self._world
+        arriving = [world.begin(partial(vectors, own[rank]), purpose="pooled") for own in self._exchanges]
+        out = ops.empty(sparse.stride, self.layout.width)
+        for exchange, each_rank in zip(self._exchanges, arriving, strict=True):
+            for words, bundles in zip(each_rank.wait(), exchange, strict=True):
                 sizes = [sparse.stride * _width(bundle) for bundle in bundles]
                 numbers = torch.split(widen(words, sum(sizes), self._wire_dtype), sizes)
                 for bundle, each in zip(bundles, numbers, strict=True):
@@ -217,8 +224,9 @@ class Pooled:
         kernels = [self._kernels_of(bundle) for bundle in bundles]
         pooled = [own.lookup(self._below.arrays, each) for own, each in zip(kernels, bags, strict=True)]
         each = [torch.split(vectors, strides) for vectors in pooled]
-        by_rank = [[vectors[rank].reshape(-1) for vectors in each] for rank in range(len(strides))]
-        return [torch.cat(narrow(own, self._wire_dtype)) for own in by_rank]
+        return [
+            words_of([vectors[rank].reshape(-1) for vectors in each], self._wire_dtype) for rank in range(len(strides))
+        ]
 
     def _kernels_of(self, features: Bundle) -> ops.Kernels:
         """Returns the kernels that look up and update `features` below, where each has the name of its table."""
@@ -259,8 +267,9 @@ class Pooled:
         alone = [kernels for kernels, sparse, _ in lookups if id(sparse.values) not in self._batches]
         return self.tables & {feature.table for kernels in alone for feature in kernels.layout.features}
 
-    def gradients(self, lookups: ops.Lookups, *, but: frozenset[int]) -> ops.Lookups:
-        """Sends gradients of pooled vectors to the owners; returns those that come here, as lookups of rows below.
+    def gradients(self, lookups: ops.Lookups, *, but: frozenset[int]) -> Callable[[], ops.Lookups]:
+        """Sends gradients of pooled vectors to the owners. Returns what waits for those that come here and returns them
+        as lookups of rows below; it must be called.
 
         but: tables to leave out.
         """
@@ -269,16 +278,25 @@ class Pooled:
             if (batch := self._batches.get(id(sparse.values))) is not None:
                 wanted = frozenset(f.name for f in kernels.layout.features if f.table not in but)
                 waiting.append(_Waiting(batch, wanted, grad))
+        arriving = {}
+        for number, exchange in enumerate(self._exchanges):
+            if any(own.of(bundle) for own in waiting for bundles in exchange for bundle in bundles):
+                parts = partial(self._gradients_for, exchange, waiting)
+                arriving[number] = self._world.begin(parts, purpose="pooled_gradients")
+        return partial(self._come, waiting, arriving)
+
+    def _come(self, waiting: Sequence[_Waiting], arriving: Mapping[int, Arriving]) -> ops.Lookups:
+        """Returns the gradients of some exchanges as lookups of rows below."""
         found: list[tuple[int, int, tuple[ops.Kernels, KeyedJaggedTensor, Tensor]]] = []
-        for number, exchange in enumerate(self._exchanges if waiting else ()):
-            come = self._world.exchange(partial(self._gradients_for, exchange, waiting), purpose="pooled_gradients")
-            bundles = exchange[self._world.rank]
+        for number, each_rank in arriving.items():
+            come, bundles = each_rank.wait(), self._exchanges[number][self._world.rank]
             parts = [(k, i, own.of(bundle)) for i, own in enumerate(waiting) for k, bundle in enumerate(bundles)]
             parts = [part for part in parts if part[2]]
             each = [self._numbers(words, rank, waiting, parts) for rank, words in enumerate(come)]
             for (k, i, features), *grads in zip(parts, *each, strict=True):
                 bags = waiting[i].batch.served[number][k]
-                found.append((k, i, (self._kernels_of(features), bags, torch.cat(grads))))
+                grad = torch.cat(grads, out=ops.empty(sum(map(len, grads)), _width(features)))
+                found.append((k, i, (self._kernels_of(features), bags, grad)))
         # Features of a table in their order, and each of them in the order of the forward passes.
         return [lookup for _, _, lookup in sorted(found, key=lambda each: each[:2])]
 
@@ -287,8 +305,12 @@ class Pooled:
         found = []
         for bundles in exchange:
             parts = [(own.grad, features) for own in waiting for each in bundles if (features := own.of(each))]
-            grads = [torch.cat([grad[:, f.columns] for f in features], 1).view(-1) for grad, features in parts]
-            found.append(torch.cat(narrow(grads, self._wire_dtype)))
+            shapes = [(len(grad), _width(features)) for grad, features in parts]
+            sizes = [num_samples * width for num_samples, width in shapes]
+            numbers = ops.empty(sum(sizes))
+            for (grad, features), shape, own in zip(parts, shapes, torch.split(numbers, sizes), strict=True):
+                torch.cat([grad[:, f.columns] for f in features], 1, out=own.view(shape))
+            found.append(words_of([numbers], self._wire_dtype))
         return found
 
     def _numbers(

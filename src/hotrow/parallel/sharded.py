@@ -168,6 +168,16 @@ class Subtree(NamedTuple):
     """By table."""
 
 
+class UnderWay(NamedTuple):
+    """What ranks send each other for the update of some lookups."""
+
+    lookups: ops.Lookups
+    pooled: Callable[[], ops.Lookups]
+    """Waits for gradients of pooled vectors, and returns them as lookups below."""
+    sums: Arriving | None
+    """Of rows; None if there are none to send."""
+
+
 class Sharded(Placement):
     """The rows of one collection over the ranks of `world`; below: the placement of this rank's own shard.
 
@@ -203,6 +213,9 @@ class Sharded(Placement):
         self._num_rows = [table.num_embeddings for table in tables]
         self._keys = Keys(self._num_rows, [table.embedding_dim for table in tables], wire_dtype)
         self._pooled = Pooled(world, tables, shards, below, collective=collective, wire_dtype=wire_dtype)
+        each = list(zip(tables, shards, strict=True))
+        self._rows_travel = any(s.exchange == "rows" and s.prefix < table.num_embeddings for table, s in each)
+        """Whether some table has rows that ranks ask each other for in lookups of bags."""
         self._stored = [self.weights[table.name].dtype for table in tables]
         self._sent = [WIRE_TYPES[wire_dtype] if dtype == torch.float32 else dtype for dtype in self._stored]
         """By table, the types of its rows and of those that travel."""
@@ -216,8 +229,8 @@ class Sharded(Placement):
         self._alone = Alone(world, self.tables, shards, below)
         self._announced: dict[int, Asked] = {}
         self._buffers = Buffers(self._keys.dims.tolist(), self._stored)
-        self._sums_under_way: tuple[ops.Lookups, ops.Lookups, Arriving] | None = None
-        """Of which lookups `prepare` sent what; gradients of pooled vectors that came, as lookups below; sums."""
+        self._sums_under_way: UnderWay | None = None
+        """What `prepare` sent."""
         self._waited_s = 0.0
 
     @property
@@ -294,6 +307,7 @@ class Sharded(Placement):
         lease: Lease | None = None
         own_slots, batch = asked.below, None
         firsts = self._buffers.reserve(asked.counts.sum(1))
+        come = list[Tensor]()
 
         def rows_for_others() -> list[Tensor]:
             nonlocal lease, own_slots
@@ -302,12 +316,17 @@ class Sharded(Placement):
             lease, own_slots = self.below.take(asked.below, training=training)
             return self._rows_for_others(asked, own_slots, firsts)
 
+        def slots_to_pool() -> dict[int, Tensor]:
+            if lease is None:
+                come[:] = rows_for_others()  # empty: only its own rows are put into their slots
+            return self._pooled_slots(asked, own_slots)
+
         try:
             starts = self._starts(asked.strides, sparse.parts) if training else None
-            come = self._exchange(rows_for_others, purpose="rows")
+            if asked.served is None or self._rows_travel:
+                come[:] = self._exchange(rows_for_others, purpose="rows")
             if asked.served is not None:
-                pooled = self._pooled_slots(asked, own_slots)
-                batch = self._pooled.bring(asked.served, pooled, sparse, training=training)
+                batch = self._pooled.bring(asked.served, slots_to_pool, sparse, training=training)
         except (ValueError, RuntimeError):
             self.below.forget(asked.below)
             if lease is not None:
@@ -489,13 +508,15 @@ class Sharded(Placement):
         alone = self._trains_alone
         pooled, come = ([], self._own_sums(lookups)) if alone else self._sums_of(lookups)
         found = come if alone else self._with_replicated(come)
-        counts = np.array([[len(own.rows) for own in tables] for _, tables in found], np.int64).T
-        rows = [tables[t].rows.numpy() for t in range(len(self.tables)) for _, tables in found]
+        T = len(self.tables)
+        counts = np.array([[len(own.rows) for own in tables] for _, tables in found], np.int64).reshape(-1, T).T
+        each = [tables[t].rows.numpy() for t in range(T) for _, tables in found]
+        rows = np.concatenate([np.empty(0, np.int64), *each])
         if alone:
-            self._alone.keep(attached, np.split(np.concatenate(rows), counts.sum(1).cumsum()[:-1]))
-        lease, slots = self.below.take(self._lookup_below(np.concatenate(rows), counts.sum(1)), training=False)
+            self._alone.keep(attached, np.split(rows, counts.sum(1).cumsum()[:-1]))
+        lease, slots = self.below.take(self._lookup_below(rows, counts.sum(1)), training=False)
         by_slot = iter(torch.split(slots.values, counts.ravel().tolist()))
-        tables = [[own[t]._replace(rows=next(by_slot)) for _, own in found] for t in range(len(self.tables))]
+        tables = [[own[t]._replace(rows=next(by_slot)) for _, own in found] for t in range(T)]
         of_nodes = [Subtree(leaf, list(own)) for (leaf, _), own in zip(found, zip(*tables, strict=True), strict=True)]
         self.below.update([*self._lookups_below(of_nodes), *pooled], attached, rules)
         lease.release(updated=True)
@@ -549,23 +570,27 @@ class Sharded(Placement):
         return found
 
     def prepare(self, lookups: ops.Lookups) -> None:
-        """Sends what `update` needs of other ranks: gradients of pooled vectors, which have come when this returns, and
-        sums of the rows' gradients, before whose arrival other exchanges may follow."""
+        """Sends what `update` needs of other ranks: gradients of pooled vectors, and sums of the rows' gradients. Other
+        exchanges may follow before they have come."""
         self._drop_sums()
         if lookups and not self._trains_alone:
-            self._sums_under_way = lookups, *self._begin_sums(lookups)
+            self._sums_under_way = self._begin_sums(lookups)
 
     def _drop_sums(self) -> None:
         """Lets sums arrive that no update took, because their step was left out."""
         if self._sums_under_way is not None:
-            self._sums_under_way[-1].wait()
+            self._sums_under_way.pooled()
+            if self._sums_under_way.sums is not None:
+                self._sums_under_way.sums.wait()
             self._sums_under_way = None
 
-    def _begin_sums(self, lookups: ops.Lookups) -> tuple[ops.Lookups, Arriving]:
-        """Returns gradients of pooled vectors, as lookups below; sends a sum for each aligned subtree of this rank and
-        each row to the row's home."""
+    def _begin_sums(self, lookups: ops.Lookups) -> UnderWay:
+        """Sends gradients of pooled vectors to their owners; and a sum for each aligned subtree of this rank and each
+        row to the row's home, unless no row is updated by such sums: that all ranks know."""
         by_row = self._pooled.tables_by_row(lookups)
         pooled = self._pooled.gradients(lookups, but=by_row)
+        if len(self._pooled.tables) == len(self.tables) and not by_row:
+            return UnderWay(lookups, pooled, None)
         num_heads = [0] * self.world.size
 
         def sums_for_others() -> list[Tensor]:
@@ -576,22 +601,23 @@ class Sharded(Placement):
             num_heads[:] = [heads for _, heads in made]
             return [words for words, _ in made]
 
-        return pooled, self.world.begin(sums_for_others, purpose="gradients", num_heads=num_heads)
+        sums = self.world.begin(sums_for_others, purpose="gradients", num_heads=num_heads)
+        return UnderWay(lookups, pooled, sums)
 
     def _sums_of(self, lookups: ops.Lookups) -> tuple[ops.Lookups, list[Subtree]]:
         """Returns gradients of pooled vectors, as lookups below, and the sums that come here, of all micro-batches."""
-        if self._sums_under_way is not None and not _same(self._sums_under_way[0], lookups):
+        if self._sums_under_way is not None and not _same(self._sums_under_way.lookups, lookups):
             self._drop_sums()
         if self._sums_under_way is None:
             self.prepare(lookups)
         assert self._sums_under_way is not None
-        (_, pooled, arriving), self._sums_under_way = self._sums_under_way, None
-        come: list[Subtree] = []
-        for rank, words in enumerate(arriving.wait()):
+        (_, pooled, sums), self._sums_under_way = self._sums_under_way, None
+        gradients, come = pooled(), list[Subtree]()
+        for rank, words in enumerate(() if sums is None else sums.wait()):
             held = tree.aligned(*tree.held(self.world.micro_batches, rank, self.world.size))
-            sums = self._keys.unpack_sums(words, len(held))
-            come += [Subtree(leaf, tables) for (leaf, _), tables in zip(held, sums, strict=True)]
-        return pooled, come
+            each = zip(held, self._keys.unpack_sums(words, len(held)), strict=True)
+            come += [Subtree(leaf, tables) for (leaf, _), tables in each]
+        return gradients, come
 
     def _own_sums(self, lookups: ops.Lookups) -> list[Subtree]:
         """Returns the sums of this rank alone, of rows that every rank holds."""

@@ -277,7 +277,8 @@ def _events(work: Work, found: _Counted, *, announced: bool) -> list[Event]:
 
     ids = away * rows.key_bytes + others * REQUEST_HEAD_BYTES + others / found.num_ranks * bags.head_bytes
     events = exchange("data" if announced else "lookup", "ids", {"ids": ids + bags.id_bytes})
-    events += exchange("lookup", "rows", {"rows": away * rows.row_bytes})
+    if found.rows_travel or not found.pools:
+        events += exchange("lookup", "rows", {"rows": away * rows.row_bytes})
     if found.pools:
         events += exchange("lookup", "pooled", {"pooled": bags.vector_bytes})
     # parallel/dense.py: slices travel while the sums of rows are made, and totals while rows are updated.
@@ -285,15 +286,20 @@ def _events(work: Work, found: _Counted, *, announced: bool) -> list[Event]:
     slices = {"dense": heads + away * 4 * work.num_weights * num_nodes, "counts": counts}
     events.append(Event("dense", "send", "slices", slices, 1.0))
     if found.pools:
-        events += exchange("dense", "pooled_gradients", {"pooled_gradients": bags.gradient_bytes})
+        gradients = {"pooled_gradients": bags.gradient_bytes, "counts": counts}
+        events.append(Event("dense", "send", "pooled_gradients", gradients, 1.0))
     events.append(Event("dense", "work", "sums"))
-    keys = away * sums.all_key_bytes + others * num_nodes * KEYS_HEAD_BYTES
-    gradients = {"ids": keys, "gradients": away * sums.all_sum_bytes, "counts": counts}
-    events.append(Event("dense", "send", "gradients", gradients, 1.0))
+    if found.sums_travel:
+        keys = away * sums.all_key_bytes + others * num_nodes * KEYS_HEAD_BYTES
+        gradients = {"ids": keys, "gradients": away * sums.all_sum_bytes, "counts": counts}
+        events.append(Event("dense", "send", "gradients", gradients, 1.0))
     events.append(Event("dense", "wait", "slices"))
     events.append(Event("dense", "send", "finite", {"counts": counts}, 1.0))
     events.append(Event("dense", "send", "totals", {"dense": away * 4 * work.num_weights}))
-    events.append(Event("update", "wait", "gradients"))
+    if found.pools:
+        events.append(Event("update", "wait", "pooled_gradients"))
+    if found.sums_travel:
+        events.append(Event("update", "wait", "gradients"))
     if found.copied:
         keys = away * totals.common_key_bytes + others * KEYS_HEAD_BYTES
         events += exchange("update", "replicated", {"ids": keys, "replicated": away * totals.common_sum_bytes})
@@ -385,6 +391,10 @@ class _Counted:
             each = _Bags.of(own.table, work.batch_size, own.lookups, wire_dtype, jagged=own.jagged)
             away = (1.0 - shares[shard.owner]) / self.num_ranks  # the others send and get these bags
             bags += [each.head_bytes, away * each.id_bytes, away * each.vector_bytes, away * each.vector_bytes]
+        # What no rank needs is not exchanged: see parallel/sharded.py.
+        rows = [own.table for own in work.tables if shards[own.table.name].exchange == "rows"]
+        self.rows_travel = any(shards[table.name].prefix < table.num_embeddings for table in rows)
+        self.sums_travel = bool(rows)
         self.bags = _Pooled(*bags.tolist())
         self.rows = self._mean(shares)
         self.sums = self._mean([share for each in nodes for share in each])

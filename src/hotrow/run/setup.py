@@ -128,9 +128,6 @@ class Setup:
         setup = cls(config, dataset, tables, dense, memory, copies_on, folder, world, shards, hot)
         if training and hardware is None:
             setup = replace(setup, not_predicted=why_unknown())
-        elif hardware is not None and shards and config.hot.takes_turns:
-            text = f"hot.schedule is {config.hot.schedule}: no plan knows what ranks send in a hot and in a cold phase"
-            setup = replace(setup, not_predicted=text)
         elif hardware is not None:
             if shards:
                 division = replace(division, sharing=sharing_of(config, tables, shards, world))
