@@ -67,6 +67,7 @@ def verb(name: str, *, home: str, example: str) -> Callable[[Callable[..., Answe
         def run(*arguments: Any, json_: bool, **options: Any) -> None:
             import_module(home)
             with saying_interruptions():
+                _check_processes(name)
                 answer = function(*arguments, **options)
                 result, show = answer if isinstance(answer, tuple) else (answer, None)
                 if json_:
@@ -86,6 +87,20 @@ def verb(name: str, *, home: str, example: str) -> Callable[[Callable[..., Answe
         return app.command(name, epilog=f"Example: {example}")(run)
 
     return register
+
+
+OF_RANKS = ("prepare", "train")
+"""Verbs that several processes share."""
+
+
+def _check_processes(name: str) -> None:
+    """Raises ValueError if several processes would all do, and write, what one verb does."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1" and name not in OF_RANKS:
+        raise ValueError(
+            f"hotrow {name} runs in one process, but WORLD_SIZE is {size}: start it without torchrun or srun, or unset "
+            "WORLD_SIZE"
+        )
 
 
 @contextmanager
