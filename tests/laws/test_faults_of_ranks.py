@@ -442,6 +442,18 @@ def test_ranks_that_begin_again_share_nothing_with_those_before() -> None:
     del server
 
 
+def test_a_rank_that_was_started_twice_is_named() -> None:
+    """The first one waited until MEET_S was over, and then blamed rank 0."""
+    store, told = dist.HashStore(), list[str]()
+    first = threading.Thread(target=lambda: told.append(met(lambda: fresh(store, 1, 2))), daemon=True)
+    first.start()
+    while not store.check(["hotrow/here/1"]):
+        time.sleep(0.01)
+    store.set("hotrow/here/1", "another word")
+    first.join(10)
+    assert told and told[0].startswith("another process has come as rank 1 of 2 too: start each rank once")
+
+
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -460,6 +472,34 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             group.begin_group()
     with pytest.raises(RuntimeError, match="something else"), explaining_no_group():
         raise RuntimeError("something else")
+
+
+def test_ranks_that_gloo_cannot_connect_are_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for a rank that failed ends too; and 127.0.1.1 is no address for another host."""
+    monkeypatch.setattr(group, "CONNECT_S", 0.1)
+    monkeypatch.setattr(group, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(group, "interfaces", lambda: {"eth0": "10.0.0.1"})
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: time.sleep(1))
+    with pytest.raises(ValueError, match=r"gloo did not connect them \(not within 0 s\).* reach \(here: eth0 \(10"):
+        group.begin_group()
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    other = {"host": "node8", "net": "another", "address": "10.0.0.2", "interfaces": "eth0 (10.0.0.2)"}
+    store = dist.HashStore()
+    store.set("address/1", json.dumps(other))
+    store.set("read/1", "")
+    expected = (
+        "name of node7 means 127.0.1.1 there: set GLOO_SOCKET_IFNAME on node7 to an interface .* (eth0 (10.0.0.1))"
+    )
+    with pytest.raises(ValueError, match=re.escape(expected).replace(r"\.\*", ".*")):
+        group.check_addresses(store, 0, 2)
+    store.set("address/1", json.dumps(other | {"net": group.namespace_id("net")}))
+    group.check_addresses(store, 0, 2)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    store.set("address/1", json.dumps(other))
+    group.check_addresses(store, 0, 2)
 
 
 def test_a_guessed_interface_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

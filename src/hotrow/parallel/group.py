@@ -5,54 +5,114 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from ipaddress import ip_address
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from hotrow.parallel.agreement import interfaces, namespace_id
+
+T = TypeVar("T")
 MEET_S = 300.0
 """Time in which all ranks must have come; hosts of a cluster may start minutes apart."""
 MORE_S = 5.0
 """Time after MEET_S in which torch has to say that it is over."""
+CONNECT_S = 120.0
+"""Time in which gloo must have connected ranks that have met."""
 _POLL_S = 0.05
 
 
 def begin_group() -> None:
     """Makes torch's default process group, with gloo, for the ranks of the environment (RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT). Raises ValueError, with the cure, if the ranks cannot meet.
+    MASTER_PORT). Raises ValueError, with the cure, if the ranks cannot meet, or cannot be connected.
     """
     with explaining_no_group():
-        store, rank, size = _met()
-        dist.init_process_group("gloo", store=fresh(store, rank, size), rank=rank, world_size=size)
+        store, rank, size = _in_time(
+            lambda: next(rendezvous("env://", timeout=timedelta(seconds=MEET_S))),
+            MEET_S + MORE_S,
+            "timed out: what listens there is no store of torch",
+        )
+    own = fresh(store, rank, size)
+    check_addresses(own, rank, size)
+    try:
+        late = f"not within {CONNECT_S:.0f} s"
+        _in_time(lambda: dist.init_process_group("gloo", store=own, rank=rank, world_size=size), CONNECT_S, late)
+    except (dist.DistError, RuntimeError) as error:
+        raise ValueError(
+            f"rank {rank} ({socket.gethostname()}) met the other ranks, but gloo did not connect them "
+            f"({str(error).splitlines()[0]}): see whether another rank has failed, allow TCP between all hosts of the "
+            f"run, and set GLOO_SOCKET_IFNAME on each to an interface that the others reach (here: {_named()})"
+        ) from error
 
 
-def _met() -> tuple[Store, int, int]:
-    """Returns the store of the ranks, and rank and size. Raises RuntimeError if they do not meet.
+def _in_time(function: Callable[[], T], limit_s: float, late: str) -> T:
+    """Returns what `function` returns. Raises RuntimeError with the text `late` if that takes longer than `limit_s`.
 
-    A thread asks, because torch (2.13) waits without end for another program that listens at the port and says nothing.
+    A thread calls it, because torch (2.13) waits without end for another program that listens at the port and says
+    nothing, and for half an hour for a rank that gloo cannot reach, deaf to signals.
     """
-    met: list[tuple[Store, int, int]] = []
+    made: list[T] = []
     failed: list[Exception] = []
 
-    def ask() -> None:
+    def call() -> None:
         try:
-            met.append(next(rendezvous("env://", timeout=timedelta(seconds=MEET_S))))
+            made.append(function())
         except Exception as error:  # for the thread that waits
             failed.append(error)
 
-    asking = threading.Thread(target=ask, name="hotrow-meet", daemon=True)
-    asking.start()
-    asking.join(MEET_S + MORE_S)
+    calling = threading.Thread(target=call, name="hotrow-meet", daemon=True)
+    calling.start()
+    calling.join(limit_s)
     if failed:
         raise failed[0]
-    if not met:
-        raise RuntimeError("timed out: what listens there is no store of torch")
-    return met[0]
+    if not made:
+        raise RuntimeError(late)
+    return made[0]
+
+
+def check_addresses(store: Store, rank: int, size: int) -> None:
+    """Raises ValueError on all ranks if they are on several hosts, and gloo would give the others an address of one
+    that only itself reaches: many systems let a host's own name mean 127.0.1.1.
+    """
+    own = {"host": socket.gethostname(), "net": namespace_id("net"), "address": _address(), "interfaces": _named()}
+    store.set(f"address/{rank}", json.dumps(own))
+    found = [json.loads(store.get(f"address/{each}")) for each in range(size)]
+    store.set(f"read/{rank}", "")
+    unreachable = {each["host"]: each for each in found if each["address"] and _is_loopback(each["address"])}
+    if unreachable and len({each["net"] for each in found}) > 1:
+        told = "; ".join(
+            f"the name of {host} means {each['address']} there: set GLOO_SOCKET_IFNAME on {host} to an interface that "
+            f"other hosts reach ({each['interfaces']})"
+            for host, each in unreachable.items()
+        )
+        with suppress(dist.DistError):  # rank 0 may hold the store, in which the others still read
+            store.wait([f"read/{each}" for each in range(size)], timedelta(seconds=MORE_S))
+        raise ValueError(f"the ranks are on several hosts, and gloo takes the address that a host's name means. {told}")
+
+
+def _address() -> str | None:
+    """Returns the address that gloo will take; None: that of the interface it was told."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    with suppress(OSError):
+        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+    return "127.0.0.1"
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def _named() -> str:
+    return ", ".join(f"{name} ({address})" for name, address in interfaces().items()) or "it has none"
 
 
 def fresh(store: Store, rank: int, size: int) -> Store:
@@ -61,13 +121,19 @@ def fresh(store: Store, rank: int, size: int) -> Store:
     torchrun keeps its store when it starts ranks again, and gloo would call those that have ended, at the addresses
     they left in it (torch 2.13, with every kind of rendezvous). Restarts that torchrun counts name no generation of
     ranks: hosts may count differently. So each rank leaves a word of its own, rank 0 repeats them all, and a rank that
-    reads its own there knows that rank 0 lives now. Raises ValueError after MEET_S, on rank 0 naming who did not come.
+    reads its own there knows that rank 0 lives now. Raises ValueError if another process comes as the same rank, and
+    after MEET_S, on rank 0 naming who did not come.
     """
     mine = secrets.token_hex(8)
     store.set(f"hotrow/here/{rank}", mine)
     others = range(1, size)
     until_s = time.monotonic() + MEET_S
     while time.monotonic() < until_s:
+        if _value(store, f"hotrow/here/{rank}") != mine:
+            raise ValueError(
+                f"another process has come as rank {rank} of {size} too: start each rank once, with a RANK of its own, "
+                "and each run with a MASTER_PORT of its own"
+            )
         if rank == 0:
             store.set("hotrow/words", json.dumps([_value(store, f"hotrow/here/{each}") for each in range(size)]))
             if all(store.check([f"hotrow/{mine}/{each}"]) for each in others):
