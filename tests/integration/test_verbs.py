@@ -150,13 +150,14 @@ def test_predict_keeps_columns(
         assert message in err and not (tmp_path / "x.csv").exists()
 
 
-def test_predict_reads_standard_input(run: hotrow.Run, tmp_path: Path) -> None:
+def test_predict_reads_standard_input(
+    run: hotrow.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffer = io.BytesIO()
     pyarrow.csv.write_csv(rows(3), buffer)
     out = tmp_path / "scores.csv"
-    line = [sys.executable, "-m", "hotrow", "predict", str(run.path), "-", "--out", str(out), "--keep", "big, id"]
-    done = subprocess.run(line, input=buffer.getvalue(), capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(buffer.getvalue())))
+    command("predict", run.path, "-", "--out", out, "--keep", "big, id", capfd=capfd, monkeypatch=monkeypatch)
     found = pyarrow.csv.read_csv(out)
     assert found["big, id"].to_pylist() == rows(3)["big, id"].to_pylist()
     np.testing.assert_allclose(found["score"].to_numpy(), run.predict(rows(3)), rtol=1e-5)
