@@ -370,7 +370,7 @@ def test_what_sweeps_say_of_claims() -> None:
         }
         for lr, size, val, test in [("1", "64", 0.9, 0.8), ("2", "64", 0.95, 0.7), ("1", "4096", 0.99, 0.84)]
     ]
-    assert everything.quality_told({"cells": quality}) == "test NE beside batches of 64: 4,096 +5.00%"
+    assert everything.quality_told({"cells": quality, "quick": True}) == "test NE beside batches of 64: 4,096 +5.00%"
     found = {"geometric_mean_error": 0.05, "cells": 216, "share_within_15_percent": 0.9, "median_noise": 0.02}
     told = everything.prediction_told({"prediction": {**found, "share_placement_chosen_well": 0.95}})
     assert told.startswith("geometric mean error 5.0% over 216 cells, 90% within 15 %, repeat noise 2.0%; ")
