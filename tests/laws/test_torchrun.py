@@ -222,11 +222,11 @@ def test_interrupted_on_four_ranks_and_resumed_on_three_and_one(pool: RankPool, 
 
 def test_one_process_four_ranks_two_and_three_go_on_with_one_chain(pool: RankPool, data: Path, tmp_path: Path) -> None:
     """1 -> 4 -> 2 -> 3, in tiers, with a checkpoint every other step, to the bits of a run that was never stopped."""
-    changes = [*tiers_of(tmp_path, 60_000), "checkpoint.every=2", "checkpoint.keep_last=99"]
+    changes = [*tiers_of(tmp_path, 60_000), "train.epochs=1", "checkpoint.every=2", "checkpoint.keep_last=99"]
     runs.train(make_config(raw_config(data, tmp_path / "one", [*changes, "memory=dram"])), quiet=True)
     path = tmp_path / "many"
-    said = pool.run(trained, raw_config(data, path, changes), (0, 4), num_ranks=1, micro_batches=4)
-    for num_ranks, stop in ((4, (3, 8)), (2, (1, 13)), (3, None)):
+    said = pool.run(trained, raw_config(data, path, changes), (0, 1), num_ranks=1, micro_batches=4)
+    for num_ranks, stop in ((4, (3, 4)), (2, (1, 6)), (3, None)):
         said += pool.run(resumed, str(path), [], stop, num_ranks=num_ranks, micro_batches=num_ranks)
     assert said == ["interrupted"] * 7 + ["finished"] * 3
     same(path, outcome(tmp_path / "one"))
