@@ -149,8 +149,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--folder", type=Path, help="where runs and rows lie while they train")
     given = parser.parse_args()
+    if given.folder is not None:
+        given.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         from benchmarks.hot_cells import make_shape
 

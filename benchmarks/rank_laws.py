@@ -186,6 +186,8 @@ def main() -> int:
     given = parser.parse_args()
     if not given.rows.exists():
         parser.error(f"{given.rows} is not there: set HOTROW_DATA to the folder of real rows, or pass --rows")
+    if given.folder is not None:
+        given.folder.mkdir(parents=True, exist_ok=True)
     end_on_signals()
     with tempfile.TemporaryDirectory(prefix="hotrow-laws-", dir=given.folder) as name:
         folder = Path(name)
