@@ -123,7 +123,7 @@ void RowCache::create(uint32_t row, int64_t slot) {
       const float w = state.dim == first.dim ? row_[static_cast<size_t>(j)] : 0.0f;
       const float sign = static_cast<float>((w > 0) - (w < 0));
       // Without a needless + 0, which would make +0 of -0.
-      to[j] = state.of_weight == 0 ? state.constant : state.of_weight * w;
+      to[j] = state.of_weight == 0 ? state.constant : state.of_weight * w + 0.0F;  // never -0.0
       if (state.of_sign != 0) to[j] = to[j] + state.of_sign * sign;
     }
   }

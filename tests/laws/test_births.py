@@ -111,6 +111,16 @@ def test_parts_start_as_the_whole_table(tmp_path: Path, name: str, dtype: Dtype,
         own.emb.placement.close()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_zeros_starts_as_the_whole_table_has_it(dtype: Dtype) -> None:
+    """Also where no other row is, as on one of more ranks than rows: a state of weights is +0.0, never -0.0."""
+    whole = table_of(dtype)
+    part = whole.part(1, Births(first=0, step=NUM_ROWS))
+    for ours, theirs in zip(side(part, "ftrl").tables(), side(whole, "ftrl").tables(), strict=True):
+        assert_same_bits(ours, theirs[:1])
+        assert_same_bits(ours, torch.zeros_like(ours))
+
+
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps_change_the_rows_of_a_part_alone(tmp_path: Path, dtype: Dtype) -> None:

@@ -29,7 +29,7 @@ struct Births {
 };
 
 // What a row is before it is first written: weights as fill_uniform has them, stored as the table stores weights; then
-// each state, element by element:  (of_weight ? of_weight * w : constant) + of_sign * sign(w), w the weight there
+// each state, element by element:  (of_weight ? of_weight * w + 0 : constant) + of_sign * sign(w), w the weight there
 struct InitialState {
   int64_t dim;
   float constant, of_weight, of_sign;

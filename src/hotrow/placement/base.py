@@ -245,7 +245,8 @@ class TableState(NamedTuple):
     def fill(self, rows: slice, weights: Tensor) -> None:
         """Gives rows of `array`, zeros so far, the values of untouched rows; weights: theirs, float32 [n, D]."""
         if self.of_weight:
-            torch.mul(weights, self.of_weight, out=self.array[rows])
+            # + 0.0: a weight of zero gives +0.0, which is also what a table without any other weight has.
+            torch.mul(weights, self.of_weight, out=self.array[rows]).add_(0.0)
         elif self.constant:
             self.array[rows] = self.constant
         if self.of_sign:
