@@ -51,7 +51,8 @@ def initial_rows(shape: Shape) -> np.ndarray:
     if shape.storage == 2:
         parts = [half.view(torch.int16).numpy() for half in reference.split(w)]
     for dim, constant, of_weight, of_sign in shape.states:
-        state = w.numpy() * np.float32(of_weight) if of_weight else np.full((len(w), dim), constant, np.float32)
+        of_rows = w.numpy() * np.float32(of_weight) + np.float32(0)  # + 0: a weight of zero gives no -0.0
+        state = of_rows if of_weight else np.full((len(w), dim), constant, np.float32)
         parts.append(state + np.float32(of_sign) * np.sign(w.numpy()) if of_sign else state)
     return records_of(parts, np.arange(shape.num_rows))
 
