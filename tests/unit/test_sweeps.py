@@ -30,6 +30,7 @@ from hotrow.cli.app import app, main
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.plan.cost import Prediction
 from hotrow.plan.hardware import MACHINES, Figure, Gpu, Hardware
+from hotrow.run.folder import RunFolder
 from hotrow.run.meters import Session
 from hotrow.study import cells, data, everything, results, runner, search, worker
 from hotrow.study.cells import Studied
@@ -501,7 +502,7 @@ def test_a_cell_ends_with_the_study_that_began_it() -> None:
 def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real trainings in processes of their own."""
     monkeypatch.setattr(cells, "MOST_S", 0.1)
-    path = write_study(tmp_path, groups={"batch": TINY["groups"]["batch"]})
+    path = write_study(tmp_path, groups={"batch": TINY["groups"]["batch"]}, keep="runs")
     said: list[str] = []
     start = time.perf_counter()
     result = run_study(str(path), tmp_path / "out", say=said.append)
@@ -525,6 +526,27 @@ def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert names == ["results.json", "results.csv", "table.tex", "batch.svg", "report.html"]
     assert re.search(r"tiny: 2 of 2 cells to measure, about 0:00:\d\d", said[1])
     assert not (tmp_path / "out" / "work").exists()
+    kept = [RunFolder.open(tmp_path / "out" / row["run"]) for row in result["cells"]]
+    assert [run.measurements()[0]["kind"] for run in kept] == ["train", "train"]
+
+
+@pytest.mark.parametrize("keep", ["figures", "runs"])
+def test_a_study_keeps_what_it_says(keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(cell: Cell, config: Any, work: Path) -> dict[str, Any]:
+        folder = RunFolder.create(work / "run", name="cell")
+        folder.checkpoints.mkdir()
+        (folder.checkpoints / "weights").write_bytes(bytes(100))
+        return row_of()
+
+    monkeypatch.setattr(cells, "run_cell", run)
+    path = write_study(tmp_path, groups={"batch": TINY["groups"]["batch"]}, keep=keep)
+    found = run_study(str(path), tmp_path / "out", say=lambda line: None)["cells"]
+    assert not (tmp_path / "out" / "work").exists()
+    assert (tmp_path / "out" / "runs").exists() == (keep == "runs")
+    kept = {row["run"] for row in found if "run" in row}
+    assert len(kept) == (2 if keep == "runs" else 0)
+    for name in kept:
+        assert not RunFolder.open(tmp_path / "out" / name).checkpoints.exists()
 
 
 # ---- predictions

@@ -35,6 +35,7 @@ from hotrow.plan.divide import slots_of, threads_of
 from hotrow.plan.hardware import Figure, Hardware, Network
 from hotrow.plan.modelled import faster
 from hotrow.plan.work import Work, work_of
+from hotrow.run.folder import RUN, RunFolder
 from hotrow.run.rank_probe import measure_network
 from hotrow.run.setup import Setup, sharing_of
 from hotrow.study.data import NotHere, prepared
@@ -212,7 +213,10 @@ class Studied:
         before = self.predictions(folder)
         for cell in cells:
             try:
-                yield cell, self._row(cell, folder, before.get(cell.key))
+                row = self._row(cell, folder, before.get(cell.key))
+                if self.study.keep == "runs":
+                    row |= _kept_run(cell, folder)
+                yield cell, row
             except CellError as error:
                 yield cell, str(error)
             finally:
@@ -330,6 +334,18 @@ def state_of(machine: Hardware) -> str:
     """Returns what changes if a machine's figures do. Those of its steps are dated."""
     figures = asdict(replace(machine, kernels={}, notes={}, versions={}))
     return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _kept_run(cell: Cell, folder: Path) -> dict[str, str]:
+    """Moves the cell's run to where it stays, and returns the field that names it; {} if it left none."""
+    run, kept = folder / "work" / "run", folder / "runs" / f"{cell.group}-{cell.fingerprint()}"
+    if not (run / RUN).is_file():
+        return {}
+    shutil.rmtree(RunFolder.open(run).checkpoints, ignore_errors=True)
+    shutil.rmtree(kept, ignore_errors=True)  # of a cell whose row a killed study did not write
+    kept.parent.mkdir(exist_ok=True)
+    run.rename(kept)
+    return {"run": str(kept.relative_to(folder))}
 
 
 def _unmeasured(cell: Cell) -> dict[str, Any]:
