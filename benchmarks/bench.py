@@ -295,13 +295,14 @@ def touch_limit_s(
 def rows_limit_s(
     batches: Sequence[Tensor], *, num_rows: int, dim: int, part: Part, optimizer: Optimizer, threads: int
 ) -> float | None:
-    """Returns the seconds it takes to move only the rows of one batch; None without the native module.
+    """Returns the seconds it takes to move only the rows of one batch; None without the native module, and for an odd
+    dim, whose rows the loop cannot touch.
 
     A lookup reads the row of every id, in order. An update reads and writes each distinct row once, in order (finding
     them and summing their gradients is free), and the same again for each state of the optimizer; the state of row-wise
     Adagrad is one float per row.
     """
-    if ops.backend().name != "native":
+    if ops.backend().name != "native" or dim % 2:
         return None
     touch = partial(touch_limit_s, threads=threads, cold=True)
     seconds = touch(num_rows, dim, batches, write=False) if part != "update" else 0.0
