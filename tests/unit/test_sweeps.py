@@ -664,13 +664,15 @@ def test_a_study_that_predicts_needs_this_machines_figures(tmp_path: Path, monke
 def test_modelled_speed_has_a_column_of_its_own(
     tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = Gpu("gpu", *[Figure(1e12)] * 4, watts=Figure(15.0, source="declared", note="a label"), count=2)
+    rates = {"fp32": Figure(1e13)}
+    gpu = Gpu("gpu", *[Figure(1e12)] * 4, rates, watts=Figure(15.0, source="declared", note="a label"), count=2)
     known = {"fast": replace(HARDWARE, name="fast", num_cores=8, gpus=[gpu]), "odd": "odd lacks kernels"}
     monkeypatch.setattr("hotrow.study.run._machine", lambda name, here: known[name])
 
     def predict(work: Any, hardware: Hardware, slots: Any = None, shared: Any = None) -> Prediction:
         seconds = 0.003 if hardware.name == "fast" else 0.004
-        return Prediction(seconds={"dense": seconds}, wait_s=0.0, binds="dense")
+        phases = {"data": 0.0, "lookup": 0.0, "dense": seconds, "update": 0.0}
+        return Prediction(seconds=phases, wait_s=0.0, binds="dense")
 
     def faster(machine: Hardware, threads: int, here: Hardware, own: int) -> dict[str, float]:
         assert (machine.name, threads, own) == ("fast", 8, 1), "a cell of one thread"
@@ -690,6 +692,9 @@ def test_modelled_speed_has_a_column_of_its_own(
         and "160 (declared)" in page
     )
     assert first["modelled"]["fast"]["samples_per_j"] == pytest.approx(16 / 1.5e-3 / 20), "without its GPUs"
+    low, high = first["modelled"]["fast"]["with_gpus"]["spread"]
+    assert low < first["modelled"]["fast"]["with_gpus"]["samples_per_s"] < high and "fast, with its GPUs" in page
+    assert "with_gpus" not in first.get("predicted", {})
     assert "533.3 (declared)" in page and "samples_per_unit" not in first, "what nobody declares is absent"
     assert "modelled.fast.samples_per_j" in (tmp_path / "out" / "results.csv").read_text()
     assert (tmp_path / "out" / "batch-1-j.svg").exists() and r"samples/J" in (
