@@ -71,13 +71,22 @@ class Shape:
     batch_size: int
     lookups: int
     """Ids per bag; every table has `batch_size` bags."""
+    ragged: bool = False
+    """Whether the bags of a table have 0 to twice `lookups` ids, all these numbers being equally likely."""
     zipf: float | None = None
     """None: uniform ids. Else id k has a probability proportional to (k + 1) ** -zipf; popular ids come first."""
 
+    @property
+    def lengths(self) -> Tensor:
+        """The int64 lengths of a table's bags, [batch_size]; all tables have the same."""
+        if not self.ragged:
+            return torch.full((self.batch_size,), self.lookups)
+        return torch.randint(2 * self.lookups + 1, (self.batch_size,), generator=torch.Generator().manual_seed(8))
+
     def ids(self, seed: int) -> Tensor:
-        """Returns int64 ids, [num_tables * batch_size * lookups], table by table. They depend on `seed` alone."""
+        """Returns int64 ids, table by table, those of a table bag by bag. They depend on `seed` alone."""
         generator = np.random.default_rng(seed)
-        n = self.batch_size * self.lookups
+        n = int(self.lengths.sum())
         if self.zipf is None:
             return torch.from_numpy(generator.integers(0, self.num_embeddings, self.num_tables * n))
         cumulative = _cumulative(self.num_embeddings, self.zipf)
@@ -85,7 +94,7 @@ class Shape:
 
     def offsets(self) -> Tensor:
         """Returns the int64 bag offsets of one table, [batch_size + 1]."""
-        return torch.arange(self.batch_size + 1) * self.lookups
+        return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
 
 
 @lru_cache(maxsize=3)
@@ -149,7 +158,7 @@ class Ours:
         if part != "lookup":
             self.optimizer = OPTIMIZERS[optimizer][0](self.emb, lr=LR)
             self.gradient = upstream_gradient(shape)
-        lengths = None if shape.lookups == 1 else torch.full((shape.num_tables * shape.batch_size,), shape.lookups)
+        lengths = None if shape.lookups == 1 else shape.lengths.repeat(shape.num_tables)
         drawn = ids or [shape.ids(seed) for seed in range(NUM_BATCHES)]
         self.batches = [KeyedJaggedTensor(self.emb.feature_names, each, lengths=lengths) for each in drawn]
 
@@ -286,13 +295,14 @@ def touch_limit_s(
 def rows_limit_s(
     batches: Sequence[Tensor], *, num_rows: int, dim: int, part: Part, optimizer: Optimizer, threads: int
 ) -> float | None:
-    """Returns the seconds it takes to move only the rows of one batch; None without the native module.
+    """Returns the seconds it takes to move only the rows of one batch; None without the native module, and for an odd
+    dim, whose rows the loop cannot touch.
 
     A lookup reads the row of every id, in order. An update reads and writes each distinct row once, in order (finding
     them and summing their gradients is free), and the same again for each state of the optimizer; the state of row-wise
     Adagrad is one float per row.
     """
-    if ops.backend().name != "native":
+    if ops.backend().name != "native" or dim % 2:
         return None
     touch = partial(touch_limit_s, threads=threads, cold=True)
     seconds = touch(num_rows, dim, batches, write=False) if part != "update" else 0.0
@@ -308,7 +318,7 @@ def rows_limit_s(
 
 def embedding_limit_s(shape: Shape, part: Part, optimizer: Optimizer, threads: int) -> float | None:
     """Returns `rows_limit_s` plus the time to write the pooled rows and to read their gradient, once each."""
-    tables = torch.arange(shape.num_tables).repeat_interleave(shape.batch_size * shape.lookups)
+    tables = torch.arange(shape.num_tables).repeat_interleave(int(shape.lengths.sum()))
     rows = rows_limit_s(
         [tables * shape.num_embeddings + shape.ids(seed) for seed in range(NUM_BATCHES)],
         num_rows=shape.num_tables * shape.num_embeddings,
@@ -380,7 +390,27 @@ def cells(*, quick: bool = False) -> tuple[Cell, ...]:
         for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam")
         for dim in (16, 64)
     ]
-    return tuple(found)
+    return (*found, *odd_cells(quick=quick))
+
+
+ODD: dict[str, Shape] = {
+    **{f"26x1_dim{dim}": replace(ONE_HOT, embedding_dim=dim) for dim in (1, 2, 4, 8, 10, 12)},
+    **{f"8x20_dim{dim}": replace(POOLED, lookups=20, embedding_dim=dim, zipf=1.05) for dim in (1, 4, 10, 16)},
+    "100x1_batch64": replace(ONE_HOT, num_tables=100, num_embeddings=20_000, batch_size=64),
+    "1000x1_batch64": replace(ONE_HOT, num_tables=1000, num_embeddings=2_000, batch_size=64),
+    "8x1_batch65536": replace(ONE_HOT, num_tables=8, batch_size=65_536),
+    "8x0to200": replace(POOLED, lookups=100, batch_size=512, embedding_dim=32, ragged=True),
+}
+"""Shapes at the ends of what people have."""
+
+
+def odd_cells(*, quick: bool) -> list[Cell]:
+    """Returns a step with SGD of each odd shape: hotrow promises that none is slower than the peer's."""
+    smaller = {"num_embeddings": 500, "batch_size": 64}
+    return [
+        replace(embedding_cell(f"odd_{name}", replace(shape, **smaller) if quick else shape, "step", "sgd"), target=1.0)
+        for name, shape in ODD.items()
+    ]
 
 
 # ---- measuring

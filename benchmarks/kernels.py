@@ -58,7 +58,8 @@ class Fbgemm:
         for (sums,) in self.module.split_optimizer_states():
             sums.fill_(bench.ACCUMULATOR)
         self.gradient = bench.upstream_gradient(shape)
-        self.offsets = torch.arange(shape.num_tables * shape.batch_size + 1) * shape.lookups
+        lengths = shape.lengths.repeat(shape.num_tables)
+        self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         self.batches = [shape.ids(seed) for seed in range(bench.NUM_BATCHES)]
 
     def prepare(self, batch: int) -> None:
@@ -90,10 +91,16 @@ def fbgemm_cells(*, quick: bool) -> list[bench.Cell]:
     """Row-wise Adagrad on the pooled shape, uniform and skewed; every optimizer FBGEMM has on the one-hot shape."""
     pooled = replace(bench.POOLED, num_embeddings=10_000, batch_size=64) if quick else bench.POOLED
     one_hot = replace(bench.ONE_HOT, embedding_dim=64, **({"num_embeddings": 2_000} if quick else {}))
+    smaller = {"num_embeddings": 500, "batch_size": 64} if quick else {}
     return [
         fbgemm_cell("fbgemm_rowwise_adagrad_8x50_uniform", pooled, "rowwise_adagrad"),
         fbgemm_cell("fbgemm_rowwise_adagrad_8x50_zipf", replace(pooled, zipf=1.05), "rowwise_adagrad"),
         *(fbgemm_cell(f"fbgemm_{o}_26x1_dim64", one_hot, o) for o in FBGEMM_OPTIMIZERS),
+        *(
+            replace(fbgemm_cell(f"fbgemm_odd_{name}", replace(shape, **smaller), "sgd"), target=1.0)
+            for name, shape in bench.ODD.items()
+            if shape.embedding_dim % 4 == 0  # FBGEMM takes no others
+        ),
     ]
 
 

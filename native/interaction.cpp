@@ -8,87 +8,113 @@ HOTROW_DECLARE_KERNELS(HOTROW_ISA)
 namespace hotrow::HOTROW_ISA {
 namespace {
 
-// Accumulators of one tile: kTileRows x kParts vectors and two operands fit the machine's registers.
-constexpr int kTileRows = kLanes == 16 ? 8 : 4;
-constexpr int kTileParts = 2;
+// A dot product is summed in kWidth lanes. Wider ones would take longer to add up than they save.
+#if defined(__AVX__) && defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+#define HOTROW_EIGHT_LANES
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+constexpr int kDots = 8;  // dot products of one tile: enough that a sum need not wait for the one before
+constexpr int64_t kColumns = 2 * kLanes < kFloatsPerLine ? kFloatsPerLine : 2 * kLanes;  // of a gradient, at once
 
-inline int64_t round_up(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 inline void copy(const float* __restrict from, int64_t count, float* __restrict to) {
   for (int64_t j = 0; j < count; ++j) to[j] = from[j];
-}
-
-// c[r, :] = sum over k of rows[r][k] * b[k, :] for kTileRows rows and kParts vectors of columns.
-template <int kParts>
-inline void multiply_tile(const float* const* rows, const float* b, int64_t depth, int64_t stride, float* c) {
-  Vec<kLanes> sum[kTileRows][kParts] = {};
-  for (int64_t k = 0; k < depth; ++k) {
-    Vec<kLanes> column[kParts];
-#pragma GCC unroll 2
-    for (int p = 0; p < kParts; ++p) column[p] = load<kLanes>(b + k * stride + p * kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < kTileRows; ++r) {
-#pragma GCC unroll 2
-      for (int p = 0; p < kParts; ++p) sum[r][p] += rows[r][k] * column[p];
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < kTileRows; ++r) {
-#pragma GCC unroll 2
-    for (int p = 0; p < kParts; ++p) store<kLanes>(c + r * stride + p * kLanes, sum[r][p]);
-  }
-}
-
-// The first `width` columns of kTileRows rows of a product; b and c have row stride `stride`, a multiple of kLanes.
-inline void multiply_rows(const float* const* rows, const float* b, int64_t depth, int64_t width, int64_t stride,
-                          float* c) {
-  int64_t j = 0;
-  for (; j + kLanes < width; j += kTileParts * kLanes) {
-    multiply_tile<kTileParts>(rows, b + j, depth, stride, c + j);
-  }
-  for (; j < width; j += kLanes) multiply_tile<1>(rows, b + j, depth, stride, c + j);
-}
-
-// to[d * stride + i] = from[i * dim + d]
-inline void transpose(const float* __restrict from, int64_t rows, int64_t dim, float* __restrict to, int64_t stride) {
-  int64_t i = 0;
-  for (; i + 4 <= rows; i += 4) {
-    const float* at = from + i * dim;
-    float* put = to + i;
-    int64_t d = 0;
-    for (; d + 4 <= dim; d += 4, at += 4, put += 4 * stride) {
-      store_transposed(load<4>(at), load<4>(at + dim), load<4>(at + 2 * dim), load<4>(at + 3 * dim), put, put + stride,
-                       put + 2 * stride, put + 3 * stride);
-    }
-    for (; d < dim; ++d, ++at, put += stride) {
-      for (int64_t k = 0; k < 4; ++k) put[k] = at[k * dim];
-    }
-  }
-  for (; i < rows; ++i) {
-    for (int64_t d = 0; d < dim; ++d) to[d * stride + i] = from[i * dim + d];
-  }
 }
 
 inline void clear(float* p, int64_t count) {
   for (int64_t j = 0; j < count; ++j) p[j] = 0.0f;
 }
 
-// The strict lower triangle of T T^t, packed by rows into `triangle`; may write up to one vector beyond its end.
-inline void dot_triangle(const float* pooled, int64_t num_features, int64_t dim, const float* transposed,
-                         int64_t stride, float* product, float* triangle) {
-  for (int64_t first = 1; first <= num_features; first += kTileRows) {
-    const float* rows[kTileRows];
-    for (int r = 0; r < kTileRows; ++r) {
-      const int64_t i = first + r < num_features ? first + r : num_features;
-      rows[r] = pooled + (i - 1) * dim;
+// Lane i of the result is the sum over all lanes of sum[i]: halves of two sums are interleaved and added, so that each
+// addition halves the lanes of both.
+inline void add_lanes(const Vec<kWidth> (&sum)[kDots], float* dots) {
+#ifdef HOTROW_EIGHT_LANES
+  Vec<8> pair[4], four[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const Vec<8> a = sum[2 * i], b = sum[2 * i + 1];
+    pair[i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
+              __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const Vec<8> a = pair[2 * i], b = pair[2 * i + 1];
+    four[i] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+              __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  store<8>(dots, __builtin_shufflevector(four[0], four[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+                     __builtin_shufflevector(four[0], four[1], 4, 5, 6, 7, 12, 13, 14, 15));
+#else
+  float lane[4][4];
+  for (int i = 0; i < kDots; i += 4) {
+    store_transposed(sum[i], sum[i + 1], sum[i + 2], sum[i + 3], lane[0], lane[1], lane[2], lane[3]);
+    store<4>(dots + i, (load<4>(lane[0]) + load<4>(lane[1])) + (load<4>(lane[2]) + load<4>(lane[3])));
+  }
+#endif
+}
+
+// The vectors of a sample, each of `depth` floats, a multiple of kWidth.
+struct Vectors {
+  const float *dense, *pooled;
+  int64_t num, depth;
+
+  const float* operator[](int64_t i) const { return i == 0 ? dense : pooled + (i - 1) * depth; }
+  // Vectors [first, first + 4), in place of those beyond the last one the last one.
+  void four(int64_t first, const float* (&rows)[4]) const {
+    for (int64_t r = 0; r < 4; ++r) rows[r] = (*this)[first + r < num ? first + r : num - 1];
+  }
+};
+
+// dots[2 * r] = rows[r] . left and dots[2 * r + 1] = rows[r] . right.
+inline void dot_rectangle(const float* const (&rows)[4], const float* left, const float* right, int64_t depth,
+                          float* dots) {
+  Vec<kWidth> sum[kDots] = {};
+  for (int64_t k = 0; k < depth; k += kWidth) {
+    const Vec<kWidth> first = load<kWidth>(left + k), second = load<kWidth>(right + k);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      const Vec<kWidth> row = load<kWidth>(rows[r] + k);
+      sum[2 * r] += row * first;
+      sum[2 * r + 1] += row * second;
     }
-    const int64_t last = first + kTileRows - 1 < num_features ? first + kTileRows - 1 : num_features;
-    multiply_rows(rows, transposed, dim, last, stride, product);
-    // In rising order, so that what is written beyond a row is overwritten by the next row.
-    for (int64_t i = first; i <= last; ++i) {
-      float* put = triangle + i * (i - 1) / 2;
-      for (int64_t j = 0; j < i; j += kLanes) store<kLanes>(put + j, load<kLanes>(product + (i - first) * stride + j));
+  }
+  add_lanes(sum, dots);
+}
+
+// dots[r (r - 1) / 2 + c] = rows[r] . rows[c] for c < r < 4.
+inline void dot_corner(const float* const (&rows)[4], int64_t depth, float* dots) {
+  Vec<kWidth> sum[kDots] = {};
+  for (int64_t k = 0; k < depth; k += kWidth) {
+    Vec<kWidth> row[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) row[r] = load<kWidth>(rows[r] + k);
+#pragma GCC unroll 4
+    for (int r = 1; r < 4; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < r; ++c) sum[r * (r - 1) / 2 + c] += row[r] * row[c];
     }
+  }
+  add_lanes(sum, dots);
+}
+
+// The strict lower triangle of T T^t, packed by rows.
+inline void dot_triangle(const Vectors& vectors, float* triangle) {
+  float dots[kDots];
+  const float* rows[4];
+  float* put[4];
+  for (int64_t top = 0; top < vectors.num; top += 4) {
+    const int64_t num_rows = vectors.num - top < 4 ? vectors.num - top : 4;
+    vectors.four(top, rows);
+    for (int64_t r = 0; r < num_rows; ++r) put[r] = triangle + (top + r) * (top + r - 1) / 2;
+    for (int64_t j = 0; j < top; j += 2) {
+      dot_rectangle(rows, vectors[j], vectors[j + 1], vectors.depth, dots);
+      for (int64_t r = 0; r < num_rows; ++r) __builtin_memcpy(put[r] + j, dots + 2 * r, 2 * sizeof(float));
+    }
+    dot_corner(rows, vectors.depth, dots);
+    for (int64_t r = 1; r < num_rows; ++r) copy(dots + r * (r - 1) / 2, r, put[r] + top);
   }
 }
 
@@ -148,48 +174,61 @@ inline void copy_streamed(const float* from, int64_t count, float* to) {
   for (int64_t j = 0; j < count; j += kLanes) stream(to + j, load<kLanes>(from + j));
 }
 
+// Of `count` floats that are read next, the share that the line at column j has of `columns`. Read at once, they would
+// fill the queue of misses while nothing is computed.
+[[gnu::always_inline]] inline void fetch_part(const float* at, int64_t count, int64_t j, int64_t columns) {
+  const int64_t end = count * (j + kFloatsPerLine) / columns;
+  for (int64_t k = count * j / columns; k < end; k += kFloatsPerLine) __builtin_prefetch(at + k, 0, 2);
+}
+
 }  // namespace
 
 void interact(const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,
               float* out, float* scratch) {
-  const int64_t pairs = num_features * (num_features + 1) / 2, stride = round_up(num_features + 1);
-  float* transposed = scratch;
-  float* product = transposed + dim * stride;
-  float* triangle = product + kTileRows * stride;
-  clear(transposed, dim * stride);
+  const int64_t n = num_features + 1, pairs = num_features * n / 2, depth = round_up(dim, kWidth);
+  clear(scratch, n * depth);
   for (int64_t b = first; b < last; ++b) {
-    const float* dense_row = dense + b * dim;
-    const float* pooled_rows = pooled + b * num_features * dim;
-    for (int64_t d = 0; d < dim; ++d) transposed[d * stride] = dense_row[d];
-    transpose(pooled_rows, num_features, dim, transposed + 1, stride);
-    dot_triangle(pooled_rows, num_features, dim, transposed, stride, product, triangle);
-    copy(dense_row, dim, out + b * (dim + pairs));
-    copy(triangle, pairs, out + b * (dim + pairs) + dim);
+    Vectors vectors{dense + b * dim, pooled + b * num_features * dim, n, dim};
+    copy(vectors.dense, dim, out + b * (dim + pairs));
+    if (dim != depth) {
+      for (int64_t i = 0; i < n; ++i) copy(vectors[i], dim, scratch + i * depth);
+      vectors = {scratch, scratch + depth, n, depth};
+    }
+    dot_triangle(vectors, out + b * (dim + pairs) + dim);
   }
 }
 
 void interact_backward(const float* grad, const float* dense, const float* pooled, int64_t num_features, int64_t dim,
                        int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch,
                        bool streamed) {
-  const int64_t n = num_features + 1, pairs = num_features * n / 2, stride = round_up(dim);
+  const int64_t n = num_features + 1, pairs = num_features * n / 2, stride = round_up(dim, kFloatsPerLine);
+  const bool in_lines = streamed && dim == stride;
   float* vectors = scratch;
   float* product = vectors + n * stride;
   clear(vectors, n * stride);
   for (int64_t b = first; b < last; ++b) {
     const float* grad_row = grad + b * (dim + pairs);
+    float* put = grad_pooled + b * num_features * dim;
     copy(dense + b * dim, dim, vectors);
     for (int64_t i = 1; i < n; ++i) copy(pooled + (b * num_features + i - 1) * dim, dim, vectors + i * stride);
-    int64_t j = 0;
-    for (; j + kLanes < stride; j += 2 * kLanes)
-      multiply_symmetric<2>(grad_row + dim, vectors + j, n, stride, product + j);
-    for (; j < stride; j += kLanes) multiply_symmetric<1>(grad_row + dim, vectors + j, n, stride, product + j);
-    for (int64_t d = 0; d < dim; ++d) grad_dense[b * dim + d] = product[d] + grad_row[d];
-    float* put = grad_pooled + b * num_features * dim;
-    if (streamed && dim == stride) {
-      copy_streamed(product + stride, num_features * dim, put);
-    } else {
-      for (int64_t i = 1; i < n; ++i) copy(product + i * stride, dim, put + (i - 1) * dim);
+    int64_t width = 0;
+    for (int64_t j = 0; j < stride; j += width) {
+      // What bypasses the caches is taken a line of every vector at a time, so that memory and computing take turns.
+      width = in_lines || j + kColumns > stride ? kFloatsPerLine : kColumns;
+      if (in_lines && b + 1 < last) {
+        fetch_part(pooled + (b + 1) * num_features * dim, num_features * dim, j, stride);
+        fetch_part(grad_row + dim + pairs, dim + pairs, j, stride);
+      }
+      int64_t k = j;
+      for (; k + 2 * kLanes <= j + width; k += 2 * kLanes)
+        multiply_symmetric<2>(grad_row + dim, vectors + k, n, stride, product + k);
+      for (; k < j + width; k += kLanes) multiply_symmetric<1>(grad_row + dim, vectors + k, n, stride, product + k);
+      if (!in_lines) continue;
+      for (int64_t i = 1; i < n; ++i) copy_streamed(product + i * stride + j, width, put + (i - 1) * dim + j);
     }
+    for (int64_t d = 0; d < dim; ++d) grad_dense[b * dim + d] = product[d] + grad_row[d];
+    if (in_lines) continue;
+    for (int64_t i = 1; i < n; ++i) copy(product + i * stride, dim, put + (i - 1) * dim);
   }
   if (streamed) finish_streams();
 }

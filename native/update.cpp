@@ -50,13 +50,14 @@ struct Cursor {
   int64_t row_bytes() const { return table.dim * kWeightBytes<P>; }
   P weights(uint64_t row) const { return weights_from<P>(table, row * static_cast<uint64_t>(table.dim)); }
   uint64_t row(int64_t i) const { return all.keys[i] >> all.row_shift; }
+  // What of a key says which gradient its occurrence takes.
+  uint64_t item(int64_t i) const { return all.keys[i] & ((uint64_t{1} << all.row_shift) - 1); }
 
   // Always inlined, like the loops below: GCC 12 keeps some of so many copies as calls, which cost 25 % of the time at
   // dim 16.
   [[gnu::always_inline]] Gradient gradient(int64_t i) const {
-    const uint64_t item = all.keys[i] & ((uint64_t{1} << all.row_shift) - 1);
-    const Source& source = all.sources[item >> all.source_shift];
-    const int64_t index = static_cast<int64_t>(item & ((uint64_t{1} << all.source_shift) - 1));
+    const Source& source = all.sources[item(i) >> all.source_shift];
+    const int64_t index = static_cast<int64_t>(item(i) & ((uint64_t{1} << all.source_shift) - 1));
     const int64_t bag = source.bag_of ? source.bag_of[index] : index;
     return {source.grad + bag * source.stride, source.scale ? source.scale[index] : 1.0f};
   }
@@ -73,16 +74,41 @@ struct Cursor {
   [[gnu::always_inline]] void fetch_ahead(int64_t i) const {
     if (i + kRowsAhead < all.num_keys) fetch_row(i + kRowsAhead);
     const int64_t grad = i + (kScattered ? kScatteredGradsAhead : grads_ahead(table.dim));
-    if (grad < all.num_keys) prefetch_row<kScattered ? Into::l2 : Into::l1>(gradient(grad).at, 0, table.dim * 4);
+    if (grad < all.num_keys && (kScattered || item(grad) != item(grad - 1)))
+      prefetch_row<kScattered ? Into::l2 : Into::l1>(gradient(grad).at, 0, table.dim * 4);
   }
   [[gnu::always_inline]] void fetch_first() const {
     for (int64_t i = 0; i < kRowsAhead && i < all.num_keys; ++i) fetch_row(i);
   }
 };
 
+// What SGD subtracts from a row, lr * (scale * gradient). The ids of a bag that follow each other take the same.
+template <int kDim>
+struct Step {
+  Row<kDim> row = {};
+  uint64_t item = ~uint64_t{0};
+};
+
 // Applies SGD to the occurrences from i on that share i's row; returns the first that does not.
-template <class Acc, class P>
-[[gnu::always_inline]] inline int64_t descend(Acc& weight, float lr, const Cursor<P>& cursor, int64_t i) {
+template <int kDim, class P>
+[[gnu::always_inline]] inline int64_t descend(Row<kDim>& weight, Step<kDim>& step, float lr, const Cursor<P>& cursor,
+                                              int64_t i) {
+  const uint64_t row = cursor.row(i);
+  do {
+    cursor.template fetch_ahead<false>(i);
+    if (cursor.item(i) != step.item) {
+      const Gradient g = cursor.gradient(i);
+      step.row.read_scaled(g.scale, g.at);
+      step.row.multiply(lr);
+      step.item = cursor.item(i);
+    }
+    weight.subtract(step.row);
+  } while (++i < cursor.all.num_keys && cursor.row(i) == row);
+  return i;
+}
+
+template <class P>
+[[gnu::always_inline]] inline int64_t descend(AnyRow& weight, float lr, const Cursor<P>& cursor, int64_t i) {
   const uint64_t row = cursor.row(i);
   do {
     cursor.template fetch_ahead<false>(i);
@@ -147,12 +173,13 @@ inline void ftrl(const Rule& rule, int64_t dim, const float* __restrict g, float
 // must assume that a store to a row changes what a reference refers to.
 template <int kDim, class P>
 void sgd_rows(const Rule rule, const Cursor<P> cursor, float* room) {
+  [[maybe_unused]] Step<kDim ? kDim : 4> step;
   for (int64_t i = 0; i < cursor.all.num_keys;) {
     const P w = cursor.weights(cursor.row(i));
     if constexpr (kDim) {
       Row<kDim> weight;
       weight.read(w);
-      i = descend(weight, rule.lr, cursor, i);
+      i = descend(weight, step, rule.lr, cursor, i);
       weight.write(w);
     } else {
       AnyRow weight{as_floats(w, cursor.table.dim, room), cursor.table.dim};

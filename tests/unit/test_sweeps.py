@@ -30,6 +30,7 @@ from hotrow.cli.app import app, main
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.plan.cost import Prediction
 from hotrow.plan.hardware import MACHINES, Figure, Gpu, Hardware
+from hotrow.run.folder import RunFolder
 from hotrow.run.meters import Session
 from hotrow.study import cells, data, everything, results, runner, search, worker
 from hotrow.study.cells import Studied
@@ -501,7 +502,7 @@ def test_a_cell_ends_with_the_study_that_began_it() -> None:
 def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real trainings in processes of their own."""
     monkeypatch.setattr(cells, "MOST_S", 0.1)
-    path = write_study(tmp_path, groups={"batch": TINY["groups"]["batch"]})
+    path = write_study(tmp_path, groups={"batch": TINY["groups"]["batch"]}, keep="runs")
     said: list[str] = []
     start = time.perf_counter()
     result = run_study(str(path), tmp_path / "out", say=said.append)
@@ -525,6 +526,27 @@ def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert names == ["results.json", "results.csv", "table.tex", "batch.svg", "report.html"]
     assert re.search(r"tiny: 2 of 2 cells to measure, about 0:00:\d\d", said[1])
     assert not (tmp_path / "out" / "work").exists()
+    kept = [RunFolder.open(tmp_path / "out" / row["run"]) for row in result["cells"]]
+    assert [run.measurements()[0]["kind"] for run in kept] == ["train", "train"]
+
+
+@pytest.mark.parametrize("keep", ["figures", "runs"])
+def test_a_study_keeps_what_it_says(keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(cell: Cell, config: Any, work: Path) -> dict[str, Any]:
+        folder = RunFolder.create(work / "run", name="cell")
+        folder.checkpoints.mkdir()
+        (folder.checkpoints / "weights").write_bytes(bytes(100))
+        return row_of()
+
+    monkeypatch.setattr(cells, "run_cell", run)
+    path = write_study(tmp_path, groups={"batch": TINY["groups"]["batch"]}, keep=keep)
+    found = run_study(str(path), tmp_path / "out", say=lambda line: None)["cells"]
+    assert not (tmp_path / "out" / "work").exists()
+    assert (tmp_path / "out" / "runs").exists() == (keep == "runs")
+    kept = {row["run"] for row in found if "run" in row}
+    assert len(kept) == (2 if keep == "runs" else 0)
+    for name in kept:
+        assert not RunFolder.open(tmp_path / "out" / name).checkpoints.exists()
 
 
 # ---- predictions
@@ -642,13 +664,15 @@ def test_a_study_that_predicts_needs_this_machines_figures(tmp_path: Path, monke
 def test_modelled_speed_has_a_column_of_its_own(
     tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = Gpu("gpu", *[Figure(1e12)] * 4, watts=Figure(15.0, source="declared", note="a label"), count=2)
+    rates = {"fp32": Figure(1e13)}
+    gpu = Gpu("gpu", *[Figure(1e12)] * 4, rates, watts=Figure(15.0, source="declared", note="a label"), count=2)
     known = {"fast": replace(HARDWARE, name="fast", num_cores=8, gpus=[gpu]), "odd": "odd lacks kernels"}
     monkeypatch.setattr("hotrow.study.run._machine", lambda name, here: known[name])
 
     def predict(work: Any, hardware: Hardware, slots: Any = None, shared: Any = None) -> Prediction:
         seconds = 0.003 if hardware.name == "fast" else 0.004
-        return Prediction(seconds={"dense": seconds}, wait_s=0.0, binds="dense")
+        phases = {"data": 0.0, "lookup": 0.0, "dense": seconds, "update": 0.0}
+        return Prediction(seconds=phases, wait_s=0.0, binds="dense")
 
     def faster(machine: Hardware, threads: int, here: Hardware, own: int) -> dict[str, float]:
         assert (machine.name, threads, own) == ("fast", 8, 1), "a cell of one thread"
@@ -668,6 +692,9 @@ def test_modelled_speed_has_a_column_of_its_own(
         and "160 (declared)" in page
     )
     assert first["modelled"]["fast"]["samples_per_j"] == pytest.approx(16 / 1.5e-3 / 20), "without its GPUs"
+    low, high = first["modelled"]["fast"]["with_gpus"]["spread"]
+    assert low < first["modelled"]["fast"]["with_gpus"]["samples_per_s"] < high and "fast, with its GPUs" in page
+    assert "with_gpus" not in first.get("predicted", {})
     assert "533.3 (declared)" in page and "samples_per_unit" not in first, "what nobody declares is absent"
     assert "modelled.fast.samples_per_j" in (tmp_path / "out" / "results.csv").read_text()
     assert (tmp_path / "out" / "batch-1-j.svg").exists() and r"samples/J" in (

@@ -57,7 +57,7 @@
 //
 // interact: samples [first, last); T = [dense; pooled] is [F + 1, D]
 //     out[b] = dense[b], then T_i . T_j for i = 1..F, j = 0..i-1   (D + (F + 1) F / 2 floats)
-//   The sum over D runs upward, contracted if the set has fma.
+//   Each sum over D runs upward in as many lanes as the set likes, which are then added; contracted if it has fma.
 // interact_backward: Z the triangle of grad, symmetric with a zero diagonal:
 //     (grad_dense[b], grad_pooled[b]) = Z T, plus grad[b, :D] on the dense row
 //   scratch: interact_scratch_floats(F, D), with no meaning before or after. streamed: grad_pooled bypasses the caches

@@ -96,9 +96,13 @@ struct Row {
 #pragma GCC unroll 32
     for (int k = 0; k < kParts; ++k) part[k] = s * load<kWidth>(p + k * kWidth);
   }
-  void subtract_scaled(float lr, float s, const float* p) {
+  void multiply(float s) {
 #pragma GCC unroll 32
-    for (int k = 0; k < kParts; ++k) part[k] = part[k] - lr * (s * load<kWidth>(p + k * kWidth));
+    for (int k = 0; k < kParts; ++k) part[k] = part[k] * s;
+  }
+  void subtract(const Row& other) {
+#pragma GCC unroll 32
+    for (int k = 0; k < kParts; ++k) part[k] = part[k] - other.part[k];
   }
   void divide(float s) {
 #pragma GCC unroll 32

@@ -29,12 +29,14 @@ from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.world import World
 from hotrow.placement.budget import Memory
+from hotrow.plan.accelerated import with_gpus
 from hotrow.plan.cost import predict
 from hotrow.plan.demand import required_bytes, tables_of
 from hotrow.plan.divide import slots_of, threads_of
 from hotrow.plan.hardware import Figure, Hardware, Network
 from hotrow.plan.modelled import faster
 from hotrow.plan.work import Work, work_of
+from hotrow.run.folder import RUN, RunFolder
 from hotrow.run.rank_probe import measure_network
 from hotrow.run.setup import Setup, sharing_of
 from hotrow.study.data import NotHere, prepared
@@ -61,6 +63,8 @@ SLACK_BYTES = 256 << 20
 """What a cell in a memory group may use beside its DRAM: batches, activations, dense layers, page cache."""
 CELL_TIMEOUT_S = 900.0
 PREDICTIONS = "predictions.json"
+MODEL_VERSION = 2
+"""Of what is said of machines that are not here: rows with an older one are modelled again."""
 UNKNOWN = "this machine's figures are missing, from which it would be modelled: run hotrow probe"
 NO_LINK = "two namespaces with a link cannot be made here"
 _CURE = "remove the folder, or pass another --out"
@@ -202,9 +206,11 @@ class Studied:
         except ValueError as error:
             return {"reason": str(error)}
         phases = {f"{phase}_ms": 1e3 * seconds for phase, seconds in found.seconds.items()}
-        whole = {"step_ms": 1e3 * found.step_s, **phases, "wait_ms": 1e3 * found.wait_s}
+        whole: dict[str, Any] = {"step_ms": 1e3 * found.step_s, **phases, "wait_ms": 1e3 * found.wait_s}
         if shared is not None:
             whole |= {"exchange_ms": 1e3 * found.exchange_s, "wire_bytes": sum(shared.by_purpose.values())}
+        if hardware.gpus and hardware is not self.hardware and cell.ranks == 1:
+            whole["with_gpus"] = _with_gpus(work, hardware, found.seconds)
         return {**whole, "binds": found.binds, "threads": work.threads}
 
     def measure(self, cells: Sequence[Cell], folder: Path) -> Iterator[tuple[Cell, dict[str, Any] | str]]:
@@ -212,7 +218,10 @@ class Studied:
         before = self.predictions(folder)
         for cell in cells:
             try:
-                yield cell, self._row(cell, folder, before.get(cell.key))
+                row = self._row(cell, folder, before.get(cell.key))
+                if self.study.keep == "runs":
+                    row |= _kept_run(cell, folder)
+                yield cell, row
             except CellError as error:
                 yield cell, str(error)
             finally:
@@ -284,7 +293,8 @@ class Studied:
         times_ms = [step_ms, *(row["step_ms"] / rate for rate in rates.values())]
         speed, low, high = (1e3 * row["batch_size"] / ms for ms in (step_ms, max(times_ms), min(times_ms)))
         found = {"step_ms": step_ms, "samples_per_s": speed, "spread": [low, high], "binds": there["binds"]}
-        return found | costs_of(speed, machine.watts_without_gpus, machine.price_per_hour)
+        found |= costs_of(speed, machine.watts_without_gpus, machine.price_per_hour)
+        return found | ({"with_gpus": there["with_gpus"]} if "with_gpus" in there else {})
 
     def _costs(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns samples per joule and per unit of money; what is neither measured nor declared is absent."""
@@ -326,10 +336,34 @@ def costs_of(samples_per_s: float, watts: Figure | None, price_per_hour: Figure 
     return found
 
 
+def _with_gpus(work: Work, machine: Hardware, host_s: Mapping[str, float]) -> dict[str, Any]:
+    """Returns a step with the GPUs of a machine that is not here, as fields of a row; or why there is none."""
+    try:
+        found = with_gpus(work, machine, host_s)
+    except ValueError as error:
+        return {"reason": str(error)}
+    speed, high, low = (work.batch_size / seconds for seconds in (found.step_s, *found.range_s))
+    fields = {"step_ms": 1e3 * found.step_s, "samples_per_s": speed, "spread": [low, high]}
+    fields |= {"rows_on": found.rows_on, "binds": found.binds}
+    return fields | costs_of(speed, machine.watts, machine.price_per_hour)
+
+
 def state_of(machine: Hardware) -> str:
-    """Returns what changes if a machine's figures do. Those of its steps are dated."""
-    figures = asdict(replace(machine, kernels={}, notes={}, versions={}))
+    """Returns what changes if a machine's figures do, or how it is modelled. Those of its steps are dated."""
+    figures = asdict(replace(machine, kernels={}, notes={}, versions={})) | {"modelled": MODEL_VERSION}
     return hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _kept_run(cell: Cell, folder: Path) -> dict[str, str]:
+    """Moves the cell's run to where it stays, and returns the field that names it; {} if it left none."""
+    run, kept = folder / "work" / "run", folder / "runs" / f"{cell.group}-{cell.fingerprint()}"
+    if not (run / RUN).is_file():
+        return {}
+    shutil.rmtree(RunFolder.open(run).checkpoints, ignore_errors=True)
+    shutil.rmtree(kept, ignore_errors=True)  # of a cell whose row a killed study did not write
+    kept.parent.mkdir(exist_ok=True)
+    run.rename(kept)
+    return {"run": str(kept.relative_to(folder))}
 
 
 def _unmeasured(cell: Cell) -> dict[str, Any]:

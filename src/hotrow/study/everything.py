@@ -55,6 +55,23 @@ def _beside(row: Mapping[str, Any], first: Mapping[str, Any] | None) -> str:
     return f"{row['samples_per_s'] / first['samples_per_s']:.0%}"
 
 
+def gains_told(report: Report) -> str:
+    """Returns how many times as fast the models would be on declared machines, as modelled, with their GPUs if any."""
+    texts: dict[str, list[str]] = {}
+    for row in report["cells"]:
+        if row["group"] != "models" or not row.get("samples_per_s"):
+            continue
+        for machine, alone in row.get("modelled", {}).items():
+            for name, found in ((machine, alone), (f"{machine} with its GPUs", alone.get("with_gpus", {}))):
+                if "samples_per_s" in found:
+                    low, high = (end / row["samples_per_s"] for end in found["spread"])
+                    rows_on = f", rows on {found['rows_on']}" if "rows_on" in found else ""
+                    told = f"{row['axes']['point']} {found['samples_per_s'] / row['samples_per_s']:.1f}x"
+                    texts.setdefault(name, []).append(f"{told} ({low:.1f}-{high:.1f}{rows_on})")
+    told = "; ".join(f"{name}: {', '.join(own)}" for name, own in texts.items())
+    return f"modelled, not measured, beside this machine: {told}" if told else "not modelled: see the page of the study"
+
+
 def quality_told(report: Report) -> str:
     """Returns by how much NE rises with the batch size, each with the rate that was best on validation rows."""
     found = quality_by_batch(report["cells"])
@@ -118,7 +135,10 @@ def nodes_told(report: Report) -> str:
 SWEEPS = ("models", "dense", "sparse", "mlp", "batch", "hash", "lookups", "placement")
 """Groups of the study `efficiency`."""
 SENTENCES: Mapping[str, Mapping[str, Callable[[Report], str]]] = {
-    "efficiency": {f"study_efficiency_{group}": partial(speeds_told, group) for group in SWEEPS},
+    "efficiency": {
+        **{f"study_efficiency_{group}": partial(speeds_told, group) for group in SWEEPS},
+        "study_efficiency_machines": gains_told,
+    },
     "quality": {"study_quality": quality_told},
     "prediction": {"study_prediction": prediction_told},
     "scaling": {

@@ -303,7 +303,12 @@ def machines_chart(rows: Sequence[Row], axis: str, field: str, *, y_label: str, 
 
 
 def _modelled_of(row: Row) -> dict[str, Row]:
-    return {f"modelled: {name}": own for name, own in row.get("modelled", {}).items() if "samples_per_s" in own}
+    found = {}
+    for name, own in row.get("modelled", {}).items():
+        for head, each in {name: own, f"{name}, with its GPUs": own.get("with_gpus", {})}.items():
+            if "samples_per_s" in each:
+                found[f"modelled: {head}"] = each
+    return found
 
 
 def _modelled_charts(name: str, group: Group, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
@@ -490,6 +495,8 @@ def _shown_group(
         }
     for machine in machines:
         columns[f"modelled: {machine}, its processors alone, samples/s (range)"] = _modelled(machine)
+        if any("with_gpus" in row.get("modelled", {}).get(machine, {}) for row in rows):
+            columns[f"modelled: {machine}, with its GPUs, samples/s (range), and where rows lie"] = _with_gpus(machine)
         for head, field in [*COSTS.items()][1:]:
             if any(field in row.get("modelled", {}).get(machine, {}) for row in rows):
                 columns[f"modelled: {machine}, {head}"] = _modelled(machine, field)
@@ -589,6 +596,16 @@ def _predicted_field(row: Row, field: str, form: str) -> str:
 def _ratio(row: Row) -> str:
     ratio = error_of(row)
     return "" if ratio is None else f"{ratio:.2f}"
+
+
+def _with_gpus(machine: str) -> Callable[[Row], str]:
+    def text(row: Row) -> str:
+        found = row.get("modelled", {}).get(machine, {}).get("with_gpus", {})
+        if "samples_per_s" not in found:
+            return str(found.get("reason", ""))
+        return "{:,.0f} ({:,.0f} to {:,.0f}), {}".format(found["samples_per_s"], *found["spread"], found["rows_on"])
+
+    return text
 
 
 def _modelled(machine: str, field: str = "samples_per_s") -> Callable[[Row], str]:

@@ -160,6 +160,9 @@ class Study:
     groups: Annotated[dict[str, Group], Field(min_length=1)]
     rounds: Positive = 9
     """Passes over the data that a figure is made of, if the machine is quiet."""
+    keep: Literal["figures", "runs"] = "figures"
+    """What stays of a measured cell: its row; or the folder of its run too, without checkpoints, as `hotrow report` and
+    `hotrow inspect` read it."""
     predicts: bool = False
     """Whether the step time of every cell is predicted, and written to disk, before the first is measured."""
     machines: list[str] = field(default_factory=list)
