@@ -16,7 +16,7 @@ constexpr int kWidth = 8;
 constexpr int kWidth = 4;
 #endif
 constexpr int kDots = 8;  // dot products of one tile: enough that a sum need not wait for the one before
-constexpr int64_t kColumns = 2 * kLanes < kFloatsPerLine ? kFloatsPerLine : 2 * kLanes;  // of a gradient, at once
+constexpr int64_t kColumns = 2 * kLanes;  // of a gradient that are formed at once
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
@@ -201,8 +201,8 @@ void interact(const float* dense, const float* pooled, int64_t num_features, int
 void interact_backward(const float* grad, const float* dense, const float* pooled, int64_t num_features, int64_t dim,
                        int64_t first, int64_t last, float* grad_dense, float* grad_pooled, float* scratch,
                        bool streamed) {
-  const int64_t n = num_features + 1, pairs = num_features * n / 2, stride = round_up(dim, kFloatsPerLine);
-  const bool in_lines = streamed && dim == stride;
+  const int64_t n = num_features + 1, pairs = num_features * n / 2, stride = round_up(dim, kLanes);
+  const bool in_lines = streamed && dim % kFloatsPerLine == 0;
   float* vectors = scratch;
   float* product = vectors + n * stride;
   clear(vectors, n * stride);
@@ -214,7 +214,7 @@ void interact_backward(const float* grad, const float* dense, const float* poole
     int64_t width = 0;
     for (int64_t j = 0; j < stride; j += width) {
       // What bypasses the caches is taken a line of every vector at a time, so that memory and computing take turns.
-      width = in_lines || j + kColumns > stride ? kFloatsPerLine : kColumns;
+      width = in_lines ? kFloatsPerLine : stride - j < kColumns ? stride - j : kColumns;
       if (in_lines && b + 1 < last) {
         fetch_part(pooled + (b + 1) * num_features * dim, num_features * dim, j, stride);
         fetch_part(grad_row + dim + pairs, dim + pairs, j, stride);
