@@ -362,11 +362,12 @@ def test_what_sweeps_say_of_claims() -> None:
     rows += [row(500, point="m2", dense="16"), row(None, "out of memory", point="m2", dense="64")]
     told = everything.speeds_told("dense", {"cells": rows})
     assert told == "m1: 16 8,000 samples/s, 64 25%; m2: 16 500 samples/s, 64 out of memory"
-    on_gpus = {"samples_per_s": 40.0, "spread": [20.0, 80.0], "rows_on": "GPUs"}
-    models = {**row(10, point="m1"), "group": "models"}
-    models["modelled"] = {"box": {"samples_per_s": 20.0, "spread": [10.0, 30.0], "with_gpus": on_gpus}, "odd": {}}
-    told = everything.gains_told({"cells": [*rows, models]})
-    assert told.endswith("box: m1 2.0x (1.0-3.0); box with its GPUs: m1 4.0x (2.0-8.0, rows on GPUs)")
+    models = [{**row(10, point=name), "group": "models"} for name in ("m1", "m2")]
+    for model, speed in zip(models, (20.0, 50.0), strict=True):
+        model["modelled"] = {"box": {"samples_per_s": speed, "with_gpus": {"samples_per_s": 70.0, "rows_on": "GPUs"}}}
+    models[1]["modelled"]["odd"] = {}  # type: ignore[index]
+    told = everything.gains_told({"cells": [*rows, *models]})
+    assert "box: m1 2.0x, to m2 5.0x; box with its GPUs: m1 7.0x, rows on GPUs, to m2 7.0x" in told
     quality = [
         {
             "axes": {"lr": lr, "train.batch_size": size},

@@ -910,7 +910,8 @@ def test_files_hold_the_same_cells_and_escape_names(tmp_path: Path, trained: lis
     texts = {Path(file).name: Path(file).read_text() for file in result["files"]}
     lines = list(csv.DictReader(io.StringIO(texts["results.csv"])))
     assert sorted(line["axes.mlp"] for line in lines) == ["", "", "a_b & <i>", "a_b & <i>", "wide", "wide"]
-    assert {line["key"] for line in lines} == {row["key"] for row in result["cells"]}
+    wanted = [cell.key for cell in cells_of(tmp_path)]
+    assert [line["key"] for line in lines] == wanted == [row["key"] for row in result["cells"]]
     page = texts["report.html"]
     assert page.count("<script") == 1 and "<b>?" not in page and "<i>" not in page and "&lt;script&gt;" in page
     for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL):

@@ -251,12 +251,16 @@ class Studied:
         return self._completed(cell, row, folder)
 
     def complete(self, rows: dict[str, dict[str, Any]], folder: Path) -> None:
-        """Adds machines that were not named when a row was measured, and costs that were not declared."""
+        """Adds machines that were not named when a row was measured, and costs that were not declared. Puts rows into
+        the order of the study."""
         for digest, cells in itertools.groupby(sorted(self._reached(rows), key=self.setup_of), self.setup_of):
             for cell in cells:
                 if cell.key in rows:
                     rows[cell.key] = self._completed(cell, rows[cell.key], folder)
             shutil.rmtree(folder / "data" / digest, ignore_errors=True)
+        for cell in self._reached(rows):
+            if cell.key in rows:
+                rows[cell.key] = rows.pop(cell.key)
 
     def _completed(self, cell: Cell, row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         """Returns a row with its costs, and with the machines that it lacks or that were declared anew since."""

@@ -56,20 +56,20 @@ def _beside(row: Mapping[str, Any], first: Mapping[str, Any] | None) -> str:
 
 
 def gains_told(report: Report) -> str:
-    """Returns how many times as fast the models would be on declared machines, as modelled, with their GPUs if any."""
-    texts: dict[str, list[str]] = {}
+    """Returns how many times as fast declared machines are modelled to be, with their GPUs if any: for the models that
+    gain least and most."""
+    gains: dict[str, list[tuple[float, str]]] = {}
     for row in report["cells"]:
         if row["group"] != "models" or not row.get("samples_per_s"):
             continue
         for machine, alone in row.get("modelled", {}).items():
             for name, found in ((machine, alone), (f"{machine} with its GPUs", alone.get("with_gpus", {}))):
                 if "samples_per_s" in found:
-                    low, high = (end / row["samples_per_s"] for end in found["spread"])
                     rows_on = f", rows on {found['rows_on']}" if "rows_on" in found else ""
-                    told = f"{row['axes']['point']} {found['samples_per_s'] / row['samples_per_s']:.1f}x"
-                    texts.setdefault(name, []).append(f"{told} ({low:.1f}-{high:.1f}{rows_on})")
-    told = "; ".join(f"{name}: {', '.join(own)}" for name, own in texts.items())
-    return f"modelled, not measured, beside this machine: {told}" if told else "not modelled: see the page of the study"
+                    gain = found["samples_per_s"] / row["samples_per_s"]
+                    gains.setdefault(name, []).append((gain, f"{row['axes']['point']} {gain:.1f}x{rows_on}"))
+    texts = [f"{name}: {min(own)[1]}, to {max(own)[1]}" for name, own in gains.items()]
+    return f"modelled, not measured: {'; '.join(texts)}" if texts else "not modelled: see the page of the study"
 
 
 def quality_told(report: Report) -> str:
