@@ -305,7 +305,7 @@ def machines_chart(rows: Sequence[Row], axis: str, field: str, *, y_label: str, 
 def _modelled_of(row: Row) -> dict[str, Row]:
     found = {}
     for name, own in row.get("modelled", {}).items():
-        for head, each in {name: own, f"{name}, with its GPUs": own.get("with_gpus", {})}.items():
+        for head, each in {name: own, f"{name} + GPUs": own.get("with_gpus", {})}.items():
             if "samples_per_s" in each:
                 found[f"modelled: {head}"] = each
     return found
