@@ -404,12 +404,17 @@ ODD: dict[str, Shape] = {
 """Shapes at the ends of what people have."""
 
 
+def odd_shapes(*, quick: bool) -> dict[str, Shape]:
+    """Returns ODD; quick ones are small."""
+    smaller = {"num_embeddings": 500, "batch_size": 64} if quick else {}
+    return {name: replace(shape, **smaller) for name, shape in ODD.items()}
+
+
 def odd_cells(*, quick: bool) -> list[Cell]:
     """Returns a step with SGD of each odd shape: hotrow promises that none is slower than the peer's."""
-    smaller = {"num_embeddings": 500, "batch_size": 64}
     return [
-        replace(embedding_cell(f"odd_{name}", replace(shape, **smaller) if quick else shape, "step", "sgd"), target=1.0)
-        for name, shape in ODD.items()
+        replace(embedding_cell(f"odd_{name}", shape, "step", "sgd"), target=1.0)
+        for name, shape in odd_shapes(quick=quick).items()
     ]
 
 

@@ -88,17 +88,17 @@ def fbgemm_cell(name: str, shape: bench.Shape, optimizer: bench.Optimizer) -> be
 
 
 def fbgemm_cells(*, quick: bool) -> list[bench.Cell]:
-    """Row-wise Adagrad on the pooled shape, uniform and skewed; every optimizer FBGEMM has on the one-hot shape."""
+    """Row-wise Adagrad on the pooled shape, uniform and skewed; every optimizer FBGEMM has on the one-hot shape; SGD on
+    odd ones."""
     pooled = replace(bench.POOLED, num_embeddings=10_000, batch_size=64) if quick else bench.POOLED
     one_hot = replace(bench.ONE_HOT, embedding_dim=64, **({"num_embeddings": 2_000} if quick else {}))
-    smaller = {"num_embeddings": 500, "batch_size": 64} if quick else {}
     return [
         fbgemm_cell("fbgemm_rowwise_adagrad_8x50_uniform", pooled, "rowwise_adagrad"),
         fbgemm_cell("fbgemm_rowwise_adagrad_8x50_zipf", replace(pooled, zipf=1.05), "rowwise_adagrad"),
         *(fbgemm_cell(f"fbgemm_{o}_26x1_dim64", one_hot, o) for o in FBGEMM_OPTIMIZERS),
         *(
-            replace(fbgemm_cell(f"fbgemm_odd_{name}", replace(shape, **smaller), "sgd"), target=1.0)
-            for name, shape in bench.ODD.items()
+            replace(fbgemm_cell(f"fbgemm_odd_{name}", shape, "sgd"), target=1.0)
+            for name, shape in bench.odd_shapes(quick=quick).items()
             if shape.embedding_dim % 4 == 0  # FBGEMM takes no others
         ),
     ]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -314,9 +315,20 @@ def one_fails_after_others_are_done(world: World, folder: Path) -> None:
             raise OSError("no space")
 
 
+def one_has_no_memory(world: World, folder: Path) -> None:
+    with watched(world, folder):
+        if world.rank == 1:
+            np.empty(1 << 60, np.uint8)
+        everyone(world, "waits for a rank that will not come")
+
+
 def test_an_error_on_one_rank_ends_all_with_its_text(ranks: Callable[..., Ranks]) -> None:
-    scenarios = (one_fails, first_one_fails, all_fail, one_fails_after_others_are_done)
-    one, first, everywhere, late = (ranks(scenario) for scenario in scenarios)
+    scenarios = (one_fails, first_one_fails, all_fail, one_fails_after_others_are_done, one_has_no_memory)
+    one, first, everywhere, late, full = (ranks(scenario) for scenario in scenarios)
+    assert full.join(0, 2, limit_s=START_S) == [2, 2], full.told()
+    for rank in (0, 2):
+        told = full.told(rank).splitlines()[-1]
+        assert "hotrow: rank 1: " in told and "MemoryError: Unable to allocate 1.00 EiB" in told
     for world, rank, text, code in (
         (one, 1, "ValueError: a bad value", 2),
         (first, 0, "RuntimeError: a bug", 1),

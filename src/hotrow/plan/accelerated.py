@@ -54,7 +54,7 @@ class Accelerated:
 
 
 def with_gpus(work: Work, machine: Hardware, host_s: Mapping[str, float]) -> Accelerated:
-    """Returns the step with rows where it is faster.
+    """Returns the step with rows on the GPUs or on the host, whichever makes it faster.
 
     work: of the global batch. host_s: what each phase takes on the machine's processors alone.
     Raises ValueError if the machine has no GPUs, or GPUs of which no rate of float32 products is declared.
