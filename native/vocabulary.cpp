@@ -324,15 +324,30 @@ Status VocabularyBuilder::write(int fd, uint32_t directory_bits, bool wide, Sect
   return {};
 }
 
+// The first place from `first` on whose hash is not below `hash`. All hashes of a later bucket are above it, so the
+// usual bucket, which has 2 to 4 keys, is searched without a branch that could be predicted wrongly.
+static uint64_t first_not_below(const uint64_t* hashes, uint64_t first, uint64_t last, uint64_t num_keys,
+                                uint64_t hash) {
+  constexpr uint64_t kAtOnce = 8;
+  if (last - first <= kAtOnce && first + kAtOnce <= num_keys) {
+    uint64_t below = 0;
+    for (uint64_t q = 0; q < kAtOnce; ++q) below += hashes[first + q] < hash;
+    return first + below;
+  }
+  while (first < last && hashes[first] < hash) ++first;
+  return first;
+}
+
 template <class Index, class Out>
 void lookup_rows(const LookupTable<Index>& table, const uint64_t* hashes, const uint8_t* valid, const uint8_t* bytes,
                  const int64_t* offsets, size_t num_keys, uint64_t missing_row, Out* out) {
   constexpr size_t kBatch = 64;
-  constexpr uint64_t kAbsent = ~uint64_t{0};
   const uint32_t shift = 64 - table.directory_bits;
+  const uint64_t num_places = table.directory[table.num_buckets];
   uint64_t first[kBatch], last[kBatch];
+  // Whether place j has the hash of key i; where hashes are not one-to-one, more than one place may.
+  const auto has_hash = [&](size_t i, uint64_t j, uint64_t end) { return j < end && table.hashes[j] == hashes[i]; };
   const auto key_matches = [&](size_t i, uint64_t j) {
-    if (table.key_offsets == nullptr) return true;
     const auto length = static_cast<uint64_t>(offsets[i + 1] - offsets[i]);
     return table.key_offsets[j + 1] - table.key_offsets[j] == length &&
            (length == 0 || std::memcmp(table.key_bytes + table.key_offsets[j], bytes + offsets[i], length) == 0);
@@ -352,20 +367,22 @@ void lookup_rows(const LookupTable<Index>& table, const uint64_t* hashes, const 
       __builtin_prefetch(table.rows + first[i]);  // the few rows of a bucket are in this line or the next
     }
     for (size_t i = 0; i < n; ++i) {
-      uint64_t j = first[i];
-      while (j < last[i] && table.hashes[j] < hashes[base + i]) ++j;
-      first[i] = j < last[i] && table.hashes[j] == hashes[base + i] ? j : kAbsent;
-      if (table.key_offsets != nullptr && first[i] != kAbsent) __builtin_prefetch(table.key_offsets + j);
+      first[i] = first_not_below(table.hashes, first[i], last[i], num_places, hashes[base + i]);
     }
-    if (table.key_offsets != nullptr)
-      for (size_t i = 0; i < n; ++i)
-        if (first[i] != kAbsent) __builtin_prefetch(table.key_bytes + table.key_offsets[first[i]]);
+    if (table.key_offsets != nullptr) {
+      const auto each_found = [&](const auto& visit) {
+        for (size_t i = 0; i < n; ++i) {
+          if (has_hash(base + i, first[i], last[i])) visit(i);
+        }
+      };
+      each_found([&](size_t i) { __builtin_prefetch(table.key_offsets + first[i]); });
+      each_found([&](size_t i) { __builtin_prefetch(table.key_bytes + table.key_offsets[first[i]]); });
+      each_found([&](size_t i) {
+        while (has_hash(base + i, first[i], last[i]) && !key_matches(base + i, first[i])) ++first[i];
+      });
+    }
     for (size_t i = 0; i < n; ++i) {
-      uint64_t j = first[i];
-      const uint64_t hash = hashes[base + i];
-      while (j < last[i] && table.hashes[j] == hash && !key_matches(base + i, j)) ++j;
-      const bool found = j < last[i] && table.hashes[j] == hash;
-      const uint64_t row = found ? table.rows[j] : 0;
+      const uint64_t row = has_hash(base + i, first[i], last[i]) ? table.rows[first[i]] : 0;
       out[base + i] = static_cast<Out>(valid != nullptr && !valid[base + i] ? missing_row : row);
     }
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import importlib
 import math
 import re
@@ -356,6 +357,28 @@ def test_against_float32_of_python() -> None:
         assert result == (len(numbers), len(data), None, 0)
         truth = [np.float32(int(x)) if re.fullmatch(r"-?\d+", x) else np.float32(float(x)) for x in numbers]
         assert columns.dense[:, 0].tolist() == [float(x) for x in truth]
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9])
+def test_every_byte_in_every_place_of_a_number_and_a_category(length: int, either: ModuleType) -> None:
+    """Fields of all lengths that the parser reads as one word, and one more, against Python's own idea of them."""
+    layout = native.RowLayout("\t", ignored_names=(), has_label=False, dense_names=("x",), category_names=("c", "d"))
+    columns = native.RowColumns.empty(layout, 1)
+    for field, place, byte in itertools.product(("x", "c", "d"), range(length), range(256)):
+        value = bytearray(b"7" * length)
+        value[place] = byte
+        fields = {"x": b"1", "c": b"a", "d": b"f" * 8, field: bytes(value)}
+        line = b"\t".join(fields.values()) + b"\n"
+        result = native.parse_rows(np.frombuffer(line, np.uint8), layout, columns, first_row=0, num_rows=1)
+        if (field == "x" and byte in b"eE") or (field == "d" and byte in b"\r\n"):
+            continue  # powers of ten, and ends of lines, have tests of their own
+        wanted = rb"-?([0-9]+\.?[0-9]*|\.[0-9]+)" if field == "x" else rb"[0-9a-fA-F]{1,8}"
+        is_good = re.fullmatch(wanted, bytes(value)) is not None
+        assert (result.num_rows == 1) == is_good, (field, bytes(value))
+        if is_good and field == "x":
+            assert columns.dense[0, 0] == np.float32(float(value)), bytes(value)
+        elif is_good:
+            assert columns.keys["cd".index(field), 0] == int(value, 16), bytes(value)
 
 
 def test_nothing_is_read_or_written_outside(either: ModuleType) -> None:
