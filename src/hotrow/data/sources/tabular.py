@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from hotrow.data.chunk import FileInfo, RowError
 from hotrow.data.sources.convert import is_text, value_type
-from hotrow.data.sources.inputs import InputFile
+from hotrow.data.sources.inputs import InputFile, prefetch
 from hotrow.data.sources.schema import CsvSpec
 
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
@@ -34,7 +34,8 @@ COMPRESSION_SUFFIX = re.compile(r"\.(gz|zst|bz2|lz4)$")
 DELIMITERS = ",\t;|\x01"
 SNIFF_BYTES = 1 << 16
 ESTIMATE_BYTES = 4 << 20
-BATCH_BYTES = 32 << 20
+BATCH_BYTES = 20 << 20
+"""Of Parquet rows read at once. Three such batches are there at a time: one in use, one ready, one being read."""
 MAX_BATCH_ROWS = 1 << 19
 """Upper limit of Parquet rows read at once; see `_batch_rows`."""
 CSV_BLOCK_BYTES = 4 << 20
@@ -230,7 +231,7 @@ class ParquetReader:
         stored = [c for c in columns if c in parquet.schema_arrow.names]
         with naming(file):
             batch_rows = max(rows_per_batch, _batch_rows(parquet, len(stored)))
-            for batch in parquet.iter_batches(batch_rows, row_groups=groups, columns=stored):
+            for batch in prefetch(parquet.iter_batches(batch_rows, row_groups=groups, columns=stored)):
                 batch = with_partition(batch, file, columns, self._partition_types)
                 for start in range(max(0, first - row), len(batch), rows_per_batch):
                     part = batch.slice(start, rows_per_batch)
