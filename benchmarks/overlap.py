@@ -5,7 +5,9 @@
 `ids_ahead_*`: a step with row-wise Adagrad, whose update sorts its ids, beside the same step while a second thread
 orders the ids of the next batch. That step still orders its own: its note says how long that takes by itself, which is
 all that running ahead could save. `loader_ahead_*`: a step whose batch comes from a shuffled packed dataset, made
-inline, beside the same with the next batch made in a second thread. `pinned_*`: a step with threads where the system
+inline, beside the same with the next batch made in a second thread. `lookups_beside_*`: lookups and the dense part of as
+many batches as there are threads, all threads on each part, beside a thread for each batch, every other of which looks
+up while its neighbour multiplies: what a step could gain by looking up the next batch meanwhile. `pinned_*`: a step with threads where the system
 puts them beside one with a core for each. A ratio above 1 says that the plain way, ours, is the faster.
 """
 
@@ -19,11 +21,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from benchmarks import bench
 from benchmarks.compiled import compiled
@@ -39,6 +42,8 @@ from hotrow.data.packed.writer import PackedWriter
 from hotrow.data.sources.inputs import prefetch
 from hotrow.kernels import ops
 from hotrow.kernels.reference import ALGORITHMS
+from hotrow.models.dlrm import DLRM
+from hotrow.optim import SparseOptimizer
 
 IDS_SHAPES = ("kaggle", "sc20-small", "mlperf-like", "embedding-bound")
 LOADER_BATCHES = 64
@@ -114,6 +119,66 @@ def ids_cell(shape: StepShape) -> bench.Cell:
         limit_s=lambda threads: None,
         note=partial(ids_note, shape),
     )
+
+
+class Together(Silent):
+    """Lookups and the dense part, without updates, of as many batches as there are threads: all threads on each part."""
+
+    def __init__(self, step: Step, model: DLRM) -> None:
+        super().__init__(step)
+        self.model, self.parameters, self.threads = model, [*model.parameters()], torch.get_num_threads()
+        self.emb = cast(SparseOptimizer, step.optimizers[1]).emb
+        with torch.no_grad():
+            self.pooled = [self.look_up(k) for k in range(self.threads)]
+
+    def look_up(self, batch: int) -> Tensor:
+        """Pooled rows."""
+        with torch.no_grad():
+            return self.emb(self.step.inputs[batch % len(self.step.inputs)][0][1])
+
+    def multiply(self, batch: int, pooled: Tensor) -> None:
+        """Forward, loss, and gradients of layers and rows."""
+        (dense, _), label = self.step.inputs[batch % len(self.step.inputs)]
+        pooled = pooled.requires_grad_()
+        loss = binary_cross_entropy_with_logits(self.model(dense, pooled), label)
+        torch.autograd.grad(loss, [pooled, *self.parameters])
+
+    def run(self) -> None:
+        """Batch after batch."""
+        for k in range(self.threads):
+            self.multiply(self.batch + k, self.look_up(self.batch + k))
+
+
+class Beside(Together):
+    """The same with one thread for each batch, every other of which begins with the dense part."""
+
+    def __init__(self, step: Step, model: DLRM) -> None:
+        super().__init__(step, model)
+        self.pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
+
+    def run(self) -> None:
+        """All at once."""
+        list(self.pool.map(self._alone, range(self.threads)))
+
+    def _alone(self, k: int) -> None:
+        if k % 2 == 0:
+            self.multiply(self.batch + k, self.look_up(self.batch + k))
+        else:  # the same work in the other order: on the rows of an earlier batch, whose values cost the same
+            self.multiply(self.batch + k, self.pooled[k])
+            self.pooled[k] = self.look_up(self.batch + k)
+
+
+def beside_cell(shape: StepShape) -> bench.Cell:
+    """All threads on each part beside a thread for each batch."""
+
+    def build() -> tuple[bench.Contender, bench.Contender]:
+        step, made = make_ours(make_setting(shape), "sgd")
+        return Together(step, made.model), Beside(step, made.model)
+
+    return bench.Cell(
+        name=f"lookups_beside_{shape.name}", peer="the same, lookups of one thread beside products of another",
+        build=build, limit_s=lambda threads: None,
+    )  # fmt: skip
 
 
 class Placed(Silent):
@@ -205,6 +270,7 @@ def overlap_cells(options: argparse.Namespace) -> list[bench.Cell]:
     return [
         *(ids_cell(shapes[name]) for name in IDS_SHAPES),
         loader_cell(shapes["kaggle"]),
+        *(beside_cell(shapes[name]) for name in ("embedding-bound", "sc20-small")),
         *(pinned_cell(shapes[name]) for name in ("kaggle", "embedding-bound")),
     ]
 

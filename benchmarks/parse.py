@@ -14,7 +14,7 @@ Makes a file of Criteo's shape (13 integers, 26 categories, Zipf-distributed ids
                         the fastest of its ways (types in the schema, casts after read_csv, pl.Enum of known ids)
 
 Single-threaded cells run with one thread on either side; the others may use two: ours then parses in one thread while
-another encodes. Every cell reads the file from the page cache. Medians, ratios of peer to ours with their spread, and
+two others encode. Every cell reads the file from the page cache. Medians, ratios of peer to ours with their spread, and
 rows per CPU second go to --out, or are printed; rows per CPU second, over all threads, is the figure per core, which a
 busy machine disturbs least.
 """
@@ -168,6 +168,8 @@ PEERS = {
     "pyarrow+dictionary/2": "parse+encode/2",
 }
 """Peer -> what of ours does the same work on as many threads."""
+ENCODE_TARGET = 3.0
+"""Least ratio of a peer that encodes to ours, by our own promise."""
 
 
 def timed(run: Callable[[], object]) -> tuple[float, float]:
@@ -239,6 +241,7 @@ def compared(rounds: bench.Rounds[Times], ours: str, peer: str, num_rows: int) -
         return statistics.median(one[name][clock] for one in rounds.results)
 
     ratios = [one[peer][0] / one[ours][0] for one in rounds.results]
+    promised = {"target": ENCODE_TARGET} if "encode" in ours else {}
     return {
         "name": f"criteo.{ours}.{peer.split('/')[0]}",
         "ours_ms": median(ours, 0) * 1e3,
@@ -246,6 +249,7 @@ def compared(rounds: bench.Rounds[Times], ours: str, peer: str, num_rows: int) -
         "peer_ms": median(peer, 0) * 1e3,
         "ratio": statistics.median(ratios),
         "spread": [min(ratios), max(ratios)],
+        **promised,
         "limit_ms": None,
         "share_of_limit": None,
         **rounds.counts(),
