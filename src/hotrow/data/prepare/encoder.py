@@ -336,10 +336,10 @@ class RowEncoder:
     def __call__(self, chunk: Chunk) -> tuple[NDArray[np.float32], dict[str, Ids]]:
         """Returns dense inputs [n, I], and ids by feature in the schema's order."""
         encoded = self._executor.map(lambda table: self._encode_table(table, chunk), self._schema.table_names)
-        ids = {name: column for columns in encoded for name, column in columns.items()}
         dense = np.empty_like(chunk.dense)
         for i, transform in enumerate(self._transforms):
             dense[:, i] = transform(chunk.dense[:, i])
+        ids = {name: column for columns in encoded for name, column in columns.items()}
         return dense, {name: ids[name] for name in self._schema.feature_names}
 
     def _encode_table(self, table: str, chunk: Chunk) -> dict[str, Ids]:
