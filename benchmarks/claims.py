@@ -354,6 +354,28 @@ def step_profile_row(cell: dict[str, Any]) -> list[str]:
     ]
 
 
+def binding_table(reports: Reports) -> list[str]:
+    """What the time of whole steps is made of on each processor; what binds is the largest part."""
+    by_processor = reports.get("step_profile", {})
+    names = ("products", "rows", "interaction", "outside kernels", "beyond limits")
+    rows = []
+    for name in (f"profile_{shape}" for shape in SHAPES):
+        for processor, report in by_processor.items():
+            for cell in (own for own in report["cells"] if own["name"] == name and own["limits_ms"]):
+                limits, whole = cell["limits_ms"], cell["step_ms"]
+                rows_ms = limits["rows read"] + limits["rows updated"]
+                known = [limits["products"], rows_ms, limits["interaction"], cell["outside_kernels_ms"]]
+                texts = (f"{ms / whole:.0%}" for ms in (*known, whole - sum(known)))
+                rows.append([name.removeprefix("profile_"), processor, *texts])
+    text = (
+        "What binds a whole step: shares of its time. Products, rows and interaction count with their limits on that "
+        "processor, outside kernels is time in which none of our kernels runs, and the rest is what kernels take "
+        "beyond their limits (`python -m benchmarks.step_profile`)."
+    )
+    head = {"step": "left", "processor": "left"} | dict.fromkeys(names, "right")
+    return ["", text, "", *table(head, rows)] if rows else []
+
+
 def embedding_profile_row(cell: dict[str, Any]) -> list[str]:
     """A step of embeddings alone."""
     ms, limits = cell["parts_ms"], cell["limits_ms"]
@@ -461,7 +483,7 @@ def measured_elsewhere(report: dict[str, Any]) -> list[str]:
 
 def benchmarks_page(reports: Reports) -> str:
     """docs/benchmarks.md."""
-    lines = [BENCHMARKS_HEAD, *summary(over_processors(reports))]
+    lines = [BENCHMARKS_HEAD, *summary(over_processors(reports)), *binding_table(reports)]
     for name, by_processor in reports.items():
         lines += ["", f"## {name}", *over_table({name: by_processor})]
         for processor, report in by_processor.items():

@@ -5,10 +5,11 @@
 `ids_ahead_*`: a step with row-wise Adagrad, whose update sorts its ids, beside the same step while a second thread
 orders the ids of the next batch. That step still orders its own: its note says how long that takes by itself, which is
 all that running ahead could save. `loader_ahead_*`: a step whose batch comes from a shuffled packed dataset, made
-inline, beside the same with the next batch made in a second thread. `lookups_beside_*`: lookups and the dense part of as
-many batches as there are threads, all threads on each part, beside a thread for each batch, every other of which looks
-up while its neighbour multiplies: what a step could gain by looking up the next batch meanwhile. `pinned_*`: a step with threads where the system
-puts them beside one with a core for each. A ratio above 1 says that the plain way, ours, is the faster.
+inline, beside the same with the next batch made in a second thread. `lookups_beside_*`: lookups and the dense part
+of as many batches as there are threads, all threads on each part, beside a thread for each batch, every other of which
+looks up while its neighbour multiplies: what a step could gain by looking up the next batch meanwhile. `pinned_*`: a
+step with threads where the system puts them beside one with a core for each. A ratio above 1 says that the plain way,
+ours, is the faster.
 """
 
 from __future__ import annotations
@@ -128,8 +129,7 @@ class Together(Silent):
         super().__init__(step)
         self.model, self.parameters, self.threads = model, [*model.parameters()], torch.get_num_threads()
         self.emb = cast(SparseOptimizer, step.optimizers[1]).emb
-        with torch.no_grad():
-            self.pooled = [self.look_up(k) for k in range(self.threads)]
+        self.pooled = [self.look_up(k) for k in range(self.threads)]
 
     def look_up(self, batch: int) -> Tensor:
         """Pooled rows."""

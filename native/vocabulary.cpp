@@ -345,7 +345,7 @@ void lookup_rows(const LookupTable<Index>& table, const uint64_t* hashes, const 
   const uint32_t shift = 64 - table.directory_bits;
   const uint64_t num_places = table.directory[table.num_buckets];
   uint64_t first[kBatch], last[kBatch];
-  // Whether place j has the hash of key i; where hashes are not one-to-one, more than one place may.
+  // Whether place j has the hash of key i; if hashes are not one-to-one, several places may.
   const auto has_hash = [&](size_t i, uint64_t j, uint64_t end) { return j < end && table.hashes[j] == hashes[i]; };
   const auto key_matches = [&](size_t i, uint64_t j) {
     const auto length = static_cast<uint64_t>(offsets[i + 1] - offsets[i]);
