@@ -126,22 +126,11 @@ bool lookup_bags(const Rows& any_table, const Bags& bags, int64_t first, int64_t
 template <class Id, class T>
 bool lookup_rows(const Rows& table, const Bags& bags, int64_t first, int64_t last, float* out, int64_t stride,
                  bool streamed) {
-  switch (table.dim) {
-    case 4:
-      return lookup_bags<4, Id, T>(table, bags, first, last, out, stride, streamed);
-    case 8:
-      return lookup_bags<8, Id, T>(table, bags, first, last, out, stride, streamed);
-    case 16:
-      return lookup_bags<16, Id, T>(table, bags, first, last, out, stride, streamed);
-    case 32:
-      return lookup_bags<32, Id, T>(table, bags, first, last, out, stride, streamed);
-    case 64:
-      return lookup_bags<64, Id, T>(table, bags, first, last, out, stride, streamed);
-    case 128:
-      return lookup_bags<128, Id, T>(table, bags, first, last, out, stride, streamed);
-    default:
-      return lookup_bags<0, Id, T>(table, bags, first, last, out, stride, streamed);
-  }
+  bool good = false;
+  UsualDims::choose(table.dim, [&](auto dim) {
+    good = lookup_bags<dim.value, Id, T>(table, bags, first, last, out, stride, streamed);
+  });
+  return good;
 }
 
 template <class Id, class T>

@@ -124,22 +124,7 @@ void sum_rows_of(const Cursor cursor, RowSums* nodes, float* room) {
 
 void sum_rows(const Occurrences& all, int64_t dim, RowSums* nodes, float* scratch) {
   const Cursor cursor{all, dim};
-  switch (dim) {
-    case 4:
-      return sum_rows_of<4>(cursor, nodes, scratch);
-    case 8:
-      return sum_rows_of<8>(cursor, nodes, scratch);
-    case 16:
-      return sum_rows_of<16>(cursor, nodes, scratch);
-    case 32:
-      return sum_rows_of<32>(cursor, nodes, scratch);
-    case 64:
-      return sum_rows_of<64>(cursor, nodes, scratch);
-    case 128:
-      return sum_rows_of<128>(cursor, nodes, scratch);
-    default:
-      return sum_rows_of<0>(cursor, nodes, scratch);
-  }
+  UsualDims::choose(dim, [&](auto known) { sum_rows_of<known.value>(cursor, nodes, scratch); });
 }
 
 }  // namespace hotrow::HOTROW_ISA

@@ -246,22 +246,7 @@ void update_rows(const Rule& rule, const Rows& table, const States& states, cons
 
 template <class P>
 void update_weights(const Rule& rule, const Rows& table, const States& states, const Occurrences& all, float* scratch) {
-  switch (table.dim) {
-    case 4:
-      return update_rows<4, P>(rule, table, states, all, scratch);
-    case 8:
-      return update_rows<8, P>(rule, table, states, all, scratch);
-    case 16:
-      return update_rows<16, P>(rule, table, states, all, scratch);
-    case 32:
-      return update_rows<32, P>(rule, table, states, all, scratch);
-    case 64:
-      return update_rows<64, P>(rule, table, states, all, scratch);
-    case 128:
-      return update_rows<128, P>(rule, table, states, all, scratch);
-    default:
-      return update_rows<0, P>(rule, table, states, all, scratch);
-  }
+  UsualDims::choose(table.dim, [&](auto dim) { update_rows<dim.value, P>(rule, table, states, all, scratch); });
 }
 
 }  // namespace

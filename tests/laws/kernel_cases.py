@@ -14,7 +14,7 @@ from hotrow.kernels import ops
 from hotrow.kernels.reference import NUM_STATES, Algorithm, Layout, Rule, split, to_float16
 from hotrow.tables import Dtype
 
-DIMS = (1, 3, 8, 16, 17, 33, 64, 100, 128)
+DIMS = (1, 2, 3, 8, 10, 12, 16, 17, 20, 33, 40, 64, 100, 128)
 DTYPES: tuple[Dtype, ...] = ("float32", "float16", "bfloat16")
 GUARD = 64
 SENTINEL = -12345.0

@@ -2,7 +2,9 @@
 // names are in the namespace of the instruction set. Uses GCC's vector extension, so the same text runs on any machine.
 #pragma once
 
+#include <bit>
 #include <cstdint>
+#include <type_traits>
 
 #if defined(__SSE__)
 #include <immintrin.h>
@@ -55,7 +57,8 @@ inline void finish_streams() {
 #endif
 }
 
-// D floats in registers; D is a power of two, at least 4. A P is a float* or one of storage.h's pointers.
+// D floats in registers, as vectors of one width: D is a power of two, or whole vectors. A P is a float* or one of
+// storage.h's pointers.
 template <int D>
 struct Row {
   static constexpr int kWidth = D < kLanes ? D : kLanes;
@@ -109,6 +112,52 @@ struct Row {
     for (int k = 0; k < kParts; ++k) part[k] = part[k] / s;
   }
 };
+
+// Of any other D: as much as fits vectors of one width, and a row of what is left.
+template <int D>
+constexpr int kHead = D >= kLanes ? D / kLanes * kLanes : std::bit_floor(static_cast<unsigned>(D));
+
+template <int D>
+  requires(kHead<D> != D)
+struct Row<D> {
+  Row<kHead<D>> head;
+  Row<D - kHead<D>> tail;
+
+  void clear() { head.clear(), tail.clear(); }
+  template <class P>
+  void read(P p) {
+    head.read(p), tail.read(p + kHead<D>);
+  }
+  template <class P>
+  void write(P p) const {
+    head.write(p), tail.write(p + kHead<D>);
+  }
+  void write_streamed(float*) const {}  // its rows are not whole lines
+  template <class P>
+  void add(P p) {
+    head.add(p), tail.add(p + kHead<D>);
+  }
+  template <class P>
+  void add_scaled(float s, P p) {
+    head.add_scaled(s, p), tail.add_scaled(s, p + kHead<D>);
+  }
+  void read_scaled(float s, const float* p) { head.read_scaled(s, p), tail.read_scaled(s, p + kHead<D>); }
+  void multiply(float s) { head.multiply(s), tail.multiply(s); }
+  void subtract(const Row& other) { head.subtract(other.head), tail.subtract(other.tail); }
+  void divide(float s) { head.divide(s), tail.divide(s); }
+};
+
+// The lengths of rows that kernels are compiled for: the usual ones, because each makes the native module larger.
+template <int... D>
+struct Dims {
+  // Calls work(std::integral_constant<int, dim>) if dim is one of them, else work(std::integral_constant<int, 0>).
+  template <class Work>
+  static void choose(int64_t dim, const Work& work) {
+    const bool is_one = ((dim == D && (work(std::integral_constant<int, D>{}), true)) || ...);
+    if (!is_one) work(std::integral_constant<int, 0>{});
+  }
+};
+using UsualDims = Dims<1, 2, 4, 8, 10, 12, 16, 20, 32, 40, 64, 128>;
 
 template <int N>
 struct Lanes {
