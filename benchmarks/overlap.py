@@ -123,7 +123,7 @@ def ids_cell(shape: StepShape) -> bench.Cell:
 
 
 class Together(Silent):
-    """Lookups and the dense part, without updates, of as many batches as there are threads: all threads on each part."""
+    """Lookups and the dense part of as many batches as there are threads, without updates: all threads on each part."""
 
     def __init__(self, step: Step, model: DLRM) -> None:
         super().__init__(step)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import importlib
+import itertools
 import math
 import re
 import tempfile
