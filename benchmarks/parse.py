@@ -234,6 +234,11 @@ def main() -> None:
     record("parse", {"cells": cells, **facts, **bench.circumstances()}, args.out)
 
 
+def name_of(ours: str, peer: str) -> str:
+    """The cell of a contender of ours and a peer."""
+    return f"criteo.{ours}.{peer.split('/')[0]}"
+
+
 def compared(rounds: bench.Rounds[Times], ours: str, peer: str, num_rows: int) -> dict[str, Any]:
     """One cell of docs/benchmarks.json, and rows per second of CPU."""
 
@@ -243,7 +248,7 @@ def compared(rounds: bench.Rounds[Times], ours: str, peer: str, num_rows: int) -
     ratios = [one[peer][0] / one[ours][0] for one in rounds.results]
     promised = {"target": ENCODE_TARGET} if "encode" in ours else {}
     return {
-        "name": f"criteo.{ours}.{peer.split('/')[0]}",
+        "name": name_of(ours, peer),
         "ours_ms": median(ours, 0) * 1e3,
         "peer": f"{peer.split('/')[0]}, threads: {peer.split('/')[1]}",
         "peer_ms": median(peer, 0) * 1e3,

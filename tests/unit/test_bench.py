@@ -34,6 +34,7 @@ from benchmarks import (
     hot_quality,
     kernels,
     micro_batches,
+    parse,
     peak_memory,
     precision,
     results,
@@ -301,6 +302,7 @@ def test_claims_and_readme_name_cells_that_exist() -> None:
     known |= {f"precision_{variant}" for variant in precision.VARIANTS}
     known |= {tiers.name_of(cell) for cell in tiers.step_cells(quick=True, threads=2)}
     known |= {f"hot_{name}" for name in hot.CELLS}
+    known |= {parse.name_of(ours, peer) for peer, ours in parse.PEERS.items()}
     known |= {name for figures in study_figures.FIGURES.values() for name in figures}
     papers = yaml.safe_load(CLAIMS.read_text())
     named = {claim["ours"] for paper in papers for claim in paper["claims"]} - {None}
