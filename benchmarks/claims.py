@@ -52,7 +52,7 @@ README_CELLS = {
     "train_step_embedding-bound_vs_torchrec": ("whole step, 26 tables, 20 ids per bag", "torchrec (FBGEMM)"),
     "tiers_tiers_dram10_zipf1.05_ahead4": ("whole step, 1/10 of the tables in DRAM, the rest on SSD", "all in DRAM"),
     "tiers_tiers_dram32_zipf1.05_ahead4": ("whole step, 1/32 of the tables in DRAM, the rest on SSD", "all in DRAM"),
-    "criteo.parse+encode/2.polars+categories": ("raw Criteo text read, its ids numbered", "polars (categories)"),
+    "criteo.parse+encode/2.polars+categories": ("raw Criteo text read, its 33.8M ids numbered", "polars (categories)"),
 }
 """The README's rows: cell -> what was done, and what it is compared with."""
 ByProcessor = dict[str, Cell]

@@ -137,8 +137,9 @@ def read_polars(path: Path, *, categories: bool = False) -> object:
 
 
 def check(path: Path, vocabularies: dict[str, Vocabulary]) -> None:
-    """Refuses to time readers that disagree, or row numbers that are not the ids' ranks."""
+    """Refuses to time readers that disagree, row numbers that are not the ids' ranks, or other codes of the peers."""
     chunks, table, frame = read_ours(path, threads=2), read_arrow(path, threads=2), read_polars(path)
+    categories = read_polars(path, categories=True)
     for name in DENSE_NAMES:
         truth = table[name].to_numpy().astype(np.float32)
         ours = np.concatenate([chunk.dense[:, DENSE_NAMES.index(name)] for chunk in chunks])
@@ -153,6 +154,15 @@ def check(path: Path, vocabularies: dict[str, Vocabulary]) -> None:
         rows = np.concatenate([vocabularies[name].lookup(chunk.keys[name]) for chunk in chunks])
         ids = (ours ^ np.uint32(c * 0x9E3779B1 & 0xFFFFFFFF)) * np.uint32(pow(2654435761, -1, 2**32))
         assert np.array_equal(rows, np.where(valid, ids.astype(np.int64) + 1, 0)), name
+        by_arrow = table[name].combine_chunks().dictionary_encode().indices.fill_null(-1).to_numpy()
+        by_polars = categories[name].cast(int).fill_null(-1).to_numpy()  # type: ignore[index]
+        assert is_one_to_one(rows, by_arrow) and is_one_to_one(rows, by_polars), name
+
+
+def is_one_to_one(rows: np.ndarray, codes: np.ndarray) -> bool:
+    """Whether two numberings [n] of the same ids, each below 2^31, give equal numbers to the same ones."""
+    pairs = np.unique(rows.astype(np.int64) << 32 | (codes.astype(np.int64) + 1))
+    return len(pairs) == len(np.unique(rows)) == len(np.unique(codes))
 
 
 Times = dict[str, tuple[float, float]]
