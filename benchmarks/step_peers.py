@@ -133,7 +133,7 @@ def make_ours(setting: Setting, sparse: bench.Optimizer, arithmetic: Arithmetic 
             logits: Tensor = model(entry[0], rows)
         return logits
 
-    dense = SplitSGDBF16(model.parameters(), lr=shape.lr, fused=True) if is_narrow else dense_sgd([model], shape.lr)
+    dense = SplitSGDBF16(model.parameters(), lr=shape.lr) if is_narrow else dense_sgd([model], shape.lr)
     inputs = labelled(setting, lambda batch: (batch.dense, batch.sparse))
     step = Step(inputs, forward, binary_cross_entropy_with_logits, [dense, tables])
     return step, Parts(model, list(emb.weights.values()))

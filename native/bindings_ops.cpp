@@ -478,16 +478,24 @@ uint16_t* low_of(const Floats& weights, const LowHalves& low) {
   return reinterpret_cast<uint16_t*>(low.data());
 }
 
-void bind_join_halves(Floats weights, LowHalves low, int num_threads) {
-  const uint16_t* halves = low_of(weights, low);
-  nb::gil_scoped_release release;
-  join_halves(weights.data(), halves, size(weights), num_threads);
-}
-
 void bind_split_halves(Floats weights, LowHalves low, int num_threads) {
   uint16_t* halves = low_of(weights, low);
   nb::gil_scoped_release release;
   split_halves(weights.data(), halves, size(weights), num_threads);
+}
+
+// For each weight, its lower half and its gradient.
+void bind_split_sgd(std::vector<Floats> weights, std::vector<LowHalves> low, std::vector<ConstFloats> grads, float rate,
+                    float decay, int num_threads) {
+  require(low.size() == weights.size() && grads.size() == weights.size(), "lower halves and a gradient for each weight");
+  std::vector<uint16_t*> halves;
+  for (size_t k = 0; k < weights.size(); ++k) {
+    require(size(grads[k]) == size(weights[k]), "gradients differ from weights");
+    halves.push_back(low_of(weights[k], low[k]));
+  }
+  nb::gil_scoped_release release;
+  for (size_t k = 0; k < weights.size(); ++k)
+    split_sgd(weights[k].data(), halves[k], grads[k].data(), size(weights[k]), rate, decay, num_threads);
 }
 
 void bind_fill_uniform(uint64_t key, int64_t first_row, int64_t step, FloatMatrix out, float bound, int64_t zero_rows,
@@ -588,8 +596,8 @@ NB_MODULE(_native, m) {
   m.def("unpack_rows", bind_unpack_rows);
   m.def("first_nonfinite", bind_first_nonfinite);
   m.def("are_upper_halves", bind_are_upper_halves);
-  m.def("join_halves", bind_join_halves);
   m.def("split_halves", bind_split_halves);
+  m.def("split_sgd", bind_split_sgd);
   m.def("fill_uniform", bind_fill_uniform);
   m.def("fill_uniform_rows", bind_fill_uniform_rows);
   m.def("allocate", bind_allocate, nb::arg("shape"), nb::arg("sparse") = false);

@@ -19,6 +19,12 @@ void for_stretches(int64_t n, int num_threads, const Task& task) {
                [&](int64_t index, int) { task(index * kFloatsPerTask, std::min(n, (index + 1) * kFloatsPerTask)); });
 }
 
+inline void split(float w, float* __restrict weight, uint16_t* __restrict low) {
+  const auto bits = std::bit_cast<uint32_t>(w);
+  *low = static_cast<uint16_t>(bits);
+  *weight = std::bit_cast<float>(bits & kUpper);
+}
+
 }  // namespace
 
 bool are_upper_halves(const float* weights, int64_t n, int num_threads) {
@@ -31,19 +37,24 @@ bool are_upper_halves(const float* weights, int64_t n, int num_threads) {
   return found == 0;
 }
 
-void join_halves(float* weights, const uint16_t* low, int64_t n, int num_threads) {
+void split_halves(float* weights, uint16_t* low, int64_t n, int num_threads) {
   for_stretches(n, num_threads, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i)
-      weights[i] = std::bit_cast<float>((std::bit_cast<uint32_t>(weights[i]) & kUpper) | low[i]);
+    for (int64_t i = first; i < last; ++i) split(weights[i], weights + i, low + i);
   });
 }
 
-void split_halves(float* weights, uint16_t* low, int64_t n, int num_threads) {
+void split_sgd(float* weights, uint16_t* low, const float* grad, int64_t n, float rate, float decay, int num_threads) {
   for_stretches(n, num_threads, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      const auto bits = std::bit_cast<uint32_t>(weights[i]);
-      low[i] = static_cast<uint16_t>(bits);
-      weights[i] = std::bit_cast<float>(bits & kUpper);
+    const auto move = [&](auto gradient) {
+      for (int64_t i = first; i < last; ++i) {
+        const float w = std::bit_cast<float>(std::bit_cast<uint32_t>(weights[i]) | low[i]);
+        split(w - rate * gradient(i, w), weights + i, low + i);
+      }
+    };
+    if (decay == 0.0f) {
+      move([&](int64_t i, float) { return grad[i]; });
+    } else {
+      move([&](int64_t i, float w) { return grad[i] + decay * w; });
     }
   });
 }

@@ -449,29 +449,29 @@ class FTRL(SparseOptimizer):
 
 
 class SplitSGDBF16(torch.optim.SGD):
-    """Split-SGD-BF16 for dense layers: torch.optim.SGD on float32 weights kept in two halves.
+    """Split-SGD-BF16 for dense layers: SGD on float32 weights kept in two halves.
 
         between steps   parameter = upper 16 bits of w, the rest 0;   state[parameter]["low"] = lower 16 bits, int16
         step            w = both joined;   w = w - lr * (grad + weight_decay * w);   split again
 
-    So forward and backward see bfloat16 values in float32 tensors and compute in float32, while w itself loses nothing:
-    it moves to the bits of torch.optim.SGD given the same gradients. The tables' counterpart is any optimizer above on
+    So forward and backward see bfloat16 values in float32 tensors and compute in float32, while w itself loses nothing.
+    Every operation of a step is rounded to float32, so w has the same bits on every processor; torch.optim.SGD rounds
+    fewer of them where it has fused multiply-adds. The tables' counterpart is any optimizer above on
     TableConfig(dtype="bfloat16").
 
     params: float32 on the cpu; they are split when given. Load weights before, or with the state that belongs to them:
     `load_state_dict` takes the halves of this optimizer, and of torch.optim.SGD's state splits the parameters as they
     stand. `weights()` is w: to go on with another optimizer, copy it into the parameters, because torch's own
     `load_state_dict` would lose the lower halves without a word (`load_checkpoint` refuses). Raises ValueError for
-    other parameters.
+    other parameters and for groups with momentum.
     """
 
-    def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, *, weight_decay: float = 0.0, fused: bool | None = None
-    ) -> None:
-        super().__init__(params, lr=lr, weight_decay=weight_decay, fused=fused)
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, *, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        self._check_options()
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
                 raise ValueError(
@@ -481,9 +481,9 @@ class SplitSGDBF16(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of torch.optim.SGD on the joined weights; returns the closure's loss, if one is given.
+        """One step of every parameter that has a gradient; returns the closure's loss, if one is given.
 
-        Raises ValueError if a parameter was changed since it was split.
+        Raises ValueError if a parameter was changed since it was split; then nothing has moved.
         """
         loss = None
         if closure is not None:
@@ -495,11 +495,10 @@ class SplitSGDBF16(torch.optim.SGD):
                     f"a parameter {tuple(parameter.shape)} holds more than upper halves: it was loaded or changed "
                     "after this optimizer split it; make the optimizer afterwards, or load its state too"
                 )
-        for parameter in self._parameters():
-            ops.join_halves(parameter, self.state[parameter]["low"])
-        super().step()
-        for parameter in self._parameters():
-            ops.split_halves(parameter, self.state[parameter]["low"])
+        for group in self.param_groups:
+            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+            low, grads = [self.state[parameter]["low"] for parameter in moved], [parameter.grad for parameter in moved]
+            ops.split_sgd(moved, low, grads, lr=float(group["lr"]), weight_decay=group["weight_decay"])
         return loss
 
     @torch.no_grad()
@@ -519,12 +518,19 @@ class SplitSGDBF16(torch.optim.SGD):
                 )
         # Without the state: torch would cast it to the dtype of the parameters.
         super().load_state_dict({**state_dict, "state": {}})
+        self._check_options()
         for i, parameter in enumerate(self._parameters()):
             low = given.get(i)
             if low is None:
                 self._split(parameter)
             else:
                 self.state[parameter]["low"] = low.clone(memory_format=torch.contiguous_format)
+
+    def _check_options(self) -> None:
+        for group in self.param_groups:
+            for option in ("momentum", "maximize"):
+                if group[option]:
+                    raise ValueError(f"{option} is {group[option]}; SplitSGDBF16 knows lr and weight_decay alone")
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -67,10 +67,33 @@ def test_halves_of_dense_weights_equal_the_reference(n: int) -> None:
             assert_same_bits(weight.tensor, widen(high))
             assert torch.equal(lower.tensor, low)
             assert ops.are_upper_halves(weight.tensor)
-            ops.join_halves(weight.tensor, lower.tensor)
-            assert_same_bits(weight.tensor, whole)
-            ops.join_halves(weight.tensor, ~low)
-            assert_same_bits(weight.tensor, widen(high, ~low))
+            weight.check()
+            lower.check()
+
+
+@needs_native
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("n", [0, 1, 3 * 2**15 + 5])
+def test_split_sgd_equals_the_reference_and_rounds_every_operation(n: int, weight_decay: float) -> None:
+    """In place, at any thread count, and equal to numpy's step of the whole weights; a NaN may have another payload."""
+    whole, grad = floats()[:n], floats().flip(0)[:n].contiguous()
+    high, low = split(whole)
+    rate, decay = np.float32(0.3), np.float32(weight_decay)
+    w, g = whole.numpy(), grad.numpy()
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(w - rate * (g + decay * w if weight_decay else g))
+    number = ~expected.isnan()
+    for threads in (None, 1, 2, 3):
+        with running(ops.isas()[-1], threads or 1):
+            weight, lower = Guarded(widen(high)), Guarded(low.clone())
+            if threads is None:
+                reference.split_sgd(weight.tensor, lower.tensor, grad, lr=0.3, weight_decay=weight_decay)
+            else:
+                ops.split_sgd([weight.tensor], [lower.tensor], [grad], lr=0.3, weight_decay=weight_decay)
+            joined = widen(split(weight.tensor)[0], lower.tensor)
+            assert_same_bits(joined[number], expected[number])
+            assert joined[~number].isnan().all()
+            assert ops.are_upper_halves(weight.tensor)
             weight.check()
             lower.check()
 

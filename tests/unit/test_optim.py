@@ -291,17 +291,31 @@ def upper(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_split_sgd_against_torch_sgd(weight_decay: float) -> None:
-    """The same gradients: w moves to the same bits, and the parameters are its upper halves."""
+    """The same gradients: w follows torch's to a rounding a step, and the parameters are its upper halves."""
     ours, theirs = dense(), dense()
-    split = SplitSGDBF16(ours.parameters(), lr=0.01, weight_decay=weight_decay, fused=True)
-    plain = torch.optim.SGD(theirs.parameters(), lr=0.01, weight_decay=weight_decay, fused=True)
+    split = SplitSGDBF16(ours.parameters(), lr=0.01, weight_decay=weight_decay)
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.01, weight_decay=weight_decay)
     for seed in range(20):
         for model, optimizer in ((ours, split), (theirs, plain)):
             set_gradients(model, seed)
             optimizer.step()
         for parameter, w, expected in zip(ours.parameters(), split.weights(), theirs.parameters(), strict=True):
-            assert torch.equal(w, expected.detach())
-            assert torch.equal(parameter.detach(), upper(expected.detach()))
+            torch.testing.assert_close(w, expected.detach(), rtol=1e-6, atol=1e-7)
+            assert torch.equal(parameter.detach(), upper(w))
+
+
+def test_split_sgd_leaves_what_has_no_gradient_and_takes_each_group_at_its_rate() -> None:
+    model = dense()
+    before = copy.deepcopy(model)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
+    optimizer = SplitSGDBF16(groups, lr=0.25)
+    model.bias.grad = torch.ones(10)[::2]  # not contiguous
+    optimizer.step()
+    assert torch.equal(optimizer.weights()[0], before.weight.detach())
+    assert torch.equal(optimizer.weights()[1], before.bias.detach() - 0.25)
+    model.weight.grad = torch.ones(7, 5).T
+    optimizer.step()
+    assert torch.equal(optimizer.weights()[0], before.weight.detach() - 0.5)
 
 
 def test_split_sgd_keeps_updates_that_bfloat16_would_lose() -> None:
@@ -348,6 +362,11 @@ def test_split_sgd_refuses_what_it_cannot_keep() -> None:
         optimizer.step()
     with pytest.raises(ValueError, match=r"a parameter is torch.float64 on cpu; SplitSGDBF16 takes float32 on the cpu"):
         SplitSGDBF16([torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))])
+    momentum = torch.optim.SGD(dense().parameters(), lr=0.1, momentum=0.9).state_dict()
+    with pytest.raises(ValueError, match=r"momentum is 0.9; SplitSGDBF16 knows lr and weight_decay alone"):
+        SplitSGDBF16(dense().parameters(), lr=0.1).load_state_dict(momentum)
+    with pytest.raises(ValueError, match=r"maximize is True"):
+        SplitSGDBF16([{"params": dense().parameters(), "maximize": True}], lr=0.1)
     state = optimizer.state_dict()
     state["state"][0]["low"] = torch.zeros(1, dtype=torch.int16)
     with pytest.raises(ValueError, match=r"lower halves 0 are torch.int16 \(1,\), the parameter is \(5, 7\)"):

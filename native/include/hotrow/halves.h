@@ -9,10 +9,11 @@ namespace hotrow {
 // Whether the lower 16 bits of all n weights are 0.
 bool are_upper_halves(const float* weights, int64_t n, int num_threads);
 
-// weights[i] = (upper half of weights[i], low[i])
-void join_halves(float* weights, const uint16_t* low, int64_t n, int num_threads);
-
 // low[i] = lower half of weights[i], and zeros in its place
 void split_halves(float* weights, uint16_t* low, int64_t n, int num_threads);
+
+// w = (weights[i], low[i]) joined;  w = w - rate * (grad[i] + decay * w), every operation rounded;  split as above.
+// Without decay nothing is added to a gradient, not even 0 * w.
+void split_sgd(float* weights, uint16_t* low, const float* grad, int64_t n, float rate, float decay, int num_threads);
 
 }  // namespace hotrow

@@ -478,15 +478,6 @@ def are_upper_halves(weight: Tensor) -> bool:
 
 
 @torch.no_grad()
-def join_halves(weight: Tensor, low: Tensor) -> None:
-    """Writes `low`, int16, into the lower halves of `weight`, float32 of the same shape on the CPU."""
-    if _native() is None or not weight.is_contiguous():
-        weight.copy_(reference.widen(reference.split(weight)[0], low))
-    else:
-        _native().join_halves(*_views(weight.detach(), low), torch.get_num_threads())
-
-
-@torch.no_grad()
 def split_halves(weight: Tensor, low: Tensor) -> None:
     """Moves the lower halves of `weight`, float32 on the CPU, to `low`, int16; `weight` has zeros in their place."""
     if _native() is None or not weight.is_contiguous():
@@ -495,6 +486,22 @@ def split_halves(weight: Tensor, low: Tensor) -> None:
         low.copy_(lower)
     else:
         _native().split_halves(*_views(weight.detach(), low), torch.get_num_threads())
+
+
+@torch.no_grad()
+def split_sgd(
+    weights: Sequence[Tensor], low: Sequence[Tensor], grads: Sequence[Tensor], *, lr: float, weight_decay: float
+) -> None:
+    """One step of SGD of weights in two halves, in place, to the bits of `reference.split_sgd` on every processor.
+
+    weights: upper halves, float32 on the CPU, with zeros below; low: int16 of the same shapes; grads: float32.
+    """
+    if _native() is None or not all(weight.is_contiguous() for weight in weights):
+        for weight, lower, grad in zip(weights, low, grads, strict=True):
+            reference.split_sgd(weight, lower, grad, lr=lr, weight_decay=weight_decay)
+        return
+    own = ([weight.detach() for weight in weights], low, [grad.detach().contiguous() for grad in grads])
+    _native().split_sgd(*(_views(*group) for group in own), lr, weight_decay, torch.get_num_threads())
 
 
 def merge(nodes: Mapping[tree.Node, RowSums], whole: tree.Node) -> RowSums | None:

@@ -119,6 +119,20 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     return (bits >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
+def split_sgd(weight: Tensor, low: Tensor, grad: Tensor, *, lr: float, weight_decay: float) -> None:
+    """One step of SGD of a weight in two halves, in place: `w - lr * (grad + weight_decay * w)` of the joined ones.
+
+    weight: the upper half, float32 with zeros below; low: int16. lr and weight_decay are rounded to float32, and so is
+    every operation; without decay nothing is added to a gradient.
+    """
+    w = widen(split(weight)[0], low)
+    if weight_decay != 0:
+        grad = grad + weight.new_tensor(weight_decay) * w
+    high, lower = split(w - weight.new_tensor(lr) * grad)
+    weight.copy_(high)
+    low.copy_(lower)
+
+
 def to_float16(x: Tensor) -> Tensor:
     """Rounds to nearest, ties to even, from 65520 up to infinity; NaN becomes quiet, with sign and leading payload."""
     bits = x.contiguous().view(torch.int32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -432,10 +433,10 @@ def build_optimizers(
     """Returns the torch optimizer of `model` and the fused one of `embedding`."""
     dense, sparse = config.optimizer.dense, config.optimizer.sparse
     options = sparse.model_dump(exclude={"name", "lr"}, exclude_none=True)
-    dense_optimizer = optim.SplitSGDBF16 if splits_dense(config) else _DENSE_OPTIMIZERS[dense.name]
     fused = True if all(parameter.device.type == "cpu" for parameter in model.parameters()) else None  # torch's choice
+    make = optim.SplitSGDBF16 if splits_dense(config) else partial(_DENSE_OPTIMIZERS[dense.name], fused=fused)
     return (
-        dense_optimizer(model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay, fused=fused),
+        make(model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay),
         # nonfinite=None: train_step checks both sides itself, before either is changed.
         _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, nonfinite=None, **options),
     )
