@@ -32,7 +32,8 @@ from hotrow.run.folder import CONFIG, RunFolder
 from hotrow.run.setup import Setup, build
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "hotrow.run.runs", "hotrow.parallel.launch"])
+# torch's optimizers import torch._dynamo when the first is made, which takes a second.
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "hotrow.run.runs", "hotrow.parallel.launch"])
 HANG_S = 60.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -33,6 +34,12 @@ NO_REAL_ROWS = "the real rows are not"
 def pytest_configure() -> None:
     """Ctrl-C works in tests of it even where the tests run in the background, which shells start with it ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported by now lives until the end: a collection of garbage need not look at it every time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -4,13 +4,12 @@
         results = pool.run(function, argument, num_ranks=3, micro_batches=5)  # function(world, argument) on three
 
 A rank that raises sends the text, and the test fails with it; one that hangs ends the test after `timeout_s`. One that
-crashes prints where. They are forked from a server that has imported torch, and what its optimizers import, for all.
+crashes prints where. They are forked from the server of benchmarks.rank_runs, which has imported torch for all.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -23,10 +22,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.rank_runs import CONTEXT
 from hotrow.parallel.world import World
 
-FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["torch", "torch._dynamo", "hotrow.parallel.heartbeat", "hotrow.run.checkpoint"])
 _OK, _FAILED = "ok", "failed"
 
 
@@ -40,8 +38,8 @@ class RankPool:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
-            here, there = FORKED.Pipe()
-            process = FORKED.Process(target=_serve, args=(there, rank, num_ranks, meeting), daemon=True)
+            here, there = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(there, rank, num_ranks, meeting), daemon=True)
             # As torchrun does: threads of numpy's BLAS wait for each other in busy loops, minutes on a loaded machine.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("OMP_NUM_THREADS", "1")

@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.rank_runs import CONTEXT
 from hotrow import EmbeddingCollection, Memory, TableConfig
 from hotrow.config.load import make_config
 from hotrow.kernels import ops
@@ -36,7 +37,6 @@ from hotrow.parallel.heartbeat import LIMIT_S, LOST, START_S, Heartbeat
 from hotrow.parallel.sharded import Shards
 from hotrow.parallel.world import World
 from hotrow.run import checkpoint
-from rank_pool import FORKED
 
 RANKS = 3
 HANG_S = 8.0
@@ -49,7 +49,7 @@ class Ranks:
     def __init__(self, folder: Path, scenario: Callable[[World, Path], None]) -> None:
         folder.mkdir()
         self.folder = folder
-        self.processes = [FORKED.Process(target=_rank, args=(rank, folder, scenario)) for rank in range(RANKS)]
+        self.processes = [CONTEXT.Process(target=_rank, args=(rank, folder, scenario)) for rank in range(RANKS)]
         for process in self.processes:
             process.start()
 
@@ -185,7 +185,7 @@ class Relay(threading.Thread):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
-        self.folder, self.paused = folder, threading.Event()
+        self.folder, self.paused, self.ended = folder, threading.Event(), threading.Event()
         self.start()
 
     def run(self) -> None:
@@ -193,9 +193,12 @@ class Relay(threading.Thread):
             write_whole(self.folder / "relay", listener.getsockname()[1])
             (caller, _), port = listener.accept(), read_when_there(self.folder / "port")
             with caller, socket.create_connection(("127.0.0.1", port)) as called:
-                while True:
+                while not self.ended.is_set():
+                    if self.paused.is_set():
+                        time.sleep(0.02)
+                        continue
                     ready, _, _ = select.select([caller, called], [], [], 0.02)
-                    for end in () if self.paused.is_set() else ready:
+                    for end in ready:
                         if not (data := end.recv(4096)):
                             return
                         (called if end is caller else caller).sendall(data)
@@ -248,6 +251,7 @@ def test_a_pause_below_the_limit_ends_nothing_and_a_longer_one_all(ranks: Callab
         assert world.join() == [0, 0, 0], world.told()
         assert "hotrow" not in world.told()
     assert network.join() == [LOST, LOST, LOST], network.told()
+    relay.ended.set()
     for rank, lost in enumerate((1, 0, 1)):
         assert network.told(rank).count("hotrow: ") == 1
         assert f"hotrow: rank {lost} (" in network.told(rank)

@@ -37,8 +37,10 @@ def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.
 
     `generator` (CPU) is the only source of randomness; weights are drawn before biases.
     """
-    # "meta" and to_empty skip nn.Linear's own draws, which would come from torch's global generator.
-    layer = nn.Linear(num_inputs, num_outputs, device="meta").to_empty(device="cpu")
+    # "meta" skips nn.Linear's own draws, which would come from torch's global generator. Its to_empty imports sympy.
+    layer = nn.Linear(num_inputs, num_outputs, device="meta")
+    layer.weight = nn.Parameter(torch.empty(num_outputs, num_inputs))
+    layer.bias = nn.Parameter(torch.empty(num_outputs))
     with torch.no_grad():
         layer.weight.normal_(0.0, math.sqrt(2.0 / (num_inputs + num_outputs)), generator=generator)
         layer.bias.normal_(0.0, math.sqrt(1.0 / num_outputs), generator=generator)
