@@ -483,7 +483,8 @@ class SplitSGDBF16(torch.optim.SGD):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of every parameter that has a gradient; returns the closure's loss, if one is given.
 
-        Raises ValueError if a parameter was changed since it was split; then nothing has moved.
+        Raises ValueError if a parameter was changed since it was split, or has a sparse gradient; then nothing has
+        moved.
         """
         loss = None
         if closure is not None:
@@ -494,6 +495,11 @@ class SplitSGDBF16(torch.optim.SGD):
                 raise ValueError(
                     f"a parameter {tuple(parameter.shape)} holds more than upper halves: it was loaded or changed "
                     "after this optimizer split it; make the optimizer afterwards, or load its state too"
+                )
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise ValueError(
+                    f"the gradient of a parameter {tuple(parameter.shape)} is sparse, and SplitSGDBF16 takes dense ones; "
+                    "make its layer with sparse=False, or keep its rows in an EmbeddingCollection"
                 )
         for group in self.param_groups:
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -360,6 +360,11 @@ def test_split_sgd_refuses_what_it_cannot_keep() -> None:
     set_gradients(model, 0)
     with pytest.raises(ValueError, match=r"a parameter \(5, 7\) holds more than upper halves: it was loaded"):
         optimizer.step()
+    rows = torch.nn.Embedding(5, 3, sparse=True)
+    rows(torch.tensor([1, 2])).sum().backward()
+    of_rows = SplitSGDBF16(rows.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"the gradient of a parameter \(5, 3\) is sparse"):
+        of_rows.step()
     with pytest.raises(ValueError, match=r"a parameter is torch.float64 on cpu; SplitSGDBF16 takes float32 on the cpu"):
         SplitSGDBF16([torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))])
     momentum = torch.optim.SGD(dense().parameters(), lr=0.1, momentum=0.9).state_dict()
