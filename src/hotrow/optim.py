@@ -498,7 +498,7 @@ class SplitSGDBF16(torch.optim.SGD):
                 )
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ValueError(
-                    f"the gradient of a parameter {tuple(parameter.shape)} is sparse, and SplitSGDBF16 takes dense ones; "
+                    f"the gradient of a parameter {tuple(parameter.shape)} is sparse; SplitSGDBF16 takes dense ones: "
                     "make its layer with sparse=False, or keep its rows in an EmbeddingCollection"
                 )
         for group in self.param_groups:
