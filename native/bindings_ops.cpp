@@ -487,7 +487,8 @@ void bind_split_halves(Floats weights, LowHalves low, int num_threads) {
 // For each weight, its lower half and its gradient.
 void bind_split_sgd(std::vector<Floats> weights, std::vector<LowHalves> low, std::vector<ConstFloats> grads, float rate,
                     float decay, int num_threads) {
-  require(low.size() == weights.size() && grads.size() == weights.size(), "lower halves and a gradient for each weight");
+  require(low.size() == weights.size() && grads.size() == weights.size(),
+          "lower halves and a gradient for each weight");
   std::vector<uint16_t*> halves;
   for (size_t k = 0; k < weights.size(); ++k) {
     require(size(grads[k]) == size(weights[k]), "gradients differ from weights");
