@@ -239,7 +239,7 @@ def faults(case: Case, num_forged: int, num_plain: int) -> list[str]:
     text, generator, found = case.file.read_bytes(), random.Random(case.file.name), []
     fields = json.loads(text)
     everything = list(changes(fields))
-    kept = {path: path.read_bytes() for path in case.file.parent.glob("*.json")}
+    kept = {path: path.read_bytes() for path in case.folder.rglob("*.json")}  # whoever reads one may write others
 
     def altered(change: Change) -> bytes:
         return json.dumps(changed(fields, change), indent=1, ensure_ascii=False).encode() + b"\n"
