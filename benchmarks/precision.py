@@ -10,7 +10,8 @@ teacher, on a tenth of its rows, and 250,000 for the score.
 
 `split_bf16` stores weights in two halves and computes in float32; `bf16` multiplies bfloat16 in the MLPs as well.
 `split_8_low_bits` is no option of hotrow: after each step it clears the lower 8 of the lower 16 bits, as if a weight
-had 24 (the ablation of the Split-SGD-BF16 paper); it shows whether the lower half is needed in full.
+had 24 (the ablation of the Split-SGD-BF16 paper); it shows whether the lower half is needed in full. Nor is
+`bf16_interaction`, which rounds what goes into the interaction, and its gradients, to bfloat16 too.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -34,6 +37,8 @@ from benchmarks.results import end_on_signals, record
 from hotrow.batch import Batch
 from hotrow.config.load import load_config
 from hotrow.data.prepare.prepare import run_prepare
+from hotrow.kernels.ops import dot_interaction
+from hotrow.models import dlrm
 from hotrow.run import runs, trainer
 from hotrow.run.meters import StepClock
 from hotrow.run.setup import Parts
@@ -84,6 +89,7 @@ VARIANTS: dict[str, Variant] = {
     "fp32_dense_sgd": Variant((SGD,)),
     "split_bf16_dense_sgd": Variant((SGD, SPLIT), "fp32_dense_sgd"),
     "bf16_dense_sgd": Variant((SGD, *BF16), "fp32_dense_sgd"),
+    "bf16_interaction": Variant((SGD, *BF16), "fp32_dense_sgd"),
     "fp32_rowwise": Variant(ROWWISE),
     "bf16_rowwise": Variant((*ROWWISE, *BF16), "fp32_rowwise"),
     "synthetic_fp32_sgd": Variant(SYNTHETIC_SGD, is_synthetic=True),
@@ -117,16 +123,23 @@ def clearing_low_bits(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return clearing
 
 
+def rounding_vectors(interact: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """`dot_interaction` of vectors of bfloat16, whose gradients are rounded by the same casts."""
+    return lambda dense, pooled: interact(dense.bfloat16().float(), pooled.bfloat16().float())
+
+
 def validation(variant: str, seed: int, data: Path, run: Path) -> tuple[float, float]:
     """Train one seed of a variant and return the AUC and the LogLoss of its last evaluation."""
     chosen = VARIANTS[variant]
     changes = [f"data={data}", f"run={run}", f"train.seed={seed}", f"train.threads={NUM_THREADS}"]
     config = load_config(chosen.recipe, [*changes, *chosen.changes])
     plain = trainer.train_step
+    rounding = patch.object(dlrm, "dot_interaction", rounding_vectors(dot_interaction))
     if variant == "split_8_low_bits":
         trainer.train_step = clearing_low_bits(plain)  # type: ignore[assignment]
     try:
-        scores = runs.train(config, quiet=True).record.metrics["val"]
+        with rounding if variant == "bf16_interaction" else nullcontext():
+            scores = runs.train(config, quiet=True).record.metrics["val"]
     finally:
         trainer.train_step = plain
         shutil.rmtree(run)

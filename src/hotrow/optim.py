@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -455,9 +455,9 @@ class SplitSGDBF16(torch.optim.SGD):
         step            w = both joined;   w = w - lr * (grad + weight_decay * w);   split again
 
     So forward and backward see bfloat16 values in float32 tensors and compute in float32, while w itself loses nothing.
-    Every operation of a step is rounded to float32, so w has the same bits on every processor; torch.optim.SGD rounds
-    fewer of them where it has fused multiply-adds. The tables' counterpart is any optimizer above on
-    TableConfig(dtype="bfloat16").
+    Every operation of a step is rounded to float32, so the same gradients give w the same bits on every processor;
+    torch.optim.SGD rounds fewer of them if the processor fuses multiply-adds. The tables' counterpart is any optimizer
+    above on TableConfig(dtype="bfloat16").
 
     params: float32 on the cpu; they are split when given. Load weights before, or with the state that belongs to them:
     `load_state_dict` takes the halves of this optimizer, and of torch.optim.SGD's state splits the parameters as they
@@ -470,8 +470,8 @@ class SplitSGDBF16(torch.optim.SGD):
         super().__init__(params, lr=lr, weight_decay=weight_decay)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check_options(param_group)
         super().add_param_group(param_group)
-        self._check_options()
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
                 raise ValueError(
@@ -522,9 +522,10 @@ class SplitSGDBF16(torch.optim.SGD):
                     f"lower halves {i} are {low.dtype} {tuple(low.shape)}, the parameter is {tuple(parameter.shape)}; "
                     "load the state into the model that wrote it"
                 )
+        for group in state_dict["param_groups"]:
+            _check_options(group)
         # Without the state: torch would cast it to the dtype of the parameters.
         super().load_state_dict({**state_dict, "state": {}})
-        self._check_options()
         for i, parameter in enumerate(self._parameters()):
             low = given.get(i)
             if low is None:
@@ -532,18 +533,22 @@ class SplitSGDBF16(torch.optim.SGD):
             else:
                 self.state[parameter]["low"] = low.clone(memory_format=torch.contiguous_format)
 
-    def _check_options(self) -> None:
-        for group in self.param_groups:
-            for option in ("momentum", "maximize"):
-                if group[option]:
-                    raise ValueError(f"{option} is {group[option]}; SplitSGDBF16 knows lr and weight_decay alone")
-
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _split(self, parameter: Tensor) -> None:
         self.state[parameter]["low"] = torch.empty(parameter.shape, dtype=torch.int16)
         ops.split_halves(parameter, self.state[parameter]["low"])
+
+
+def _check_options(group: Mapping[str, Any]) -> None:
+    """Raises ValueError if a group has an option that a step of `SplitSGDBF16` would leave out."""
+    for option in ("momentum", "maximize"):
+        if group.get(option):
+            raise ValueError(
+                f"{option} is {group[option]}, but SplitSGDBF16 has only lr and weight_decay: leave {option} out, or "
+                "use torch.optim.SGD"
+            )
 
 
 # ---- gradients: of parameters in `.grad`, of tables the pooled gradients that wait in their collections
