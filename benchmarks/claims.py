@@ -2,7 +2,7 @@
 
     python -m benchmarks.claims [--check | --missing]
 
-Reads docs/benchmarks.json and docs/*-study.json (what was measured) and src/hotrow/study/claims.yaml (what papers say);
+Reads docs/benchmarks.json and docs/*-study.json (what was measured) and benchmarks/claims.yaml (what papers say);
 writes no number of its own.
 With --check it writes nothing, and the exit status says whether the pages are up to date. With --missing it lists the
 cells that are still to be measured, by processor.
@@ -30,9 +30,9 @@ from benchmarks.results import Cell, Reports, missing, over_processors
 from benchmarks.step_shapes import SHAPES
 from benchmarks.study_figures import study_cells
 from benchmarks.tiers_page import memory_chart, tiers_sentence, tiers_shown, tiers_table
-from hotrow.study.everything import CLAIMS
 
 ROOT = Path(__file__).resolve().parent.parent
+CLAIMS = Path(__file__).with_name("claims.yaml")
 SUMMARY_CELLS = {
     "step_sgd_8x50_uniform": "embedding forward + backward + SGD, 8 tables x 1M rows x 64, 50 ids per bag, uniform",
     "step_sgd_8x50_zipf": "the same, skewed ids (Zipf 1.05)",
@@ -108,7 +108,7 @@ CLAIMS_HEAD = """\
 # Claims
 
 What the papers behind hotrow claim, and what we measured of it. The page is generated from
-src/hotrow/study/claims.yaml, docs/benchmarks.json and docs/*-study.json by `python -m benchmarks.claims`.
+benchmarks/claims.yaml, docs/benchmarks.json and docs/*-study.json by `python -m benchmarks.claims`.
 
 "Not read" means that the paper's body was not at hand, so we print no figure for it. "Not yet" means not built. The two
 figures of a row come from different machines and were taken against different peers. The page of each paper has the

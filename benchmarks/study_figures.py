@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.results import Cell, processor_of
 from benchmarks.rivals.memory import ENOUGH, machines
 from benchmarks.study_docs import DOCS
-from hotrow.study.everything import SENTENCES
+from benchmarks.study_sentences import SENTENCES
 
 Report = Mapping[str, Any]
 """The content of a study's JSON file."""

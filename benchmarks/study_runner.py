@@ -65,9 +65,6 @@ class OfPreset:
     def begin(self, cells: Sequence[Any], folder: Path) -> None:
         pass
 
-    def following(self, rows: Mapping[str, Mapping[str, Any]]) -> Sequence[Any]:
-        return ()
-
     def complete(self, rows: dict[str, dict[str, Any]], folder: Path) -> None:
         pass
 

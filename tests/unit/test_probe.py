@@ -1,11 +1,11 @@
-"""hotrow.plan.probe and base.energy: figures of a tiny file and of made-up counters, and what is left behind."""
+"""hotrow.plan.probe: figures of a tiny file, and what is left behind."""
 
 from __future__ import annotations
 
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from hotrow.base.energy import EnergyMeter
 from hotrow.cli import app as cli
 from hotrow.kernels import ops
 from hotrow.placement import store_file
 from hotrow.plan import probe as module
 from hotrow.plan.hardware import DISTURBED, MACHINES, Disk, Figure, Hardware, Point, known_hardware, read_hardware
 from hotrow.plan.probe import (
-    Power,
     Scope,
     check_folder,
     measure_disk,
@@ -176,94 +174,7 @@ def test_a_gpu_that_cannot_be_measured_is_absent_with_the_reason(monkeypatch: py
     assert found == {"gpus": [], "notes": {"gpus": "G was not measured: CUDA error: out of memory"}}
 
 
-# ---- energy
-
-
-Zones = Callable[[dict[str, tuple[str, int]]], Path]
-
-
-@pytest.fixture
-def zones(tmp_path: Path) -> Zones:
-    """`zones({zone: (name, microjoules)})`: a folder of counters as the kernel shows them."""
-
-    def write(counters: dict[str, tuple[str, int]]) -> Path:
-        for zone, (name, microjoules) in counters.items():
-            (tmp_path / "cap" / zone).mkdir(parents=True, exist_ok=True)
-            (tmp_path / "cap" / zone / "name").write_text(f"{name}\n")
-            (tmp_path / "cap" / zone / "energy_uj").write_text(f"{microjoules}\n")
-        return tmp_path / "cap"
-
-    return write
-
-
 POINT = Point({"threads": 1.0, "steps": 1.0}, Figure(1e-3))
-NO_GPU = "no-such-library.so"
-TWO = {"intel-rapl:0": ("package-0", 10**9), "intel-rapl:1": ("package-1", 5 * 10**9)}
-
-
-def test_packages_and_their_memory_are_counted_once(zones: Zones) -> None:
-    more = {"intel-rapl:0:0": ("core", 7), "intel-rapl:0:1": ("dram", 10**6), "intel-rapl:2": ("psys", 9)}
-    cap = zones({**TWO, **more})
-    meter = EnergyMeter(cap, NO_GPU)
-    zones(
-        {
-            "intel-rapl:0": ("package-0", 10**9 + 3_000_000),
-            "intel-rapl:0:0": ("core", 10**9),
-            "intel-rapl:0:1": ("dram", 1_500_000),
-            "intel-rapl:2": ("psys", 10**9),
-        }
-    )
-    assert meter.joules() == pytest.approx(3.5)
-    assert meter.parts == "package-0, DRAM 0, package-1; not disks, fans and losses"
-
-
-def test_a_machine_without_counters_has_no_figure(tmp_path: Path) -> None:
-    meter = EnergyMeter(tmp_path, NO_GPU)
-    assert meter.joules() is None
-    assert meter.absent == f"{tmp_path} has no counters, as is usual in virtual machines"
-    power = Power(meter)
-    assert (power.figure(), power.notes()) == (None, {"watts": meter.absent})
-
-
-def test_a_counter_that_begins_again_is_absent(zones: Zones) -> None:
-    meter = EnergyMeter(zones(TWO), NO_GPU)
-    zones({"intel-rapl:0": ("package-0", 5)})
-    assert meter.joules() is None
-    assert meter.absent == "the energy counter of package-0 began again at zero"
-    zones(TWO)
-    assert meter.joules() is None, "nobody knows how often it began again"
-
-
-@pytest.mark.parametrize("content", ["", "many"])
-def test_a_counter_that_holds_no_number_is_absent(zones: Zones, content: str) -> None:
-    cap = zones(TWO)
-    (cap / "intel-rapl:1" / "energy_uj").write_text(content)
-    assert EnergyMeter(cap, NO_GPU).absent == f"{cap}/intel-rapl:1/energy_uj holds no number"
-
-
-def test_a_counter_that_may_not_be_read_is_absent(zones: Zones) -> None:
-    cap = zones(TWO)
-    counter = cap / "intel-rapl:1" / "energy_uj"
-    counter.unlink()
-    counter.mkdir()  # root may read any file
-    assert EnergyMeter(cap, NO_GPU).absent == f"{counter} cannot be read (Is a directory); since 2020 only root may"
-
-
-def test_watts_are_of_windows(zones: Zones, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
-    power = Power(EnergyMeter(zones(TWO), NO_GPU))
-    used = 10**9
-    for seconds, watts in ((1.0, 100), (2.0, 300), (0.1, 900), (1.9, 200)):  # the third is too short for its own window
-        clock[0] += seconds
-        used += int(watts * seconds * 1e6)
-        zones({"intel-rapl:0": ("package-0", used)})
-        power.sample()
-    last = (0.1 * 900 + 1.9 * 200) / 2
-    assert power.notes() == {}
-    figure = power.figure()
-    assert figure is not None and figure.value == pytest.approx(last)
-    assert (figure.low, figure.high) == (pytest.approx((100 + last) / 2), pytest.approx((300 + last) / 2))
 
 
 # ---- all of it
@@ -286,7 +197,6 @@ def test_everything_becomes_a_file_that_plans_find(tiny: Path, monkeypatch: pyte
         "the rest took longer than it should"
     )
     assert path.stat().st_mode & 0o777 == 0o600
-    assert made.watts is not None or made.notes["watts"]
 
 
 @needs_native

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from test_cost import DISK, NETWORK, machine, some_units
 
+from benchmarks.study_sentences import nodes_told, sockets_told
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.plan.hardware import Figure, Hardware
@@ -19,7 +20,6 @@ from hotrow.plan.work import work_of
 from hotrow.run.setup import tables_of
 from hotrow.study import cells, scaling
 from hotrow.study.data import SyntheticRows
-from hotrow.study.everything import nodes_told, sockets_told
 from hotrow.study.links import Link, LinkError
 from hotrow.study.run import run_study
 from hotrow.study.study import Cell, expand, read_study

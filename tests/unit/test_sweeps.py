@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,15 @@ import pytest
 import yaml
 from typer.main import get_command
 
+from benchmarks import study_sentences
 from hotrow.base.files import claim
 from hotrow.base.records import read_sealed
 from hotrow.cli.app import app, main
-from hotrow.data.packed.reader import PackedDataset
 from hotrow.plan.cost import Prediction
 from hotrow.plan.hardware import MACHINES, Figure, Gpu, Hardware
 from hotrow.run.folder import RunFolder
 from hotrow.run.meters import Session
-from hotrow.study import cells, data, everything, results, runner, search, worker
+from hotrow.study import cells, data, results, runner, worker
 from hotrow.study.cells import Studied
 from hotrow.study.data import SyntheticRows
 from hotrow.study.group import GroupError, MemoryGroup
@@ -178,10 +177,6 @@ def test_every_draw_meets_every_point(tmp_path: Path) -> None:
         ({"axes": {"train.max_steps": [8]}}, r"train.max_steps is 8; .* remove it, or set measures: quality"),
         ({"axes": {"train.epochs": [2]}}, r"groups.batch: train.epochs is 2; a cell that measures speed"),
         ({"axes": {}}, r"groups.batch: it has neither axes nor draw"),
-        ({"axes": {"mlp": {"a": {}}}, "search": "mlp"}, r"search is 'mlp'; it must be an axis with a list of numbers"),
-        ({"axes": {"data.rows": [9, 99]}, "search": "data.rows"}, r"search is 'data.rows'; .* a field of the config"),
-        ({"axes": {"train.batch_size": [9]}, "search": "train.batch_size"}, r"train.batch_size needs two numbers"),
-        ({"axes": {"train.batch_size": [9]}, "search": "x", "measures": "nodes"}, r"'x', but nothing is measured"),
         ({"axis": {}}, r"groups.batch.axis: there is no such field"),
         ({"axes": {"memory.dram": ["a%"]}}, r"groups.batch: cell .*size 'a%' is not understood"),
         ({"draw": {"models": 1, "fields": {"data.rows": {"low": 9, "high": 3}}}}, r"low is 9 and high is 3"),
@@ -209,7 +204,7 @@ def test_the_studies_that_come_with_hotrow() -> None:
     prediction = expand(read_study(STUDIES / "prediction.yaml"), origin="prediction")
     assert len({cell.data for cell in prediction}) == 12
     with pytest.raises(
-        ValueError, match=r"there is no study 'speed'; choose one of efficiency, prediction, quality, scaling, all, or"
+        ValueError, match=r"there is no study 'speed'; choose one of efficiency, prediction, quality, scaling, or"
     ):
         find_study("speed")
 
@@ -404,7 +399,6 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path, trained: list[str], m
     assert (result["measured"], result["skipped"]) == (6, 0)
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("the system ended the process for memory") == 2
-    assert (tmp_path / "out" / "table.tex").read_text().count("& out of memory &") == 2
 
 
 @pytest.mark.parametrize(
@@ -523,7 +517,7 @@ def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert 100 * worker.LEAST_ROUND_S < round_ms < elapsed_ms / row["taken_rounds"]
         assert row["peak_bytes"] > row["table_bytes"] > 0
     names = [Path(file).name for file in result["files"]]
-    assert names == ["results.json", "results.csv", "table.tex", "batch.svg", "report.html"]
+    assert names == ["results.json", "results.csv", "batch.svg", "report.html"]
     assert re.search(r"tiny: 2 of 2 cells to measure, about 0:00:\d\d", said[1])
     assert not (tmp_path / "out" / "work").exists()
     kept = [RunFolder.open(tmp_path / "out" / row["run"]) for row in result["cells"]]
@@ -697,9 +691,7 @@ def test_modelled_speed_has_a_column_of_its_own(
     assert "with_gpus" not in first.get("predicted", {})
     assert "533.3 (declared)" in page and "samples_per_unit" not in first, "what nobody declares is absent"
     assert "modelled.fast.samples_per_j" in (tmp_path / "out" / "results.csv").read_text()
-    assert (tmp_path / "out" / "batch-1-j.svg").exists() and r"samples/J" in (
-        tmp_path / "out" / "table.tex"
-    ).read_text()
+    assert (tmp_path / "out" / "batch-1-j.svg").exists()
 
 
 def test_a_machine_named_later_is_modelled_without_measuring_again(
@@ -722,42 +714,9 @@ def test_a_machine_named_later_is_modelled_without_measuring_again(
     page = (out / "report.html").read_text()
     assert "modelled: cpu-server" in page
     monkeypatch.setattr("hotrow.study.run.known_hardware", lambda: replace(HARDWARE, watts=None))
-    monkeypatch.setattr(cells, "EnergyMeter", lambda: SimpleNamespace(absent="no <counters>"))
     other = tmp_path / "other"
     assert not [name for name in run_study(path, other)["cells"][0] if "_per_j" in name]
-    assert "No samples per joule are given: no &lt;counters&gt;" in (other / "report.html").read_text()
-
-
-class Joules:
-    """Counters of a machine that takes 50 W, until they cannot be read any more."""
-
-    def __init__(self, readings: float) -> None:
-        self._left = readings
-
-    def joules(self) -> float | None:
-        self._left -= 1
-        return 50 * time.perf_counter() if self._left >= 0 else None
-
-
-@pytest.mark.parametrize("readings", [math.inf, 5, 4, 0])
-def test_power_is_that_of_the_rounds_and_absent_if_one_of_them_lacks_it(
-    readings: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "EnergyMeter", lambda: Joules(readings))
-    found = passes(lambda step: 0.001, rounds=3).figures()
-    assert ("watts" in found) == (readings == math.inf)
-    known = replace(HARDWARE, watts=Figure(80.0))
-    row = {**found, "samples_per_s": 100.0}
-    costs = Studied(read_study(STUDIES / "quality.yaml"), "q", hardware=known)._costs(row)
-    watts, source = (found["watts"], "measured") if "watts" in found else (80, "probe")
-    assert costs == {"samples_per_j": 100 / watts, "samples_per_j_source": source}
-
-
-def test_power_against_energy_by_time() -> None:
-    meter, start = Joules(2), time.perf_counter()
-    joules = meter.joules()
-    time.sleep(0.05)
-    assert worker.watts_of(meter, joules, start)["watts"] == pytest.approx(50, rel=0.05)  # type: ignore[arg-type]
+    assert "watts" in (other / "report.html").read_text(), "the page says what to declare"
 
 
 def placed(model: int, where: str, *, predicted: float, measured: float) -> dict[str, Any]:
@@ -821,88 +780,11 @@ def test_quality_takes_the_rate_that_validation_chose() -> None:
     )
     assert (small["at_the_edge"], large["at_the_edge"]) == (False, True)
     assert results.quality_by_batch(rows[2:3])[0]["ne_gap_sd"] is None
-    told = everything.quality_told({"cells": rows, "quick": False})
+    told = study_sentences.quality_told({"cells": rows, "quick": False})
     assert told == (
         "test NE beside batches of 64: 256 +2.50% ± 3.54% (means and standard deviations of 2 seeds); "
         "at 256 the best rate is the last that was tried"
     )
-
-
-# ---- search
-
-
-def searched(
-    score: Callable[[float], float], listed: list[float], measures: str
-) -> tuple[float | None, dict[float, float]]:
-    """The best value, and all that were tried, of a search whose every step is done at once."""
-    scores = {value: score(value) for value in listed}
-    while more := search.wanted_values(scores, listed, measures=measures):
-        assert not scores.keys() & set(more), "no value is tried twice"
-        scores |= {value: score(value) for value in more}
-    return search.best_of(scores, measures=measures), scores
-
-
-@pytest.mark.parametrize("half", [20, 300, 3000])
-def test_a_search_for_the_best_batch_against_the_formula(half: float) -> None:
-    """Speed is b / (b + half): the smallest batch with 95 % of the highest speed tried is known."""
-    best, scores = searched(lambda b: b / (b + half), [64, 256, 1024, 4096], "speed")
-    enough = 0.95 * max(scores.values())
-    exact = half * enough / (1 - enough)
-    assert best is not None and 1 <= best / exact <= 1.52 and len(scores) <= 10
-
-
-@pytest.mark.parametrize(
-    ("optimum", "wanted"), [(20.0, 14.4), (0.1, 0.1125), (2.0, 1.8), (1e9, 3.6 * 16), (1e-9, None)]
-)
-def test_a_search_for_a_rate_goes_beyond_the_list_but_not_for_ever(optimum: float, wanted: float | None) -> None:
-    def score(rate: float) -> float:
-        return -math.inf if rate > 2 * optimum else -(math.log(rate / optimum) ** 2)
-
-    best, scores = searched(score, [0.9, 1.8, 3.6], "quality")
-    assert best == pytest.approx(wanted) and len(scores) <= 7
-    assert searched(lambda batch: -math.inf, [64, 128], "speed") == (None, {64: -math.inf, 128: -math.inf})
-
-
-@pytest.mark.parametrize("stop_after", [2, 5, 8])
-def test_a_search_goes_on_as_one_that_was_not_interrupted(
-    stop_after: int, tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = cells.run_cell
-    groups = {
-        "batch": {"axes": {"train.batch_size": [4, 8]}, "search": "train.batch_size"},
-        "rate": {
-            "axes": {"train.seed": [1, 2], "optimizer.sparse.lr": [0.1, 0.2]},
-            "search": "optimizer.sparse.lr",
-            "measures": "quality",
-        },
-    }
-
-    def run(cell: Cell, config: Any, work: Path) -> dict[str, Any]:
-        if len(trained) == stop_after:
-            raise KeyboardInterrupt
-        row, batch = real(cell, config, work), config.train.batch_size
-        if cell.group == "batch":
-            return {**row, "samples_per_s": 1000.0 * batch / (batch + 20)}
-        rate = config.optimizer.sparse.lr
-        return {"status": "measured", "val_ne": abs(rate - 0.5), "test_ne": 1.0, "test_auc": 0.5, "samples_per_s": 1.0}
-
-    monkeypatch.setattr(cells, "run_cell", run)
-    path, out, said = write_study(tmp_path, groups=groups), tmp_path / "out", list[str]()
-    with pytest.raises(KeyboardInterrupt):
-        run_study(str(path), out)
-    stop_after = 100
-    result = run_study(str(path), out, say=said.append)
-    batches = [f"batch/train.batch_size={n}" for n in (4, 8, 16, 32, 64)]  # there are 64 samples
-    rates = [f"rate/train.seed={seed}/optimizer.sparse.lr={rate}" for rate in (0.1, 0.2, 0.4, 0.8) for seed in (1, 2)]
-    assert sorted(trained) == sorted(batches + rates) and result["measured"] == result["num_cells"] == 13
-    assert "6 cells, and those that the search in batch and rate adds" in said[0]
-    page = (out / "report.html").read_text()
-    assert re.findall(r"<tr><td>(\d+)</td><td class", page) == ["4", "8", "16", "32", "64"]
-    assert "the largest measured; a larger one may be faster" in page and "at the edge" not in page
-    assert (out / "rate.svg").exists() is False, "one batch size draws no line"
-    run_study(str(path), out)
-    run_study(str(path), tmp_path / "quick", quick=True)
-    assert len(trained) == 13 + 6, "nothing is measured again, and a quick look searches nothing"
 
 
 def test_files_hold_the_same_cells_and_escape_names(tmp_path: Path, trained: list[str]) -> None:
@@ -916,52 +798,6 @@ def test_files_hold_the_same_cells_and_escape_names(tmp_path: Path, trained: lis
     assert page.count("<script") == 1 and "<b>?" not in page and "<i>" not in page and "&lt;script&gt;" in page
     for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ET.fromstring(text)
-    table = texts["table.tex"]
-    assert r"a\_b \& <i>" in table and r"\& 50 \%" in table and table.count(r" \\") == 7
-    assert table.count("{tabular}") == 2 and "usepackage{booktabs}" in table
-
-
-@pytest.mark.parametrize(
-    ("text", "escaped"),
-    [("50% a_b", r"50\% a\_b"), ("~^\\{}#$&", r"\textasciitilde{}\textasciicircum{}\textbackslash{}\{\}\#\$\&")],
-)
-def test_latex_escapes(text: str, escaped: str) -> None:
-    assert results.tex(text) == escaped
-
-
-# ---- all studies
-
-
-def test_all_sets_claims_beside_what_was_measured(
-    tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A study that cannot run is on the page with the reason."""
-
-    def tiny(rows: Any, parent: Path) -> PackedDataset:
-        if not isinstance(rows, SyntheticRows):
-            rows.path  # noqa: B018  # says what is missing
-        if not (parent / rows.digest).exists():
-            SyntheticRows(tables=2, rows=50, dense=2, samples=64).write(parent / rows.digest)
-        return PackedDataset.open(parent / rows.digest)
-
-    monkeypatch.setattr(cells, "prepared", tiny)
-    real = everything.run_study
-
-    def run(name: str, out: Path, **options: Any) -> dict[str, Any]:
-        if name == "prediction":
-            raise data.NotHere("run hotrow probe first")
-        return real(name, out, **options)
-
-    monkeypatch.setattr(everything, "run_study", run)
-    monkeypatch.delenv("HOTROW_DATA", raising=False)
-    everything.run_all(tmp_path / "out")
-    everything.run_all(tmp_path / "out")
-    assert len(trained) == len(set(trained)) == 24 + 8, "the second time nothing is measured again"
-    page = (tmp_path / "out" / "claims.html").read_text()
-    assert "measured from a checkout alone" in page and "8,000 samples/s" in page
-    assert "not measured: the study needs criteo_terabyte_80k.tsv.gz" in page
-    assert "not measured: run hotrow probe first" in page and "](" not in page
-    assert (tmp_path / "out" / "efficiency" / "report.html").exists()
 
 
 # ---- the command
@@ -1003,9 +839,9 @@ def test_a_csv_file_has_plain_values() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["all", "--hardware", "/nope.json"], "/nope.json is not a file"),
-        (["all", "--hardware", "/nope.json", "--estimate"], "/nope.json is not a file"),
-        (["all", "--out", "{file}"], "is a file, so results cannot be in"),
+        (["efficiency", "--hardware", "/nope.json"], "/nope.json is not a file"),
+        (["efficiency", "--hardware", "/nope.json", "--estimate"], "/nope.json is not a file"),
+        (["efficiency", "--out", "{file}"], "is a file, so results cannot be in"),
         (["{study}", "--out", "{file}/x"], "is a file, so results cannot be in"),
         (["nofile.yaml"], "study nofile.yaml is not a file; pass a YAML file such as docs/study.md describes"),
         (["{file}"], "file.yaml holds []; it must be a mapping such as `title: How wide?`"),

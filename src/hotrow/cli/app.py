@@ -537,15 +537,13 @@ def check(
 
 @verb(
     "study",
-    home="hotrow.study.everything",
+    home="hotrow.study.run",
     example="hotrow study efficiency --quick   (how long: hotrow study efficiency --estimate)",
 )
 def study(
     name: Annotated[
         str,
-        typer.Argument(
-            help="efficiency, quality, prediction, scaling, all, or the path of a YAML file (docs/study.md)."
-        ),
+        typer.Argument(help="efficiency, quality, prediction, scaling, or the path of a YAML file (docs/study.md)."),
     ],
     *,
     out: Annotated[
@@ -564,15 +562,11 @@ def study(
     ] = None,
 ) -> Answer:
     """Sweep short trainings over any field of a config: how speed depends on model, batch, data and placement."""
-    from hotrow.study.everything import run_all
     from hotrow.study.run import run_study
 
     def say(line: str) -> None:
         print(line, file=sys.stderr)
 
-    if name == "all":
-        result = run_all(out, estimate=estimate, hardware=hardware, say=say)
-        return result, lambda: _print_fields({field: value for field, value in result.items() if field != "parts"})
     result = run_study(name, out, quick=quick, estimate=estimate, hardware=hardware, say=say)
     return result, lambda: _print_fields({field: value for field, value in result.items() if field != "cells"})
 

@@ -202,7 +202,7 @@ class Hardware:
     crowding: Crowding | None = None
     """How many times as long a process's step takes if as many other processes as there are cores left train too."""
     watts: Watts | None = None
-    """Power of the machine under load: declared, or from energy counters while the probe ran."""
+    """Power of the machine under load, as somebody declares it."""
     price_per_hour: Price | None = None
     notes: dict[str, str] = field(default_factory=dict)
     """By field: why it is absent, or where a fact that is not a figure is from."""

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.base.energy import EnergyMeter
 from hotrow.base.files import disk_free_bytes, explain_full_disk, size
 from hotrow.base.machine import available_memory_bytes, default_threads, usable_cores, versions
 from hotrow.base.progress import ProgressLine
@@ -59,8 +58,6 @@ LARGE_BYTES = 1 << 20
 NUM_LARGE = 4
 """Sequential I/Os of LARGE_BYTES that are under way together."""
 MOST_IOS = 1 << 14
-WINDOW_S = 0.5
-"""The least time of which power is a figure: the counters are renewed every millisecond or so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,31 +100,26 @@ def probe(
         raise ValueError(f"seconds is {seconds:g}; give a positive number of seconds, such as 50")
     for folder in folders:
         check_folder(Path(folder))
-    power, started = Power(), time.perf_counter()
-
-    def say(figure: str) -> None:
-        power.sample()
-        tell(figure)
-
+    started = time.perf_counter()
     threads = min(default_threads(), usable_cores())
     fields: dict[str, Any] = {}
     notes: dict[str, str] = {}
     for share, measure in MEASUREMENTS:
-        scope = Scope(threads=threads, folders=[*map(Path, folders)], seconds=share * seconds, tell=say)
+        scope = Scope(threads=threads, folders=[*map(Path, folders)], seconds=share * seconds, tell=tell)
         found = dict(measure(scope))
         notes |= found.pop("notes", {})
         fields |= found
-    shared = {} if ranks is None else dict(ranks(seconds=RANKS * seconds, progress=say))
+    shared = {} if ranks is None else dict(ranks(seconds=RANKS * seconds, progress=tell))
     notes |= shared.pop("notes", {})
     fields |= shared
     if kernels is not None:  # the more steps, the better the predictions: they get all that is left
         fields["kernels"] = fields.get("kernels", {}) | kernels(
             threads=_thread_counts(threads),
             seconds=max(LEAST_KERNELS * seconds, seconds - (time.perf_counter() - started)),
-            progress=say,
+            progress=tell,
             folder=next(iter(folders), None),
         )
-    say("done")
+    tell("done")
     host = this_host()
     return Hardware(
         name=str(host["cpu"]),
@@ -137,8 +129,7 @@ def probe(
         num_cores=usable_cores(),
         dram_bytes=Figure(float(host["memory_bytes"])),
         cost_version=COST_VERSION,
-        watts=power.figure(),
-        notes={**notes, **power.notes(), **how_rough(fields.get("kernels", {}))},
+        notes={**notes, **how_rough(fields.get("kernels", {}))},
         **fields,
     )
 
@@ -477,39 +468,6 @@ def _device_seconds(work: Callable[[], object], device: torch.device) -> float:
         end.record()
         end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
-
-
-# ---- power
-
-
-class Power:
-    """Watts while the probe runs, from energy counters."""
-
-    def __init__(self, meter: EnergyMeter | None = None) -> None:
-        self._meter = EnergyMeter() if meter is None else meter
-        self._watts: list[float] = []
-        self._last = (time.perf_counter(), self._meter.joules())
-
-    def sample(self) -> None:
-        """Ends a window, if it is long enough."""
-        now, joules = time.perf_counter(), self._meter.joules()
-        then, before = self._last
-        if now - then >= WINDOW_S:
-            if joules is not None and before is not None:
-                self._watts.append((joules - before) / (now - then))
-            self._last = (now, joules)
-
-    def figure(self) -> Figure | None:
-        """Returns the median and quartiles of the windows; None if the counters could not be read."""
-        if self.notes():
-            return None
-        return _spread(self._watts, self._meter.parts)
-
-    def notes(self) -> dict[str, str]:
-        """Returns why there is no figure, if there is none."""
-        if self._meter.absent:
-            return {"watts": self._meter.absent}
-        return {} if len(self._watts) >= 2 else {"watts": "the probe was too short for a figure of power"}
 
 
 MEASUREMENTS: Sequence[tuple[float, Measurement]] = ((0.15, measure_dram), (0.2, measure_disks), (0.05, measure_gpus))

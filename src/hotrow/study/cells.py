@@ -22,7 +22,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hotrow.base.energy import EnergyMeter
 from hotrow.base.records import read_sealed, write_sealed
 from hotrow.bench import how_clean
 from hotrow.config.schema import Config, MemoryConfig
@@ -45,7 +44,6 @@ from hotrow.study.links import Link, LinkError
 from hotrow.study.results import files_of, summary_of
 from hotrow.study.runner import Plan
 from hotrow.study.scaling import modelled_of
-from hotrow.study.search import following, reached
 from hotrow.study.study import Cell, Study, expand
 from hotrow.study.worker import LEAST_ROUNDS, Spec, write_spec
 from hotrow.tables import TableConfig
@@ -91,24 +89,17 @@ class Studied:
     FAILURES: ClassVar[tuple[type[Exception], ...]] = (CellError,)
 
     @cached_property
+    def _in_order(self) -> list[Cell]:
+        """All cells in the order of pages."""
+        return expand(self.study, origin=self.origin, quick=self.quick)
+
+    @cached_property
     def cells(self) -> list[Cell]:
         """All cells; those with the same data are next to each other."""
-        cells = expand(self.study, origin=self.origin, quick=self.quick)
-        return sorted(cells, key=lambda cell: cell.data.digest)
+        return sorted(self._in_order, key=self.setup_of)
 
     def plan(self, rows: Mapping[str, Mapping[str, Any]], *, memory_bytes: int, cores: int) -> Plan:
-        return Plan(tuple(sorted(self._reached(rows), key=self.setup_of)))
-
-    def following(self, rows: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
-        """Returns the cells that searches want next; a quick look searches nothing."""
-        if self.quick:
-            return []
-        return sorted(following(self.study, self._reached(rows), rows), key=self.setup_of)
-
-    def _reached(self, rows: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
-        """Returns all cells and those that searches have measured, in the order of pages."""
-        cells = expand(self.study, origin=self.origin, quick=self.quick)
-        return cells if self.quick else reached(self.study, cells, rows)
+        return Plan(tuple(self.cells))
 
     def estimate_s(self, cells: Sequence[Cell]) -> float:
         data = {cell.data for cell in cells if not cell.is_modelled}
@@ -253,12 +244,12 @@ class Studied:
     def complete(self, rows: dict[str, dict[str, Any]], folder: Path) -> None:
         """Adds machines that were not named when a row was measured, and costs that were not declared. Puts rows into
         the order of the study."""
-        for digest, cells in itertools.groupby(sorted(self._reached(rows), key=self.setup_of), self.setup_of):
+        for digest, cells in itertools.groupby(self.cells, self.setup_of):
             for cell in cells:
                 if cell.key in rows:
                     rows[cell.key] = self._completed(cell, rows[cell.key], folder)
             shutil.rmtree(folder / "data" / digest, ignore_errors=True)
-        for cell in self._reached(rows):
+        for cell in self._in_order:
             if cell.key in rows:
                 rows[cell.key] = rows.pop(cell.key)
 
@@ -301,29 +292,22 @@ class Studied:
         return found | ({"with_gpus": there["with_gpus"]} if "with_gpus" in there else {})
 
     def _costs(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns samples per joule and per unit of money; what is neither measured nor declared is absent."""
+        """Returns samples per joule and per unit of money; what is not declared is absent."""
         if row.get("samples_per_s") is None:
             return {}
         watts, price = (None, None) if self.hardware is None else (self.hardware.watts, self.hardware.price_per_hour)
-        if "watts" in row:
-            return costs_of(row["samples_per_s"], Figure(row["watts"]), price)
-        found = costs_of(row["samples_per_s"], watts, price)
-        # No counter was read while the cell ran: a measured power is the mean while the probe did.
-        return found | ({"samples_per_j_source": "probe"} if watts is not None and watts.source == "measured" else {})
+        return costs_of(row["samples_per_s"], watts, price)
 
     def headline(self, row: Mapping[str, Any]) -> str:
         speed = row.get("samples_per_s")
         return str(row["status"]) if speed is None else f"{speed:,.0f} samples/s"
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        own = self._own(rows)
-        lacking = {} if any("samples_per_j" in row for row in own) else {"no_energy": EnergyMeter().absent}
-        return {**summary_of(self.study, own), **lacking}
+        return summary_of(self.study, self._own(rows))
 
     def _own(self, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Returns the rows of this study's cells in their order: the file may hold those of an earlier version."""
-        cells = self._reached({row["key"]: row for row in rows})
-        place = {cell.key: at for at, cell in enumerate(cells)}
+        place = {cell.key: at for at, cell in enumerate(self._in_order)}
         return sorted((row for row in rows if row["key"] in place), key=lambda row: place[row["key"]])
 
     def files(self, report: Mapping[str, Any]) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""What a study found: its figures by group, charts, a table for LaTeX and one page."""
+"""What a study found: its figures by group, charts and one page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from hotrow.bench import is_disturbed
 from hotrow.draw import bar_chart, line_chart, load_template
-from hotrow.study.search import GOOD_SHARE, SEED
 from hotrow.study.study import MODELLED, Group, Study
 
 Row = Mapping[str, Any]
@@ -17,7 +16,9 @@ COSTS = {"samples/s": "samples_per_s", "samples/J": "samples_per_j", "samples pe
 """What is compared over machines: name of its column, and field."""
 MOST_NAMED, LONGEST_NAMED = 8, 12
 """Points of a chart that have names instead of numbers, and characters of a name: more would overlap."""
-BATCH = "train.batch_size"
+BATCH, SEED = "train.batch_size", "train.seed"
+GOOD_SHARE = 0.95
+"""A batch size is good for speed if it reaches this share of the highest."""
 _NES = ("val_ne", "test_ne")
 CLOSE = 0.15
 SAME_PLACEMENT = 0.03
@@ -181,7 +182,7 @@ def lines_of(rows: Sequence[Row], axis: str) -> dict[str, list[Row]]:
     return found
 
 
-# ---- pictures, LaTeX
+# ---- pictures
 
 
 def _number(label: str) -> float | None:
@@ -326,66 +327,16 @@ def _modelled_charts(name: str, group: Group, rows: Sequence[Row]) -> Iterator[t
         yield name, line_chart(lines, x_label="ranks", y_label="modelled efficiency", ticks=ticks, label=label)
 
 
-_TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-_TEX |= {char: f"\\{char}" for char in "&%$#_{}"}
-
-
-def tex(text: str) -> str:
-    """Returns a text in LaTeX, with its special characters escaped."""
-    return "".join(_TEX.get(char, char) for char in text)
-
-
-def table_tex(study: Study, rows: Sequence[Row]) -> str:
-    """Returns a table for LaTeX, with the package booktabs alone: every measured cell, then what was not."""
-    energy = any("samples_per_j" in row for row in rows)
-    modelled = any(row.get("status") == "modelled" for row in rows)
-    more = " & modelled" if modelled else ""
-    lines = [
-        f"% {tex(study.title)}; needs \\usepackage{{booktabs}}",
-        rf"\begin{{tabular}}{{llrr{'r' if energy else ''}l{'r' if modelled else ''}}}",
-        r"\toprule",
-        rf"group & cell & samples/s & least--most & {'samples/J & ' if energy else ''}clean rounds{more} \\",
-    ]
-    for name in study.groups:
-        lines.append(r"\midrule")
-        for row in rows:
-            if row["group"] == name:
-                point = tex(", ".join(f"{axis} {label}" for axis, label in row["axes"].items()))
-                figures = _tex_figures(row, energy=energy) + ([_tex_modelled(row)] if modelled else [])
-                lines.append(f"{tex(name)} & {point} & {' & '.join(figures)} \\\\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def _tex_modelled(row: Row) -> str:
-    """Returns what is modelled for the first machine: samples/s, or machines with an SSD over those without."""
-    all_found = [*row.get("modelled", {}).values()] if row.get("status") == "modelled" else []
-    found: dict[str, Any] = all_found[0] if all_found else {}
-    if "fewer" in found:
-        return f"{found['nodes_in_dram']} / {found['nodes_with_ssd']}"
-    return f"{found['samples_per_s']:.0f}" if "samples_per_s" in found else ""
-
-
-def _tex_figures(row: Row, *, energy: bool) -> list[str]:
-    if row.get("status") == "modelled":
-        return ["", "", *([""] if energy else []), ""]
-    speed, per_j = row.get("samples_per_s"), row.get("samples_per_j")
-    joules = ["" if per_j is None else f"{per_j:.4g}"] if energy else []
-    if "rounds" not in row:
-        return [tex(str(row["status"])) if speed is None else f"{speed:.0f}", "", *joules, ""]
-    low, high = row["spread"]
-    return [f"{speed:.0f}", f"{low:.0f}--{high:.0f}", *joules, f"{row['clean_rounds']} of {row['taken_rounds']}"]
-
-
 # ---- the page
 
 
 def files_of(study: Study, report: Mapping[str, Any], *, machines: Sequence[str] = ()) -> dict[str, str]:
-    """Returns charts, table and page by file name.
+    """Returns charts and page by file name.
 
     report: the content of results.json, only this study's rows. machines: those that have columns of modelled figures.
     """
     rows: Sequence[Row] = report["cells"]
-    files = {"table.tex": table_tex(study, rows)}
+    files: dict[str, str] = {}
     groups = []
     for name, group in study.groups.items():
         own = [row for row in rows if row["group"] == name]
@@ -415,7 +366,7 @@ def files_of(study: Study, report: Mapping[str, Any], *, machines: Sequence[str]
         when_predicted=_when_predicted(report.get("prediction")),
         groups=groups,
         skipped=report["skipped"],
-        no_energy=report.get("no_energy"),
+        no_power=not any("samples_per_j" in row for row in rows),
         no_price=not any("samples_per_unit" in row for row in rows),
     )
     return files

@@ -1,4 +1,4 @@
-"""Runs a study: `hotrow study NAME` calls `run_study`, and `hotrow study all` a short form of all of them."""
+"""Runs a study: `hotrow study NAME` calls `run_study`."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def run_study(
     if study.predicts and here is None and not estimate:
         raise NotHere(f"study {file} predicts, which needs this machine's figures: run hotrow probe FOLDER first")
     disk = studied.disk_bytes()
-    searched = [name for name, group in study.groups.items() if group.search is not None and not quick]
-    more = f", and those that the search in {' and '.join(searched)} adds" if searched else ""
-    say(f"{stem}: {len(cells)} cells{more}; the rows they train on take up to {size(disk)} in {folder / 'data'}")
+    say(f"{stem}: {len(cells)} cells; the rows they train on take up to {size(disk)} in {folder / 'data'}")
     if not estimate and disk > (free := disk_free_bytes(folder)):
         raise NotHere(
             f"the rows of the study take {size(disk)}, and {folder} has {size(free)} free: choose another --out"

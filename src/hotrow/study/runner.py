@@ -87,9 +87,6 @@ class Cells(Protocol):
     def begin(self, cells: Sequence[Any], folder: Path) -> None:
         """Does what comes before the first cell is measured."""
 
-    def following(self, rows: Mapping[str, Mapping[str, Any]]) -> Sequence[Any]:
-        """Returns the cells that follow from what was measured. rows: by key."""
-
     def complete(self, rows: dict[str, dict[str, Any]], folder: Path) -> None:
         """Adds to rows, which may be of an earlier run, what can be said of them without measuring again."""
 
@@ -184,12 +181,6 @@ def _run(
 
     try:
         failed = _measure(sweep.cells, left, rows, write, folder)
-        while more := sweep.cells.following(rows):
-            plan = replace(plan, cells=(*plan.cells, *more))
-            say(f"{sweep.name}: {len(more)} more cells follow from these")
-            failed += _measure(sweep.cells, more, rows, write, folder)
-            if any(cell.key not in rows for cell in more):
-                break
         sweep.cells.complete(rows, folder)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(

@@ -30,7 +30,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -128,8 +128,6 @@ class Group:
     measures: Literal["speed", "quality", "scaling", "nodes"] = "speed"
     """Whether cells are timed over some passes, or trained to their end and scored; or modelled alone: the step of many
     ranks, or how many machines are needed."""
-    search: str | None = None
-    """An axis of numbers whose best value is looked for beyond and between the listed ones (search.py)."""
 
     def __post_init__(self) -> None:
         for name, points in self.axes.items():
@@ -137,17 +135,6 @@ class Group:
                 raise ValueError(f"axes.{name} has no values; list at least one, or remove the axis")
         if not self.axes and self.draw is None:
             raise ValueError("it has neither axes nor draw, so there is nothing to vary")
-        if self.search is not None:
-            if self.measures in MODELLED:
-                raise ValueError(f"search is {self.search!r}, but nothing is measured: remove it, or measures")
-            values = self.axes.get(self.search)
-            numbers = [one for one in values or () if isinstance(one, int | float) and not isinstance(one, bool)]
-            if not isinstance(values, list) or self.search.startswith("data.") or len(numbers) < len(values):
-                raise ValueError(
-                    f"search is {self.search!r}; it must be an axis with a list of numbers, and a field of the config"
-                )
-            if len(numbers) < 2 or min(numbers) <= 0:
-                raise ValueError(f"axes.{self.search} needs two numbers above 0 at least, between which search begins")
 
 
 @record(frozen=True, config=STRICT, kw_only=True)
@@ -234,13 +221,6 @@ class Cell:
         return make_config(raw, origin=f"cell {self.name}")
 
 
-def with_field(cell: Cell, axis: str, value: JsonValue) -> Cell:
-    """Returns the cell of another place on an axis, which is a field of its config."""
-    config = deepcopy(cell.config)
-    _set(config, axis, value, where=cell.name)
-    return replace(cell, labels={**cell.labels, axis: label_of(value)}, config=config)
-
-
 def find_study(name: str) -> Path:
     """Returns the file of a study by its name, or the path itself. Raises ValueError naming the studies there are."""
     known = {path.stem: path for path in sorted(STUDIES.glob("*.yaml"))}
@@ -248,7 +228,7 @@ def find_study(name: str) -> Path:
         return known[name]
     if Path(name).suffix in (".yaml", ".yml"):
         return Path(name)
-    raise ValueError(f"there is no study {name!r}; choose one of {', '.join(known)}, all, or the path of a YAML file")
+    raise ValueError(f"there is no study {name!r}; choose one of {', '.join(known)}, or the path of a YAML file")
 
 
 def read_study(path: Path) -> Study:

@@ -24,7 +24,6 @@ from typing import Any
 from pydantic.dataclasses import dataclass as record
 from typing_extensions import override
 
-from hotrow.base.energy import EnergyMeter
 from hotrow.base.files import write_json
 from hotrow.base.machine import Disturbance, end_with_parent
 from hotrow.base.records import STRICT
@@ -82,14 +81,11 @@ class Passes(Meter):
         slow_s: float,
         of_disk: bool = False,
         keep: Callable[[dict[str, Any]], None] = lambda figures: None,
-        energy: EnergyMeter | None = None,
         world: World | None = None,
     ) -> None:
         """of_disk: see `Disturbance`. keep: receives the figures after every round, in case that the process does not
-        live to see the last. energy: counts joules, if it can. world: the ranks that train together; each has such a
-        meter.
+        live to see the last. world: the ranks that train together; each has such a meter.
         """
-        self._energy = EnergyMeter() if energy is None else energy
         self._world = world or World()
         self._others = [pid for pid in everyone(self._world, os.getpid()) if pid != os.getpid()]
         self._session, self._warm_passes, self._rounds, self._most_s = session, warm_passes, rounds, most_s
@@ -104,7 +100,6 @@ class Passes(Meter):
         self._before, self._step, self._samples = dict(state.seconds), state.step, state.num_samples
         self._stall_s = state.stall_s
         self._sent, self._exchange_s = dict(self._world.sent_bytes), self._world.exchange_s
-        self._joules = self._energy.joules()
         self._disturbance, self._start = Disturbance(self._others, of_disk=self._of_disk), time.perf_counter()
 
     def _agreed(self, decision: bool) -> bool:  # noqa: FBT001
@@ -133,8 +128,7 @@ class Passes(Meter):
         ms = {f"{phase}_ms": 1e3 * (state.seconds[phase] - self._before[phase]) / num_steps for phase in PHASES}
         whole = {"step_ms": sum(ms.values()), "wait_ms": 1e3 * (state.stall_s - self._stall_s) / num_steps}
         samples = {"samples": (state.num_samples - self._samples) / num_steps, "steps": float(num_steps)}
-        more = watts_of(self._energy, self._joules, self._start) | self._exchanged(num_steps)
-        self.taken.append((self._disturbance.share(), {**whole, **ms, **samples, **more}))
+        self.taken.append((self._disturbance.share(), {**whole, **ms, **samples, **self._exchanged(num_steps)}))
         late = now - self._first_s > self._most_s and len(self.taken) >= min(LEAST_ROUNDS, self._rounds)
         if self._agreed(late or not wants_more(self.taken, self._rounds)):
             raise MeasuredEnough
@@ -159,12 +153,6 @@ class Passes(Meter):
         found = figures_of(cleanest(self.taken, max(min(LEAST_ROUNDS, num_taken), (num_taken + 1) // 2)))
         cut = f"a slow cell: warm-up and rounds end after {self._slow_s:.0f} s, in the middle of a pass"
         return {**found, **({"note": cut} if self._is_cut else {})}
-
-
-def watts_of(meter: EnergyMeter, joules: float | None, start: float) -> dict[str, float]:
-    """Returns the mean power since the counters stood at `joules`, at the time `start`; {} if they cannot be read."""
-    now, seconds = meter.joules(), time.perf_counter() - start
-    return {} if joules is None or now is None else {"watts": (now - joules) / seconds}
 
 
 def figures_of(rounds: Rounds[dict[str, float]]) -> dict[str, Any]:
@@ -192,10 +180,7 @@ def measure(spec: Spec) -> dict[str, Any]:
     """Trains as the spec says, and returns the fields of a row; of several ranks, all of them call it."""
     config = make_config(spec.config, origin="cell")
     if spec.measures == "quality":
-        energy, start = EnergyMeter(), time.perf_counter()
-        joules = energy.joules()
-        run = train(config, folder=RunFolder.create(spec.run, name="cell"), quiet=True)
-        return {**_scored(run), **watts_of(energy, joules, start)}
+        return _scored(train(config, folder=RunFolder.create(spec.run, name="cell"), quiet=True))
     meters: list[Passes] = []
     config = config.model_copy(update={"run": spec.run})
     with joined() as joined_world:

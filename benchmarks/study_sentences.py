@@ -1,34 +1,15 @@
-"""`hotrow study all`: a short form of every study, and one page that sets the papers' claims beside what was measured.
-
-claims.yaml is also the source of docs/claims.md, which `python -m benchmarks.claims` makes of full studies.
-"""
+"""Studies of `hotrow study` in a sentence each, for docs/claims.md: what their results.json says."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from hotrow.base.files import atomic_write
-from hotrow.base.machine import host_facts
-from hotrow.config.load import parse_yaml
-from hotrow.draw import load_template
-from hotrow.plan.hardware import read_hardware
-from hotrow.study.data import NotHere
 from hotrow.study.results import quality_by_batch
-from hotrow.study.run import check_folder, run_study
-from hotrow.study.runner import claim_or_fail
 
-CLAIMS = Path(__file__).with_name("claims.yaml")
 Report = Mapping[str, Any]
 """The content of a study's results.json."""
-
-
-# ---- studies in a sentence
 
 
 def speeds_told(group: str, report: Report) -> str:
@@ -148,76 +129,3 @@ SENTENCES: Mapping[str, Mapping[str, Callable[[Report], str]]] = {
     },
 }
 """Study -> what a claim names -> what makes its sentence."""
-
-
-# ---- all of them
-
-
-def run_all(
-    out: Path | str | None = None,
-    *,
-    estimate: bool = False,
-    hardware: Path | str | None = None,
-    say: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Measures what `out` lacks of every study's quick form, and writes the page.
-
-    out: by default studies/all. A study that cannot run here, such as one without its data, is on the page with the
-    reason.
-    """
-    folder = Path(out) if out is not None else Path("studies") / "all"
-    found: dict[str, tuple[str, str]] = {}
-    parts: dict[str, Any] = {}
-    if hardware is not None:
-        read_hardware(hardware)  # what is wrong with it is said before anything is measured
-    check_folder(folder)
-    with ExitStack() as stack:
-        if not estimate:
-            folder.mkdir(parents=True, exist_ok=True)
-            claim_or_fail(folder, stack)
-        for study, sentences in SENTENCES.items():
-            command = f"hotrow study {study} --quick"
-            try:
-                parts[study] = run_study(
-                    study, folder / study, quick=True, estimate=estimate, hardware=hardware, say=say
-                )
-            except NotHere as error:
-                parts[study] = {"reason": str(error)}
-                found |= dict.fromkeys(sentences, (f"not measured: {error}", command))
-                say(f"{study}: {error}")
-                continue
-            if not estimate:
-                report = json.loads((folder / study / "results.json").read_text(encoding="utf-8"))
-                found |= {name: (told(report), command) for name, told in sentences.items()}
-        result = {"study": "all", "out": str(folder), "parts": parts}
-        if estimate:
-            return result
-        papers = parse_yaml(CLAIMS.read_text(encoding="utf-8"), origin=str(CLAIMS))
-        with atomic_write(folder / "claims.html") as file:
-            file.write(claims_page(papers, found, host_facts()).encode())
-        return {**result, "files": [str(folder / "claims.html")]}
-
-
-def claims_page(papers: list[dict[str, Any]], found: Mapping[str, tuple[str, str]], machine: Mapping[str, Any]) -> str:
-    """Returns the page. found: sentence and command by what a claim names."""
-    shown = [{**paper, "claims": [_shown(claim, found) for claim in paper["claims"]]} for paper in papers]
-    where = f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
-    return load_template("study/claims.html").render(papers=shown, machine=where)
-
-
-def _shown(claim: Mapping[str, Any], found: Mapping[str, tuple[str, str]]) -> dict[str, str]:
-    """Returns one line of the page."""
-    note = f"; {claim['note']}" if "note" in claim else ""
-    if claim["ours"] in found:
-        told, command = found[claim["ours"]]
-        return {"claim": claim["claim"], "figure": claim["figure"], "ours": _plain(told + note), "command": command}
-    told = claim.get("page", "not built")
-    if claim["ours"] is not None:
-        told = "measured from a checkout alone: docs/benchmarks.md"
-    command = claim.get("command", "make bench" if claim["ours"] is not None else "")
-    return {"claim": claim["claim"], "figure": claim["figure"], "ours": _plain(told), "command": command}
-
-
-def _plain(text: str) -> str:
-    """Returns Markdown without its links and code marks."""
-    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
