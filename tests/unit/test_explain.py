@@ -28,7 +28,6 @@ from hotrow.plan.divide import Division, miss_s
 from hotrow.plan.explain import bind
 from hotrow.plan.hardware import HARDWARE, MACHINES, Figure, Gpu, Hardware, Network, this_host
 from hotrow.plan.over_ranks import rank_of
-from hotrow.plan.ranks import GREEDY
 from hotrow.plan.shards import shards_of
 from hotrow.plan.work import work_of
 from hotrow.run import runs, setup, trainer
@@ -238,9 +237,6 @@ def test_four_ranks(plan: Any, write: Any, hardware: Hardware, dataset: PackedDa
     shards = shards_of(config, tables, dataset, 4)
     wanted = {name: "replicated" if shard.prefix else "row" for name, shard in shards.items()}
     assert found["owners"] == wanted, "as training shares them"
-    best = found["best"]
-    assert set(best["greedy"]) == set(GREEDY) and 0 <= best["faster"] < 1 and best["table_ms"] > 0
-    assert all(each is None or each >= 1 for each in best["greedy"].values())
     step = found["step"]
     assert sum(step["step_ms"].values()) > step["exchange_ms"] > 0 and step["wire_bytes_per_step"]["rows"] > 0
     assert "all in DRAM" not in plan(write({"dram": needed // 8}), "--ranks", 4, hardware=linked)

@@ -125,7 +125,6 @@ def _ranks(found: Explanation, ranks: OverRanks) -> Iterator[str]:
         words = {"row": "dealt out row by row", "replicated": "on every rank"}.get(owner, owner)
         more = f" and {len(own) - MOST_LINES} more" if len(own) > MOST_LINES else ""
         yield f"  {words}: {', '.join(own[:MOST_LINES])}{more}"
-    yield from _best(ranks)
     step = ranks.step
     gain = "" if ranks.gain is None else f", {1 + ranks.gain:.2f}x one machine's"
     yield (
@@ -137,15 +136,3 @@ def _ranks(found: Explanation, ranks: OverRanks) -> Iterator[str]:
     by_purpose = (step.wire_bytes_per_step or {}).items()
     sent = ", ".join(f"{purpose} {size(num_bytes)}" for purpose, num_bytes in by_purpose)
     yield f"  a rank sends in a step: {sent}"
-
-
-def _best(ranks: OverRanks) -> Iterator[str]:
-    if (best := ranks.best) is None:
-        return
-    limit = "; the solver was out of time" if best.out_of_time else ""
-    yield (
-        f"the tables of the slowest rank take {best.table_ms:.3g} ms in DRAM; no other owners take more than "
-        f"{best.faster:.2%} off that (solved in {best.solved_s:.2f} s{limit})"
-    )
-    others = (f"{rule} {'does not fit' if each is None else f'{each:.2f}x'}" for rule, each in best.greedy.items())
-    yield f"  under simple rules, beside the best plan that was found: {', '.join(others)}"

@@ -1,8 +1,4 @@
-"""The step of several machines that train a config together, a rank on each, and what other owners would change.
-
-Tables are shared as `hotrow train` shares them. Owners by which the slowest rank takes least come from ranks.py, for
-rows that all lie in DRAM; what a table takes on a rank comes from cost.py, one table at a time.
-"""
+"""The step of several machines that train a config together, a rank on each, as `hotrow train` shares the tables."""
 
 from __future__ import annotations
 
@@ -15,14 +11,9 @@ from hotrow.parallel.shards import Shard
 from hotrow.parallel.world import World
 from hotrow.placement.budget import Memory
 from hotrow.plan.choose import choose
-from hotrow.plan.cost import predict
 from hotrow.plan.demand import tables_of
 from hotrow.plan.divide import Division, Sharing, Step
-from hotrow.plan.hardware import Hardware
-from hotrow.plan.ranks import GREEDY, Owned, RankTable, TableLoad, greedy, slowest_s, solve_ranks, ways_of
 from hotrow.plan.shards import shards_of
-from hotrow.plan.wire import share_of, wire_of_work
-from hotrow.plan.work import Work
 from hotrow.tables import TableConfig
 
 
@@ -43,24 +34,6 @@ class OverRanks:
     """Of a rank."""
     gain: float | None
     """The speed over that of one machine, less 1; None if nothing is predicted of one."""
-    best: Best | None
-    """What other owners would change; None if the tables do not fit in the ranks' DRAM."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Best:
-    """Owners by which the tables of the slowest rank take least, all rows in DRAM: see plan/ranks.py."""
-
-    table_ms: float
-    """What the tables of the slowest rank take, as `OverRanks.owners` has it."""
-    faster: float
-    """The most by which another plan's slowest rank could be faster, as a share of that."""
-    owners: dict[str, str]
-    """Of the best plan that was found."""
-    out_of_time: bool
-    solved_s: float
-    greedy: dict[str, float | None]
-    """By rule: its slowest rank's time over the best plan's; None if its plan does not fit."""
 
 
 def over_ranks(division: Division, num_ranks: int, capacity_bytes: int, folder: Path) -> OverRanks:
@@ -84,12 +57,11 @@ def over_ranks(division: Division, num_ranks: int, capacity_bytes: int, folder: 
     return OverRanks(
         num_ranks=num_ranks,
         capacity_bytes=capacity_bytes,
-        owners={table.name: _owner_word(_owned(table, shards[table.name])) for table in whole},
+        owners={table.name: _owner(table, shards[table.name]) for table in whole},
         held_bytes=held_bytes,
         disk=None if memory is None else str(memory.folder),
         step=step,
         gain=_gain(division, step, folder),
-        best=_best(division, rank.sharing, capacity_bytes),
     )
 
 
@@ -137,59 +109,8 @@ def _gain(division: Division, step: Step, folder: Path) -> float | None:
         return None
 
 
-def _owned(table: TableConfig, shard: Shard) -> Owned:
+def _owner(table: TableConfig, shard: Shard) -> str:
+    """Returns who holds a table, as `OverRanks.owners` says it."""
     if shard.prefix == table.num_embeddings:
-        return Owned("replicated")
-    return Owned("row") if shard.kind == "row" else Owned("table", shard.owner)
-
-
-def _owner_word(owned: Owned) -> str:
-    return owned.owner if owned.rank is None else f"rank {owned.rank}"
-
-
-def _best(division: Division, sharing: Sharing, capacity_bytes: int) -> Best | None:
-    """Returns what other owners would change, if all rows lie in DRAM."""
-    tables = _rank_tables(division, sharing)
-    try:
-        plan = solve_ranks(tables, sharing.num_ranks, capacity_bytes)
-    except ValueError:
-        return None
-    owned = [_owned(table, sharing.shards[table.name]) for table in division.tables]
-    ours_s = slowest_s(tables, owned, sharing.num_ranks)
-    others = {rule: greedy(tables, sharing.num_ranks, capacity_bytes, rule) for rule in GREEDY}
-    return Best(
-        table_ms=round(1e3 * ours_s, 4),
-        faster=max(0.0, 1.0 - plan.bound_s / ours_s) if ours_s else 0.0,
-        owners={table.name: _owner_word(each) for table, each in zip(tables, plan.tables, strict=True)},
-        out_of_time=plan.out_of_time,
-        solved_s=round(plan.solved_s, 3),
-        greedy={rule: None if each is None else round(each / plan.slowest_s, 4) for rule, each in others.items()},
-    )
-
-
-def _rank_tables(division: Division, sharing: Sharing) -> list[RankTable]:
-    work, hardware, num_ranks = division.work, division.hardware, sharing.num_ranks
-    assert hardware is not None and hardware.network is not None, "the step was predicted"
-    part, _ = share_of(work, work, sharing.shards, num_ranks=num_ranks, micro_batches=sharing.micro_batches)
-    of_all, of_one = (_loads(each, hardware) for each in (work, part))
-    return [
-        ways_of(
-            own.table,
-            own.record_bytes,
-            of_all=whole,
-            of_one=one,
-            wire=wire_of_work(own, work.batch_size, num_ranks, wire_dtype=sharing.wire_dtype),
-            num_ranks=num_ranks,
-            byte_s=1 / hardware.network.bytes_per_s.value,
-        )
-        for own, whole, one in zip(work.tables, of_all, of_one, strict=True)
-    ]
-
-
-def _loads(work: Work, hardware: Hardware) -> list[TableLoad]:
-    """Returns what each table takes among the others, which share its caches: the step less the step without it."""
-    whole, loads = predict(work, hardware).seconds, []
-    for t in range(len(work.tables)):
-        without = predict(replace(work, tables=work.tables[:t] + work.tables[t + 1 :]), hardware).seconds
-        loads.append(TableLoad(*(max(0.0, whole[phase] - without[phase]) for phase in ("lookup", "update"))))
-    return loads
+        return "replicated"
+    return "row" if shard.kind == "row" else f"rank {shard.owner}"
