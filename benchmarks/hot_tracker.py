@@ -15,8 +15,9 @@ and find fewer of the rows: benchmarks/hot_trackers.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from hotrow.data.packed.format import Ids, Ragged, slice_ids
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
-from hotrow.inspect.hot_rows import flat_ids, slices_of
 from hotrow.inspect.reuse import native
 
 SLOTS_PER_ROW = 4
@@ -35,6 +36,8 @@ HALVING = 8
 """Accesses for each slot between two halvings: long enough to tell rows apart, short beside an epoch."""
 BUCKET, SCORE_BITS = 4, 24
 """Slots of a bucket, bits of a score (native/include/hotrow/sketch.h)."""
+BATCH_SIZE = 2048
+"""Samples shown to the tracker together."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,22 @@ class HotTracker:
         order = np.lexsort((keys, -scores / np.maximum(sizes, 1)))
         taken = order[: int(np.searchsorted(np.cumsum(sizes[order]), self._room(), "right"))]
         return [np.sort(keys[taken[owner[taken] == t]]) - table.first_key for t, table in enumerate(tables)]
+
+
+def slices_of(dataset: PackedDataset, start: int, stop: int) -> Iterator[tuple[list[Ids], int]]:
+    """Yields (ids by feature, number of samples) of training samples `start` to `stop`, up to BATCH_SIZE at a time."""
+    split = dataset.split("train")
+    firsts = [0, *np.cumsum(split.block_rows).tolist()]
+    for index, (first, last) in enumerate(pairwise(firsts)):
+        low, high = max(start, first), min(stop, last)
+        for at in range(low, high, BATCH_SIZE):
+            end = min(at + BATCH_SIZE, high)
+            yield [slice_ids(ids, at - first, end - first) for ids in split.block(index).ids], end - at
+
+
+def flat_ids(ids: Ids) -> NDArray[Any]:
+    """Returns all ids of a column, those of a sample one after another."""
+    return ids.values if isinstance(ids, Ragged) else ids
 
 
 def show_part(tracker: HotTracker, dataset: PackedDataset, part: tuple[int, int]) -> None:

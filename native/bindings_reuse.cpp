@@ -1,12 +1,10 @@
-// Stack distances as a Python class, hits of caches and the sketch of hot rows as functions; see bindings_ops.cpp for
-// the rules.
+// Stack distances as a Python class, and the sketch of hot rows as a function; see bindings_ops.cpp for the rules.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
 #include <stdexcept>
 
-#include "hotrow/optimum.h"
 #include "hotrow/reuse.h"
 #include "hotrow/sketch.h"
 
@@ -39,17 +37,6 @@ void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);  // becomes ValueError
 }
 
-template <auto Policy>
-void hits_of(Array<const uint32_t> rows, size_t num_rows, size_t capacity, Array<bool> out) {
-  const size_t n = rows.shape(0);
-  require(out.shape(0) == n, "out must have one entry per access");
-  require(n < 0xffffffff && num_rows < 0xffffffff, "more than 2^32 - 2 accesses or rows");
-  nb::gil_scoped_release unlocked;
-  require(std::all_of(rows.data(), rows.data() + n, [&](uint32_t row) { return row < num_rows; }),
-          "rows must be below num_rows");
-  Policy(rows.data(), n, num_rows, capacity, reinterpret_cast<uint8_t*>(out.data()));
-}
-
 template <class Id>
 void add_to_sketch(Array<uint64_t> slots, uint64_t seed, uint64_t first_key, uint64_t num_rows, Array<const Id> ids) {
   const size_t num_buckets = slots.shape(0) / kSketchSlots, n = ids.shape(0);
@@ -67,8 +54,6 @@ void add_to_sketch(Array<uint64_t> slots, uint64_t seed, uint64_t first_key, uin
 }  // namespace
 
 void bind_reuse(nb::module_& m) {
-  m.def("lru_hits", &hits_of<lru_hits>, "rows"_a.noconvert(), "num_rows"_a, "capacity"_a, "out"_a.noconvert());
-  m.def("belady_hits", &hits_of<belady_hits>, "rows"_a.noconvert(), "num_rows"_a, "capacity"_a, "out"_a.noconvert());
   m.def("sketch_add", &add_to_sketch<int32_t>, "slots"_a.noconvert(), "seed"_a, "first_key"_a, "num_rows"_a,
         "ids"_a.noconvert());
   m.def("sketch_add", &add_to_sketch<int64_t>, "slots"_a.noconvert(), "seed"_a, "first_key"_a, "num_rows"_a,

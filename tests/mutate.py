@@ -1074,7 +1074,7 @@ OPTIONS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "inspect": (
         ["packed"],
         (
-            *("--split", "--batch-size", "--dim", "--batches", "--sample", "--seed", "--hot", "--parts"),
+            *("--split", "--batch-size", "--dim", "--batches", "--sample", "--seed", "--hot"),
             *("--optimizer", "--out"),
         ),
     ),
@@ -1160,8 +1160,8 @@ def option_case(rng: random.Random, world: World) -> Case:
             arguments[arguments.index(option) + 1] = value
         else:
             arguments += [option, value]
-        if verb == "inspect" and option in ("--parts", "--optimizer"):
-            arguments += ["--hot", "64KiB", *(["--drift"] if option == "--parts" else [])]
+        if verb == "inspect" and option == "--optimizer":
+            arguments += ["--hot", "64KiB"]
         if verb == "train" and option == "--resume":
             arguments = ["--resume", value]
         what = f"{option} {value[:30]!r}"

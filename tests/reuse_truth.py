@@ -1,10 +1,9 @@
-"""What native/{reuse,optimum,sketch}.cpp compute, written to be read: a stack, caches row by row, sets of counters."""
+"""What native/{reuse,sketch}.cpp compute, written to be read: a stack, and sets of counters."""
 
 # ruff: noqa: D102, D103, FBT001, RUF100 - the native module's signatures, documented in its headers
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -70,39 +69,6 @@ class StackDistances:
 
     def gaps(self, out: NDArray[np.uint64]) -> None:
         out[:] = self._gaps
-
-
-def lru_hits(rows: NDArray[np.uint32], num_rows: int, capacity: int, out: NDArray[np.bool_]) -> None:
-    _check(rows, num_rows, out)
-    cached: OrderedDict[int, None] = OrderedDict()
-    for i, row in enumerate(rows.tolist()):
-        out[i] = row in cached
-        cached[row] = None
-        cached.move_to_end(row)
-        if len(cached) > capacity:
-            cached.popitem(last=False)
-
-
-def belady_hits(rows: NDArray[np.uint32], num_rows: int, capacity: int, out: NDArray[np.bool_]) -> None:
-    _check(rows, num_rows, out)
-    uses: dict[int, list[int]] = {}
-    for i in range(len(rows) - 1, -1, -1):
-        uses.setdefault(int(rows[i]), []).append(i)  # the next one last
-    cached: set[int] = set()
-    for i, row in enumerate(rows.tolist()):
-        out[i] = row in cached
-        uses[row].pop()
-        cached.add(row)
-        cached = {own for own in cached if uses[own]}
-        if len(cached) > capacity:
-            cached.remove(max(cached, key=lambda own: uses[own][-1]))
-
-
-def _check(rows: NDArray[np.uint32], num_rows: int, out: NDArray[np.bool_]) -> None:
-    if len(out) != len(rows):
-        raise ValueError("out must have one entry per access")
-    if len(rows) and int(rows.max()) >= num_rows:
-        raise ValueError("rows must be below num_rows")
 
 
 def sketch_add(slots: NDArray[np.uint64], seed: int, first_key: int, num_rows: int, ids: NDArray[Any]) -> None:

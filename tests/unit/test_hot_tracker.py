@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from benchmarks import hot_tracker as tracker_module
 from benchmarks import hot_trackers
 from benchmarks.hot_tracker import HotTracker
 from hotrow.hot.hot_set import HotRows
-from hotrow.inspect.reuse import belady_hits, lru_hits, native
+from hotrow.inspect.reuse import native
 from hotrow.kernels import ops
 
 pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing simulates caches")
@@ -70,71 +69,6 @@ def test_what_the_sketch_refuses(module_of: Callable[[], Any]) -> None:
         module.sketch_add(np.zeros(4, np.uint64), 0, 1, 2, -ids)
     with pytest.raises(ValueError, match=r"below 2\^40"):
         module.sketch_add(np.zeros(4, np.uint64), 0, 1 << 39, 1 << 40, ids)
-
-
-@given(st.lists(st.integers(0, 5), max_size=40), st.integers(0, 7))
-def test_lru_against_an_ordered_dict(stream: list[int], capacity: int) -> None:
-    rows = np.array(stream, np.uint32)
-    cached: OrderedDict[int, None] = OrderedDict()
-    expected = []
-    for row in stream:
-        expected.append(row in cached)
-        cached[row] = None
-        cached.move_to_end(row)
-        while len(cached) > capacity:
-            cached.popitem(last=False)
-    assert lru_hits(rows, 6, capacity).tolist() == expected
-    out = np.empty(len(rows), np.bool_)
-    reuse_truth.lru_hits(rows, 6, capacity, out)
-    assert out.tolist() == expected
-
-
-def most_hits(stream: tuple[int, ...], capacity: int) -> int:
-    """By trying everything: after each miss, whether to take the row and which to give up."""
-
-    @functools.cache
-    def best(at: int, cached: frozenset[int]) -> int:
-        if at == len(stream):
-            return 0
-        row = stream[at]
-        if row in cached:
-            return 1 + best(at + 1, cached)
-        choices = [cached, *((cached - {gone}) | {row} for gone in cached)]
-        choices += [cached | {row}] if len(cached) < capacity else []
-        return max(best(at + 1, own) for own in choices)
-
-    return best(0, frozenset())
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(0, 5), max_size=14), st.integers(0, 4))
-def test_belady_against_trying_everything(stream: list[int], capacity: int) -> None:
-    rows = np.array(stream, np.uint32)
-    hits = belady_hits(rows, 6, capacity)
-    assert int(hits.sum()) == most_hits(tuple(stream), capacity)
-    out = np.empty(len(rows), np.bool_)
-    reuse_truth.belady_hits(rows, 6, capacity, out)
-    assert out.tolist() == hits.tolist()
-
-
-@pytest.mark.parametrize("capacity", [1, 50, 2000])
-def test_belady_on_a_long_stream(capacity: int) -> None:
-    """Long enough for its heap to be cleaned: equal to the twin, above LRU and any fixed set that is loaded."""
-    rows = skewed(3000, 4000, 3).astype(np.uint32)
-    hits = belady_hits(rows, 3000, capacity)
-    out = np.empty(len(rows), np.bool_)
-    reuse_truth.belady_hits(rows, 3000, capacity, out)
-    assert out.tolist() == hits.tolist()
-    best_fixed = sum(n - 1 for _, n in Counter(rows.tolist()).most_common(capacity))
-    assert hits.sum() >= max(best_fixed, int(lru_hits(rows, 3000, capacity).sum()))
-
-
-def test_caches_refuse_what_they_cannot_hold() -> None:
-    with pytest.raises(ValueError, match="capacity is -1"):
-        lru_hits(np.zeros(1, np.uint32), 1, -1)
-    with pytest.raises(ValueError, match="rows must be below num_rows"):
-        belady_hits(np.ones(1, np.uint32), 1, 1)
-    assert belady_hits(np.empty(0, np.uint32), 0, 3).tolist() == []
 
 
 # ---- the tracker

@@ -447,12 +447,6 @@ def inspect(
         str | None,
         typer.Option(help="Bytes of a fast device, e.g. 256MiB: compares three ways to choose rows for it."),
     ] = None,
-    drift: Annotated[
-        bool, typer.Option("--drift", help="With --hot: how hot rows age, part by part of the training split.")
-    ] = False,
-    parts: Annotated[
-        int | None, typer.Option(help="With --drift: how many parts, in stored order; default: 10.")
-    ] = None,
     optimizer: Annotated[str, typer.Option(help="The optimizer whose state is kept beside hot rows.")] = "sgd",
     out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON, CSV and one HTML page.")] = None,
 ) -> Answer:
@@ -471,8 +465,6 @@ def inspect(
             sample=sample,
             seed=seed,
             hot=hot,
-            drift=drift,
-            parts=parts,
             optimizer=optimizer,  # type: ignore[arg-type]
             out=out,
             progress=progress,

@@ -29,7 +29,7 @@ from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.export.export import EXPORT, verify_export
 from hotrow.hot.hot_set import check_budget
 from hotrow.inspect.accesses import first_batches, open_accesses
-from hotrow.inspect.hot_rows import PARTS, check_parts, compare_ways, measure_drift, record_bytes_of
+from hotrow.inspect.hot_rows import compare_ways, record_bytes_of
 from hotrow.inspect.hotness import measure_hotness
 from hotrow.inspect.report import write_inspection
 from hotrow.inspect.reuse import native
@@ -62,8 +62,6 @@ def inspect(
     sample: float | None = None,
     seed: int = 0,
     hot: int | str | None = None,
-    drift: bool = False,
-    parts: int | None = None,
     optimizer: Algorithm = "sgd",
     out: Path | str | None = None,
     progress: ProgressCallback | None = None,
@@ -72,25 +70,18 @@ def inspect(
 
     The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `split` of a dataset; `batches`:
     read only so many, the first. hot: bytes of a fast device, or text such as 256MiB, of a packed dataset only: three
-    ways to choose the rows for it are compared, the state of `optimizer` counted; drift: and how such rows age over the
-    training split, cut into `parts`, by default ten. With `out` the report is also
+    ways to choose the rows for it are compared, the state of `optimizer` counted. With `out` the report is also
     written there, as JSON, CSV and HTML, and `files` names them.
 
     Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
     among the accesses but is not a hot row.
     """
-    if drift and hot is None:
-        raise ValueError("drift needs hot, the bytes of the fast device whose rows are followed: --hot 256MiB --drift")
-    if parts is not None and not drift:
-        raise ValueError("parts needs drift, which is shown of each: --hot 256MiB --drift --parts 24")
     # Options and the machine are checked before reading, which may take long.
     native()
     if (Path(path) / RUN).is_file():
         raise ValueError(f"{path} is a run, and inspect reads data; {_data_of(RunFolder.open(path))}")
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"report folder {out} is a file; choose another")
-    parts = PARTS if parts is None else parts
-    check_parts(parts)
     budget = None if hot is None else _hot_budget(path, hot, embedding_dim=embedding_dim, optimizer=optimizer)
     found = open_accesses(path, split=split, progress=progress)
     if batches is not None:
@@ -104,11 +95,6 @@ def inspect(
         report |= _dataset_facts(dataset, report["tables"], split)
         if budget is not None:
             report["hot"] = compare_ways(dataset, budget, embedding_dim=embedding_dim, optimizer=optimizer, seed=seed)
-            if drift:
-                record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
-                report["hot"]["drift"] = measure_drift(
-                    dataset, budget, record_bytes=record_bytes, parts=parts, seed=seed
-                )
     return {**report, "files": write_inspection(out, report)} if out is not None else report
 
 

@@ -70,8 +70,6 @@ def print_inspection(report: Mapping[str, Any]) -> None:
         console.print(grid)
     if "hot" in report:
         console.print(_hot_grid(report["hot"]))
-        if "drift" in report["hot"]:
-            console.print(_drift_grid(report["hot"]["drift"]))
     for line in sentences(report):
         console.print(line, soft_wrap=True)
 
@@ -86,20 +84,6 @@ def _hot_grid(hot: Mapping[str, Any]) -> Any:
     for way in hot["ways"]:
         cells = [show(way[name]) if name in way else "" for name, show in HOT_COLUMNS.values()]
         grid.add_row(way["name"], *cells)
-    return grid
-
-
-def _drift_grid(drift: Mapping[str, Any]) -> Any:
-    """Makes the table of the share of hot samples, part by part."""
-    from rich.table import Table as Grid
-
-    names = [name for name in DRIFT_NAMES if name in drift["parts"][0]]
-    grid = Grid("part", title="hot samples (accesses) of each part of the training split, in stored order")
-    for name in names:
-        grid.add_column(name, justify="right")
-    for number, part in enumerate(drift["parts"], 1):
-        cells = [f"{part[name]['hot_samples']:.1%} ({part[name]['hot_accesses']:.1%})" for name in names]
-        grid.add_row(str(number), *cells)
     return grid
 
 
@@ -127,12 +111,6 @@ LOCALITY_COLUMNS = {
 }
 
 
-DRIFT_NAMES = {
-    "whole": "hot set of the whole split",
-    "first": "of its first part",
-    "lru": "LRU cache",
-    "belady": "best cache (Belady)",
-}
 HOT_COLUMNS = {
     "taken": ("hot_bytes", size),
     "hot rows": ("hot_rows", "{:,}".format),
@@ -168,8 +146,6 @@ def sentences(report: Mapping[str, Any]) -> list[str]:
         lines.append("A sample is hot if all its rows are hot: it can train on the device alone.")
         lines += [f"{way['name']}: {way['error']}" for way in report["hot"]["ways"] if "error" in way]
         lines += estimate_sentences(report["hot"])
-        if "drift" in report["hot"]:
-            lines += drift_sentences(report["hot"]["drift"])
     if not locality["exact"]:
         lines.append("Reuse and overlap of large tables are estimates from a sample of their rows (--sample).")
     return [*lines, *(f"wrote {file}" for file in report.get("files", ()))]
@@ -190,16 +166,6 @@ def estimate_sentences(hot: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def drift_sentences(drift: Mapping[str, Any]) -> list[str]:
-    """Returns what the table of drift does not say."""
-    if "cache_rows" not in drift:
-        return [f"Caches: {drift['caches']}."]
-    return [
-        f"Caches of {drift['cache_rows']:,} rows over all tables start empty and miss first accesses, which sets may "
-        "serve; Belady's knows the future. A sample is hot if all its lookups hit.",
-    ]
-
-
 def inspection_page(report: Mapping[str, Any]) -> str:
     """Returns the HTML page; text is escaped."""
     template = load_template("inspect/report.html", share=_share, size=size)
@@ -207,8 +173,7 @@ def inspection_page(report: Mapping[str, Any]) -> str:
         report=report,
         rows=[flat_row(table) for table in by_density(report)],
         order=order_note(report),
-        charts=charts_of(report) | drift_charts(report),
-        drift_sentences=drift_sentences,
+        charts=charts_of(report),
         estimate_sentences=estimate_sentences,
     )
 
@@ -284,25 +249,6 @@ def charts_of(report: Mapping[str, Any]) -> dict[str, str]:
             x_scale="linear",
             label="coverage of hot sets over time",
         ),
-    }
-
-
-def drift_charts(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the charts of how hot rows age, if that was measured."""
-    if "drift" not in report.get("hot", {}):
-        return {}
-    parts = report["hot"]["drift"]["parts"]
-    names = {name: text for name, text in DRIFT_NAMES.items() if name in parts[0]}
-    return {
-        field: line_chart(
-            {text: [(k, part[name][field]) for k, part in enumerate(parts, 1)] for name, text in names.items()},
-            x_label=f"part of the training split, of {len(parts)}, in stored order",
-            y_label=f"share of the {what}",
-            x_scale="linear",
-            dashed=[names[name] for name in ("lru", "belady") if name in names],
-            label=f"share of the {what} that are hot, over the training split",
-        )
-        for field, what in (("hot_samples", "samples"), ("hot_accesses", "accesses"))
     }
 
 

@@ -8,9 +8,6 @@ For tables too large to follow every row, a pseudo-random sample of the rows sta
 
 `measure_locality` reads a table's lookups once and also finds how far batches overlap, and drift: what the hot set of
 the first tenth of the batches covers in each later tenth.
-
-`lru_hits` and `belady_hits` say for one cache size which accesses hit, so that one can ask of a sample whether all of
-its accesses did.
 """
 
 from __future__ import annotations
@@ -180,30 +177,6 @@ class ReuseProfile:
         gaps = np.empty(MAX_GAP, np.uint64)
         self._distances.gaps(gaps)
         return int(gaps[:num_batches].sum()), int(self._distances.num_distinct)
-
-
-# ---- which accesses hit
-
-
-def lru_hits(rows: NDArray[np.uint32], num_rows: int, capacity: int) -> NDArray[np.bool_]:
-    """Returns for each access whether an LRU cache of `capacity` rows, empty at first, hits it [n].
-
-    rows: the row of each access, below num_rows.
-    """
-    return _hits("lru_hits", rows, num_rows, capacity)
-
-
-def belady_hits(rows: NDArray[np.uint32], num_rows: int, capacity: int) -> NDArray[np.bool_]:
-    """Returns the same for a cache that knows the future and may refuse a row: none that loads on access hits more."""
-    return _hits("belady_hits", rows, num_rows, capacity)
-
-
-def _hits(policy: str, rows: NDArray[np.uint32], num_rows: int, capacity: int) -> NDArray[np.bool_]:
-    if capacity < 0:
-        raise ValueError(f"capacity is {capacity}; a cache holds 0 rows or more")
-    out = np.empty(len(rows), np.bool_)
-    getattr(native(), policy)(rows, num_rows, capacity, out)
-    return out
 
 
 # ---- one pass over a table
