@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,9 +71,12 @@ def cases() -> dict[str, list[Case]]:
     return found
 
 
-def covering(factors: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Returns few of all combinations of `factors`, in which any value of one meets any value of another."""
-    everything = list(itertools.product(*factors))
+def covering(
+    factors: Sequence[Sequence[Any]], valid: Callable[[tuple[Any, ...]], bool] = lambda _: True
+) -> list[tuple[Any, ...]]:
+    """Returns few of all `valid` combinations of `factors`, in which any value of one meets any value of another if a
+    valid combination has both."""
+    everything = list(filter(valid, itertools.product(*factors)))
     left, found = set[Any]().union(*map(_pairs, everything)), []
     while left:
         found.append(max(everything, key=lambda each: len(left & _pairs(each))))
