@@ -6,6 +6,8 @@ A DLRM trains on real Criteo rows in eight micro-batches, with every optimizer. 
 compared with one process in tiers, with 2, 3, 4 and 8 ranks, and with 4 ranks that a signal stops half way and 3
 continue. Their tables are replicated, dealt out by row, or on one rank each, which sends rows or pools them; rows lie
 in DRAM or mostly on disk. Of all combinations those are trained that are needed for any two of these choices to meet.
+Then models with other options and batches of other sizes are trained over ranks, past an epoch's last batch if --steps
+allows; tests/laws/test_model_laws.py has all options, and TBSM, whose histories these rows lack.
 SHA-256 of all weights, of all optimizer states, and of the losses of all steps must be equal. A line a case; the exit
 code is 1 if one differs.
 """
@@ -22,7 +24,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +43,15 @@ STEPS, BATCH_SIZE = 500, 131
 MICRO_BATCHES, DIM = 8, 8
 OPTIMIZERS = {"sgd": "sgd", "adagrad": "adagrad", "row_wise_adagrad": "adam", "adam": "adam", "ftrl": "sgd"}
 """Of the tables, and of the dense layers beside it."""
+MODELS: dict[str, dict[str, Any]] = {
+    "dlrm": {"name": "dlrm", "bottom_mlp": [16], "top_mlp": [16]},
+    "dlrm, first order": {"name": "dlrm", "bottom_mlp": [16], "top_mlp": [16], "first_order": True},
+    "dcn": {"name": "dcn", "num_cross_layers": 2, "deep_mlp": [16]},
+    "dcn, stacked": {"name": "dcn", "num_cross_layers": 2, "low_rank": 5, "deep_mlp": [16], "structure": "stacked"},
+    "dcn, cross alone": {"name": "dcn", "num_cross_layers": 2, "deep_mlp": []},
+}
+ODD_SIZES = (500, 505, 496)
+"""Batch sizes whose micro-batches begin at other alignments on each number of ranks."""
 RANKS = ((2,), (3,), (4,), (8,), (4, 3))
 """Of the sessions of a run, one after another."""
 TABLES = ("replicated", "table", "row", *(["pooled"] if "exchange" in ParallelConfig.model_fields else []))
@@ -57,10 +68,16 @@ class Case(NamedTuple):
     ranks: tuple[int, ...] = (1,)
     tables: str = "-"
     memory: str = "dram"
+    model: str = "dlrm"
+    batch_size: int = BATCH_SIZE
 
     def __str__(self) -> str:
-        ranks = ", then ".join(map(str, self.ranks))
-        return f"{self.optimizer:16} {ranks:>9}  {self.tables:10} {self.memory:5}"
+        ranks, batches = ", then ".join(map(str, self.ranks)), f"{self.model}, {self.batch_size}"
+        return f"{self.optimizer:16} {ranks:>9}  {self.tables:10} {self.memory:5} {batches:22}"
+
+    @property
+    def truth(self) -> Case:
+        return self._replace(ranks=(1,), tables="-", memory="dram")
 
 
 def cases() -> dict[str, list[Case]]:
@@ -71,9 +88,21 @@ def cases() -> dict[str, list[Case]]:
     return found
 
 
-def covering(factors: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Returns few of all combinations of `factors`, in which any value of one meets any value of another."""
-    everything = list(itertools.product(*factors))
+def model_cases() -> dict[str, list[Case]]:
+    """Returns cases of other models and batch sizes, by what has one truth."""
+    found: dict[str, list[Case]] = {}
+    for model, batch_size, ranks in covering([tuple(MODELS), ODD_SIZES, RANKS[:3]]):
+        case = Case("row_wise_adagrad", ranks, "row", model=model, batch_size=batch_size)
+        found.setdefault(f"{model}, {batch_size}", []).append(case)
+    return found
+
+
+def covering(
+    factors: Sequence[Sequence[Any]], valid: Callable[[tuple[Any, ...]], bool] = lambda _: True
+) -> list[tuple[Any, ...]]:
+    """Returns few of all `valid` combinations of `factors`, in which any value of one meets any value of another if a
+    valid combination has both."""
+    everything = list(filter(valid, itertools.product(*factors)))
     left, found = set[Any]().union(*map(_pairs, everything)), []
     while left:
         found.append(max(everything, key=lambda each: len(left & _pairs(each))))
@@ -95,10 +124,11 @@ def settings(case: Case, data: PackedDataset, run: Path, steps: int) -> dict[str
     return {
         "data": str(data.path),
         "run": str(run),
-        "model": {"name": "dlrm", "embedding_dim": DIM, "bottom_mlp": [16], "top_mlp": [16]},
+        "model": {"embedding_dim": DIM, **MODELS[case.model]},
         "optimizer": {"dense": {"name": OPTIMIZERS[case.optimizer], "lr": 0.01}, "sparse": {"name": case.optimizer}},
         "train": {
-            "batch_size": BATCH_SIZE,
+            "batch_size": case.batch_size,
+            "epochs": 1 + steps * case.batch_size // data.split("train").num_rows,
             "max_steps": steps,
             "eval_every": None,
             "log_every": 1,
@@ -154,12 +184,13 @@ def digests(found: Mapping[str, str]) -> list[str]:
 
 
 def compared(data: PackedDataset, folder: Path, steps: int, chosen: Mapping[str, Sequence[Case]]) -> Iterator[bool]:
-    """Trains every case, prints its line, and yields whether it is equal to the truth of its optimizer."""
-    print(f"{'optimizer':16} {'ranks':>9}  {'tables':10} {'in':5}  seconds  {'weights':16} states, losses")
-    for optimizer, others in chosen.items():
+    """Trains every case, prints its line, and yields whether it is equal to its truth, one for each key of `chosen`."""
+    heads = f"{'optimizer':16} {'ranks':>9}  {'tables':10} {'in':5} {'model, batch size':22}"
+    print(f"{heads}  seconds  {'weights':16} states, losses")
+    for name, others in chosen.items():
         truth = None
-        for number, case in enumerate([Case(optimizer), *others]):
-            (own := folder / f"{optimizer}-{number}").mkdir()
+        for number, case in enumerate([others[0].truth, *others]):
+            (own := folder / f"{name}-{number}").mkdir()
             start = time.monotonic()
             try:
                 found = trained(case, data, own, steps)
@@ -192,7 +223,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="hotrow-laws-", dir=given.folder) as name:
         folder = Path(name)
         data = run_prepare("criteo", str(given.rows), folder / "data", min_count=1)
-        equal = list(compared(data, folder, given.steps, cases()))
+        equal = list(compared(data, folder, given.steps, cases() | model_cases()))
     print(f"{sum(equal)} of {len(equal)} cases equal")
     return 0 if all(equal) else 1
 

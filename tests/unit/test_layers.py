@@ -106,6 +106,45 @@ def test_a_model_needs_torch_and_two_modules() -> None:
             assert imported(ast.parse(path.read_text(encoding="utf-8"))) <= {"models.layers", "models.spec"}, path
 
 
+SUMS = """
+    matmul mm mv bmm dot vdot inner outer addmm addmv addbmm baddbmm chain_matmul einsum tensordot linear bilinear sum
+    nansum mean nanmean prod var std norm normalize softmax log_softmax softmin logsumexp cdist cosine_similarity
+    scaled_dot_product_attention cumprod logcumsumexp trapezoid layer_norm batch_norm group_norm conv1d index_add
+    index_add_ scatter_add scatter_add_ scatter_reduce segment_reduce embedding embedding_bag index_select expand
+    expand_as broadcast_to repeat repeat_interleave tile sigmoid logsigmoid softplus silu gelu Linear Bilinear
+    LayerNorm BatchNorm1d MultiheadAttention Softmax Sigmoid Embedding EmbeddingBag
+"""
+"""torch's products and sums, what adds up in backward, and what computes the end of a thread's share in another way: on
+some processor and for some size, each depends on an address or on the number of threads."""
+EXACT = {("tbsm", "repeat_interleave")}
+"""Of numbers of samples, not of floats."""
+
+
+def test_models_take_products_and_sums_from_layers() -> None:
+    """layers.py says why. Add to it what a model needs; tests/laws/test_model_laws.py measures."""
+    for path in (SOURCE / "models").glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert not any(isinstance(n, ast.MatMult) for n in ast.walk(tree)), f"{path.name} has a product by @"
+        if path.stem not in ("__init__", "spec", "layers"):
+            assert {(path.stem, name) for name in torchs_sums(tree)} <= EXACT
+
+
+def torchs_sums(tree: ast.AST) -> set[str]:
+    """Names of SUMS that a file takes as an attribute, or imports from torch."""
+    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            found |= {alias.name for alias in node.names}
+    return found & set(SUMS.split())
+
+
+@pytest.mark.parametrize(
+    "text", ["x.sum(1)", "torch.bmm(x, y)", "from torch.nn.functional import softmax as s", "nn.Linear(3, 1)"]
+)
+def test_torchs_sums_are_found(text: str) -> None:
+    assert torchs_sums(ast.parse(text))
+
+
 RIVALS = {"rocksdict", "fbgemm_gpu", "torchrec", "polars", "benchmarks"}
 
 

@@ -78,6 +78,36 @@ class Constant(nn.Module):
         return self.bias.expand(len(x), -1)
 
 
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x weight^T."""
+    return x @ weight.T
+
+
+def dots(x: Tensor, y: Tensor) -> Tensor:
+    """Returns the dot product of each row of x with the same row of y."""
+    return (x * y).sum(1)
+
+
+def repeated(x: Tensor, times: int) -> Tensor:
+    """Returns each row `times` times, one after another."""
+    return x.repeat_interleave(times, 0)
+
+
+def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns the sum over T of weight * x; x [B, T, M], weight [B, T]."""
+    return (x * weight[:, :, None]).sum(1)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Returns each row divided by its length."""
+    return nn.functional.normalize(x, dim=1)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Returns 1 / (1 + e^-x)."""
+    return torch.sigmoid(x)
+
+
 def dot_interaction(dense: Tensor, rows: Tensor) -> Tensor:
     """Returns [dense, products of all pairs of vectors]; dense [B, D], rows [B, F, D]."""
     vectors = torch.cat([dense[:, None], rows], 1)

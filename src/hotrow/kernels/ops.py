@@ -13,7 +13,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import itemgetter
@@ -823,6 +823,13 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
     parameters = [p.float().contiguous() for pair in zip(weights, biases, strict=True) for p in pair]
     function = _BFloat16MLP if autocast else _MLP
     return function.apply(x_BI.float(), last, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def product(x_BI: Tensor, weight_OI: Tensor) -> Tensor:
+    """`x W^T` [B, O], the one layer of an `mlp` without bias or ReLU. float32, also under autocast."""
+    with torch.autocast(x_BI.device.type, enabled=False) if _autocast(x_BI) else nullcontext():
+        x_BI, weight_OI = x_BI.float(), weight_OI.float()
+        return mlp(x_BI, [weight_OI], [weight_OI.new_zeros(len(weight_OI))], last="linear")
 
 
 PREFETCHES: tuple[tuple[int, Literal["l1", "l2"]], ...] = ((8, "l1"), (32, "l1"), (16, "l2"), (32, "l2"), (64, "l2"))

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from hotrow.models.layers import MLP, Constant, Network, dot_interaction
+from hotrow.models.layers import MLP, Constant, Network, dot_interaction, product
 from hotrow.models.spec import ModelSpec, Width
 
 
@@ -58,7 +58,9 @@ class DLRM(Network):
         logits_B1: Tensor = self.top(dot_interaction(self.bottom(dense_BI), pooled_BFD))
         logits_B = logits_B1.squeeze(1)
         if self.first_order_I is not None:
-            logits_B = logits_B + pooled_BFD[:, :, 0].sum(1) + dense_BI @ self.first_order_I
+            inputs_BX = torch.cat([dense_BI, pooled_BFD[:, :, 0]], dim=1)
+            weight_X = torch.cat([self.first_order_I, dense_BI.new_ones(self.num_features)])
+            logits_B = logits_B + product(inputs_BX, weight_X[None]).squeeze(1)
         return logits_B
 
 

@@ -1,4 +1,10 @@
-"""Layers that models share. Shape suffixes as in hotrow.batch: B batch, I inputs, O outputs.
+"""Layers that models share, and all their products and sums. Shape suffixes as in hotrow.batch: B batch, I inputs, O
+outputs; also T vectors of a sample.
+
+torch's own products, reductions, and the sums behind an `expand` or a broadcast depend on the address of their input or
+on the number of threads, on some processors and for some sizes. A micro-batch then has other bits on another number of
+ranks. What is here does not: every sum, forward and backward, is one of `ops.mlp` or `ops.dot_interaction`.
+tests/laws/test_model_laws.py tries every model at other addresses and on other threads.
 
 export/plain.py has the same names in plain torch, for exports.
 """
@@ -13,10 +19,27 @@ from typing import ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from hotrow.kernels.ops import dot_interaction, mlp
+from hotrow.kernels.ops import dot_interaction, mlp, product
 from hotrow.kernels.reference import Activation
 
-__all__ = ["MLP", "Constant", "Linear", "Lookup", "Network", "dot_interaction", "linear"]
+__all__ = [
+    "MLP",
+    "Constant",
+    "Linear",
+    "Lookup",
+    "Network",
+    "dot_interaction",
+    "dots",
+    "linear",
+    "product",
+    "repeated",
+    "sigmoid",
+    "unit",
+    "weighted_sum",
+]
+
+SERIAL = 1 << 14
+"""Elements that torch leaves to one thread: it divides operations among threads from 2^15 on."""
 
 Lookup = Literal["pooled", "sequence"]
 """`pooled`: a bag's rows come as one, side by side for all features, [B, sum of D]. `sequence`: the row of every id, by
@@ -90,5 +113,36 @@ class Constant(nn.Module):
         self.bias = nn.Parameter(values)
 
     def forward(self, x_BI: Tensor) -> Tensor:
-        """Returns the vector, repeated without copying."""
-        return self.bias.expand(len(x_BI), -1)
+        """Returns the vector [B, num_outputs], once for each sample."""
+        return product(x_BI.new_ones(len(x_BI), 1), self.bias[:, None])
+
+
+def dots(x_BI: Tensor, y_BI: Tensor) -> Tensor:
+    """Returns the dot product [B] of each row of x with the same row of y."""
+    return product(x_BI * y_BI, x_BI.new_ones(1, x_BI.shape[1])).squeeze(1)
+
+
+def repeated(x_BI: Tensor, times: int) -> Tensor:
+    """Returns [B * times, I]: each row `times` times, one after another."""
+    x_BIT = product(x_BI.reshape(-1, 1), x_BI.new_ones(times, 1)).view(*x_BI.shape, times)
+    return x_BIT.transpose(1, 2).reshape(-1, x_BI.shape[1])
+
+
+def weighted_sum(x_BTI: Tensor, weight_BT: Tensor) -> Tensor:
+    """Returns sum over T of weight_BT[:, :, None] * x_BTI: [B, I]."""
+    num_samples, T, width = x_BTI.shape
+    weight_BTI = product(weight_BT.reshape(-1, 1), x_BTI.new_ones(width, 1)).view_as(x_BTI)
+    terms_BIT = (x_BTI * weight_BTI).transpose(1, 2)
+    return product(terms_BIT.reshape(-1, T), x_BTI.new_ones(1, T)).view(num_samples, width)
+
+
+def unit(x_BI: Tensor, *, least: float = 1e-12) -> Tensor:
+    """Returns each row divided by its length, or by `least` if it is shorter, [B, I]."""
+    length_B = dots(x_BI, x_BI).clamp_min(least**2).sqrt()
+    return x_BI / product(length_B[:, None], x_BI.new_ones(x_BI.shape[1], 1))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Returns 1 / (1 + e^-x). Each stretch of SERIAL elements is one operation: torch computes the elements at the end
+    of a thread's share in another way than those before, and a share then never ends elsewhere."""
+    return torch.cat([torch.sigmoid(each) for each in torch.split(x.flatten(), SERIAL)]).view_as(x)

@@ -30,9 +30,19 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
-from hotrow.models.layers import MLP, Lookup, Network, dot_interaction
+from hotrow.models.layers import (
+    MLP,
+    Lookup,
+    Network,
+    dot_interaction,
+    dots,
+    product,
+    repeated,
+    sigmoid,
+    unit,
+    weighted_sum,
+)
 from hotrow.models.spec import Dataset, ModelSpec, SampleError, Steps, Width
 
 SUFFIX = "_history"
@@ -84,12 +94,12 @@ class TBSM(Network):
         place_L = self._places(self._lengths(rows, num_samples)).to(dense_BI.device)
         z_SM = self._steps(dense_BI, rows, place_L)
         z_LM, w_BM = z_SM[: len(place_L)], z_SM[len(place_L) :]
-        empty = z_SM.new_zeros(num_samples * num_slots, z_SM.shape[1])
-        H_BTM = empty.index_copy(0, place_L, z_LM).view(num_samples, num_slots, -1)
-        target_BM = w_BM @ self.inner_MM.T @ self.inner_MM
-        products_BT = torch.bmm(H_BTM, target_BM[:, :, None]).squeeze(2)
-        y_BT = torch.sigmoid(self.attention(products_BT))
-        c_BM = torch.bmm(y_BT[:, None, :], H_BTM).squeeze(1)
+        width = z_SM.shape[1]
+        history_NM = z_SM.new_zeros(num_samples * num_slots, width).index_copy(0, place_L, z_LM)  # N = B * T
+        target_BM = product(product(w_BM, self.inner_MM), self.inner_MM.T)
+        products_BT = dots(history_NM, repeated(target_BM, num_slots)).view(num_samples, num_slots)
+        y_BT = sigmoid(self.attention(products_BT))
+        c_BM = weighted_sum(history_NM.view(num_samples, num_slots, width), y_BT)
         logits_B1: Tensor = self.final(torch.cat([c_BM, w_BM], dim=1))
         return logits_B1.squeeze(1)
 
@@ -111,11 +121,11 @@ class TBSM(Network):
         for name in self.single:
             values_BD, history = rows[name][0], self.histories.get(name)
             # Every slot gets a copy, and each is taken once: backward sums in one order on any number of threads.
-            past_LD = _in_every_slot(values_BD, num_slots)[place_L] if history is None else rows[history][0]
+            past_LD = repeated(values_BD, num_slots)[place_L] if history is None else rows[history][0]
             vectors.append(torch.cat([past_LD, values_BD]))
         x_SD = self.bottom(torch.cat([position_S[:, None], dense_SI], dim=1))
         z_SM = self.top(dot_interaction(x_SD, torch.stack(vectors, dim=1)))
-        return normalize(z_SM, dim=1)
+        return unit(z_SM)
 
     def _lengths(self, rows: Mapping[str, tuple[Tensor, Tensor]], num_samples: int) -> Tensor:
         """Returns the number of steps of each sample's history [B], after checking it."""
@@ -212,11 +222,6 @@ def _pair(feature_names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]
         if name not in feature_names:
             raise ValueError(f"feature {history!r} is the history of {name!r}, which the data lacks; tbsm needs both")
     return tuple(name for name in feature_names if name not in histories.values()), histories
-
-
-def _in_every_slot(values_BD: Tensor, num_slots: int) -> Tensor:
-    """Returns [B * T, D] with row b at positions b * T to b * T + T - 1."""
-    return values_BD[:, None].expand(-1, num_slots, -1).reshape(-1, values_BD.shape[1])
 
 
 def _check(good_B: Tensor, lengths_B: Tensor, name: str, reason: str) -> None:

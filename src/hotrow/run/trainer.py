@@ -7,6 +7,7 @@ runs.py; figures are in meters.py. `Interrupt` notes the signals that end a run 
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 import sys
@@ -22,7 +23,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hotrow.base.progress import ProgressLine, duration, rate
 from hotrow.batch import Batch
@@ -34,17 +34,18 @@ from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
 from hotrow.models.layers import Network
 from hotrow.optim import nonfinite_gradient, nonfinite_parameter_gradient
-from hotrow.parallel.agreement import StillSame, everyone
+from hotrow.parallel.agreement import MOST_NAMED, StillSame, everyone
 from hotrow.parallel.world import World
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
+from hotrow.run.exact import ADVICE, CODE, FirstPart
 from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.meters import HotMeter, Meter, Notice, Session, StepClock, merged, meters_of_rows
 from hotrow.run.metrics import BinaryMetrics
-from hotrow.run.micro import backward_in_parts, cut
+from hotrow.run.micro import backward_in_parts, cut, loss_of
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
 from hotrow.run.setup import DenseDevice, Parts, Setup, build, look_up
 from hotrow.run.together import Ranks, nonfinite_inputs
@@ -79,7 +80,7 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     with parts.dense.arithmetic():
         if batch.sparse.parts is None:
             logits_B = parts.dense.logits(parts.model, batch.dense, rows)
-            loss = binary_cross_entropy_with_logits(logits_B, batch.label.to(logits_B.device))
+            loss = loss_of(logits_B, batch.label.to(logits_B.device), batch.num_samples)
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         else:
             ranks = parts.ranks
@@ -241,6 +242,8 @@ class Training:
         self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
         self._still_same = StillSame(self.world)
         self.parts = build(setup)
+        in_parts = self.world.micro_batches > 1 and self.parts.dense.device.type == "cpu"
+        self._first_part = FirstPart(self.parts.model) if in_parts else None
         if self.world.size > 1:
             length = sum(weight.numel() for weight in self.parts.model.parameters() if weight.requires_grad)
             self.parts.ranks = Ranks(self.world, lambda: interrupt.signal, length=length)
@@ -321,6 +324,7 @@ class Training:
             except NonFiniteError as error:
                 self._skip(str(error))
                 loss = None
+            self._check_exact()
             self.turns.count()
             self._count(batch, loss)
             self._check_ranks()
@@ -335,6 +339,22 @@ class Training:
         """Raises ValueError if ranks went apart. `now`, before a checkpoint: it is then of one model."""
         position = self.state.epoch, self.state.batch
         self._still_same.check(self.state.step, position, self.parts.model.parameters(), now=now)
+
+    def _check_exact(self) -> None:
+        """After the first step, warns if the model's bits depend on where a micro-batch lies. Collective."""
+        if self._first_part is None:
+            return
+        first, self._first_part = self._first_part, None
+        with self._aside():
+            each = everyone(self.world, first.differing(self.parts.dense))
+        if found := list(dict.fromkeys(itertools.chain(*each))):
+            more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+            text = (
+                f"model {self.config.model.name}: {', '.join(found[:MOST_NAMED])}{more} has other bits at another "
+                f"address or on another number of threads; {ADVICE}"
+            )
+            self.folder.warn(CODE, text, count=1)
+            self.say(f"warning: {text}")
 
     def _turn_loss(self) -> float:
         """Returns the LogLoss on the validation rows by which a hot schedule sets its rate."""

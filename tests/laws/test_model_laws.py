@@ -1,0 +1,338 @@
+"""Law 2 for models: no option of any makes bits depend on the number of ranks or threads, or on where a batch lies.
+
+Models and their options are those of the registry, so a new one is tested by existing. Torch's products depend on
+addresses on processors for which MKL has no kernels of their own; MKL's kernels for SSE4.2 do so on every processor, so
+all processes here use those.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+from benchmarks.rank_laws import covering
+from hotrow.batch import Batch
+from hotrow.config.load import make_config
+from hotrow.config.schema import Config
+from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.schema import parse_schema
+from hotrow.kernels import ops
+from hotrow.models import MODELS
+from hotrow.models.dlrm import DLRM
+from hotrow.models.layers import sigmoid
+from hotrow.parallel.world import World
+from hotrow.run import runs, trainer
+from hotrow.run.exact import CODE, FirstPart
+from hotrow.run.meters import Session
+from hotrow.run.micro import loss_of
+from hotrow.run.setup import DenseDevice, Parts, Setup, build, look_up
+from hotrow.run.together import Ranks
+from rank_pool import RankPool
+
+pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="the reference's products are torch's")
+MOST_RANKS = 4
+VS, RANKS, THREADS = (1, 3, 8), (1, 2, 3, 4), (1, 2)
+BATCHES = {
+    1: (61, 62, 63, 1),
+    3: (3 * 61 + 1, 3 * 62 + 2, 3, 2),
+    8: (8 * 61 + 3, 8 * 62 + 5, 8, 5),
+}
+"""By V, samples of the batches: parts have 1, 61, 62 or 63, and of the last batch of an epoch some have none."""
+OFFSETS = (1, 13, 64)
+"""Floats before a part in its buffer."""
+DENSE = 13
+MANY = 2101
+"""Samples of which every model has some tensor of more than 2^15 elements, which torch divides among threads."""
+
+
+# ---- every option of every model
+
+
+def values_of(annotation: Any) -> list[Any]:
+    """Returns values of an option that differ in what a model does: odd, none, beyond 16 floats; False and True."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return values_of(inner[0])
+    if origin in (Union, types.UnionType):
+        return [value for each in inner for value in values_of(each)]
+    if origin is Literal:
+        return list(inner)
+    if origin is list:
+        return [[], [9], [6, 70]]
+    if origin is dict:
+        return [{"default": 3, "user": 9}]
+    found = {type(None): [None], bool: [False, True], int: [3, 17], float: [0.5]}
+    assert annotation in found, f"say which values an option of type {annotation} is tried with"
+    return found[annotation]
+
+
+def cases(model: str, *more: Sequence[Any], every: bool = False) -> list[tuple[Any, ...]]:
+    """Returns combinations of the options of a model, and of `more`: (options, *more), in which any value of one meets
+    any value of another; every: all combinations."""
+    spec = MODELS[model]
+    options = {name: values_of(field.annotation) for name, field in spec.model_fields.items() if name != "name"}
+    factors = [*options.values(), *more]
+
+    def chosen(numbers: tuple[int, ...]) -> tuple[Any, ...]:
+        values = [factor[k] for factor, k in zip(factors, numbers, strict=True)]
+        return {"name": model, **dict(zip(options, values, strict=False))}, *values[len(options) :]
+
+    def valid(numbers: tuple[int, ...]) -> bool:
+        given, *others = chosen(numbers)
+        if (spec.equal_dims and not isinstance(given["embedding_dim"], int)) or (others and others[1] > others[0]):
+            return False
+        try:
+            spec.model_validate(given)
+        except ValueError:
+            return False
+        return True
+
+    numbers = [range(len(factor)) for factor in factors]
+    return [*map(chosen, filter(valid, itertools.product(*numbers)) if every else covering(numbers, valid))]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows that every model takes: ids and their histories, and dense inputs."""
+    rng, n = np.random.default_rng(1), 5200
+    ids = {"user": rng.integers(0, 300, n), "item": rng.integers(0, 200, n), "category": rng.integers(0, 7, n)}
+    dense = {f"x{k}": rng.standard_normal(n).astype(np.float32) for k in range(DENSE)}
+    lengths = rng.integers(0, 4, n)
+    lists = {f"{name}_history": [rng.integers(0, 9, k).tolist() for k in lengths] for name in ("item", "category")}
+    other = {"label": rng.integers(0, 2, n), "time": np.arange(n)}
+    listed = [{"column": name, "kind": "sequence", "table": name.removesuffix("_history")} for name in lists]
+    schema = {"label": "label", "time": "time", "dense": list(dense), "categorical": [*ids, *listed]}
+    table = pa.table({**ids, **dense, **other, **{name: pa.array(own) for name, own in lists.items()}})
+    path = tmp_path_factory.mktemp("models") / "data"
+    return run_prepare("frame", table, path, schema=parse_schema(schema, where="test")).path
+
+
+def config_of(data: Path, options: dict[str, Any], micro_batches: int) -> Config:
+    train = {"micro_batches": micro_batches, "threads": 1, "seed": 5}
+    return make_config({"data": str(data), "run": str(data / "run"), "model": options, "train": train})
+
+
+def batch_of(data: Path, num_samples: int) -> Batch:
+    return next(iter(Loader(PackedDataset.open(data).split("train"), num_samples, shuffle_seed=3).epoch(0)))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(MOST_RANKS) as ranks:
+        yield ranks
+
+
+def with_simple_products() -> None:
+    """Before the first product of the process."""
+    os.environ["MKL_ENABLE_INSTRUCTIONS"] = "SSE4_2"
+
+
+# ---- addresses and threads
+
+
+def bits(values: Tensor) -> bytes:
+    return values.detach().contiguous().numpy().tobytes()
+
+
+def elsewhere(values: Tensor, offset: int) -> Tensor:
+    """Returns a copy that begins `offset` floats behind an address that 64 divides."""
+    whole = torch.empty(offset + values.numel() + 16)
+    first = offset - whole.data_ptr() // 4 % 16 % 16
+    return whole[first % 16 + offset // 16 * 16 :][: values.numel()].view(values.shape).copy_(values)
+
+
+def found_of(parts: Parts, batch: Batch, offset: int, threads: int) -> dict[str, bytes]:
+    """Returns the bits of the loss and of all gradients of a batch, by name."""
+    torch.set_num_threads(threads)
+    with torch.no_grad():
+        rows = look_up(parts.model, parts.embedding, batch.sparse)
+    rows = rows if isinstance(rows, dict) else {"": (rows, batch.sparse.offsets)}
+    rows = {name: (elsewhere(own, offset).requires_grad_(), offsets) for name, (own, offsets) in rows.items()}
+    logits = parts.model(elsewhere(batch.dense, offset), rows[""][0] if "" in rows else rows)
+    leaves = dict(parts.model.named_parameters()) | {f"rows {name}": own for name, (own, _) in rows.items()}
+    loss = loss_of(logits, batch.label, len(batch))
+    grads = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
+    torch.set_num_threads(1)
+    named = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
+    return {name: bits(value) for name, value in {"logits": logits, "loss": loss, **named}.items()}
+
+
+def differing(world: World, data: Path, options: dict[str, Any]) -> list[str]:
+    """Returns what of a model's output and gradients has other bits at another address or on other threads."""
+    with_simple_products()
+    config, dataset = config_of(data, options, 1), PackedDataset.open(data)
+    parts = build(Setup.decide(config, dataset, data))
+    with torch.no_grad():
+        for weight in parts.model.parameters():  # some start at zero
+            weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())) * 0.2
+    told = []
+    for size, places in {1: OFFSETS, 61: OFFSETS, 62: OFFSETS, 63: OFFSETS, MANY: (1,)}.items():
+        batch = batch_of(data, size)
+        truth = found_of(parts, batch, 0, 1)
+        for offset, threads in [*((offset, 1) for offset in places), (0, 2)]:
+            found = found_of(parts, batch, offset, threads)
+            told += [f"{name}: {size} samples, {offset=}, {threads=}" for name in truth if found[name] != truth[name]]
+    return told
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_addresses_and_threads_change_no_bit(pool: RankPool, data: Path, model: str) -> None:
+    for (options,) in cases(model):
+        (told,) = pool.run(differing, data, options, num_ranks=1, micro_batches=1)
+        assert not told, (options, told)
+
+
+# ---- ranks
+
+
+def trained(world: World, data: Path, options: dict[str, Any], sizes: Sequence[int], threads: int) -> dict[str, bytes]:
+    """Takes a step on each of the batches; returns the bits of losses, weights and rows."""
+    with_simple_products()
+    torch.set_num_threads(threads)
+    config = config_of(data, options, world.micro_batches)
+    setup = Setup.decide(config, PackedDataset.open(data), data, world=world)
+    parts = build(setup)
+    if world.size > 1:
+        length = sum(weight.numel() for weight in parts.model.parameters())
+        parts.ranks = Ranks(world, lambda: None, length=length)
+    session = Session(len(sizes))
+    whole, losses = batch_of(data, sum(sizes)), []
+    for step, (first, last) in enumerate(itertools.pairwise(itertools.accumulate(sizes, initial=0))):
+        start, stop = (first + at for at in world.samples(last - first))
+        own = slice(start, stop)
+        sparse = whole.sparse.samples(start, stop)
+        batch = Batch(whole.dense[own].clone(), sparse, whole.label[own].clone(), of_samples=last - first)
+        losses.append(trainer.train_step(parts, batch, step, trainer.StepClock(session)))
+    torch.set_num_threads(1)
+    found = {f"loss {step}": loss for step, loss in enumerate(losses)} | parts.model.state_dict()
+    found |= {table.name: parts.embedding.rows(table.name).whole() for table in parts.embedding.tables}
+    return {name: bits(value) for name, value in found.items()}
+
+
+def check_ranks(pool: RankPool, data: Path, options: dict[str, Any], V: int, R: int, threads: int) -> None:
+    truth, *_ = pool.run(trained, data, options, BATCHES[V], 1, num_ranks=1, micro_batches=V)
+    for rank, found in enumerate(pool.run(trained, data, options, BATCHES[V], threads, num_ranks=R, micro_batches=V)):
+        assert found.keys() == truth.keys()
+        told = [name for name in truth if found[name] != truth[name]]
+        assert not told, (options, V, R, threads, rank, told)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_change_no_bit(pool: RankPool, data: Path, model: str) -> None:
+    for case in cases(model, VS, RANKS, THREADS):
+        check_ranks(pool, data, *case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_change_no_bit_with_any_options(pool: RankPool, data: Path, model: str) -> None:
+    for (options,) in cases(model):
+        for V, R, threads in itertools.product(VS, RANKS, THREADS):
+            if R <= V:
+                check_ranks(pool, data, options, V, R, threads)
+
+
+# ---- a model of one's own
+
+
+def trained_alone(world: World, data: Path, run: Path, options: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
+    """Trains two steps of a model some of whose gradients are `options["factor"]` times as long on `ranks`; returns the
+    run's warnings."""
+    factor = FACTORS[options["factor"]]
+    forward = DLRM.forward
+
+    def own(model: DLRM, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
+        logits_B = forward(model, dense_BI, pooled_BP)
+        assert model.first_order_I is not None
+        value_B = dense_BI[:, 0] * model.first_order_I[0] * (factor(dense_BI) if world.rank in ranks else 1.0)
+        return logits_B + (value_B - value_B.detach())
+
+    train = {"micro_batches": 4, "threads": 1, "max_steps": 2, "batch_size": 61, "eval_every": None}
+    raw = {"data": str(data), "run": str(run), "model": {"first_order": True, **SMALL}, "train": train}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DLRM, "forward", own)
+        return runs.train(make_config(raw), quiet=True, world=world).record.warnings
+
+
+SMALL = {"embedding_dim": 4, "bottom_mlp": [5], "top_mlp": [5]}
+FACTORS: dict[str, Callable[[Tensor], float]] = {
+    "address": lambda dense_BI: 1.0 + dense_BI.data_ptr() % 64,
+    "threads": lambda dense_BI: 1.0 + torch.get_num_threads(),
+    "none": lambda dense_BI: 1.0 + torch.rand(1).item(),  # a draw is the same draw each time
+}
+
+
+@pytest.mark.parametrize(("factor", "R", "ranks"), [("address", 1, (0,)), ("threads", 2, (1,)), ("none", 2, (0, 1))])
+def test_a_model_that_breaks_the_law_is_told(
+    pool: RankPool, data: Path, tmp_path: Path, factor: str, R: int, ranks: Sequence[int]
+) -> None:
+    warnings, *_ = pool.run(
+        trained_alone, data, tmp_path / "run", {"factor": factor}, ranks, num_ranks=R, micro_batches=4
+    )
+    assert (CODE in warnings) == (factor != "none")
+    if factor != "none":
+        assert warnings[CODE]["count"] == 1
+        assert "model dlrm: the gradient of first_order_I has" in warnings[CODE]["text"]
+
+
+class Noisy(nn.Module):
+    """A model that draws from torch's generator, and counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, dense_BI: Tensor, rows: Tensor) -> Tensor:
+        self.calls += 1
+        return dropout(dense_BI[:, 0] * self.weight[0] + rows[:, 0] * self.calls, 0.5)
+
+
+def test_looking_for_it_changes_nothing() -> None:
+    model, state = Noisy(), torch.get_rng_state()
+    first = FirstPart(model)
+    with torch.random.fork_rng(devices=[]):
+        model(torch.randn(61, 3), torch.randn(61, 2).requires_grad_())
+    threads = torch.get_num_threads()
+    assert first.differing(DenseDevice()) == []
+    assert model.calls == 1 and model.weight.grad is None
+    assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_model_of_ours_is_told(pool: RankPool, data: Path, model: str) -> None:
+    for (options,) in cases(model)[:3]:
+        (told,) = pool.run(looked_for, data, options, num_ranks=1, micro_batches=1)
+        assert told == []
+
+
+def looked_for(world: World, data: Path, options: dict[str, Any]) -> list[str]:
+    with_simple_products()
+    parts = build(Setup.decide(config_of(data, options, 1), PackedDataset.open(data), data))
+    first, batch = FirstPart(parts.model), batch_of(data, 61)
+    parts.dense.logits(parts.model, batch.dense, look_up(parts.model, parts.embedding, batch.sparse))
+    return first.differing(parts.dense)
+
+
+def test_a_loss_of_many_samples_is_the_same_on_any_threads() -> None:
+    logits_B = torch.randn(34_287, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    label_B, threads, found = (logits_B > 0.3).float(), torch.get_num_threads(), []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        loss = loss_of(logits_B, label_B, 34_287)
+        found.append((bits(loss), bits(torch.autograd.grad(loss, logits_B)[0]), bits(sigmoid(logits_B))))
+    torch.set_num_threads(threads)
+    assert found[0] == found[1] == found[2]
