@@ -11,25 +11,22 @@ import os
 import random
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 from safetensors.torch import load_file, save_file
 
 import mutate
 from hotrow.kernels.ops import backend
 from hotrow.run.checkpoint_files import crc32, read_manifest
 from hotrow.run.folder import RunFolder
+from mutate_sealed import PREPARE, faults_of_case, make_artifacts, newest
 from resealed import reseal
 
 pytestmark = pytest.mark.skipif(backend().name != "native", reason="tables in tiers need the native module")
-
-MODEL = {"embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]}
-TABLES = {name: {"min_count": 1} for name in ("item", "user", "tags")}
-TRAIN = {"batch_size": 16, "epochs": 1, "max_steps": 8, "log_every": 1, "threads": 1, "trace": "1:2"}
 
 
 @pytest.fixture(scope="module")
@@ -39,23 +36,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("TORCHELASTIC_RUN_ID", "none")  # for a launch.json
-        header, *records = mutate.rows(0, 1200)
-        for number, record in enumerate(records):
-            record[header.index("user")] = str(number)
-        Path("rows.csv").write_bytes(mutate.csv_bytes([header, *records]))
-        Path("schema.yaml").write_text(yaml.safe_dump(mutate.text_schema(tables=TABLES)))
-        config = {"data": "data", "run": "run", "model": MODEL, "train": TRAIN, "checkpoint": {"every": 3}}
-        config["memory"] = {"dram": "8KB", "force": True, "write_budget": "1GB/day"}
-        Path("config.yaml").write_text(yaml.safe_dump(config))
-        for words in (PREPARE, "train config.yaml", "export run --out export"):
-            outcome = mutate.run_command(words.split())
-            assert outcome.code == 0, outcome.err
+        make_artifacts()
         (Path("run") / ".lock").touch()
         patch.delenv("TORCHELASTIC_RUN_ID")
         yield folder
 
 
-PREPARE = "prepare csv rows.csv --schema schema.yaml --out data"
 VERBS: dict[str, tuple[str, ...]] = {
     "run": (
         *("train --resume run --set train.max_steps=10", "eval run", "predict run rows.csv --out scores.csv"),
@@ -193,8 +179,7 @@ def test_files_and_folders_are_for_their_owner_alone(made: Path) -> None:
 
 def links_of(made: Path) -> list[Path]:
     """The files of the newest checkpoint that hold rows by their ids, the weights."""
-    newest = max((made / "run/checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
-    return sorted((newest / "embedding").rglob("*.safetensors"))
+    return sorted((newest(made / "run") / "embedding").rglob("*.safetensors"))
 
 
 def two_swapped(ids: Any) -> None:
@@ -264,3 +249,13 @@ def test_check_reads_every_file_that_is_read_back(made: Path) -> None:
     finally:
         shutil.rmtree(made / "run")
         (made / "kept").rename(made / "run")
+
+
+def test_a_run_sealed_again_after_a_change_is_refused_or_read_alike(made: Path) -> None:
+    """As `python tests/mutate_sealed.py` does for many more."""
+    assert [fault for number in range(6) for fault in faults_of_case(7, number, Counter())] == []
+
+
+@pytest.mark.slow
+def test_many_more_runs_sealed_again_are_refused_or_read_alike(made: Path) -> None:
+    assert [fault for number in range(500) for fault in faults_of_case(1, number, Counter())] == []

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hotrow.base.door import make_folder
 from hotrow.base.files import atomic_write
 from hotrow.base.machine import host_facts
 from hotrow.config.load import parse_yaml
@@ -173,7 +174,7 @@ def run_all(
     check_folder(folder)
     with ExitStack() as stack:
         if not estimate:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             claim_or_fail(folder, stack)
         for study, sentences in SENTENCES.items():
             command = f"hotrow study {study} --quick"
