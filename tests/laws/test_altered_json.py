@@ -7,12 +7,11 @@ another name, or holds something else.
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,10 +35,9 @@ from hotrow.run.folder import RunFolder
 from hotrow.run.setup import Setup
 from hotrow.run.trainer import Interrupt, Training
 from hotrow.run.wear import WriteLedger
+from mutate_sealed import Change, changed, changes
 from prepare_data import SCHEMA, make_rows, to_table
 
-VALUES: tuple[Any, ...] = (None, True, 0, -1, 1, 2.5, 2**40, 2**70, "", "x", "../x", [], [0], {}, {"x": 0})
-"""What a field is changed to, beside its own value and one, twice it, and the negative of it."""
 NEW_ROWS = to_table(make_rows(40, seed=1))
 tiers_are_native = pytest.mark.skipif(backend().name != "native", reason="tables in tiers need the native module")
 
@@ -178,36 +176,6 @@ NAMES = [
     *("dataset", "vocabulary", "manifest", "manifest, resumed", "chains", "chains, resumed", "run", "run in tiers"),
     *("export", "writes", "counters", "work, counting", "work, encoding", "parts"),
 ]
-Change = tuple[tuple[Any, ...], str, Any]
-"""Where, what is done there, and the new value."""
-
-
-def changes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[Change]:
-    """Every field removed, renamed, and changed to every one of VALUES and its neighbours."""
-    if isinstance(value, dict | list):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from changes(inner, (*path, key))
-    if path:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        near = [value + 1, -value, 2 * value] if number else [f"{value}x"] if isinstance(value, str) else []
-        yield path, "remove", None
-        yield from [] if isinstance(path[-1], int) else [(path, "rename", None)]
-        yield from ((path, "change", new) for new in (*VALUES, *near) if json.dumps(new) != json.dumps(value))
-
-
-def changed(fields: dict[str, Any], change: Change) -> dict[str, Any]:
-    """A copy of `fields` after the change."""
-    (*path, last), what, new = change
-    result = inner = copy.deepcopy(fields)
-    for step in path:
-        inner = inner[step]
-    if what == "change":
-        inner[last] = new
-    else:
-        old = inner.pop(last)
-        if what == "rename":
-            inner[f"{last}_"] = old
-    return result
 
 
 def flipped(text: bytes, generator: random.Random) -> bytes:

@@ -199,11 +199,11 @@ def test_blocks_are_checked_when_first_read_and_not_before(folder: Path) -> None
 
 
 @pytest.mark.parametrize("link", ["train/part-00000.arrow", "train", "vocab/row", "vocab"])
-def test_links_may_not_lead_out(folder: Path, tmp_path: Path, link: str) -> None:
+def test_no_link_is_followed(folder: Path, tmp_path: Path, link: str) -> None:
     outside = tmp_path / "outside"
     (folder / link).rename(outside)
     (folder / link).symlink_to(outside)
-    with pytest.raises(ValueError, match="is a link out of the dataset's folder"):
+    with pytest.raises(ValueError, match="is a link"):
         read_everything(folder)
 
 
@@ -216,7 +216,7 @@ def test_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
 def test_a_folder_or_device_in_a_files_place(folder: Path, name: str) -> None:
     (folder / name).unlink()
     (folder / name).mkdir()
-    with pytest.raises(ValueError, match="it is missing"):
+    with pytest.raises(ValueError, match="is a folder"):
         read_everything(folder)
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
+from hotrow.base.door import open_file
+
 PARTIAL_SUFFIX = ".partial"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_NAME_BYTES = 200
@@ -88,8 +90,7 @@ def folder_bytes(path: Path) -> int:
 
 def open_private(path: Path) -> BinaryIO:
     """Opens an empty binary file at `path`, mode 0600. It empties an existing file and follows no symbolic link."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    return os.fdopen(descriptor, "wb", buffering=1 << 20)
+    return open_file(path, "wb", buffering=1 << 20)
 
 
 def sync_folder(folder: Path) -> None:
@@ -254,10 +255,13 @@ def disk_free_bytes(path: Path | str) -> int:
     return shutil.disk_usage(path).free
 
 
-def crc32(path: Path, start: int = 0, stop: int | None = None) -> int:
-    """Returns the crc32 of bytes [start, stop) of a file, which is read in pieces of 16 MiB. stop: None: its end."""
-    crc, left = 0, (path.stat().st_size if stop is None else stop) - start
-    with path.open("rb") as file:
+def crc32(path: Path, start: int = 0, stop: int | None = None, *, within: Path | None = None) -> int:
+    """Returns the crc32 of bytes [start, stop) of a file, which is read in pieces of 16 MiB. stop: None: its end.
+
+    within: see `open_file`.
+    """
+    with open_file(path, within=within) as file:
+        crc, left = 0, (os.fstat(file.fileno()).st_size if stop is None else stop) - start
         file.seek(start)
         while left > 0 and (piece := file.read(min(left, 1 << 24))):
             crc, left = zlib.crc32(piece, crc), left - len(piece)

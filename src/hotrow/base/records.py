@@ -21,6 +21,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from hotrow.base.door import read_file
 from hotrow.base.files import atomic_write
 
 T = TypeVar("T")
@@ -86,7 +87,7 @@ def write_sealed(path: Path | str, fields: Mapping[str, Any]) -> None:
 
 def read_sealed(path: Path | str, *, cure: str) -> dict[str, Any]:
     """Returns the fields in a file of `write_sealed`. Raises ValueError if its bytes have changed."""
-    text = Path(path).read_bytes()
+    text = read_file(path)
     body, key, _ = text.rpartition(_KEY.encode())
     if not key:
         raise ValueError(

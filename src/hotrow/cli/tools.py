@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -17,10 +16,11 @@ from typing import Any
 import torch
 
 from hotrow.api import Run, fit
-from hotrow.base.files import crc32, disk_free_bytes, file_system, parse_bytes
+from hotrow.base.door import is_taken, is_there, remove
+from hotrow.base.files import crc32, disk_free_bytes, file_system, folder_bytes, parse_bytes
 from hotrow.base.machine import available_memory_bytes, host_facts, isa_limit, versions
 from hotrow.base.progress import ProgressCallback, progress_bar
-from hotrow.config.load import apply_overrides, make_config
+from hotrow.config.load import apply_overrides, load_config, make_config
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.data.packed.format import MANIFEST as DATASET
 from hotrow.data.packed.reader import PackedDataset
@@ -40,10 +40,13 @@ from hotrow.placement.stores import io_uring_refused
 from hotrow.plan.choose import FOLDER
 from hotrow.report.page import NAME as REPORT
 from hotrow.report.page import is_report, summary, write_report
-from hotrow.run.checkpoint import list_checkpoints, prune_checkpoints, verify
-from hotrow.run.checkpoint_files import MANIFEST
-from hotrow.run.folder import RUN, RunFolder
+from hotrow.run.checkpoint import check_chains, list_checkpoints, prune_checkpoints, verify
+from hotrow.run.checkpoint_files import MANIFEST, read_manifest
+from hotrow.run.folder import CONFIG, METRICS, RUN, RunFolder
+from hotrow.run.record import read_extra
+from hotrow.run.restart import LAUNCH, read_launch
 from hotrow.run.runs import train
+from hotrow.run.wear import LEDGER, WriteLedger
 
 NUM_ROWS = 600_000
 TABLE_SCALE = 0.01
@@ -78,7 +81,7 @@ def inspect(
     """
     # Options and the machine are checked before reading, which may take long.
     native()
-    if (Path(path) / RUN).is_file():
+    if is_taken(Path(path) / RUN):
         raise ValueError(f"{path} is a run, and inspect reads data; {_data_of(RunFolder.open(path))}")
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"report folder {out} is a file; choose another")
@@ -139,23 +142,52 @@ def check(path: Path | str) -> dict[str, Any]:
     Raises ValueError naming the first file that is missing or damaged, or if `path` is none of the four.
     """
     path = Path(path)
-    if (path / DATASET).is_file():
+    if is_taken(path / DATASET):
         dataset = PackedDataset.open(path, verify="full")
         rows = sum(split.num_rows for split in dataset.splits.values())
         return {"kind": "packed dataset", "path": str(path), "rows": rows, "ok": True}
-    if (path / MANIFEST).is_file():
-        return {"kind": "checkpoint", "path": str(path), "bytes": verify(path), "ok": True}
-    if (path / RUN).is_file():
+    if is_taken(path / MANIFEST):
+        return {"kind": "checkpoint", "path": str(path), "bytes": _check_checkpoint(path), "ok": True}
+    if is_taken(path / RUN):
         run = RunFolder.open(path)
         checkpoints = list_checkpoints(run.checkpoints)
-        num_bytes = sum(verify(checkpoint) for checkpoint in checkpoints.values()) + _check_vocabularies(run)
+        num_bytes = sum(map(_check_checkpoint, checkpoints.values())) + _check_vocabularies(run) + _check_notes(run)
         return {"kind": "run", "path": str(path), "checkpoints": list(checkpoints), "bytes": num_bytes, "ok": True}
-    if (path / EXPORT).is_file():
+    if is_taken(path / EXPORT):
         return {"kind": "export", "path": str(path), "bytes": verify_export(path), "ok": True}
     raise ValueError(
         f"{path} was not written by hotrow: it has no {DATASET}, {MANIFEST}, {RUN} or {EXPORT}; pass a packed "
         "dataset, a checkpoint (RUN/checkpoints/step-N), a run or an export"
     )
+
+
+def _check_checkpoint(path: Path) -> int:
+    """Reads every byte of a checkpoint, and the row ids of its chains; returns the bytes."""
+    manifest = read_manifest(path)
+    num_bytes = verify(path, manifest)
+    check_chains(path, manifest)
+    read_extra(path, manifest)
+    return num_bytes
+
+
+def _check_notes(run: RunFolder) -> int:
+    """Reads the small files that a resumed run reads back, and the data packed into the run; returns the bytes."""
+    run.measurements()
+    notes = [run.path / RUN, run.path / METRICS]
+    if is_taken(run.path / CONFIG):
+        load_config(run.path / CONFIG)
+        notes.append(run.path / CONFIG)
+    if is_taken(run.path / LEDGER):
+        WriteLedger(run.path / LEDGER, None)
+        notes.append(run.path / LEDGER)
+    if is_taken(run.path / LAUNCH):
+        read_launch(run.path)
+        notes.append(run.path / LAUNCH)
+    num_bytes = sum(path.stat().st_size for path in notes)
+    if is_taken(run.path / "data" / DATASET):
+        PackedDataset.open(run.path / "data", verify="full")
+        num_bytes += folder_bytes(run.path / "data")
+    return num_bytes
 
 
 def _check_vocabularies(run: RunFolder) -> int:
@@ -164,7 +196,7 @@ def _check_vocabularies(run: RunFolder) -> int:
     for name, record in kept.info.files.items():
         if name.startswith("vocab/"):
             path = kept.path / name
-            if not path.is_file() or crc32(path) != record.crc32:
+            if not is_there(path, within=kept.path) or crc32(path) != record.crc32:
                 raise ValueError(f"vocabulary {path} is missing or damaged; copy it anew from the dataset the run used")
             total += record.num_bytes
     return total
@@ -199,7 +231,7 @@ def clean(path: Path | str, *, data: bool = False) -> dict[str, Any]:
     removed = prune_checkpoints(run.checkpoints, keep_last=1, keep=run.record.chosen_step)
     removed += remove_left_folders(run.path / FOLDER)
     if data and (run.path / "data").is_dir():
-        shutil.rmtree(run.path / "data")
+        remove(run.path / "data")
         removed.append(run.path / "data")
     return {"removed": [str(folder) for folder in removed], "bytes_freed": before - _tree_bytes(run.path)}
 

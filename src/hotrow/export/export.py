@@ -33,6 +33,7 @@ from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
 from hotrow import __version__
+from hotrow.base.door import check_folder, check_real, is_there, remove
 from hotrow.base.files import (
     PARTIAL_SUFFIX,
     atomic_write,
@@ -64,14 +65,15 @@ from hotrow.run.checkpoint_files import (
     read_manifest,
     write_tensors,
 )
-from hotrow.run.checkpoint_rows import ROWS
+from hotrow.run.checkpoint_rows import ROWS, check_chain
 from hotrow.run.record import Extra, read_extra
 from hotrow.run.setup import read_model
 from hotrow.tables import TableConfig
 
 FORMAT_VERSION = 1
 EXPORT, WEIGHTS, NETWORK, SCORE, README = "export.json", "model.safetensors", "model.py", "score.py", "README.md"
-_OWN_NAMES = {WEIGHTS, NETWORK, SCORE, README, "tables", "vocab"}
+_OWN_FILES, _OWN_FOLDERS = (EXPORT, WEIGHTS, NETWORK, SCORE, README), ("tables", "vocab")
+_OWN_NAMES = {*_OWN_FILES, *_OWN_FOLDERS}
 """What an interrupted export may have left. export.json is written last and makes the export complete."""
 _WITHOUT_VALUE = 0.0
 """The value of a missing dense input, after the transform."""
@@ -144,9 +146,10 @@ def verify_export(path: Path) -> int:
     Raises ValueError naming the first file that is missing, or whose size or checksum differs.
     """
     total = 0
+    check_folder(path, files=_OWN_FILES, folders=_OWN_FOLDERS)
     for name, wanted in _DOCUMENT.read(path / EXPORT).files.items():
         file = path / name
-        if not file.is_file() or (file.stat().st_size, crc32(file)) != (wanted.num_bytes, wanted.crc32):
+        if not is_there(file, within=path) or (file.stat().st_size, crc32(file)) != (wanted.num_bytes, wanted.crc32):
             raise ValueError(f"{file} is missing, cut off or altered: {EXPORT} says otherwise; export the run again")
         total += wanted.num_bytes
     return total
@@ -158,15 +161,15 @@ def _free_place(out: Path) -> Path:
         raise ValueError(f"export folder {out} exists already; remove it or choose another name")
     partial = out.with_name(out.name + PARTIAL_SUFFIX)
     names = {path.name.removesuffix(PARTIAL_SUFFIX) for path in partial.iterdir()} if partial.is_dir() else set()
-    if (partial.exists() and not partial.is_dir()) or not names <= {*_OWN_NAMES, EXPORT}:
+    if (partial.exists() and not partial.is_dir()) or not names <= _OWN_NAMES:
         raise ValueError(f"{partial}, where the export would be made, holds other files; move it or choose another out")
     return partial
 
 
 def _make(partial: Path, out: Path) -> None:
     try:
-        if partial.exists():
-            shutil.rmtree(partial)
+        check_real(partial)
+        remove(partial)
         for folder in (partial, partial / "tables", partial / "vocab"):
             folder.mkdir(mode=0o700)
     except FileNotFoundError:
@@ -406,6 +409,7 @@ def _merged(path: Path, chain: Chain, shape: torch.Size, dtype: torch.dtype) -> 
         )
     if (dtype == torch.float16) != (chain.record.initial.dtype == "float16"):
         raise ValueError(f"{path / chain.stem} is made of {chain.record.initial.dtype}, its table of {dtype}; {CURE}")
+    check_chain(path, chain)
     places = [0] * len(chain.record.links)
     for rows in _ranges(shape):
         piece = chain.record.initial.read(WEIGHT, rows, shape)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hotrow.base.door import make_folder
 from hotrow.base.files import atomic_write, size, write_json
 from hotrow.draw import bar_chart, line_chart, load_template
 
@@ -20,7 +21,7 @@ ACCESSES = {"lookup": "lookup", "row": "distinct row of a batch"}
 def write_inspection(folder: Path | str, report: Mapping[str, Any]) -> list[str]:
     """Writes what `hotrow inspect` found to `folder`, which is made if absent; returns the files: JSON, CSV, HTML."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     files = {suffix: folder / f"{NAME}.{suffix}" for suffix in ("json", "csv", "html")}
     write_json(files["json"], report)
     for suffix, text in (("csv", as_csv(report)), ("html", inspection_page(report))):

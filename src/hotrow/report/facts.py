@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hotrow.base.door import read_file
 from hotrow.base.records import MAX_COUNT
 from hotrow.data.packed.reader import PackedDataset
 
@@ -63,8 +64,8 @@ class RunFacts:
 def read_lines(path: Path) -> tuple[list[Line], int]:
     """Returns the lines of a metrics.jsonl that can be read, and how many cannot; none of a file that is absent."""
     try:
-        raw = path.read_bytes().split(b"\n")
-    except OSError:
+        raw = read_file(path).split(b"\n")
+    except FileNotFoundError:
         return [], 0
     found: list[Line] = []
     left_out = 0

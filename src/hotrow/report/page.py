@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hotrow.base.door import open_file
 from hotrow.base.files import atomic_write, size
 from hotrow.base.progress import duration
 from hotrow.draw import line_chart, load_template, stacked_bars
@@ -58,7 +59,7 @@ def write_report(path: Path, runs: Sequence[RunFacts]) -> int:
 
 def is_report(path: Path) -> bool:
     """Returns whether a file is a page of `write_report`, as its head says."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return b'<meta name="generator" content="hotrow report">' in file.read(1024)
 
 

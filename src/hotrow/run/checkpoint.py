@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hotrow.base.door import check_real, is_taken, is_there, make_folder, remove
 from hotrow.base.files import (
     PARTIAL_SUFFIX,
     check_name,
@@ -62,7 +63,7 @@ from hotrow.run.checkpoint_files import (
     read_tensors,
     write_tensors,
 )
-from hotrow.run.checkpoint_rows import NumRows, link_or_copy, load_chain, next_chain
+from hotrow.run.checkpoint_rows import NumRows, check_chain, link_or_copy, load_chain, next_chain
 from hotrow.run.checkpoint_together import write_together, writing
 
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
@@ -128,10 +129,11 @@ SHARED = "all ranks must save to one folder, on a file system that all of them s
 
 
 def _make_folders(partial: Path, contents: _Contents) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(mode=0o700, parents=True)
-    for each in sorted(contents.folders):
-        (partial / each).mkdir(mode=0o700, exist_ok=True)
+    check_real(partial.parent)
+    make_folder(partial.parent)
+    remove(partial)
+    for each in (Path(), *sorted(contents.folders)):
+        make_folder(partial / each)
 
 
 def _check_seen(partial: Path) -> None:
@@ -192,19 +194,30 @@ def _crc32_of_pieces(path: Path, manifest: Manifest, cuts: Sequence[Sequence[int
     """Returns the crc32 of the rank's piece of each file. Raises ValueError if a file is missing or cut off."""
     for name, record in manifest.files.items():
         file = path / name
-        if not file.is_file():
+        if not is_there(file, within=path):
             raise ValueError(f"checkpoint file {file} is missing; use another checkpoint of the run")
         if (size := file.stat().st_size) != record.num_bytes:
             raise ValueError(f"checkpoint file {file} has {size} bytes, not {record.num_bytes}: it is damaged; {CURE}")
-    return [crc32_of(path / name, *cuts[k][rank : rank + 2]) for k, name in enumerate(manifest.files)]
+    return [crc32_of(path / name, *cuts[k][rank : rank + 2], within=path) for k, name in enumerate(manifest.files)]
+
+
+def check_chains(path: Path, manifest: Manifest) -> None:
+    """Raises ValueError, naming the file, unless the row ids of all chains rise within their tables."""
+    for name, part in manifest.parts.items():
+        for table in part.chains or {}:
+            chain = manifest.chain(name, table)
+            assert chain is not None
+            check_chain(path, chain)
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Returns the checkpoints `step-N` in `folder` by step, rising."""
+    """Returns the checkpoints `step-N` in `folder` by step, rising. Raises ValueError if it, or one, is a link."""
     found = {}
+    check_real(folder)
     for path in folder.glob("step-*"):
+        check_real(path)
         number = path.name.removeprefix("step-")
-        if number.isdecimal() and (path / MANIFEST).is_file():
+        if number.isdecimal() and is_taken(path / MANIFEST):
             found[int(number)] = path
     return dict(sorted(found.items()))
 
@@ -222,8 +235,8 @@ def prune_checkpoints(folder: Path, *, keep_last: int, keep: int | None = None) 
     removed = [path for step, path in checkpoints.items() if step not in kept]
     for path in [*removed, *folder.glob(f"step-*{PARTIAL_SUFFIX}")]:
         # The manifest goes first: a removal cut short leaves a folder that no longer counts as a checkpoint.
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        remove(path / MANIFEST)
+        remove(path)
     return removed
 
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hotrow.base import files
+from hotrow.base.door import check_folder, is_taken, make_folder, open_file
 from hotrow.base.files import atomic_write, check_name, file_name
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.placement.base import InitialRows, RowIds, Rows
@@ -86,7 +87,7 @@ class FileRecord:
 
 def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> FileRecord:
     """Writes a safetensors file from the tensors' own memory; returns its size and crc32."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    make_folder(path.parent)
     ordered = in_order(tensors)
     head, end = head_of(ordered)
     checksum, left = zlib.crc32(head), end
@@ -181,6 +182,7 @@ def write_held(array: Rows, rows: RowIds, stored: Any, start: int) -> None:
 def open_tensors(path: Path) -> Any:
     """Opens the safetensors file at `path`. Raises ValueError if it cannot be read as one."""
     try:
+        open_file(path).close()  # the library below takes a path, and would follow a link or wait for a pipe
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         if isinstance(error, OSError) and not _is_mappable(path):
@@ -193,7 +195,7 @@ def open_tensors(path: Path) -> Any:
 def _is_mappable(path: Path) -> bool:
     """Returns False if the file can be read, and cannot be mapped."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ):
+        with open_file(path) as file, mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ):
             return True
     except ValueError:  # it is empty
         return True
@@ -310,8 +312,9 @@ def read_manifest(path: Path | str) -> Manifest:
     Raises ValueError if there is none or it is wrong, naming file, field and cure.
     """
     path = Path(path)
-    if not (path / MANIFEST).is_file():
+    if not is_taken(path / MANIFEST):
         raise ValueError(
             f"{path} is not a checkpoint: it has no {MANIFEST}; pass a folder such as runs/NAME/checkpoints/step-N"
         )
+    check_folder(path, files=(MANIFEST,))
     return DOCUMENT.read(path / MANIFEST)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hotrow.base.door import open_file
 from hotrow.base.files import file_name, open_private
 from hotrow.placement.base import Changes, RowIds, Rows, Saved
 from hotrow.run.checkpoint_files import (
@@ -45,6 +46,8 @@ MOST_LINKS = 100
 """The longest chain of checkpoint files. Every save hard-links all files of its chain and every load opens them, so a
 longer chain costs more; past this length the next save starts a new chain."""
 ROWS = "rows"
+ID_PIECE = 1 << 18
+"""How many row ids are read at once to check them."""
 
 
 class NumRows(NamedTuple):
@@ -139,7 +142,7 @@ def link_or_copy(source: Path, target: Path) -> int:
     except FileNotFoundError:
         raise
     except OSError:
-        with source.open("rb") as file, open_private(target) as copy:
+        with open_file(source) as file, open_private(target) as copy:
             shutil.copyfileobj(file, copy, 1 << 20)
             copy.flush()
             os.fsync(copy.fileno())
@@ -155,35 +158,43 @@ def load_chain(path: Path, chain: Chain, table: str, arrays: Mapping[str, Rows],
     for name, array in arrays.items():
         if (own := array.shape[0]) != record.num_rows:
             raise ValueError(f"{path / chain.stem}: {name} has {record.num_rows:,} rows; this model's has {own:,}")
+    check_chain(path, chain)
     for file, num_rows in zip(chain.files, record.links, strict=True):
-        _check_link(path / file, num_rows, record.num_rows, arrays)
+        with open_tensors(path / file) as link:
+            check_names(path / file, link.keys(), [ROWS, *arrays])
+            for name, array in arrays.items():
+                check_like(path / file, name, link.get_slice(name), array.dtype, (num_rows, *array.shape[1:]))
     for name, array in arrays.items():
         for rows in _rows_to_reset(name, table, array, record, changes):
             held = held_rows(array, rows)
             array.write(held, record.initial.read(name, held, array.shape))
+    step = min(array.piece_rows for array in arrays.values())
     for file, num_rows in zip(chain.files, record.links, strict=True):
         with open_tensors(path / file) as link:
-            for piece, rows in _pieces(link, num_rows, arrays):
+            for piece, rows in _pieces(link, num_rows, step):
                 for name, array in arrays.items():
                     write_held(array, rows, link.get_slice(name), piece.start)
 
 
-def _check_link(path: Path, num_rows: int, table_rows: int, arrays: Mapping[str, Rows]) -> None:
-    with open_tensors(path) as link:
-        check_names(path, link.keys(), [ROWS, *arrays])
-        check_like(path, ROWS, link.get_slice(ROWS), torch.int64, (num_rows,))
-        for name, array in arrays.items():
-            check_like(path, name, link.get_slice(name), array.dtype, (num_rows, *array.shape[1:]))
-        last = -1
-        for _, rows in _pieces(link, num_rows, arrays):
-            if int(rows[0]) <= last or bool((rows.diff() <= 0).any()) or int(rows[-1]) >= table_rows:
-                raise ValueError(f"{path}: its rows do not rise within the table's {table_rows:,}; {CURE}")
-            last = int(rows[-1])
+def check_chain(path: Path, chain: Chain) -> None:
+    """Raises ValueError, naming the file, unless the row ids in each link of the chain rise within the table.
+
+    Whoever reads a chain calls this first: what follows may then index the table by these ids.
+    """
+    for name, num_rows in zip(chain.files, chain.record.links, strict=True):
+        file, table_rows, last = path / name, chain.record.num_rows, -1
+        with open_tensors(file) as link:
+            if ROWS not in link.keys():  # noqa: SIM118  # it is not a mapping
+                raise ValueError(f"{file} has no {ROWS!r}, the ids of its rows; {CURE}")
+            check_like(file, ROWS, link.get_slice(ROWS), torch.int64, (num_rows,))
+            for _, rows in _pieces(link, num_rows, ID_PIECE):
+                if int(rows[0]) <= last or bool((rows.diff() <= 0).any()) or int(rows[-1]) >= table_rows:
+                    raise ValueError(f"{file}: its rows do not rise within the table's {table_rows:,}; {CURE}")
+                last = int(rows[-1])
 
 
-def _pieces(link: Any, num_rows: int, arrays: Mapping[str, Rows]) -> Iterator[tuple[slice, Tensor]]:
-    """Yields ranges of a link, and the row ids in each."""
-    step = min(array.piece_rows for array in arrays.values())
+def _pieces(link: Any, num_rows: int, step: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yields ranges of a link of at most `step` rows, and the row ids in each."""
     ranges = (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
     return ((piece, link.get_slice(ROWS)[piece]) for piece in ranges)
 

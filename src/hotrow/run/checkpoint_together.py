@@ -18,6 +18,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from hotrow.base.door import open_file
 from hotrow.base.files import explain_full_disk, open_private
 from hotrow.parallel.agreement import everyone, on_every_rank
 from hotrow.parallel.world import World
@@ -58,7 +59,7 @@ def write_together(path: Path, arrays: Mapping[str, Rows], world: World) -> File
     writing(world, path.parent, lambda: _make(path, head, end) if world.rank == 0 else None)
     # A crc32 adds up (as xor): that of the file is the sum of each rank's, with zeros for what others write.
     checksum = zlib.crc32(head) if world.rank == 0 else _NOTHING
-    with on_every_rank(world, lambda: path.open("r+b", buffering=0)) as file:
+    with on_every_rank(world, lambda: open_file(path, "r+b", buffering=0)) as file:
         for number, windows in enumerate(_strides([arrays[name] for name, _ in ordered], len(head))):
             checksum = writing(world, path.parent, partial(_fill, file, windows, checksum))
             if number % world.size == world.rank:

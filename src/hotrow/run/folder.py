@@ -35,7 +35,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from hotrow.base.files import atomic_write, check_path, check_writable, claim, open_private
+from hotrow.base.door import check_folder, is_taken, make_folder, open_file, read_file, remove
+from hotrow.base.files import LOCK, atomic_write, check_path, check_writable, claim, open_private
 from hotrow.base.machine import host_facts, versions
 from hotrow.base.records import Document
 from hotrow.config.load import parse_yaml
@@ -46,6 +47,10 @@ from hotrow.run.checkpoint_rows import link_or_copy
 from hotrow.run.record import ALL_DONE, Counted, RunRecord
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
+_FILES = (RUN, CONFIG, METRICS, LOG, REPORT, "trace.json", "launch.json", "writes.json", LOCK)
+_FOLDERS = ("checkpoints", "vocab", "data", "memory", "tensorboard")
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
+"""What could end a line of log.txt, or change how a terminal shows it."""
 
 
 _WHEN_FINISHED = (
@@ -119,10 +124,13 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
-        """Opens the run at `path`. Raises ValueError if it is not a run, or naming the wrong field of run.json."""
+        """Opens the run at `path`. Raises ValueError if it is not a run, or naming the wrong field of run.json, or what
+        is in the folder and is neither a regular file nor a real folder.
+        """
         path = Path(path)
-        if not (path / RUN).is_file():
+        if not is_taken(path / RUN):
             raise ValueError(f"{path} is not a run: it has no {RUN}; pass a folder such as runs/criteo-dlrm-001")
+        check_folder(path, files=_FILES, folders=_FOLDERS)
         record = _DOCUMENT.read(path / RUN)
         if record.status == "finished":
             for name in _WHEN_FINISHED:
@@ -186,9 +194,10 @@ class RunFolder:
         self.update(warnings={**self.record.warnings, code: now})
 
     def log(self, text: str) -> None:
-        """Writes a line with the time to log.txt."""
-        with (self.path / LOG).open("a", encoding="utf-8") as file:
-            file.write(f"{_now()} {text}\n")
+        """Writes a line with the time to log.txt. A line break within `text` is escaped: nobody can forge a line."""
+        line = _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+        with open_file(self.path / LOG, "ab") as file:
+            file.write(f"{_now()} {line}\n".encode(errors="backslashreplace"))
 
     def commands(self, rows: str = "NEW_ROWS") -> dict[str, str]:
         """Returns commands that score, judge, export and continue the run, by purpose, as far as it has come to them.
@@ -196,7 +205,7 @@ class RunFolder:
         rows: the raw rows to name, quoted.
         """
         run, command = shlex.quote(str(self.path)), shlex.join(map(str, self.record.command))
-        if not (self.path / CONFIG).is_file():
+        if not is_taken(self.path / CONFIG):
             again = "Start it again, after removing the folder"
             return {again if self.record.preparation is None else "Continue its preparation": command}
         commands = {}
@@ -217,7 +226,7 @@ class RunFolder:
         lines, left_out = read_lines(self.path / METRICS)
         options = {}
         with suppress(OSError, ValueError):  # without a config, or with a damaged one, the page has no options
-            config = parse_yaml((self.path / CONFIG).read_text(encoding="utf-8"), origin=CONFIG)
+            config = parse_yaml(read_file(self.path / CONFIG).decode(), origin=CONFIG)
             options = dict(_flat(config))
         is_training = False
         if self.record.status == "running":
@@ -252,8 +261,8 @@ class RunFolder:
 
         Scalars of a split carry its name, as in `val/auc`; otherwise two splits at one step would make one curve.
         """
-        with (self.path / METRICS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        with open_file(self.path / METRICS, "ab") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n")
         if self._board is not None:
             group = values.get("split", kind)
             for name, value in values.items():
@@ -266,7 +275,7 @@ class RunFolder:
         and line if one is damaged.
         """
         path = self.path / METRICS
-        lines = path.read_bytes().split(b"\n")[:-1]
+        lines = read_file(path).split(b"\n")[:-1]
         return [_measurement(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
     def rewind(self, step: int) -> None:
@@ -282,17 +291,21 @@ class RunFolder:
             return
         from torch.utils.tensorboard import SummaryWriter  # heavy, and an extra
 
+        make_folder(self.path / "tensorboard", within=self.path)
         self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
+        self._board.flush()  # only now is the file there, which anybody may read
+        for path in (self.path / "tensorboard").iterdir():
+            path.chmod(0o600)
 
     def keep_vocabulary(self, dataset: Path) -> None:
         """Takes dataset.json and vocab/ of a packed dataset into the run, so that it can score raw rows by itself.
 
         Vocabularies are hard links, which take no space, or copies if the file system has no links.
         """
-        (self.vocabulary / "vocab").mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self.vocabulary / "vocab", within=self.path)
         for source in [dataset / "dataset.json", *(dataset / "vocab").glob("*")]:
             target = self.vocabulary / source.relative_to(dataset)
-            target.unlink(missing_ok=True)
+            remove(target, within=self.path)
             link_or_copy(source, target)
 
     def fail(self, text: str) -> None:
@@ -394,7 +407,7 @@ def check_free(path: Path | str | None) -> None:
 
 
 def _is_unbegun(path: Path) -> bool:
-    return (path / RUN).is_file() and not (path / CONFIG).exists()
+    return is_taken(path / RUN) and not is_taken(path / CONFIG)
 
 
 def _taken(path: Path) -> ValueError:
@@ -407,7 +420,7 @@ def _taken(path: Path) -> ValueError:
 
 
 def _next_folder(parent: Path, name: str) -> Path:
-    parent.mkdir(parents=True, exist_ok=True)
+    make_folder(parent)
     number = max(_numbered(parent, name), default=0)
     while True:  # another process may take the number first
         number += 1
@@ -435,7 +448,7 @@ def _safe(name: str) -> str:
 
 def _stopped_before_training(path: Path, preparation: str) -> bool:
     """Returns whether a run was to prepare this and has not trained: the first step writes its config."""
-    if not (path / RUN).is_file() or (path / CONFIG).exists():
+    if not is_taken(path / RUN) or is_taken(path / CONFIG):
         return False
     try:
         return _DOCUMENT.read(path / RUN).preparation == preparation

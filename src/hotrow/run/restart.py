@@ -45,6 +45,11 @@ def mark_launch(folder: Path, config: Config) -> None:
         _DOCUMENT.write(folder / LAUNCH, launch)
 
 
+def read_launch(folder: Path) -> Launch:
+    """Returns what the launch.json of a run says. Raises ValueError naming the file, the field and the cure."""
+    return _DOCUMENT.read(folder / LAUNCH)
+
+
 def restart_folder(config: Config) -> Path | None:
     """Returns the folder in which a run of `config` goes on, if torchrun started this process in place of an earlier
     one that had made it; otherwise None.
@@ -58,7 +63,7 @@ def restart_folder(config: Config) -> Path | None:
     found = []
     for path in [Path(config.run)] if config.run else [file.parent for file in Path("runs").glob(f"*/{LAUNCH}")]:
         with suppress(ValueError, OSError):
-            mark = _DOCUMENT.read(path / LAUNCH)
+            mark = read_launch(path)
             same = mark.agent == own.agent or (again and mark.run_id == own.run_id)
             if same and mark.config == own.config and mark.worker != own.worker:
                 found.append(path)

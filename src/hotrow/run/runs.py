@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 
+from hotrow.base.door import is_taken, read_file
 from hotrow.base.files import disk_free_bytes, explain_full_disk, is_seen, size
 from hotrow.base.machine import default_threads, lacks_bfloat16_products, numa_nodes, usable_cores
 from hotrow.base.progress import ProgressLine, num_of
@@ -217,7 +218,7 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, in
 
 def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
     """Returns the config of a run with the options that may change. Raises ValueError for others."""
-    if not (folder.path / CONFIG).is_file():
+    if not is_taken(folder.path / CONFIG):
         command = shlex.join(map(str, folder.record.command))
         if folder.record.preparation is not None:
             raise ValueError(
@@ -228,7 +229,7 @@ def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
             f"{folder.path} ended before its first step, without a {CONFIG}: there is nothing to continue from, so "
             f"{_start_again(folder)}"
         )
-    raw = parse_yaml((folder.path / CONFIG).read_text(encoding="utf-8"), origin=str(folder.path / CONFIG))
+    raw = parse_yaml(read_file(folder.path / CONFIG).decode(), origin=str(folder.path / CONFIG))
     for override in overrides:
         option = override.partition("=")[0]
         if option not in RESUMABLE and not option.startswith(("memory.", "parallel.")):

@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 from typing_extensions import override
 
+from hotrow.base.door import is_taken
 from hotrow.base.files import ByteRate, folder_bytes, size
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.batch import Batch
@@ -77,7 +78,7 @@ class WriteLedger:
 
     def __init__(self, path: Path | None, budget: ByteRate | None, *, now: Callable[[], float] = time.time) -> None:
         self.budget, self._path, self._now = budget, path, now
-        found = _DOCUMENT.read(path).bytes_by_start if path is not None and path.exists() else {}
+        found = _DOCUMENT.read(path).bytes_by_start if path is not None and is_taken(path) else {}
         self._pieces = {int(start) // PIECE_S: num_bytes for start, num_bytes in found.items()}
         self._saved_piece, self._ahead = -1, 0
 

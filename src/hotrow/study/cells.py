@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hotrow.base.door import make_folder
 from hotrow.base.records import read_sealed, write_sealed
 from hotrow.bench import how_clean
 from hotrow.config.schema import Config, MemoryConfig
@@ -161,7 +162,7 @@ class Studied:
         needed = required_bytes(plain, tables_of(plain, dataset))
         config = cell.resolved(data=str(dataset.path), tables_bytes=needed, folder=folder)
         for place in _folders(config):
-            place.mkdir(parents=True, exist_ok=True)
+            make_folder(place)
         if cell.measures == "quality":
             return config
         passes = math.ceil(dataset.split("train").num_rows / config.train.batch_size)
@@ -349,7 +350,7 @@ def _kept_run(cell: Cell, folder: Path) -> dict[str, str]:
         return {}
     shutil.rmtree(RunFolder.open(run).checkpoints, ignore_errors=True)
     shutil.rmtree(kept, ignore_errors=True)  # of a cell whose row a killed study did not write
-    kept.parent.mkdir(exist_ok=True)
+    make_folder(kept.parent)
     run.rename(kept)
     return {"run": str(kept.relative_to(folder))}
 
@@ -399,7 +400,7 @@ def run_cell(cell: Cell, config: Config, work: Path) -> dict[str, Any]:
 
     Raises CellError if the process ended in another way than by its result or for memory.
     """
-    work.mkdir(parents=True, exist_ok=True)
+    make_folder(work)
     in_tiers = config.memory != "dram" and not isinstance(config.memory, str)
     spec = Spec(
         config=config.model_dump(mode="json"),

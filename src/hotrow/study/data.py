@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from pydantic.dataclasses import dataclass as record
 
+from hotrow.base.door import make_folder
 from hotrow.base.files import PARTIAL_SUFFIX, check_name
 from hotrow.base.records import STRICT
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
@@ -105,7 +106,7 @@ class SyntheticRows:
         dense = generator.standard_normal((self.samples, self.dense), dtype=np.float32)
         sparse: dict[str, Any] = {}
         with PackedWriter(folder, info) as writer:
-            (folder / "counts").mkdir(exist_ok=True)
+            make_folder(folder / "counts")
             for t, (name, rows) in enumerate(zip(names, self.table_rows, strict=True)):
                 ids, splits, counts = self._ids(t, rows)
                 sparse[name] = ids if splits is None else (ids, splits)

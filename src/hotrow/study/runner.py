@@ -21,6 +21,7 @@ from pydantic import ConfigDict, JsonValue
 from typing_extensions import TypedDict
 
 from hotrow import bench
+from hotrow.base.door import make_folder
 from hotrow.base.files import atomic_write, claim
 from hotrow.base.machine import available_memory_bytes, usable_cores
 from hotrow.base.progress import ProgressLine, duration
@@ -135,7 +136,7 @@ def run_sweep(
     file = folder / f"{sweep.stem}.json"
     with ExitStack() as stack:
         if not estimate_only:  # before rows are read: another process may be adding some
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             claim_or_fail(folder, stack)
         if memory_bytes is None:  # a continued study keeps its limit, so that the same cells fit
             before = _DOCUMENT.read(file)["memory_bytes"] if file.exists() else 0

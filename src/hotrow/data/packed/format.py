@@ -21,6 +21,7 @@ from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from hotrow import __version__
+from hotrow.base.door import check_folder, is_taken
 from hotrow.base.files import check_name, check_text, file_name
 from hotrow.base.records import MAX_COUNT, STRICT, Count, Document
 
@@ -255,12 +256,13 @@ def write_info(folder: Path, info: DatasetInfo) -> None:
 def read_info(folder: Path) -> DatasetInfo:
     """Reads and checks `dataset.json`. Raises ValueError naming the field, what is wrong and the cure."""
     path = folder / MANIFEST
-    if not path.is_file():
+    if not is_taken(path):
         unfinished = (folder / WORK_FOLDER).exists()
         raise ValueError(
             f"{folder}: no {MANIFEST}, so this is not a complete packed dataset; "
             + ("its preparation was interrupted, run the same prepare command again" if unfinished else "prepare one")
         )
+    check_folder(folder, files=(MANIFEST,), folders=(*RESERVED_SPLITS, WORK_FOLDER))
     return _DOCUMENT.read(path)
 
 

@@ -7,6 +7,7 @@ before anything is parsed, and ids before anything is looked up. `loader` makes 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import struct
 import zlib
 from collections import OrderedDict
@@ -21,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hotrow.base.door import is_there, open_file, read_file
 from hotrow.base.files import crc32
 from hotrow.data.packed.format import (
     MANIFEST,
@@ -43,13 +45,10 @@ CURE = "restore the file from a copy or prepare the data again"
 
 
 def _inside(folder: Path, *names: str) -> Path:
-    """Returns the path of the file `folder/names...`. Raises ValueError if it is absent or a link leads out of
-    `folder`."""
+    """Returns the path of the file `folder/names...`. Raises ValueError if it is absent, or no file by itself."""
     path = folder.joinpath(*names)
-    if not path.is_file():
+    if not is_there(path, within=folder):
         raise ValueError(f"{path}: {MANIFEST} names this file and it is missing; {CURE}")
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{path} is a link out of the dataset's folder; put the file itself there")
     return path
 
 
@@ -64,7 +63,8 @@ class _MappedPart:
     def __init__(self, path: Path, part: Part, schema: pa.Schema) -> None:
         self._path, self._part, self._schema = path, part, schema
         _check_size(path, part.num_bytes)
-        self._bytes = pa.memory_map(str(path)).read_buffer()
+        with open_file(path) as file:
+            self._bytes = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         for index, what in ((0, "header"), (len(part.range_ends) - 1, "footer")):
             self._check_crc32(index, what)
         try:
@@ -242,7 +242,7 @@ class PackedDataset:
     @cached_property
     def checksum(self) -> str:
         """sha256 of the manifest, which holds the checksums of everything else: identifies the data in reports."""
-        return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
+        return hashlib.sha256(read_file(self.path / MANIFEST)).hexdigest()
 
     def split(self, name: str) -> Split:
         """Returns the split `name`. Raises ValueError listing the names if there is no such split."""

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hotrow.base.door import open_file
 from hotrow.base.files import PARTIAL_SUFFIX, atomic_write
 from hotrow.data.chunk import KEY_KINDS, KeyKind, Keys
 from hotrow.data.native import Table, backend, hash_keys, lookup_rows, open_runs, stores_bytes
@@ -260,7 +261,7 @@ def open_counts(path: Path | str) -> NDArray[Any]:
     Raises ValueError naming the file if it is truncated or altered.
     """
     path = Path(path)
-    with path.open("rb") as file:
+    with open_file(path) as file:
         raw = file.read(COUNTS_HEADER_BYTES)
         intact = len(raw) == COUNTS_HEADER_BYTES and raw[:8] == COUNTS_MAGIC
         if not intact or zlib.crc32(raw[: -_CRC.size]) != _CRC.unpack(raw[-_CRC.size :])[0]:
@@ -272,7 +273,7 @@ def open_counts(path: Path | str) -> NDArray[Any]:
             raise _damaged(path, f"it has {path.stat().st_size} bytes, which does not fit {num_rows} counts")
         if _crc_of(file, COUNTS_HEADER_BYTES, num_rows * count_bytes) != crc:
             raise _damaged(path, "its counts do not match their checksum")
-    return np.memmap(path, f"<u{count_bytes}", "r", offset=COUNTS_HEADER_BYTES, shape=(num_rows,))
+        return np.memmap(file, f"<u{count_bytes}", "r", offset=COUNTS_HEADER_BYTES, shape=(num_rows,))
 
 
 class Vocabulary:
@@ -289,7 +290,7 @@ class Vocabulary:
         size, for a file that was verified before. Raises ValueError naming the file and what is wrong with it.
         """
         path = Path(path)
-        with path.open("rb") as file:
+        with open_file(path) as file:
             header = Header.unpack(file.read(HEADER_BYTES), path)
             if (size := path.stat().st_size) != header.num_bytes:
                 raise _damaged(path, f"it has {size} bytes, its header says {header.num_bytes}")
@@ -354,7 +355,7 @@ class Vocabulary:
 
     def load(self) -> Vocabulary:
         """Reads the vocabulary into memory: no page faults in encoding. Raises ValueError if the file has changed."""
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             arrays = [_read_section(file, self.header, name) for name in SECTIONS]
         for name, section, array in zip(SECTIONS, self.header.sections, arrays, strict=True):
             if zlib.crc32(array.data) != section.crc32:
@@ -367,7 +368,7 @@ class Vocabulary:
         Integers are int64 in two's complement. With a `hash_cap`, keys are the integers below it that ids became.
         """
         header, first = self.header, 0
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             while first < header.num_keys:
                 last = self._piece_end(file, first, piece_bytes)
                 rows = _read_section(file, header, "rows", first, last).view(_dtype(header, "rows"))
@@ -395,7 +396,7 @@ class Vocabulary:
         """
         header = self.header
         num_buckets = 2**header.directory_bits // num_parts
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             buckets = (part * num_buckets, (part + 1) * num_buckets + 1)
             directory = _read_section(file, header, "directory", *buckets)
             first, last = (int(place) for place in directory.view(f"<u{header.index_bytes}")[[0, -1]])

@@ -20,6 +20,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 from pydantic.dataclasses import dataclass
 
+from hotrow.base.door import make_folder
 from hotrow.base.files import atomic_write, check_name, crc32, explain_full_disk
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.data.packed.format import (
@@ -238,7 +239,7 @@ class PackedWriter:
             raise ValueError(f"{self.path} already holds a complete dataset; choose another folder, or remove this one")
         self._first_parts = {split: row // rows_per_part for split, row in (first_rows or {}).items()}
         self._parts_path = self.path / WORK_FOLDER / noted_in
-        self._parts_path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._parts_path.parent, within=self.path)
         self._identity = (info.schema_fingerprint(), rows_per_part, rows_per_block, self._first_parts)
         self._finished: dict[str, list[Part]] = self._read_finished()
         self._buffers: dict[str, _BlockBuffer] = {}
@@ -369,7 +370,7 @@ class PackedWriter:
             check_name(split, what="split name")
             if split in RESERVED_SPLITS:
                 raise ValueError(f"split {split!r}: this name is taken by a folder of the format; rename it")
-            (self.path / split).mkdir(exist_ok=True)
+            make_folder(self.path / split, within=self.path)
             self._buffers[split] = _BlockBuffer(self.info, self._rows_per_block)
             self._finished.setdefault(split, [])
         return self._buffers[split]

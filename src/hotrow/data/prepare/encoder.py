@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from hotrow.base.door import make_folder, open_file
 from hotrow.base.files import check_name, explain_full_disk, open_private
 from hotrow.base.records import Count
 from hotrow.data.chunk import Chunk, Keys
@@ -68,7 +69,7 @@ class TableEncoder:
         self._num_parts = 1
         if self.needs_occurrences:
             self._num_parts = self._choose_parts()
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder)
         else:
             self.vocabulary = self.vocabulary.load()
 
@@ -267,7 +268,7 @@ class _Occurrences:
 
     def _open_to_append(self, path: Path) -> BinaryIO:
         if path in self._files:
-            return path.open("ab")
+            return open_file(path, "ab")
         self._files.add(path)
         return open_private(path)
 

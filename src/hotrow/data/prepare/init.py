@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotrow.base.door import make_folder
 from hotrow.base.files import atomic_write, check_writable
 from hotrow.config.recipe import choose_recipe
 from hotrow.data.packed.format import MANIFEST, read_info
@@ -69,7 +70,7 @@ def run_init(
     written = [folder / name for name, text in texts.items() if text is not None]
     for path in written:
         _check_absent(path)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for path in written:
         with atomic_write(path) as file:
             file.write((texts[path.name] or "").encode())

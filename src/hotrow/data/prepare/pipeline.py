@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass as record
 
+from hotrow.base.door import make_folder
 from hotrow.base.files import explain_full_disk, file_name
 from hotrow.base.machine import available_memory_bytes, usable_cores, versions
 from hotrow.base.progress import ProgressCallback, ProgressMeter
@@ -537,7 +538,7 @@ class _Stages:
         """Writes the vocabulary and counts of a table; returns its record for dataset.json. others: counts of ranks."""
         self._check_stop()
         for folder in ("vocab", "counts"):
-            (self._work.out / folder).mkdir(mode=0o700, exist_ok=True)
+            make_folder(self._work.out / folder, within=self._work.out)
         path = self._work.out / "vocab" / file_name(table)
         options = self._schema.table(table)
         counts_path, min_count = self._work.out / "counts" / file_name(table), options.min_count

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 from pydantic.dataclasses import dataclass as record
 
+from hotrow.base.door import make_folder
 from hotrow.base.files import check_name, explain_full_disk, file_name
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.data.chunk import KeyKind, Keys, interleave
@@ -131,7 +132,7 @@ class CounterPool:
     """
 
     def __init__(self, folder: Path, *, memory_bytes: int, executor: Executor | None = None, rank: int = 0) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
         self.folder, self.memory_bytes, self._first_order = folder, memory_bytes, rank << RANK_SHIFT
         self._map: Callable[..., Iterable[Any]] = map if executor is None else executor.map
         self.progress: Any = None

@@ -10,7 +10,6 @@ If several ranks prepare together (shares.py), each has the last three for itsel
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from pydantic import JsonValue, TypeAdapter
 from pydantic.dataclasses import dataclass as record
 from typing_extensions import override
 
+from hotrow.base.door import check_folder, is_taken, make_folder, remove
 from hotrow.base.files import check_writable
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.data.chunk import Position
@@ -97,8 +97,10 @@ class WorkFolder:
         self.resumed = False
         self._made_out = not out.exists()
         check_out(out, overwrite=overwrite)
-        if _is_ours(out) and not overwrite:
-            self._resume()
+        if _is_ours(out):
+            check_folder(out, files=(MANIFEST,), folders=(WORK_FOLDER, "vocab", "counts", *SPLITS))
+            if not overwrite:
+                self._resume()
 
     def _resume(self) -> None:
         found = _DOCUMENT.read(self.folder / STATE)
@@ -114,10 +116,9 @@ class WorkFolder:
         """Makes the folder for new work, after removing what is to be overwritten."""
         if self._overwrite and _is_ours(self.out):
             # The manifest goes first: without it, nobody takes the rest for a dataset.
-            (self.out / MANIFEST).unlink(missing_ok=True)
-            for name in ("vocab", "counts", *SPLITS, WORK_FOLDER):
-                shutil.rmtree(self.out / name, ignore_errors=True)
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name in (MANIFEST, "vocab", "counts", *SPLITS, WORK_FOLDER):
+                remove(self.out / name)
+        make_folder(self.folder, within=self.out)
         try:
             self.save()
         except BaseException:
@@ -142,21 +143,21 @@ class WorkFolder:
 
     def fresh(self, name: str) -> Path:
         """Returns the folder `name` for files of a stage; what an interrupted run left there is removed."""
-        shutil.rmtree(self.folder / name, ignore_errors=True)
+        remove(self.folder / name, within=self.out)
         return self.folder / name
 
     def abandon(self) -> bool:
         """Removes the folder after an error in the data, unless it holds counts to continue from; returns whether."""
         if self.results.tables is not None or any(self.folder.glob(f"{COUNTS}*/{SNAPSHOT}")):
             return False
-        shutil.rmtree(self.folder)
+        remove(self.folder)
         if self._made_out and not any(self.out.iterdir()):
             self.out.rmdir()
         return True
 
     def remove(self) -> None:
         """Removes the folder when the dataset is complete."""
-        shutil.rmtree(self.folder)
+        remove(self.folder)
 
 
 class SilentWork(WorkFolder):
@@ -183,14 +184,14 @@ def check_out(out: Path, *, overwrite: bool) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"{out} exists and is not a dataset folder; it is never overwritten: choose another")
         check_writable(out)
-    elif (out / MANIFEST).exists() and not overwrite:
-        shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)  # left behind if the last step was interrupted
+    elif is_taken(out / MANIFEST) and not overwrite:
+        remove(out / WORK_FOLDER)  # left behind if the last step was interrupted
         raise ValueError(f"{out} already holds a finished dataset; choose another folder, or --overwrite to replace it")
 
 
 def _is_ours(out: Path) -> bool:
     """Returns whether `out` is a dataset or the unfinished work on one."""
-    return (out / MANIFEST).exists() or (out / WORK_FOLDER / STATE).exists()
+    return is_taken(out / MANIFEST) or is_taken(out / WORK_FOLDER / STATE)
 
 
 def _covered(mark: Mark, finished_rows: Mapping[str, int]) -> bool:
