@@ -1,6 +1,7 @@
 """Rounds of faults: one of three ranks is killed or stopped at a random moment, and the run goes on to the same bits.
 
     python -m benchmarks.rank_faults [--rounds 100] [--seed 1] [--folder DIR]
+    python -m benchmarks.rank_faults --ends 300
 
 A round trains on three ranks, sends SIGKILL or SIGSTOP to one of them at a random moment (before the first step, in a
 collective, while a checkpoint is written), waits until the others have named it and ended, and continues the run on one
@@ -8,6 +9,9 @@ to four ranks. Its losses, its metrics and every byte of its last checkpoint mus
 nothing happened to. In half of the rounds, drawn at random too, rows lie in tiers: a rank has 256 KiB of DRAM for them,
 a third of what they take. A line a round; the last line is JSON: how many rounds, the slowest naming, what differed or
 hung. The exit code is 1 if anything did.
+
+`--ends 300` has no faults: two ranks train 300 short runs, one after another, and end as commands do. It counts exit
+codes that are not 0.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.rank_runs import HANG_S, differing, outcome, session, wait
+from benchmarks.rank_runs import HANG_S, differing, outcome, session, wait, whole_ends
 from hotrow.parallel.heartbeat import LOST
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import CONFIG, RUN
@@ -134,6 +138,29 @@ def rounds(data: Path, folder: Path, num_rounds: int, *, seed: int = 1) -> Itera
         shutil.rmtree(own)
 
 
+def ends(data: Path, folder: Path, num_runs: int) -> Iterator[tuple[list[int], str]]:
+    """Yields the exit codes of the two ranks of each of `num_runs` short runs, and what they said."""
+
+    def given(number: int) -> dict[str, Any]:
+        found = settings(data, folder / f"run-{number}", tiers=False)
+        return {**found, "train": {**found["train"], "max_steps": 2, "micro_batches": 2}}
+
+    for number, found in enumerate(whole_ends(2, map(given, range(num_runs)))):
+        yield found
+        shutil.rmtree(folder / f"run-{number}", ignore_errors=True)
+
+
+def count_ends(data: Path, folder: Path, num_runs: int) -> int:
+    """Runs `ends`, prints what failed and how many did, and returns the exit code of this program."""
+    failed = 0
+    for number, (codes, said) in enumerate(ends(data, folder, num_runs), 1):
+        if any(codes):
+            failed += 1
+            print(f"{number}: {codes} {' '.join(said.split())[-800:]}", flush=True)
+    print(json.dumps({"runs": num_runs, "failed": failed}))
+    return 1 if failed else 0
+
+
 def untouched(data: Path, folder: Path, ranks: int, *, tiers: bool) -> tuple[dict[str, str], float]:
     """Trains without a fault; returns the outcome, and the seconds from the run's folder to the end."""
     folder.mkdir()
@@ -149,6 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ends", type=int, metavar="RUNS", help="count exit codes of so many short runs of two ranks")
     parser.add_argument("--folder", type=Path, help="where runs and rows lie while they train")
     given = parser.parse_args()
     if given.folder is not None:
@@ -158,6 +186,8 @@ def main() -> int:
 
         folder = Path(name)
         data = make_shape("kaggle", 8_000, 1e-3, folder / "data")
+        if given.ends is not None:
+            return count_ends(data, folder, given.ends)
         found = []
         for each in rounds(data, folder, given.rounds, seed=given.seed):
             found.append(each)

@@ -11,12 +11,16 @@ The first session sets OMP_NUM_THREADS=1, as torchrun does: threads of numpy's B
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,8 +49,7 @@ class Session:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.folder = folder
         folder.mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = _free_port()
         self.processes = [CONTEXT.Process(target=_rank, args=(rank, size, port, given, folder)) for rank in range(size)]
         for process in self.processes:
             process.start()
@@ -85,6 +88,10 @@ def session(size: int, given: Mapping[str, Any], folder: Path) -> Iterator[Sessi
 def _rank(rank: int, size: int, port: int, given: Mapping[str, Any], folder: Path) -> None:
     os.dup2(os.open(folder / f"rank-{rank}", os.O_WRONLY | os.O_CREAT, 0o600), 2)
     torch.set_num_threads(1)
+    _train(rank, size, port, given)
+
+
+def _train(rank: int, size: int, port: int, given: Mapping[str, Any]) -> None:
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     environ = {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
     os.environ.update(environ)
@@ -94,6 +101,51 @@ def _rank(rank: int, size: int, port: int, given: Mapping[str, Any], folder: Pat
             runs.resume(given["run"], changes, quiet=True, world=world)
         else:
             runs.train(make_config(dict(given)), quiet=True, world=world)
+
+
+def serve_whole_ends() -> None:
+    """Forks the ranks of each run that a line of standard input describes; answers with their exit codes.
+
+    Processes of `session` end by `os._exit`. A child of this returns from its function, so its interpreter ends as that
+    of a command does: what can go wrong there, such as a thread that still holds tensors, ends it by a signal.
+    """
+    importlib.import_module("torch._dynamo")
+    for line in sys.stdin:
+        size, port, given = json.loads(line)
+        children = []
+        for rank in range(size):
+            if (child := os.fork()) == 0:
+                _train(rank, size, port, given)
+                return
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(codes), flush=True)
+
+
+def whole_ends(size: int, runs_given: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[int], str]]:
+    """Yields the exit codes of the ranks of each run, whose interpreters end as a command's do, and what they said."""
+    command = [sys.executable, "-c", "from benchmarks.rank_runs import serve_whole_ends; serve_whole_ends()"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
+        ) as server,
+    ):
+        assert server.stdin is not None and server.stdout is not None
+        for given in runs_given:
+            server.stdin.write(json.dumps([size, _free_port(), dict(given)]) + "\n")
+            server.stdin.flush()
+            answer = server.stdout.readline()
+            said.seek(0)
+            assert answer, said.read()
+            yield json.loads(answer), said.read()
+            said.truncate(0)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def wait(done: Callable[[], bool], limit_s: float = HANG_S) -> bool:

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -419,6 +420,34 @@ def test_ranks_that_differ_are_named_on_all(ranks: Callable[..., Ranks]) -> None
     assert "went apart by step 20: rank 2 has checksum of the dense weights" in found["weights"]
     assert "went apart by step 19: rank 2 has checksum" in found["at a checkpoint"]
     assert "rank 1 has epoch 1, rank 0 0; rank 2 has epoch 2, rank 0 0" in found["position"]
+
+
+class Held:
+    """Stands for a run, whose tensors a heartbeat reaches by what it is given."""
+
+    def step(self) -> int:
+        return 0
+
+    def last_words(self, text: str) -> None:
+        """Says nothing."""
+
+
+def enter_and_leave(world: World, folder: Path) -> None:
+    """A thread that outlived the block could drop the last tensor while the interpreter ends, which aborts."""
+    heartbeat.TICK_S = heartbeat.BEAT_S = 0.01
+    for _ in range(100):
+        held = Held()
+        seen = weakref.ref(held)
+        with Heartbeat(world, step=held.step, last_words=held.last_words, cure="Try again") as watching:
+            pass
+        assert "hotrow-heartbeat" not in [thread.name for thread in threading.enumerate()]
+        del held
+        assert seen() is None, f"{watching} holds the run"
+
+
+def test_nothing_of_a_heartbeat_outlives_its_block(ranks: Callable[..., Ranks]) -> None:
+    world = ranks(enter_and_leave)
+    assert world.join() == [0, 0, 0], world.told()
 
 
 # ---- without other processes

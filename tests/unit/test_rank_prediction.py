@@ -16,7 +16,9 @@ from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.world import World
-from hotrow.plan.hardware import Hardware
+from hotrow.plan.changes import ONE_PROCESS
+from hotrow.plan.cost import BLIND_ERROR, predict
+from hotrow.plan.hardware import Figure, Hardware
 from hotrow.plan.work import work_of
 from hotrow.run import rank_probe, runs, setup
 from hotrow.run.setup import tables_of
@@ -80,6 +82,33 @@ def test_bytes_are_those_that_ranks_send(
     assert sum(predicted.values()) == pytest.approx(sum(sent.values()), rel=0.02)
     assert run.record.predicted["exchange_ms"] > 0
     assert "a step and rank (" in run.closing_lines("rows", []), "predicted beside measured"
+
+
+def trained_on_one_machine(world: World, raw: dict[str, Any], hardware: Hardware) -> str:
+    return trained(replace(world, local_rank=world.rank, local_size=world.size), raw, hardware)
+
+
+@pytest.mark.parametrize(("s_per_message", "is_slower"), [(0.05, True), (1e-9, False)])
+def test_ranks_of_one_machine_say_if_one_process_is_faster(
+    pool: RankPool, dataset: PackedDataset, tmp_path: Path, s_per_message: float, is_slower: bool
+) -> None:
+    """The forecast knew 12,100 samples/s of two ranks and 152,000 of one process, and nobody said so."""
+    train = {"batch_size": 300, "threads": 1, "max_steps": 1, "eval_every": None}
+    raw = {"data": str(dataset.path), "run": str(tmp_path / "run"), "model": MODEL, "train": train}
+    config = make_config(raw)
+    work = work_of(config, tables_of(config, dataset), dataset)
+    network = replace(NETWORK, s_per_message=Figure(s_per_message), cpu_s_per_message=Figure(1e-9))
+    hardware = replace(machine(work, some_units, threads=(1,) if is_slower is False else (1, 4)), network=network)
+    pool.run(trained_on_one_machine, raw, hardware, num_ranks=2, micro_batches=2)
+    predicted = hotrow.load(tmp_path / "run").record.predicted
+    assert predicted is not None
+    (one,) = (change for change in predicted["changes"] if change["what"].startswith(ONE_PROCESS))
+    most = 4 if is_slower else 1
+    alone_s = predict(replace(work, threads=most), hardware).step_s
+    assert one["samples_per_s"] == pytest.approx(300 / alone_s, rel=1e-3)
+    assert one["gain"] == pytest.approx(one["samples_per_s"] / predicted["samples_per_s"] - 1, abs=1e-3)
+    first = (tmp_path / "run" / "log.txt").read_text().splitlines()[0]
+    assert (ONE_PROCESS in first) == is_slower == (one["gain"] > BLIND_ERROR)
 
 
 def probed(world: World) -> dict[str, Any]:

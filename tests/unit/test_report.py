@@ -215,6 +215,17 @@ def test_what_would_help_is_what_the_record_proves() -> None:
     assert idea.figure == "+0.0500 AUC" and "step 1" in idea.text
 
 
+@pytest.mark.parametrize(("gain", "is_bound"), [(-0.077, False), (0.3, False), (None, True)])
+def test_a_prediction_about_threads_is_the_only_answer(gain: float | None, is_bound: bool) -> None:
+    """The bound of perfect scaling said +50 % where the forecast said that a second thread would cost speed."""
+    whole = large()
+    change = {"what": "more threads (train.threads=2)", "samples_per_s": 9e4, "gain": gain, "cannot": None}
+    predicted = {**whole.record["predicted"], "error": 0.2, "changes": [{**change, "modelled": False}]}
+    found = ideas(replace(whole, record={**whole.record, "predicted": predicted}))
+    assert any("perfect" in idea.text for idea in found) == is_bound
+    assert [idea.gain for idea in found if idea.figure.startswith("+")] == ([gain] if gain and gain > 0 else [])
+
+
 def test_predicted_gains_are_scaled_to_the_measured_speed() -> None:
     whole = large()
     changes = [

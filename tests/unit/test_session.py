@@ -18,7 +18,7 @@ from hotrow.base.machine import _cgroup_quota, default_threads, nodes_of, numa_n
 from hotrow.base.records import write_sealed
 from hotrow.kernels import ops
 from hotrow.run.folder import RunFolder, _new_folder, resume_command
-from hotrow.run.runs import cores_to_pin, threads
+from hotrow.run.runs import cores_to_pin, describe_threads, threads
 
 TWO_NODES = [[0, 1, 4, 5], [2, 3, 6, 7]]
 
@@ -163,6 +163,19 @@ def test_the_users_number_of_threads_is_the_kernels(variable: str | None, call: 
     more = f" of {cores} cores (train.threads: {cores} uses all)" if expected < cores else ""
     said = f"{expected} thread{'' if expected == 1 else 's'}{more}"
     assert out.strip() == f"{expected} {expected} {expected} {said}"
+
+
+@pytest.mark.parametrize(("gain", "said"), [(-0.077, "-7.7%"), (0.5, "+50.0%"), (None, "uses all")])
+def test_the_first_line_says_of_threads_what_is_predicted(
+    monkeypatch: pytest.MonkeyPatch, gain: float | None, said: str
+) -> None:
+    monkeypatch.setattr("hotrow.run.runs.usable_cores", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    predicted: Any = {"changes": [{"what": "more threads (train.threads=4)", "gain": gain}]}
+    line = describe_threads(1, predicted)
+    assert line.startswith("1 thread of 4 cores") and said in line and "train.threads" in line
+    assert "uses all" in describe_threads(1, None)
+    assert describe_threads(4, predicted) == "1 thread", "each of four processes has a core"
 
 
 def test_without_a_number_of_the_users_a_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,8 +122,9 @@ class Heartbeat:
     If a rank is lost, every other process prints one line and ends with exit code LOST. If the block raises on one
     rank, the exception leaves it there, and every other process prints "rank R: TypeOfError: text" and ends with the
     code that `exit_code` gives the error. Leaving the block without an error, or with one that all ranks raise,
-    waits until all ranks have come so far. Raises ValueError on entering if ranks cannot connect to rank 0. Attributes
-    that are public may change inside the block.
+    waits until all ranks have come so far; the watching thread has then ended, and nothing that it was given is held
+    any more. Raises ValueError on entering if ranks cannot connect to rank 0. Attributes that are public may change
+    inside the block.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class Heartbeat:
             if self.world.rank:
                 self._send({"done": True})
             self._over.wait()
+            self._thread.join(BUSY_S)
         else:
             if _follows(error) or (isinstance(error, KeyboardInterrupt) and self._is_ending):
                 # Some rank was lost or failed. The watching thread ends this process as soon as it knows which.
@@ -179,8 +181,20 @@ class Heartbeat:
             self._send({"end": f"rank {self.world.rank}: {told}", "code": code})
             self._thread.join(LAST_S)
             self._hang_up()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Closes the connections and drops what was given. Raises RuntimeError if a run that is done is still watched.
+
+        `step` and `last_words` reach the run's tensors. A thread that drops the last one while the interpreter ends
+        aborts the process, after all work was done.
+        """
         for peer in self._peers:
             peer.socket.close()
+        self._peers = []
+        self.step, self.last_words = int, None  # int() is 0, as the default of `step` is
+        if self._is_done and self._thread is not None and self._thread.is_alive():
+            raise RuntimeError(f"rank {self.world.rank} is done, but its heartbeat did not end within {BUSY_S:.0f} s")
 
     # ---- the watching thread
 

@@ -7,10 +7,11 @@ its time. What rests on a machine that nobody measured is called modelled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hotrow.base.files import size
+from hotrow.base.progress import num_of
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.parallel.shards import pooled_tables
 from hotrow.placement.budget import Memory
@@ -23,6 +24,8 @@ from hotrow.plan.over_ranks import rank_of
 FASTER = 2
 """How many times as fast the other disk is about which we say what it buys."""
 GIB = 1 << 30
+MORE_THREADS, ONE_PROCESS = "more threads", "one process"
+"""How changes begin that the first line of a run names too; see `change_of`."""
 MOST_LOOKAHEAD = 64
 """The largest `memory.lookahead`."""
 
@@ -67,6 +70,20 @@ def changes(division: Division, memory: Memory | None, *, most_rows: float = mat
     return sorted(found, key=lambda change: math.inf if change.gain is None else -change.gain)
 
 
+def change_of(kind: str, predicted: Mapping[str, object] | None) -> tuple[str, float] | None:
+    """Returns a change and its gain as `predicted` of a run's record has them, None if it has not.
+
+    kind: how the change begins. The record may come from anywhere. The first line of a run, `hotrow plan` and the
+    report say the same of threads, because all show this prediction.
+    """
+    found = (predicted or {}).get("changes")
+    for each in found if isinstance(found, list) else ():
+        what, gain = (each.get("what"), each.get("gain")) if isinstance(each, Mapping) else (None, None)
+        if isinstance(what, str) and what.startswith(kind) and isinstance(gain, float):
+            return what, gain
+    return None
+
+
 def step_at(division: Division, budget: int) -> float:
     """Returns a step's seconds with `budget` bytes of DRAM. Raises ValueError if a step does not fit in them."""
     if budget >= division.needed_bytes:
@@ -91,7 +108,7 @@ def _options(division: Division, memory: Memory | None, most_rows: float) -> Ite
     alone, in_fp32 = sharing is None, work.precision == "fp32"
     exchange = None if sharing is None else "rows" if pooled_tables(sharing.shards) else "pooled"
     asked = {
-        f"train.threads={threads}": ("more threads", alone and num_threads < threads),
+        f"train.threads={threads}": (MORE_THREADS, alone and num_threads < threads),
         f"train.batch_size={batch_size}": (
             "larger batches, which train another model",
             batch_size <= division.dataset.split("train").num_rows,
@@ -106,6 +123,20 @@ def _options(division: Division, memory: Memory | None, most_rows: float) -> Ite
     for option, (what, applies) in asked.items():
         if applies:
             yield f"{what} ({option})", False, lambda option=option: _speed_with(division, memory, option, most_rows)  # type: ignore[misc]
+    if sharing is not None and sharing.local_size == sharing.num_ranks and memory is None:
+        what = f"{ONE_PROCESS} of {num_of(threads, 'thread')} instead of {sharing.num_ranks} ranks"
+        yield what, False, lambda: _speed_of_one(division, threads, most_rows)
+
+
+def _speed_of_one(division: Division, threads: int, most_rows: float) -> float:
+    """Returns samples per second of one process that holds the rows of all ranks, in DRAM as they do."""
+    assert division.sharing is not None
+    _check_few(division, most_rows)
+    train = division.config.train.model_copy(update={"threads": threads})
+    config = division.config.model_copy(update={"train": train})
+    tables = division.sharing.tables
+    alone = replace(division, config=config, tables=tables, sharing=None, _uses={}, _weighted={})
+    return alone.work.batch_size / alone.predict(None).step_s
 
 
 def _speed_with(division: Division, memory: Memory | None, option: str, most_rows: float) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hotrow.plan.changes import MORE_THREADS, change_of
 from hotrow.report.facts import RunFacts, mapping_in, number_in, points
 
 LEAST_GAIN = 0.005
@@ -85,7 +86,8 @@ def _bounds(run: RunFacts) -> list[Idea]:
         saves(rows, f"Faster memory or {fewer} would speed up looking rows up and updating them.")
         saves(share.get("dense", 0.0), "Narrower layers, a faster processor or a GPU would speed up the dense layers.")
         saves(share.get("data", 0.0) - in_data, "Packed data in memory or on a faster disk would give batches sooner.")
-        if threads and cores and threads < cores:
+        answered = change_of(MORE_THREADS, mapping_in(record, "predicted"))
+        if threads and cores and threads < cores and answered is None:
             text = (
                 f"The run could use all {cores:.0f} cores: it used {threads:.0f} (train.threads). The bound assumes "
                 "perfect scaling."

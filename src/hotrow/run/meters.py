@@ -16,7 +16,9 @@ from typing import Any, NamedTuple, Protocol
 from typing_extensions import override
 
 from hotrow.base.files import size
+from hotrow.base.machine import Disturbance
 from hotrow.batch import Batch
+from hotrow.bench import CLEAN_SHARE
 from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.turns import Turns
 from hotrow.placement.base import Placement
@@ -139,6 +141,51 @@ class StepClock(Meter):
         seconds = self._session.state.seconds
         total = sum(seconds.values()) or 1.0
         return " ".join(f"{phase} {100 * s / total:.0f}%" for phase, s in seconds.items())
+
+
+FAR_SLOWER = 2.0
+"""Times of its prediction that a step takes far longer. Predictions are off by 20 % (`plan/cost.py`, BLIND_ERROR), so
+that twice is nearly four times their usual error."""
+PACE_S, PACE_STEPS = 10.0, 20
+"""Steps are looked at together for so long, and at least so many of them."""
+
+
+class PaceMeter(Meter):
+    """Says once if steps take far longer than predicted, and why that may be. Waits for rows do not count.
+
+    step_s: a step's predicted seconds, without waits for rows. spins: whether idle threads spin.
+    """
+
+    def __init__(self, session: Session, step_s: float, *, spins: bool) -> None:
+        self._session, self._step_s, self._spins = session, step_s, spins
+        self._began: tuple[int, float] | None = None
+        self._disturbance = Disturbance()
+        self._is_said = False
+
+    @override
+    def notices(self) -> Iterable[Notice]:
+        state = self._session.state
+        now = state.step, state.train_s - state.stall_s
+        steps, seconds = (0, 0.0) if self._began is None else (now[0] - self._began[0], now[1] - self._began[1])
+        if self._is_said or (self._began is not None and (steps < PACE_STEPS or seconds < PACE_S)):
+            return ()
+        self._is_said = seconds > FAR_SLOWER * self._step_s * steps
+        text = self._why(seconds / steps) if self._is_said else ""
+        self._began, self._disturbance = now, Disturbance()
+        return (Notice(f"warning: {text}"), Notice(text, "slower_than_predicted")) if text else ()
+
+    def _why(self, step_s: float) -> str:
+        waited_s, causes = self._disturbance.share(), []
+        if waited_s >= CLEAN_SHARE:
+            causes.append(f"other processes or the hypervisor have the cores: threads wait {waited_s:.2f} s a second")
+        if self._spins:
+            causes.append(
+                "idle threads spin: set OMP_WAIT_POLICY=passive before torch is loaded, or train.threads to 1"
+            )
+        if not causes:
+            causes.append("nothing else takes the cores: measure this machine again with hotrow probe")
+        times = step_s / self._step_s
+        return f"steps take {1e3 * step_s:.3g} ms, {times:.1f} times what was predicted; {'; '.join(causes)}"
 
 
 def _step_ms(state: State, before: State) -> dict[str, float]:

@@ -33,6 +33,7 @@ from pydantic import TypeAdapter
 
 from hotrow.base.files import write_json
 from hotrow.base.machine import Disturbance, usable_cores
+from hotrow.base.waiting import wait_passively
 from hotrow.batch import Batch
 from hotrow.bench import CLEAN_SHARE
 from hotrow.data.packed.loader import Loader
@@ -92,6 +93,7 @@ def _run_both(folder: Path, seconds: float, before: Sequence[Sequence[str]] = ((
     """Runs the two processes; returns why they failed, None if they did not. seconds: for steps; 0: takes none."""
     command = [sys.executable, "-m", "hotrow.run.rank_probe", str(folder)]
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    wait_passively(environ)  # as the ranks of a run do
     outputs: dict[str, Any] = {"env": environ, "stdout": subprocess.DEVNULL}
     with (folder / "errors").open("wb") as errors, ExitStack() as stack:
         ranks = [

@@ -40,11 +40,14 @@ from hotrow.parallel.shards import pooled_tables
 from hotrow.parallel.world import World
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
+from hotrow.plan.changes import MORE_THREADS, ONE_PROCESS, change_of
 from hotrow.plan.choose import describe, disk_shortfall, full_device
+from hotrow.plan.cost import BLIND_ERROR
 from hotrow.plan.demand import required_bytes
 from hotrow.plan.shards import shards_line
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, SilentFolder, resume_command
+from hotrow.run.record import Predicted
 from hotrow.run.restart import how_to_go_on, mark_launch, restart_folder, was_restarted
 from hotrow.run.setup import Setup, storage_line
 from hotrow.run.trainer import Interrupt, MakeMeter, Training
@@ -350,11 +353,14 @@ def _begin(training: Training) -> None:
         describe(emb, required_bytes(config, training.setup.held)) + training.parts.dense.line() + on_device
     )
     if training.setup.shards:
+        if (one := change_of(ONE_PROCESS, training.setup.predicted)) and one[1] > BLIND_ERROR:
+            training.say(f"{one[0]} is predicted to be {1 + one[1]:.3g} times as fast: start hotrow without torchrun")
         training.say(f"{shards_line(emb.tables, training.setup.shards, training.world.size)}; of rank 0:")
         if (wire_dtype := config.parallel.wire_dtype) != "fp32":
             text = f"rows and gradients of tables travel as {wire_dtype}, which rounds them: results are inexact, and "
             training.warn("inexact_wire", f"{text}depend on the number of ranks (parallel.wire_dtype)")
-    training.say(f"{describe_threads(training.world.local_size)}; {where_rows_lie}")
+    predicted = training.setup.predicted
+    training.say(f"{describe_threads(training.world.local_size, predicted)}; {where_rows_lie}")
     folder.write_config(config.to_yaml())  # only now, when all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
     folder.open_tensorboard(step=training.state.step)
@@ -424,14 +430,19 @@ def threads(number: int | Literal["auto"], *, pin: Pin = "off", world: World | N
         torch.set_num_threads(before)
 
 
-def describe_threads(num_processes: int = 1) -> str:
-    """Returns how many threads torch and the kernels use, and how to use all cores, for the first line of a run.
+def describe_threads(num_processes: int = 1, predicted: Predicted | None = None) -> str:
+    """Returns how many threads torch and the kernels use, and what more would do, for the first line of a run.
 
-    num_processes: processes of the run that share these cores.
+    num_processes: processes of the run that share these cores. predicted: if it does not say what more threads would
+    do, the line says how to use all cores, and nothing of the speed.
     """
     used, cores = torch.get_num_threads(), usable_cores() // num_processes
-    more = f" of {cores} cores (train.threads: {cores} uses all)" if used < cores else ""
-    return f"{num_of(used, 'thread')}{more}"
+    if used >= cores:
+        return num_of(used, "thread")
+    more = f"train.threads: {cores} uses all"
+    if found := change_of(MORE_THREADS, predicted):
+        more = f"{found[0]}: {found[1]:+.1%} predicted"
+    return f"{num_of(used, 'thread')} of {cores} cores ({more})"
 
 
 def cores_to_pin(pin: Pin, num_threads: int, nodes: Sequence[Sequence[int]]) -> list[int] | None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hotrow.base.progress import ProgressLine, duration, rate
+from hotrow.base.waiting import may_spin
 from hotrow.batch import Batch
 from hotrow.config.schema import MemoryConfig, interval_steps, is_due
 from hotrow.data.packed.loader import Loader
@@ -43,7 +44,7 @@ from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_check
 from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.exact import ADVICE, CODE, FirstPart
 from hotrow.run.folder import RunFolder, resume_command
-from hotrow.run.meters import HotMeter, Meter, Notice, Session, StepClock, merged, meters_of_rows
+from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepClock, merged, meters_of_rows
 from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.micro import backward_in_parts, cut, loss_of
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
@@ -263,6 +264,9 @@ class Training:
         self.meters: list[Meter] = [self.clock, HotMeter(self.turns, folder.measurements), self.writes]
         self.meters += meters_of_rows(embedding, self.session, drive_written_bytes=self.writes.total_bytes)
         self.meters += wire
+        if setup.predicted is not None:
+            predicted_s = (sum(setup.predicted["step_ms"].values()) - setup.predicted["wait_ms"]) / 1e3
+            self.meters.append(PaceMeter(self.session, predicted_s, spins=torch.get_num_threads() > 1 and may_spin()))
         self.meters += [] if also is None else [also(self.session)]
         self.meters += [] if self.trace is None else [self.trace]
         if not self._has("val"):

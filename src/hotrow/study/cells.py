@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 from hotrow.base.door import make_folder
 from hotrow.base.records import read_sealed, write_sealed
+from hotrow.base.waiting import wait_passively
 from hotrow.bench import how_clean
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
@@ -457,6 +458,7 @@ def _started(cell: Cell, work: Path, group: MemoryGroup | None, stack: ExitStack
         except LinkError as error:
             raise CellError(f"{NO_LINK}: {error}") from None
     environ = dict(os.environ)
+    wait_passively(environ)
     if cell.ranks > 1:
         environ |= {"MASTER_ADDR": "127.0.0.1" if link is None else link.host, "MASTER_PORT": str(_free_port())}
         environ |= {"WORLD_SIZE": str(cell.ranks), "LOCAL_WORLD_SIZE": str(cell.ranks)}

@@ -1,0 +1,27 @@
+"""How idle threads of a process wait for work: set in the environment, before torch is loaded.
+
+This module does not import torch, whose OpenMP reads these variables once, when it is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Any of them says how threads wait; a user who has set one is not overruled."""
+
+
+def wait_passively(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Makes idle OpenMP threads sleep, in this process if torch is not loaded yet, and in those that it starts.
+
+    By default they spin for milliseconds. If other processes want the cores, a thread that waits spins away the time of
+    the one it waits for, and two threads are several times slower than one.
+    """
+    if may_spin(environ):
+        environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def may_spin(environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether nothing in the environment says how threads wait, so that OpenMP's default holds: they spin."""
+    return not any(name in environ for name in VARIABLES)
