@@ -223,7 +223,8 @@ class MemoryConfig(_Section):
     there are none, and tables train on the CPU."""
     dram: str | int = "auto"
     """Bytes, or text such as 2GiB, for tables, optimizer state, bookkeeping about rows, and buffers of one process.
-    `auto`: 60 % of what this process may use; ranks on one machine share that evenly."""
+    `auto`: as with `memory: auto`; ranks on one machine share that evenly. A size that leaves too little for the rest
+    of the process is a warning."""
     ssd: Folder | None = None
     """Folder on a disk of this machine for the rest, read and written past the page cache; null (and no `file`) means
     the folder `memory` of the run. The files are removed when the run ends."""
@@ -376,8 +377,9 @@ class Config(_Section):
         Discriminator(_memory_tag),
     ] = "auto"
     """Where tables and optimizer state live. `auto`: in DRAM, up to 60 % of what this process may use (cgroup limits
-    count), the rest on disk in the run's folder. `dram`: all in DRAM; a run that does not fit is refused. A mapping
-    says how much and where (below). The log's first line says what came of it; results are the same bits."""
+    count) and no more than batches and dense layers leave, the rest on disk in the run's folder. `dram`: all in DRAM; a
+    run that does not fit is refused. A mapping says how much and where (below). The log's first line says what came of
+    it; results are the same bits."""
     hot: HotConfig = HotConfig()
     parallel: ParallelConfig = ParallelConfig()
     run: Folder | None = None

@@ -371,6 +371,8 @@ def _begin(training: Training) -> None:
         training.warn("unused_hot_options", text)
     if training.setup.not_predicted is not None:
         folder.warn("not_predicted", training.setup.not_predicted)
+    if training.setup.short_of_memory is not None:
+        training.warn("memory_may_run_out", training.setup.short_of_memory)
     _warn_of_tiers(training)
     _warn_of_little_disk(training)
     _warn_of_slow_products(training)

@@ -38,6 +38,7 @@ from hotrow.parallel.agreement import StillSame, everyone
 from hotrow.parallel.world import World
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
+from hotrow.plan.beside import EVAL_BATCH_SIZE
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
@@ -53,7 +54,6 @@ from hotrow.run.trace import Trace
 from hotrow.run.wear import LEDGER, WriteLedger, WriteMeter, checkpoint_bytes
 from hotrow.run.wire import WireMeter
 
-EVAL_BATCH_SIZE = 4096
 LOOKAHEAD = MemoryConfig().lookahead
 MakeMeter: TypeAlias = Callable[[Session], Meter]
 MOST_SKIPPED = 100
@@ -158,6 +158,7 @@ def _scored(
     for batch in Loader(split, world.size * EVAL_BATCH_SIZE, shuffle_seed=None, part=own).epoch(0):
         rows = look_up(model, embedding, batch.sparse)
         logits_B = dense.logits(model, batch.dense, rows).cpu() if len(batch) else batch.label
+        del rows  # before those of the next batch come beside them
         for scored in world.gather(torch.cat([logits_B, batch.label]), purpose="evaluation"):
             if len(scored):
                 yield scored[: len(scored) // 2], scored[len(scored) // 2 :]
