@@ -526,6 +526,13 @@ class Training:
         self.session.resume_at(state)
         if self.state.ended == ALL_DONE and self.state.step < self.num_steps:
             self.state.ended = None
+        elif self.state.ended is None and self.state.step == self.num_steps:
+            self.state.ended = ALL_DONE
+        elif self.state.ended is None and self.state.step > self.num_steps:
+            raise ValueError(
+                f"the run is at step {state.step}, past the {self.num_steps} steps that train.epochs and "
+                f"train.max_steps now ask for: ask for more than {state.step / self.steps_per_epoch:.2f} epochs"
+            )
 
     def finish(self) -> None:
         """Chooses the weights (the best with early stopping, else the last), scores them and writes run.json."""
