@@ -49,6 +49,7 @@ from hotrow.models.spec import SampleError
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.launch import joined
 from hotrow.parallel.world import World
+from hotrow.plan.beside import EVAL_BATCH_SIZE
 from hotrow.plan.choose import close_tiers
 from hotrow.report.page import NAME as REPORT
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
@@ -58,7 +59,7 @@ from hotrow.run.metrics import BinaryMetrics
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import make_folder, train
 from hotrow.run.setup import DenseDevice, Setup, build_network, look_up, read_model
-from hotrow.run.trainer import EVAL_BATCH_SIZE, evaluate
+from hotrow.run.trainer import evaluate
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 

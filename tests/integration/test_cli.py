@@ -315,6 +315,13 @@ def test_only_some_verbs_run_under_torchrun(
         (["probe", "--out", "no/where.json"], "--out no/where.json is a folder, or in none"),
         (["probe", "--declare", "absent.yaml"], r"absent\.yaml: No such file or directory; docs/probe\.md says"),
         (["probe", "--declare", "small.yaml"], r"small\.yaml: data: there is no such field"),
+        *(
+            (["prepare", "csv", "small.yaml", "--out", "x", f"--{name.replace('_', '-')}", "9" * 400], name)
+            for name in ("min_count", "hash_cap", "memory")
+        ),
+        (["prepare", "synthetic", "avazu", "--out", "x", "--rows", "9" * 400], "rows is 9+"),
+        (["inspect", "absent", "--batches", "9" * 400], "batches is 9+"),
+        (["inspect", "absent", "--seed", "-1"], "seed is -1"),
         (["clean", "\udcff"], r"an argument is '\\udcff'; it must be valid Unicode text: rename it"),
     ],
 )

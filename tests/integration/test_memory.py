@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -14,10 +15,12 @@ import pytest
 
 import hotrow
 from expanded import expanded
+from hotrow.cli.tools import clean
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
+from hotrow.placement.store_file import SUFFIX, OwnFolder
 from hotrow.placement.stores import Engines, StoreError
 from hotrow.placement.tiers import Tiers
 from hotrow.plan import choose as placement
@@ -241,3 +244,43 @@ def test_what_killed_processes_left_goes_and_nothing_else(dataset: PackedDataset
     assert "hotrow-rows-dead" not in left and {"hotrow-rows-other", "hotrow-models"} < left and len(left) == 3
     runs.train(config(dataset, tmp_path / "run", "train.max_steps=1", ssd=str(folder)), quiet=True)
     assert {path.name for path in folder.iterdir()} == left
+
+
+def left_rows(folder: Path) -> Path:
+    """Rows that a killed process left in a folder of others'."""
+    left = OwnFolder(folder)
+    (left.path / f"0{SUFFIX}").write_bytes(bytes(1 << 16))
+    os.close(left._descriptor)  # as a kill does
+    (folder / "others").mkdir(exist_ok=True)
+    return left.path
+
+
+@pytest.mark.parametrize("named", ["ssd", "file"])
+@pytest.mark.parametrize("by", ["clean", "resume"])
+def test_rows_that_a_killed_run_left_elsewhere_go(dataset: PackedDataset, tmp_path: Path, named: str, by: str) -> None:
+    """By `clean`, and by going on with rows elsewhere: nobody would look into that folder again."""
+    elsewhere = tmp_path / "elsewhere"
+    memory = {named: str(elsewhere), **({"force": True} if named == "ssd" else {})}
+    run = runs.train(config(dataset, tmp_path / "run", "train.max_steps=2", **memory), quiet=True)
+    left, inside = left_rows(elsewhere), left_rows(run.path / "memory")
+    (run.path / "memory" / "others").rmdir()
+    busy = OwnFolder(tmp_path / "busy")
+    if by == "clean":
+        removed = clean(run.path)["removed"]
+        assert sorted(removed) == sorted(map(str, (left, inside)))
+    else:
+        runs.resume(run.path, ["train.max_steps=3", "memory=dram"], quiet=True)
+    assert [path.name for path in elsewhere.iterdir()] == ["others"] and not (run.path / "memory").exists()
+    assert busy.path.exists()
+    busy.remove()
+
+
+def test_clean_says_why_it_keeps_what_it_keeps(dataset: PackedDataset, tmp_path: Path) -> None:
+    changes = ["train.early_stopping=1", "train.eval_every=7", "optimizer.sparse.lr=5", "checkpoint.keep_last=9"]
+    run = runs.train(config(dataset, tmp_path / "run", *changes), quiet=True)
+    (run.path / "data").mkdir()
+    found = clean(run.path)
+    steps = {f"checkpoints/step-{run.record.chosen_step}": "predict", f"checkpoints/step-{run.record.steps}": "resume"}
+    assert found["kept"].keys() == {*steps, "data"} and found["bytes_kept"] > 0
+    assert all(use in found["kept"][name] for name, use in steps.items()) and "--data" in found["kept"]["data"]
+    assert {f"checkpoints/{path.name}" for path in run.checkpoints.iterdir()} == set(steps)

@@ -238,6 +238,33 @@ def test_early_stopping_ends_on_the_best_weights(
     assert said in (run.path / "log.txt").read_text(encoding="utf-8")
 
 
+def test_a_run_that_is_past_its_steps_takes_none(dataset: PackedDataset, tmp_path: Path) -> None:
+    """A finished run says so; one that was stopped asks for more epochs, or ends if it is exactly where it should."""
+    run = train(dataset, tmp_path / "run", "train.epochs=2", "checkpoint.every=1.0")
+    steps = run.record.steps
+    again = runs.resume(run.path, ["train.epochs=1"], quiet=True)
+    assert (again.record.status, again.record.steps) == ("finished", steps)
+    assert f"ended at step {steps}, past the {steps // 2} steps" in (run.path / "log.txt").read_text(encoding="utf-8")
+    stopped = runs.train(config(dataset, tmp_path / "stopped", "train.epochs=9"), quiet=True, until_s=0.0)
+    at = stopped.record.steps
+    assert (stopped.record.status, at) == ("interrupted", 1)
+    runs.resume(stopped.path, ["train.max_steps=3"], quiet=True, until_s=0.0)
+    with pytest.raises(ValueError, match=r"is at step 2, past the 1 steps that train.epochs and train.max_steps"):
+        runs.resume(stopped.path, ["train.max_steps=1"], quiet=True)
+    ended = runs.resume(stopped.path, ["train.max_steps=2"], quiet=True)
+    assert (ended.record.status, ended.record.steps) == ("finished", 2) and ended.record.metrics["test"]["auc"] > 0
+
+
+def test_a_run_whose_dataset_moved_says_how_to_go_on(dataset: PackedDataset, tmp_path: Path) -> None:
+    shutil.copytree(dataset.path, tmp_path / "before")
+    run = train(PackedDataset.open(tmp_path / "before"), tmp_path / "run", "train.max_steps=2")
+    (tmp_path / "before").rename(tmp_path / "after")
+    with pytest.raises(ValueError, match=rf"dataset is not at {tmp_path}/before .*--resume {run.path} --set data="):
+        runs.resume(run.path, ["train.max_steps=3"], quiet=True)
+    going = runs.resume(run.path, ["train.max_steps=3", f"data={tmp_path / 'after'}"], quiet=True)
+    assert going.record.steps == 3
+
+
 def test_a_run_is_never_overwritten_and_names_count_up(
     dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

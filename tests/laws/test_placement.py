@@ -187,6 +187,7 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
         config(data, run.path, changes), setup.tables_of(config(data, run.path, []), PackedDataset.open(data))
     )
     monkeypatch.setattr(placement, "available_memory_bytes", lambda: needed)
+    monkeypatch.setattr(setup, "beside_bytes", lambda *_, **__: 0)
     loaded = hotrow.load(run.path)
     assert loaded.evaluate("test") == expected
     assert loaded._network[0].placement.find(Tiers) is not None

@@ -154,6 +154,7 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
         config(data, run.path, changes), setup.tables_of(config(data, run.path, []), PackedDataset.open(data))
     )
     monkeypatch.setattr(placement, "available_memory_bytes", lambda: needed)
+    monkeypatch.setattr(setup, "beside_bytes", lambda *_, **__: 0)
     again = hotrow.load(run.path)
     assert again.evaluate("test") == expected
     assert again._network[0].placement.find(Tiers) is not None

@@ -443,6 +443,10 @@ def fail_to_save(world: World, folder: Path, tiers: str | None) -> list[Told]:
         if world.rank == (1 if tiers else 2):
             patch.setattr(checkpoint if tiers else checkpoint_together, "write_tensors" if tiers else "_put", full)
         found = [told(lambda: hotrow.save_checkpoint(folder / "step-1", saved.parts))]
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 0:  # for the manifest
+            patch.setattr("hotrow.base.records.atomic_write", full)
+        found.append(told(lambda: hotrow.save_checkpoint(folder / "step-1", saved.parts)))
     own = folder / "step-1" if world.rank != 1 else folder / "elsewhere" / "step-1"
     found.append(told(lambda: hotrow.save_checkpoint(own, saved.parts)))
     left = ["step-0"] if world.rank else sorted(path.name for path in folder.iterdir())
@@ -458,9 +462,11 @@ def test_a_save_that_one_rank_cannot_finish_leaves_the_one_before(
 ) -> None:
     folder = tmp_path / "saved"
     found = pool.run(fail_to_save, folder, str(tmp_path / "tiers") if in_tiers else None, num_ranks=3, micro_batches=4)
-    for full, elsewhere in found:
-        assert full.text.startswith(f"rank {1 if in_tiers else 2} (")
-        assert "disk full while saving a checkpoint in " in full.text and "Earlier checkpoints are kept." in full.text
+    for full, manifest, elsewhere in found:
+        for rank, told_of in ((1 if in_tiers else 2, full), (0, manifest)):
+            assert told_of.text.startswith(f"rank {rank} (")
+            assert "disk full while saving a checkpoint in " in told_of.text
+            assert "Earlier checkpoints are kept." in told_of.text
         assert elsewhere.text.startswith("rank 1 (")
         assert "which rank 0 has made, is not here: all ranks" in elsewhere.text
     plain = make(None, seed=0)

@@ -149,6 +149,26 @@ def test_docs_are_generated() -> None:
     )
 
 
+NINES = "9" * 400
+ABSURD = (NINES, f"-{NINES}", f"'{NINES}'", f"{NINES}GiB", f"{NINES}.5GiB", f"{NINES}GB/day", "1e400", "-1e400")
+ABSURD += (".inf", ".nan", str(2**63), str(-(2**63) - 1), "{}", "[]", "true")
+OPTIONS = [(section, path + name) for _, path, section in sections() for name in options_of(section)]
+
+
+@pytest.mark.parametrize(("section", "path"), OPTIONS, ids=lambda value: value if isinstance(value, str) else "")
+def test_absurd_values_are_refused_by_their_option(section: type[BaseModel], path: str) -> None:
+    """Or taken, if any number or text may stand there; nothing else comes of them, and no error is a page long."""
+    model = next((name for name, spec in MODELS.items() if spec is section), next(iter(MODELS)))
+    for value in ABSURD:
+        try:
+            config = make_config(apply_overrides({"data": "d", "model": {"name": model}}, [f"{path}={value}"]))
+        except ValueError as error:
+            assert path.rpartition(".")[2] in str(error) and len(str(error)) < 600
+        else:
+            assert make_config(parse_yaml(config.to_yaml(), origin="")) == config
+            assert path in ("data", "run", "memory.ssd", "memory.file") or len(value) < 400
+
+
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
 def test_recipes_are_valid(recipe: Path) -> None:
     load_config(recipe)

@@ -141,6 +141,7 @@ def test_another_machine_has_its_own_threads_and_memory(
 ) -> None:
     for module in ("explain", "choose"):
         monkeypatch.setattr(f"hotrow.plan.{module}.available_memory_bytes", lambda: MIB)
+    monkeypatch.setattr("hotrow.plan.explain.beside_bytes", lambda *_: 0)
     declared = tmp_path / "declared.yaml"
     declared.write_text("price_per_hour: {value: 2, note: a list of prices}")
     config = write(threads="auto")

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from hotrow.base.door import open_file
 
 PARTIAL_SUFFIX = ".partial"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_WRITTEN = (*_FULL, errno.EFBIG, errno.EROFS)
+"""Errors that only a write has."""
 MAX_NAME_BYTES = 200
 """Common file systems allow 255 bytes in a name; this leaves room for our suffixes."""
 
@@ -40,14 +43,32 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
-def parse_bytes(size: int | str) -> int:
-    """Returns the bytes in text such as "2GiB", "500 MB" or "4g", or the number itself. Raises ValueError."""
+MOST_BYTES = 2**63 - 1
+"""More bytes than any machine has: what a size may say at most."""
+
+
+def parse_bytes(size: int | str, *, what: str = "size") -> int:
+    """Returns the bytes in text such as "2GiB", "500 MB" or "4g", or the number itself.
+
+    Raises ValueError, which names `what`, for other text and for a number beyond MOST_BYTES.
+    """
+    number: float = 0
     if isinstance(size, int):
-        return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower())
-    if not found or found[2] not in _UNITS:
-        raise ValueError(f"size {size!r} is not understood; write a number and a unit, such as 2GiB or 500MB")
-    return int(float(found[1]) * _UNITS[found[2]])
+        number = size
+    elif (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower())) and found[2] in _UNITS:
+        number = float(found[1]) * _UNITS[found[2]]
+    else:
+        raise ValueError(
+            f"{what} {reprlib.repr(size)} is not understood; write a number and a unit, such as 2GiB or 500MB"
+        )
+    if abs(number) > MOST_BYTES:
+        raise ValueError(f"{what} {_short(size)} is more than the {MOST_BYTES:,} bytes that a size may have; lower it")
+    return int(number)
+
+
+def _short(value: int | str) -> str:
+    """Returns `value` for an error: whole digits of a large number help nobody, and Python refuses to write some."""
+    return reprlib.repr(value) if isinstance(value, str) else f"with {value.bit_length():,} bits"
 
 
 def size(num_bytes: float) -> str:
@@ -77,7 +98,7 @@ def parse_byte_rate(text: str) -> ByteRate:
         num_bytes = 0
     if not seconds or num_bytes <= 0:
         raise ValueError(
-            f"rate {text!r} is not understood; write bytes per day or hour, such as 200GB/day or 10GiB/hour"
+            f"rate {reprlib.repr(text)} is not understood; write bytes per day or hour, such as 200GB/day or 10GiB/hour"
         )
     return ByteRate(num_bytes, seconds, text)
 
@@ -106,26 +127,36 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Names `path`, to which the block writes, in an OSError without a name: a write knows only its descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NOT_WRITTEN and error.filename is None and not isinstance(error, FullDiskError):
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def atomic_write(path: Path | str) -> Iterator[BinaryIO]:
     """Yields a binary file that becomes `path` when the block ends, or is removed if the block raises.
 
     The bytes go to `<path>.partial` (mode 0600), are flushed to disk, and then replace `path`, whose folder is synced
-    too. Raises the file system's OSError; `path` is then unchanged and the partial file is gone. If the disk is full,
-    the error's `filename` is `path`.
+    too. Raises the file system's OSError; `path` is then unchanged and the partial file is gone. If `path` could not be
+    written, the error's `filename` is `path`.
     """
     path = Path(path)
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     file = open_private(partial)
     try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException as error:
+        with naming(path):
+            with file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+    except BaseException:
         partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
-            error.filename = str(path)  # write() does not know the name of its file
         raise
     sync_folder(path.parent)
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import re
+import reprlib
 import shlex
 import sys
 import time
@@ -20,6 +21,7 @@ from hotrow.base.door import is_taken, is_there, remove
 from hotrow.base.files import crc32, disk_free_bytes, file_system, folder_bytes, parse_bytes
 from hotrow.base.machine import available_memory_bytes, host_facts, isa_limit, versions
 from hotrow.base.progress import ProgressCallback, progress_bar
+from hotrow.base.records import MAX_COUNT
 from hotrow.config.load import apply_overrides, load_config, make_config
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.data.packed.format import MANIFEST as DATASET
@@ -35,7 +37,7 @@ from hotrow.inspect.report import write_inspection
 from hotrow.inspect.reuse import native
 from hotrow.kernels import ops
 from hotrow.kernels.reference import Algorithm
-from hotrow.placement.store_file import direct_io, remove_left_folders
+from hotrow.placement.store_file import direct_io
 from hotrow.placement.stores import io_uring_refused
 from hotrow.plan.choose import FOLDER
 from hotrow.report.page import NAME as REPORT
@@ -45,7 +47,7 @@ from hotrow.run.checkpoint_files import MANIFEST, read_manifest
 from hotrow.run.folder import CONFIG, METRICS, RUN, RunFolder
 from hotrow.run.record import read_extra
 from hotrow.run.restart import LAUNCH, read_launch
-from hotrow.run.runs import train
+from hotrow.run.runs import remove_left_rows, train
 from hotrow.run.wear import LEDGER, WriteLedger
 
 NUM_ROWS = 600_000
@@ -79,6 +81,9 @@ def inspect(
     Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
     among the accesses but is not a hot row.
     """
+    for name, number, least in (("batches", batches, 1), ("seed", seed, 0)):
+        if number is not None and not least <= number <= MAX_COUNT:
+            raise ValueError(f"{name} is {reprlib.repr(number)}; it must be from {least} to {MAX_COUNT:,}")
     # Options and the machine are checked before reading, which may take long.
     native()
     if is_taken(Path(path) / RUN):
@@ -221,19 +226,40 @@ def report(paths: Sequence[Path | str], *, out: Path | str | None = None) -> dic
 
 
 def clean(path: Path | str, *, data: bool = False) -> dict[str, Any]:
-    """Removes a run's checkpoints except the newest and the chosen one, and rows on disk that a killed process left.
+    """Removes a run's checkpoints except the newest and the chosen one, and rows on disk that a killed process left, in
+    the run's folder or in those that its config names (memory.ssd, memory.file).
 
-    data: also remove raw data packed into the run. Returns what was removed and the bytes freed. The run can still
-    predict, and can still be resumed unless its data was removed.
+    data: also remove raw data packed into the run. Returns what was removed, the bytes freed in the run's folder, and
+    what stays there and why. The run can still predict, and can still be resumed unless its data was removed.
     """
     run = RunFolder.open(path)
     before = _tree_bytes(run.path)
     removed = prune_checkpoints(run.checkpoints, keep_last=1, keep=run.record.chosen_step)
-    removed += remove_left_folders(run.path / FOLDER)
+    removed += remove_left_rows(run)
     if data and (run.path / "data").is_dir():
         remove(run.path / "data")
         removed.append(run.path / "data")
-    return {"removed": [str(folder) for folder in removed], "bytes_freed": before - _tree_bytes(run.path)}
+    left = _tree_bytes(run.path)
+    return {
+        "removed": [str(folder) for folder in removed],
+        "bytes_freed": before - left,
+        "bytes_kept": left,
+        "kept": _why_kept(run),
+    }
+
+
+def _why_kept(run: RunFolder) -> dict[str, str]:
+    """Returns what of a run takes space, with the reason why it stays and how it goes."""
+    checkpoints, kept = list_checkpoints(run.checkpoints), {}
+    for step, path in checkpoints.items():
+        uses = {"resume": step == max(checkpoints), "predict, eval and export": step == run.record.chosen_step}
+        used = " and by ".join(use for use, is_so in uses.items() if is_so)
+        kept[f"{path.parent.name}/{path.name}"] = f"used by {used}; it goes with the run's folder"
+    if (run.path / "data").is_dir():
+        kept["data"] = "what the run trains on and is resumed with; --data removes it"
+    if (run.path / FOLDER).is_dir():
+        kept[FOLDER] = "rows of a process that trains or scores now; it removes them when it ends"
+    return kept
 
 
 def _tree_bytes(path: Path) -> int:

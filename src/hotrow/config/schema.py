@@ -20,7 +20,9 @@ from hotrow.models.spec import ModelSpec
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
+MOST_COUNT = 10**12
+"""The most of anything that is counted: more than any run has, and few enough for 64 bits after a multiplication."""
+Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 Folder = Annotated[str, AfterValidator(check_path)]
 DenseDtype = Literal["fp32", "tf32", "bf16"]
 Owner = Literal["replicated", "table", "row"]
@@ -73,7 +75,7 @@ class SparseOptimizerConfig(_Section):
     """Learning rate before the schedule."""
     eps: Positive | None = None
     """Added to the root of the sum of squares; null means 1e-10, or 1e-8 for adam. Only for the Adagrads and adam."""
-    initial_accumulator_value: NotNegative | None = None
+    initial_accumulator_value: Annotated[float, Field(ge=0, le=1e38)] | None = None
     """Initial value of the sums of squares; null means 0. Only for the Adagrads."""
     betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = None
     """Decay rates of the running means of gradients and of their squares; null means [0.9, 0.999]. Only for adam."""
@@ -105,11 +107,11 @@ class SparseOptimizerConfig(_Section):
 class ScheduleConfig(_Section):
     """The learning rate over the steps, for MLPs and tables: linear warm-up, then constant, then quadratic decay."""
 
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0, le=MOST_COUNT)] = 0
     """Steps over which the learning rate rises linearly from lr / warmup_steps to lr."""
     decay_start_step: Count | None = None
     """First step of the decay; null means the step at which the warm-up ends."""
-    decay_steps: Annotated[int, Field(ge=0)] = 0
+    decay_steps: Annotated[int, Field(ge=0, le=MOST_COUNT)] = 0
     """Length of the decay. At its k-th step the rate is lr * (1 - k / decay_steps)^2, at least 1e-7. 0: no decay."""
 
     @model_validator(mode="after")
@@ -151,7 +153,7 @@ class TrainConfig(_Section):
 
     batch_size: Count = 2048
     """Samples per step. The last batch of an epoch may be smaller; it is trained too."""
-    micro_batches: Count | None = None
+    micro_batches: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Parts into which every batch is cut, for the life of the run. Gradients of MLPs and of rows are summed within a
     part, then over parts in a fixed order, so that any number of processes up to this one trains to the same bits;
     `sgd` then changes a row once per step, and each part of a shuffled batch comes from a part of the epoch of its own,
@@ -223,7 +225,8 @@ class MemoryConfig(_Section):
     there are none, and tables train on the CPU."""
     dram: str | int = "auto"
     """Bytes, or text such as 2GiB, for tables, optimizer state, bookkeeping about rows, and buffers of one process.
-    `auto`: 60 % of what this process may use; ranks on one machine share that evenly."""
+    `auto`: as with `memory: auto`; ranks on one machine share that evenly. A size that leaves too little for the rest
+    of the process is a warning."""
     ssd: Folder | None = None
     """Folder on a disk of this machine for the rest, read and written past the page cache; null (and no `file`) means
     the folder `memory` of the run. The files are removed when the run ends."""
@@ -248,11 +251,11 @@ class MemoryConfig(_Section):
 
     @model_validator(mode="after")
     def _a_size_and_a_folder(self) -> MemoryConfig:
-        if self.hbm is not None and parse_bytes(self.hbm) <= 0:
+        if self.hbm is not None and parse_bytes(self.hbm, what="hbm") <= 0:
             raise ValueError(f"hbm is {self.hbm!r}; it must be a positive number of bytes, such as 8GiB")
         if self.dram_bytes is not None and self.dram_bytes <= 0:
             raise ValueError(f"dram is {self.dram!r}; it must be a positive number of bytes, such as 2GiB")
-        if self.file_bytes is not None and (self.file is None or parse_bytes(self.file_bytes) <= 0):
+        if self.file_bytes is not None and (self.file is None or parse_bytes(self.file_bytes, what="file_bytes") <= 0):
             raise ValueError(
                 f"file_bytes is {self.file_bytes!r} and file is {self.file!r}; a tier before ssd needs a folder and a "
                 "positive number of bytes, such as 8GiB"
@@ -272,7 +275,7 @@ class MemoryConfig(_Section):
     @property
     def dram_bytes(self) -> int | None:
         """`dram` as a number; None for `auto`."""
-        return None if self.dram == "auto" else parse_bytes(self.dram)
+        return None if self.dram == "auto" else parse_bytes(self.dram, what="dram")
 
 
 class HotConfig(_Section):
@@ -376,8 +379,9 @@ class Config(_Section):
         Discriminator(_memory_tag),
     ] = "auto"
     """Where tables and optimizer state live. `auto`: in DRAM, up to 60 % of what this process may use (cgroup limits
-    count), the rest on disk in the run's folder. `dram`: all in DRAM; a run that does not fit is refused. A mapping
-    says how much and where (below). The log's first line says what came of it; results are the same bits."""
+    count) and no more than batches and dense layers leave, the rest on disk in the run's folder. `dram`: all in DRAM; a
+    run that does not fit is refused. A mapping says how much and where (below). The log's first line says what came of
+    it; results are the same bits."""
     hot: HotConfig = HotConfig()
     parallel: ParallelConfig = ParallelConfig()
     run: Folder | None = None

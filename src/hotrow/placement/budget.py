@@ -85,7 +85,8 @@ class Memory:
     def __post_init__(self) -> None:
         sizes = {"dram": self.dram, **({} if self.file_bytes is None else {"file_bytes": self.file_bytes})}
         for name, value in sizes.items():
-            if not isinstance(value, int | str) or isinstance(value, bool) or parse_bytes(value) <= 0:
+            number = isinstance(value, int | str) and not isinstance(value, bool)
+            if not number or parse_bytes(value, what=f"Memory: {name}") <= 0:
                 raise ValueError(f"Memory: {name} is {value!r}; it must be a positive number of bytes, such as '2GiB'")
         folders = (self.ssd, self.file)
         if folders == (None, None) or "" in folders or (None not in folders) != (self.file_bytes is not None):
@@ -337,7 +338,8 @@ class DeviceMemory:
     plan: Callable[[Sequence[TableDemand], int], Sequence[TableSlots]] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.hbm, int | str) or isinstance(self.hbm, bool) or parse_bytes(self.hbm) <= 0:
+        number = isinstance(self.hbm, int | str) and not isinstance(self.hbm, bool)
+        if not number or parse_bytes(self.hbm, what="DeviceMemory: hbm") <= 0:
             raise ValueError(f"DeviceMemory: hbm is {self.hbm!r}; it must be positive bytes, such as '8GiB'")
         if self.below is not None and not isinstance(self.below, Memory):
             raise ValueError(f"DeviceMemory: below is {self.below!r}; pass None (all rows in DRAM) or hotrow.Memory")

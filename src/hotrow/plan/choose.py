@@ -49,6 +49,7 @@ def choose(
     hardware: Hardware | None = None,
     elsewhere: bool = False,
     local_size: int = 1,
+    beside_bytes: int = 0,
 ) -> tuple[Memory | None, Division]:
     """Returns the tiers that `config.memory` asks for on this machine now, and what divided DRAM among the tables.
 
@@ -59,13 +60,14 @@ def choose(
     not fit goes to disk even if the config says "dram". hardware: figures of this machine, by which the plan with the
     fastest step is taken. elsewhere: these figures are of another machine, whose memory and disk count. local_size:
     processes of the run on this machine, which share its memory alike; each has tables of its own, parts of the run's.
+    beside_bytes: what this process will take beside its tables (beside.py); "auto" leaves it free.
     Raises ValueError with the shortfall if memory is too small, and for a folder that is not on a disk.
     """
     needed = required_bytes(config, tables, training=training)
     machine = int(hardware.dram_bytes.value) if hardware is not None and elsewhere else available_memory_bytes()
     available = machine // local_size
     chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
-    budget = dram_budget(config, available)
+    budget = dram_budget(config, available, beside_bytes)
     known = 0 if config.hbm is None else SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
     available, budget = available - known, budget - known
     division = Division(
@@ -82,7 +84,9 @@ def choose(
         _check_available(config, needed, available, local_size)
         return None, division
     if not training:
-        budget = min(budget, int(AUTO_SHARE * available))
+        budget = min(budget, int(AUTO_SHARE * available), available - beside_bytes)
+    if budget <= 0 and beside_bytes >= available:
+        raise ValueError(f"no memory is left for tables: {_beside_words(available, beside_bytes, local_size)}")
     if budget <= 0:
         raise ValueError(
             f"to know which rows lie in memory.hbm takes {size(known)} of DRAM, and there are {size(budget + known)} "
@@ -95,22 +99,56 @@ def choose(
     if not elsewhere:
         _check_folders(chosen, memory, run)
     division = replace(division, memory=memory)
-    return division.check(budget, beside=known), division
+    try:
+        return division.check(budget, beside=known), division
+    except ValueError as error:
+        if budget < available - beside_bytes:
+            raise
+        raise ValueError(f"{error}; {_beside_words(available, beside_bytes, local_size)}") from None
 
 
-def dram_budget(config: Config, available_bytes: int) -> int:
-    """Returns the DRAM for tables: what `memory.dram` says, else a share of what there is."""
+def dram_budget(config: Config, available_bytes: int, beside_bytes: int = 0) -> int:
+    """Returns the DRAM for tables: what `memory.dram` says, else a share of what there is, or what is left beside
+    `beside_bytes` if that is less.
+    """
     given = None if isinstance(config.memory, str) else config.memory.dram_bytes
-    return int(AUTO_SHARE * available_bytes) if given is None else given
+    return min(int(AUTO_SHARE * available_bytes), available_bytes - beside_bytes) if given is None else given
+
+
+def shortage(config: Config, tables: Sequence[TableConfig], *, beside_bytes: int, local_size: int = 1) -> str | None:
+    """Returns why memory may run out in training although the config says how much of it tables take.
+
+    tables: what this process holds. None if there is enough, and if the config leaves it to `choose`.
+    """
+    needed, available = required_bytes(config, tables), available_memory_bytes() // local_size
+    given = needed if config.memory == "dram" else dram_budget(config, 0)
+    taken = min(needed, given)
+    if taken + beside_bytes <= available or taken <= 0:
+        return None
+    return (
+        f"memory may run out: tables and optimizer state take {size(taken)} of DRAM as the config says (memory), and "
+        f"{_beside_words(available, beside_bytes, local_size)}; set memory.dram to auto or to at most "
+        f"{size(max(0, available - beside_bytes))}"
+    )
+
+
+def _beside_words(available: int, beside_bytes: int, local_size: int) -> str:
+    return (
+        f"{_who(local_size)} may use {size(available)} more, of which batches, dense layers and evaluations take about "
+        f"{size(beside_bytes)}: give it more memory, or lower train.batch_size or the widths of the model"
+    )
+
+
+def _who(local_size: int) -> str:
+    return "this process" if local_size == 1 else f"each of the {local_size} processes on this machine"
 
 
 def _check_available(config: Config, num_bytes: int, available: int, local_size: int) -> None:
     if num_bytes > available:
-        who = "this process" if local_size == 1 else f"each of the {local_size} processes on this machine"
         what = config.memory if isinstance(config.memory, str) else f"dram: {config.memory.dram}"
         raise ValueError(
             f"memory is {what!r}: tables and optimizer state take {size(num_bytes)} of DRAM, "
-            f"{size(num_bytes - available)} more than the {size(available)} {who} may use; "
+            f"{size(num_bytes - available)} more than the {size(available)} {_who(local_size)} may use; "
             f"set memory to auto, which lays the rest on disk, or {_CURES}"
         )
 
@@ -153,6 +191,7 @@ def place_tables(
     training: bool,
     hardware: Hardware | None = None,
     local_size: int = 1,
+    beside_bytes: int = 0,
 ) -> tuple[Memory | DeviceMemory | None, Division]:
     """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`.
 
@@ -160,7 +199,14 @@ def place_tables(
     slots cannot hold the rows of a step, with the bytes that would do.
     """
     below, division = choose(
-        config, tables, run, dataset=dataset, training=training, hardware=hardware, local_size=local_size
+        config,
+        tables,
+        run,
+        dataset=dataset,
+        training=training,
+        hardware=hardware,
+        local_size=local_size,
+        beside_bytes=beside_bytes,
     )
     if config.hbm is None:
         return below, division

@@ -17,6 +17,7 @@ from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableSlots
+from hotrow.plan.beside import beside_bytes
 from hotrow.plan.changes import Change, changes, step_at
 from hotrow.plan.choose import FOLDER, choose, dram_budget
 from hotrow.plan.cost import Prediction
@@ -111,15 +112,24 @@ def explain(
     disk count. num_ranks: machines like it that train together. target: wanted samples per second.
     Raises ValueError if the config does not fit, by how much, and if what is asked for needs figures that are missing.
     """
+    beside = 0 if elsewhere else beside_bytes(config, dataset, tables)
     available = available_memory_bytes()
     if elsewhere:
         assert hardware is not None
         config, available = with_threads_of(hardware, config), int(hardware.dram_bytes.value)
     memory = None
     if num_ranks is None:
-        memory, division = choose(config, tables, folder, dataset=dataset, hardware=hardware, elsewhere=elsewhere)
+        memory, division = choose(
+            config,
+            tables,
+            folder,
+            dataset=dataset,
+            hardware=hardware,
+            elsewhere=elsewhere,
+            beside_bytes=beside,
+        )
     else:  # one machine may be too small
-        budget = dram_budget(config, available)
+        budget = dram_budget(config, available, beside)
         division = Division(
             config=config,
             tables=tables,

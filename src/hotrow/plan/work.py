@@ -288,7 +288,7 @@ def _tables_work(
     depth: int,
     counted: Mapping[str, Counted] | None,
 ) -> tuple[TableWork, ...]:
-    lengths = _mean_lengths(dataset)
+    lengths = mean_lengths(dataset)
     known = read_counts(config, tables, dataset) if counted is None else counted
     return tuple(
         _table_work(config, table, demand, dataset, run, lengths, depth, known.get(table.name))
@@ -332,11 +332,11 @@ def _table_work(
     )
 
 
-def _mean_lengths(dataset: PackedDataset) -> dict[str, float]:
+def mean_lengths(dataset: PackedDataset) -> dict[str, float]:
     """Returns the mean number of ids of each feature, from the first block of training rows."""
     found = {feature.name: 1.0 for feature in dataset.info.features}
     lists = [feature.name for feature in dataset.info.features if feature.kind != "one_hot"]
-    if lists:
+    if lists and dataset.split("train").num_blocks:
         split = dataset.split("train")
         block = split.block(0)
         for name in lists:

@@ -64,7 +64,7 @@ from hotrow.run.checkpoint_files import (
     write_tensors,
 )
 from hotrow.run.checkpoint_rows import NumRows, check_chain, link_or_copy, load_chain, next_chain
-from hotrow.run.checkpoint_together import write_together, writing
+from hotrow.run.checkpoint_together import explained, write_together, writing
 
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
 
@@ -109,7 +109,7 @@ def _write(path: Path, contents: _Contents, extra: Mapping[str, Any], world: Wor
         sync_folder(path.parent)
 
     try:
-        on_first_rank(world, lambda: _make_folders(partial, contents))
+        on_first_rank(world, explained(world, partial, lambda: _make_folders(partial, contents)))
         on_every_rank(world, lambda: _check_seen(partial))
         files = {file: write_together(partial / file, arrays, world) for file, arrays in contents.together.items()}
         num_written = sum(record.num_bytes for record in files.values()) if world.rank == 0 else 0
@@ -117,7 +117,7 @@ def _write(path: Path, contents: _Contents, extra: Mapping[str, Any], world: Wor
         for each in everyone(world, {file: [record.num_bytes, record.crc32] for file, record in own.items()}):
             files |= {file: FileRecord(*record) for file, record in each.items()}
         manifest = Manifest(contents.parts, files, sum(everyone(world, num_written + num_own)), {})
-        on_first_rank(world, complete)
+        on_first_rank(world, explained(world, partial, complete))
     except BaseException:
         if world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hotrow.base.door import open_file
-from hotrow.base.files import explain_full_disk, open_private
+from hotrow.base.files import explain_full_disk, naming, open_private
 from hotrow.parallel.agreement import everyone, on_every_rank
 from hotrow.parallel.world import World
 from hotrow.placement.base import Rows
@@ -64,7 +64,7 @@ def write_together(path: Path, arrays: Mapping[str, Rows], world: World) -> File
             checksum = writing(world, path.parent, partial(_fill, file, windows, checksum))
             if number % world.size == world.rank:
                 send_down(file)
-        writing(world, path.parent, lambda: os.fsync(file.fileno()))
+        writing(world, path.parent, lambda: _sync(path, file))
     first, *others = everyone(world, checksum)
     for other in others:
         first ^= other ^ _NOTHING
@@ -72,23 +72,34 @@ def write_together(path: Path, arrays: Mapping[str, Rows], world: World) -> File
 
 
 def writing(world: World, folder: Path, function: Callable[[], T]) -> T:
-    """Returns what `function` returns, which writes to `folder`. See `on_every_rank`; if the disk of a rank is full,
-    the error says what is kept. Alone, the caller says it.
+    """Returns what `function` returns, which writes to `folder`, on every rank. See `on_every_rank` and `explained`."""
+    return on_every_rank(world, explained(world, folder, function))
+
+
+def explained(world: World, folder: Path, function: Callable[[], T]) -> Callable[[], T]:
+    """Returns `function`, which writes to `folder`, so that its error says what is kept if the disk of a rank is full.
+
+    Alone, the caller says it.
     """
 
-    def explained() -> T:
+    def explaining() -> T:
         with explain_full_disk(folder, "saving a checkpoint", "Earlier checkpoints are kept.", "resume the run"):
             return function()
 
-    return on_every_rank(world, function if world.size == 1 else explained)
+    return function if world.size == 1 else explaining
 
 
 def _make(path: Path, head: bytes, num_bytes: int) -> None:
     """Makes the file with room for all of it: a write to a mapped page could not say that the disk is full."""
-    with open_private(path) as file:
+    with naming(path), open_private(path) as file:
         file.write(head)
         file.flush()
         os.posix_fallocate(file.fileno(), 0, len(head) + num_bytes)
+
+
+def _sync(path: Path, file: BinaryIO) -> None:
+    with naming(path):
+        os.fsync(file.fileno())
 
 
 def _strides(arrays: Sequence[Rows], start: int) -> Iterator[list[Window]]:

@@ -11,7 +11,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -24,6 +24,7 @@ from hotrow.base.machine import default_threads, lacks_bfloat16_products, numa_n
 from hotrow.base.progress import ProgressLine, num_of
 from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
+from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import HotSet
 from hotrow.kernels import ops
@@ -38,10 +39,11 @@ from hotrow.parallel.agreement import (
 from hotrow.parallel.heartbeat import Heartbeat
 from hotrow.parallel.shards import pooled_tables
 from hotrow.parallel.world import World
+from hotrow.placement.store_file import remove_left_folders
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
 from hotrow.plan.changes import MORE_THREADS, ONE_PROCESS, change_of
-from hotrow.plan.choose import describe, disk_shortfall, full_device
+from hotrow.plan.choose import FOLDER, describe, disk_shortfall, full_device
 from hotrow.plan.cost import BLIND_ERROR
 from hotrow.plan.demand import required_bytes
 from hotrow.plan.shards import shards_line
@@ -209,8 +211,11 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, in
     if folder.record.status == "finished" and not overrides:
         return folder
     newest = _newest_checkpoint(folder, world)
+    if world.local_rank == 0:
+        remove_left_rows(folder)  # the run may go on with its rows elsewhere, and nobody would look there again
 
     def decide() -> Setup:
+        _check_is_there(config, folder)
         dataset = PackedDataset.open(config.data, verify="sizes")
         return Setup.decide(config, dataset, folder.path, world=world, what_helps=world.rank == 0)
 
@@ -247,6 +252,32 @@ def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
             "results, so a resumed run keeps it"
         )
     return config.with_micro_batches(config.train.micro_batches or 1)  # a run of before there were any has one
+
+
+def _check_is_there(config: Config, folder: RunFolder) -> None:
+    """Raises ValueError if the dataset of a run is not where its config says."""
+    if not (Path(config.data) / MANIFEST).is_file():
+        raise ValueError(
+            f"the run's dataset is not at {config.data} (data): if it has moved, continue with: "
+            f"{resume_command(folder.path)} --set data=FOLDER"
+        )
+
+
+def remove_left_rows(folder: RunFolder) -> list[Path]:
+    """Removes rows on disk that killed processes left where the run's config says; returns the folders.
+
+    Also those of other runs, as every process does that lays rows there; never those of a process that lives.
+    """
+    places = [folder.path / FOLDER]
+    if (folder.path / CONFIG).is_file():
+        raw = parse_yaml((folder.path / CONFIG).read_text(encoding="utf-8"), origin=str(folder.path / CONFIG))
+        memory = make_config(raw, origin=str(folder.path / CONFIG)).memory
+        if not isinstance(memory, str):
+            places += [Path(place) for place in (memory.ssd, memory.file) if place is not None]
+    removed = [left for place in places for left in remove_left_folders(place)]
+    with suppress(OSError):  # it is in use, or was never made
+        places[0].rmdir()
+    return removed
 
 
 def _newest_checkpoint(folder: RunFolder, world: World) -> Path | None:
@@ -301,10 +332,9 @@ def _train(training: Training, checkpoint: Path | None) -> None:
     if guessed := unnamed_interface(training.world):
         training.warn("guessed_interface", guessed)
     if training.state.ended:
-        training.say(
-            f"nothing to train: the run ended at step {training.state.step} of {training.num_steps} "
-            f"({training.state.ended})"
-        )
+        step, asked = training.state.step, training.num_steps
+        wanted = f" of {asked}" if step <= asked else f", past the {asked} steps that the config now asks for"
+        training.say(f"nothing to train: the run ended at step {step}{wanted} ({training.state.ended})")
     training.run()
     if training.state.ended:
         training.finish()
@@ -378,6 +408,8 @@ def _begin(training: Training) -> None:
         training.warn("unused_hot_options", text)
     if training.setup.not_predicted is not None:
         folder.warn("not_predicted", training.setup.not_predicted)
+    if training.setup.short_of_memory is not None:
+        training.warn("memory_may_run_out", training.setup.short_of_memory)
     _warn_of_tiers(training)
     _warn_of_little_disk(training)
     _warn_of_slow_products(training)

@@ -35,8 +35,9 @@ from hotrow.parallel.shards import Shard, pooled_tables
 from hotrow.parallel.world import World
 from hotrow.placement import AnyMemory
 from hotrow.placement.budget import DeviceMemory, Memory
+from hotrow.plan.beside import beside_bytes
 from hotrow.plan.changes import changes
-from hotrow.plan.choose import moved, place_tables
+from hotrow.plan.choose import moved, place_tables, shortage
 from hotrow.plan.cost import BLIND_ERROR
 from hotrow.plan.demand import demands_of, tables_of
 from hotrow.plan.divide import Division, Sharing
@@ -87,6 +88,8 @@ class Setup:
     """A step, as the plan has it; None if nothing is known of this machine."""
     not_predicted: str | None = None
     """Why nothing is predicted although there are figures of a machine."""
+    short_of_memory: str | None = None
+    """Why memory may run out, if the config says how much of it tables take."""
 
     @classmethod
     def decide(
@@ -116,15 +119,18 @@ class Setup:
         hot = hot_rows_of(config, tables, dataset, device=copies_on) if training else None
         hardware = known_hardware() if training else None
         shards = _shards(config, tables, dataset, world, hot) if world.size > 1 else {}
+        beside = beside_bytes(config, dataset, tables, training=training)
+        held = _held(tables, shards, world)
         memory, division = place_tables(
             config,
-            _held(tables, shards, world),
+            held,
             folder,
             str(dense.device),
             dataset=dataset,
             training=training,
             hardware=hardware,
             local_size=world.local_size,
+            beside_bytes=beside,
         )
         setup = cls(config, dataset, tables, dense, memory, copies_on, folder, world, shards, hot)
         if training and hardware is None:
@@ -134,6 +140,8 @@ class Setup:
                 division = replace(division, sharing=sharing_of(config, tables, shards, world))
             setup = replace(setup, **_prediction(division, memory, hardware, what_helps=what_helps))
         if training:
+            short = shortage(config, held, beside_bytes=beside, local_size=world.local_size)
+            setup = replace(setup, short_of_memory=short)
             check_write_budget(config, tables, in_tiers=setup.in_tiers)
         return setup
 

@@ -39,6 +39,7 @@ from hotrow.parallel.agreement import MOST_NAMED, StillSame, everyone
 from hotrow.parallel.world import World
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
+from hotrow.plan.beside import EVAL_BATCH_SIZE
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
@@ -55,7 +56,6 @@ from hotrow.run.trace import Trace
 from hotrow.run.wear import LEDGER, WriteLedger, WriteMeter, checkpoint_bytes
 from hotrow.run.wire import WireMeter
 
-EVAL_BATCH_SIZE = 4096
 LOOKAHEAD = MemoryConfig().lookahead
 MakeMeter: TypeAlias = Callable[[Session], Meter]
 MOST_SKIPPED = 100
@@ -160,6 +160,7 @@ def _scored(
     for batch in Loader(split, world.size * EVAL_BATCH_SIZE, shuffle_seed=None, part=own).epoch(0):
         rows = look_up(model, embedding, batch.sparse)
         logits_B = dense.logits(model, batch.dense, rows).cpu() if len(batch) else batch.label
+        del rows  # before those of the next batch come beside them
         for scored in world.gather(torch.cat([logits_B, batch.label]), purpose="evaluation"):
             if len(scored):
                 yield scored[: len(scored) // 2], scored[len(scored) // 2 :]
@@ -549,6 +550,13 @@ class Training:
         self.session.resume_at(state)
         if self.state.ended == ALL_DONE and self.state.step < self.num_steps:
             self.state.ended = None
+        elif self.state.ended is None and self.state.step == self.num_steps:
+            self.state.ended = ALL_DONE
+        elif self.state.ended is None and self.state.step > self.num_steps:
+            raise ValueError(
+                f"the run is at step {state.step}, past the {self.num_steps} steps that train.epochs and "
+                f"train.max_steps now ask for: ask for more than {state.step / self.steps_per_epoch:.2f} epochs"
+            )
 
     def finish(self) -> None:
         """Chooses the weights (the best with early stopping, else the last), scores them and writes run.json."""

@@ -44,11 +44,13 @@ A rating of 4 or more is positive, one below is negative. The split is by time o
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hotrow.base.records import MAX_COUNT
 from hotrow.data.chunk import Source
 from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, is_paths
 from hotrow.data.sources.convert import IdEncoding
@@ -275,6 +277,8 @@ def open_source(
         )
     if skip_bad_rows < 0:
         raise ValueError(f"skip_bad_rows is {skip_bad_rows}; it must be at least 0")
+    if rows is not None and rows > MAX_COUNT:
+        raise ValueError(f"rows is {reprlib.repr(rows)}; it must be at most {MAX_COUNT:,}")
     if name == "synthetic":
         if schema is not None or label is not None or time is not None:
             raise ValueError("source synthetic has its own schema, label and time; leave schema, label and time out")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hotrow.base.records import in_words, innermost, short
+from hotrow.base.records import MAX_COUNT, in_words, innermost, short
 from hotrow.config.load import parse_yaml
 
 Transform = Literal["log1p_clip0", "standardize", "identity"]
@@ -110,9 +110,9 @@ class CategoricalSpec(_Column):
 class TableSpec(_Strict):
     """How the raw ids of one table become rows."""
 
-    min_count: int = Field(default=1, ge=1)
+    min_count: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Ids seen fewer times in the training split share row 0."""
-    hash_cap: int | None = Field(default=None, ge=1)
+    hash_cap: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Integer ids become id mod hash_cap (text: 64-bit hash mod hash_cap) before counting; None: exact ids."""
 
 
@@ -146,9 +146,9 @@ class HistoriesSpec(_Strict):
     """Column of the item of an event, which is drawn for negatives; all one_hot columns but the user's describe it."""
     length: int = Field(default=20, ge=1, le=1024)
     """Maximum number of events in a history; it holds the latest ones before the target."""
-    min_length: int = Field(default=1, ge=0)
+    min_length: int = Field(default=1, ge=0, le=MAX_COUNT)
     """So many of a user's first events are not targets."""
-    every: int = Field(default=1, ge=1)
+    every: int = Field(default=1, ge=1, le=MAX_COUNT)
     """One in so many events of a user is a target."""
     negatives: int = Field(default=1, ge=1, le=100)
     """Rows with label 0 for each target; their items are drawn uniformly from all items seen before it."""
