@@ -284,7 +284,8 @@ class ColumnsSource:
             error = error.but(line=self._reader.line_of(file_index, error.line))
         self.skipped.add(error)
         if is_last:
-            raise error.but(reason=f"{error.reason}; correct the row, or {SKIP_CURE}")
+            cure = ", or" if "correct" in error.reason else "; correct the row, or"
+            raise error.but(reason=f"{error.reason}{cure} {SKIP_CURE}")
 
 
 def _up_to(last: int | None, found: Iterator[Rows]) -> Iterator[Rows]:

@@ -209,7 +209,8 @@ class TimeReader:
 
     @staticmethod
     def _fault(column: str, bad: NDArray[np.bool_], source: pa.Array) -> Fault | None:
-        return _fault(column, bad, source, "is not a time like the others; correct the row, or give time.format")
+        cure = "correct the row, or give its format (time.format, --time-format)"
+        return _fault(column, bad, source, f"is not a time like the others; {cure}")
 
 
 def to_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
