@@ -17,6 +17,7 @@ from typing import Any
 from hotrow.base.files import atomic_write, check_writable
 from hotrow.config.recipe import choose_recipe
 from hotrow.data.packed.format import MANIFEST, read_info
+from hotrow.data.sources.columns import left_out
 from hotrow.data.sources.guess import Guess, SchemaGuess, guess_columns
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import open_source, recognise, tell_format
@@ -110,7 +111,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None) -> InitResult:
         f"hotrow prepare {source} {shown} --schema {SCHEMA_FILE} --out {data}{skip}",
         f"hotrow train {RECIPE_FILE}",
     )
-    found = f"a table, guessed from {guess.origin}"
+    found = "; ".join(filter(None, [f"a table, guessed from {guess.origin}", left_out(paths)]))
     num_features = len(guess.of("categorical"))
     recipe = render_recipe(data, int(0.8 * guess.num_rows), num_features=num_features, exact=False)
     return InitResult(found, source, render_schema(guess), recipe, commands)

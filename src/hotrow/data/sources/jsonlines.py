@@ -139,12 +139,12 @@ def _no_columns(num_rows: int) -> pa.RecordBatch:
 
 def _blocks(file: InputFile, first: int, num_lines: int) -> Iterator[tuple[list[bytes], list[int]]]:
     """Yields the lines after line `first` and their numbers, `num_lines` at a time."""
-    lines = _lines(file, first)
+    lines = text_lines(file, first)
     while block := list(islice(lines, num_lines)):
         yield [text for _, text in block], [number for number, _ in block]
 
 
-def _lines(file: InputFile, first: int = 0) -> Iterator[tuple[int, bytes]]:
+def text_lines(file: InputFile, first: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yields number (from 1) and bytes of each line after line `first`, without blank lines and a byte-order mark.
 
     Raises ValueError for a line that is longer than text may have.
@@ -170,7 +170,7 @@ def _columns_of(file: InputFile) -> dict[str, pa.DataType]:
     kinds: dict[str, type[str] | type[list[str]] | None] = {}
     good, fault, num_bytes = False, "", 0
     with naming(file):
-        for _, text in _lines(file):
+        for _, text in text_lines(file):
             try:
                 for name, value in _members(text, is_plain=True).items():
                     if kinds.get(name) is None:
