@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import orc
 
+import hotrow
 from hotrow.data.chunk import Position, RowError
 from hotrow.data.prepare.init import run_init
 from hotrow.data.prepare.prepare import RawEncoder, run_prepare
-from hotrow.data.sources import tabular
+from hotrow.data.sources import inputs, tabular
 from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, open_table
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.registry import open_source
@@ -271,3 +276,64 @@ def test_libsvm_numbers_are_dense_and_ones_are_a_bag(tmp_path: Path) -> None:
 def test_times_and_ports_are_not_libsvm_in_a_file_with_commas(line: str, tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text(f"{line},1\n" * 3)
     assert [format_of(file) for file in input_files(tmp_path / "x.csv") or ()] == ["csv"]
+
+
+def through_fifo(path: Path, content: bytes) -> Path:
+    os.mkfifo(path)
+    threading.Thread(target=path.write_bytes, args=(content,), daemon=True).start()
+    return path
+
+
+def through_descriptor(path: Path, content: bytes) -> Path:
+    """As a shell's process substitution and /dev/stdin."""
+    end, begin = os.pipe()
+
+    def write() -> None:
+        with os.fdopen(begin, "wb") as pipe:
+            pipe.write(content)
+
+    threading.Thread(target=write, daemon=True).start()
+    return Path(f"/dev/fd/{end}")
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="there are no pipes with names here")
+@pytest.mark.parametrize("through", [through_fifo, through_descriptor])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+def test_a_pipe_is_read(
+    through: Callable[[Path, bytes], Path],
+    pack: Callable[[bytes], bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    text = ("y,item\n" + "".join(f"{y},{item}\n" for y, item in zip(LABELS, ITEMS, strict=True)) * 40).encode()
+    (tmp_path / "x.csv").write_bytes(text)
+    want = run_prepare("auto", tmp_path / "x.csv", tmp_path / "a", label="y")
+    made = run_prepare("auto", through(tmp_path / "p1", pack(text)), tmp_path / "b", label="y")
+    assert made.info.tables == want.info.tables
+    assert {n: s.num_rows for n, s in made.splits.items()} == {n: s.num_rows for n, s in want.splits.items()}
+    pipe = through(tmp_path / "p2", pack(text))
+    assert f"hotrow prepare csv {pipe}" in run_init(pipe, label="y", out=tmp_path / "conf").commands[0]
+    run = hotrow.fit(through(tmp_path / "p3", pack(text)), label="y", quiet=True, max_steps=2, threads=1)
+    assert sum(run.record.rows.values()) == 40 * N
+    assert not list(tmp_path.glob("**/.hotrow-pipe*")), "nothing is left behind"
+    os.mkfifo(tmp_path / "p4")
+    with pytest.raises(ValueError, match="is neither a file nor a folder; write its rows to a file"):
+        ColumnsSource(tmp_path / "p4", schema_of("item"))
+
+
+def test_a_pipe_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "disk_free_bytes", lambda path: 1000)
+    os.mkfifo(tmp_path / "pipe")
+
+    def write() -> None:
+        try:
+            (tmp_path / "pipe").write_bytes(b"y,item\n" * 1_000_000)
+        except BrokenPipeError:
+            return
+
+    threading.Thread(target=write, daemon=True).start()
+    with pytest.raises(ValueError, match="pipe: more came out of this pipe than half of what is free"):
+        run_prepare("csv", tmp_path / "pipe", tmp_path / "out", label="y")
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
