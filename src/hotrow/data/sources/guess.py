@@ -22,7 +22,7 @@ from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.convert import INTEGER, NUMBER, is_list, is_text, plain
 from hotrow.data.sources.leaks import find_leaks
 from hotrow.data.sources.options import ReadOptions, Role, with_read_options
-from hotrow.data.sources.schema import CsvSpec, LabelSpec, Schema, SplitKind, nearest, parse_schema
+from hotrow.data.sources.schema import JSON_LISTS, CsvSpec, LabelSpec, Schema, SplitKind, nearest, parse_schema
 from hotrow.data.sources.tabular import TableReader, TextReader
 
 SAMPLE_ROWS = 20_000
@@ -44,6 +44,7 @@ UNIX_TIMES = tuple((1e8 * unit, 4e9 * unit) for unit in (1, 1e3, 1e6, 1e9))
 """Seconds, milliseconds, microseconds and nanoseconds of the years 1973 to 2096."""
 LABEL_RULE = re.compile(r"\s*(.*?\S)\s*(?:>=\s*(-?\d+(?:\.\d+)?)|=\s*(\S.*?))\s*", re.DOTALL)
 """A rule that makes a label from a column: "rating >= 4", "action = buy, cart"."""
+JOINED_IDS = r"^[A-Za-z_]{0,3}\d+( [A-Za-z_]{0,3}\d+)*$"
 SHOWN_VALUES = 8
 """A label may be made from a column of text that has no more values than this."""
 DATE_FORMATS = (
@@ -382,12 +383,22 @@ def _time_formats(values: pa.Array) -> tuple[str, ...]:
 
 
 def _separator(array: pa.Array) -> str | None:
-    """Returns the character that joins several values in most rows of a text column."""
-    for separator in ("|", ";"):
+    """Returns what joins several values in most rows of a text column: a character, or JSON_LISTS."""
+    for separator in ("|", ";", "^"):
         share = pc.mean(pc.cast(pc.match_substring(array, separator), pa.float64())).as_py()
         if share is not None and share > 0.3:
             return separator
-    return None
+    if pc.all(pc.match_substring_regex(array, r"^\s*\[.*\]\s*$")).as_py():
+        return JSON_LISTS
+    return " " if _is_joined_by_blanks(array.drop_null()) else None
+
+
+def _is_joined_by_blanks(texts: pa.Array) -> bool:
+    """Returns whether texts are ids with blanks between: short words that end in digits, and no grouped numbers."""
+    joined = texts.filter(pc.match_substring(texts, " "))
+    ids = pc.all(pc.match_substring_regex(texts, JOINED_IDS)).as_py()
+    grouped = pc.all(pc.match_substring_regex(joined, r"^[+-]?\d{1,3}( \d{3})+$")).as_py()
+    return bool(len(joined) > 0.3 * len(texts) and ids and not grouped)
 
 
 def _find_label(
@@ -629,7 +640,8 @@ def _list_feature(f: ColumnFacts) -> Guess:
     spec: dict[str, Any] = {"column": f.name, "kind": kind}
     if f.separator is not None:
         spec["separator"] = f.separator
-    what = "lists" if f.separator is None else f"text joined by {f.separator!r}"
+    joined = "JSON arrays as text" if f.separator == JSON_LISTS else f"text joined by {f.separator!r}"
+    what = "lists" if f.separator is None else joined
     order = "its name speaks of order" if kind == "sequence" else "taken for a set"
     return Guess("categorical", f.name, spec, f"{what}, {order}, {f.cardinality}{f.missing}")
 
