@@ -72,8 +72,7 @@ def run_prepare(
 ) -> PackedDataset:
     """Prepares raw logs into the packed dataset `out`; called again with the same arguments, it continues after a stop.
 
-    source: criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, jsonl, frame, synthetic, or auto, which
-    decides by the first line. paths: files, folders, patterns, URIs, or one Arrow-capable frame; for synthetic, a
+    source: one of `SOURCE_NAMES`, as docs/prepare.md lists them; auto decides by the first line. paths: files, folders, patterns, URIs, or one Arrow-capable frame; for synthetic, a
     preset's name, a YAML file or a `SyntheticConfig`. schema: for csv, parquet, jsonl and frame, a path or a `Schema`
     (`hotrow init` writes one); None: guessed, with the help of
     {read}
