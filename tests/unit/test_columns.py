@@ -328,7 +328,7 @@ def test_csv_without_header_and_with_own_nulls(tmp_path: Path) -> None:
 def test_csv_faults_name_file_line_and_column(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "x.csv", "y,a,d\n0,k,1\n1,k\n0,k,zz\n2,k,1\n")
     schema = schema_of("a", dense=["d"])
-    with pytest.raises(RowError, match=rf"{path}:3: 2 columns instead of 3 in '1,k'"):
+    with pytest.raises(RowError, match=rf"{path}:3: too few columns, 2 instead of 3, in '1,k'"):
         read(ColumnsSource(path, schema))
     with pytest.raises(RowError, match=rf"{path}:4 \(d\): 'zz' is not a finite"):
         read(ColumnsSource(path, schema, skip_bad_rows=1))
@@ -341,7 +341,7 @@ def test_csv_faults_name_file_line_and_column(tmp_path: Path) -> None:
 
 def test_bad_lines_after_the_last_good_row_count_too(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "x.csv", "y,a\n0,k\n1,k,k\n")
-    with pytest.raises(RowError, match=":3: 3 columns instead of 2"):
+    with pytest.raises(RowError, match=":3: too many columns, 3 instead of 2"):
         read(ColumnsSource(path, schema_of("a")))
     path = write_csv(tmp_path / "z.csv", "y,a\n0,k,k\n1,k,k\n")
     source = ColumnsSource(path, schema_of("a"), skip_bad_rows=2)

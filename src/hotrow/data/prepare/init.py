@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,10 @@ from hotrow.base.door import make_folder
 from hotrow.base.files import atomic_write, check_writable
 from hotrow.config.recipe import choose_recipe
 from hotrow.data.packed.format import MANIFEST, read_info
+from hotrow.data.sources.columns import left_out
 from hotrow.data.sources.guess import Guess, SchemaGuess, guess_columns
+from hotrow.data.sources.inputs import spooled
+from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import open_source, recognise, tell_format
 from hotrow.data.sources.schema import Schema
 
@@ -45,24 +49,26 @@ class InitResult:
     """Files written."""
 
 
+@with_read_options
 def run_init(
     paths: Any,
     *,
-    label: str | None = None,
-    time: str | None = None,
+    read: ReadOptions,
     data: str | None = None,
     out: Path | str | None = None,
 ) -> InitResult:
     """Looks at `paths` (logs, or the folder of a packed dataset) and says how to train on them.
 
-    label, time: names of these columns, if known. data: the packed dataset that the recipe will name. out: a folder for
-    schema.yaml and recipe.yaml; None writes nothing. Existing files are never overwritten.
+    {read}
+    data: the packed dataset that the recipe will name. out: a folder for schema.yaml and recipe.yaml; None writes
+    nothing. Existing files are never overwritten.
 
     Raises ValueError if a path does not exist, a named column is missing, or a file to write exists.
     """
     if out is not None:
         _check_absent(Path(out) / RECIPE_FILE)  # checked before the logs are read; there may be no schema to write
-    result = _look(paths, label, time, data)
+    with spooled(paths, Path(tempfile.gettempdir())) as files:
+        result = _look(files, read, data, given=paths)
     if out is None:
         return result
     folder = Path(out)
@@ -84,8 +90,8 @@ def _check_absent(path: Path) -> None:
     check_writable(path)
 
 
-def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> InitResult:
-    shown = shlex.join(map(str, paths if isinstance(paths, list | tuple) else [paths]))
+def _look(paths: Any, read: ReadOptions, data: str | None, *, given: Any) -> InitResult:
+    shown = shlex.join(map(str, given if isinstance(given, list | tuple) else [given]))
     if isinstance(paths, str | Path) and (Path(paths) / MANIFEST).is_file():
         info = read_info(Path(paths))
         rows = ", ".join(f"{name} {split.num_rows:,}" for name, split in info.splits.items())
@@ -93,22 +99,23 @@ def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> 
         num_rows = info.splits["train"].num_rows if "train" in info.splits else 0
         recipe = render_recipe(str(paths), num_rows, num_features=len(info.features), exact=True)
         return InitResult(found, None, None, recipe, (f"hotrow train {RECIPE_FILE}",))
-    source = None if label is not None else recognise(paths)
+    skip = f" --skip-bad-rows {read.skip_bad_rows}" if read.skip_bad_rows else ""
+    source = None if read.hints else recognise(paths)
     if source is not None:
         data = data or f"data/{source}"
-        commands = (f"hotrow prepare {source} {shown} --out {data}", f"hotrow train {RECIPE_FILE}")
+        commands = (f"hotrow prepare {source} {shown} --out {data}{skip}", f"hotrow train {RECIPE_FILE}")
         opened = open_source(source, paths)
         num_rows = _training_rows(opened.source.scout().num_rows, opened.schema)
         recipe = render_recipe(data, num_rows, num_features=len(opened.schema.feature_names), exact=False)
         return InitResult(f"{source} in its published layout", source, None, recipe, commands)
-    guess = guess_columns(paths, label=label, time=time)
+    guess = guess_columns(paths, **vars(read))
     data = data or "data/packed"
     source = tell_format(paths)
     commands = (
-        f"hotrow prepare {source} {shown} --schema {SCHEMA_FILE} --out {data}",
+        f"hotrow prepare {source} {shown} --schema {SCHEMA_FILE} --out {data}{skip}",
         f"hotrow train {RECIPE_FILE}",
     )
-    found = f"a table, guessed from {guess.origin}"
+    found = "; ".join(filter(None, [f"a table, guessed from {guess.origin}", left_out(paths)]))
     num_features = len(guess.of("categorical"))
     recipe = render_recipe(data, int(0.8 * guess.num_rows), num_features=num_features, exact=False)
     return InitResult(found, source, render_schema(guess), recipe, commands)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from shlex import quote
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,8 @@ import pyarrow.compute as pc
 from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.convert import INTEGER, NUMBER, is_list, is_text, plain
 from hotrow.data.sources.leaks import find_leaks
-from hotrow.data.sources.schema import CsvSpec, LabelSpec, Schema, SplitKind, nearest, parse_schema
+from hotrow.data.sources.options import ReadOptions, Role, with_read_options
+from hotrow.data.sources.schema import JSON_LISTS, CsvSpec, LabelSpec, Schema, SplitKind, nearest, parse_schema
 from hotrow.data.sources.tabular import TableReader, TextReader
 
 SAMPLE_ROWS = 20_000
@@ -43,6 +44,7 @@ UNIX_TIMES = tuple((1e8 * unit, 4e9 * unit) for unit in (1, 1e3, 1e6, 1e9))
 """Seconds, milliseconds, microseconds and nanoseconds of the years 1973 to 2096."""
 LABEL_RULE = re.compile(r"\s*(.*?\S)\s*(?:>=\s*(-?\d+(?:\.\d+)?)|=\s*(\S.*?))\s*", re.DOTALL)
 """A rule that makes a label from a column: "rating >= 4", "action = buy, cart"."""
+JOINED_IDS = r"^[A-Za-z_]{0,3}\d+( [A-Za-z_]{0,3}\d+)*$"
 SHOWN_VALUES = 8
 """A label may be made from a column of text that has no more values than this."""
 DATE_FORMATS = (
@@ -62,10 +64,6 @@ MANY_ROWS = 1000
 """With at least this many sampled rows, ids of which none repeats are names of rows."""
 FEW_VALUES = 64
 """Integers are ids if they have at most this many values, or a range over ten times as wide as their number."""
-
-
-Role = Literal["categorical", "dense", "lists"]
-"""Roles that a caller of `fit` may give to a column."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,9 @@ class SchemaGuess:
                 + ", ".join(shown(g.column) for g in self.guesses)
             )
         if not value["categorical"]:
-            raise ValueError(f"no id column found in {self.origin}; write a schema that lists one under 'categorical'")
+            raise ValueError(
+                f"no id column found in {self.origin}; name one (--categorical COLUMN, in Python categorical=[...])"
+            )
         value["label"] = self.of("label")[0].spec
         if self.of("time"):
             value["time"] = self.of("time")[0].spec
@@ -175,17 +175,16 @@ class SchemaGuess:
         return parse_schema(value, where="guessed schema")
 
 
-def guess_columns(
-    source: Any, *, label: str | None = None, time: str | None = None, roles: Mapping[str, Role] | None = None
-) -> SchemaGuess:
+@with_read_options
+def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
     """Returns the guess about every column with its reason; it need not find a label.
 
-    label, time: names of these columns, if known; label may be a rule such as "rating >= 4" or "action = buy, cart".
-    roles: what columns are, by name, if known. Raises ValueError if a named column is absent or cannot have its role.
+    {read}
+    Raises ValueError if a named column is absent or cannot have its role.
     """
-    roles = dict(roles or {})
+    label, time, roles = read.label, read.time, read.roles
     rule = LABEL_RULE.fullmatch(label or "")
-    reader, csv = _open(source, told=(label, rule and rule[1], time, *roles))
+    reader, csv = _open(source, (label, rule and rule[1], time, *roles), read.null_values)
     names = list(reader.schema.names)
     made: dict[str, Any] = {}
     if rule and label not in names:
@@ -199,7 +198,8 @@ def guess_columns(
     facts = [look_at(name, sample.column(name)) for name in names]
     label_guess, question, notes = _find_label(facts, label, made)
     others = [f for f in facts if label_guess is None or f.name != label_guess.column]
-    time_guess, time_notes = _find_time(others, time)
+    others = [f for f in others if roles.get(f.name) != "exclude"]
+    time_guess, time_notes = _find_time(others, time, read.time_format)
     taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
     if both := [name for name in roles if name in taken]:
         raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")
@@ -239,13 +239,16 @@ def shown(name: str) -> str:
     return name if plain else repr(name)
 
 
-def _open(source: Any, told: Sequence[str | None]) -> tuple[TableReader, dict[str, Any]]:
-    """Returns the reader, and of text files how lines are cut; `told`: known column names, which only a header
-    can hold."""
-    reader = open_table(source, CsvSpec())
+def _open(source: Any, told: Sequence[str | None], null_values: Sequence[str]) -> tuple[TableReader, dict[str, Any]]:
+    """Returns the reader, and how text is read, as in a schema.
+
+    told: known column names, which only a header can hold. null_values: more texts that mean a missing value.
+    """
+    missing = {"null_values": list(dict.fromkeys([*CsvSpec().null_values, *null_values]))} if null_values else {}
+    reader = open_table(source, CsvSpec.model_validate_json(json.dumps(missing)))
     if not isinstance(reader, TextReader):
-        return reader, {}
-    csv: dict[str, Any] = {"delimiter": reader.delimiter}
+        return reader, missing
+    csv: dict[str, Any] = {"delimiter": reader.delimiter, **missing}
     if not any(name in reader.names for name in told) and not _is_header(*reader.first_records()):
         csv["column_names"] = [f"c{i}" for i in range(len(reader.names))]
     return open_table(source, CsvSpec.model_validate_json(json.dumps(csv))), csv
@@ -380,12 +383,22 @@ def _time_formats(values: pa.Array) -> tuple[str, ...]:
 
 
 def _separator(array: pa.Array) -> str | None:
-    """Returns the character that joins several values in most rows of a text column."""
-    for separator in ("|", ";"):
+    """Returns what joins several values in most rows of a text column: a character, or JSON_LISTS."""
+    for separator in ("|", ";", "^"):
         share = pc.mean(pc.cast(pc.match_substring(array, separator), pa.float64())).as_py()
         if share is not None and share > 0.3:
             return separator
-    return None
+    if pc.all(pc.match_substring_regex(array, r"^\s*\[.*\]\s*$")).as_py():
+        return JSON_LISTS
+    return " " if _is_joined_by_blanks(array.drop_null()) else None
+
+
+def _is_joined_by_blanks(texts: pa.Array) -> bool:
+    """Returns whether texts are ids with blanks between: short words that end in digits, and no grouped numbers."""
+    joined = texts.filter(pc.match_substring(texts, " "))
+    ids = pc.all(pc.match_substring_regex(texts, JOINED_IDS)).as_py()
+    grouped = pc.all(pc.match_substring_regex(joined, r"^[+-]?\d{1,3}( \d{3})+$")).as_py()
+    return bool(len(joined) > 0.3 * len(texts) and ids and not grouped)
 
 
 def _find_label(
@@ -474,17 +487,22 @@ def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
     )
 
 
-def _find_time(facts: Sequence[ColumnFacts], name: str | None) -> tuple[Guess | None, tuple[str, ...]]:
-    """Returns the time column or None, and what the user may decide otherwise."""
+def _find_time(
+    facts: Sequence[ColumnFacts], name: str | None, format: str | None
+) -> tuple[Guess | None, tuple[str, ...]]:
+    """Returns the time column or None, and what the user may decide otherwise.
+
+    name, format: of the time column, as the user told.
+    """
     for f in facts:
         if f.name == name:
-            return Guess("time", f.name, _time_spec(f), "as told"), ()
+            return Guess("time", f.name, _time_spec(f) if format is None else told_time(f, format), "as told"), ()
     if name is not None:
         raise ValueError(f"column {name!r} cannot be both label and time; name another")
     unclear = tuple(
-        f"column {shown(f.name)} holds times that may be read in {len(f.time_formats)} ways; to split by it, write a "
-        f"schema (hotrow init) with time: {{column: {json.dumps(f.name)}, format: {json.dumps(f.time_formats[0])}}} or "
-        f"format {json.dumps(f.time_formats[1])}"
+        f"column {shown(f.name)} holds times that may be read in {len(f.time_formats)} ways; to split by it: "
+        f"--time {quote(f.name)} --time-format {quote(f.time_formats[0])}, or the format {quote(f.time_formats[1])} "
+        "(in Python time=..., time_format=...)"
         for f in facts
         if len(f.time_formats) > 1
     )
@@ -498,12 +516,19 @@ def _find_time(facts: Sequence[ColumnFacts], name: str | None) -> tuple[Guess | 
     return None, unclear
 
 
+def told_time(f: ColumnFacts, format: str) -> dict[str, Any]:
+    """Returns the time column as in a schema. Raises ValueError if `format` is for text, and there is none."""
+    if not any(kind in f.stored for kind in ("string", "null", "dictionary")):
+        raise ValueError(f"time_format is for text, but column {f.name!r} holds {f.stored} values; leave it out")
+    return {"column": f.name, "format": format}
+
+
 def _time_spec(f: ColumnFacts) -> dict[str, Any]:
     if len(f.time_formats) > 1:
         ways = " or ".join(map(repr, f.time_formats))
         raise ValueError(
-            f"time column {f.name!r} may be read as {ways}; write a schema (hotrow init) with time: "
-            f"{{column: {json.dumps(f.name)}, format: ...}}"
+            f"time column {f.name!r} may be read as {ways}; say which: "
+            f"--time {quote(f.name)} --time-format {quote(f.time_formats[0])}, in Python time_format=..."
         )
     return {"column": f.name, **({"format": f.time_formats[0]} if f.time_formats else {})}
 
@@ -525,8 +550,13 @@ def _is_written_date(f: ColumnFacts) -> bool:
 
 def _told(f: ColumnFacts, role: Role) -> Guess:
     """Returns the guess about a column to which the user gave a role. Raises ValueError if it cannot have the role."""
+    if role == "exclude":
+        return Guess("", f.name, {}, "left out, as told")
+    if role == "text":
+        return _text_ids(f)
+    is_empty = f.num_missing == f.num_rows
     if role == "dense":
-        if f.kind not in ("int", "float", "bool"):
+        if f.kind not in ("int", "float", "bool") and not is_empty:
             raise ValueError(f"dense lists column {f.name!r}, which holds {f.stored} values that are not numbers")
         return _dense(f, "as told")
     is_list = f.kind == "list" or f.separator is not None
@@ -537,7 +567,7 @@ def _told(f: ColumnFacts, role: Role) -> Guess:
                 "write a schema with its separator"
             )
         return _list_feature(f)
-    if f.kind in ("list", "other"):
+    if f.kind in ("list", "other") and not is_empty:
         raise ValueError(f"categorical lists column {f.name!r}, which holds {f.stored} values; name it in lists")
     return _categorical(f)
 
@@ -597,12 +627,21 @@ def _categorical(f: ColumnFacts) -> Guess:
     return Guess("categorical", f.name, spec, f"{_kind_words(f)}, {f.cardinality}{f.missing}")
 
 
+def _text_ids(f: ColumnFacts) -> Guess:
+    if f.kind in ("list", "other") and f.num_missing < f.num_rows:
+        raise ValueError(f"text lists column {f.name!r}, which holds {f.stored} values; name it in lists")
+    return Guess(
+        "categorical", f.name, {"column": f.name, "type": "text"}, f"text, as told, {f.cardinality}{f.missing}"
+    )
+
+
 def _list_feature(f: ColumnFacts) -> Guess:
     kind = "sequence" if _like(SEQUENCE_NAMES, f.name) else "multi_hot"
     spec: dict[str, Any] = {"column": f.name, "kind": kind}
     if f.separator is not None:
         spec["separator"] = f.separator
-    what = "lists" if f.separator is None else f"text joined by {f.separator!r}"
+    joined = "JSON arrays as text" if f.separator == JSON_LISTS else f"text joined by {f.separator!r}"
+    what = "lists" if f.separator is None else joined
     order = "its name speaks of order" if kind == "sequence" else "taken for a set"
     return Guess("categorical", f.name, spec, f"{what}, {order}, {f.cardinality}{f.missing}")
 

@@ -23,6 +23,8 @@ IdType = Literal["int", "text"]
 FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
 SplitKind = Literal["time", "random", "reference"]
 SPLITS = ("train", "val", "test")
+JSON_LISTS = "json"
+"""The separator of a column whose texts are JSON arrays."""
 HISTORY = "_history"
 """Suffix of a column that holds the earlier values of another column."""
 
@@ -94,7 +96,7 @@ class CategoricalSpec(_Column):
     """int: reads text ids as 64-bit integers, which is faster; "007" is an error, since it would become 7. text: reads
     numbers as their decimal text. None: as stored, which for CSV is text."""
     separator: str | None = Field(default=None, min_length=1)
-    """Text that separates the ids of a multi_hot or sequence feature; None: the column holds lists."""
+    """Text that separates the ids of a multi_hot or sequence feature, or JSON_LISTS; None: the column holds lists."""
 
     @model_validator(mode="after")
     def _separator_needs_list(self) -> CategoricalSpec:
