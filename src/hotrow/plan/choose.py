@@ -33,6 +33,7 @@ FOLDER = "memory"
 """Folder in a run for rows that memory does not hold, unless the config names another."""
 SLOT_OF_ROW_BYTES = 4
 """DRAM for each row of a table with slots on a device, to know which slot it has."""
+_SMALLER = "give it more memory, or lower train.batch_size or the widths of the model"
 _CURES = (
     "lower model.embedding_dim, use optimizer.sparse.name row_wise_adagrad or sgd, set train.precision to fp16, or "
     "prepare the data with a higher --min-count"
@@ -86,7 +87,8 @@ def choose(
     if not training:
         budget = min(budget, int(AUTO_SHARE * available), available - beside_bytes)
     if budget <= 0 and beside_bytes >= available:
-        raise ValueError(f"no memory is left for tables: {_beside_words(available, beside_bytes, local_size)}")
+        cure = _SMALLER if training else "give it more memory"
+        raise ValueError(f"no memory is left for tables: {_beside_words(available, beside_bytes, local_size)}: {cure}")
     if budget <= 0:
         raise ValueError(
             f"to know which rows lie in memory.hbm takes {size(known)} of DRAM, and there are {size(budget + known)} "
@@ -104,7 +106,7 @@ def choose(
     except ValueError as error:
         if budget < available - beside_bytes:
             raise
-        raise ValueError(f"{error}; {_beside_words(available, beside_bytes, local_size)}") from None
+        raise ValueError(f"{error}; {_beside_words(available, beside_bytes, local_size)}: {_SMALLER}") from None
 
 
 def dram_budget(config: Config, available_bytes: int, beside_bytes: int = 0) -> int:
@@ -127,7 +129,7 @@ def shortage(config: Config, tables: Sequence[TableConfig], *, beside_bytes: int
         return None
     return (
         f"memory may run out: tables and optimizer state take {size(taken)} of DRAM as the config says (memory), and "
-        f"{_beside_words(available, beside_bytes, local_size)}; set memory.dram to auto or to at most "
+        f"{_beside_words(available, beside_bytes, local_size)}: {_SMALLER}, or set memory.dram to auto or to at most "
         f"{size(max(0, available - beside_bytes))}"
     )
 
@@ -135,7 +137,7 @@ def shortage(config: Config, tables: Sequence[TableConfig], *, beside_bytes: int
 def _beside_words(available: int, beside_bytes: int, local_size: int) -> str:
     return (
         f"{_who(local_size)} may use {size(available)} more, of which batches, dense layers and evaluations take about "
-        f"{size(beside_bytes)}: give it more memory, or lower train.batch_size or the widths of the model"
+        f"{size(beside_bytes)}"
     )
 
 
