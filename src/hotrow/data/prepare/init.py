@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotrow.base.door import make_folder
+from hotrow.base.door import is_taken, make_folder
 from hotrow.base.files import atomic_write, check_writable
 from hotrow.config.recipe import choose_recipe
 from hotrow.data.packed.format import MANIFEST, read_info
@@ -86,7 +86,7 @@ def _check_absent(path: Path) -> None:
 
 def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> InitResult:
     shown = shlex.join(map(str, paths if isinstance(paths, list | tuple) else [paths]))
-    if isinstance(paths, str | Path) and (Path(paths) / MANIFEST).is_file():
+    if isinstance(paths, str | Path) and is_taken(Path(paths) / MANIFEST):
         info = read_info(Path(paths))
         rows = ", ".join(f"{name} {split.num_rows:,}" for name, split in info.splits.items())
         found = f"a packed dataset of {info.name!r}: rows {rows}; {len(info.dense)} dense, {len(info.features)} sparse"
