@@ -113,7 +113,7 @@ def change_json(file: Path, rng: random.Random) -> str:
 
 def change_tensors(file: Path, checkpoint: Path, rng: random.Random) -> str:
     """Changes a tensor of a checkpoint's file, and the size and checksum in its manifest; returns what was done."""
-    tensors = load_file(file)
+    tensors = load_file(file) or {"0.x": torch.zeros(2)}  # plain SGD has no state: one too many
     name = "rows" if "rows" in tensors and rng.random() < 0.6 else rng.choice(sorted(tensors))
     tensor, what = tensors[name], rng.choice(["drop", "rename", "cut", "reshape", "dtype", "rows", "rows", "rows"])
     if what == "rows" and (name != "rows" or len(tensor) < 2):
@@ -187,7 +187,7 @@ def _faults(file: Path, counts: Counter[tuple[str, str]]) -> Iterator[str]:
         yield from (f"{verb} {fault}: {outcome.err[-400:]}" for fault in outcome.faults)
     if taken["export"].code == 0 and "embedding/" in str(file) and taken["predict"].code != 0:
         yield f"export takes what predict refuses: {taken['predict'].err[-400:]}"
-    if taken["check"].code == 0 and file.suffix == ".safetensors" and "rows" in taken["predict"].err:
+    if taken["check"].code == 0 and "do not rise" in taken["predict"].err:
         yield f"check takes rows that predict refuses: {taken['predict'].err[-400:]}"
     if taken["export"].code == taken["predict"].code == 0 and (fault := other_scores()):
         yield fault

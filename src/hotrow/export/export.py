@@ -60,6 +60,7 @@ from hotrow.run.checkpoint_files import (
     FileRecord,
     Manifest,
     check_like,
+    check_names,
     crc32,
     open_tensors,
     read_manifest,
@@ -393,6 +394,7 @@ def _ranges(shape: torch.Size) -> Iterator[slice]:
 def _whole(path: Path, shape: torch.Size, dtype: torch.dtype) -> Iterator[Tensor]:
     for rows in _ranges(shape):
         with open_tensors(path) as file:  # opened again, so that pages read before do not stay mapped
+            check_names(path, file.keys(), [WEIGHT])
             stored = file.get_slice(WEIGHT)
             check_like(path, WEIGHT, stored, dtype, shape)
             yield stored[rows]
@@ -409,7 +411,7 @@ def _merged(path: Path, chain: Chain, shape: torch.Size, dtype: torch.dtype) -> 
         )
     if (dtype == torch.float16) != (chain.record.initial.dtype == "float16"):
         raise ValueError(f"{path / chain.stem} is made of {chain.record.initial.dtype}, its table of {dtype}; {CURE}")
-    check_chain(path, chain)
+    check_chain(path, chain, {WEIGHT: (dtype, tuple(shape[1:]))})
     places = [0] * len(chain.record.links)
     for rows in _ranges(shape):
         piece = chain.record.initial.read(WEIGHT, rows, shape)
@@ -426,7 +428,5 @@ def _overlay(piece: Tensor, rows: slice, path: Path, place: int, num_rows: int) 
         ids = link.get_slice(ROWS)[place : min(num_rows, place + rows.stop - rows.start)]
         end = place + int(torch.searchsorted(ids, rows.stop))
         if end > place:
-            values = link.get_slice(WEIGHT)
-            check_like(path, WEIGHT, values, piece.dtype, (num_rows, piece.shape[1]))
-            piece[ids[: end - place] - rows.start] = values[place:end]
+            piece[ids[: end - place] - rows.start] = link.get_slice(WEIGHT)[place:end]
     return end

@@ -158,12 +158,7 @@ def load_chain(path: Path, chain: Chain, table: str, arrays: Mapping[str, Rows],
     for name, array in arrays.items():
         if (own := array.shape[0]) != record.num_rows:
             raise ValueError(f"{path / chain.stem}: {name} has {record.num_rows:,} rows; this model's has {own:,}")
-    check_chain(path, chain)
-    for file, num_rows in zip(chain.files, record.links, strict=True):
-        with open_tensors(path / file) as link:
-            check_names(path / file, link.keys(), [ROWS, *arrays])
-            for name, array in arrays.items():
-                check_like(path / file, name, link.get_slice(name), array.dtype, (num_rows, *array.shape[1:]))
+    check_chain(path, chain, {name: (array.dtype, tuple(array.shape[1:])) for name, array in arrays.items()})
     for name, array in arrays.items():
         for rows in _rows_to_reset(name, table, array, record, changes):
             held = held_rows(array, rows)
@@ -176,17 +171,24 @@ def load_chain(path: Path, chain: Chain, table: str, arrays: Mapping[str, Rows],
                     write_held(array, rows, link.get_slice(name), piece.start)
 
 
-def check_chain(path: Path, chain: Chain) -> None:
+def check_chain(
+    path: Path, chain: Chain, arrays: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] | None = None
+) -> None:
     """Raises ValueError, naming the file, unless the row ids in each link of the chain rise within the table.
 
-    Whoever reads a chain calls this first: what follows may then index the table by these ids.
+    Whoever reads a chain calls this first: what follows may then index the table by these ids. arrays: dtype and shape
+    of a row of what a link holds beside the ids; None: that is not known.
     """
     for name, num_rows in zip(chain.files, chain.record.links, strict=True):
         file, table_rows, last = path / name, chain.record.num_rows, -1
         with open_tensors(file) as link:
             if ROWS not in link.keys():  # noqa: SIM118  # it is not a mapping
                 raise ValueError(f"{file} has no {ROWS!r}, the ids of its rows; {CURE}")
+            if arrays is not None:
+                check_names(file, link.keys(), [ROWS, *arrays])
             check_like(file, ROWS, link.get_slice(ROWS), torch.int64, (num_rows,))
+            for name, (dtype, shape) in (arrays or {}).items():
+                check_like(file, name, link.get_slice(name), dtype, (num_rows, *shape))
             for _, rows in _pieces(link, num_rows, ID_PIECE):
                 if int(rows[0]) <= last or bool((rows.diff() <= 0).any()) or int(rows[-1]) >= table_rows:
                     raise ValueError(f"{file}: its rows do not rise within the table's {table_rows:,}; {CURE}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotrow.base.door import make_folder
+from hotrow.base.door import is_taken, make_folder
 from hotrow.base.files import atomic_write, check_writable
 from hotrow.config.recipe import choose_recipe
 from hotrow.data.packed.format import MANIFEST, read_info
@@ -92,7 +92,7 @@ def _check_absent(path: Path) -> None:
 
 def _look(paths: Any, read: ReadOptions, data: str | None, *, given: Any) -> InitResult:
     shown = shlex.join(map(str, given if isinstance(given, list | tuple) else [given]))
-    if isinstance(paths, str | Path) and (Path(paths) / MANIFEST).is_file():
+    if isinstance(paths, str | Path) and is_taken(Path(paths) / MANIFEST):
         info = read_info(Path(paths))
         rows = ", ".join(f"{name} {split.num_rows:,}" for name, split in info.splits.items())
         found = f"a packed dataset of {info.name!r}: rows {rows}; {len(info.dense)} dense, {len(info.features)} sparse"
