@@ -339,8 +339,8 @@ def fit(
 ) -> Run:
     """Prepares `data` if it is raw, trains a model on it, and returns the run.
 
-    data: a packed dataset's folder; paths, globs, URIs or pipes of raw files (docs/prepare.md); or an Arrow-capable frame
-        (pandas, polars, duckdb, pyarrow). Raw data is packed into the run's folder, under data/; if that is
+    data: a packed dataset's folder; paths, globs, URIs or pipes of raw files (docs/prepare.md); or an Arrow-capable
+        frame (pandas, polars, duckdb, pyarrow). Raw data is packed into the run's folder, under data/; if that is
         interrupted, the same call continues in the same folder.
     {read}
     What is not said about a column is guessed, and the guess is shown. With a time, the last rows are the test split.

@@ -196,7 +196,8 @@ def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
             raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
     sample = _sample(reader, names)
     facts = [look_at(name, sample.column(name)) for name in names]
-    label_guess, question, notes = _find_label(facts, label, made)
+    candidates = [f for f in facts if f.name == label or roles.get(f.name) != "exclude"]
+    label_guess, question, notes = _find_label(candidates, label, made)
     others = [f for f in facts if label_guess is None or f.name != label_guess.column]
     others = [f for f in others if roles.get(f.name) != "exclude"]
     time_guess, time_notes = _find_time(others, time, read.time_format)
