@@ -298,7 +298,8 @@ def _feature(feature: Feature, made: RawRows | None) -> dict[str, Any]:
     encoding = made.encodings[feature.name]
     spec = next(column for column in made.schema.categorical if column.column == feature.name)
     base = 16 if made.source == "criteo" else 10
-    return found | {"keys": encoding, "separator": spec.separator, **({} if encoding == "bytes" else {"base": base})}
+    found |= {"keys": encoding, "separator": spec.separator, **({} if encoding == "bytes" else {"base": base})}
+    return found if spec.buckets is None else found | {"buckets": list(spec.buckets)}
 
 
 def _table(table: TableConfig, kept: PackedDataset, made: RawRows | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import math
 import sys
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,8 @@ class Scorer:
             return int(value)
         if value is None or value != value:
             return int(about["missing_row"])
+        if (buckets := feature.get("buckets")) is not None:
+            value = bisect_right(buckets, float(value))
         key: int | bytes = text_key(value) if feature["keys"] == "bytes" else integer_key(value, feature["base"])
         if (cap := about["hash_cap"]) is not None:
             key = (key if isinstance(key, int) else hash_of(key)) % cap

@@ -306,8 +306,11 @@ def open_table(data: Any, spec: CsvSpec) -> TableReader:
     Raises ValueError naming two files if they are of different formats.
     """
     files = input_files(data)
-    if files is None:
-        return FrameReader(data)
+    return FrameReader(data) if files is None else open_files(files, spec)
+
+
+def open_files(files: Sequence[InputFile], spec: CsvSpec) -> TableReader:
+    """Returns the reader for files, as `open_table`."""
     formats = [format_of(file) for file in files]
     for file, found in zip(files, formats, strict=True):
         if found != formats[0]:

@@ -218,6 +218,8 @@ def to_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tup
     Raises ValueError if the column's shape does not fit `spec.kind`.
     """
     array = plain(array)
+    if spec.buckets is not None:
+        return _buckets_of(array, spec.column, spec.buckets)
     if spec.separator is not None and is_text(array.type):
         array = pc.split_pattern(pc.if_else(pc.equal(array, ""), pa.scalar(None, array.type), array), spec.separator)
     if is_list(array.type) == (spec.kind == "one_hot"):
@@ -238,12 +240,22 @@ def to_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tup
     return keys, fault
 
 
+def _buckets_of(array: pa.Array, column: str, buckets: Sequence[float]) -> tuple[Keys, Fault | None]:
+    """Returns as the key of each number how many of `buckets` are at most it; no number is a missing key."""
+    numbers, fault = to_numbers(array, column)
+    missing = np.isnan(numbers)
+    keys = np.searchsorted(np.array(buckets), numbers, side="right").astype(np.int64)
+    return Keys(keys, None, ~missing if missing.any() else None), fault
+
+
 def default_encoding(kind: pa.DataType, spec: CategoricalSpec) -> IdEncoding:
     """Returns how ids of an Arrow type are held if `spec.type` does not say so.
 
     Raises ValueError for types that cannot be ids: structs, maps, intervals.
     """
     kind = value_type(kind)
+    if spec.buckets is not None:
+        return "int"
     if spec.type == "text":
         return "bytes"
     if pa.types.is_uint64(kind):

@@ -1,7 +1,9 @@
 """Guesses a first schema from the files: what each column seems to be, and why, for a person to check.
 
-Names, Arrow types and a sample of rows decide. Every guess has its reason; columns that no rule fits are left out, and
-the result says so. `hotrow init` writes it as YAML, `hotrow.fit` uses it as it is.
+Arrow types and a sample of rows decide, and names where labels, times and the order of lists are concerned. What a
+column of numbers is, its evidence decides (`kinds.py`); what gives the label away is left out (`leaks.py`). Every guess
+has its reason; columns that no rule fits are left out, and the result says so. `hotrow init` writes it as YAML,
+`hotrow.fit` uses it as it is.
 """
 
 from __future__ import annotations
@@ -19,25 +21,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hotrow.data.sources.columns import open_table
-from hotrow.data.sources.convert import INTEGER, NUMBER, is_list, is_text, plain
-from hotrow.data.sources.leaks import find_leaks
-from hotrow.data.sources.schema import CsvSpec, LabelSpec, Schema, SplitKind, nearest, parse_schema
+from hotrow.data.sources.convert import (
+    INTEGER,
+    NUMBER,
+    TimeReader,
+    is_list,
+    is_text,
+    plain,
+    to_label,
+    to_numbers,
+)
+from hotrow.data.sources.evidence import CLEAR, Tally, weigh
+from hotrow.data.sources.kinds import Kind, as_dense, tell_kind
+from hotrow.data.sources.leaks import find_leaks, find_strong
+from hotrow.data.sources.sample import sample_rows
+from hotrow.data.sources.schema import CsvSpec, LabelSpec, Schema, SplitKind, Transform, nearest, parse_schema
 from hotrow.data.sources.tabular import TableReader, TextReader
 
-SAMPLE_ROWS = 20_000
 LABEL_NAMES = r"(is_?)?(label|click(ed)?|target|y|convert(ed)?|conversion|install(ed)?|purchased?|response)"
 ACTION_NAMES = rf"{LABEL_NAMES}|.*(action|behaviou?r|event|outcome|status).*"
 TIME_NAMES = r"(.*_)?(time|timestamp|ts|date|datetime|hour|day|dt|unix_?time|(created|updated|event)_?at)"
-ROW_ID_NAMES = (
-    r"(row_?)?(id|index|key)|uuid|guid|(request|event|impression|log|click)_?id|unnamed.*|__index_level_\d+__|"
-)
-ID_NAMES = (
-    r"(.*[_ ])?(id|ids|code|category|cat|type|user|item|device|product|brand|zip|zipcode|site|app|ip|campaign|ad)|.*Id"
-)
-NUMBER_NAMES = (
-    r"(n|num|cnt|count|qty|avg|mean|sum|total)_.*|(.*_)?(count|cnt|price|amount|age|score|duration|qty|quantity|rate|ratio|"
-    r"length|size|num|value|cost|distance|temperature|weight|height|position)"
-)
 SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
 UNIX_TIMES = tuple((1e8 * unit, 4e9 * unit) for unit in (1, 1e3, 1e6, 1e9))
 """Seconds, milliseconds, microseconds and nanoseconds of the years 1973 to 2096."""
@@ -60,8 +63,14 @@ MOSTLY = 0.9
 """If at least this share of a label is 0 or 1, another value is a bad row and not another kind of label."""
 MANY_ROWS = 1000
 """With at least this many sampled rows, ids of which none repeats are names of rows."""
-FEW_VALUES = 64
-"""Integers are ids if they have at most this many values, or a range over ten times as wide as their number."""
+SOME_ROWS = 100
+"""With at least this many, whole numbers that follow one another without a gap are names of rows."""
+
+
+MOST_OF_TIME = 0.05
+"""A time that takes away more than this share of the label's LogLoss is set with the outcome: rates of clicks change
+over time, but not as much."""
+KEEP = "keep it, if it is known when a row is scored, with categorical or dense in fit or in the schema"
 
 
 Role = Literal["categorical", "dense", "lists"]
@@ -195,37 +204,83 @@ def guess_columns(
         if name is not None and name not in names:
             columns = ", ".join(map(shown, names))
             raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
-    sample = _sample(reader, names)
+    found = sample_rows(source, reader, CsvSpec.model_validate_json(json.dumps(csv)))
+    sample, num_rows = found.rows, max(reader.count_rows()[0], found.rows.num_rows)
     facts = [look_at(name, sample.column(name)) for name in names]
     label_guess, question, notes = _find_label(facts, label, made)
-    others = [f for f in facts if label_guess is None or f.name != label_guess.column]
-    time_guess, time_notes = _find_time(others, time)
+    label_name = None if label_guess is None else label_guess.column
+    others = [f for f in facts if f.name != label_name]
+    labels = None if label_guess is None or label_guess.role != "label" else _labels(sample, label_guess)
+    time_guess, time_notes, set_later = _find_time(others, time, sample, labels)
     taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
     if both := [name for name in roles if name in taken]:
         raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")
-    guesses = [taken.get(f.name) or (_told(f, roles[f.name]) if f.name in roles else _feature(f)) for f in facts]
-    origin = f"{sample.num_rows:,} rows of {reader.files[0].path}"
-    origin += f", first of {len(reader.files)} files" if len(reader.files) > 1 else ""
-    num_rows, _ = reader.count_rows()
-    guess = SchemaGuess(guesses, csv, origin, (*notes, *time_notes), question, num_rows=num_rows)
+    taken |= {g.column: g for g in (*set_later, *_other_labels(others, labels)) if g.column not in {**taken, **roles}}
+    guesses: list[Guess] = []
+    for f in facts:
+        if f.name in taken:
+            guesses.append(taken[f.name])
+        elif f.name in roles:
+            guesses.append(_told(f, roles[f.name]))
+        else:
+            guesses += _feature(f, sample.column(f.name), labels, sample.num_rows / num_rows)
+    guess = SchemaGuess(guesses, csv, found.origin, (*notes, *time_notes), question, num_rows=num_rows)
     return _without_leaks(guess, facts, sample, roles) if guess.of("label") else guess
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """The labels of the sampled rows."""
+
+    name: str
+    positive: np.ndarray[Any, np.dtype[np.bool_]]
+    """[num_rows]"""
+    good: np.ndarray[Any, np.dtype[np.bool_]]
+    """[num_rows], False if the label of a row is bad."""
+
+
+def _labels(sample: pa.Table, label: Guess) -> _Labels:
+    values, fault = to_label(sample.column(label.column).combine_chunks(), LabelSpec.model_validate(label.spec))
+    good = np.ones(len(values), np.bool_) if fault is None else ~fault.rows
+    return _Labels(label.column, values == 1, good)
+
+
+def _other_labels(facts: Sequence[ColumnFacts], labels: _Labels | None) -> list[Guess]:
+    """Returns columns that are named like labels and hold 0 and 1: what happens after the event is not known before."""
+    if labels is None:
+        return []
+    reason = f"named like a label itself, so it may be known only after {shown(labels.name)}"
+    return [
+        Guess("", f.name, {}, f"a leak: {reason}; {KEEP}")
+        for f in facts
+        if f.share_ones is not None and f.num_distinct == 2 and _like(LABEL_NAMES, f.name)
+    ]
 
 
 def _without_leaks(
     guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, roles: Mapping[str, Role]
 ) -> SchemaGuess:
-    """Returns `guess` without columns that give the label away; those that the user named stay, with a warning."""
+    """Returns `guess` without columns that give the label away; those that the user named stay, with a warning.
+
+    Columns that are merely strong stay too, with a note.
+    """
     label = LabelSpec.model_validate(guess.of("label")[0].spec)
-    used = [g.column for role in ("dense", "categorical") for g in guess.of(role)]
+    used = [*dict.fromkeys(g.column for role in ("dense", "categorical") for g in guess.of(role))]
     times = [f.name for f in facts if f.name in used and (f.kind == "time" or _holds_unix_times(f))]
     time = guess.of("time")[0].column if guess.of("time") else None
     leaks = find_leaks(sample, label, used, times=times, time=time)
     kept = [f"{leak_text(name, reason)}; it stays, as you named it" for name, reason in leaks.items() if name in roles]
     left = {name: reason for name, reason in leaks.items() if name not in roles}
-    cure = "keep it, if it is known when a row is scored, with categorical or dense in fit or in the schema"
-    notes = [f"{leak_text(name, reason)}; left out: {cure}" for name, reason in left.items()]
-    guesses = [Guess("", g.column, {}, f"a leak: {left[g.column]}") if g.column in left else g for g in guess.guesses]
-    return replace(guess, guesses=guesses, notes=(*guess.notes, *notes), warnings=tuple(kept))
+    notes = [f"{leak_text(name, reason)}; left out: {KEEP}" for name, reason in left.items()]
+    notes += [
+        f"column {shown(name)} {reason}; it stays: leave it out of the schema if it is not known when a row is scored"
+        for name, reason in find_strong(sample, label, [name for name in used if name not in leaks]).items()
+    ]
+    guesses: dict[tuple[str, str], Guess] = {}
+    for g in guess.guesses:
+        g = Guess("", g.column, {}, f"a leak: {left[g.column]}") if g.column in left else g
+        guesses[g.column, g.role] = g
+    return replace(guess, guesses=[*guesses.values()], notes=(*guess.notes, *notes), warnings=tuple(kept))
 
 
 def leak_text(column: str, reason: str) -> str:
@@ -268,27 +323,6 @@ def _is_header(first: list[str], *rows: list[str]) -> bool:
     if votes:
         return votes > 0
     return any(first) and len(set(first)) == len(first) and not any(map(is_number, first)) and "" not in first[1:]
-
-
-def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
-    """Returns the first rows of the first file, with partition columns of all files.
-
-    Values here may be bad; preparation finds those.
-    """
-    batches, num_rows = [], 0
-    for rows in reader.read(0, 0, names, SAMPLE_ROWS):
-        batches.append(rows.batch)
-        num_rows += len(rows.batch)
-        if num_rows >= SAMPLE_ROWS:
-            break
-    if num_rows == 0:
-        raise ValueError(f"{reader.files[0].path} has no rows to look at; give a file that has some")
-    sample = pa.Table.from_batches(batches).slice(0, SAMPLE_ROWS)
-    # A partition column has one value in a file, and others in other files.
-    for name, values in reader.partition_values().items():
-        spread = values.take(pa.array(np.arange(len(sample)) % len(values)))
-        sample = sample.set_column(sample.schema.get_field_index(name), name, spread)
-    return sample
 
 
 def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
@@ -474,28 +508,52 @@ def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
     )
 
 
-def _find_time(facts: Sequence[ColumnFacts], name: str | None) -> tuple[Guess | None, tuple[str, ...]]:
-    """Returns the time column or None, and what the user may decide otherwise."""
+def _find_time(
+    facts: Sequence[ColumnFacts], name: str | None, sample: pa.Table, labels: _Labels | None
+) -> tuple[Guess | None, tuple[str, ...], list[Guess]]:
+    """Returns the time column or None, what the user may decide otherwise, and times that are set with the outcome."""
     for f in facts:
         if f.name == name:
-            return Guess("time", f.name, _time_spec(f), "as told"), ()
+            return Guess("time", f.name, _time_spec(f), "as told"), (), []
     if name is not None:
         raise ValueError(f"column {name!r} cannot be both label and time; name another")
-    unclear = tuple(
+    notes = [
         f"column {shown(f.name)} holds times that may be read in {len(f.time_formats)} ways; to split by it, write a "
         f"schema (hotrow init) with time: {{column: {json.dumps(f.name)}, format: {json.dumps(f.time_formats[0])}}} or "
         f"format {json.dumps(f.time_formats[1])}"
         for f in facts
         if len(f.time_formats) > 1
-    )
-    for f in sorted(facts, key=lambda f: not _like(TIME_NAMES, f.name)):
-        if f.kind == "time" and not f.num_missing and len(f.time_formats) < 2:
-            return Guess("time", f.name, _time_spec(f), f"holds times ({f.stored})"), unclear
-        if _is_unix_time(f) and not f.num_missing:
-            return Guess("time", f.name, {"column": f.name}, "unix times"), unclear
-        if _is_written_date(f) and not f.num_missing:
-            return Guess("time", f.name, {"column": f.name}, "dates as whole numbers, which rise with time"), unclear
-    return None, unclear
+    ]
+    able = [(f, kind) for f in facts if (kind := _kind_of_time(f)) and not f.num_missing]
+    set_later: list[Guess] = []
+    # Of several times the one that tells most moments apart is the event's: neither a day nor a user's first visit.
+    for f, kind in sorted(able, key=lambda pair: (-pair[0].num_distinct, pair[0].name)):
+        if labels is None or not (share := _told_by_time(f, sample, labels)):
+            return Guess("time", f.name, _time_spec(f), kind), tuple(notes), set_later
+        why = f"a leak: it tells {share:.0%} of the label, so it may be set with it"
+        notes.append(f"column {shown(f.name)} is {why}; to split by it nonetheless: --time {quote(f.name)}")
+        set_later.append(Guess("", f.name, {}, why))
+    return None, tuple(notes), set_later
+
+
+def _kind_of_time(f: ColumnFacts) -> str:
+    """Returns what kind of time a column holds; "" if rows cannot be split by it."""
+    if f.kind == "time" and len(f.time_formats) < 2:
+        return f"holds times ({f.stored})"
+    if _is_unix_time(f):
+        return "unix times"
+    return "dates as whole numbers, which rise with time" if _is_written_date(f) else ""
+
+
+def _told_by_time(f: ColumnFacts, sample: pa.Table, labels: _Labels) -> float:
+    """Returns which share of the label's LogLoss a time takes away, if it is too large for a change over time."""
+    spec, array = _time_spec(f), sample.column(f.name).combine_chunks()
+    times, fault = TimeReader.for_column(array.slice(0, 1024), spec.get("format"))(array, f.name)
+    good = labels.good if fault is None else labels.good & ~fault.rows
+    tally = Tally.of(times[good], labels.positive[good])
+    found = weigh(tally, as_dense(tally, "standardize"))
+    share = 0.0 if found is None else 1 - found.values / found.base
+    return share if found is not None and found.gain >= CLEAR and share > MOST_OF_TIME else 0.0
 
 
 def _time_spec(f: ColumnFacts) -> dict[str, Any]:
@@ -542,59 +600,81 @@ def _told(f: ColumnFacts, role: Role) -> Guess:
     return _categorical(f)
 
 
-def _feature(f: ColumnFacts) -> Guess:
-    """Returns the guess about a column that is neither label nor time."""
+def _feature(f: ColumnFacts, column: pa.ChunkedArray, labels: _Labels | None, sampled: float) -> list[Guess]:
+    """Returns the guess about a column that is neither label nor time; two guesses if it is a number and ids.
+
+    sampled: the share of all rows that were looked at.
+    """
     if f.kind == "other":
         why = (
             "no value in the sample"
             if f.num_missing == f.num_rows
             else f"type {f.stored} is not an id, a number or a list of ids"
         )
-        return Guess("", f.name, {}, why)
-    if f.num_distinct <= 1 and f.kind != "list":
-        return Guess("", f.name, {}, "the same value in every sampled row")
-    if f.num_distinct == f.num_rows - f.num_missing and _names_rows(f):
-        return Guess("", f.name, {}, "another value in every row: it names the row")
+        return [Guess("", f.name, {}, why)]
+    if f.num_distinct <= 1 and not f.num_missing and f.kind != "list":
+        return [Guess("", f.name, {}, "the same value in every sampled row")]
     if f.kind == "time":
-        return Guess("", f.name, {}, "a further time; derive an hour or weekday column to use it")
+        return [Guess("", f.name, {}, "a further time; derive an hour or weekday column to use it")]
     if f.kind == "list" or f.separator is not None:
-        return _list_feature(f)
-    reason = _why_dense(f)
-    return _dense(f, reason) if reason else _categorical(f)
+        return [_list_feature(f)]
+    kind = _kind_of_numbers(f, column, labels, sampled)
+    if _names_rows(f, kind, column):
+        return [Guess("", f.name, {}, "another value in every row: it names the row")]
+    if kind is None:
+        return [_categorical(f)]
+    found = [_dense(f, kind.reason)] if kind.is_number else []
+    if kind.ids == "buckets":
+        spec = {"column": f.name, "buckets": list(kind.buckets)}
+        return [*found, Guess("categorical", f.name, spec, f"the number in {len(kind.buckets) + 1} buckets")]
+    return [*found, _categorical(f, kind.reason)] if kind.ids else found
 
 
-def _names_rows(f: ColumnFacts) -> bool:
+def _kind_of_numbers(f: ColumnFacts, column: pa.ChunkedArray, labels: _Labels | None, sampled: float) -> Kind | None:
+    """Returns whether a column is a number, ids or both; None if it holds no numbers."""
+    if f.kind not in ("int", "float"):
+        return None
+    good = np.ones(len(column), np.bool_) if labels is None else labels.good
+    numbers = _numbers(f.name, column)[good]
+    if np.isnan(numbers).all():
+        return None
+    positive = None if labels is None else labels.positive[good]
+    return tell_kind(numbers, positive, transform=_transform(f), sampled=sampled)
+
+
+def _numbers(name: str, column: pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Returns the numbers of a column, NaN if a row has none."""
+    numbers, fault = to_numbers(column.combine_chunks(), name)
+    return numbers if fault is None else np.where(fault.rows, np.nan, numbers)
+
+
+def _names_rows(f: ColumnFacts, kind: Kind | None, column: pa.ChunkedArray) -> bool:
     """Returns whether a column that repeats no value is taken for a name of the row."""
-    if _like(ROW_ID_NAMES, f.name):
-        return f.num_rows > 100
-    return f.num_rows >= MANY_ROWS and f.kind in ("text", "int") and not _why_dense(f)
+    if f.num_distinct != f.num_rows - f.num_missing or f.num_rows < SOME_ROWS or f.kind not in ("text", "int"):
+        return False
+    if f.kind == "int":
+        numbers = _numbers(f.name, column)
+        steps = np.diff(np.sort(numbers[~np.isnan(numbers)]))
+        if (steps == 1).mean() >= MOSTLY:  # a sample has gaps between the runs of rows that it is made of
+            return True
+    return f.num_rows >= MANY_ROWS and (kind is None or not kind.is_number)
 
 
-def _why_dense(f: ColumnFacts) -> str:
-    """Returns why a column is a number and not an id; "" if it is an id."""
-    if f.kind == "float":
-        return "decimal numbers"
-    if f.kind != "int" or _like(ID_NAMES, f.name):
-        return ""
-    if _like(NUMBER_NAMES, f.name):
-        return "named like a number"
-    is_dense = f.num_distinct > FEW_VALUES and f.high - f.low < 10 * f.num_distinct
-    return "close whole numbers" if is_dense else ""
+def _transform(f: ColumnFacts) -> Transform:
+    return "log1p_clip0" if f.low >= 0 and f.high > 20 * f.median else "standardize"
 
 
 def _dense(f: ColumnFacts, reason: str) -> Guess:
-    skewed = f.low >= 0 and f.high > 20 * f.median
-    transform = "log1p_clip0" if skewed else "standardize"
-    why = "never negative, long tail" if skewed else "spread evenly enough"
-    spec = {"column": f.name, "transform": transform}
+    why = "never negative, long tail" if _transform(f) == "log1p_clip0" else "spread evenly enough"
+    spec = {"column": f.name, "transform": _transform(f)}
     return Guess("dense", f.name, spec, f"{reason}, {f.low:g} to {f.high:g}, {why}{f.missing}")
 
 
-def _categorical(f: ColumnFacts) -> Guess:
+def _categorical(f: ColumnFacts, why: str = "") -> Guess:
     spec: dict[str, Any] = {"column": f.name}
     if f.kind == "int" and f.stored == "string":
         spec["type"] = "int"
-    return Guess("categorical", f.name, spec, f"{_kind_words(f)}, {f.cardinality}{f.missing}")
+    return Guess("categorical", f.name, spec, f"{why or _kind_words(f)}, {f.cardinality}{f.missing}")
 
 
 def _list_feature(f: ColumnFacts) -> Guess:

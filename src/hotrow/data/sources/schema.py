@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -95,11 +97,24 @@ class CategoricalSpec(_Column):
     numbers as their decimal text. None: as stored, which for CSV is text."""
     separator: str | None = Field(default=None, min_length=1)
     """Text that separates the ids of a multi_hot or sequence feature; None: the column holds lists."""
+    buckets: Annotated[tuple[float, ...], Field(strict=False, min_length=1)] | None = None
+    """Rising numbers that cut a column of numbers into buckets. A bucket is an id: how many of them are at most the
+    value. None: the values are the ids."""
 
     @model_validator(mode="after")
     def _separator_needs_list(self) -> CategoricalSpec:
         if self.separator is not None and self.kind == "one_hot":
             raise ValueError("'separator' is for kind multi_hot or sequence; this feature is one_hot")
+        return self
+
+    @model_validator(mode="after")
+    def _buckets_of_numbers(self) -> CategoricalSpec:
+        if self.buckets is None:
+            return self
+        if self.kind != "one_hot" or self.type is not None:
+            raise ValueError("'buckets' cut single numbers; leave out 'type' and 'kind', or 'buckets'")
+        if not all(low < high for low, high in pairwise(self.buckets)) or not all(map(math.isfinite, self.buckets)):
+            raise ValueError(f"buckets {short(list(self.buckets))} must be finite numbers that rise")
         return self
 
     @property
