@@ -69,6 +69,12 @@ SCHEMA: dict[str, Any] = {
     "split": {"kind": "random"},
 }
 NO_DENSE = {"dense": []}
+TWICE = {
+    "dense": ["price", "item"],
+    "categorical": [{"column": "price", "buckets": [1, 4.5, 20]}, "item", {"column": "x", "buckets": [-1, 0.25]}],
+    "tables": {},
+}
+"""Columns that are a number and ids, of their values or in buckets."""
 DRAM = 50_000
 """Bytes; the tables and states of `long_tailed` are 88,000."""
 HASHED = {"tables": {"user": {"hash_cap": 37}, "item": {"hash_cap": 91}, "numbers": {"hash_cap": 23}, "tags": {}}}
@@ -209,8 +215,10 @@ def test_lists_text_and_integers_of_csv(logs: Path, data: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-@pytest.mark.parametrize("changes", [HASHED, NO_DENSE], ids=["hashed", "no dense"])
-def test_hashed_ids_and_no_dense_inputs(logs: Path, tmp_path: Path, suffix: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", [HASHED, NO_DENSE, TWICE], ids=["hashed", "no dense", "twice"])
+def test_hashed_ids_no_dense_inputs_and_columns_that_are_both(
+    logs: Path, tmp_path: Path, suffix: str, changes: dict[str, Any]
+) -> None:
     run = train(prepared(logs, tmp_path / "packed", suffix=suffix, **changes), tmp_path / "run")
     new = logs / f"new.{suffix}"
     columns = read_csv(new) if suffix == "csv" else pq.read_table(new).to_pydict()

@@ -101,6 +101,11 @@ def test_separated_text_becomes_lists() -> None:
     assert read_column(numbers, {"kind": "sequence", "separator": " ", "type": "int"}) == [[1, 22], [3]]
 
 
+@pytest.mark.parametrize("array", [pa.array([-1.0, 0.5, None, 2.0, 7.5]), pa.array(["-1", "0.5", None, "2", "7.50"])])
+def test_numbers_in_buckets(array: pa.Array) -> None:
+    assert read_column(array, {"buckets": [0.5, 2, 7.5]}) == [0, 1, None, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("array", "spec", "message"),
     [

@@ -60,6 +60,11 @@ def test_json_round_trip_keeps_everything() -> None:
         ({"split": {"kind": "chrono"}}, "split.kind is 'chrono': .*'random'"),
         ({"tables": {"user": {"min_count": 0}}}, r"tables\.user\.min_count is 0: it must be at least 1"),
         ({"tables": {"user": {"min_count": "2"}}}, r"tables\.user\.min_count is '2'"),
+        (
+            {"categorical": [{"column": "a", "buckets": [1, 1]}]},
+            r"buckets \[1\.0, 1\.0\] must be finite numbers",
+        ),
+        ({"categorical": [{"column": "a", "buckets": [1], "type": "int"}]}, "'buckets' cut single numbers"),
         ({"categorical": [{"column": "a", "separator": "|"}]}, "'separator' is for kind multi_hot or sequence"),
     ],
 )

@@ -8,6 +8,7 @@ of frames runs of rows. If the table is small, the sample is the whole table.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +89,12 @@ def _of_file(
         return _of_parquet(file, reader, num_rows, num_places, int(share * SKIPPED_VALUES))
     cut = RecordCut(reader.delimiter.encode(), len(reader.names)) if isinstance(reader, TextReader) else None
     part = excerpt(file, num_rows=num_rows, num_places=num_places, most_bytes=int(share * SAMPLE_BYTES), cut=cut)
-    try:
-        return _read(open_files([part], spec), reader), part is file
-    except ValueError:
-        if part is file:
-            raise
-        # What is wrong is found again with its line, or does not lie in the first rows.
+    if part is not file:
+        with suppress(ValueError):
+            return _read(open_files([part], spec), reader), False
+        # What is wrong in the excerpt does not lie in the first rows, or is found again, with its line in the file.
         return _read(open_files([file], spec), reader, num_rows), False
+    return _read(open_files([file], spec), reader), True
 
 
 def _read(own: TableReader, reader: TableReader, num_rows: int | None = None) -> pa.Table:
