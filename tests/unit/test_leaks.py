@@ -73,7 +73,7 @@ def test_honest_columns_are_not(seed: int) -> None:
         rare=lambda g, c: pa.array([f"r{x}" if x < 20 else None for x in g.integers(0, N // 2, N)]),
         half=lambda g, c: pa.array([f"h{x % 30}" if x % 2 else None for x in g.integers(0, 1000, N)]),
     )
-    assert find_leaks(table, LABEL, [name for name in table.column_names if name != "click"]) == {}
+    assert find_leaks(table, LABEL, [name for name in table.column_names if name != "click"]).leaks == {}
 
 
 @pytest.mark.parametrize("name", ["criteo_terabyte_80k.tsv.gz", "criteo_terabyte_day0_10k.tsv.gz"])

@@ -218,11 +218,6 @@ def _order(tally: Tally) -> float:
 def _order_at(tally: Tally, num_buckets: int) -> float:
     bucket = tally.grouped(buckets_of(tally, num_buckets))
     excess = (bucket.positives - tally.share * bucket.rows) / (bucket.rows + tally.rows.sum() / num_buckets)
-    return order_of(excess)
-
-
-def order_of(deviations: Floats) -> float:
-    """Returns by how many standard errors neighbours deviate to the same side."""
-    products = deviations[1:] * deviations[:-1]
+    products = excess[1:] * excess[:-1]
     size = float(np.sqrt((products**2).sum()))
     return float(products.sum()) / size if size else 0.0

@@ -33,7 +33,7 @@ from hotrow.data.sources.convert import (
 )
 from hotrow.data.sources.evidence import CLEAR, Tally, weigh
 from hotrow.data.sources.kinds import Kind, as_dense, tell_kind
-from hotrow.data.sources.leaks import find_leaks, find_strong
+from hotrow.data.sources.leaks import find_leaks
 from hotrow.data.sources.sample import sample_rows
 from hotrow.data.sources.schema import CsvSpec, LabelSpec, Schema, SplitKind, Transform, nearest, parse_schema
 from hotrow.data.sources.tabular import TableReader, TextReader
@@ -268,14 +268,15 @@ def _without_leaks(
     used = [*dict.fromkeys(g.column for role in ("dense", "categorical") for g in guess.of(role))]
     times = [f.name for f in facts if f.name in used and (f.kind == "time" or _holds_unix_times(f))]
     time = guess.of("time")[0].column if guess.of("time") else None
-    leaks = find_leaks(sample, label, used, times=times, time=time)
-    kept = [f"{leak_text(name, reason)}; it stays, as you named it" for name, reason in leaks.items() if name in roles]
-    left = {name: reason for name, reason in leaks.items() if name not in roles}
+    found = find_leaks(sample, label, used, times=times, time=time)
+    left = {name: reason for name, reason in found.leaks.items() if name not in roles}
+    named = {name: reason for name, reason in found.leaks.items() if name in roles}
     notes = [f"{leak_text(name, reason)}; left out: {KEEP}" for name, reason in left.items()]
     notes += [
-        f"column {shown(name)} {reason}; it stays: leave it out of the schema if it is not known when a row is scored"
-        for name, reason in find_strong(sample, label, [name for name in used if name not in leaks]).items()
+        f"column {shown(name)} {reason}; it stays: leave it out if it is not known when a row is scored"
+        for name, reason in found.strong.items()
     ]
+    kept = [f"{leak_text(name, reason)}; it stays, as you named it" for name, reason in named.items()]
     guesses: dict[tuple[str, str], Guess] = {}
     for g in guess.guesses:
         g = Guess("", g.column, {}, f"a leak: {left[g.column]}") if g.column in left else g
@@ -667,14 +668,16 @@ def _transform(f: ColumnFacts) -> Transform:
 def _dense(f: ColumnFacts, reason: str) -> Guess:
     why = "never negative, long tail" if _transform(f) == "log1p_clip0" else "spread evenly enough"
     spec = {"column": f.name, "transform": _transform(f)}
-    return Guess("dense", f.name, spec, f"{reason}, {f.low:g} to {f.high:g}, {why}{f.missing}")
+    return Guess("dense", f.name, spec, f"{reason}; {f.low:g} to {f.high:g}, {why}{f.missing}")
 
 
 def _categorical(f: ColumnFacts, why: str = "") -> Guess:
     spec: dict[str, Any] = {"column": f.name}
     if f.kind == "int" and f.stored == "string":
         spec["type"] = "int"
-    return Guess("categorical", f.name, spec, f"{why or _kind_words(f)}, {f.cardinality}{f.missing}")
+    return Guess(
+        "categorical", f.name, spec, f"{f'{why}; ' if why else f'{_kind_words(f)}, '}{f.cardinality}{f.missing}"
+    )
 
 
 def _list_feature(f: ColumnFacts) -> Guess:

@@ -16,13 +16,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.sources.evidence import CLEAR, Evidence, Floats, Tally, buckets_of, order_of, weigh
+from hotrow.data.sources.evidence import CLEAR, Evidence, Floats, Tally, buckets_of, weigh
 from hotrow.data.sources.schema import Transform
 
 FEW_VALUES = 64
 """Whole numbers with no more values than this are ids: a row for each is soon learned."""
 TREND_OF_FEW = 2.0
-"""Standard errors from which few values are a number as well; a wrong guess costs one dense input."""
+"""Standard errors from which few values are a number as well, by the label or by how often they come; a wrong guess
+costs one dense input."""
 HINT = 1.0
 """Standard errors from which values may help; then they are ids beside a number, if they repeat."""
 SPARSE = 20
@@ -70,7 +71,7 @@ def tell_kind(
     if not is_whole:
         return _of_decimals(tally, found, sampled)
     if len(tally.values) <= FEW_VALUES:
-        return _of_few(found)
+        return _of_few(tally, found)
     if found is None:
         return _by_shape(tally)
     if found.has_identity:
@@ -106,9 +107,11 @@ def _in_buckets(tally: Tally, most: int, reason: str) -> Kind:
     return Kind(reason, is_number=True, ids="buckets" if edges else "", buckets=edges)
 
 
-def _of_few(found: Evidence | None) -> Kind:
-    trend = found is not None and found.order >= TREND_OF_FEW
-    return Kind(f"few whole numbers{', in an order that helps' if trend else ''}", is_number=trend, ids="values")
+def _of_few(tally: Tally, found: Evidence | None) -> Kind:
+    is_number = _smoothness(tally) >= TREND_OF_FEW or (found is not None and found.order >= TREND_OF_FEW)
+    return Kind(
+        f"few whole numbers{', in an order that shows' if is_number else ''}", is_number=is_number, ids="values"
+    )
 
 
 def _number(tally: Tally, found: Evidence, sampled: float) -> Kind:
@@ -118,14 +121,14 @@ def _number(tally: Tally, found: Evidence, sampled: float) -> Kind:
     is_bent = found.bend >= CLEAR and found.bent_by / sampled >= GAIN_PER_BUCKET * most
     if not is_bent and not (found.has_order and rarer >= ROWS_FOR_BUCKETS):
         return Kind(_why(found), is_number=True)
-    line = f", by a line {found.line:.4f} ({found.bend:.1f} s.e.)" if is_bent else ""
+    line = f", of a line {found.line:.4f} ({found.bend:.1f} s.e.)" if is_bent else ""
     return _in_buckets(tally, most, f"{_why(found)}{line}")
 
 
 def _why(found: Evidence) -> str:
     order = f"order {'helps' if found.has_order else 'does not show'} ({found.order:.1f} s.e.)"
     values = f"values {'help' if found.has_identity else 'do not'} ({found.identity:.1f} s.e.)"
-    losses = f"LogLoss {found.base:.4f}, by buckets {found.buckets:.4f}, by values {found.values:.4f}"
+    losses = f"LogLoss {found.base:.4f}, of buckets {found.buckets:.4f}, of values {found.values:.4f}"
     return f"{order}, {values}: {losses}"
 
 
@@ -134,9 +137,22 @@ def _by_shape(tally: Tally) -> Kind:
     if _middle_half(tally) < EVEN and tally.rows.mean() < SELDOM and not _some_popular(tally):
         return Kind("whole numbers, close in one part of their range, that hardly repeat", is_number=True)
     why = "whole numbers taken for ids: neither their order nor single values show an effect"
-    if order_of(np.log(tally.rows) - np.log(tally.rows).mean()) >= CLEAR:
+    if _smoothness(tally) >= CLEAR:
         return Kind(f"{why}, but neighbours come about equally often", is_number=True, ids="values")
     return Kind(why, ids="values")
+
+
+def _smoothness(tally: Tally) -> float:
+    """Returns by how many standard errors neighbouring values come about equally often, as counts do.
+
+    This is von Neumann's ratio of the squared steps to the variance (1941), of the logarithms of the counts.
+    """
+    often, count = np.log(tally.rows), len(tally.rows)
+    spread = ((often - often.mean()) ** 2).sum()
+    if count < 4 or spread == 0:
+        return 0.0
+    ratio = (np.diff(often) ** 2).sum() / spread
+    return float((2 * count / (count - 1) - ratio) / np.sqrt(4 * (count - 2) / (count**2 - 1)))
 
 
 def _middle_half(tally: Tally) -> float:

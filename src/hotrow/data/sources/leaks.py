@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -36,50 +37,55 @@ NOTHING = ("", "0", "0.0", "no", "n", "none", "false", "f")
 """Values that say that something did not happen."""
 
 
+@dataclass(frozen=True)
+class Findings:
+    """Columns that were found, each with the reason and its figure."""
+
+    leaks: dict[str, str]
+    strong: dict[str, str]
+    """Columns that alone predict the label well, and do not leak."""
+
+
 def find_leaks(
     sample: pa.Table, label: LabelSpec, columns: Sequence[str], *, times: Sequence[str] = (), time: str | None = None
-) -> dict[str, str]:
-    """Returns the columns among `columns` that leak, each with the reason and its figure.
+) -> Findings:
+    """Returns the columns among `columns` that leak or are strong.
 
     times: columns that hold times. time: the column by which rows are split, None if there is none.
     """
-    positive, rows = _labelled(sample, label, {*columns, *times, *(() if time is None else (time,))})
-    later = {name: _later(rows, name, time) for name in times if time is not None and name != time}
-    found = {name: later.get(name) or _leak(rows[name], positive) for name in columns}
-    return {name: reason for name, reason in found.items() if reason}
-
-
-def find_strong(sample: pa.Table, label: LabelSpec, columns: Sequence[str]) -> dict[str, str]:
-    """Returns the columns among `columns` that alone predict the label well, with the figure."""
-    positive, rows = _labelled(sample, label, set(columns))
-    aucs = {name: _best_auc(rows[name], positive) for name in columns}
-    return {name: f"alone predicts the label with AUC {auc:.3f}" for name, auc in aucs.items() if auc > STRONG_AUC}
-
-
-def _labelled(sample: pa.Table, label: LabelSpec, names: set[str]) -> tuple[NDArray[np.bool_], dict[str, pa.Array]]:
-    """Returns the labels of the rows that have one, and these rows of the columns `names`."""
     values, fault = to_label(sample.column(label.column).combine_chunks(), label)
     good = np.ones(len(values), np.bool_) if fault is None else ~fault.rows
-    rows = {name: plain(sample.column(name).combine_chunks()).filter(pa.array(good)) for name in names}
-    return values[good] == 1, rows
+    wanted = {*columns, *times, *(() if time is None else (time,))}
+    rows = {name: plain(sample.column(name).combine_chunks()).filter(pa.array(good)) for name in wanted}
+    later = {name: _later(rows, name, time) for name in times if time is not None and name != time}
+    found = Findings({}, {})
+    for name in columns:
+        leak, strong = (later[name], "") if later.get(name) else _look(rows[name], values[good] == 1)
+        if leak:
+            found.leaks[name] = leak
+        elif strong:
+            found.strong[name] = strong
+    return found
 
 
-def _leak(array: pa.Array, positive: NDArray[np.bool_]) -> str:
-    """Returns why a column leaks; "" if it does not."""
+def _look(array: pa.Array, positive: NDArray[np.bool_]) -> tuple[str, str]:
+    """Returns why a column leaks, and why it is strong; "" if it does not or is not."""
     if is_list(array.type) or pa.types.is_nested(array.type):
-        return ""
-    texts, tally = _values_of(array, positive)
-    if reason := _for_one_label(texts, tally):
-        return reason
+        return "", ""
+    values, tally = _values_of(array, positive)
+    if reason := _for_one_label(values, tally):
+        return reason, ""
     if tally.rarer < LEAST_OF_EACH:
-        return ""
-    if _auc_of_order(array, positive) > LABEL_AUC or _left_after(tally) < LABEL_LEFT:
-        return f"it is nearly the label itself, with AUC {_best_auc(array, positive):.3f}"
-    return ""
+        return "", ""
+    of_order = _auc_of_order(values, tally)
+    auc = max(of_order, _auc_of_values(tally))
+    if of_order > LABEL_AUC or _left_after(tally) < LABEL_LEFT:
+        return f"it is nearly the label itself, with AUC {auc:.3f}", ""
+    return "", f"alone predicts the label with AUC {auc:.3f}" if auc > STRONG_AUC else ""
 
 
 def _values_of(array: pa.Array, positive: NDArray[np.bool_]) -> tuple[pa.Array, Tally]:
-    """Returns the distinct values, the last one missing, and the tally of them."""
+    """Returns the distinct values, and the tally of them and, as the last one, of missing values."""
     encoded = array.dictionary_encode()
     num_values = len(encoded.dictionary)
     codes = pc.fill_null(encoded.indices.cast(pa.int64()), num_values).to_numpy(zero_copy_only=False)
@@ -141,34 +147,28 @@ def _left_after(tally: Tally) -> float:
     return known / without
 
 
-def _best_auc(array: pa.Array, positive: NDArray[np.bool_]) -> float:
-    """Returns the AUC of a column's values or of their order, whichever is higher; 0.5 with too few of a label."""
-    if is_list(array.type) or pa.types.is_nested(array.type):
-        return 0.5
-    _, tally = _values_of(array, positive)
-    if tally.rarer < LEAST_OF_EACH:
-        return 0.5
-    negative, of_positive = left_out_rates(tally, weight=1.0)
+def _auc_of_values(tally: Tally) -> float:
+    """Returns the AUC of the share of positives that each row's value has in the other rows."""
+    negative, positive = left_out_rates(tally, weight=1.0)
     nothing = np.zeros(len(tally.rows))
-    of_values = _auc(
-        np.concatenate([negative, of_positive]),
+    return _auc(
+        np.concatenate([negative, positive]),
         np.concatenate([nothing, tally.positives]),
         np.concatenate([tally.rows - tally.positives, nothing]),
     )
-    return max(of_values, _auc_of_order(array, positive))
 
 
-def _auc_of_order(array: pa.Array, positive: NDArray[np.bool_]) -> float:
+def _auc_of_order(values: pa.Array, tally: Tally) -> float:
     """Returns the AUC of the numbers in rising or falling order, without missing ones; 0.5 for text."""
-    kind, filled = array.type, np.asarray(array.is_valid())
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
-        try:
-            array = pc.cast(array, pa.float64())
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            return 0.5
-    if min(positive[filled].sum(), (~positive[filled]).sum()) < LEAST_OF_EACH or filled.mean() < 0.5:
+    positives, negatives = tally.positives[:-1], (tally.rows - tally.positives)[:-1]
+    if min(positives.sum(), negatives.sum()) < LEAST_OF_EACH or 2 * tally.rows[-1] > tally.rows.sum():
         return 0.5
-    auc = _auc(np.asarray(array.drop_null().cast(pa.float64(), safe=False)), positive[filled], ~positive[filled])
+    try:
+        pc.cast(values.slice(0, 1), pa.float64())  # an error late in much text takes long
+        numbers = np.asarray(values.cast(pa.float64(), safe=False))
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return 0.5
+    auc = _auc(numbers, positives, negatives)
     return max(auc, 1 - auc)
 
 
