@@ -18,6 +18,8 @@ from hotrow.data.sources.inputs import ByteStream, InputFile
 
 HEAD_BYTES = 1 << 18
 """Text from which the size of a row is estimated."""
+PLAINLY_WHOLE = 0.9
+"""If this share of a piece of text is whole records, it is not read in another way."""
 ABOUT_WHOLE = 1.25
 """A file that is larger than what is wanted of it by no more than this factor is read in full."""
 
@@ -48,12 +50,14 @@ class RecordCut:
         if b'"' not in text:
             return _whole_lines(text, at_start=at_start)
         data = np.frombuffer(text, np.uint8)
-        inside = np.cumsum(data == ord('"')) & 1
+        inside = np.cumsum(data == ord('"'), dtype=np.uint8) & 1  # only the last bit counts
         if at_start:
             ends = np.flatnonzero((data == ord("\n")) & (inside == 0))
             return text[: int(ends[-1]) + 1] if len(ends) else b""
-        readings = (self._whole(data, quoted) for quoted in (inside == 1, inside == 0, np.zeros(len(data), np.bool_)))
-        _, begins, ends = max(readings, key=lambda reading: reading[0])
+        best, begins, ends = self._whole(data, inside == 1)
+        for quoted in (inside == 0, np.zeros(len(data), np.bool_)):
+            if best < PLAINLY_WHOLE:
+                best, begins, ends = max((best, begins, ends), self._whole(data, quoted), key=lambda found: found[0])
         return b"".join(text[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True))
 
     def _whole(self, data: NDArray[np.uint8], quoted: NDArray[np.bool_]) -> tuple[float, Any, Any]:
@@ -61,9 +65,9 @@ class RecordCut:
         ends = np.flatnonzero((data == ord("\n")) & ~quoted) + 1
         if len(ends) < 2:
             return 0.0, ends[:0], ends[:0]
-        delimiters = np.concatenate([[0], np.cumsum((data == self.delimiter[0]) & ~quoted)])
+        delimiters = np.cumsum((data == self.delimiter[0]) & ~quoted, dtype=np.int32)[ends - 1]
         begins, ends = ends[:-1], ends[1:]
-        good = delimiters[ends] - delimiters[begins] == self.num_columns - 1
+        good = np.diff(delimiters) == self.num_columns - 1
         return float((ends - begins)[good].sum() / len(data)), begins[good], ends[good]
 
 

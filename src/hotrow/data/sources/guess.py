@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from shlex import quote
 from typing import Any, Literal
@@ -20,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hotrow.base.machine import usable_cores
 from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.convert import (
     INTEGER,
@@ -206,7 +208,8 @@ def guess_columns(
             raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
     found = sample_rows(source, reader, CsvSpec.model_validate_json(json.dumps(csv)))
     sample, num_rows = found.rows, max(reader.count_rows()[0], found.rows.num_rows)
-    facts = [look_at(name, sample.column(name)) for name in names]
+    with ThreadPoolExecutor(usable_cores()) as executor:
+        facts = list(executor.map(lambda name: look_at(name, sample.column(name)), names))
     label_guess, question, notes = _find_label(facts, label, made)
     label_name = None if label_guess is None else label_guess.column
     others = [f for f in facts if f.name != label_name]
@@ -216,14 +219,16 @@ def guess_columns(
     if both := [name for name in roles if name in taken]:
         raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")
     taken |= {g.column: g for g in (*set_later, *_other_labels(others, labels)) if g.column not in {**taken, **roles}}
-    guesses: list[Guess] = []
-    for f in facts:
+
+    def guess_one(f: ColumnFacts) -> list[Guess]:
         if f.name in taken:
-            guesses.append(taken[f.name])
-        elif f.name in roles:
-            guesses.append(_told(f, roles[f.name]))
-        else:
-            guesses += _feature(f, sample.column(f.name), labels, sample.num_rows / num_rows)
+            return [taken[f.name]]
+        if f.name in roles:
+            return [_told(f, roles[f.name])]
+        return _feature(f, sample.column(f.name), labels, sample.num_rows / num_rows)
+
+    with ThreadPoolExecutor(usable_cores()) as executor:
+        guesses = [g for several in executor.map(guess_one, facts) for g in several]
     guess = SchemaGuess(guesses, csv, found.origin, (*notes, *time_notes), question, num_rows=num_rows)
     return _without_leaks(guess, facts, sample, roles) if guess.of("label") else guess
 
@@ -411,7 +416,10 @@ def _time_formats(values: pa.Array) -> tuple[str, ...]:
     values = pc.unique(values)
     if pc.all(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d")).as_py():
         return ()
-    return tuple(f for f in TIME_FORMATS if pc.strptime(values, format=f, unit="s", error_is_null=True).null_count == 0)
+    found = TIME_FORMATS
+    for some in (values[:1], values):  # one value refuses most formats, and all values take long
+        found = tuple(f for f in found if pc.strptime(some, format=f, unit="s", error_is_null=True).null_count == 0)
+    return found
 
 
 def _separator(array: pa.Array) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from hotrow.base.machine import usable_cores
 from hotrow.data.sources.convert import TimeReader, is_list, plain, to_label
 from hotrow.data.sources.evidence import LEAST_OF_EACH, Tally, left_out_rates
 from hotrow.data.sources.schema import LabelSpec
@@ -58,10 +60,11 @@ def find_leaks(
     wanted = {*columns, *times, *(() if time is None else (time,))}
     rows = {name: plain(sample.column(name).combine_chunks()).filter(pa.array(good)) for name in wanted}
     later = {name: _later(rows, name, time) for name in times if time is not None and name != time}
-    found = Findings({}, {})
-    for name in columns:
-        leak, strong = (later[name], "") if later.get(name) else _look(rows[name], values[good] == 1)
-        if leak:
+    positive, found = values[good] == 1, Findings({}, {})
+    with ThreadPoolExecutor(usable_cores()) as executor:
+        looks = list(executor.map(lambda name: _look(rows[name], positive), columns))
+    for name, (leak, strong) in zip(columns, looks, strict=True):
+        if leak := later.get(name) or leak:
             found.leaks[name] = leak
         elif strong:
             found.strong[name] = strong
