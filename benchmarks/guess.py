@@ -91,9 +91,8 @@ def main() -> None:
                 of_cpu.append(time.process_time() - cpu)
             size = path.stat().st_size / 2**30
         verdict = "held" if min(seconds) <= MOST_S else "missed"
-        print(
-            f"{suffix}: {min(seconds):.2f} to {max(seconds):.2f} s, {min(of_cpu):.2f} s of CPU; {size:.2f} GiB; {verdict}"
-        )
+        span = f"{min(seconds):.2f} to {max(seconds):.2f} s"
+        print(f"{suffix}: {span}, {min(of_cpu):.2f} s of CPU; {size:.2f} GiB; {verdict}")
         print(f"  {guess.origin}; {len(guess.of('dense'))} dense, {len(guess.of('categorical'))} of ids")
 
 
