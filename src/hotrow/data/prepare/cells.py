@@ -7,7 +7,7 @@ schema allows, and put into words and into dataset.json.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 
 import numpy as np
@@ -49,9 +49,7 @@ class CellCounts:
             for cells in chunk.odd
             if len(cells.rows) and cells.column not in self.odd
         }
-        odd |= {
-            cells.column: Odd(len(cells.rows), "", cells.is_row) for cells in chunk.odd if cells.column in self.odd
-        }
+        odd |= {cells.column: Odd(len(cells.rows), "", cells.is_row) for cells in chunk.odd if cells.column in self.odd}
         return self.merged(CellCounts(chunk.num_rows, {n: k for n, k in missing.items() if k}, odd))
 
     def merged(self, other: CellCounts) -> CellCounts:
@@ -76,15 +74,18 @@ class CellCounts:
                 raise ValueError(
                     f"{odd.first}; column {name!r} has {odd.num_cells:,} such values in {self.num_rows:,} rows, and "
                     f"{most:,} may be missing; name those that mean a missing value (--null-values, csv.null_values in "
-                    f"a schema), raise odd_share in a schema, or leave their rows out (--skip-bad-rows {odd.num_cells}, "
-                    f"in Python skip_bad_rows={odd.num_cells})"
+                    f"a schema), raise odd_share in a schema, or leave their rows out (--skip-bad-rows "
+                    f"{odd.num_cells}, in Python skip_bad_rows={odd.num_cells})"
                 )
 
     def lines(self) -> list[str]:
         """Returns what was found, a line for each kind, for the user."""
         found = []
         if self.missing:
-            shares = (f"{name} {count:,} ({count / max(self.num_rows, 1):.2%})" for name, count in sorted(self.missing.items()))
+            shares = (
+                f"{name} {count:,} ({count / max(self.num_rows, 1):.2%})"
+                for name, count in sorted(self.missing.items())
+            )
             found.append(f"missing values: {', '.join(shares)}")
         for name, odd in sorted(self.odd.items()):
             done = "their rows are left out" if odd.is_row else "they are missing"
@@ -94,8 +95,11 @@ class CellCounts:
 
     def summary(self) -> dict[str, JsonValue]:
         """Returns the counts for dataset.json, without what there is none of."""
-        odd = {name: {"cells": odd.num_cells, "first": odd.first} for name, odd in sorted(self.odd.items())}
-        both: Mapping[str, JsonValue] = {"missing": dict(sorted(self.missing.items())), "odd": odd}
+        odd: dict[str, JsonValue] = {
+            name: {"cells": odd.num_cells, "first": odd.first} for name, odd in sorted(self.odd.items())
+        }
+        missing: dict[str, JsonValue] = dict(sorted(self.missing.items()))
+        both: dict[str, JsonValue] = {"missing": missing, "odd": odd}
         return {name: value for name, value in both.items() if value}
 
 

@@ -241,7 +241,8 @@ class ColumnsSource:
 
     def _cells(self, array: pa.Array) -> pa.Array:
         """Returns a column with null for each text that means a missing value."""
-        return without_missing(array, self.schema.missing, is_read=not isinstance(self._reader, ParquetReader | FrameReader))
+        is_read = isinstance(self._reader, TextReader | JsonReader)
+        return without_missing(array, self.schema.missing, is_read=is_read)
 
     def _convert(self, file_index: int, rows: Rows, dictionaries: DictionaryReader) -> Chunk:
         for error in rows.bad:

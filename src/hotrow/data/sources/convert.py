@@ -120,9 +120,7 @@ def _means_missing(array: pa.Array, missing: Sequence[str], *, is_read: bool) ->
     return found if found is not None and pc.any(found).as_py() else None
 
 
-def to_numbers(
-    array: pa.Array, column: str, spec: DenseSpec | None = None
-) -> tuple[NDArray[np.float64], Fault | None]:
+def to_numbers(array: pa.Array, column: str, spec: DenseSpec | None = None) -> tuple[NDArray[np.float64], Fault | None]:
     """Returns float64 per row, NaN = missing. Text is parsed. Faults: infinity in the data, and text that is not a
     number; a NaN that is not text is a missing value.
 
@@ -189,11 +187,16 @@ def written_pattern(spec: DenseSpec) -> str:
     return f"{before}|{after}" if spec.unit == "%" else f"{before}|{after}|^[+-]?{number}$"
 
 
-def parse_written(array: pa.Array, spec: DenseSpec) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Returns text that is written as `spec` says as float64, and a mask of what is not."""
+def with_plain_blanks(array: pa.Array) -> pa.Array:
+    """Returns text without blanks around it, and with the ordinary blank for others."""
     for blank in OTHER_BLANKS:
         array = pc.replace_substring(array, blank, " ")
-    array = pc.utf8_trim_whitespace(array)
+    return pc.utf8_trim_whitespace(array)
+
+
+def parse_written(array: pa.Array, spec: DenseSpec) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Returns text that is written as `spec` says as float64, and a mask of what is not."""
+    array = with_plain_blanks(array)
     good = pc.match_substring_regex(array, written_pattern(spec))
     array = pc.if_else(good, array, pa.scalar(None, array.type))
     for sign in (spec.unit, " ", spec.thousands):
