@@ -39,7 +39,7 @@ from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import fingerprint, prepare
 from hotrow.data.prepare.prepare import RawEncoder
-from hotrow.data.sources.guess import Role
+from hotrow.data.sources.options import NAMES, ReadOptions, with_read_options
 from hotrow.data.sources.registry import OpenedSource, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
 from hotrow.embedding import EmbeddingCollection
@@ -321,15 +321,12 @@ def load(path: Path | str) -> Run:
     return Run(path)
 
 
+@with_read_options
 def fit(
     data: Any,
     *,
-    label: str | None = None,
-    time: str | None = None,
+    read: ReadOptions,
     schema: Schema | Path | str | Mapping[str, Any] | None = None,
-    categorical: Sequence[str] = (),
-    dense: Sequence[str] = (),
-    lists: Sequence[str] = (),
     split: str | Mapping[str, Any] | None = None,
     config: Path | str | Mapping[str, Any] | None = None,
     model: str | None = None,
@@ -342,10 +339,9 @@ def fit(
     data: a packed dataset's folder; paths, globs or URIs of CSV, Parquet or JSON Lines; or an Arrow-capable frame
         (pandas, polars, duckdb, pyarrow). Raw data is packed into the run's folder, under data/; if that is
         interrupted, the same call continues in the same folder.
-    label, time: the columns with that meaning; None: guessed. label may be a rule such as "rating >= 4" or
-        "action = buy, cart". With a time, the last rows are the test split.
-    categorical, dense, lists: columns of ids, of numbers, and of several ids a row. Other columns are guessed, and the
-        guess is shown.
+    {read}
+        What is not said about a column is guessed, and the guess is shown. With a time, the last rows are the test
+        split.
     schema: a schema (docs/prepare.md) instead of a guess: a path, its content or a `Schema`.
     split: "time", "random" or "reference", or a mapping as in a schema, such as
         {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
@@ -365,12 +361,11 @@ def fit(
     # Options are checked before hours of work.
     checked = make_config(apply_overrides({"data": ""} | (recipe or {}), changes), origin="fit")
     model = checked.model.name
-    told: dict[str, Any] = {"label": label, "time": time, "schema": schema, "split": split}
-    told |= {"categorical": categorical, "dense": dense, "lists": lists}
     packed = isinstance(data, str | Path) and (Path(data) / MANIFEST).is_file()
-    if packed and (given := [name for name, value in told.items() if value]):
-        raise ValueError(f"{given[0]} is for raw data, but {data} is a packed dataset; leave it out")
-    schema, changed, roles = _schema(schema, told), _split_options(split), _roles(told)
+    told = [*read.given, *(name for name, value in (("schema", schema), ("split", split)) if value)]
+    if packed and told:
+        raise ValueError(f"{told[0]} is for raw data, but {data} is a packed dataset; leave it out")
+    schema, changed = _schema(schema, read), _split_options(split)
     check_options(**changed)
     name = f"{_name_of(data)}-{model}"
     with joined() as world:
@@ -384,9 +379,8 @@ def fit(
                 f"{world.size} processes are to train together, which take a packed dataset: prepare {_name_of(data)} "
                 "before, on one process (hotrow prepare), and pass its folder as data"
             )
-    opened = open_source(
-        "auto" if _is_paths(data) else "frame", data, schema=schema, label=label, time=time, roles=roles
-    ).with_options(**changed)
+    opened = open_source("auto" if _is_paths(data) else "frame", data, schema=schema, **vars(read))
+    opened = opened.with_options(**changed)
     with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
         with folder:
             dataset = _prepare_into(folder, opened, quiet=quiet)
@@ -450,36 +444,17 @@ def _recipe(config: Path | str | Mapping[str, Any] | None) -> dict[str, Any] | N
     return {name: value for name, value in raw.items() if name not in ("data", "run")}
 
 
-def _schema(schema: Any, told: Mapping[str, Any]) -> Schema | None:
+def _schema(schema: Any, read: ReadOptions) -> Schema | None:
     """Returns `schema`, read if it is a path or content. Raises ValueError if hints for a guess are given too."""
     if schema is None:
         return None
-    if given := [name for name in ("label", "time", "categorical", "dense", "lists") if told[name]]:
-        raise ValueError(f"{given[0]} is a hint for guessing a schema, but a schema is given; say it there")
+    if read.hints:
+        raise ValueError(f"{read.hints[0]} is a hint for guessing a schema, but a schema is given; say it there")
     if isinstance(schema, Mapping):
         return parse_schema(dict(schema), where="schema")
     if not isinstance(schema, Schema | str | Path):
         raise ValueError(f"schema is {reprlib.repr(schema)}; pass the path of a YAML file, or its content as a dict")
     return schema if isinstance(schema, Schema) else load_schema(schema)
-
-
-def _roles(told: Mapping[str, Any]) -> dict[str, Role]:
-    """Returns the role of each column that was named. Raises ValueError if one is named twice."""
-    kinds: tuple[Role, ...] = ("categorical", "dense", "lists")
-    roles: dict[str, Role] = {}
-    for what in ("label", "time"):
-        if not isinstance(told[what], str | None):
-            raise ValueError(f"{what} is {reprlib.repr(told[what])}; give the name of a column")
-    for role in kinds:
-        if isinstance(told[role], str):
-            raise ValueError(f"{role} is the text {told[role]!r}; give a list of names: {role}=[{told[role]!r}]")
-        if not isinstance(told[role], Sequence) or not all(isinstance(column, str) for column in told[role]):
-            raise ValueError(f"{role} is {reprlib.repr(told[role])}; give a list of the names of columns")
-        for column in told[role]:
-            if column in roles:
-                raise ValueError(f"column {column!r} is listed in {roles[column]} and in {role}; list it once")
-            roles[column] = role
-    return roles
 
 
 def _split_options(split: str | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -529,7 +504,8 @@ def _option(name: str) -> str:
         return found[0]
     if found:
         raise ValueError(f"option {name!r} may mean {' or '.join(found)}; give one in full: **{{{found[0]!r}: ...}}")
-    near = difflib.get_close_matches(name, [*paths, *(path.rpartition(".")[2] for path in paths)], n=1)
+    known = [*NAMES, *paths, *(path.rpartition(".")[2] for path in paths)]
+    near = difflib.get_close_matches(name, known, n=1)
     raise ValueError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; see docs/config.md"))
 
 

@@ -108,7 +108,7 @@ def test_demo_on_logs_names_them_for_a_shell(
 ) -> None:
     tools = {"capsys": capsys, "monkeypatch": monkeypatch}
     monkeypatch.chdir(tmp_path)
-    assert "need your own logs: --data PATH" in hotrow("demo", "--label", "click", code=2, **tools)
+    assert "--label is for your own logs: --data PATH" in hotrow("demo", "--label", "click", code=2, **tools)
     assert list(tmp_path.iterdir()) == []
     clicks = [{"click": i % 3 == 0, "user": f"u{i % 7}", "item": f"i{i % 3}"} for i in range(300)]
     pq.write_table(pa.Table.from_pylist(clicks), "my clicks.parquet")
@@ -144,7 +144,7 @@ def test_demo_takes_what_prepare_and_train_take(
         assert message in hotrow("demo", "--data", "my.parquet", "--label", "rating >= 4", *wrong, code=2, **tools)
     assert "none.yaml: No such file" in hotrow("demo", "--data", "my.parquet", "--schema", "none.yaml", code=2, **tools)
     assert len(list(Path("runs").iterdir())) == 2, "a wrong option began a run"
-    assert "need your own logs" in hotrow("demo", "--schema", "schema.yaml", code=2, **tools)
+    assert "--schema is for your own logs" in hotrow("demo", "--schema", "schema.yaml", code=2, **tools)
 
 
 def test_demo_repeats_and_is_named_for_people(
@@ -352,9 +352,12 @@ def test_bad_input_is_one_line_with_a_cure(
         (["demo", "--data", "absent.csv", "--fractions", "1,0"], "options: split.fractions"),
         (
             ["prepare", "csv", "clicks.txt", "--out", "x", "--schema", "s.yaml", "--label", "y"],
-            "label helps to guess",
+            "label is a hint for guessing",
         ),
-        (["prepare", "criteo", "clicks.txt", "--out", "x", "--time", "y"], "source criteo has its own time"),
+        (
+            ["prepare", "criteo", "clicks.txt", "--out", "x", "--time", "y"],
+            "source criteo has its own schema",
+        ),
     ],
 )
 def test_options_are_judged_before_data_is_read(

@@ -39,7 +39,7 @@ def read_column(array: Any, spec: dict[str, Any] | None = None, **options: Any) 
 @pytest.mark.parametrize(
     ("array", "want"),
     [
-        (pa.array(["x", None, "", "é"]), ["x", None, "", "é"]),
+        (pa.array(["x", None, "", "é"]), ["x", None, None, "é"]),
         (pa.array(["x", None, "yy"], pa.large_string()), ["x", None, "yy"]),
         (pa.array(["x", None, "yy"], pa.string_view()), ["x", None, "yy"]),
         (pa.array(["x", None, "x"]).dictionary_encode(), ["x", None, "x"]),
@@ -211,7 +211,7 @@ def test_dense_numbers_and_what_is_none() -> None:
     assert np.isnan(dense[1]).all()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, "abc", "nan", "1e999", "0x10"])
+@pytest.mark.parametrize("value", [float("inf"), 1e39, "abc", "inf", "1e999", "0x10"])
 def test_dense_that_is_no_finite_number_is_named(value: Any) -> None:
     table = pa.table({"y": [0, 1], "a": [1, 2], "d": pa.array([type(value)(1), value])})
     with pytest.raises(RowError, match=r"<frame>:2 \(d\): .* is not a finite float32 number"):
@@ -333,7 +333,7 @@ def test_csv_without_header_and_with_own_nulls(tmp_path: Path) -> None:
 def test_csv_faults_name_file_line_and_column(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "x.csv", "y,a,d\n0,k,1\n1,k\n0,k,zz\n2,k,1\n")
     schema = schema_of("a", dense=["d"])
-    with pytest.raises(RowError, match=rf"{path}:3: 2 columns instead of 3 in '1,k'"):
+    with pytest.raises(RowError, match=rf"{path}:3: too few columns, 2 instead of 3, in '1,k'"):
         read(ColumnsSource(path, schema))
     with pytest.raises(RowError, match=rf"{path}:4 \(d\): 'zz' is not a finite"):
         read(ColumnsSource(path, schema, skip_bad_rows=1))
@@ -346,7 +346,7 @@ def test_csv_faults_name_file_line_and_column(tmp_path: Path) -> None:
 
 def test_bad_lines_after_the_last_good_row_count_too(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "x.csv", "y,a\n0,k\n1,k,k\n")
-    with pytest.raises(RowError, match=":3: 3 columns instead of 2"):
+    with pytest.raises(RowError, match=":3: too many columns, 3 instead of 2"):
         read(ColumnsSource(path, schema_of("a")))
     path = write_csv(tmp_path / "z.csv", "y,a\n0,k,k\n1,k,k\n")
     source = ColumnsSource(path, schema_of("a"), skip_bad_rows=2)

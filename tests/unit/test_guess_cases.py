@@ -106,7 +106,7 @@ def test_what_happens_after_the_click_is_left_out(name: str) -> None:
     assert roles(guess)[name] == {""} and "categorical" in roles(guess)["user"]
     (left,) = [g for g in guess.guesses if g.column == name]
     assert left.reason.startswith("a leak: ")
-    kept = guess_columns(table, label="click", roles={name: "categorical"})
+    kept = guess_columns(table, label="click", categorical=[name])
     assert roles(kept)[name] == {"categorical"}
 
 

@@ -51,7 +51,7 @@ def test_planted_leaks_are_found_and_left_out(name: str) -> None:
     assert guess.of("")[0].reason.startswith(f"a leak: {reason}")
     assert name not in guess.schema().column_names
     role = "dense" if name in ("dwell", "falling", "shipped_at") else "categorical"
-    kept = guess_columns(rows(**{name: make}), label="click", time="ts", roles={name: role})  # type: ignore[dict-item]
+    kept = guess_columns(rows(**{name: make}), label="click", time="ts", **{role: [name]})
     assert name in kept.schema().column_names
     assert len(kept.warnings) == 1 and reason in kept.warnings[0] and "it stays, as you named it" in kept.warnings[0]
 

@@ -132,7 +132,7 @@ def test_every_field_is_documented() -> None:
         {"label": 1}, {"label": {"column": 5}}, {"label": {"column": "a", "positive": []}}, {"categorical": {"a": 1}},
         {"label": {"column": "a", "positive": [[1]]}}, {"label": {"column": "a", "at_least": float("nan")}},
         {"categorical": [1]}, {"categorical": [{"column": "b", "kind": 5}]}, {"tables": {"user": 5}}, {"tables": []},
-        {"split": "x"}, {"split": {"fractions": 1}}, {"split": {"seed": -1}}, {"version": 2}, {"version": "1"},
+        {"split": "x"}, {"split": {"fractions": 1}}, {"split": {"seed": -1}}, {"version": 3}, {"version": "1"},
         {"histories": 5}, {"licence": 5}, {"csv": {"delimiter": "ab"}}, {"dense": [{"column": "c", "transform": "x"}]},
         {"licence": "\ud800"},
     ],

@@ -20,7 +20,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
@@ -28,6 +28,8 @@ from time import monotonic
 from typing import Annotated, Any, TypeAlias
 
 import typer
+
+from hotrow.data.sources.options import NAMES, ReadOptions, spread, with_read_options
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,13 +42,8 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a config field, e.g. train.epochs=2.")]
 Paths = Annotated[list[str], typer.Argument(help="Files, folders, globs or URIs (s3://, gs://, hdfs://).")]
-Label = Annotated[
-    str | None,
-    typer.Option(help='The 0/1 column, or a rule: "rating >= 4", "action = buy, cart". Guessed if not given.'),
-]
-NOT_OF_A_CONFIG = ("data", "label", "time", "schema", "categorical", "dense", "lists", "split", "config", "quiet")
+NOT_OF_A_CONFIG = ("data", "schema", "split", "config", "quiet", *NAMES)
 """Arguments of `hotrow.fit` that are not config options, so that --set does not take them."""
-Time = Annotated[str | None, typer.Option(help="The column to split by time; guessed if not given.")]
 Split = Annotated[str | None, typer.Option(help="time, random or reference (criteo).")]
 Fractions = Annotated[str | None, typer.Option(help="Shares of train, val and test, e.g. 0.8,0.1,0.1.")]
 Answer: TypeAlias = Mapping[str, Any] | tuple[Mapping[str, Any], Callable[[], None]]
@@ -63,6 +60,10 @@ def verb(name: str, *, home: str, example: str) -> Callable[[Callable[..., Answe
     """
 
     def register(function: Callable[..., Answer]) -> Callable[..., None]:
+        plain = signature(function, eval_str=True)
+        if "read" in plain.parameters:
+            plain, function = spread(plain, _read_flags()), with_read_options(function)
+
         @functools.wraps(function)
         def run(*arguments: Any, json_: bool, **options: Any) -> None:
             import_module(home)
@@ -79,7 +80,6 @@ def verb(name: str, *, home: str, example: str) -> Callable[[Callable[..., Answe
                 if result.get("status") == "interrupted":
                     raise typer.Exit(128 + result["signal"])
 
-        plain = signature(function, eval_str=True)
         option = Parameter("json_", Parameter.KEYWORD_ONLY, default=False, annotation=Json)
         shown = plain.replace(parameters=[*plain.parameters.values(), option])
         run.__signature__ = shown  # type: ignore[attr-defined]  # typer reads it
@@ -87,6 +87,16 @@ def verb(name: str, *, home: str, example: str) -> Callable[[Callable[..., Answe
         return app.command(name, epilog=f"Example: {example}")(run)
 
     return register
+
+
+def _read_flags() -> dict[str, Any]:
+    """Returns the flag of each of `ReadOptions`, as typer's annotations; flags of lists may be repeated."""
+    flags: dict[str, Any] = {}
+    for option in fields(ReadOptions):
+        kind: Any = {(): list[str] | None, 0: int}.get(option.default, str | None)
+        more = " May be repeated." if option.default == () else ""
+        flags[option.name] = Annotated[kind, typer.Option(help=option.metadata["help"] + more)]
+    return flags
 
 
 OF_RANKS = ("prepare", "train")
@@ -156,8 +166,7 @@ def demo(
     data: Annotated[
         str | None, typer.Option(help="Your own logs instead of synthetic ones: CSV, Parquet or JSON Lines.")
     ] = None,
-    label: Label = None,
-    time: Time = None,
+    read: ReadOptions,
     schema: Annotated[
         Path | None, typer.Option(help="Schema of your logs (hotrow init writes one); guessed if not given.")
     ] = None,
@@ -172,10 +181,11 @@ def demo(
     from hotrow.cli.tools import demo_on_logs, demo_on_synthetic
     from hotrow.config.load import overrides_of
 
-    if data is None and (label or time or schema or split or fractions or set_):
+    others = {"schema": schema, "split": split, "fractions": fractions, "set": set_}
+    given = [*read.given, *(name for name, value in others.items() if value)]
+    if data is None and given:
         raise ValueError(
-            "--label, --time, --schema, --split, --fractions and --set need your own logs: "
-            "--data PATH (make demo DATA=PATH LABEL=COLUMN)"
+            f"--{given[0].replace('_', '-')} is for your own logs: --data PATH (make demo DATA=PATH LABEL=COLUMN)"
         )
     shares = {} if fractions is None else {"fractions": _fractions(fractions)}
     if data is None:
@@ -185,7 +195,7 @@ def demo(
         if own := [name for name in overrides if name in NOT_OF_A_CONFIG]:
             raise ValueError(f"--set {own[0]}: not an option of a config; docs/config.md lists them")
         how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
-        result = demo_on_logs(data, label=label, time=time, **how, **overrides)
+        result = demo_on_logs(data, **vars(read), **how, **overrides)
     return result, lambda: print(result["text"])
 
 
@@ -193,14 +203,13 @@ def demo(
 def init(
     paths: Paths,
     *,
-    label: Label = None,
-    time: Time = None,
+    read: ReadOptions,
     out: Annotated[Path, typer.Option(help="Folder to write schema.yaml and recipe.yaml into.")] = Path(),
 ) -> Answer:
     """Look at logs, or a packed dataset, and write a commented schema and recipe for it."""
     from hotrow.data.prepare.init import run_init
 
-    found = run_init(paths[0] if len(paths) == 1 else paths, label=label, time=time, out=out)
+    found = run_init(paths[0] if len(paths) == 1 else paths, out=out, **vars(read))
     result = {"found": found.found, "files": [str(file) for file in found.files], "next": list(found.commands)}
     return result, lambda: _print_init(result)
 
@@ -221,8 +230,7 @@ def prepare(
         Path | None,
         typer.Option(help="How to read csv, parquet and jsonl (hotrow init writes one); guessed if not given."),
     ] = None,
-    label: Label = None,
-    time: Time = None,
+    read: ReadOptions,
     split: Split = None,
     fractions: Fractions = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random split and of --sample.")] = None,
@@ -234,7 +242,6 @@ def prepare(
     rows: Annotated[
         int | None, typer.Option(help="Only the first so many rows; for a synthetic preset, how many to make.")
     ] = None,
-    skip_bad_rows: Annotated[int, typer.Option(help="How many bad rows may be skipped; skipped rows are counted.")] = 0,
     memory: Annotated[str | None, typer.Option(help="Limit for counters and vocabularies, e.g. 4GiB.")] = None,
     threads: Annotated[
         int | None, typer.Option(help="Threads for encoding; default: the cores this process may use.")
@@ -252,8 +259,7 @@ def prepare(
             paths[0] if len(paths) == 1 else paths,
             out,
             schema=schema,
-            label=label,
-            time=time,
+            **vars(read),
             split=split,
             fractions=_fractions(fractions),
             seed=seed,
@@ -261,7 +267,6 @@ def prepare(
             hash_cap=hash_cap,
             rows=rows,
             sample=sample,
-            skip_bad_rows=skip_bad_rows,
             memory=memory,
             threads=threads,
             overwrite=overwrite,

@@ -501,7 +501,8 @@ def _say_of_few_positives(training: Training) -> None:
             error = f", AUC +- {0.2 / math.sqrt(fewer):.2f}" if fewer else ", so it has no AUC"
             training.say(
                 f"the {name} split has {fewer} {word} rows of {split.num_rows:,}, too few to judge by{error}; prepare "
-                "more rows, or give this split a larger share: --fractions 0.6,0.2,0.2"
+                "more rows, or give this split a larger share: --fractions 0.6,0.2,0.2 "
+                "(in fit split={'fractions': [0.6, 0.2, 0.2]})"
             )
 
 

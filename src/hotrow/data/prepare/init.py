@@ -18,6 +18,7 @@ from hotrow.base.files import atomic_write, check_writable
 from hotrow.config.recipe import choose_recipe
 from hotrow.data.packed.format import MANIFEST, read_info
 from hotrow.data.sources.guess import Guess, SchemaGuess, guess_columns
+from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import open_source, recognise, tell_format
 from hotrow.data.sources.schema import Schema
 
@@ -44,24 +45,25 @@ class InitResult:
     """Files written."""
 
 
+@with_read_options
 def run_init(
     paths: Any,
     *,
-    label: str | None = None,
-    time: str | None = None,
+    read: ReadOptions,
     data: str | None = None,
     out: Path | str | None = None,
 ) -> InitResult:
     """Looks at `paths` (logs, or the folder of a packed dataset) and says how to train on them.
 
-    label, time: names of these columns, if known. data: the packed dataset that the recipe will name. out: a folder for
-    schema.yaml and recipe.yaml; None writes nothing. Existing files are never overwritten.
+    {read}
+    data: the packed dataset that the recipe will name. out: a folder for schema.yaml and recipe.yaml; None writes
+    nothing. Existing files are never overwritten.
 
     Raises ValueError if a path does not exist, a named column is missing, or a file to write exists.
     """
     if out is not None:
         _check_absent(Path(out) / RECIPE_FILE)  # checked before the logs are read; there may be no schema to write
-    result = _look(paths, label, time, data)
+    result = _look(paths, read, data)
     if out is None:
         return result
     folder = Path(out)
@@ -83,7 +85,7 @@ def _check_absent(path: Path) -> None:
     check_writable(path)
 
 
-def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> InitResult:
+def _look(paths: Any, read: ReadOptions, data: str | None) -> InitResult:
     shown = shlex.join(map(str, paths if isinstance(paths, list | tuple) else [paths]))
     if isinstance(paths, str | Path) and (Path(paths) / MANIFEST).is_file():
         info = read_info(Path(paths))
@@ -92,19 +94,20 @@ def _look(paths: Any, label: str | None, time: str | None, data: str | None) -> 
         num_rows = info.splits["train"].num_rows if "train" in info.splits else 0
         recipe = render_recipe(str(paths), num_rows, num_features=len(info.features), exact=True)
         return InitResult(found, None, None, recipe, (f"hotrow train {RECIPE_FILE}",))
-    source = None if label is not None else recognise(paths)
+    skip = f" --skip-bad-rows {read.skip_bad_rows}" if read.skip_bad_rows else ""
+    source = None if read.hints else recognise(paths)
     if source is not None:
         data = data or f"data/{source}"
-        commands = (f"hotrow prepare {source} {shown} --out {data}", f"hotrow train {RECIPE_FILE}")
+        commands = (f"hotrow prepare {source} {shown} --out {data}{skip}", f"hotrow train {RECIPE_FILE}")
         opened = open_source(source, paths)
         num_rows = _training_rows(opened.source.scout().num_rows, opened.schema)
         recipe = render_recipe(data, num_rows, num_features=len(opened.schema.feature_names), exact=False)
         return InitResult(f"{source} in its published layout", source, None, recipe, commands)
-    guess = guess_columns(paths, label=label, time=time)
+    guess = guess_columns(paths, **vars(read))
     data = data or "data/packed"
     source = tell_format(paths)
     commands = (
-        f"hotrow prepare {source} {shown} --schema {SCHEMA_FILE} --out {data}",
+        f"hotrow prepare {source} {shown} --schema {SCHEMA_FILE} --out {data}{skip}",
         f"hotrow train {RECIPE_FILE}",
     )
     found = f"a table, guessed from {guess.origin}"
@@ -126,7 +129,7 @@ def render_schema(guess: SchemaGuess) -> str:
 def _schema_lines(guess: SchemaGuess) -> Iterator[str]:
     yield f"# Schema guessed from {guess.origin}."
     yield "# Check every line: nothing else decides what the model sees. docs/prepare.md explains the fields."
-    yield "version: 1"
+    yield "version: 2"
     if not guess.of("label"):
         found = guess.question or "no column of 0 and 1 found; name yours, positive: [...] or at_least: N"
         yield _commented("label: {column: FILL_IN}", found)

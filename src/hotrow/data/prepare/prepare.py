@@ -36,6 +36,7 @@ from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.prepare.workfolder import check_out
 from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.convert import IdEncoding
+from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
 from hotrow.parallel.agreement import on_every_rank
@@ -46,14 +47,14 @@ SCORE = "score"
 """Name of the column of scores in the file that prediction writes."""
 
 
+@with_read_options
 def run_prepare(
     source: str,
     paths: Any,
     out: Path | str,
     *,
+    read: ReadOptions,
     schema: Schema | Path | str | None = None,
-    label: str | None = None,
-    time: str | None = None,
     split: str | None = None,
     fractions: Sequence[float] | None = None,
     seed: int | None = None,
@@ -61,7 +62,6 @@ def run_prepare(
     hash_cap: int | None = None,
     rows: int | None = None,
     sample: float = 1.0,
-    skip_bad_rows: int = 0,
     memory: int | str | None = None,
     threads: int | None = None,
     overwrite: bool = False,
@@ -74,13 +74,13 @@ def run_prepare(
     source: criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, jsonl, frame, synthetic, or auto, which
     decides by the first line. paths: files, folders, patterns, URIs, or one Arrow-capable frame; for synthetic, a
     preset's name, a YAML file or a `SyntheticConfig`. schema: for csv, parquet, jsonl and frame, a path or a `Schema`
-    (`hotrow init` writes one); None: guessed, given the names of the `label` and `time` columns.
+    (`hotrow init` writes one); None: guessed, with the help of
+    {read}
     split: time, random or reference; None: reference for criteo, else time if there is a time column, else random.
     fractions: shares of train, val and test (0.8, 0.1, 0.1) for time and random. seed: for the random split and
     `sample`. min_count: ids seen fewer times in training rows share row 0. hash_cap: ids are taken modulo this. Both
     apply to all tables.
     rows: only the first rows; for a synthetic preset, how many to make. sample: keep this share of the rows.
-    skip_bad_rows: how many bad rows may be left out.
     memory: bytes or text such as "4GiB" for counters, vocabularies and buffers (the libraries take some 0.4 GB more);
     None: half of what is free. threads: tables counted or encoded at a time. Neither of the two changes a byte.
     progress, announce, world: see `pipeline.prepare`.
@@ -99,9 +99,8 @@ def run_prepare(
     def opened() -> OpenedSource:
         if world.rank == 0:
             check_out(Path(out), overwrite=overwrite)
-        read = load_schema(schema) if isinstance(schema, str | Path) else schema
-        found = open_source(source, paths, schema=read, label=label, time=time, skip_bad_rows=skip_bad_rows, rows=rows)
-        return found.with_options(**changes)
+        given = load_schema(schema) if isinstance(schema, str | Path) else schema
+        return open_source(source, paths, schema=given, rows=rows, **vars(read)).with_options(**changes)
 
     found = on_every_rank(world, opened)
     return prepare(found, out, options, progress=progress, announce=announce, world=world)

@@ -103,7 +103,7 @@ def reference_plan(rows_per_file: Sequence[int]) -> RangePlan:
     if train == 0 or days[-1] < 2:
         raise ValueError(
             f"{sum(days)} rows in {len(rows_per_file)} files are too few for the reference split (6/7, 1/14, 1/14); "
-            "use --split random"
+            "use the split random (--split random, in Python split='random')"
         )
     return RangePlan((train, train + (days[-1] + 1) // 2))
 
@@ -161,6 +161,7 @@ class TimeHistogram:
             if size == 0 and fraction > 0:
                 raise ValueError(
                     f"split by time: {name} would get none of {total} rows with {len(self.buckets)} distinct times for "
-                    f"fractions {list(fractions)}; use --split random, or other fractions"
+                    f"fractions {list(fractions)}; use other fractions, or the split random (--split random, in Python "
+                    "split='random')"
                 )
         return TimePlan((int(starts[cuts[0]]), int(starts[cuts[1]])))

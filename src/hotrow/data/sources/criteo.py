@@ -77,6 +77,7 @@ class CriteoSource:
 
     name = "criteo"
     dense_names = DENSE_NAMES
+    leaves_out = False
 
     def __init__(
         self,

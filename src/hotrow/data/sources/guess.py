@@ -15,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from shlex import quote
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hotrow.base.machine import usable_cores
+from hotrow.data.chunk import most_odd
 from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.convert import (
     INTEGER,
@@ -32,12 +33,25 @@ from hotrow.data.sources.convert import (
     plain,
     to_label,
     to_numbers,
+    without_missing,
 )
 from hotrow.data.sources.evidence import CLEAR, Tally, weigh
 from hotrow.data.sources.kinds import Kind, as_dense, tell_kind
 from hotrow.data.sources.leaks import find_leaks
+from hotrow.data.sources.options import ReadOptions, Role, with_read_options
+from hotrow.data.sources.readings import ODD_SHARE, read_as, time_formats
 from hotrow.data.sources.sample import sample_rows
-from hotrow.data.sources.schema import CsvSpec, LabelSpec, Schema, SplitKind, Transform, nearest, parse_schema
+from hotrow.data.sources.schema import (
+    MISSING,
+    CsvSpec,
+    DenseSpec,
+    LabelSpec,
+    Schema,
+    SplitKind,
+    Transform,
+    nearest,
+    parse_schema,
+)
 from hotrow.data.sources.tabular import TableReader, TextReader
 
 LABEL_NAMES = r"(is_?)?(label|click(ed)?|target|y|convert(ed)?|conversion|install(ed)?|purchased?|response)"
@@ -50,17 +64,19 @@ LABEL_RULE = re.compile(r"\s*(.*?\S)\s*(?:>=\s*(-?\d+(?:\.\d+)?)|=\s*(\S.*?))\s*
 """A rule that makes a label from a column: "rating >= 4", "action = buy, cart"."""
 SHOWN_VALUES = 8
 """A label may be made from a column of text that has no more values than this."""
-DATE_FORMATS = (
-    *("%Y/%m/%d", "%Y.%m.%d", "%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%m.%d.%Y", "%d-%m-%Y", "%m-%d-%Y"),
-    *("%d %b %Y", "%b %d %Y", "%b %d, %Y", "%d/%b/%Y"),
-)
-"""Dates as logs write them, apart from ISO 8601."""
-TIME_FORMATS = tuple(date + time for date in DATE_FORMATS for time in ("", " %H:%M", " %H:%M:%S", ":%H:%M:%S"))
 _MONTH, _DAY, _HOUR = "(0[1-9]|1[0-2])", "([0-2][0-9]|3[01])", "([01][0-9]|2[0-3])"
 WRITTEN_DATES = (f"(19|20)..{_MONTH}{_DAY}({_HOUR})?", f"..{_MONTH}{_DAY}{_HOUR}")
 """Forms of dates such as 20141021, 2014102113, and 14102113 as in Avazu's logs."""
-NO_NUMBERS = r"(?i)^[+-]?(nan|inf|infinity)$"
-"""Words that appear in columns of floats; preparation refuses rows that have them."""
+WORD_PAIRS = (("no", "yes"), ("n", "y"), ("f", "t"), ("false", "true"))
+"""Pairs of values that plainly mean 0 and 1."""
+POSITIVE_WORDS = (
+    r"(yes|y|true|t|1|clicked|click|buy|bought|purchased?|order(ed)?|convert(ed)?|conversion|install(ed)?|success|won|win|"
+    r"like[ds]?|positive|pos|good|approved|signup|subscribed?)"
+)
+NEGATIVE_WORDS = (
+    r"(no|n|false|f|0|-1|none|not?[ _-].*|non[ _-]?.*|un.*|view(ed)?|pv|impression|show[ns]?|skip(ped)?|dismiss(ed)?|"
+    r"lost|lose|dislike[ds]?|negative|neg|bad|fail(ed)?|cancel(l?ed)?|rejected)"
+)
 MOSTLY = 0.9
 """If at least this share of a label is 0 or 1, another value is a bad row and not another kind of label."""
 MANY_ROWS = 1000
@@ -73,10 +89,6 @@ MOST_OF_TIME = 0.05
 """A time that takes away more than this share of the label's LogLoss is set with the outcome: rates of clicks change
 over time, but not as much."""
 KEEP = "keep it, if it is known when a row is scored, with categorical or dense in fit or in the schema"
-
-
-Role = Literal["categorical", "dense", "lists"]
-"""Roles that a caller of `fit` may give to a column."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,12 @@ class ColumnFacts:
     values: tuple[str, ...] = ()
     """All values of a column of text, the most frequent first, if there are two to SHOWN_VALUES."""
     separator: str | None = None
+    num_odd: int = 0
+    """Values that are not of the column's kind, few enough to be taken for missing ones."""
+    odd: str = ""
+    """The first of them."""
+    written: Mapping[str, str] = field(default_factory=dict)
+    """How numbers are written in text, as in a schema; nothing if plainly."""
     time_formats: tuple[str, ...] = ()
     """For text with times that are not in ISO 8601: the strptime formats that read all of them."""
 
@@ -117,7 +135,22 @@ class ColumnFacts:
 
     @property
     def missing(self) -> str:
-        return f", {100 * self.num_missing / self.num_rows:.2g} % missing" if self.num_missing else ""
+        odd = f", {self.num_odd:,} read as missing, such as {self.odd!r}" if self.num_odd else ""
+        return (f", {100 * self.num_missing / self.num_rows:.2g} % missing" if self.num_missing else "") + odd
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether no more values are missing or odd than preparation takes for slips."""
+        return self.num_missing + self.num_odd <= most_odd(self.num_rows, ODD_SHARE)
+
+    @property
+    def word_pair(self) -> tuple[str, str] | None:
+        """The values that mean 0 and 1, as stored, if there are two and they say so."""
+        if self.kind in ("int", "float") and self.num_distinct == 2 and (self.low, self.high) == (-1, 1):
+            return "-1", "1"
+        by_word = {value.strip().lower(): value for value in self.values}
+        pair = next((pair for pair in WORD_PAIRS if {*by_word} == {*pair} and len(self.values) == 2), None)
+        return None if pair is None else (by_word[pair[0]], by_word[pair[1]])
 
 
 @dataclass(frozen=True)
@@ -178,7 +211,9 @@ class SchemaGuess:
                 + ", ".join(shown(g.column) for g in self.guesses)
             )
         if not value["categorical"]:
-            raise ValueError(f"no id column found in {self.origin}; write a schema that lists one under 'categorical'")
+            raise ValueError(
+                f"no id column found in {self.origin}; name one (--categorical COLUMN, in Python categorical=[...])"
+            )
         value["label"] = self.of("label")[0].spec
         if self.of("time"):
             value["time"] = self.of("time")[0].spec
@@ -186,17 +221,16 @@ class SchemaGuess:
         return parse_schema(value, where="guessed schema")
 
 
-def guess_columns(
-    source: Any, *, label: str | None = None, time: str | None = None, roles: Mapping[str, Role] | None = None
-) -> SchemaGuess:
+@with_read_options
+def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
     """Returns the guess about every column with its reason; it need not find a label.
 
-    label, time: names of these columns, if known; label may be a rule such as "rating >= 4" or "action = buy, cart".
-    roles: what columns are, by name, if known. Raises ValueError if a named column is absent or cannot have its role.
+    {read}
+    Raises ValueError if a named column is absent or cannot have its role.
     """
-    roles = dict(roles or {})
+    label, time, roles = read.label, read.time, read.roles
     rule = LABEL_RULE.fullmatch(label or "")
-    reader, csv = _open(source, told=(label, rule and rule[1], time, *roles))
+    reader, csv = _open(source, (label, rule and rule[1], time, *roles), read.null_values)
     names = list(reader.schema.names)
     made: dict[str, Any] = {}
     if rule and label not in names:
@@ -207,14 +241,19 @@ def guess_columns(
             columns = ", ".join(map(shown, names))
             raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
     found = sample_rows(source, reader, CsvSpec.model_validate_json(json.dumps(csv)))
-    sample, num_rows = found.rows, max(reader.count_rows()[0], found.rows.num_rows)
+    missing = csv.get("null_values", MISSING)
+    num_rows = max(reader.count_rows()[0], found.rows.num_rows)
     with ThreadPoolExecutor(usable_cores()) as executor:
-        facts = list(executor.map(lambda name: look_at(name, sample.column(name)), names))
+        cells = executor.map(lambda name: without_missing(found.rows.column(name).combine_chunks(), missing), names)
+        sample = pa.table(dict(zip(names, cells, strict=True)))
+        facts = list(executor.map(lambda name: look_at(name, sample.column(name), ()), names))
+    if any(f.num_missing for f in facts):
+        csv.setdefault("null_values", list(MISSING))
     label_guess, question, notes = _find_label(facts, label, made)
     label_name = None if label_guess is None else label_guess.column
-    others = [f for f in facts if f.name != label_name]
+    others = [f for f in facts if f.name != label_name and roles.get(f.name) != "exclude"]
     labels = None if label_guess is None or label_guess.role != "label" else _labels(sample, label_guess)
-    time_guess, time_notes, set_later = _find_time(others, time, sample, labels)
+    time_guess, time_notes, set_later = _find_time(others, time, read.time_format, sample, labels)
     taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
     if both := [name for name in roles if name in taken]:
         raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")
@@ -300,13 +339,16 @@ def shown(name: str) -> str:
     return name if plain else repr(name)
 
 
-def _open(source: Any, told: Sequence[str | None]) -> tuple[TableReader, dict[str, Any]]:
-    """Returns the reader, and of text files how lines are cut; `told`: known column names, which only a header
-    can hold."""
-    reader = open_table(source, CsvSpec())
+def _open(source: Any, told: Sequence[str | None], null_values: Sequence[str]) -> tuple[TableReader, dict[str, Any]]:
+    """Returns the reader, and how text is read, as in a schema.
+
+    told: known column names, which only a header can hold. null_values: more texts that mean a missing value.
+    """
+    missing = {"null_values": list(dict.fromkeys([*CsvSpec().null_values, *null_values]))} if null_values else {}
+    reader = open_table(source, CsvSpec.model_validate_json(json.dumps(missing)))
     if not isinstance(reader, TextReader):
-        return reader, {}
-    csv: dict[str, Any] = {"delimiter": reader.delimiter}
+        return reader, missing
+    csv: dict[str, Any] = {"delimiter": reader.delimiter, **missing}
     if not any(name in reader.names for name in told) and not _is_header(*reader.first_records()):
         csv["column_names"] = [f"c{i}" for i in range(len(reader.names))]
     return open_table(source, CsvSpec.model_validate_json(json.dumps(csv))), csv
@@ -331,30 +373,36 @@ def _is_header(first: list[str], *rows: list[str]) -> bool:
     return any(first) and len(set(first)) == len(first) and not any(map(is_number, first)) and "" not in first[1:]
 
 
-def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
-    """Returns the facts about one sampled column."""
-    array = column.combine_chunks()
-    stored = str(array.type)
+def look_at(name: str, column: pa.ChunkedArray, missing: Sequence[str] = MISSING) -> ColumnFacts:
+    """Returns the facts about one sampled column. missing: texts that mean a missing value."""
+    array = without_missing(column.combine_chunks(), missing)
+    stored = str(column.type)
     if is_list(array.type):
         items = plain(pc.list_flatten(plain(array)))
-        inner = look_at(name, pa.chunked_array([items])) if not is_list(items.type) else None
+        inner = look_at(name, pa.chunked_array([items]), missing) if not is_list(items.type) else None
         kind = "list" if inner is not None and inner.kind in ("text", "int") else "other"
         distinct, once = (inner.num_distinct, inner.num_once) if inner is not None else (0, 0)
         return ColumnFacts(name, kind, stored, len(array), array.null_count, distinct, once)
     array = plain(array)
+    if pa.types.is_floating(array.type):
+        array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
     counts = np.empty(0) if pa.types.is_nested(array.type) else _value_counts(array)
     facts: dict[str, Any] = {"num_distinct": len(counts), "num_once": int((counts == 1).sum())}
     facts["share_binary"] = _share_binary(array)
-    kind, numbers = _read_as(array)
+    read = read_as(array)
+    kind, numbers = read.kind, read.numbers
+    facts |= {"num_odd": read.num_odd, "odd": read.odd, "written": read.written}
     if numbers is not None and len(numbers):
         facts |= {"low": numbers.min(), "high": numbers.max(), "median": float(np.median(numbers))}
         if set(np.unique(numbers)) <= {0.0, 1.0}:
             facts["share_ones"] = float(numbers.mean())
+    elif kind == "text" and facts["share_binary"] == 1:
+        facts["share_ones"] = float(np.mean(to_label(array, LabelSpec(column=name))[0]))
     separator = _separator(array) if kind == "text" else None
     if kind == "text" and 2 <= len(counts) <= SHOWN_VALUES:
         facts["values"] = tuple(_values_of(array))
     if kind == "time" and is_text(array.type):
-        facts["time_formats"] = _time_formats(array.drop_null())
+        facts["time_formats"] = time_formats(array.drop_null(), most_odd(len(array), ODD_SHARE))
     return ColumnFacts(name, kind, stored, len(array), array.null_count, separator=separator, **facts)
 
 
@@ -369,57 +417,15 @@ def _values_of(array: pa.Array) -> list[str]:
 
 
 def _share_binary(array: pa.Array) -> float:
-    """Returns the share of rows, missing ones among them, that hold 0 or 1."""
+    """Returns the share of rows, missing ones among them, that hold 0 or 1, or in text true or false."""
     kind = array.type
     if is_text(kind):
-        hits = pc.match_substring_regex(array, r"^[01](\.0+)?$")
+        hits = pc.match_substring_regex(array, r"^\s*([01](\.0+)?|(?i:true|false))\s*$")
     elif pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
         hits = pc.is_in(array.cast(pa.float64(), safe=False), pa.array([0.0, 1.0]))
     else:
         return 0.0
     return (pc.sum(hits).as_py() or 0) / max(len(array), 1)
-
-
-def _read_as(array: pa.Array) -> tuple[str, np.ndarray[Any, Any] | None]:
-    """Returns what kind the values are, and the values as numbers if they are numbers."""
-    values = array.drop_null()
-    if not len(values) or pa.types.is_nested(values.type):
-        return "other", None
-    if is_text(values.type):
-        if pc.all(pc.match_substring_regex(values, INTEGER)).as_py():
-            return "int", pc.cast(values, pa.float64()).to_numpy()
-        numbers = values.filter(pc.invert(pc.match_substring_regex(values, NO_NUMBERS)))
-        whole = pc.all(pc.match_substring_regex(numbers, INTEGER)).as_py()
-        if not whole and pc.all(pc.match_substring_regex(numbers, NUMBER)).as_py():
-            padded = pc.any(pc.match_substring_regex(numbers, r"^0\d")).as_py()
-            return ("text", None) if padded else ("float", pc.cast(numbers, pa.float64()).to_numpy())
-        is_time = pc.all(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")).as_py()
-        return ("time" if is_time or _time_formats(values) else "text"), None
-    if pa.types.is_boolean(values.type):
-        return "bool", values.cast(pa.uint8()).to_numpy(zero_copy_only=False)
-    if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
-        return "time", None
-    if pa.types.is_integer(values.type) or (pa.types.is_decimal(values.type) and values.type.scale == 0):
-        return "int", values.cast(pa.float64(), safe=False).to_numpy()
-    if pa.types.is_floating(values.type) or pa.types.is_decimal(values.type):
-        numbers = values.cast(pa.float64()).to_numpy()
-        numbers = numbers[np.isfinite(numbers)]
-        # Integers with missing values arrive from pandas as floats.
-        is_whole = len(numbers) and bool((np.floor(numbers) == numbers).all())
-        return ("int" if is_whole else "float"), numbers
-    is_bytes = pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)
-    return ("text" if is_bytes else "other"), None
-
-
-def _time_formats(values: pa.Array) -> tuple[str, ...]:
-    """Returns the formats in TIME_FORMATS that read every value; none for ISO 8601, which needs none."""
-    values = pc.unique(values)
-    if pc.all(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d")).as_py():
-        return ()
-    found = TIME_FORMATS
-    for some in (values[:1], values):  # one value refuses most formats, and all values take long
-        found = tuple(f for f in found if pc.strptime(some, format=f, unit="s", error_is_null=True).null_count == 0)
-    return found
 
 
 def _separator(array: pa.Array) -> str | None:
@@ -441,8 +447,9 @@ def _find_label(
     if name is not None:
         return _named_label(next(f for f in facts if f.name == name), made), "", ()
     binary = [f for f in facts if f.share_ones is not None and f.num_distinct == 2 and not f.num_missing]
-    named = [f for f in binary if _like(LABEL_NAMES, f.name)]
-    named = named or [f for f in facts if f.share_binary >= MOSTLY and _like(LABEL_NAMES, f.name)]
+    alike = [f for f in facts if _like(LABEL_NAMES, f.name)]
+    named = [f for f in alike if f in binary or f.word_pair is not None]
+    named = named or [f for f in alike if f.share_binary >= MOSTLY]
     if named:
         others = [f"another column could be the label: {shown(f.name)} (--label {quote(f.name)})" for f in named[1:]]
         return _binary_label(named[0], "named like a label"), "", tuple(others)
@@ -454,7 +461,7 @@ def _find_label(
         return None, f"{len(binary)} columns hold 0 and 1; say which is the label: {options}", ()
     if ratings:
         return Guess("", ratings[0].name, {}, "may be the label"), ask_for_rule(ratings[0]), ()
-    actions = sorted((f for f in facts if f.values), key=lambda f: not _like(ACTION_NAMES, f.name))
+    actions = sorted((f for f in facts if f.kind == "text" and f.values), key=lambda f: not _like(ACTION_NAMES, f.name))
     return None, "; ".join(f"no column holds 0 and 1; {ask_for_values(f)}" for f in actions[:1]), ()
 
 
@@ -471,20 +478,44 @@ def ask_for_rule(facts: ColumnFacts) -> str:
 
 def ask_for_values(facts: ColumnFacts) -> str:
     """Returns the question which words in a column are positive, and how to answer it."""
-    rule = f"{facts.name} = {facts.values[1].strip()}"
+    positive = likely_positive(facts.values)
+    rule = f"{facts.name} = {positive.strip()}"
     return (
         f"column {facts.name!r} holds {', '.join(map(shown, facts.values))}; if the label is made of it, say which are "
         f"positive: "
         f"--label {quote(rule)}, in Python label={rule!r}, in a schema label: {{column: {json.dumps(facts.name)}, "
-        f"positive: {json.dumps(facts.values[1:2])}}}"
+        f"positive: {json.dumps([positive])}}}"
     )
 
 
+def likely_positive(values: Sequence[str]) -> str:
+    """Returns the value that means 1, as far as words tell; else one that is not plainly the other one.
+
+    values: the most frequent first.
+    """
+
+    def like(words: str, value: str) -> bool:
+        return re.fullmatch(words, value.strip(), re.IGNORECASE) is not None
+
+    told = [value for value in values if like(POSITIVE_WORDS, value)]
+    others = [value for value in values if not like(NEGATIVE_WORDS, value)]
+    return told[-1] if told else others[0] if 0 < len(others) < len(values) else values[1]
+
+
 def _binary_label(facts: ColumnFacts, why: str) -> Guess:
+    if (pair := facts.word_pair) and facts.share_ones is None:
+        return _label_of_words(facts, pair, why)
     if facts.share_ones is None or facts.share_binary < 1:
         num_others = round((1 - facts.share_binary) * facts.num_rows)
         return Guess("label", facts.name, {"column": facts.name}, f"{why}; {num_others:,} rows are neither 0 nor 1")
     return Guess("label", facts.name, {"column": facts.name}, f"{why}; {100 * facts.share_ones:.3g} % are 1")
+
+
+def _label_of_words(facts: ColumnFacts, pair: tuple[str, str], why: str) -> Guess:
+    """Returns a label of two values that plainly mean 0 and 1."""
+    rule = {"positive": [pair[1]], "negative": [pair[0]]} if facts.kind == "text" else {"at_least": 1}
+    spec = {"column": facts.name, **rule}
+    return Guess("label", facts.name, spec, f"{why}; {pair[1].strip()!r} is 1 and {pair[0].strip()!r} is 0")
 
 
 def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
@@ -507,6 +538,8 @@ def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
         return Guess("label", facts.name, {"column": facts.name, "positive": positive}, f"{positive} are 1")
     if facts.share_ones is not None or facts.share_binary >= MOSTLY:
         return _binary_label(facts, "0 and 1")
+    if facts.word_pair is not None:
+        return _binary_label(facts, "as told")
     if facts.kind in ("int", "float"):
         raise ValueError(f"label {ask_for_rule(facts)}")
     if facts.values:
@@ -518,22 +551,26 @@ def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
 
 
 def _find_time(
-    facts: Sequence[ColumnFacts], name: str | None, sample: pa.Table, labels: _Labels | None
+    facts: Sequence[ColumnFacts], name: str | None, format: str | None, sample: pa.Table, labels: _Labels | None
 ) -> tuple[Guess | None, tuple[str, ...], list[Guess]]:
-    """Returns the time column or None, what the user may decide otherwise, and times that are set with the outcome."""
+    """Returns the time column or None, what the user may decide otherwise, and times that are set with the outcome.
+
+    name, format: of the time column, as the user told.
+    """
     for f in facts:
         if f.name == name:
-            return Guess("time", f.name, _time_spec(f), "as told"), (), []
+            spec = _time_spec(f) if format is None else told_time(f, format)
+            return Guess("time", f.name, spec, "as told"), (), []
     if name is not None:
         raise ValueError(f"column {name!r} cannot be both label and time; name another")
     notes = [
-        f"column {shown(f.name)} holds times that may be read in {len(f.time_formats)} ways; to split by it, write a "
-        f"schema (hotrow init) with time: {{column: {json.dumps(f.name)}, format: {json.dumps(f.time_formats[0])}}} or "
-        f"format {json.dumps(f.time_formats[1])}"
+        f"column {shown(f.name)} holds times that may be read in {len(f.time_formats)} ways; to split by it: "
+        f"--time {quote(f.name)} --time-format {quote(f.time_formats[0])}, or the format {quote(f.time_formats[1])} "
+        "(in Python time=..., time_format=...)"
         for f in facts
         if len(f.time_formats) > 1
     ]
-    able = [(f, kind) for f in facts if (kind := _kind_of_time(f)) and not f.num_missing]
+    able = [(f, kind) for f in facts if (kind := _kind_of_time(f)) and f.is_nearly_full]
     set_later: list[Guess] = []
     # Of several times the one that tells most moments apart is the event's: neither a day nor a user's first visit.
     for f, kind in sorted(able, key=lambda pair: (-pair[0].num_distinct, pair[0].name)):
@@ -565,12 +602,19 @@ def _told_by_time(f: ColumnFacts, sample: pa.Table, labels: _Labels) -> float:
     return share if found is not None and found.gain >= CLEAR and share > MOST_OF_TIME else 0.0
 
 
+def told_time(f: ColumnFacts, format: str) -> dict[str, Any]:
+    """Returns the time column as in a schema. Raises ValueError if `format` is for text, and there is none."""
+    if not any(kind in f.stored for kind in ("string", "null", "dictionary")):
+        raise ValueError(f"time_format is for text, but column {f.name!r} holds {f.stored} values; leave it out")
+    return {"column": f.name, "format": format}
+
+
 def _time_spec(f: ColumnFacts) -> dict[str, Any]:
     if len(f.time_formats) > 1:
         ways = " or ".join(map(repr, f.time_formats))
         raise ValueError(
-            f"time column {f.name!r} may be read as {ways}; write a schema (hotrow init) with time: "
-            f"{{column: {json.dumps(f.name)}, format: ...}}"
+            f"time column {f.name!r} may be read as {ways}; say which: "
+            f"--time {quote(f.name)} --time-format {quote(f.time_formats[0])}, in Python time_format=..."
         )
     return {"column": f.name, **({"format": f.time_formats[0]} if f.time_formats else {})}
 
@@ -580,7 +624,11 @@ def _is_unix_time(f: ColumnFacts) -> bool:
 
 
 def _holds_unix_times(f: ColumnFacts) -> bool:
-    return f.kind == "int" and any(low <= f.low and f.high <= high for low, high in UNIX_TIMES)
+    return (
+        f.kind in ("int", "float")
+        and not f.written
+        and any(low <= f.low and f.high <= high for low, high in UNIX_TIMES)
+    )
 
 
 def _is_written_date(f: ColumnFacts) -> bool:
@@ -592,8 +640,13 @@ def _is_written_date(f: ColumnFacts) -> bool:
 
 def _told(f: ColumnFacts, role: Role) -> Guess:
     """Returns the guess about a column to which the user gave a role. Raises ValueError if it cannot have the role."""
+    if role == "exclude":
+        return Guess("", f.name, {}, "left out, as told")
+    if role == "text":
+        return _text_ids(f)
+    is_empty = f.num_missing == f.num_rows
     if role == "dense":
-        if f.kind not in ("int", "float", "bool"):
+        if f.kind not in ("int", "float", "bool") and not is_empty:
             raise ValueError(f"dense lists column {f.name!r}, which holds {f.stored} values that are not numbers")
         return _dense(f, "as told")
     is_list = f.kind == "list" or f.separator is not None
@@ -604,7 +657,7 @@ def _told(f: ColumnFacts, role: Role) -> Guess:
                 "write a schema with its separator"
             )
         return _list_feature(f)
-    if f.kind in ("list", "other"):
+    if f.kind in ("list", "other") and not is_empty:
         raise ValueError(f"categorical lists column {f.name!r}, which holds {f.stored} values; name it in lists")
     return _categorical(f)
 
@@ -644,17 +697,16 @@ def _kind_of_numbers(f: ColumnFacts, column: pa.ChunkedArray, labels: _Labels | 
     if f.kind not in ("int", "float"):
         return None
     good = np.ones(len(column), np.bool_) if labels is None else labels.good
-    numbers = _numbers(f.name, column)[good]
+    numbers = _numbers(f, column)[good]
     if np.isnan(numbers).all():
         return None
     positive = None if labels is None else labels.positive[good]
     return tell_kind(numbers, positive, transform=_transform(f), sampled=sampled)
 
 
-def _numbers(name: str, column: pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _numbers(f: ColumnFacts, column: pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Returns the numbers of a column, NaN if a row has none."""
-    numbers, fault = to_numbers(column.combine_chunks(), name)
-    return numbers if fault is None else np.where(fault.rows, np.nan, numbers)
+    return to_numbers(column.combine_chunks(), f.name, DenseSpec.model_validate({"column": f.name, **f.written}))[0]
 
 
 def _names_rows(f: ColumnFacts, kind: Kind | None, column: pa.ChunkedArray) -> bool:
@@ -662,7 +714,7 @@ def _names_rows(f: ColumnFacts, kind: Kind | None, column: pa.ChunkedArray) -> b
     if f.num_distinct != f.num_rows - f.num_missing or f.num_rows < SOME_ROWS or f.kind not in ("text", "int"):
         return False
     if f.kind == "int":
-        numbers = _numbers(f.name, column)
+        numbers = _numbers(f, column)
         steps = np.diff(np.sort(numbers[~np.isnan(numbers)]))
         if (steps == 1).mean() >= MOSTLY:  # a sample has gaps between the runs of rows that it is made of
             return True
@@ -675,16 +727,24 @@ def _transform(f: ColumnFacts) -> Transform:
 
 def _dense(f: ColumnFacts, reason: str) -> Guess:
     why = "never negative, long tail" if _transform(f) == "log1p_clip0" else "spread evenly enough"
-    spec = {"column": f.name, "transform": _transform(f)}
+    spec = {"column": f.name, "transform": _transform(f), **f.written}
     return Guess("dense", f.name, spec, f"{reason}; {f.low:g} to {f.high:g}, {why}{f.missing}")
 
 
 def _categorical(f: ColumnFacts, why: str = "") -> Guess:
     spec: dict[str, Any] = {"column": f.name}
-    if f.kind == "int" and f.stored == "string":
+    if f.kind == "int" and f.stored == "string" and not f.num_odd:
         spec["type"] = "int"
     return Guess(
         "categorical", f.name, spec, f"{f'{why}; ' if why else f'{_kind_words(f)}, '}{f.cardinality}{f.missing}"
+    )
+
+
+def _text_ids(f: ColumnFacts) -> Guess:
+    if f.kind in ("list", "other") and f.num_missing < f.num_rows:
+        raise ValueError(f"text lists column {f.name!r}, which holds {f.stored} values; name it in lists")
+    return Guess(
+        "categorical", f.name, {"column": f.name, "type": "text"}, f"text, as told, {f.cardinality}{f.missing}"
     )
 
 

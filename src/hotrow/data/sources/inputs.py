@@ -79,7 +79,7 @@ class InputFile:
     def first_line(self) -> str:
         """Reads the first line of text, without line end and byte-order mark; replaces bytes that are not UTF-8."""
         text, _ = self.read_head(1 << 16)
-        return text.decode("utf-8-sig", errors="replace").split("\n", 1)[0].rstrip("\r")
+        return re.split("[\r\n]", text.decode("utf-8-sig", errors="replace"), maxsplit=1)[0]
 
 
 def _codec(stored: pa.NativeFile) -> str | None:

@@ -53,9 +53,10 @@ from hotrow.data.chunk import Source
 from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, is_paths
 from hotrow.data.sources.convert import IdEncoding
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
-from hotrow.data.sources.guess import Role, guess_columns
+from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.histories import HistoriesSource, open_columns
 from hotrow.data.sources.inputs import find_files
+from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.schema import Schema, nearest, parse_schema
 from hotrow.data.sources.synthetic import open_synthetic
 from hotrow.data.sources.tabular import is_parquet
@@ -247,25 +248,24 @@ class OpenedSource:
         return replace(self, schema=self.schema.with_options(**options))
 
 
+@with_read_options
 def open_source(
     name: str,
     data: Any,
     *,
+    read: ReadOptions,
     schema: Schema | None = None,
-    label: str | None = None,
-    time: str | None = None,
-    roles: Mapping[str, Role] | None = None,
     labels: Literal["required", "alone", "ignored"] = "required",
     encodings: Mapping[str, IdEncoding] | None = None,
-    skip_bad_rows: int = 0,
     rows: int | None = None,
 ) -> OpenedSource:
     """Opens the source called `name` on `data`: paths, or an Arrow-capable frame.
 
-    schema: how to read columns; None: the source's own schema, or for csv, parquet, jsonl and frame a guess, which the
-    names `label` and `time` and the `roles` of columns can help. labels: "alone": without times, to evaluate a model;
-    "ignored": for rows to predict, whose label and time may be absent or hold anything. encodings: how ids were held
-    when a data set was prepared. skip_bad_rows: how many rows may be bad. rows: how many a synthetic preset makes.
+    schema: how to read columns; None: the source's own schema, or for csv, parquet, jsonl and frame a guess.
+    {read}
+    labels: "alone": without times, to evaluate a model; "ignored": for rows to predict, whose label and time may be
+    absent or hold anything. encodings: how ids were held when a data set was prepared. rows: how many a synthetic
+    preset makes.
 
     Raises ValueError naming an unknown source, or what is wrong with the data.
     """
@@ -273,39 +273,36 @@ def open_source(
         raise ValueError(
             f"source {name!r} is not known{nearest(name, SOURCE_NAMES)}; choose one of {', '.join(SOURCE_NAMES)}"
         )
-    if skip_bad_rows < 0:
-        raise ValueError(f"skip_bad_rows is {skip_bad_rows}; it must be at least 0")
     if name == "synthetic":
-        if schema is not None or label is not None or time is not None:
-            raise ValueError("source synthetic has its own schema, label and time; leave schema, label and time out")
+        if given := [*(["schema"] if schema is not None else []), *read.hints]:
+            raise ValueError(f"source synthetic has its own schema, label and time; leave {given[0]} out")
         made, own_schema = open_synthetic(data, rows=rows)
         return OpenedSource(made, own_schema, dict.fromkeys(own_schema.feature_names, "int"))
     if name == "auto":
-        told = schema is not None or label is not None or time is not None or bool(roles)
-        name = tell_format(data) if told else _tell_source(data)
-    if given := [what for what, column in (("label", label), ("time", time)) if column is not None]:
+        name = tell_format(data) if schema is not None or read.hints else _tell_source(data)
+    if read.hints:
         if schema is not None:
-            raise ValueError(f"{given[0]} helps to guess a schema, but a schema is given; name it there")
+            raise ValueError(f"{read.hints[0]} is a hint for guessing a schema, but a schema is given; say it there")
         if name not in ("csv", "parquet", "jsonl", "frame"):
-            raise ValueError(f"source {name} has its own {given[0]}; leave it out, or prepare the file as csv")
+            raise ValueError(f"source {name} has its own schema; leave {read.hints[0]} out, or prepare the file as csv")
     if schema is not None and schema.histories is not None and name in ("criteo", "avazu", "movielens"):
         raise ValueError(f"source {name} cannot make histories; use csv, parquet, jsonl or frame with this schema")
     if name == "criteo" and is_paths(data):
         paths = [data] if isinstance(data, str | Path) else list(data)
         criteo = CriteoSource(
-            paths, labels="ignored" if labels == "ignored" else "required", skip_bad_rows=skip_bad_rows
+            paths, labels="ignored" if labels == "ignored" else "required", skip_bad_rows=read.skip_bad_rows
         )
         return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": skip_bad_rows}
+    options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": read.skip_bad_rows}
     source: ColumnsSource | HistoriesSource
     if name == "movielens":
         source = open_movielens(data, schema, **options)
     else:
         schema = schema or OWN_SCHEMAS.get(name)
         if schema is None:
-            guess = guess_columns(data, label=label, time=time, roles=roles)
+            guess = guess_columns(data, **vars(read))
             schema, notes, warnings = guess.schema(), (guess.summary(),), guess.warnings
         source = open_columns(data, schema, name=name, **options)
     return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes), warnings)
@@ -339,7 +336,7 @@ def check_split(opened: OpenedSource) -> None:
     """Raises ValueError if the schema asks for a reference split and the source has none."""
     if opened.schema.split.kind == "reference" and not isinstance(opened.source, CriteoSource):
         raise ValueError(
-            f"--split reference is published for criteo only, not for {opened.source.name}; use time or random"
+            f"split reference is published for criteo only, not for {opened.source.name}; use time or random"
         )
 
 

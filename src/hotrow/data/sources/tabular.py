@@ -16,7 +16,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -39,6 +40,7 @@ BATCH_BYTES = 20 << 20
 MAX_BATCH_ROWS = 1 << 19
 """Upper limit of Parquet rows read at once; see `_batch_rows`."""
 CSV_BLOCK_BYTES = 4 << 20
+LINE_END = re.compile(rb"\r\n|\n|\r(?!$)")
 FRAME_NAME = "<frame>"
 
 
@@ -107,7 +109,7 @@ class FrameReader:
 
     def __init__(self, frame: Any) -> None:
         table = frame_to_arrow(frame)
-        self.table = table.rename_columns(distinct_names(table.column_names))
+        self.table = table.rename_columns(column_names(table.column_names))
         self.schema = self.table.schema
         digest = 0
         for column in self.table.columns:
@@ -202,13 +204,17 @@ class ParquetReader:
         for index in range(len(self._files)):
             schema = self._file_schema(index)
             for name in columns:
-                path, want = self.files[index].path, self.schema.field(name).type
+                path = self.files[index].path
                 if name not in schema.names:
                     raise ValueError(
                         f"{path}: column {name!r} is missing, {self.files[0].path} has it; its columns: "
                         f"{', '.join(schema.names)}"
                     )
-                if not _same_meaning(got := schema.field(name).type, want):
+                got, want = schema.field(name).type, self.schema.field(name).type
+                wider = pa.types.is_integer(want) and pa.types.is_floating(got)
+                if pa.types.is_null(want) or wider:  # null: no value so far, the next file decides
+                    self.schema = self.schema.set(self.schema.get_field_index(name), schema.field(name))
+                elif not _same_meaning(got, want):
                     raise ValueError(
                         f"{path}: column {name!r} has type {got}, {self.files[0].path} has {want}; rewrite one of them"
                     )
@@ -232,12 +238,24 @@ class ParquetReader:
         with naming(file):
             batch_rows = max(rows_per_batch, _batch_rows(parquet, len(stored)))
             for batch in prefetch(parquet.iter_batches(batch_rows, row_groups=groups, columns=stored)):
-                batch = with_partition(batch, file, columns, self._partition_types)
+                batch = self._as_in_others(with_partition(batch, file, columns, self._partition_types))
                 for start in range(max(0, first - row), len(batch), rows_per_batch):
                     part = batch.slice(start, rows_per_batch)
                     end = row + start + len(part)
                     yield Rows(part, np.arange(end - len(part) + 1, end + 1), end)
                 row += len(batch)
+
+    def _as_in_others(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Returns rows with integers as floats if another file has floats, and an integer is exact as one.
+
+        pandas writes a column of integers with gaps as floats. A time is in seconds then, in every file.
+        """
+        for index, field in enumerate(batch.schema):
+            kind = self.schema.field(field.name).type
+            if pa.types.is_integer(field.type) and pa.types.is_floating(kind):
+                with suppress(pa.ArrowInvalid):  # an id above 2^53 stays as it is
+                    batch = batch.set_column(index, field.name, batch.column(index).cast(pa.float64()))
+        return batch
 
 
 def _batch_rows(parquet: pq.ParquetFile, num_columns: int) -> int:
@@ -284,65 +302,91 @@ def _as_int(text: str) -> int | None:
 
 
 def _same_meaning(got: pa.DataType, want: pa.DataType) -> bool:
-    """Returns whether ids of both types are comparable: equal types, signed integers of any width, or any text."""
+    """Returns whether ids of both types are comparable: equal types, signed integers of any width, integers beside
+    floats (pandas writes integers with gaps so), or any text. A column without a value fits any."""
     got, want = value_type(got), value_type(want)
     signed = pa.types.is_signed_integer(got) and pa.types.is_signed_integer(want)
-    return bool(got == want or signed or (is_text(got) and is_text(want)))
+    numbers = pa.types.is_floating(want) and (pa.types.is_integer(got) or pa.types.is_floating(got))
+    return bool(got == want or signed or numbers or pa.types.is_null(got) or (is_text(got) and is_text(want)))
 
 
 class TextReader:
     """Reads delimited text, every column as text, with hive partition columns from the files' folders.
 
-    Columns are found by the header of each file or by given names.
+    Columns are found by the header of each file or by given names. Blanks around a header's names are left out
+    (`column_names`); a column may also be asked for by its name as stored.
     """
 
     def __init__(self, files: Sequence[InputFile], spec: CsvSpec) -> None:
         self._files, self._spec = files, spec
         self.files = tuple(f.info for f in files)
-        self._heads: dict[int, tuple[str, list[str]]] = {}
-        self.delimiter, self.names = self._head(0)
+        self._heads: dict[int, _Head] = {}
+        self.delimiter, _, self.names = self._head(0)
         """`names`: the columns in the first file's lines, without partition columns."""
         partition = (name for name in partition_types(files) if name not in self.names)
         self._partition_types = dict.fromkeys(partition, pa.string())
         self.schema = pa.schema([(name, pa.string()) for name in (*self.names, *self._partition_types)])
 
-    def _head(self, file_index: int) -> tuple[str, list[str]]:
-        """Returns the delimiter and column names of one file."""
+    def _head(self, file_index: int) -> _Head:
+        """Returns the delimiter and the names in the first line of one file."""
         if file_index not in self._heads:
             lines = self._first_lines(file_index)
             delimiter = self._spec.delimiter or guess_delimiter(lines)
-            names = self._spec.column_names or distinct_names(next(csv.reader(lines, delimiter=delimiter)))
-            self._heads[file_index] = (delimiter, list(names))
+            if self._spec.column_names is not None:
+                self._heads[file_index] = _Head(delimiter, [], list(self._spec.column_names))
+            else:
+                stored = self._split(lines, delimiter, 1)[0]
+                self._heads[file_index] = _Head(delimiter, stored, column_names(stored))
         return self._heads[file_index]
+
+    def _names(self, file_index: int, wanted: Sequence[str]) -> list[str]:
+        """Returns the column names of one file, of which those in `wanted` may be as they are stored."""
+        _, stored, names = self._head(file_index)
+        if not stored or not (odd := {*wanted} - {*names}):
+            return names
+        return [old if old in odd and stored.count(old) == 1 else name for name, old in zip(names, stored, strict=True)]
 
     def renamed(self, file_index: int = 0) -> dict[str, str]:
         """Returns new and old name of each column whose name a column before it in the header has too."""
-        if self._spec.column_names is not None:
-            return {}
-        delimiter, names = self._head(file_index)
-        header = next(csv.reader(self._first_lines(file_index), delimiter=delimiter))
-        return {name: stored for name, stored in zip(names, header, strict=True) if name != stored}
+        _, stored, names = self._head(file_index)
+        changed = zip(names, stored, strict=False)
+        return {name: old for name, old in changed if name.strip() != old.strip()}
 
     def first_records(self) -> list[list[str]]:
         """Returns the fields of the first file's first lines, its header included."""
-        delimiter, _ = self._head(0)
-        return list(csv.reader(self._first_lines(0)[:100], delimiter=delimiter))
+        return self._split(self._first_lines(0), self._head(0).delimiter, 100)
+
+    def _split(self, lines: Sequence[str], delimiter: str, num_records: int) -> list[list[str]]:
+        """Returns the fields of the first records."""
+        try:
+            return list(islice(csv.reader(lines, delimiter=delimiter), num_records))
+        except csv.Error as error:
+            raise ValueError(
+                f"{self.files[0].path}: its first lines cannot be cut at {delimiter!r} ({error}); set csv.delimiter"
+            ) from None
 
     def _first_lines(self, file_index: int) -> list[str]:
-        file = self._files[file_index]
+        """Returns the first lines of a file: of 64 KiB, or of as much as holds two lines."""
+        file, raw = self._files[file_index], b""
         with naming(file), file.open_stream() as stream:
-            raw = stream.read(SNIFF_BYTES)
+            while is_cut := (more := stream.read(max(SNIFF_BYTES, len(raw)))) != b"":
+                raw += more
+                if len(LINE_END.findall(raw)) > 1 or len(raw) > 2 * CSV_BLOCK_BYTES:
+                    break
         # The sample may cut a character or line in two: only whole lines count.
-        whole = raw if len(raw) < SNIFF_BYTES else raw[: raw.rfind(b"\n") + 1]
+        whole = raw[: max(raw.rfind(b"\n"), raw.rfind(b"\r")) + 1] if is_cut and len(raw) >= SNIFF_BYTES else raw
         if raw.startswith(b"PK\x03\x04"):
             raise ValueError(f"{file.name} is a zip archive; unpack it, or pack it with gzip or zstd instead")
         try:
             text = whole.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise _not_utf8(file.name, error.start, raw.count(b"\n", 0, error.start)) from None
+            raise _not_utf8(file.name, error.start, count_lines(raw[: error.start])) from None
         lines = [line for line in io.StringIO(text, newline="") if line.strip("\r\n")]
+        if not lines and not raw:
+            raise ValueError(f"{file.name} is empty: it has no byte; write it again, or leave it out")
         if not lines:
-            raise ValueError(f"{file.name} is empty; remove it or write it again")
+            cure = "no row in it" if len(raw) < CSV_BLOCK_BYTES else "a line longer than 4 MiB; write lines of rows"
+            raise ValueError(f"{file.name}: the first {len(raw):,} bytes have {cure}")
         return lines
 
     def partition_values(self) -> dict[str, pa.Array]:
@@ -356,7 +400,7 @@ class TextReader:
     def check_drift(self, columns: Sequence[str]) -> None:
         """Raises ValueError naming file and column if a file's header lacks a column or names it twice."""
         for index, info in enumerate(self.files):
-            delimiter, names = self._head(index)
+            delimiter, names = self._head(index).delimiter, self._names(index, columns)
             for name in self._stored(columns):
                 if names.count(name) != 1:
                     fault = "lacks" if name not in names else "names twice"
@@ -364,6 +408,9 @@ class TextReader:
                         f"{info.path}: the header, split at {delimiter!r}, {fault} column {name!r}; columns found: "
                         f"{', '.join(names[:20])}; set csv.delimiter or csv.column_names if this split is wrong"
                     )
+        for name in columns:
+            if name not in self.schema.names:  # asked for as it is stored
+                self.schema = self.schema.append(pa.field(name, pa.string()))
 
     def count_rows(self) -> tuple[int, bool]:
         """Estimates the number from the first lines of each file and its stored size, without headers."""
@@ -397,8 +444,7 @@ class TextReader:
 
         The two differ after blank lines, which Arrow skips, and newlines in quotes. Reads the file up to there.
         """
-        delimiter, _ = self._head(file_index)
-        file = self._files[file_index]
+        delimiter, file = self._head(file_index).delimiter, self._files[file_index]
         with naming(file), file.open_stream() as stream:
             records = csv.reader(
                 io.TextIOWrapper(stream, "utf-8-sig", errors="replace", newline=""), delimiter=delimiter
@@ -448,22 +494,22 @@ class TextReader:
 
     def _end_line(self, file_index: int) -> str:
         """Returns a line that no file has, with a wrong number of columns, so that Arrow reports it as a bad line."""
-        delimiter, names = self._head(file_index)
+        delimiter, _, names = self._head(file_index)
         return "\x04end of text\x04" + delimiter * int(len(names) == 1)
 
     def _csv_options(self, file_index: int, columns: Sequence[str], on_bad_line: Any) -> dict[str, Any]:
-        delimiter, names = self._head(file_index)
-        headless = self._spec.column_names is not None
-        renamed = not headless and self.renamed(file_index)
+        delimiter, header, _ = self._head(file_index)
+        names = self._names(file_index, columns)
+        renamed = bool(header) and names != header
         # For Arrow an empty list means all columns; to count rows, one column is read.
-        stored = self._stored(columns) or self._head(file_index)[1][:1]
+        stored = self._stored(columns) or names[:1]
         return {
             # Only with one thread does Arrow say which line is bad; preparation reads in the background anyway.
             "read_options": pa.csv.ReadOptions(
                 use_threads=False,
                 block_size=CSV_BLOCK_BYTES,
-                column_names=names if headless or renamed else None,
-                skip_rows_after_names=int(bool(renamed)),
+                column_names=names if renamed or not header else None,
+                skip_rows_after_names=int(renamed),
             ),
             "parse_options": pa.csv.ParseOptions(
                 delimiter=delimiter, newlines_in_values=True, invalid_row_handler=on_bad_line
@@ -476,6 +522,16 @@ class TextReader:
                 quoted_strings_can_be_null=True,
             ),
         }
+
+
+class _Head(NamedTuple):
+    """What the first line of a text file says."""
+
+    delimiter: str
+    stored: list[str]
+    """Names as they are stored; none if the file has no header."""
+    names: list[str]
+    """Names as columns are known by."""
 
 
 class _CheckedText(io.RawIOBase):
@@ -508,16 +564,16 @@ class _CheckedText(io.RawIOBase):
             self._decoder.decode(text, not text)
         except UnicodeDecodeError as error:
             at = error.start - len(error.object) + len(text)
-            self.fault = _not_utf8(self._name, self._num_bytes + at, self._num_lines + text.count(b"\n", 0, max(at, 0)))
+            self.fault = _not_utf8(self._name, self._num_bytes + at, self._num_lines + count_lines(text[: max(at, 0)]))
         except Exception as error:  # the caller raises it, whatever it is
             self.fault = error.with_traceback(None)
         self._is_over = not text or self.fault is not None
         if self.fault is not None:
             return b""
         if not text:
-            return (b"" if self._last == b"\n" else b"\n") + self._end.encode()
+            return (b"" if self._last in (b"\n", b"\r") else b"\n") + self._end.encode()
         self._num_bytes += len(text)
-        self._num_lines += text.count(b"\n")
+        self._num_lines += count_lines(text)
         self._last = text[-1:]
         return text
 
@@ -548,9 +604,9 @@ class _LinePlaces:
     def collect(self, row: Any) -> str:
         """Notes a line with the wrong number of columns and lets Arrow continue."""
         text = row.text if len(row.text) <= 60 else row.text[:57] + "..."
-        reason = (
-            f"{row.actual_columns} columns instead of {row.expected_columns} in {text!r}; correct or remove the line"
-        )
+        many = "few" if row.actual_columns < row.expected_columns else "many"
+        counts = f"{row.actual_columns} instead of {row.expected_columns}"
+        reason = f"too {many} columns, {counts}, in {text!r}; correct or remove the line"
         # Rows before the k-th bad line: its number minus header, itself and the bad lines before it.
         self._rows_before.append(row.number - self._header_lines - 1 - len(self._bad))
         self._bad.append(RowError(file=self._path, line=row.number, reason=reason))
@@ -568,6 +624,13 @@ class _LinePlaces:
         while self._num_taken < len(self._bad) and (last_line is None or self._bad[self._num_taken].line <= last_line):
             self._num_taken += 1
         return tuple(error for error in self._bad[start : self._num_taken] if error.line > after)
+
+
+def column_names(stored: Sequence[str]) -> list[str]:
+    """Returns the names by which a header's columns are known: distinct, and without blanks around them if no two
+    become equal."""
+    trimmed = [name.strip() for name in stored]
+    return distinct_names(trimmed if len({*trimmed}) == len({*stored}) else stored)
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
@@ -592,7 +655,10 @@ def guess_delimiter(lines: Sequence[str]) -> str:
     """
     best, best_score = ",", (0, 0)
     for delimiter in DELIMITERS:
-        widths = [len(row) for row in csv.reader(lines[:100], delimiter=delimiter)]
+        try:
+            widths = [len(row) for row in csv.reader(lines[:100], delimiter=delimiter)]
+        except csv.Error:  # a value is longer than Python's limit: not the delimiter of these lines
+            continue
         common = max(set(widths), key=widths.count)
         score = (widths.count(common), common)
         if common > 1 and score > best_score:
@@ -600,13 +666,18 @@ def guess_delimiter(lines: Sequence[str]) -> str:
     return best
 
 
+def count_lines(text: bytes) -> int:
+    """Returns how many lines end in `text`, by newlines, or by carriage returns if there is no newline."""
+    return text.count(b"\n") or text.count(b"\r")
+
+
 def estimate_lines(file: InputFile) -> int:
     """Estimates a file's lines from its beginning and its stored size; exact if the beginning is the whole file."""
     with naming(file):
         text, stored_bytes = file.read_head(ESTIMATE_BYTES)
-    num_lines = text.count(b"\n")
+    num_lines = count_lines(text)
     if len(text) < ESTIMATE_BYTES:
-        return num_lines + (bool(text) and not text.endswith(b"\n"))
+        return num_lines + (bool(text) and not text.endswith((b"\n", b"\r")))
     return int(num_lines * file.info.num_bytes / stored_bytes)
 
 
