@@ -309,7 +309,7 @@ def test_a_stray_value_in_a_label_is_a_bad_row_and_no_rating(stray: str, label: 
     assert "1 rows are neither 0 nor 1" in guess.reason
 
 
-@pytest.mark.parametrize("word", ["-Infinity", "inf", "+Inf"])
+@pytest.mark.parametrize("word", ["-Infinity", "inf", "Infinity"])
 def test_a_number_that_is_none_is_a_bad_row_and_no_id(word: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     prices = [f"{i}.25" for i in range(50)]

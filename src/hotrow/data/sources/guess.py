@@ -455,7 +455,8 @@ def _find_label(
         return _binary_label(named[0], "named like a label"), "", tuple(others)
     if len(binary) == 1:
         return _binary_label(binary[0], "the only column of 0 and 1"), "", ()
-    ratings = [f for f in facts if _like(r"(.*_)?(rating|stars)", f.name) and f.kind in ("int", "float")]
+    ratings = [f for f in alike if f.kind in ("int", "float") and f.num_distinct <= SHOWN_VALUES]
+    ratings += [f for f in facts if _like(r"(.*_)?(rating|stars)", f.name) and f.kind in ("int", "float")]
     if len(binary) > 1:
         options = ", ".join(f"--label {quote(f.name)}" for f in binary[:10])
         return None, f"{len(binary)} columns hold 0 and 1; say which is the label: {options}", ()
