@@ -17,11 +17,19 @@ Single-threaded cells run with one thread on either side; the others may use two
 two others encode. Every cell reads the file from the page cache. Medians, ratios of peer to ours with their spread, and
 rows per CPU second go to --out, or are printed; rows per CPU second, over all threads, is the figure per core, which a
 busy machine disturbs least.
+
+The same is done for JSON Lines, with a fifth of the rows, by one thread:
+
+    jsonl.plain         ours: ten members of one value -> Arrow columns of text as it is written
+    jsonl.lists         the same with two lists, of 20 and of 0 to 5 ids
+    pyarrow             pyarrow.json.read_json, which makes floats of integers above 2^63 and of 7.0
+    json                json.loads of each line alone, into dicts: what Python takes before there is a column
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -37,13 +45,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
+import pyarrow.json
 
 from benchmarks import bench
 from benchmarks.results import end_on_signals, record
 from hotrow.data.chunk import Chunk, Keys
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.spill import CounterPool
+from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
+from hotrow.data.sources.schema import CsvSpec
 from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 
 NAMES = ("label", *DENSE_NAMES, *CATEGORY_NAMES)
@@ -182,6 +193,43 @@ ENCODE_TARGET = 3.0
 """Least ratio of a peer that encodes to ours, by our own promise."""
 
 
+def write_json(path: Path, num_rows: int, *, lists: bool) -> None:
+    """Writes rows of ten members, among them 60-bit ids, decimals and texts; with `lists` of two more."""
+    rng = np.random.default_rng(2)
+    ids, users = rng.integers(0, 2**60, num_rows).tolist(), rng.integers(0, 10_000, num_rows).tolist()
+    with path.open("w") as file:
+        for i, (item, user) in enumerate(zip(ids, users, strict=True)):
+            row: dict[str, Any] = {"ts": 1_700_000_000 + i, "user": f"u{user}", "item": item, "category": f"c{i % 20}"}
+            row |= {"price": user / 100, "device": "mobile", "country": "de", "pos": i % 7, "click": i % 2}
+            row["campaign"] = user % 500
+            if lists:
+                row |= {"last": [(user + k) % 9999 for k in range(20)], "tags": [f"t{k}" for k in range(i % 6)]}
+            file.write(json.dumps(row) + "\n")
+
+
+def read_json(path: Path) -> pa.Table:
+    reader = open_table(path, CsvSpec())
+    return pa.Table.from_batches([rows.batch for rows in reader.read(0, 0, reader.schema.names, ROWS_PER_CHUNK)])
+
+
+def check_json(path: Path) -> None:
+    """Refuses to time readers that disagree."""
+    rows, ours = [json.loads(line) for line in path.open()], read_json(path).to_pydict()
+    for name, found in ours.items():
+        texts = [[str(v) for v in row[name]] if isinstance(row[name], list) else str(row[name]) for row in rows]
+        assert found == texts, name
+
+
+def json_round(paths: dict[str, Path]) -> Times:
+    options = pyarrow.json.ReadOptions(use_threads=False)
+    times: Times = {}
+    for name, path in paths.items():
+        times[f"jsonl.{name}/1"] = timed(lambda path=path: read_json(path))  # type: ignore[misc]
+        times[f"jsonl.{name}.pyarrow/1"] = timed(lambda path=path: pyarrow.json.read_json(path, options))  # type: ignore[misc]
+        times[f"jsonl.{name}.json/1"] = timed(lambda path=path: [json.loads(line) for line in path.open()])  # type: ignore[misc]
+    return times
+
+
 def timed(run: Callable[[], object]) -> tuple[float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     run()
@@ -237,7 +285,16 @@ def main() -> None:
         check(path, vocabularies)
         rounds = bench.clean_rounds(lambda _: one_round(path, vocabularies), args.rounds)
         facts = {"rows": args.rows, "text_bytes": path.stat().st_size, "vocabulary_keys": sum(sizes)}
+        paths = {kind: Path(name) / f"{kind}.jsonl" for kind in ("plain", "lists")}
+        for kind, path in paths.items():
+            write_json(path, args.rows // 5, lists=kind == "lists")
+            check_json(path)
+        of_json = bench.clean_rounds(lambda _: json_round(paths), args.rounds)
     cells = [compared(rounds, ours, peer, args.rows) for peer, ours in PEERS.items()]
+    for kind in paths:
+        for peer in ("pyarrow", "json"):
+            cell = compared(of_json, f"jsonl.{kind}/1", f"jsonl.{kind}.{peer}/1", args.rows // 5)
+            cells.append({**cell, "name": f"jsonl.{kind}.{peer}", "peer": f"{peer}, threads: 1"})
     for cell in cells:
         rows_per_cpu_s = f"{cell['ours_rows_per_cpu_s']:,} rows/CPU s, peer {cell['peer_rows_per_cpu_s']:,}"
         print(f"{bench.format_row(cell)}  {rows_per_cpu_s}", file=sys.stderr)

@@ -16,7 +16,7 @@ import reprlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -39,6 +39,7 @@ from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import fingerprint, prepare
 from hotrow.data.prepare.prepare import RawEncoder
+from hotrow.data.sources.inputs import spooled
 from hotrow.data.sources.options import NAMES, ReadOptions, with_read_options
 from hotrow.data.sources.registry import OpenedSource, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
@@ -379,12 +380,15 @@ def fit(
                 f"{world.size} processes are to train together, which take a packed dataset: prepare {_name_of(data)} "
                 "before, on one process (hotrow prepare), and pass its folder as data"
             )
-    opened = open_source("auto" if _is_paths(data) else "frame", data, schema=schema, **vars(read))
-    opened = opened.with_options(**changed)
-    with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
-        with folder:
-            dataset = _prepare_into(folder, opened, quiet=quiet)
-        return _train_on(dataset, folder, recipe, changes, quiet=quiet)
+    with ExitStack() as spool:
+        rows = spool.enter_context(spooled(data, Path("runs") if run is None else Path(run).parent))
+        opened = open_source("auto" if _is_paths(data) else "frame", rows, schema=schema, **vars(read))
+        opened = opened.with_options(**changed)
+        with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
+            with folder:
+                dataset = _prepare_into(folder, opened, quiet=quiet)
+            spool.close()  # training reads packed rows alone
+            return _train_on(dataset, folder, recipe, changes, quiet=quiet)
 
 
 def _train_on(

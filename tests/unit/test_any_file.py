@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import gzip
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import orc
 
-from hotrow.data.chunk import RowError
+import hotrow
+from hotrow.data.chunk import Position, RowError
+from hotrow.data.prepare.init import run_init
 from hotrow.data.prepare.prepare import RawEncoder, run_prepare
-from hotrow.data.sources import tabular
-from hotrow.data.sources.columns import ColumnsSource
+from hotrow.data.sources import inputs, tabular
+from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, open_table
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.registry import open_source
-from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.schema import CsvSpec, parse_schema
 from raw_rows import read
 
 N = 300
@@ -54,7 +62,9 @@ def test_a_header_of_thousands_of_columns(end: str, tmp_path: Path) -> None:
     schema = schema_of(names[-1], dense=[names[0]])
     rows = read(ColumnsSource(tmp_path / "wide.csv", schema))
     assert rows["label"] == [0, 1, 0, 1] and rows[names[-1]] == ["0", "1", "2", "3"]
-    assert len(guess_columns(tmp_path / "wide.csv", label="y").guesses) == 5001
+    reader = open_table(tmp_path / "wide.csv", CsvSpec())
+    (batch,) = (rows.batch for rows in reader.read(0, 0, reader.schema.names, 100))
+    assert batch.schema.names == ["y", *names]
 
 
 @pytest.mark.parametrize("text", ["\n\n\n", "\r\r", "\ufeff", "x" * (9 << 20)], ids=["LF", "CR", "BOM", "long"])
@@ -118,3 +128,212 @@ def test_numbers_and_text_are_still_two_columns(tmp_path: Path) -> None:
         pq.write_table(pa.table({"y": [0, 1], "a": values}), tmp_path / f"{i}.parquet")
     with pytest.raises(ValueError, match=r"1\.parquet: column 'a' has type string, .*0\.parquet has int64"):
         ColumnsSource(tmp_path, schema_of("a"))
+
+
+def write_parquet(table: pa.Table, path: Path) -> None:
+    pq.write_table(table, path, row_group_size=70)
+
+
+def write_feather(table: pa.Table, path: Path) -> None:
+    pyarrow.feather.write_feather(table, path, chunksize=70)
+
+
+def write_orc(table: pa.Table, path: Path) -> None:
+    with orc.ORCWriter(path, stripe_size=1024) as writer:
+        for start in range(0, len(table), 70):
+            writer.write(table.slice(start, 70))
+
+
+WRITERS = {"parquet": write_parquet, "feather": write_feather, "orc": write_orc}
+
+
+@pytest.mark.parametrize("suffix", ["by name", "by content"])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_feather_and_orc_are_read_as_parquet_is(kind: str, suffix: str, tmp_path: Path) -> None:
+    lists = [["a", "b"][: i % 3] for i in range(N)]
+    columns = {"y": LABELS, "item": [None, *ITEMS[1:]], "price": [0.5 * i for i in range(N)], "tags": lists}
+    for day in (1, 2):
+        folder = tmp_path / f"day={day}"
+        folder.mkdir()
+        WRITERS[kind](pa.table(columns), folder / ("x" if suffix == "by content" else f"x.{kind}"))
+    paths = [tmp_path / f"day={day}" / ("x" if suffix == "by content" else f"x.{kind}") for day in (1, 2)]
+    schema = schema_of("item", {"column": "tags", "kind": "multi_hot"}, dense=["price"], time="day")
+    source = open_source("auto", paths, schema=schema).source
+    rows = read(source, rows_per_chunk=64)
+    assert rows["label"] == LABELS * 2 and rows["item"] == [None, *ITEMS[1:]] * 2 and rows["tags"] == lists * 2
+    assert rows["time"] == [1] * N + [2] * N and rows["dense"][5] == [2.5]
+    assert source.scout().num_rows == 2 * N
+    for first in (0, 1, 69, 70, 71, N - 1):
+        rest = read(source, start=Position(1, first, first), rows_per_chunk=100)
+        assert rest["item"] == rows["item"][N + first :]
+    assert "tags" in guess_columns(paths[0], label="y").schema().feature_names
+    assert read(ColumnsSource(paths, schema_of("day", dense=[])))["day"] == [1] * N + [2] * N
+
+
+def test_files_of_columns_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning):
+        pyarrow.feather.write_feather(pa.table({"y": [0]}), tmp_path / "old.feather", version=1)
+    with pytest.raises(ValueError, match=r"old\.feather: Feather's version 1 cannot be read; write it again"):
+        ColumnsSource(tmp_path / "old.feather", schema_of("a"))
+    for kind, write in WRITERS.items():
+        write(pa.table({"y": LABELS, "a": ITEMS}), tmp_path / f"cut.{kind}")
+        (tmp_path / f"cut.{kind}").write_bytes((tmp_path / f"cut.{kind}").read_bytes()[:-100])
+        with pytest.raises(ValueError, match=rf"cut\.{kind}: "):
+            read(ColumnsSource(tmp_path / f"cut.{kind}", schema_of("a")))
+
+
+def test_a_folder_of_several_formats_says_what_it_leaves_out(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (folder / "a.csv").write_text("y,item\n" + "".join(f"{y},{i}\n" for y, i in zip(LABELS, ITEMS, strict=True)))
+    (folder / "README.md").write_text("a note")
+    assert not any("left out are" in note for note in open_source("auto", folder, label="y").notes)
+    pq.write_table(pa.table({"y": LABELS, "item": ITEMS}), folder / "b.parquet")
+    for notes in (open_source("auto", folder, label="y").notes, (run_init(folder, label="y").found,)):
+        (note,) = [note for note in notes if "left out are" in note]
+        assert "a.csv" in note.split("left out are")[1] and "README" not in note
+    said: list[str] = []
+    run_prepare("auto", folder, tmp_path / "out", label="y", announce=said.append)
+    assert any("a.csv" in line and "left out" in line for line in said)
+
+
+FFM = [
+    # label, the number of field 0, the id of field 1, the ids of field 2
+    ("0", "0.5", "7", ["3", "4"]),
+    ("1", "1", "9", []),
+    ("1", None, "7", ["4"]),
+    ("0", "-2e3", "123456789012", ["5"]),
+]
+
+
+def ffm_line(label: str, number: str | None, one: str, several: list[str]) -> str:
+    fields = [f"0:0:{number}"] if number is not None else []
+    return " ".join([label, *fields, f"1:{one}:1", *(f"2:{index}:1.0" for index in several)])
+
+
+@pytest.mark.parametrize("labels", [{"0": "0", "1": "1"}, {"0": "-1", "1": "+1"}], ids=["0/1", "-1/1"])
+def test_libffm_fields_are_ids_numbers_and_lists(labels: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "train.ffm"
+    path.write_text("".join(ffm_line(labels[label], *rest) + "\n" for label, *rest in FFM * 30))  # type: ignore[arg-type]
+    opened = open_source("auto", path)
+    assert opened.source.name == "libffm"
+    rows = read(opened.source)
+    assert rows["label"] == [0, 1, 1, 0] * 30 and rows["field_1"][:4] == ["7", "9", "7", "123456789012"]
+    assert rows["list_2"][:4] == [["3", "4"], [], ["4"], ["5"]]
+    assert [value for (value,) in rows["dense"][:4]] == [0.5, 1, pytest.approx(float("nan"), nan_ok=True), -2000]
+    assert "hotrow prepare libffm" in run_init(path).commands[0]
+    encoder = RawEncoder(run_prepare("libffm", path, tmp_path / "out"))
+    (want,) = encoder.batches(path)
+    (tmp_path / "new.ffm").write_text(ffm_line("0", "1", "9", []) + "\n")
+    (found,) = encoder.batches(tmp_path / "new.ffm")
+    assert found.dense[0].tolist() == want.dense[1].tolist(), "a number, though its only value here is 1"
+    assert found.sparse.bags("field_1")[0].tolist() == want.sparse.bags("field_1")[0][1:2].tolist()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1 0:0:1 1:7:0.5", "1 has the weight 0.5, but ids have none"),
+        ("1 1:7:1 1:8:1", "1 comes twice, but once in the first lines"),
+        ("1 1:7", "not of the form 'label field:index:value"),
+        ("1 a:7:1", "not of the form"),
+        ("guest 1:7:1", "not of the form"),
+        ("3 1:7:1", "is not a label"),
+    ],
+)
+def test_bad_libffm_lines_are_named_and_counted(line: str, message: str, tmp_path: Path) -> None:
+    good = "".join(ffm_line(*row) + "\n" for row in FFM)
+    path = tmp_path / "x.txt"
+    path.write_text(good + line + "\n" + good)
+    bag = {"column": "list_2", "kind": "multi_hot", "separator": "|"}
+    schema = schema_of("field_1", bag, label="label", dense=["value_0"])
+    with pytest.raises(RowError, match=rf"x\.txt:5.*{message}"):
+        read(open_source("auto", path, schema=schema).source)
+    opened = open_source("libffm", path, schema=schema, skip_bad_rows=1)
+    assert len(read(opened.source)["label"]) == 8 and opened.source.skipped.num_rows == 1  # type: ignore[attr-defined]
+
+
+def test_libsvm_numbers_are_dense_and_ones_are_a_bag(tmp_path: Path) -> None:
+    path = tmp_path / "x.svm"
+    path.write_text("+1 3:0.5 17:1 99:1 # a note\n-1 17:1\n-1 3:1 4:1\n")
+    rows = read(open_source("auto", path).source)
+    assert rows["label"] == [1, 0, 0] and rows["dense"] == [[0.5], [0], [1]], "libsvm leaves out what is 0"
+    assert rows["features"] == [["17", "99"], ["17"], ["4"]]
+    path.write_text("1 3:0.5\n0 3:2\n")
+    with pytest.raises(ValueError, match="numbers alone; a model here needs at least one column of ids"):
+        open_source("auto", path)
+    path.write_text("1 " + " ".join(f"{i}:0.5" for i in range(1001)) + " 2000:1\n")
+    with pytest.raises(ValueError, match=r"1,001 indices .* at most 1,000"):
+        open_source("auto", path)
+    path.write_text("2 qid:7 3:1\n")
+    with pytest.raises(ValueError, match="qid"):
+        open_source("auto", path)
+    with pytest.raises(ValueError, match="source libsvm has its own schema; leave label out"):
+        open_source("auto", path, label="y")
+
+
+@pytest.mark.parametrize("line", ["12:30:15", "10.0.0.1:80", "1:2", "7 8 9", "1700000000 12:30:15", "a 1:2:3"])
+def test_times_and_ports_are_not_libsvm_in_a_file_with_commas(line: str, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text(f"{line},1\n" * 3)
+    assert [format_of(file) for file in input_files(tmp_path / "x.csv") or ()] == ["csv"]
+
+
+def through_fifo(path: Path, content: bytes) -> Path:
+    os.mkfifo(path)
+    threading.Thread(target=path.write_bytes, args=(content,), daemon=True).start()
+    return path
+
+
+def through_descriptor(path: Path, content: bytes) -> Path:
+    """As a shell's process substitution and /dev/stdin."""
+    end, begin = os.pipe()
+
+    def write() -> None:
+        with os.fdopen(begin, "wb") as pipe:
+            pipe.write(content)
+
+    threading.Thread(target=write, daemon=True).start()
+    return Path(f"/dev/fd/{end}")
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="there are no pipes with names here")
+@pytest.mark.parametrize("through", [through_fifo, through_descriptor])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+def test_a_pipe_is_read(
+    through: Callable[[Path, bytes], Path],
+    pack: Callable[[bytes], bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    text = ("y,item\n" + "".join(f"{y},{item}\n" for y, item in zip(LABELS, ITEMS, strict=True)) * 40).encode()
+    (tmp_path / "x.csv").write_bytes(text)
+    want = run_prepare("auto", tmp_path / "x.csv", tmp_path / "a", label="y")
+    made = run_prepare("auto", through(tmp_path / "p1", pack(text)), tmp_path / "b", label="y")
+    assert made.info.tables == want.info.tables
+    assert {n: s.num_rows for n, s in made.splits.items()} == {n: s.num_rows for n, s in want.splits.items()}
+    pipe = through(tmp_path / "p2", pack(text))
+    assert f"hotrow prepare csv {pipe}" in run_init(pipe, label="y", out=tmp_path / "conf").commands[0]
+    run = hotrow.fit(through(tmp_path / "p3", pack(text)), label="y", quiet=True, max_steps=2, threads=1)
+    assert sum(run.record.rows.values()) == 40 * N
+    assert not list(tmp_path.glob("**/.hotrow-pipe*")), "nothing is left behind"
+    os.mkfifo(tmp_path / "p4")
+    with pytest.raises(ValueError, match="is neither a file nor a folder; write its rows to a file"):
+        ColumnsSource(tmp_path / "p4", schema_of("item"))
+
+
+def test_a_pipe_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "disk_free_bytes", lambda path: 1000)
+    os.mkfifo(tmp_path / "pipe")
+
+    def write() -> None:
+        try:
+            (tmp_path / "pipe").write_bytes(b"y,item\n" * 1_000_000)
+        except BrokenPipeError:
+            return
+
+    threading.Thread(target=write, daemon=True).start()
+    with pytest.raises(ValueError, match="pipe: more came out of this pipe than half of what is free"):
+        run_prepare("csv", tmp_path / "pipe", tmp_path / "out", label="y")
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]

@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import hotrow
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.init import run_init
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.columns import open_table
+from hotrow.data.sources.jsonlines import JsonReader
 from hotrow.data.sources.schema import CsvSpec, parse_schema
 
 SCHEMA: dict[str, Any] = {
@@ -92,7 +95,9 @@ BAD_LINES = {
     '{"click": 1, "user": 7, "n.x": 8, "n": {"x": 1}}': "member 'n.x' appears twice, once within 'n'",
     '{"click": 1, "user": [7]}': "member 'user' is an array here",
     '{"click": 1, "user": "\\ud800"}': "half of a surrogate pair",
+    '{"click": 1, "user": 7, "unread": "\\udc00"}': "half of a surrogate pair",
     '{"click": NaN, "user": 7}': "NaN is not JSON",
+    "null": "expected an object",
     '{"click": 1, "user": ' + "[" * 100_000 + "}": "nested too deeply",
     b'{"click": 1, "user": "\xff"}': "byte 23 of the line is not UTF-8",
 }
@@ -154,3 +159,76 @@ def test_a_file_of_no_lines_is_refused(text: str, reason: str, tmp_path: Path) -
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=rf"x\.json.*{reason}"):
         open_table(tmp_path / "x.json", CsvSpec())
+
+
+ODD_TEXTS = ["", "NA", "a:b", "{", '{"x": 1}', "\\ud83d", "\n", "\U0001f600", "\ud83d"]
+TEXTS = st.one_of(st.text(max_size=4), st.sampled_from(ODD_TEXTS))
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), TEXTS)
+MEMBERS = st.one_of(SCALARS, st.lists(st.one_of(SCALARS, st.lists(SCALARS, max_size=2)), max_size=3))
+OBJECTS = st.dictionaries(
+    st.sampled_from(["a", "b", "c", "n.x", "é", 'q"']),
+    st.one_of(MEMBERS, st.dictionaries(st.sampled_from("xy"), SCALARS)),
+    max_size=5,
+)
+LINES = st.builds(
+    lambda value, ascii, spoilt: json.dumps(value, ensure_ascii=ascii) + spoilt,
+    st.one_of(OBJECTS, SCALARS),
+    st.booleans(),
+    st.sampled_from([""] * 9 + ["}", " ", ', "a": 1}', "x"]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(lines=st.lists(LINES, min_size=1, max_size=8), repeated=st.booleans())
+def test_lines_read_together_are_those_read_one_by_one(
+    lines: list[str], repeated: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """To the last digit and fault: whatever the quick way cannot tell for sure is left to the slow one."""
+    path = tmp_path_factory.mktemp("json") / "x.jsonl"
+    first = '{"a": 1, "b": [2], "c": "x", "n": {"x": 3}, "q\\"": 4}'
+    more = ['{"a": 1, "a": 2}'] if repeated else []
+    path.write_text("\n".join([first, *lines, *more]), encoding="utf-8", errors="surrogatepass")
+    reader = open_table(path, CsvSpec(null_values=("", "NA")))
+    names = ["a", "b", "c", "n.x", 'q"']
+
+    def rows() -> list[Any]:
+        found = []
+        for each in reader.read(0, 0, names, 3):
+            found.append((each.batch.to_pydict(), each.lines.tolist(), each.end, [str(bad) for bad in each.bad]))
+        return found
+
+    together = rows()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JsonReader, "_read_alike", lambda self, texts, names: None)
+        assert together == rows()
+    assert not repeated or any("appears twice" in bad for each in together for bad in each[3])
+
+
+def test_good_lines_are_read_together_with_exact_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        f'{{"id": {2**64 + i}, "price": 7.{i:02}0, "at": "2024-01-01 10:{i:02}:00", "ok": true, "l": [1, "x"]}}'
+        for i in range(50)
+    ]
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join([*lines, '{"id": 7.0, "l": "abc"}', '{"id": 7, "l": null}']))
+    monkeypatch.setattr(JsonReader, "_read_each", None)
+    reader = open_table(path, CsvSpec())
+    (rows,) = reader.read(0, 0, reader.schema.names, 100)
+    found = rows.batch.to_pydict()
+    assert found["id"] == [*(str(2**64 + i) for i in range(50)), "7.0", "7"]
+    assert found["price"][:2] == ["7.000", "7.010"]
+    assert found["ok"][0] == "1" and found["at"][3] == "2024-01-01 10:03:00"
+    assert found["l"][0] == ["1", "x"] and found["l"][-2:] == [["abc"], None]
+
+
+@pytest.mark.parametrize("end", ["\r", "\r\n", "\n"], ids=["CR", "CRLF", "LF"])
+@pytest.mark.parametrize("read_bytes", [1, 7, 1 << 20])
+def test_lines_end_any_way(end: str, read_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.data.sources.jsonlines.READ_BYTES", read_bytes)
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(end.join(['{"a": "x"}', "", '{"a": "\U0001f600"}', ' {"a": null} ']).encode())
+    reader = open_table(path, CsvSpec())
+    found: list[Any] = []
+    for rows in reader.read(0, 0, ["a"], 100):
+        found += zip(rows.lines, rows.batch.column(0).to_pylist(), strict=True)
+    assert found == [(1, "x"), (3, "\U0001f600"), (4, None)]

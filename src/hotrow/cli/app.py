@@ -358,7 +358,8 @@ def eval_(
         )
     with closing(load(run)) as loaded:
         if paths:
-            result = {"run_dir": str(run), "rows": paths, **loaded.evaluate_rows(paths)}
+            with _standard_input(paths) as rows:
+                result = {"run_dir": str(run), "rows": paths, **loaded.evaluate_rows(rows)}
         else:
             result = {"run_dir": str(run), "split": split or "test", **loaded.evaluate(split or "test", data=data)}
     shown = {name: "undefined" if value is None else value for name, value in result.items()}
@@ -606,9 +607,12 @@ def clean(
 
 @contextmanager
 def _standard_input(paths: list[str]) -> Iterator[list[str]]:
-    """Yields `paths`; if they are "-", standard input as a temporary file, because rows are read twice."""
+    """Yields `paths`; what is a pipe, or standard input as "-", as a temporary file, because rows are read twice."""
+    from hotrow.data.sources.inputs import spooled
+
     if paths != ["-"]:
-        yield paths
+        with spooled(paths, Path(tempfile.gettempdir())) as rows:
+            yield rows
         return
     with tempfile.NamedTemporaryFile(prefix="standard-input-", suffix=".csv") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)

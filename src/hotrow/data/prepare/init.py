@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Any
 from hotrow.base.files import atomic_write, check_writable
 from hotrow.config.recipe import choose_recipe
 from hotrow.data.packed.format import MANIFEST, read_info
+from hotrow.data.sources.columns import left_out
 from hotrow.data.sources.guess import Guess, SchemaGuess, guess_columns
+from hotrow.data.sources.inputs import spooled
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import open_source, recognise, tell_format
 from hotrow.data.sources.schema import Schema
@@ -63,7 +66,8 @@ def run_init(
     """
     if out is not None:
         _check_absent(Path(out) / RECIPE_FILE)  # checked before the logs are read; there may be no schema to write
-    result = _look(paths, read, data)
+    with spooled(paths, Path(tempfile.gettempdir())) as files:
+        result = _look(files, read, data, given=paths)
     if out is None:
         return result
     folder = Path(out)
@@ -85,8 +89,8 @@ def _check_absent(path: Path) -> None:
     check_writable(path)
 
 
-def _look(paths: Any, read: ReadOptions, data: str | None) -> InitResult:
-    shown = shlex.join(map(str, paths if isinstance(paths, list | tuple) else [paths]))
+def _look(paths: Any, read: ReadOptions, data: str | None, *, given: Any) -> InitResult:
+    shown = shlex.join(map(str, given if isinstance(given, list | tuple) else [given]))
     if isinstance(paths, str | Path) and (Path(paths) / MANIFEST).is_file():
         info = read_info(Path(paths))
         rows = ", ".join(f"{name} {split.num_rows:,}" for name, split in info.splits.items())
@@ -110,7 +114,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None) -> InitResult:
         f"hotrow prepare {source} {shown} --schema {SCHEMA_FILE} --out {data}{skip}",
         f"hotrow train {RECIPE_FILE}",
     )
-    found = f"a table, guessed from {guess.origin}"
+    found = "; ".join(filter(None, [f"a table, guessed from {guess.origin}", left_out(paths)]))
     num_features = len(guess.of("categorical"))
     recipe = render_recipe(data, int(0.8 * guess.num_rows), num_features=num_features, exact=False)
     return InitResult(found, source, render_schema(guess), recipe, commands)

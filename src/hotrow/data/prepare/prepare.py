@@ -36,6 +36,7 @@ from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.prepare.workfolder import check_out
 from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.convert import IdEncoding
+from hotrow.data.sources.inputs import is_pipe, spooled
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
@@ -102,8 +103,11 @@ def run_prepare(
         given = load_schema(schema) if isinstance(schema, str | Path) else schema
         return open_source(source, paths, schema=given, rows=rows, **vars(read)).with_options(**changes)
 
-    found = on_every_rank(world, opened)
-    return prepare(found, out, options, progress=progress, announce=announce, world=world)
+    if world.size > 1 and any(map(is_pipe, paths if isinstance(paths, list | tuple) else [paths])):
+        raise ValueError("a pipe gives its rows to one process: write them to a file, or prepare without torchrun")
+    with spooled(paths, Path(out).absolute().parent) as paths:
+        found = on_every_rank(world, opened)
+        return prepare(found, out, options, progress=progress, announce=announce, world=world)
 
 
 def _memory_bytes(memory: int | str | None) -> int | None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +32,7 @@ from hotrow.data.chunk import (
     file_spans,
     most_odd,
 )
+from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFormat
 from hotrow.data.sources.convert import (
     CodedKeys,
     DictionaryReader,
@@ -49,21 +50,24 @@ from hotrow.data.sources.convert import (
 from hotrow.data.sources.inputs import InputFile, find_files, prefetch
 from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
 from hotrow.data.sources.jsonlines import JsonReader, is_json_lines
+from hotrow.data.sources.libsvm import LibsvmReader, tell_libsvm
 from hotrow.data.sources.schema import CsvSpec, Schema, nearest
 from hotrow.data.sources.tabular import (
-    PARQUET_SUFFIXES,
     TEXT_SUFFIXES,
+    ColumnarReader,
     FrameReader,
-    ParquetReader,
     Rows,
     TableReader,
     TextReader,
+    columnar_format,
     has_suffix,
-    is_parquet,
 )
 
-SUFFIXES = (*PARQUET_SUFFIXES, *TEXT_SUFFIXES, *JSON_SUFFIXES)
-FileFormat = Literal["parquet", "jsonl", "csv"]
+FileFormat: TypeAlias = ColumnarFormat | Literal["jsonl", "libsvm", "libffm", "csv"]
+
+SUFFIXES_OF_KINDS = (*COLUMNAR_SUFFIXES.values(), TEXT_SUFFIXES, JSON_SUFFIXES)
+"""Of a folder with files of several kinds, the first kind that has a file is taken."""
+SUFFIXES = tuple(suffix for suffixes in SUFFIXES_OF_KINDS for suffix in suffixes)
 MANY_ROWS = 1000
 """Of text with fewer rows the estimated number is nearly exact."""
 
@@ -217,7 +221,7 @@ class ColumnsSource:
         if self.schema.time is not None and not self._has_time:
             absent.add(self.schema.time.column)
         wanted = [c for c in self.schema.column_names if c not in absent or c in self._features()]
-        if not isinstance(self._reader, TextReader):
+        if not isinstance(self._reader, TextReader | LibsvmReader):
             there = self._reader.schema.names
             for column in wanted:
                 if column not in there:
@@ -393,14 +397,19 @@ def open_files(files: Sequence[InputFile], spec: CsvSpec) -> TableReader:
             raise ValueError(f"{files[0].name} and {file.name} are of different formats; prepare one format at a time")
     if formats[0] == "csv":
         return TextReader(files, spec)
-    return ParquetReader(files) if formats[0] == "parquet" else JsonReader(files, spec.null_values)
+    if formats[0] in ("libsvm", "libffm"):
+        return LibsvmReader(files)
+    return JsonReader(files, spec.null_values) if formats[0] == "jsonl" else ColumnarReader(files)
 
 
 def format_of(file: InputFile) -> FileFormat:
-    """Decides by the suffix if it is Parquet's or JSON's, else by the first bytes; anything else is delimited text."""
-    if is_parquet(file):
-        return "parquet"
-    return "jsonl" if has_suffix(file.path, JSON_SUFFIXES) or is_json_lines(file) else "csv"
+    """Decides by the suffix if it is one of columns or JSON's, else by the first bytes; anything else is delimited
+    text."""
+    if (kind := columnar_format(file)) is not None:
+        return kind
+    if has_suffix(file.path, JSON_SUFFIXES) or is_json_lines(file):
+        return "jsonl"
+    return tell_libsvm(file.first_line()) or "csv"
 
 
 def is_paths(data: Any) -> bool:
@@ -412,16 +421,31 @@ def is_paths(data: Any) -> bool:
 def input_files(data: Any) -> tuple[InputFile, ...] | None:
     """Returns the files that `data` names, or None if it is a frame.
 
-    From a folder, Parquet files are taken if there are some, else delimited text, else JSON Lines. Raises ValueError if
-    a path matches nothing.
+    From a folder, files of the first kind in SUFFIXES_OF_KINDS are taken. Raises ValueError if a path matches nothing.
     """
+    found = _found(data)
+    return None if found is None else found[0]
+
+
+def left_out(data: Any) -> str:
+    """Returns which files of a folder are of a format that is not read; "" if there is none."""
+    taken, others = _found(data) or ((), ())
+    if not others:
+        return ""
+    names = ", ".join(file.name for file in others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    folder = data[0] if isinstance(data, list | tuple) else data
+    return f"{folder} holds files of several formats: read are those like {taken[0].name}, left out are {names}"
+
+
+def _found(data: Any) -> tuple[tuple[InputFile, ...], tuple[InputFile, ...]] | None:
+    """Returns the files that are read, and those of a folder that are not."""
     if not is_paths(data):
         return None
     data = [data] if isinstance(data, str | Path) else data
     files = find_files(data, matches=lambda name: has_suffix(name, SUFFIXES), wanted=", ".join(SUFFIXES))
     if len(data) > 1:
-        return files
-    by_format = (
-        tuple(f for f in files if has_suffix(f.path, s)) for s in (PARQUET_SUFFIXES, TEXT_SUFFIXES, JSON_SUFFIXES)
-    )
-    return next(filter(None, by_format), files)
+        return files, ()
+    for suffixes in SUFFIXES_OF_KINDS:
+        if taken := tuple(file for file in files if has_suffix(file.path, suffixes)):
+            return taken, tuple(file for file in files if not has_suffix(file.path, suffixes))
+    return files, ()

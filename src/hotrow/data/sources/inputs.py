@@ -11,8 +11,11 @@ from __future__ import annotations
 import os
 import queue
 import re
+import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -21,7 +24,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 from pyarrow import fs
 
-from hotrow.base.files import check_text
+from hotrow.base.files import check_text, disk_free_bytes, explain_full_disk
 from hotrow.data.chunk import FileInfo
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -143,6 +146,8 @@ def _expand(given: str, matches: Callable[[str], bool], wanted: str) -> list[Inp
         raise ValueError(f"{shown}: no such file or folder; check the path")
     if info.is_file:
         return [_input_file(shown, filesystem, info)]
+    if info.type == fs.FileType.Unknown:
+        raise ValueError(f"{shown} is neither a file nor a folder; write its rows to a file and give that")
     tree = _tree(filesystem, root, shown)
     found = [f for f in tree if matches(f.base_name)]
     if not found:
@@ -207,6 +212,51 @@ def _input_file(shown: str, filesystem: Any, info: Any) -> InputFile:
 def natural_key(name: str) -> list[tuple[int, str]]:
     """Returns a sort key by which day_2 comes before day_10."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+@contextmanager
+def spooled(data: Any, folder: Path) -> Iterator[Any]:
+    """Yields `data` with a file for each path that is a pipe (a FIFO, /dev/stdin, a shell's process substitution).
+
+    Rows are read more than once, and a pipe gives them once: its bytes are first written to a file below `folder`,
+    which is removed at the end. Raises ValueError if they take more than half of the free disk space.
+    """
+    paths = [data] if isinstance(data, str | Path) else data
+    if not isinstance(paths, list | tuple) or not any(map(is_pipe, paths)):
+        yield data
+        return
+    folder = folder.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    full = explain_full_disk(folder, "reading a pipe", "Nothing was kept.", "start again")
+    with full, tempfile.TemporaryDirectory(prefix=".hotrow-pipe-", dir=folder) as name:
+        files = [_spool(Path(path), Path(name) / str(i)) if is_pipe(path) else path for i, path in enumerate(paths)]
+        yield files[0] if isinstance(data, str | Path) else files
+
+
+def is_pipe(path: Any) -> bool:
+    """Returns whether a path is that of a pipe or socket, which can be read once."""
+    try:
+        mode = Path(path).stat().st_mode
+    except (OSError, TypeError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def _spool(pipe: Path, folder: Path) -> Path:
+    """Writes what comes out of a pipe to a file of its name in `folder`."""
+    folder.mkdir()
+    room = disk_free_bytes(folder) // 2
+    with pipe.open("rb") as source, (folder / pipe.name).open("wb") as file:
+        while piece := source.read(DISCARD_BYTES):
+            room -= len(piece)
+            if room < 0:
+                raise ValueError(
+                    f"{pipe}: more came out of this pipe than half of what is free at {folder.parent.parent}; write it "
+                    "to a file on a larger disk and give that"
+                )
+            file.write(piece)
+    return folder / pipe.name
 
 
 class ByteStream:

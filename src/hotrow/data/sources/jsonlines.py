@@ -3,17 +3,21 @@
 Values are text exactly as written, so that no number is rounded on its way (`convert.py` parses them); arrays become
 lists of text, members of nested objects become columns named `outer.inner`. A member that a line lacks is a missing
 value. The first lines of the first file decide which columns there are.
+
+pyarrow.json is not used: it reads 18446744073709551617 and 7.0 as floats, and refuses a number in a column of text.
 """
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from json.scanner import make_scanner
 from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hotrow.data.chunk import RowError
 from hotrow.data.sources.inputs import InputFile
@@ -29,6 +33,7 @@ from hotrow.data.sources.tabular import (
 )
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
+READ_BYTES = 1 << 20
 ROWS_AT_ONCE = 8192
 """Lines, bad ones included, held as Python objects at a time: some tens of MB."""
 _TEXT_OF = {True: "1", False: "0", None: None}
@@ -72,37 +77,59 @@ class JsonReader:
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """Yields the rows of one file after position `first`, which counts lines, bad ones included."""
-        file, kinds = self._files[file_index], {name: self.schema.field(name).type for name in self.schema.names}
+        file = self._files[file_index]
         stored = [name for name in columns if name not in self._partition_types]
-        bad: list[RowError] = []
+        with naming(file):
+            for texts, numbers in _blocks(file, first, min(rows_per_batch, ROWS_AT_ONCE)):
+                read = self._read_alike(texts, stored)
+                bad: list[RowError] = []
+                lines = numbers
+                if read is None:
+                    read, lines, bad = self._read_each(file, texts, numbers, stored)
+                batch = pa.RecordBatch.from_arrays(read, names=stored) if stored else _no_columns(len(lines))
+                batch = with_partition(batch, file, columns, self._partition_types)
+                yield Rows(batch, np.array(lines, dtype=np.int64), numbers[-1], tuple(bad))
+
+    def _read_alike(self, texts: Sequence[bytes], names: Sequence[str]) -> list[pa.Array] | None:
+        """Returns the columns of lines if all are good, and quick to see so; else None, and `_read_each` must tell."""
+        is_plain = _is_plain(texts[0])
+        try:
+            records = [_members(text, is_plain=is_plain) for text in texts]
+            return [self._column([record.get(name) for record in records], name) for name in names]
+        except (ValueError, pa.ArrowTypeError):
+            return None
+
+    def _column(self, values: list[Any], name: str) -> pa.Array:
+        """Returns one column of members as they were parsed. Raises ArrowTypeError if one does not fit."""
+        kind = self.schema.field(name).type
+        if pa.types.is_list(kind):  # one value is a list of it; Arrow would take text for a list of letters
+            values = [[value] if isinstance(value, str | bool) else value for value in values]
+        try:
+            array = pa.array(values, kind)
+        except pa.ArrowTypeError:
+            array = pa.array([value if value is None else _text(value) for value in values], kind)
+        if pa.types.is_list(kind) or not self._missing:
+            return array
+        missing = pc.is_in(array, value_set=pa.array([*self._missing], pa.string()))
+        if missing.true_count == 0:
+            return array
+        return pc.if_else(missing, pa.scalar(None, kind), array)
+
+    def _read_each(
+        self, file: InputFile, texts: Sequence[bytes], numbers: Sequence[int], names: Sequence[str]
+    ) -> tuple[list[pa.Array], list[int], list[RowError]]:
+        """Returns the columns of the good lines, their numbers, and what is wrong with the others."""
+        kinds = {name: self.schema.field(name).type for name in self.schema.names}
         records: list[dict[str, Any]] = []
         lines: list[int] = []
-
-        def rows(end: int) -> Rows:
-            arrays = [pa.array(self._values(records, name), kinds[name]) for name in stored]
-            batch = pa.RecordBatch.from_arrays(arrays, names=stored) if stored else _no_columns(len(records))
-            batch = with_partition(batch, file, columns, self._partition_types)
-            found = Rows(batch, np.array(lines, dtype=np.int64), end, tuple(bad))
-            for part in (records, lines, bad):
-                part.clear()
-            return found
-
-        with naming(file):
-            number = first
-            for number, text in _lines(file, first):
-                try:
-                    records.append(_parse(text, kinds))
-                    lines.append(number)
-                except ValueError as error:
-                    bad.append(RowError(file=file.name, line=number, reason=str(error)))
-                if len(records) + len(bad) >= min(rows_per_batch, ROWS_AT_ONCE):
-                    yield rows(number)
-            if records or bad:
-                yield rows(number)
-
-    def _values(self, records: Sequence[dict[str, Any]], name: str) -> list[Any]:
-        values = (record.get(name) for record in records)
-        return [self._missing.get(value, value) if isinstance(value, str) else value for value in values]
+        bad: list[RowError] = []
+        for number, text in zip(numbers, texts, strict=True):
+            try:
+                records.append(_parse(text, kinds))
+                lines.append(number)
+            except ValueError as error:
+                bad.append(RowError(file=file.name, line=number, reason=str(error)))
+        return [self._column([record.get(name) for record in records], name) for name in names], lines, bad
 
 
 def _no_columns(num_rows: int) -> pa.RecordBatch:
@@ -110,33 +137,46 @@ def _no_columns(num_rows: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.nulls(num_rows)], names=[""])
 
 
-def _lines(file: InputFile, first: int = 0) -> Iterator[tuple[int, bytes]]:
+def _blocks(file: InputFile, first: int, num_lines: int) -> Iterator[tuple[list[bytes], list[int]]]:
+    """Yields the lines after line `first` and their numbers, `num_lines` at a time."""
+    lines = text_lines(file, first)
+    while block := list(islice(lines, num_lines)):
+        yield [text for _, text in block], [number for number, _ in block]
+
+
+def text_lines(file: InputFile, first: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yields number (from 1) and bytes of each line after line `first`, without blank lines and a byte-order mark.
 
     Raises ValueError for a line that is longer than text may have.
     """
-    with file.open_stream() as stream, io.BufferedReader(stream, 1 << 20) as buffered:
-        number = 0
-        while text := buffered.readline(CSV_BLOCK_BYTES):
-            number += 1
-            if len(text) == CSV_BLOCK_BYTES and not text.endswith(b"\n"):
-                raise ValueError(f"{file.name}: line {number} is longer than {CSV_BLOCK_BYTES >> 20} MiB; correct it")
-            if number > first and (text := text.removeprefix(b"\xef\xbb\xbf").strip()):
-                yield number, text
+    number, rest, more = 0, b"", b"\n"
+    with file.open_stream() as stream:
+        while more:
+            more = stream.read(READ_BYTES)
+            lines = (rest + more).splitlines(keepends=True)
+            # The last line may go on, or a newline may follow its carriage return.
+            rest = lines.pop() if more and not lines[-1].endswith(b"\n") else b""
+            for text in lines:
+                number += 1
+                if number > first and (text := text.removeprefix(b"\xef\xbb\xbf").strip()):
+                    yield number, text
+            if len(rest) > CSV_BLOCK_BYTES:
+                limit = f"{CSV_BLOCK_BYTES >> 20} MiB"
+                raise ValueError(f"{file.name}: line {number + 1} is longer than {limit}; write one object a line")
 
 
 def _columns_of(file: InputFile) -> dict[str, pa.DataType]:
     """Returns names and types of the members in a file's first lines, by first appearance."""
-    kinds: dict[str, pa.DataType] = {}
+    kinds: dict[str, type[str] | type[list[str]] | None] = {}
     good, fault, num_bytes = False, "", 0
     with naming(file):
-        for _, text in _lines(file):
+        for _, text in text_lines(file):
             try:
-                for name, value in _flat(_load(text)).items():
-                    if kinds.get(name) in (None, pa.null()):
-                        kinds[name] = pa.null() if value is None else pa.string()
+                for name, value in _members(text, is_plain=True).items():
+                    if kinds.get(name) is None:
+                        kinds[name] = None if value is None else str
                     if isinstance(value, list):
-                        kinds[name] = pa.list_(pa.string())
+                        kinds[name] = list
                 good = True
             except ValueError as error:
                 fault = fault or str(error)  # a bad row, which `read` counts
@@ -146,7 +186,25 @@ def _columns_of(file: InputFile) -> dict[str, pa.DataType]:
     if not good:
         reason = f"is not JSON Lines: {fault}" if fault else "is empty"
         raise ValueError(f"{file.name} {reason}; write one object a line, as jq -c '.[]' does from an array")
-    return {name: pa.string() if pa.types.is_null(kind) else kind for name, kind in kinds.items()}
+    return {name: pa.list_(pa.string()) if kind is list else pa.string() for name, kind in kinds.items()}
+
+
+def _members(text: bytes, *, is_plain: bool) -> dict[str, Any]:
+    """Returns the members of one line, those of nested objects under `outer.inner`; some as text, some as parsed.
+
+    is_plain: expects as many colons as members, so that none came twice, and the quicker decoder is enough. Raises
+    ValueError saying what is wrong with the line.
+    """
+    try:
+        line = text.decode()
+        record, end = (_QUICK_SCAN if is_plain else _DECODER.raw_decode)(line, 0)
+        if end == len(line) and type(record) is dict and not (b"\\u" in text and _has_surrogates(text)):
+            if is_plain and text.count(b":") != len(record):
+                record = _DECODER.decode(line)
+            return record if text.count(b"{") == 1 else _flat(record)
+    except (ValueError, RecursionError, StopIteration):
+        pass  # the slow way has the reason
+    return _flat(_load(text))
 
 
 def _parse(text: bytes, kinds: dict[str, pa.DataType]) -> dict[str, Any]:
@@ -164,8 +222,8 @@ def _parse(text: bytes, kinds: dict[str, pa.DataType]) -> dict[str, Any]:
 def _load(text: bytes) -> dict[str, Any]:
     try:
         line = text.decode()
-        value = json.loads(line, object_pairs_hook=_object, parse_int=str, parse_float=str, parse_constant=_constant)
-        if b"\\u" in text:
+        value = _DECODER.decode(line)
+        if _has_surrogates(text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start + 1} of the line is not UTF-8") from None
@@ -181,6 +239,11 @@ def _load(text: bytes) -> dict[str, Any]:
     return value
 
 
+def _has_surrogates(text: bytes) -> bool:
+    """Returns whether a line may hold halves of surrogate pairs, which need not make a pair."""
+    return b"\\ud" in text or b"\\uD" in text
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -191,6 +254,22 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON; leave a missing number out or write null")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=str, parse_float=str, parse_constant=_constant)
+_QUICK_SCAN: Callable[[str, int], tuple[Any, int]] = make_scanner(
+    json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_constant)  # type: ignore[arg-type]  # typeshed
+)
+"""Returns the value that begins at a place in a text, and where it ends; keeps the last of members of one name."""
+
+
+def _is_plain(text: bytes) -> bool:
+    """Returns whether a line has one colon for each member."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and len(found) == text.count(b":")
 
 
 def _flat(value: dict[str, Any]) -> dict[str, Any]:

@@ -50,21 +50,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hotrow.data.chunk import Source
-from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, is_paths
+from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, is_paths, left_out
 from hotrow.data.sources.convert import IdEncoding
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.histories import HistoriesSource, open_columns
 from hotrow.data.sources.inputs import find_files
+from hotrow.data.sources.libsvm import LibsvmReader, tell_libsvm
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.schema import Schema, nearest, parse_schema
 from hotrow.data.sources.synthetic import open_synthetic
-from hotrow.data.sources.tabular import is_parquet
+from hotrow.data.sources.tabular import columnar_format
 
 SOURCE_NAMES = (
     *("criteo", "avazu", "taobao", "taobao-histories", "movielens"),
-    *("csv", "parquet", "jsonl", "frame", "synthetic", "auto"),
+    *("csv", "parquet", "feather", "orc", "jsonl", "libsvm", "libffm", "frame", "synthetic", "auto"),
 )
+OF_ANY_COLUMNS = ("csv", "parquet", "feather", "orc", "jsonl", "frame")
+"""Sources that a schema describes."""
 CRITEO_LICENCE = "Criteo AI Lab click logs: CC BY-NC-SA 4.0 for the 1TB set; the Kaggle set has its challenge's terms"
 
 CRITEO_SCHEMA = parse_schema(
@@ -226,6 +229,8 @@ LAYOUTS: dict[str, Callable[[str], bool]] = {
     "avazu": looks_like_avazu,
     "taobao": looks_like_taobao,
     "movielens": lambda line: movielens_layout(line) is not None,
+    "libsvm": lambda line: tell_libsvm(line) == "libsvm",
+    "libffm": lambda line: tell_libsvm(line) == "libffm",
 }
 """Functions that say whether a file's first line has the layout of a source."""
 
@@ -283,7 +288,7 @@ def open_source(
     if read.hints:
         if schema is not None:
             raise ValueError(f"{read.hints[0]} is a hint for guessing a schema, but a schema is given; say it there")
-        if name not in ("csv", "parquet", "jsonl", "frame"):
+        if name not in OF_ANY_COLUMNS:
             raise ValueError(f"source {name} has its own schema; leave {read.hints[0]} out, or prepare the file as csv")
     if schema is not None and schema.histories is not None and name in ("criteo", "avazu", "movielens"):
         raise ValueError(f"source {name} cannot make histories; use csv, parquet, jsonl or frame with this schema")
@@ -293,7 +298,7 @@ def open_source(
             paths, labels="ignored" if labels == "ignored" else "required", skip_bad_rows=read.skip_bad_rows
         )
         return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = tuple(filter(None, [left_out(data)]))
     warnings: tuple[str, ...] = ()
     options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": read.skip_bad_rows}
     source: ColumnsSource | HistoriesSource
@@ -301,9 +306,11 @@ def open_source(
         source = open_movielens(data, schema, **options)
     else:
         schema = schema or OWN_SCHEMAS.get(name)
+        if schema is None and name in ("libsvm", "libffm"):
+            schema = LibsvmReader(input_files(data) or ()).schema_of_rows()
         if schema is None:
             guess = guess_columns(data, **vars(read))
-            schema, notes, warnings = guess.schema(), (guess.summary(),), guess.warnings
+            schema, notes, warnings = guess.schema(), (*notes, guess.summary()), guess.warnings
         source = open_columns(data, schema, name=name, **options)
     return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes), warnings)
 
@@ -323,7 +330,7 @@ def recognise(data: Any) -> str | None:
     if not is_paths(data):
         return None
     file = find_files([data] if isinstance(data, str | Path) else data, matches=bool, wanted="any file")[0]
-    if is_parquet(file):
+    if columnar_format(file) is not None:
         return None
     line = file.first_line()
     for name, looks_like in LAYOUTS.items():

@@ -1,8 +1,8 @@
 """A bounded sample of a table: rows from the start, the middle and the end of every file.
 
 Columns that fill late, files sorted by a column and types that change on the way show only in rows from all over the
-files. Of text the lines of an excerpt are read (`excerpts.py`), of Parquet files rows from all over their row groups,
-of frames runs of rows. If the table is small, the sample is the whole table.
+files. Of text the lines of an excerpt are read (`excerpts.py`), of Parquet, Feather and ORC rows from all over their
+groups, of frames runs of rows. If the table is small, the sample is the whole table.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFile, open_columnar
 from hotrow.data.sources.columns import format_of, input_files, open_files
 from hotrow.data.sources.excerpts import RecordCut, excerpt
 from hotrow.data.sources.inputs import InputFile
@@ -32,7 +33,7 @@ NUM_RUNS = 256
 MOST_FILES = 200
 """Files that are looked into; if there are more, these are spread evenly over them."""
 SKIPPED_VALUES = 8_000_000
-"""Values of Parquet files that are read to get at rows within row groups: a fifth of a second."""
+"""Values of columnar files that are read to get at rows within their groups: a fifth of a second."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ def _of_file(
 ) -> tuple[pa.Table, bool]:
     """Returns rows of one file, `share` of what is wanted of all, and whether they are all of its rows."""
     num_rows = int(share * SAMPLE_ROWS) + 1
-    if format_of(file) == "parquet":
-        return _of_parquet(file, reader, num_rows, num_places, int(share * SKIPPED_VALUES))
+    if format_of(file) in COLUMNAR_SUFFIXES:
+        return _of_groups(file, reader, num_rows, num_places, int(share * SKIPPED_VALUES))
     cut = RecordCut(reader.delimiter.encode(), len(reader.names)) if isinstance(reader, TextReader) else None
     part = excerpt(file, num_rows=num_rows, num_places=num_places, most_bytes=int(share * SAMPLE_BYTES), cut=cut)
     if part is not file:
@@ -136,38 +137,49 @@ def _alike(one: pa.Field, other: pa.Field) -> bool:
     return True
 
 
-def _of_parquet(
+def _of_groups(
     file: InputFile, reader: TableReader, num_rows: int, num_places: int, most_skipped: int
 ) -> tuple[pa.Table, bool]:
-    """Returns rows of a Parquet file, and whether they are all of its rows."""
+    """Returns rows of a file that stores groups of rows by column, and whether they are all of its rows."""
     with naming(file):
-        parquet = pq.ParquetFile(file.open_file(), pre_buffer=False)
-        columns = [name for name in parquet.schema_arrow.names if name in reader.schema.names]
-        total = int(parquet.metadata.num_rows)
+        opened = open_columnar(file)
+        columns = [name for name in opened.schema.names if name in reader.schema.names]
+        ends = np.cumsum(opened.sizes, dtype=np.int64)
+        total = int(ends[-1]) if len(ends) else 0
         length = total if total <= num_rows else -(-num_rows // num_places)
         places = [0] if total <= num_rows else np.linspace(0, total - length, num_places).astype(int).tolist()
-        sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
-        ends = np.cumsum(sizes, dtype=np.int64)
         parts = []
-        for place in places:
+        for place in places if total else []:
             group = int(np.searchsorted(ends, place, side="right"))
-            inside = place - int(ends[group] - sizes[group]) if sizes else 0
+            inside = place - int(ends[group] - opened.sizes[group])
             inside = min(inside, most_skipped // num_places // max(len(columns), 1))
-            parts += list(_rows_after(parquet, columns, group, inside, length))
-        table = pa.Table.from_batches(parts) if parts else parquet.schema_arrow.empty_table().select(columns)
+            parts += list(_rows_after(_batches(file, opened, columns, group, length), inside, length))
     names = [name for name in reader.schema.names if name in columns or name in partition_types([file])]
     kinds = {name: reader.schema.field(name).type for name in names}
-    batches = [with_partition(batch, file, names, kinds) for batch in table.to_batches()]
-    return pa.Table.from_batches(batches) if batches else table, total <= num_rows
+    batches = [with_partition(batch, file, names, kinds) for batch in parts]
+    if not batches:
+        return opened.schema.empty_table().select(columns), True
+    return pa.Table.from_batches(batches), total <= num_rows
 
 
-def _rows_after(
-    parquet: pq.ParquetFile, columns: Sequence[str], group: int, first: int, num_rows: int
+def _batches(
+    file: InputFile, opened: ColumnarFile, columns: Sequence[str], group: int, num_rows: int
 ) -> Iterator[pa.RecordBatch]:
-    """Yields `num_rows` rows after the first ones of a row group, over into the next groups if it has too few."""
+    """Yields the rows from a group on; of Parquet few at a time, which its reader would not."""
+    if format_of(file) != "parquet":
+        return opened.batches(group, columns, num_rows)
+    parquet = pq.ParquetFile(file.open_file(), pre_buffer=False)
     groups = range(group, parquet.num_row_groups)
+    batches: Iterator[pa.RecordBatch] = parquet.iter_batches(
+        min(num_rows, 65536), row_groups=groups, columns=list(columns)
+    )
+    return batches
+
+
+def _rows_after(batches: Iterator[pa.RecordBatch], first: int, num_rows: int) -> Iterator[pa.RecordBatch]:
+    """Yields `num_rows` rows after the first ones."""
     last = first + num_rows
-    for batch in parquet.iter_batches(min(max(num_rows, 1), 65536), row_groups=groups, columns=list(columns)):
+    for batch in batches:
         if first < len(batch):
             yield batch.slice(max(first, 0), last - max(first, 0))
         first, last = first - len(batch), last - len(batch)

@@ -1,4 +1,4 @@
-"""Reads tables as streams of Arrow record batches: Parquet files, delimited text files, frames in memory.
+"""Reads tables as streams of Arrow record batches: files of columns, delimited text files, frames in memory.
 
 A reader knows its files and the type of each column, and yields the rows of a file from any row on. It does not know
 what the columns mean; `columns.py` does.
@@ -22,23 +22,18 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.parquet as pq
 
 from hotrow.data.chunk import FileInfo, RowError
+from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFile, ColumnarFormat, open_columnar, told_by_bytes
 from hotrow.data.sources.convert import is_text, value_type
 from hotrow.data.sources.inputs import InputFile, prefetch
 from hotrow.data.sources.schema import CsvSpec
 
-PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
-TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".data", ".dat")
+TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".data", ".dat", ".svm", ".libsvm", ".ffm", ".libffm")
 COMPRESSION_SUFFIX = re.compile(r"\.(gz|zst|bz2|lz4)$")
 DELIMITERS = ",\t;|\x01"
 SNIFF_BYTES = 1 << 16
 ESTIMATE_BYTES = 4 << 20
-BATCH_BYTES = 20 << 20
-"""Of Parquet rows read at once. Three such batches are there at a time: one in use, one ready, one being read."""
-MAX_BATCH_ROWS = 1 << 19
-"""Upper limit of Parquet rows read at once; see `_batch_rows`."""
 CSV_BLOCK_BYTES = 4 << 20
 LINE_END = re.compile(rb"\r\n|\n|\r(?!$)")
 FRAME_NAME = "<frame>"
@@ -90,14 +85,12 @@ def has_suffix(path: str, suffixes: Sequence[str]) -> bool:
     return COMPRESSION_SUFFIX.sub("", path.lower()).endswith(tuple(suffixes))
 
 
-def is_parquet(file: InputFile) -> bool:
-    """Decides by the suffix, else by the four bytes with which every Parquet file starts."""
-    if has_suffix(file.path, PARQUET_SUFFIXES):
-        return True
-    if has_suffix(file.path, TEXT_SUFFIXES):
-        return False
-    with file.open_file() as stream:
-        return bool(stream.read(4) == b"PAR1")
+def columnar_format(file: InputFile) -> ColumnarFormat | None:
+    """Decides by the suffix, else by the first bytes; None for files of text."""
+    for kind, suffixes in COLUMNAR_SUFFIXES.items():
+        if has_suffix(file.path, suffixes):
+            return kind
+    return None if has_suffix(file.path, TEXT_SUFFIXES) else told_by_bytes(file)
 
 
 class FrameReader:
@@ -167,8 +160,8 @@ def _to_table(frame: Any) -> pa.Table:
     raise ValueError(f"{type(frame).__name__} is not a path and not an Arrow-capable frame; {cure}")
 
 
-class ParquetReader:
-    """Reads Parquet files that share a schema, with hive partition columns from their folders."""
+class ColumnarReader:
+    """Reads Parquet, Feather or ORC files that share a schema, with hive partition columns from their folders."""
 
     def __init__(self, files: Sequence[InputFile]) -> None:
         self._files = files
@@ -176,20 +169,19 @@ class ParquetReader:
         self._partition_types = partition_types(files)
         self.schema = self._file_schema(0)
 
-    def _opened(self, file_index: int, *, text_columns: Sequence[str] = ()) -> pq.ParquetFile:
+    def _opened(self, file_index: int, *, text_columns: Sequence[str] = ()) -> ColumnarFile:
         """Opens one file; `text_columns` are read as dictionaries, as they are stored."""
         file = self._files[file_index]
         with naming(file):
-            # pre_buffer would hold every column chunk of the file at once.
-            parquet = pq.ParquetFile(file.open_file(), read_dictionary=list(text_columns), pre_buffer=False)
-        names = parquet.schema_arrow.names
+            opened = open_columnar(file, text_columns)
+        names = opened.schema.names
         if len(set(names)) < len(names):
             again = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"{file.name}: two columns are called {again!r}; rename one of them")
-        return parquet
+        return opened
 
     def _file_schema(self, file_index: int) -> pa.Schema:
-        schema = self._opened(file_index).schema_arrow
+        schema = self._opened(file_index).schema
         for name, kind in self._partition_types.items():
             if name not in schema.names:
                 schema = schema.append(pa.field(name, kind))
@@ -197,7 +189,7 @@ class ParquetReader:
 
     def partition_values(self) -> dict[str, pa.Array]:
         """Returns the columns that folders name: their value in each file."""
-        stored = self._opened(0).schema_arrow.names
+        stored = self._opened(0).schema.names
         return partition_values(self._files, {n: k for n, k in self._partition_types.items() if n not in stored})
 
     def check_drift(self, columns: Sequence[str]) -> None:
@@ -224,20 +216,20 @@ class ParquetReader:
         return sum(self.num_rows_in(i) for i in range(len(self._files))), True
 
     def num_rows_in(self, file_index: int) -> int:
-        return int(self._opened(file_index).metadata.num_rows)
+        return sum(self._opened(file_index).sizes)
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """Yields the rows of one file after position `first`."""
         text = [c for c in columns if c not in self._partition_types and is_text(self.schema.field(c).type)]
-        file, parquet = self._files[file_index], self._opened(file_index, text_columns=text)
-        sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
+        file, opened = self._files[file_index], self._opened(file_index, text_columns=text)
+        with naming(file):
+            sizes = opened.sizes
         starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         group = int(np.searchsorted(starts, first, side="right")) - 1
-        row, groups = int(starts[min(group, len(sizes))]), list(range(group, len(sizes)))
-        stored = [c for c in columns if c in parquet.schema_arrow.names]
+        row = int(starts[min(group, len(sizes))])
+        stored = [c for c in columns if c in opened.schema.names]
         with naming(file):
-            batch_rows = max(rows_per_batch, _batch_rows(parquet, len(stored)))
-            for batch in prefetch(parquet.iter_batches(batch_rows, row_groups=groups, columns=stored)):
+            for batch in prefetch(opened.batches(group, stored, rows_per_batch)):
                 batch = self._as_in_others(with_partition(batch, file, columns, self._partition_types))
                 for start in range(max(0, first - row), len(batch), rows_per_batch):
                     part = batch.slice(start, rows_per_batch)
@@ -256,14 +248,6 @@ class ParquetReader:
                 with suppress(pa.ArrowInvalid):  # an id above 2^53 stays as it is
                     batch = batch.set_column(index, field.name, batch.column(index).cast(pa.float64()))
         return batch
-
-
-def _batch_rows(parquet: pq.ParquetFile, num_columns: int) -> int:
-    """Returns how many rows to read at once: many, so that a dictionary serves many, but within BATCH_BYTES."""
-    metadata = parquet.metadata
-    stored_bytes = sum(int(metadata.row_group(g).total_byte_size) for g in range(metadata.num_row_groups))
-    row_bytes = max(8 * num_columns, stored_bytes // max(int(metadata.num_rows), 1))
-    return min(MAX_BATCH_ROWS, BATCH_BYTES // max(row_bytes, 1) + 1)
 
 
 def partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
@@ -288,10 +272,11 @@ def with_partition(
 ) -> pa.RecordBatch:
     """Returns `columns` of a file; columns that are not in `batch` get the values of its folders."""
     values = dict(file.partition)
+    places = {name: place for place, name in enumerate(batch.schema.names)}
     arrays = []
     for name in columns:
-        if name in batch.schema.names:
-            arrays.append(batch.column(batch.schema.get_field_index(name)))
+        if name in places:
+            arrays.append(batch.column(places[name]))
         else:
             arrays.append(pa.repeat(pa.scalar(values.get(name)).cast(types[name]), len(batch)))
     return pa.RecordBatch.from_arrays(arrays, names=list(columns))
@@ -693,6 +678,8 @@ def naming(file: InputFile) -> Iterator[None]:
             "straddling": f"a line is longer than {CSV_BLOCK_BYTES >> 20} MiB or a quote is never closed; correct it",
             "cannot infer number of columns": "the header is empty, or a quote in it is never closed; correct it",
             "Parquet magic bytes not found": "the file is cut short or is not a Parquet file; write it again",
+            "Not an Arrow file": "the file is cut short; write it again",
+            "ORC postscript": "the file is cut short; write it again",
         }
         cure = next((cure for sign, cure in cures.items() if sign in text), "check the file")
         raise ValueError(f"{file.name}: {text}; {cure}") from None
