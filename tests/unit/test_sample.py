@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
+import pyarrow.feather
+import pyarrow.orc
 import pyarrow.parquet as pq
 import pytest
 
 from hotrow.data.sources import sample as sampling
-from hotrow.data.sources.columns import open_table
+from hotrow.data.sources.columns import ColumnsSource, open_table
 from hotrow.data.sources.excerpts import HEAD_BYTES
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.sample import Sample, sample_rows
@@ -34,7 +36,7 @@ def late(num_rows: int = ROWS, first: int = 20_000) -> pa.Table:
     number = np.arange(num_rows)
     kind = rng.integers(0, 5, num_rows)
     click = rng.random(num_rows) < 0.1 + 0.15 * kind * (number >= first)
-    feature = pa.array([f"kind {k}" for k in kind], mask=number < first)
+    feature = pa.array([f"kind {k}" for k in kind], pa.string(), mask=number < first)
     group = [f"g{n * 20 // num_rows}" for n in number]
     return pa.table(
         {"click": click.astype(int), "user": rng.integers(0, 900, num_rows), "new": feature, "group": group}
@@ -60,7 +62,17 @@ def as_parquet(table: pa.Table, path: Path) -> None:
     pq.write_table(table, path, row_group_size=7000)
 
 
+def as_feather(table: pa.Table, path: Path) -> None:
+    pyarrow.feather.write_feather(table, str(path), chunksize=7000)
+
+
+def as_orc(table: pa.Table, path: Path) -> None:
+    pyarrow.orc.write_table(table, str(path), stripe_size=1 << 16)
+
+
 FORMATS: dict[str, Callable[[pa.Table, Path], None]] = {
+    "feather": as_feather,
+    "orc": as_orc,
     "csv": as_csv,
     "csv.gz": as_gzip,
     "jsonl": as_json,
@@ -94,6 +106,20 @@ def test_every_file_of_a_folder_is_looked_into(suffix: str, tmp_path: Path, few_
         FORMATS[suffix](table, tmp_path / f"day_{day}.{suffix}")
     rows = sample_of(tmp_path).rows
     assert set(rows["day"].cast(pa.int64()).to_pylist()) == set(range(12)) and len(rows) <= 4000
+
+
+def test_members_that_come_late_are_columns_to_prepare(tmp_path: Path) -> None:
+    """The first 4 MiB of the first file decided; preparation then refused the column."""
+    pad = "x" * 300
+    rows = (
+        {"click": i % 2, "user": i % 90, "pad": pad} | ({"new": i % 7} if i > 15_000 else {}) for i in range(20_000)
+    )
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "2.jsonl").write_text('{"click": 1, "other": 5}\n' * 50)
+    assert {"new", "other"} <= set(open_table(tmp_path, CsvSpec()).schema.names)
+    schema = guess_columns(tmp_path, label="click", categorical=["new", "user"]).schema()
+    num_rows = sum(chunk.num_rows for chunk in ColumnsSource(tmp_path, schema).chunks())
+    assert "new" in schema.feature_names and num_rows == 20_050
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
