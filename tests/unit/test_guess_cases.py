@@ -105,7 +105,7 @@ def test_what_happens_after_the_click_is_left_out(name: str) -> None:
     guess = guess_columns(table, label="click")
     assert roles(guess)[name] == {""} and "categorical" in roles(guess)["user"]
     (left,) = [g for g in guess.guesses if g.column == name]
-    assert left.reason.startswith("a leak: ")
+    assert left.reason.startswith("a leak: ") and f"column {name} " in guess.summary()
     kept = guess_columns(table, label="click", categorical=[name])
     assert roles(kept)[name] == {"categorical"}
 

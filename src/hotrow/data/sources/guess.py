@@ -241,12 +241,7 @@ def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
             columns = ", ".join(map(shown, names))
             raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
     found = sample_rows(source, reader, CsvSpec.model_validate_json(json.dumps(csv)))
-    missing = csv.get("null_values", MISSING)
-    num_rows = max(reader.count_rows()[0], found.rows.num_rows)
-    with ThreadPoolExecutor(usable_cores()) as executor:
-        cells = executor.map(lambda name: without_missing(found.rows.column(name).combine_chunks(), missing), names)
-        sample = pa.table(dict(zip(names, cells, strict=True)))
-        facts = list(executor.map(lambda name: look_at(name, sample.column(name), ()), names))
+    sample, facts = _look_at_all(found.rows, names, csv.get("null_values", MISSING))
     if any(f.num_missing for f in facts):
         csv.setdefault("null_values", list(MISSING))
     label_guess, question, notes = _find_label(facts, label, made)
@@ -257,19 +252,32 @@ def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
     taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
     if both := [name for name in roles if name in taken]:
         raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")
-    taken |= {g.column: g for g in (*set_later, *_other_labels(others, labels)) if g.column not in {**taken, **roles}}
-
-    def guess_one(f: ColumnFacts) -> list[Guess]:
-        if f.name in taken:
-            return [taken[f.name]]
-        if f.name in roles:
-            return [_told(f, roles[f.name])]
-        return _feature(f, sample.column(f.name), labels, sample.num_rows / num_rows)
-
-    with ThreadPoolExecutor(usable_cores()) as executor:
-        guesses = [g for several in executor.map(guess_one, facts) for g in several]
-    guess = SchemaGuess(guesses, csv, found.origin, (*notes, *time_notes), question, num_rows=num_rows)
+    later = [g for g in (*set_later, *_other_labels(others, labels)) if g.column not in {**taken, **roles}]
+    notes = (*notes, *time_notes, *(f"column {shown(g.column)} is left out as {g.reason}" for g in later))
+    taken |= {g.column: g for g in later}
+    taken |= {f.name: _told(f, roles[f.name]) for f in facts if f.name in roles}
+    num_rows = max(reader.count_rows()[0], sample.num_rows)
+    features = _features([f for f in facts if f.name not in taken], sample, labels, sample.num_rows / num_rows)
+    guesses = [g for f in facts for g in ([taken[f.name]] if f.name in taken else features[f.name])]
+    guess = SchemaGuess(guesses, csv, found.origin, notes, question, num_rows=num_rows)
     return _without_leaks(guess, facts, sample, roles) if guess.of("label") else guess
+
+
+def _look_at_all(rows: pa.Table, names: Sequence[str], missing: Sequence[str]) -> tuple[pa.Table, list[ColumnFacts]]:
+    """Returns the rows with null for each of the texts `missing`, and the facts about their columns."""
+    with ThreadPoolExecutor(usable_cores()) as executor:
+        cells = executor.map(lambda name: without_missing(rows.column(name).combine_chunks(), missing), names)
+        sample = pa.table(dict(zip(names, cells, strict=True)))
+        return sample, list(executor.map(lambda name: look_at(name, sample.column(name), ()), names))
+
+
+def _features(
+    facts: Sequence[ColumnFacts], sample: pa.Table, labels: _Labels | None, sampled: float
+) -> dict[str, list[Guess]]:
+    """Returns the guesses about columns that are neither told nor label nor time, by name."""
+    with ThreadPoolExecutor(usable_cores()) as executor:
+        found = executor.map(lambda f: _feature(f, sample.column(f.name), labels, sampled), facts)
+        return {f.name: guesses for f, guesses in zip(facts, found, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -293,12 +301,9 @@ def _other_labels(facts: Sequence[ColumnFacts], labels: _Labels | None) -> list[
     """Returns columns that are named like labels and hold 0 and 1: what happens after the event is not known before."""
     if labels is None:
         return []
-    reason = f"named like a label itself, so it may be known only after {shown(labels.name)}"
-    return [
-        Guess("", f.name, {}, f"a leak: {reason}; {KEEP}")
-        for f in facts
-        if f.share_ones is not None and f.num_distinct == 2 and _like(LABEL_NAMES, f.name)
-    ]
+    reason = f"a leak: named like a label itself, it may be known only after {shown(labels.name)}; {KEEP}"
+    named = (f for f in facts if f.share_ones is not None and f.num_distinct == 2 and _like(LABEL_NAMES, f.name))
+    return [Guess("", f.name, {}, reason) for f in named]
 
 
 def _without_leaks(
@@ -577,9 +582,8 @@ def _find_time(
     for f, kind in sorted(able, key=lambda pair: (-pair[0].num_distinct, pair[0].name)):
         if labels is None or not (share := _told_by_time(f, sample, labels)):
             return Guess("time", f.name, _time_spec(f), kind), tuple(notes), set_later
-        why = f"a leak: it tells {share:.0%} of the label, so it may be set with it"
-        notes.append(f"column {shown(f.name)} is {why}; to split by it nonetheless: --time {quote(f.name)}")
-        set_later.append(Guess("", f.name, {}, why))
+        why = f"a leak: this time tells {share:.0%} of the label, so it may be set with it; to split by it nonetheless:"
+        set_later.append(Guess("", f.name, {}, f"{why} --time {quote(f.name)}"))
     return None, tuple(notes), set_later
 
 
