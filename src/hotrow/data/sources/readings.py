@@ -101,7 +101,7 @@ def _read_text(values: pa.Array, most: int) -> Reading:
     is_word = pc.match_substring_regex(values, NO_NUMBERS)
     is_number = pc.match_substring_regex(values, NUMBER)
     if pc.any(is_number).as_py() and pc.sum(pc.or_(is_word, is_number)).as_py() >= len(values) - most:
-        is_padded = pc.any(pc.match_substring_regex(values, r"^0\d")).as_py()
+        is_padded = pc.sum(pc.match_substring_regex(values, r"^0\d")).as_py() > most
         if is_padded or pc.all(pc.or_(is_integer, is_word)).as_py():
             return Reading("text")
         return _if_most(values, is_number, len(values), kind="float", written=DenseSpec(column="")) or Reading("text")
