@@ -14,7 +14,7 @@ import pytest
 
 from hotrow.data.chunk import LEAST_ODD, RowError, most_odd
 from hotrow.data.prepare.init import run_init
-from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.prepare.prepare import RawEncoder, run_prepare
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.schema import MISSING, Schema, load_schema, parse_schema
@@ -327,6 +327,26 @@ def test_one_and_two_are_a_label_by_rule_only() -> None:
     frame = pa.table({"user": [f"u{i % 7}" for i in range(300)], "click": [1 + i % 2 for i in range(300)]})
     with pytest.raises(ValueError, match="--label 'click >= 2'"):
         guess_columns(frame, label="click")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_predict_reads_cells_as_prepare_does(suffix: str, tmp_path: Path) -> None:
+    columns = logs()
+    draw = np.random.default_rng(4)
+    columns["price"] = [f"{cell.replace('.', ',')} €" for cell in columns["price"]]
+    for name in ("price", "user", "item"):
+        for row in draw.choice(N, 300, replace=False):
+            columns[name][row] = str(draw.choice(LOST))
+    path = write(tmp_path / f"x{suffix}", columns)
+    dataset = run_prepare("auto", path, tmp_path / "out")
+    assert dataset.info.summary["missing"] == {"price": 300, "user": 300, "item": 300}
+    (batch,) = RawEncoder(dataset).batches(path)
+    train = dataset.split("train")
+    first = train.block(0)
+    n = len(first.label)  # split by time, and the rows are in its order
+    assert np.array_equal(np.stack(first.dense, 1), batch.dense.numpy()[:n])
+    for name, ids in zip(dataset.info.feature_names, first.ids, strict=True):
+        assert np.array_equal(ids, batch.sparse.bags(name)[0].numpy()[:n])
 
 
 def test_init_writes_how_cells_are_read(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def _means_missing(array: pa.Array, missing: Sequence[str], *, is_read: bool) ->
     wanted = pa.array(list(missing), array.type)
     padded = pc.or_(pc.starts_with(array, " "), pc.ends_with(array, " "))
     if pc.any(padded).as_py():
-        found = pc.is_in(pc.utf8_trim_whitespace(array), value_set=wanted)
+        found = pc.is_in(pc.utf8_trim(array, " "), value_set=wanted)
     else:
         found = None if is_read else pc.is_in(array, value_set=wanted)
     return found if found is not None and pc.any(found).as_py() else None

@@ -108,6 +108,8 @@ class ColumnFacts:
     low: float = 0.0
     high: float = 0.0
     median: float = 0.0
+    is_unix: bool = False
+    """Whether all numbers but a few are unix times."""
     share_ones: float | None = None
     """Share of 1, for a column that has only 0 and 1."""
     share_binary: float = 0.0
@@ -399,6 +401,8 @@ def look_at(name: str, column: pa.ChunkedArray, missing: Sequence[str] = MISSING
     facts |= {"num_odd": read.num_odd, "odd": read.odd, "written": read.written}
     if numbers is not None and len(numbers):
         facts |= {"low": numbers.min(), "high": numbers.max(), "median": float(np.median(numbers))}
+        outside = (((numbers < low) | (numbers > high)).sum() for low, high in UNIX_TIMES)
+        facts["is_unix"] = min(outside) <= most_odd(len(array), ODD_SHARE)
         if set(np.unique(numbers)) <= {0.0, 1.0}:
             facts["share_ones"] = float(numbers.mean())
     elif kind == "text" and facts["share_binary"] == 1:
@@ -629,11 +633,7 @@ def _is_unix_time(f: ColumnFacts) -> bool:
 
 
 def _holds_unix_times(f: ColumnFacts) -> bool:
-    return (
-        f.kind in ("int", "float")
-        and not f.written
-        and any(low <= f.low and f.high <= high for low, high in UNIX_TIMES)
-    )
+    return f.kind in ("int", "float") and not f.written and f.is_unix
 
 
 def _is_written_date(f: ColumnFacts) -> bool:

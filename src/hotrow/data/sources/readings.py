@@ -90,13 +90,18 @@ def read_as(array: pa.Array) -> Reading:
 def _read_text(values: pa.Array, most: int) -> Reading:
     """Returns what texts without blanks around them are, but for at most `most` odd ones."""
     is_integer = pc.or_(pc.match_substring_regex(values, INTEGER), pc.match_substring_regex(values, WHOLE_FLOAT))
+    whole = pc.cast(pc.if_else(is_integer, values, pa.scalar(None, values.type)), pa.float64())
+    # More digits than 64 bits hold: no number, and an id only as text.
+    is_long = pc.fill_null(pc.greater_equal(pc.abs(whole), 2.0**63), fill_value=False)
+    if pc.sum(is_long).as_py() > most:
+        return Reading("text")
+    is_integer = pc.and_not(is_integer, is_long)
     if read := _if_most(values, is_integer, most, kind="int", written=DenseSpec(column="")):
-        # More digits than 64 bits hold: no number, and an id only as text.
-        return read if read.numbers is None or np.abs(read.numbers).max() < 2.0**63 else Reading("text")
+        return read
     is_word = pc.match_substring_regex(values, NO_NUMBERS)
     is_number = pc.match_substring_regex(values, NUMBER)
     if pc.any(is_number).as_py() and pc.sum(pc.or_(is_word, is_number)).as_py() >= len(values) - most:
-        is_padded = pc.any(pc.match_substring_regex(values, r"^0\d")).as_py()
+        is_padded = pc.sum(pc.match_substring_regex(values, r"^0\d")).as_py() > most
         if is_padded or pc.all(pc.or_(is_integer, is_word)).as_py():
             return Reading("text")
         return _if_most(values, is_number, len(values), kind="float", written=DenseSpec(column="")) or Reading("text")
