@@ -121,7 +121,8 @@ def test_demo_takes_what_prepare_and_train_take(
     work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = {"capsys": capsys, "monkeypatch": monkeypatch}
-    columns = {"rating": [1, 2, 4, 5, 3] * 100, "user": [f"u{i // 3 % 17}" for i in range(500)], "x": range(500)}
+    columns = {"rating": [1, 2, 4, 5, 3] * 100, "user": [f"u{i // 3 % 17}" for i in range(500)]}
+    columns["x"] = [i % 83 + 0.5 for i in range(500)]
     pq.write_table(pa.table(columns), "my.parquet")
     Path("schema.yaml").write_text("label: {column: rating, at_least: 4}\ncategorical: [user]\n")
     assert "--label 'rating >= 4'" in hotrow("demo", "--data", "my.parquet", code=2, **tools)

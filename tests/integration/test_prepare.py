@@ -113,7 +113,8 @@ def test_against_brute_force(tmp_path: Path, source: str) -> None:
 
 
 def test_dataset_tells_how_it_was_made(tmp_path: Path) -> None:
-    logs = write_parquet(tmp_path / "logs", make_rows(500))
+    rows = make_rows(500)
+    logs = write_parquet(tmp_path / "logs", rows)
     info = prepare(open_source("parquet", logs, schema=SCHEMA), tmp_path / "out").info
     assert info.name == "parquet" and info.licence == "made for tests"
     assert [str(c.transform)[:11] for c in info.dense] == ["log1p_clip0", "standardize", "identity"]
@@ -123,7 +124,8 @@ def test_dataset_tells_how_it_was_made(tmp_path: Path) -> None:
     assert [Path(s.path).name for s in info.sources] == ["part-0.parquet", "part-1.parquet", "part-2.parquet"]
     assert all(s.checksum.startswith("crc32:") for s in info.sources)
     assert info.ids["encodings"] == {"user": "bytes", "item": "int", "seen": "int", "tags": "bytes", "site": "int"}
-    assert info.summary == {"rows_read": 500, "rows_skipped": 0}
+    lost = {name: sum(value is None for value in rows[name]) for name in ("age", "item", "price", "user")}
+    assert info.summary == {"rows_read": 500, "rows_skipped": 0, "missing": lost}
     assert not (tmp_path / "out" / ".prepare").exists()
     assert {p.stat().st_mode & 0o777 for p in (tmp_path / "out").rglob("*") if p.is_file()} == {0o600}
 

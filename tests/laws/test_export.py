@@ -69,6 +69,22 @@ SCHEMA: dict[str, Any] = {
     "split": {"kind": "random"},
 }
 NO_DENSE = {"dense": []}
+TWICE = {
+    "dense": ["price", "item"],
+    "categorical": [{"column": "price", "buckets": [1, 4.5, 20]}, "item", {"column": "x", "buckets": [-1, 0.25]}],
+    "tables": {},
+}
+"""Columns that are a number and ids, of their values or in buckets."""
+WRITTEN_SCHEMA = {
+    "label": "click",
+    "dense": [
+        {"column": "price", "thousands": ",", "unit": "$"},
+        {"column": "age", "unit": "%", "transform": "log1p_clip0"},
+        {"column": "x", "decimal": ",", "thousands": " "},
+    ],
+    "categorical": ["user", {"column": "item", "type": "int"}, {"column": "price", "buckets": [4.5, 1000]}],
+    "split": {"kind": "random"},
+}
 DRAM = 50_000
 """Bytes; the tables and states of `long_tailed` are 88,000."""
 HASHED = {"tables": {"user": {"hash_cap": 37}, "item": {"hash_cap": 91}, "numbers": {"hash_cap": 23}, "tags": {}}}
@@ -113,6 +129,24 @@ def write_parquet(path: Path, columns: Columns) -> Path:
     types = {"big": pa.uint64(), "price": pa.float32(), "x": pa.float32()}
     pq.write_table(pa.table({n: pa.array(v, types.get(n)) for n, v in {**columns, "seen": seen}.items()}), path)
     return path
+
+
+def written(columns: Columns) -> Columns:
+    """Some of the columns as text that people and other programs write."""
+    lost = ("NA", " null ", "", "\\N", "  ", "None")
+
+    def text(name: str, form: Callable[[Any], str]) -> list[str]:
+        values = enumerate(columns[name])
+        return [lost[i % len(lost)] if value is None or i % 11 == 0 else form(value) for i, value in values]
+
+    return {
+        "click": columns["click"],
+        "price": text("price", lambda value: f"${100 * value:,.2f}"),
+        "age": text("age", lambda value: f"{value} %"),
+        "x": text("x", lambda value: f"{1e5 * value:,.1f}".replace(",", "\u202f").replace(".", ",")),
+        "user": text("user", str),
+        "item": text("item", str),
+    }
 
 
 def read_csv(path: Path) -> Columns:
@@ -209,8 +243,28 @@ def test_lists_text_and_integers_of_csv(logs: Path, data: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-@pytest.mark.parametrize("changes", [HASHED, NO_DENSE], ids=["hashed", "no dense"])
-def test_hashed_ids_and_no_dense_inputs(logs: Path, tmp_path: Path, suffix: str, changes: dict[str, Any]) -> None:
+def test_cells_as_people_write_them(tmp_path: Path, suffix: str) -> None:
+    """Money, decimal commas, percent and texts that mean missing, in numbers, ids and lists."""
+    schema = parse_schema(WRITTEN_SCHEMA, where="test")
+    for name, seed in (("old", 0), ("new", 1)):
+        columns = written(clicks(1500 if seed == 0 else 300, seed))
+        if suffix == "csv":
+            write_csv(tmp_path / f"{name}.csv", columns)
+        else:
+            pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    packed = run_prepare(suffix, str(tmp_path / f"old.{suffix}"), tmp_path / "packed", schema=schema)
+    lost = packed.info.summary["missing"]
+    assert isinstance(lost, dict) and {*lost} == {"price", "age", "x", "user", "item"}
+    run = train(packed.path, tmp_path / "run")
+    columns = read_csv(tmp_path / "new.csv") if suffix == "csv" else columns
+    check(run, str(tmp_path / f"new.{suffix}"), columns, tmp_path / "out")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("changes", [HASHED, NO_DENSE, TWICE], ids=["hashed", "no dense", "twice"])
+def test_hashed_ids_no_dense_inputs_and_columns_that_are_both(
+    logs: Path, tmp_path: Path, suffix: str, changes: dict[str, Any]
+) -> None:
     run = train(prepared(logs, tmp_path / "packed", suffix=suffix, **changes), tmp_path / "run")
     new = logs / f"new.{suffix}"
     columns = read_csv(new) if suffix == "csv" else pq.read_table(new).to_pydict()

@@ -73,7 +73,7 @@ def test_chunks_move_no_byte_of_a_file_that_ends_in_a_bad_line(tmp_path: Path) -
     for rows_per_chunk in (700, 50, 64):
         data = open_source("criteo", tmp_path / "clicks.txt", skip_bad_rows=1)
         dataset = prepare(data, tmp_path / f"{rows_per_chunk}", Options(**SIZES, rows_per_chunk=rows_per_chunk))
-        assert dataset.info.summary == {"rows_read": 700, "rows_skipped": 1}
+        assert dataset.info.summary.items() >= {"rows_read": 700, "rows_skipped": 1}.items()
         hashes.append(file_hashes(tmp_path / f"{rows_per_chunk}"))
     assert hashes[0] == hashes[1] == hashes[2]
 

@@ -109,6 +109,17 @@ def quoted(folder: Path, clicks: bytes) -> Any:
     return str(folder)
 
 
+def odd(folder: Path, clicks: bytes) -> Any:
+    """Words among numbers and rows without a time, also at the end of a file; missing texts."""
+    for file, num_rows in enumerate((300, 100, 400, 350)):
+        rows = [[f"u{k % 37}", "a", f"{k % 11}.5", f"{k * file}", f"{k % 3 % 2}"] for k in range(num_rows)]
+        rows[5 + file][2], rows[40][2], rows[41][0] = "cheap", "NA", "null"
+        rows[7 * file][3], rows[-1][3] = "", "later"
+        text = "\n".join(",".join(row) for row in [["user", "note", "price", "ts", "click"], *rows])
+        (folder / f"{file}.csv").write_text(text + "\n")
+    return str(folder)
+
+
 def preset(folder: Path, clicks: bytes) -> Any:
     return "criteo-kaggle"
 
@@ -121,6 +132,8 @@ CASES: dict[str, tuple[str, Make, dict[str, Any], tuple[int, ...]]] = {
     "bad lines": ("criteo", days, {"split": "random", "skip_bad_rows": 3}, (2, 3)),
     "first rows": ("criteo", days, {"rows": 650, "skip_bad_rows": 3}, (3,)),
     "quotes": ("csv", quoted, {}, (2, 3)),
+    "odd cells": ("csv", odd, {"split": "random"}, (2, 3)),
+    "odd cells by time": ("csv", odd, {"split": "time", "sample": 0.9}, (3,)),
     "made": ("synthetic", preset, {"rows": 1000}, (3,)),
 }
 
@@ -152,7 +165,7 @@ def test_a_bad_row_is_named_on_all_ranks_and_may_then_be_skipped(pool: RankPool,
     assert ends[0].startswith(f"CommonError: rank 1 ({socket.gethostname()}): {paths}:751: 2 columns between tabs")
     skipping = {"split": "random", "skip_bad_rows": 1}
     said = pool.run(prepared, "criteo", paths, tmp_path / "out", skipping, **three)
-    assert said[0][-1].startswith(f"skipped 1 bad rows, for example:\n  {paths}:751: 2 columns"), said
+    assert any(line.startswith(f"skipped 1 bad rows, for example:\n  {paths}:751: 2 columns") for line in said[0]), said
     prepared(None, "criteo", paths, tmp_path / "one", skipping)
     assert file_hashes(tmp_path / "out") == file_hashes(tmp_path / "one")
 

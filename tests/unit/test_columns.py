@@ -39,7 +39,7 @@ def read_column(array: Any, spec: dict[str, Any] | None = None, **options: Any) 
 @pytest.mark.parametrize(
     ("array", "want"),
     [
-        (pa.array(["x", None, "", "é"]), ["x", None, "", "é"]),
+        (pa.array(["x", None, "", "é"]), ["x", None, None, "é"]),
         (pa.array(["x", None, "yy"], pa.large_string()), ["x", None, "yy"]),
         (pa.array(["x", None, "yy"], pa.string_view()), ["x", None, "yy"]),
         (pa.array(["x", None, "x"]).dictionary_encode(), ["x", None, "x"]),
@@ -99,6 +99,11 @@ def test_separated_text_becomes_lists() -> None:
     assert read_column(array, {"kind": "multi_hot", "separator": "|"}) == [["a", "b"], [], [], ["c"]]
     numbers = pa.array(["1 22", "3"])
     assert read_column(numbers, {"kind": "sequence", "separator": " ", "type": "int"}) == [[1, 22], [3]]
+
+
+@pytest.mark.parametrize("array", [pa.array([-1.0, 0.5, None, 2.0, 7.5]), pa.array(["-1", "0.5", None, "2", "7.50"])])
+def test_numbers_in_buckets(array: pa.Array) -> None:
+    assert read_column(array, {"buckets": [0.5, 2, 7.5]}) == [0, 1, None, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +211,7 @@ def test_dense_numbers_and_what_is_none() -> None:
     assert np.isnan(dense[1]).all()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, "abc", "nan", "1e999", "0x10"])
+@pytest.mark.parametrize("value", [float("inf"), 1e39, "abc", "inf", "1e999", "0x10"])
 def test_dense_that_is_no_finite_number_is_named(value: Any) -> None:
     table = pa.table({"y": [0, 1], "a": [1, 2], "d": pa.array([type(value)(1), value])})
     with pytest.raises(RowError, match=r"<frame>:2 \(d\): .* is not a finite float32 number"):

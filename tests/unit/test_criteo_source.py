@@ -142,7 +142,7 @@ BAD_FIELDS = [
     ({"label": "2"}, 1, "label", "label is '2'; it must be 0 or 1"),
     ({"label": ""}, 1, "label", "it must be 0 or 1"),
     ({"I1": "abc"}, 2, "I1", "'abc' is not a number"),
-    ({"I3": "nan"}, 4, "I3", "'nan' is not a number"),
+    ({"I3": "inf"}, 4, "I3", "'inf' is not a number"),
     ({"I3": "-inf"}, 4, "I3", "'-inf' is not a number"),
     ({"I4": "0x10"}, 5, "I4", "is not a number"),
     ({"I5": "1 "}, 6, "I5", "is not a number"),
@@ -260,6 +260,19 @@ def test_a_folder_gives_its_files_in_natural_order(tmp_path: Path) -> None:
     for paths in ([tmp_path], [tmp_path / "day_*"], [f"file://{tmp_path}"]):
         source = CriteoSource(paths)
         assert flat(list(source.chunks())) == expected([row(0), row(2), row(10)])
+
+
+def test_texts_that_mean_missing_are_missing(either: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "rows.txt"
+    written = [row(0), row(1, I1="NA", I3="\\N", C1="null", C9=" NaN "), row(2), row(3, C26="None")]
+    path.write_bytes(text(written))
+    want = [row(0), row(1, I1="", I3="", C1="", C9=""), row(2), row(3, C26="")]
+    for rows_per_chunk in (1, 2, 3, 10):
+        assert flat(read(path, rows_per_chunk=rows_per_chunk)) == expected(want)
+    for bad in (row(1, I1="NA", C2="xyz"), row(1, label="NA")):
+        path.write_bytes(text([row(0), bad]))
+        with pytest.raises(RowError, match=r"rows\.txt:2, "):
+            read(path)
 
 
 def test_bad_rows_are_skipped_up_to_the_limit(either: ModuleType, tmp_path: Path) -> None:

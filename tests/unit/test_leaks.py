@@ -33,9 +33,9 @@ def only_for(value: int, text: str = "x") -> Callable[[np.random.Generator, np.n
 
 
 PLANTED = {
-    "dwell": (lambda g, c: c * 10 + g.normal(0, 1, N), "it alone predicts the label with AUC 1.000"),
-    "falling": (lambda g, c: -c * 10 + g.normal(0, 1, N), "it alone predicts the label with AUC 1.000"),
-    "page": (lambda g, c: pa.array([f"p{x}" for x in c * 50 + g.integers(0, 50, N)]), "it alone predicts the"),
+    "dwell": (lambda g, c: c * 10 + g.normal(0, 1, N), "it is nearly the label itself, with AUC 1.000"),
+    "falling": (lambda g, c: -c * 10 + g.normal(0, 1, N), "it is nearly the label itself, with AUC 1.000"),
+    "page": (lambda g, c: pa.array([f"p{x}" for x in c * 50 + g.integers(0, 50, N)]), "it is nearly the label"),
     "order_id": (only_for(1), "it is filled for positive rows only"),
     "reason_not": (only_for(0), "it is filled for negative rows only"),
     "shipped_at": (lambda g, c: np.arange(N) + 1_700_000_000 + g.integers(1, 9000, N), "it is later than 'ts' in 100%"),
@@ -73,7 +73,7 @@ def test_honest_columns_are_not(seed: int) -> None:
         rare=lambda g, c: pa.array([f"r{x}" if x < 20 else None for x in g.integers(0, N // 2, N)]),
         half=lambda g, c: pa.array([f"h{x % 30}" if x % 2 else None for x in g.integers(0, 1000, N)]),
     )
-    assert find_leaks(table, LABEL, [name for name in table.column_names if name != "click"]) == {}
+    assert find_leaks(table, LABEL, [name for name in table.column_names if name != "click"]).leaks == {}
 
 
 @pytest.mark.parametrize("name", ["criteo_terabyte_80k.tsv.gz", "criteo_terabyte_day0_10k.tsv.gz"])
@@ -95,4 +95,4 @@ def test_honest_events_have_none(real_data: Callable[[str], Path]) -> None:
 def test_auc_against_scikit_learn() -> None:
     generator = np.random.default_rng(1)
     score, positive = generator.integers(0, 40, 3000).astype(float), generator.random(3000) < 0.1
-    assert leaks._auc(score, positive) == pytest.approx(roc_auc_score(positive, score))
+    assert leaks._auc(score, positive, ~positive) == pytest.approx(roc_auc_score(positive, score))

@@ -349,7 +349,10 @@ def test_names_and_sizes_the_writer_refuses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dense": (DenseColumn("row"),)}, "column name 'row' is used twice"),
+        ({"dense": (DenseColumn("x"), DenseColumn("x"))}, "dense column name 'x' is used twice"),
+        ({"dense": (DenseColumn("row"), DenseColumn("row (ids)"))}, r"column name 'row \(ids\)' is used twice"),
+        ({"features": (Feature("item", "item"), Feature("item", "row"))}, "feature name 'item' is used twice"),
+        ({"label": "item"}, "column name 'item' is used twice"),
         ({"dense": (DenseColumn("label"),)}, "column name 'label' is used twice"),
         ({"tables": (Table("row", 5),)}, "feature 'item' names table 'item'; the tables are: row"),
         ({"tables": (*make_info().tables, Table("more", 5))}, "no feature looks up in table 'more'"),

@@ -25,7 +25,7 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.options import NAMES, ReadOptions
-from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.schema import MISSING, parse_schema
 from raw_rows import read
 
 N = 400
@@ -106,7 +106,7 @@ def test_every_option_means_the_same_everywhere(
         "zip": ("one_hot", "text"),
         "item": ("one_hot", None),
     }
-    assert by_python["nulls"] == ["", "-"]
+    assert by_python["nulls"] == [*MISSING, "-"]
     hotrow_command("prepare", "csv", logs, "--out", "b", *flags(TOLD), monkeypatch=monkeypatch)
     assert kinds(PackedDataset.open(tmp_path / "b")) == by_python
     run = hotrow.fit(logs, run=tmp_path / "run", quiet=True, **TOLD, **SMALL)

@@ -60,6 +60,11 @@ def test_json_round_trip_keeps_everything() -> None:
         ({"split": {"kind": "chrono"}}, "split.kind is 'chrono': .*'random'"),
         ({"tables": {"user": {"min_count": 0}}}, r"tables\.user\.min_count is 0: it must be at least 1"),
         ({"tables": {"user": {"min_count": "2"}}}, r"tables\.user\.min_count is '2'"),
+        (
+            {"categorical": [{"column": "a", "buckets": [1, 1]}]},
+            r"buckets \[1\.0, 1\.0\] must be finite numbers",
+        ),
+        ({"categorical": [{"column": "a", "buckets": [1], "type": "int"}]}, "'buckets' cut single numbers"),
         ({"categorical": [{"column": "a", "separator": "|"}]}, "'separator' is for kind multi_hot or sequence"),
     ],
 )
@@ -127,7 +132,7 @@ def test_every_field_is_documented() -> None:
         {"label": 1}, {"label": {"column": 5}}, {"label": {"column": "a", "positive": []}}, {"categorical": {"a": 1}},
         {"label": {"column": "a", "positive": [[1]]}}, {"label": {"column": "a", "at_least": float("nan")}},
         {"categorical": [1]}, {"categorical": [{"column": "b", "kind": 5}]}, {"tables": {"user": 5}}, {"tables": []},
-        {"split": "x"}, {"split": {"fractions": 1}}, {"split": {"seed": -1}}, {"version": 2}, {"version": "1"},
+        {"split": "x"}, {"split": {"fractions": 1}}, {"split": {"seed": -1}}, {"version": 3}, {"version": "1"},
         {"histories": 5}, {"licence": 5}, {"csv": {"delimiter": "ab"}}, {"dense": [{"column": "c", "transform": "x"}]},
         {"licence": "\ud800"},
     ],

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal, Protocol
@@ -102,6 +102,40 @@ class Position:
     """Bad rows skipped so far in all files: the limit `skip_bad_rows` holds across a resume."""
 
 
+LEAST_ODD, LEAST_ODD_SHARE = 10, 0.01
+"""In data of few rows, so many cells of a column may be odd if they are at most this share of the rows."""
+
+
+def most_odd(num_rows: int, share: float) -> int:
+    """Returns how many of a column's cells in `num_rows` rows may be odd, if `share` of them may be.
+
+    One odd cell in 1,000 comes of slips; a column with more of them holds something else as well. A share says little
+    of few rows, so up to LEAST_ODD cells may be odd there.
+    """
+    return max(int(share * num_rows), min(LEAST_ODD, int(LEAST_ODD_SHARE * num_rows))) if share else 0
+
+
+@dataclass(frozen=True)
+class OddCells:
+    """Cells of one column that are not of its kind, such as a word among numbers."""
+
+    column: str
+    rows: NDArray[np.int64]
+    """Row of each in its chunk; of a row that is left out, the row after it. All left out count, sampled or not."""
+    numbers: NDArray[np.int64]
+    """What `error` takes for each."""
+    error: Callable[[int], RowError]
+    """Says of a cell where it is and what is wrong with it."""
+    is_row: bool = False
+    """Whether the rows are left out; if not, the cells are missing."""
+
+    def of(self, mask: NDArray[np.bool_]) -> OddCells:
+        """Returns the cells in rows whose mask [num_rows] is set, with rows numbered without the others."""
+        is_kept = np.ones(len(self.rows), np.bool_) if self.is_row else mask[self.rows]
+        after = np.concatenate([[0], np.cumsum(mask)])[self.rows]
+        return replace(self, rows=after[is_kept], numbers=self.numbers[is_kept])
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Consecutive rows of a source, with values as the source has them."""
@@ -117,6 +151,8 @@ class Chunk:
     """Position of the row after this chunk."""
     time: NDArray[np.int64] | None = None
     """[num_rows] if the source has a time column."""
+    odd: tuple[OddCells, ...] = ()
+    """Cells that are missing, and rows that are left out, because they are not of their column's kind."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +245,10 @@ class SharedSource(Source, Protocol):
     def skip_bad_rows(self) -> int:
         """How many bad rows may be skipped."""
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether rows may be left out that count as no bad ones: those without a readable time."""
+
     def cuts(self, num_parts: int) -> list[Position]:
         """Returns where each of `num_parts` parts of about as many bytes begins, and last where the source ends.
 
@@ -295,6 +335,7 @@ def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
         dense=chunk.dense[mask],
         keys=keys,
         time=None if chunk.time is None else chunk.time[mask],
+        odd=tuple(cells.of(mask) for cells in chunk.odd),
     )
 
 

@@ -47,11 +47,13 @@ from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.config.schema import Config
 from hotrow.data.chunk import Keys
-from hotrow.data.packed.format import Feature, Table
+from hotrow.data.packed.format import DenseColumn, Feature, Table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.encoder import DenseTransform
 from hotrow.data.prepare.prepare import RawRows, raw_rows
+from hotrow.data.sources.convert import OTHER_BLANKS, is_plain, written_pattern
+from hotrow.data.sources.schema import DenseSpec
 from hotrow.models import MODELS
 from hotrow.run.checkpoint import verify
 from hotrow.run.checkpoint_files import (
@@ -95,6 +97,8 @@ class Description:
     tables: tuple[dict[str, JsonValue], ...]
     files: dict[str, FileRecord]
     """All files except export.json itself."""
+    missing: tuple[str, ...] = ()
+    """Texts that mean a missing value in every column."""
 
     def __post_init__(self) -> None:
         for file in self.files:
@@ -279,11 +283,34 @@ def _describe(
         dataset={"name": info.name, "checksum": extra.dataset, "licence": info.licence},
         model={**config.model.model_dump(mode="json"), "num_dense": extra.num_dense},
         csv=None if made is None else made.schema.csv.model_dump(mode="json"),
-        dense=tuple({"name": column.name, **_transform(column.transform)} for column in info.dense),
+        missing=() if made is None else made.schema.missing,
+        dense=tuple(_dense(column, made) for column in info.dense),
         features=tuple(_feature(kinds[name], made) for table in tables for name in table.feature_names),
         tables=tuple(_table(table, kept, made) for table in tables),
         files=files,
     )
+
+
+def _dense(column: DenseColumn, made: RawRows | None) -> dict[str, Any]:
+    """Returns how raw values of a column become numbers."""
+    found = {"name": column.name, **_transform(column.transform)}
+    spec = None if made is None else next(spec for spec in made.schema.dense if spec.column == column.name)
+    return found | _written(spec)
+
+
+def _written(spec: DenseSpec | None) -> dict[str, Any]:
+    """Returns how numbers are written in text; nothing if plainly."""
+    if spec is None or is_plain(spec):
+        return {}
+    signs = [sign for sign in (spec.unit, " ", spec.thousands) if sign is not None]
+    return {
+        "written": {
+            "pattern": written_pattern(spec),
+            "blanks": list(OTHER_BLANKS),
+            "remove": signs,
+            "decimal": spec.decimal,
+        }
+    }
 
 
 def _transform(text: str) -> dict[str, Any]:
@@ -302,7 +329,11 @@ def _feature(feature: Feature, made: RawRows | None) -> dict[str, Any]:
     encoding = made.encodings[feature.name]
     spec = next(column for column in made.schema.categorical if column.column == feature.name)
     base = 16 if made.source == "criteo" else 10
-    return found | {"keys": encoding, "separator": spec.separator, **({} if encoding == "bytes" else {"base": base})}
+    found |= {"keys": encoding, "separator": spec.separator, **({} if encoding == "bytes" else {"base": base})}
+    if spec.buckets is None:
+        return found
+    number = next((dense for dense in made.schema.dense if dense.column == feature.name), None)
+    return found | {"buckets": list(spec.buckets), **_written(number)}
 
 
 def _table(table: TableConfig, kept: PackedDataset, made: RawRows | None) -> dict[str, Any]:

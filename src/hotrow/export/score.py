@@ -14,7 +14,9 @@ import hashlib
 import importlib.util
 import json
 import math
+import re
 import sys
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,12 +56,20 @@ class Scorer:
 
         columns: raw values by name, None for a missing one.
         """
+        columns = {name: [self._with_null(value) for value in values] for name, values in columns.items()}
         dense = [self._dense(column, columns[column["name"]]) for column in self.about["dense"]]
         rows = {feature["name"]: self._rows(feature, columns[feature["name"]]) for feature in self.about["features"]}
         num_rows = len(next(iter(rows.values()))[1]) - 1
         return torch.sigmoid(self.model(torch.stack(dense, 1) if dense else torch.empty(num_rows, 0), self._look(rows)))
 
+    def _with_null(self, value: Any) -> Any:
+        """Returns None for text that means a missing value, also within lists; any other value as it is."""
+        if isinstance(value, list):
+            return [self._with_null(item) for item in value]
+        return None if isinstance(value, str) and value.strip(" ") in self.about.get("missing", ()) else value
+
     def _dense(self, column: dict[str, Any], values: Sequence[Any]) -> Tensor:
+        values = [plain_number(column, value) for value in values]
         raw = np.array([math.nan if value is None else float(value) for value in values], np.float32)
         x = raw.astype(np.float64)  # rounded to float32 before and after, not between
         if column["transform"] == "log1p_clip0":
@@ -82,6 +92,8 @@ class Scorer:
             return int(value)
         if value is None or value != value:
             return int(about["missing_row"])
+        if (buckets := feature.get("buckets")) is not None:
+            value = bisect_right(buckets, float(plain_number(feature, value)))
         key: int | bytes = text_key(value) if feature["keys"] == "bytes" else integer_key(value, feature["base"])
         if (cap := about["hash_cap"]) is not None:
             key = (key if isinstance(key, int) else hash_of(key)) % cap
@@ -123,6 +135,24 @@ def read_about(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} differs from its checksum: it was edited or damaged; export the run again")
     about: dict[str, Any] = json.loads(text)
     return about
+
+
+def plain_number(column: dict[str, Any], value: Any) -> Any:
+    """Returns text that is written as the column's numbers are ("$1,234.50") as a plain number ("1234.50").
+
+    Other text becomes "?", which is no number; what is not text, and text of columns of plain numbers, stays as it is.
+    """
+    written = column.get("written")
+    if written is None or not isinstance(value, str):
+        return value
+    for blank in written["blanks"]:
+        value = value.replace(blank, " ")
+    value = value.strip()
+    if re.fullmatch(written["pattern"], value, re.ASCII) is None:
+        return "?"
+    for sign in written["remove"]:
+        value = value.replace(sign, "")
+    return value.replace(written["decimal"], ".")
 
 
 def list_of(feature: dict[str, Any], value: Any) -> list[Any]:

@@ -180,7 +180,9 @@ class DatasetInfo:
 
     def __post_init__(self) -> None:
         for what, names in (
-            ("column", (self.label, *self.dense_names, *self.feature_names)),
+            ("dense column", self.dense_names),
+            ("feature", self.feature_names),
+            ("column", self.stored_names),
             ("table", [table.name for table in self.tables]),
             ("split", list(self.splits)),
         ):
@@ -196,6 +198,13 @@ class DatasetInfo:
             raise ValueError(f"split {sorted(reserved)[0]!r}: this name is taken by a folder of the format; rename it")
         for path in self.files:
             _check_side_path(path)
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of the columns of every part: label, dense, features. A feature may have the name of a dense column,
+        which is made of the same raw column; then it is stored as "NAME (ids)"."""
+        features = (f"{name} (ids)" if name in self.dense_names else name for name in self.feature_names)
+        return (self.label, *self.dense_names, *features)
 
     @property
     def dense_names(self) -> tuple[str, ...]:
@@ -268,13 +277,14 @@ def read_info(folder: Path) -> DatasetInfo:
 
 def arrow_schema(info: DatasetInfo) -> pa.Schema:
     """Returns the columns of every part, none of them nullable: label, dense, features, in the manifest's order."""
-    fields = [pa.field(name, pa.float32(), nullable=False) for name in (info.label, *info.dense_names)]
+    kinds = [pa.float32()] * (1 + len(info.dense))
     for feature in info.features:
         kind = pa.from_numpy_dtype(info.id_dtype(feature))
         if feature.kind != "one_hot":
             kind = pa.large_list(pa.field("item", kind, nullable=False))
-        fields.append(pa.field(feature.name, kind, nullable=False))
-    return pa.schema(fields)
+        kinds.append(kind)
+    named = zip(info.stored_names, kinds, strict=True)
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in named])
 
 
 class Ragged(NamedTuple):

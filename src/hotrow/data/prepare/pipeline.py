@@ -49,6 +49,7 @@ from hotrow.data.packed.format import (
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.packed.writer import PackedWriter
+from hotrow.data.prepare.cells import CellCounts
 from hotrow.data.prepare.encoder import DenseTransform, EncoderPool, Moments, MomentsRecord, RowEncoder
 from hotrow.data.prepare.estimate import estimate_work
 from hotrow.data.prepare.shares import (
@@ -266,6 +267,8 @@ class _Counted:
     train_rows: Count = 0
     moments: dict[str, MomentsRecord] = Field(default_factory=dict)
     """Moments of the columns that are standardised, by column."""
+    cells: CellCounts = Field(default_factory=CellCounts)
+    """Missing and odd cells of all rows."""
     done: bool = False
     first: Count = 0
     """`row` at the beginning."""
@@ -443,7 +446,11 @@ class _Stages:
             states = self._states_of_ranks(together(world, count, self._stop))
             if not any(each.train_rows for each in states):
                 raise ValueError("no row is in the training split; use more rows, a larger sample or another split")
-            results = {"transforms": self._transforms(states), "tables": self._build_tables(counters)}
+            cells = CellCounts()
+            for each in states:
+                cells = cells.merged(each.cells)
+            cells.check(self._schema.odd_share)
+            results = {"transforms": self._transforms(states), "tables": self._build_tables(counters), "cells": cells}
             of_ranks = everyone(world, together(world, checksums.result, self._stop))
             in_order = tuple(of_ranks[i % world.size][i // world.size] for i in range(len(paths)))
             self._work.save(**results, checksums=in_order, **self._rows_of(states))
@@ -493,10 +500,11 @@ class _Stages:
         moments = [state.moments_of(name) for name in names]
         row, train_rows, start, marks = state.row, state.train_rows, state.position, list(state.marks)
         position, rows = start or Position(), dict(marks[-1].rows if marks else Mark().rows)
+        cells = state.cells
 
         def snapshot(*, done: bool) -> _Counted:
             by_name = {name: m.to_record() for name, m in zip(names, moments, strict=True)}
-            counted = _Counted(position, row, train_rows, by_name, done, self._share.row, list(marks))
+            counted = _Counted(position, row, train_rows, by_name, cells, done, self._share.row, list(marks))
             counters.snapshot(asdict(counted), most_runs=1 if done and self._world.size > 1 else MAX_RUNS)
             return counted
 
@@ -506,6 +514,7 @@ class _Stages:
             self._count_piece(counters, piece.chunk, is_train)
             for i, sums in zip(standardized, moments, strict=True):
                 sums.add(piece.chunk.dense[is_train, i])
+            cells = cells.with_chunk(piece.chunk, self._schema.dense_names)
             position, row = piece.chunk.position, piece.next_row
             train_rows += int(is_train.sum())
             if self._world.size > 1:
@@ -568,7 +577,7 @@ class _Stages:
             rows_read, skipped = self._write_rows(plan, encode, writer, mark)
             self._check_files_unchanged()
             self._say_skipped(skipped, self._source.skipped.examples)
-            dataset = writer.close({"rows_read": rows_read, "rows_skipped": skipped})
+            dataset = writer.close(self._summary(rows_read, skipped))
         self._work.remove()
         return dataset
 
@@ -650,7 +659,7 @@ class _Stages:
                 of_ranks = [checked(_PARTS, own, where="what ranks say", cure=CURE) for own, _ in found]
                 parts = {split: [part for own in of_ranks for part in own.get(split, ())] for split in SPLITS}
                 whole = {split: own for split, own in parts.items() if own}
-                writer.complete(whole, {"rows_read": self._work.results.rows_total, "rows_skipped": skipped})
+                writer.complete(whole, self._summary(self._work.results.rows_total or 0, skipped))
 
         on_every_rank(world, complete)
         self._work.remove()
@@ -659,6 +668,13 @@ class _Stages:
     def _say_skipped(self, num_rows: int, examples: Sequence[str]) -> None:
         if num_rows:
             self._say(_skipped_line(num_rows, examples[: self._source.skipped.max_examples]))
+        for line in (self._work.results.cells or CellCounts()).lines():
+            self._say(line)
+
+    def _summary(self, rows_read: int, skipped: int) -> dict[str, Any]:
+        """Returns what was counted, for dataset.json."""
+        cells = self._work.results.cells or CellCounts()
+        return {"rows_read": rows_read, "rows_skipped": skipped + cells.rows_left_out, **cells.summary()}
 
     @staticmethod
     def _write_piece(piece: Piece, encode: RowEncoder, writer: PackedWriter, rows: dict[str, int]) -> None:

@@ -96,7 +96,8 @@ def find_share(
     """Returns the rows that this rank reads, and how many lines of rows each file has. Collective.
 
     is_whole: the first rank reads all rows. numbered: row numbers are needed. If they are not, and no bad row may be
-    skipped, or if one rank reads all, nothing is read and there are no counts of lines.
+    skipped, or if one rank reads all, nothing is read and there are no counts of lines. Rows that may be left out are
+    counted by reading all.
     """
     found = everyone(world, [asdict(position) for position in source.cuts(world.size)] if world.rank == 0 else None)
     cuts = [Position(**fields) for fields in found[0]]
@@ -109,7 +110,7 @@ def find_share(
     before = _sums(lines[: world.rank], len(lines[0]))
     rows_before = before[start.file_index] if start.file_index < len(before) else 0
     start, row = source.with_lines(start, rows_before=rows_before), sum(before)
-    if source.skip_bad_rows:
+    if source.skip_bad_rows or source.leaves_out:
 
         def read() -> tuple[int, int]:
             num_rows = 0

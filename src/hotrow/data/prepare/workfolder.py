@@ -24,6 +24,7 @@ from hotrow.base.files import check_writable
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.data.chunk import Position
 from hotrow.data.packed.format import MANIFEST, WORK_FOLDER, Table
+from hotrow.data.prepare.cells import CellCounts
 from hotrow.data.prepare.encoder import DenseTransform
 from hotrow.data.prepare.spill import SNAPSHOT
 from hotrow.data.prepare.split import SplitPlan
@@ -67,6 +68,8 @@ class Results:
     """Checksums of the input files, once their rows are counted."""
     rows_total: Count | None = None
     """Number of rows of the source, once counted."""
+    cells: CellCounts | None = None
+    """What was missing or odd, once counted."""
     marks: tuple[Mark, ...] = ()
     chunk_marks: tuple[Mark, ...] = ()
     """If several ranks have counted: the ends of all chunks, and of the source."""

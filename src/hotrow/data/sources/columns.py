@@ -6,9 +6,12 @@ faults). The published layouts (`registry.py`) are this class with their own sch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -20,12 +23,14 @@ from hotrow.data.chunk import (
     Chunk,
     KeyKind,
     Keys,
+    OddCells,
     Position,
     RowError,
     SkippedRows,
     SourceInfo,
     cut_files,
     file_spans,
+    most_odd,
 )
 from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFormat
 from hotrow.data.sources.convert import (
@@ -40,6 +45,7 @@ from hotrow.data.sources.convert import (
     to_keys,
     to_label,
     to_numbers,
+    without_missing,
 )
 from hotrow.data.sources.inputs import InputFile, find_files, prefetch
 from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
@@ -62,6 +68,8 @@ FileFormat: TypeAlias = ColumnarFormat | Literal["jsonl", "libsvm", "libffm", "c
 SUFFIXES_OF_KINDS = (*COLUMNAR_SUFFIXES.values(), TEXT_SUFFIXES, JSON_SUFFIXES)
 """Of a folder with files of several kinds, the first kind that has a file is taken."""
 SUFFIXES = tuple(suffix for suffixes in SUFFIXES_OF_KINDS for suffix in suffixes)
+MANY_ROWS = 1000
+"""Of text with fewer rows the estimated number is nearly exact."""
 
 
 class ColumnsSource:
@@ -90,6 +98,9 @@ class ColumnsSource:
         self.name, self.schema = name, schema
         self.skipped = SkippedRows()
         self.skip_bad_rows = skip_bad_rows
+        self._share = schema.odd_share if labels == "required" and not skip_bad_rows else 0.0
+        """Share of a column's cells that may be odd; bad rows that may be skipped take their place."""
+        self._num_odd = Counter[str]()
         self._reader = open_table(data, schema.csv)
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels in ("required", "made")
@@ -161,12 +172,16 @@ class ColumnsSource:
         """Returns `position`: lines are counted like rows here."""
         return position
 
+    @property
+    def leaves_out(self) -> bool:
+        return self._has_time and self._share > 0
+
     def times(self, start: Position | None = None, stop: Position | None = None) -> Iterator[NDArray[np.int64]]:
         """Yields the readable times of all rows, or of those between two of the `cuts`, and reads no other column."""
         assert self.schema.time is not None and self._has_time, "asked of a source that has time"
         for file_index, rows in self._rows_of([self.schema.time.column], start, stop):
             with self._naming(file_index):
-                time, fault = self._time_reader(rows.batch.column(0), self.schema.time.column)
+                time, fault = self._time_reader(self._cells(rows.batch.column(0)), self.schema.time.column)
             yield time if fault is None else time[~fault.rows]
 
     def _rows_of(
@@ -189,12 +204,12 @@ class ColumnsSource:
     ) -> Iterator[Chunk]:
         """Yields chunks of at most `rows_per_chunk` rows from `start` on, before `stop`; a chunk never spans files."""
         start = start or Position()
-        self.skipped = SkippedRows(start.num_skipped)
+        self.skipped, self._num_odd = SkippedRows(start.num_skipped), Counter()
         return prefetch(self._read(start, stop, rows_per_chunk))
 
     def _read(self, start: Position, stop: Position | None, rows_per_chunk: int) -> Iterator[Chunk]:
         for file_index, first, last in file_spans(start, stop, len(self._reader.files)):
-            dictionaries = DictionaryReader()
+            dictionaries = DictionaryReader(self.schema.missing)
             for rows in _up_to(last, self._reader.read(file_index, first, self._columns, rows_per_chunk)):
                 yield self._convert(file_index, rows, dictionaries)
 
@@ -226,60 +241,102 @@ class ColumnsSource:
         first = next(iter(self._reader.read(0, 0, [column], 1024)), None)
         if first is None:
             return TimeReader(format=self.schema.time.format)
-        return TimeReader.for_column(first.batch.column(0), self.schema.time.format)
+        return TimeReader.for_column(self._cells(first.batch.column(0)), self.schema.time.format)
+
+    def _cells(self, array: pa.Array) -> pa.Array:
+        """Returns a column with null for each text that means a missing value."""
+        is_read = isinstance(self._reader, TextReader | JsonReader)
+        return without_missing(array, self.schema.missing, is_read=is_read)
 
     def _convert(self, file_index: int, rows: Rows, dictionaries: DictionaryReader) -> Chunk:
         for error in rows.bad:
             self._skip(error, file_index)
-        batch = rows.batch
+        batch, lines = rows.batch, rows.lines
         with self._naming(file_index):
             parts, faults = self._columns_of(batch, dictionaries)
-        if faults:
-            batch = self._without(batch, rows, faults, file_index)
-            parts, faults = self._columns_of(batch, dictionaries)
-            assert not faults, "rows without a fault convert"
+        cells = {f.column: f for f in reversed(faults) if self._share > 0 and f.column != self.schema.label.column}
+        odd = tuple(self._odd_cells(fault, lines, file_index) for fault in cells.values())
+        kept = ~self._skipped([f for f in faults if f.column not in cells], lines, file_index, len(batch))
+        for found in odd:
+            kept[found.rows if found.is_row else []] = False
+        if not kept.all():
+            with self._naming(file_index):
+                parts, _ = self._columns_of(batch.filter(pa.array(kept)), dictionaries)
+            odd = tuple(found.of(kept) for found in odd)
         label, time, dense, keys = parts
         position = Position(file_index, rows.end, rows.end, self.skipped.num_rows)
-        return Chunk(len(batch), label, dense, keys, position, time)
+        return Chunk(len(dense), label, dense, keys, position, time, odd)
+
+    def _odd_cells(self, fault: Fault, lines: NDArray[np.int64], file_index: int) -> OddCells:
+        """Returns the odd cells of one column. Raises RowError if the column has more of them than may be odd."""
+        rows = np.flatnonzero(fault.rows)
+
+        def error(row: int) -> RowError:
+            line = int(lines[row])
+            if isinstance(self._reader, TextReader):
+                line = self._reader.line_of(file_index, line)
+            reason = fault.describe(row)
+            return RowError(file=self._reader.files[file_index].path, line=line, name=fault.column, reason=reason)
+
+        before = self._num_odd[fault.column]
+        self._num_odd[fault.column] += len(rows)
+        if self._num_odd[fault.column] > self._most_odd:
+            raise too_odd(error(int(rows[self._most_odd - before])), self._most_odd)
+        is_row = self.schema.time is not None and fault.column == self.schema.time.column
+        return OddCells(fault.column, rows, rows, error, is_row)
+
+    @cached_property
+    def _most_odd(self) -> int:
+        """How many cells of a column may be odd; of text, whose rows are not counted, twice as many as estimated."""
+        num_rows, is_exact = self._reader.count_rows()
+        return most_odd(num_rows if is_exact or num_rows < MANY_ROWS else 2 * num_rows, self._share)
 
     def _columns_of(
         self, batch: pa.RecordBatch, dictionaries: DictionaryReader
     ) -> tuple[tuple[Any, Any, Any, KeyColumns], list[Fault]]:
-        column = {name: batch.column(i) for i, name in enumerate(self._columns)}
+        stored = {name: batch.column(i) for i, name in enumerate(self._columns)}
         faults: list[Fault | None] = []
         label = time = None
         if self._has_label:
-            label, fault = to_label(column[self.schema.label.column], self.schema.label)
+            label, fault = to_label(self._cells(stored[self.schema.label.column]), self.schema.label)
             faults.append(fault)
         if self._has_time:
             assert self.schema.time is not None
-            time, fault = self._time_reader(column[self.schema.time.column], self.schema.time.column)
+            time, fault = self._time_reader(self._cells(stored[self.schema.time.column]), self.schema.time.column)
             faults.append(fault)
         dense = np.empty((len(batch), len(self.schema.dense)), dtype=np.float32)
-        for i, name in enumerate(self.schema.dense_names):
-            numbers, fault = to_numbers(column[name], name)
+        for i, spec in enumerate(self.schema.dense):
+            numbers, fault = to_numbers(self._cells(stored[spec.column]), spec.column, spec)
             with np.errstate(over="ignore"):
                 dense[:, i] = numbers
             faults.append(fault)
         keys: dict[str, Keys | CodedKeys] = {}
-        for spec in self.schema.categorical:
-            array, encoding = column[spec.column], self.encodings[spec.column]
+        for feature in self.schema.categorical:
+            name, encoding = feature.column, self.encodings[feature.column]
             coded = None
-            if encoding == "bytes" and spec.kind == "one_hot" and pa.types.is_dictionary(array.type):
-                coded = dictionaries(spec.column, array)
-            keys[spec.column], fault = (coded, None) if coded is not None else to_keys(array, spec, encoding)
+            if encoding == "bytes" and feature.kind == "one_hot" and pa.types.is_dictionary(stored[name].type):
+                coded = dictionaries(name, stored[name])
+            if coded is not None:
+                keys[name] = coded
+                continue
+            number = next((spec for spec in self.schema.dense if spec.column == name), None)
+            keys[name], fault = to_keys(self._cells(stored[name]), feature, encoding, number)
             faults.append(fault)
         return (label, time, dense, KeyColumns(keys)), [f for f in faults if f is not None]
 
-    def _without(self, batch: pa.RecordBatch, rows: Rows, faults: Sequence[Fault], file_index: int) -> pa.RecordBatch:
-        """Returns `batch` without its bad rows. Raises RowError for the first one beyond those that may be skipped."""
+    def _skipped(
+        self, faults: Sequence[Fault], lines: NDArray[np.int64], file_index: int, num_rows: int
+    ) -> NDArray[np.bool_]:
+        """Returns a mask of bad rows. Raises RowError for the first one beyond those that may be skipped."""
         path = self._reader.files[file_index].path
-        bad = np.logical_or.reduce([fault.rows for fault in faults])
+        bad = np.zeros(num_rows, np.bool_)
+        for fault in faults:
+            bad |= fault.rows
         for row in np.flatnonzero(bad):
             fault = next(f for f in faults if f.rows[row])
             reason = fault.describe(int(row))
-            self._skip(RowError(file=path, line=int(rows.lines[row]), name=fault.column, reason=reason), file_index)
-        return batch.filter(pa.array(~bad))
+            self._skip(RowError(file=path, line=int(lines[row]), name=fault.column, reason=reason), file_index)
+        return bad
 
     def _skip(self, error: RowError, file_index: int) -> None:
         """Counts a bad row, or raises its error; looks up the line number only if somebody will read it."""
@@ -288,8 +345,26 @@ class ColumnsSource:
             error = error.but(line=self._reader.line_of(file_index, error.line))
         self.skipped.add(error)
         if is_last:
-            cure = ", or" if "correct" in error.reason else "; correct the row, or"
-            raise error.but(reason=f"{error.reason}{cure} {SKIP_CURE}")
+            raise with_cure(error)
+
+
+def with_cure(error: RowError) -> RowError:
+    """Returns the error of a bad row with what the user can do."""
+    cure = ", or" if "correct" in error.reason else "; correct the row, or"
+    return error.but(reason=f"{error.reason}{cure} {SKIP_CURE}")
+
+
+def too_odd(error: RowError, most: int) -> RowError:
+    """Returns the error of the first odd cell beyond the `most` that a column may have."""
+    if most == 0:
+        return with_cure(error)
+    return with_cure(
+        error.but(
+            reason=f"{error.reason}; column {error.name!r} has more than the {most:,} such values that may be missing; "
+            "name those that mean a missing value (--null-values, csv.null_values in a schema), list the column as ids "
+            f"(--text {quote(error.name or '')}), raise odd_share in a schema, correct the rows"
+        )
+    )
 
 
 def _up_to(last: int | None, found: Iterator[Rows]) -> Iterator[Rows]:
@@ -311,8 +386,11 @@ def open_table(data: Any, spec: CsvSpec) -> TableReader:
     Raises ValueError naming two files if they are of different formats.
     """
     files = input_files(data)
-    if files is None:
-        return FrameReader(data)
+    return FrameReader(data) if files is None else open_files(files, spec)
+
+
+def open_files(files: Sequence[InputFile], spec: CsvSpec) -> TableReader:
+    """Returns the reader for files, as `open_table`."""
     formats = [format_of(file) for file in files]
     for file, found in zip(files, formats, strict=True):
         if found != formats[0]:

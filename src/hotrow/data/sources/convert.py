@@ -1,8 +1,9 @@
 """Converts Arrow columns to labels, times, dense numbers and keys: exactly, or with a fault for rows that are wrong.
 
 Each converter takes one Arrow array and returns its values and, if some rows cannot be converted, a `Fault`: which
-rows, and what is wrong with each. Values of faulty rows are meaningless. An id is never rounded: integers stay
-integers, text stays text, and a float is an id only if it is a whole number that a float holds exactly.
+rows, and what is wrong with each. Numbers and ids of faulty rows are missing; labels and times of them are meaningless.
+An id is never rounded: integers stay integers, text stays text, and a float is an id only if it is a whole number that
+a float holds exactly. `without_missing` comes first: it makes nulls of texts that mean a missing value.
 
 Text columns that arrive as a dictionary and codes stay coded (`CodedKeys`).
 """
@@ -10,6 +11,7 @@ Text columns that arrive as a dictionary and codes stay coded (`CodedKeys`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 
 from hotrow.data.chunk import KeyKind, Keys, take_keys
 from hotrow.data.native import count_codes
-from hotrow.data.sources.schema import JSON_LISTS, CategoricalSpec, LabelSpec
+from hotrow.data.sources.schema import JSON_LISTS, CategoricalSpec, DenseSpec, LabelSpec
 
 IdEncoding = Literal["int", "uint64", "bytes"]
 """How raw ids are held: int64, uint64 in the bits of an int64, or UTF-8 text."""
@@ -29,6 +31,10 @@ IdEncoding = Literal["int", "uint64", "bytes"]
 MAX_EXACT_FLOAT = 2**53
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 INTEGER = r"^(0|-?[1-9]\d*)$"
+WHOLE_FLOAT = r"^(0|-?[1-9]\d*)\.0+$"
+"""A whole number as text of floats has it: pandas writes integers with gaps so."""
+OTHER_BLANKS = ("\u00a0", "\u202f", "\u2009")
+"""Blanks that stand between groups of digits besides the ordinary one."""
 
 
 def kind_of(encoding: IdEncoding) -> KeyKind:
@@ -77,24 +83,65 @@ def value_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def to_numbers(array: pa.Array, column: str) -> tuple[NDArray[np.float64], Fault | None]:
-    """Returns float64 per row, NaN = missing. Text is parsed. Faults: NaN or infinity in the data, and text
-    that is not a number.
+def without_missing(array: pa.Array, missing: Sequence[str], *, is_read: bool = False) -> pa.Array:
+    """Returns `array` with null for each text, also within lists, that is one of `missing` but for blanks around it.
 
-    Raises ValueError for a column of another type (time, list, struct).
+    is_read: the reader has made null of texts without blanks. An array of another type, or without such a text, comes
+    back as it is.
+    """
+    if not missing:
+        return array
+    if is_list(array.type):
+        return _list_without_missing(array, missing, is_read=is_read)
+    if not is_text(value_type(array.type)):
+        return array
+    array = plain(array)
+    found = _means_missing(array, missing, is_read=is_read)
+    return array if found is None else pc.if_else(found, pa.scalar(None, array.type), array)
+
+
+def _list_without_missing(array: pa.Array, missing: Sequence[str], *, is_read: bool) -> pa.Array:
+    values = pc.list_flatten(array)
+    kept = without_missing(values, missing, is_read=is_read)
+    if kept.null_count == values.null_count:
+        return array
+    lengths = filled(pc.list_value_length(array), 0)
+    splits = pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+    return pa.LargeListArray.from_arrays(splits, kept, mask=array.is_null())
+
+
+def _means_missing(array: pa.Array, missing: Sequence[str], *, is_read: bool) -> pa.Array | None:
+    """Returns a mask of the texts that mean a missing value; None if there is none."""
+    wanted = pa.array(list(missing), array.type)
+    padded = pc.or_(pc.starts_with(array, " "), pc.ends_with(array, " "))
+    if pc.any(padded).as_py():
+        found = pc.is_in(pc.utf8_trim(array, " "), value_set=wanted)
+    else:
+        found = None if is_read else pc.is_in(array, value_set=wanted)
+    return found if found is not None and pc.any(found).as_py() else None
+
+
+def to_numbers(array: pa.Array, column: str, spec: DenseSpec | None = None) -> tuple[NDArray[np.float64], Fault | None]:
+    """Returns float64 per row, NaN = missing. Text is parsed. Faults: infinity in the data, and text that is not a
+    number; a NaN that is not text is a missing value.
+
+    spec: how numbers are written in text; None: plainly. Raises ValueError for a column of another type (time, list,
+    struct).
     """
     source = array = plain(array)
     if is_text(array.type):
-        array, bad = _parse_numbers(array)
+        array, bad = _parse_numbers(array) if spec is None or is_plain(spec) else parse_written(array, spec)
     else:
         array, bad = _as_float64(array, column), np.zeros(0, np.bool_)
     values = filled(array, np.nan)
     with np.errstate(over="ignore"):
         infinite = ~np.isfinite(values.astype(np.float32))
     if infinite.any():
-        infinite &= mask_of(array.is_valid())
+        infinite &= mask_of(array.is_valid()) if is_text(source.type) else ~np.isnan(values)
     if bad.any():
         infinite |= bad
+    if infinite.any():
+        values = np.where(infinite, np.nan, values)
     return values, _fault(column, infinite, source, "is not a finite float32 number; correct the row or leave it empty")
 
 
@@ -118,12 +165,56 @@ def _parse_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
         return numbers, mask_of(pc.invert(good))
 
 
+def is_plain(spec: DenseSpec) -> bool:
+    """Returns whether numbers in text have neither another decimal sign than the point, nor groups, nor a unit."""
+    return spec.decimal == "." and spec.thousands is None and spec.unit is None
+
+
+def written_pattern(spec: DenseSpec) -> str:
+    """Returns the regular expression of numbers that are written as `spec` says, without blanks around them.
+
+    Groups of digits and a unit may be absent, except "%": 12 among percentages may be a share.
+    """
+    digits = r"\d+"
+    if spec.thousands is not None:
+        sign = re.escape(spec.thousands)
+        digits = rf"(?:\d{{1,3}}(?:{sign}\d{{2,3}})*{sign}\d{{3}}|\d+)"
+    decimal = re.escape(spec.decimal)
+    number = rf"(?:{digits}(?:{decimal}\d*)?|{decimal}\d+)(?:[eE][+-]?\d+)?"
+    if spec.unit is None:
+        return rf"^[+-]?{number}$"
+    unit = re.escape(spec.unit)
+    before, after = rf"^[+-]? ?{unit} ?[+-]?{number}$", rf"^[+-]?{number} ?{unit}$"
+    return f"{before}|{after}" if spec.unit == "%" else f"{before}|{after}|^[+-]?{number}$"
+
+
+def with_plain_blanks(array: pa.Array) -> pa.Array:
+    """Returns text without blanks around it, and with the ordinary blank for others."""
+    for blank in OTHER_BLANKS:
+        array = pc.replace_substring(array, blank, " ")
+    return pc.utf8_trim_whitespace(array)
+
+
+def parse_written(array: pa.Array, spec: DenseSpec) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Returns text that is written as `spec` says as float64, and a mask of what is not."""
+    array = with_plain_blanks(array)
+    good = pc.match_substring_regex(array, written_pattern(spec))
+    array = pc.if_else(good, array, pa.scalar(None, array.type))
+    for sign in (spec.unit, " ", spec.thousands):
+        array = array if sign is None else pc.replace_substring(array, sign, "")
+    numbers = pc.cast(pc.replace_substring(array, spec.decimal, "."), pa.float64())
+    return numbers, mask_of(pc.invert(good))
+
+
 def to_label(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fault | None]:
-    """Returns float32 0 or 1 per row. Faults: a missing label; without a rule in `spec`, any value but 0 and 1."""
+    """Returns float32 0 or 1 per row. Faults: a missing label; without a rule in `spec`, any value but 0 and 1, and in
+    text "true" and "false" in any case."""
     array = plain(array)
     if spec.positive is not None:
         return _label_by_value(array, spec)
     numbers, fault = to_numbers(array, spec.column)
+    if fault is not None and spec.at_least is None and is_text(array.type):
+        numbers, fault = to_numbers(_with_digits(array), spec.column)
     bad = np.isnan(numbers) if fault is None else np.isnan(numbers) | fault.rows
     if spec.at_least is not None:
         with np.errstate(invalid="ignore"):
@@ -134,6 +225,13 @@ def to_label(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fau
     bad |= ~((label == 0) | (label == 1))
     reason = "is not a label; it must be 0 or 1 (or set label.positive or label.at_least)"
     return label, _fault(spec.column, bad, array, reason)
+
+
+def _with_digits(array: pa.Array) -> pa.Array:
+    """Returns text with 1 for "true" and 0 for "false"."""
+    words = pc.utf8_lower(pc.utf8_trim_whitespace(array))
+    one, zero = (pa.scalar(digit, array.type) for digit in "10")
+    return pc.if_else(pc.equal(words, "true"), one, pc.if_else(pc.equal(words, "false"), zero, array))
 
 
 def _label_by_value(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fault | None]:
@@ -206,7 +304,7 @@ class TimeReader:
         try:
             return pc.cast(array, target)
         except pa.ArrowInvalid:
-            return cast_each(array, target)
+            return cast_each(pc.utf8_trim_whitespace(array), target)
 
     @staticmethod
     def _fault(column: str, bad: NDArray[np.bool_], source: pa.Array) -> Fault | None:
@@ -214,12 +312,18 @@ class TimeReader:
         return _fault(column, bad, source, f"is not a time like the others; {cure}")
 
 
-def to_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
+def to_keys(
+    array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding, number: DenseSpec | None = None
+) -> tuple[Keys, Fault | None]:
     """Returns the keys of one feature. A missing value is a missing key; a missing list is an empty one.
+
+    number: how numbers that are cut into buckets are written in text; None: plainly.
 
     Raises ValueError if the column's shape does not fit `spec.kind`.
     """
     source = array = plain(array)
+    if spec.buckets is not None:
+        return _buckets_of(array, spec.column, spec.buckets, number)
     if spec.separator == JSON_LISTS and is_text(array.type):
         array, bad = json_lists(array)
         if bad.any():
@@ -262,12 +366,24 @@ def json_lists(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
     return pa.array(lists, pa.list_(pa.string())), bad
 
 
+def _buckets_of(
+    array: pa.Array, column: str, buckets: Sequence[float], number: DenseSpec | None
+) -> tuple[Keys, Fault | None]:
+    """Returns as the key of each number how many of `buckets` are at most it; no number is a missing key."""
+    numbers, fault = to_numbers(array, column, number)
+    missing = np.isnan(numbers)
+    keys = np.searchsorted(np.array(buckets), numbers, side="right").astype(np.int64)
+    return Keys(keys, None, ~missing if missing.any() else None), fault
+
+
 def default_encoding(kind: pa.DataType, spec: CategoricalSpec) -> IdEncoding:
     """Returns how ids of an Arrow type are held if `spec.type` does not say so.
 
     Raises ValueError for types that cannot be ids: structs, maps, intervals.
     """
     kind = value_type(kind)
+    if spec.buckets is not None:
+        return "int"
     if spec.type == "text":
         return "bytes"
     if pa.types.is_uint64(kind):
@@ -301,6 +417,7 @@ def _flat_keys(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys
         array, bad = _whole_numbers(array)
         cure = "an id must be a whole number below 2^53; correct the file, or list the column under dense"
     if encoding == "bytes":
+        array = pc.if_else(pa.array(bad), pa.scalar(None, array.type), array) if bad.any() else array
         return text_keys(array), _fault(column, bad, source, f"is not an exact id; {cure}")
     if is_text(array.type):
         array, bad = _parse_ids(array)
@@ -311,6 +428,8 @@ def _flat_keys(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys
         bad = bad | (values > np.iinfo(np.int64).max if values.dtype == np.uint64 else values < 0)
         cure = "the data set was prepared from integers of another signedness; cast the column"
     values = values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64, copy=False)
+    if bad.any():
+        valid = ~bad if valid is None else valid & ~bad
     return Keys(values, None, valid), _fault(column, bad, source, f"is not an exact integer id; {cure}")
 
 
@@ -342,10 +461,13 @@ def text_keys(array: pa.Array) -> Keys:
 
 
 def _parse_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Returns text as int64, and a mask of text that is not the canonical form of an integer."""
+    """Returns text as int64, and a mask of text that is not the canonical form of an integer, perhaps with ".0"."""
     try:
         numbers = pc.cast(array, pa.int64())
     except pa.ArrowInvalid:
+        array = pc.utf8_trim_whitespace(array)
+        is_float = pc.match_substring_regex(array, WHOLE_FLOAT)
+        array = pc.if_else(is_float, pc.replace_substring_regex(array, r"\.0+$", ""), array)
         canonical = pc.if_else(pc.match_substring_regex(array, INTEGER), array, pa.scalar(None, array.type))
         numbers = cast_each(canonical, pa.int64())
         return numbers, mask_of(pc.and_(array.is_valid(), numbers.is_null()))
@@ -459,6 +581,8 @@ class _Seen:
 
     dictionary: pa.Array
     entries: Keys
+    lost: NDArray[np.bool_] | None
+    """Which entries mean a missing value; None: none."""
 
 
 def column_of(keys: Mapping[str, Keys], name: str) -> Keys | CodedKeys:
@@ -467,9 +591,13 @@ def column_of(keys: Mapping[str, Keys], name: str) -> Keys | CodedKeys:
 
 
 class DictionaryReader:
-    """Coded keys from dictionary arrays; consecutive arrays that share a dictionary share one `entries` object."""
+    """Coded keys from dictionary arrays; consecutive arrays that share a dictionary share one `entries` object.
 
-    def __init__(self) -> None:
+    missing: texts that mean a missing value, as in `without_missing`.
+    """
+
+    def __init__(self, missing: Sequence[str] = ()) -> None:
+        self._missing = missing
         self._seen: dict[str, _Seen] = {}
 
     def __call__(self, name: str, array: pa.DictionaryArray) -> CodedKeys | None:
@@ -481,8 +609,13 @@ class DictionaryReader:
         # The last dictionary is kept alive, so nothing else can have its address.
         if seen is None or _addresses(seen.dictionary) != _addresses(dictionary):
             keys = text_keys(pa.concat_arrays([dictionary, pa.nulls(1, dictionary.type)]))
-            self._seen[name] = seen = _Seen(dictionary, keys)
-        return CodedKeys(seen.entries, filled(array.indices.cast(pa.int64()), len(dictionary)))
+            kept = without_missing(dictionary, self._missing)
+            lost = mask_of(kept.is_null()) if kept.null_count else None
+            self._seen[name] = seen = _Seen(dictionary, keys, lost)
+        codes = filled(array.indices.cast(pa.int64()), len(dictionary))
+        if seen.lost is not None:
+            codes = np.where(np.append(seen.lost, True)[codes], len(dictionary), codes)
+        return CodedKeys(seen.entries, codes)
 
 
 def _addresses(array: pa.Array) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Criteo click logs: label, 13 integers I1..I13, 26 categories C1..C26 of 8 hex digits, empty = missing.
+"""Criteo click logs: label, 13 integers I1..I13, 26 categories C1..C26 of 8 hex digits, empty (or NA, null, ...) =
+missing.
 
 Files are read as published: tab-separated without a header (Kaggle's train.txt and test.txt, the Terabyte set's day_0
 to day_23), and the comma-separated variants with a header and perhaps an Id column; plain, gzip or zstd; also with
@@ -38,6 +39,7 @@ from hotrow.data.chunk import (
 )
 from hotrow.data.native import Fault, RowColumns, RowLayout, count_newlines, parse_rows
 from hotrow.data.sources.inputs import ByteStream, InputFile, find_files, prefetch
+from hotrow.data.sources.schema import MISSING
 from hotrow.data.sources.tabular import estimate_lines
 
 DENSE_NAMES = tuple(f"I{i}" for i in range(1, 14))
@@ -50,6 +52,7 @@ HEAD_BYTES = 1 << 20
 HEAD_LINES = 100
 FILE_NAME = re.compile(r"(.*\.(txt|tsv|csv)|day_\d+)(\.gz|\.zst)?", re.IGNORECASE)
 FILE_WORDS = "*.txt, *.tsv, *.csv or day_N, also with .gz or .zst"
+MISSING_BYTES = frozenset(text.encode() for text in MISSING)
 BOM = b"\xef\xbb\xbf"
 ID_NAMES = ("", "id", "index")
 LABEL_NAMES = ("label", "click", "clicked", "target")
@@ -77,6 +80,7 @@ class CriteoSource:
 
     name = "criteo"
     dense_names = DENSE_NAMES
+    leaves_out = False
 
     def __init__(
         self,
@@ -181,7 +185,10 @@ class CriteoSource:
                     if result.fault is not None:
                         raw = _first_line(text[at:])
                         at, line = at + len(raw), line + 1
-                        self._skip(_row_error(file, line, raw, layout, result.fault, result.column))
+                        if _parsed_without_missing(raw, layout, columns, row):
+                            row += 1
+                        else:
+                            self._skip(_row_error(file, line, raw, layout, result.fault, result.column))
                     if row == rows_per_chunk:
                         end = min(offset + at, stream.offset)
                         yield _chunk(columns, row, layout, Position(start.file_index, end, line, self.skipped.num_rows))
@@ -209,6 +216,16 @@ def _chunk(columns: RowColumns, num_rows: int, layout: RowLayout, position: Posi
         keys[name] = Keys(columns.keys[c, :num_rows], valid=None if valid.all() else valid)
     label = columns.label[:num_rows] if layout.has_label else None
     return Chunk(num_rows, label, columns.dense[:num_rows], keys, position)
+
+
+def _parsed_without_missing(raw: bytes, layout: RowLayout, columns: RowColumns, row: int) -> bool:
+    """Parses a faulty line into row `row`, with texts that mean missing as empty; returns whether it is good."""
+    fields = raw.rstrip(b"\r\n").split(layout.delimiter.encode())
+    if len(fields) != len(layout.column_names):
+        return False
+    fields = [b"" if field.strip() in MISSING_BYTES else field for field in fields]
+    text = np.frombuffer(layout.delimiter.encode().join(fields) + b"\n", np.uint8)
+    return parse_rows(text, layout, columns, first_row=row, num_rows=row + 1).fault is None
 
 
 def _line_blocks(stream: ByteStream, num_bytes: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:

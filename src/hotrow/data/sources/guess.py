@@ -1,7 +1,9 @@
 """Guesses a first schema from the files: what each column seems to be, and why, for a person to check.
 
-Names, Arrow types and a sample of rows decide. Every guess has its reason; columns that no rule fits are left out, and
-the result says so. `hotrow init` writes it as YAML, `hotrow.fit` uses it as it is.
+Arrow types and a sample of rows decide, and names where labels, times and the order of lists are concerned. What a
+column of numbers is, its evidence decides (`kinds.py`); what gives the label away is left out (`leaks.py`). Every guess
+has its reason; columns that no rule fits are left out, and the result says so. `hotrow init` writes it as YAML,
+`hotrow.fit` uses it as it is.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from shlex import quote
 from typing import Any
@@ -18,27 +21,43 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hotrow.base.machine import usable_cores
+from hotrow.data.chunk import most_odd
 from hotrow.data.sources.columns import open_table
-from hotrow.data.sources.convert import INTEGER, NUMBER, is_list, is_text, plain
+from hotrow.data.sources.convert import (
+    INTEGER,
+    NUMBER,
+    TimeReader,
+    is_list,
+    is_text,
+    plain,
+    to_label,
+    to_numbers,
+    without_missing,
+)
+from hotrow.data.sources.evidence import CLEAR, Tally, weigh
+from hotrow.data.sources.kinds import Kind, as_dense, tell_kind
 from hotrow.data.sources.leaks import find_leaks
 from hotrow.data.sources.options import ReadOptions, Role, with_read_options
-from hotrow.data.sources.schema import JSON_LISTS, CsvSpec, LabelSpec, Schema, SplitKind, nearest, parse_schema
+from hotrow.data.sources.readings import ODD_SHARE, read_as, time_formats
+from hotrow.data.sources.sample import sample_rows
+from hotrow.data.sources.schema import (
+    JSON_LISTS,
+    MISSING,
+    CsvSpec,
+    DenseSpec,
+    LabelSpec,
+    Schema,
+    SplitKind,
+    Transform,
+    nearest,
+    parse_schema,
+)
 from hotrow.data.sources.tabular import TableReader, TextReader
 
-SAMPLE_ROWS = 20_000
 LABEL_NAMES = r"(is_?)?(label|click(ed)?|target|y|convert(ed)?|conversion|install(ed)?|purchased?|response)"
 ACTION_NAMES = rf"{LABEL_NAMES}|.*(action|behaviou?r|event|outcome|status).*"
 TIME_NAMES = r"(.*_)?(time|timestamp|ts|date|datetime|hour|day|dt|unix_?time|(created|updated|event)_?at)"
-ROW_ID_NAMES = (
-    r"(row_?)?(id|index|key)|uuid|guid|(request|event|impression|log|click)_?id|unnamed.*|__index_level_\d+__|"
-)
-ID_NAMES = (
-    r"(.*[_ ])?(id|ids|code|category|cat|type|user|item|device|product|brand|zip|zipcode|site|app|ip|campaign|ad)|.*Id"
-)
-NUMBER_NAMES = (
-    r"(n|num|cnt|count|qty|avg|mean|sum|total)_.*|(.*_)?(count|cnt|price|amount|age|score|duration|qty|quantity|rate|ratio|"
-    r"length|size|num|value|cost|distance|temperature|weight|height|position)"
-)
 SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
 UNIX_TIMES = tuple((1e8 * unit, 4e9 * unit) for unit in (1, 1e3, 1e6, 1e9))
 """Seconds, milliseconds, microseconds and nanoseconds of the years 1973 to 2096."""
@@ -47,23 +66,31 @@ LABEL_RULE = re.compile(r"\s*(.*?\S)\s*(?:>=\s*(-?\d+(?:\.\d+)?)|=\s*(\S.*?))\s*
 JOINED_IDS = r"^[A-Za-z_]{0,3}\d+( [A-Za-z_]{0,3}\d+)*$"
 SHOWN_VALUES = 8
 """A label may be made from a column of text that has no more values than this."""
-DATE_FORMATS = (
-    *("%Y/%m/%d", "%Y.%m.%d", "%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%m.%d.%Y", "%d-%m-%Y", "%m-%d-%Y"),
-    *("%d %b %Y", "%b %d %Y", "%b %d, %Y", "%d/%b/%Y"),
-)
-"""Dates as logs write them, apart from ISO 8601."""
-TIME_FORMATS = tuple(date + time for date in DATE_FORMATS for time in ("", " %H:%M", " %H:%M:%S", ":%H:%M:%S"))
 _MONTH, _DAY, _HOUR = "(0[1-9]|1[0-2])", "([0-2][0-9]|3[01])", "([01][0-9]|2[0-3])"
 WRITTEN_DATES = (f"(19|20)..{_MONTH}{_DAY}({_HOUR})?", f"..{_MONTH}{_DAY}{_HOUR}")
 """Forms of dates such as 20141021, 2014102113, and 14102113 as in Avazu's logs."""
-NO_NUMBERS = r"(?i)^[+-]?(nan|inf|infinity)$"
-"""Words that appear in columns of floats; preparation refuses rows that have them."""
+WORD_PAIRS = (("no", "yes"), ("n", "y"), ("f", "t"), ("false", "true"))
+"""Pairs of values that plainly mean 0 and 1."""
+POSITIVE_WORDS = (
+    r"(yes|y|true|t|1|clicked|click|buy|bought|purchased?|order(ed)?|convert(ed)?|conversion|install(ed)?|success|won|win|"
+    r"like[ds]?|positive|pos|good|approved|signup|subscribed?)"
+)
+NEGATIVE_WORDS = (
+    r"(no|n|false|f|0|-1|none|not?[ _-].*|non[ _-]?.*|un.*|view(ed)?|pv|impression|show[ns]?|skip(ped)?|dismiss(ed)?|"
+    r"lost|lose|dislike[ds]?|negative|neg|bad|fail(ed)?|cancel(l?ed)?|rejected)"
+)
 MOSTLY = 0.9
 """If at least this share of a label is 0 or 1, another value is a bad row and not another kind of label."""
 MANY_ROWS = 1000
 """With at least this many sampled rows, ids of which none repeats are names of rows."""
-FEW_VALUES = 64
-"""Integers are ids if they have at most this many values, or a range over ten times as wide as their number."""
+SOME_ROWS = 100
+"""With at least this many, whole numbers that follow one another without a gap are names of rows."""
+
+
+MOST_OF_TIME = 0.05
+"""A time that takes away more than this share of the label's LogLoss is set with the outcome: rates of clicks change
+over time, but not as much."""
+KEEP = "keep it, if it is known when a row is scored, with categorical or dense in fit or in the schema"
 
 
 @dataclass(frozen=True)
@@ -83,6 +110,8 @@ class ColumnFacts:
     low: float = 0.0
     high: float = 0.0
     median: float = 0.0
+    is_unix: bool = False
+    """Whether all numbers but a few are unix times."""
     share_ones: float | None = None
     """Share of 1, for a column that has only 0 and 1."""
     share_binary: float = 0.0
@@ -90,6 +119,12 @@ class ColumnFacts:
     values: tuple[str, ...] = ()
     """All values of a column of text, the most frequent first, if there are two to SHOWN_VALUES."""
     separator: str | None = None
+    num_odd: int = 0
+    """Values that are not of the column's kind, few enough to be taken for missing ones."""
+    odd: str = ""
+    """The first of them."""
+    written: Mapping[str, str] = field(default_factory=dict)
+    """How numbers are written in text, as in a schema; nothing if plainly."""
     time_formats: tuple[str, ...] = ()
     """For text with times that are not in ISO 8601: the strptime formats that read all of them."""
 
@@ -104,7 +139,22 @@ class ColumnFacts:
 
     @property
     def missing(self) -> str:
-        return f", {100 * self.num_missing / self.num_rows:.2g} % missing" if self.num_missing else ""
+        odd = f", {self.num_odd:,} read as missing, such as {self.odd!r}" if self.num_odd else ""
+        return (f", {100 * self.num_missing / self.num_rows:.2g} % missing" if self.num_missing else "") + odd
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether no more values are missing or odd than preparation takes for slips."""
+        return self.num_missing + self.num_odd <= most_odd(self.num_rows, ODD_SHARE)
+
+    @property
+    def word_pair(self) -> tuple[str, str] | None:
+        """The values that mean 0 and 1, as stored, if there are two and they say so."""
+        if self.kind in ("int", "float") and self.num_distinct == 2 and (self.low, self.high) == (-1, 1):
+            return "-1", "1"
+        by_word = {value.strip().lower(): value for value in self.values}
+        pair = next((pair for pair in WORD_PAIRS if {*by_word} == {*pair} and len(self.values) == 2), None)
+        return None if pair is None else (by_word[pair[0]], by_word[pair[1]])
 
 
 @dataclass(frozen=True)
@@ -194,39 +244,98 @@ def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
         if name is not None and name not in names:
             columns = ", ".join(map(shown, names))
             raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
-    sample = _sample(reader, names)
-    facts = [look_at(name, sample.column(name)) for name in names]
+    found = sample_rows(source, reader, CsvSpec.model_validate_json(json.dumps(csv)))
+    sample, facts = _look_at_all(found.rows, names, csv.get("null_values", MISSING))
+    if any(f.num_missing for f in facts):
+        csv.setdefault("null_values", list(MISSING))
     candidates = [f for f in facts if f.name == label or roles.get(f.name) != "exclude"]
     label_guess, question, notes = _find_label(candidates, label, made)
-    others = [f for f in facts if label_guess is None or f.name != label_guess.column]
-    others = [f for f in others if roles.get(f.name) != "exclude"]
-    time_guess, time_notes = _find_time(others, time, read.time_format)
+    label_name = None if label_guess is None else label_guess.column
+    others = [f for f in facts if f.name != label_name and roles.get(f.name) != "exclude"]
+    labels = None if label_guess is None or label_guess.role != "label" else _labels(sample, label_guess)
+    time_guess, time_notes, set_later = _find_time(others, time, read.time_format, sample, labels)
     taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
     if both := [name for name in roles if name in taken]:
         raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")
-    guesses = [taken.get(f.name) or (_told(f, roles[f.name]) if f.name in roles else _feature(f)) for f in facts]
-    origin = f"{sample.num_rows:,} rows of {reader.files[0].path}"
-    origin += f", first of {len(reader.files)} files" if len(reader.files) > 1 else ""
-    num_rows, _ = reader.count_rows()
-    guess = SchemaGuess(guesses, csv, origin, (*notes, *time_notes), question, num_rows=num_rows)
+    later = [g for g in (*set_later, *_other_labels(others, labels)) if g.column not in {**taken, **roles}]
+    notes = (*notes, *time_notes, *(f"column {shown(g.column)} is left out as {g.reason}" for g in later))
+    taken |= {g.column: g for g in later}
+    taken |= {f.name: _told(f, roles[f.name]) for f in facts if f.name in roles}
+    num_rows = max(reader.count_rows()[0], sample.num_rows)
+    features = _features([f for f in facts if f.name not in taken], sample, labels, sample.num_rows / num_rows)
+    guesses = [g for f in facts for g in ([taken[f.name]] if f.name in taken else features[f.name])]
+    guess = SchemaGuess(guesses, csv, found.origin, notes, question, num_rows=num_rows)
     return _without_leaks(guess, facts, sample, roles) if guess.of("label") else guess
+
+
+def _look_at_all(rows: pa.Table, names: Sequence[str], missing: Sequence[str]) -> tuple[pa.Table, list[ColumnFacts]]:
+    """Returns the rows with null for each of the texts `missing`, and the facts about their columns."""
+    with ThreadPoolExecutor(usable_cores()) as executor:
+        cells = executor.map(lambda name: without_missing(rows.column(name).combine_chunks(), missing), names)
+        sample = pa.table(dict(zip(names, cells, strict=True)))
+        return sample, list(executor.map(lambda name: look_at(name, sample.column(name), ()), names))
+
+
+def _features(
+    facts: Sequence[ColumnFacts], sample: pa.Table, labels: _Labels | None, sampled: float
+) -> dict[str, list[Guess]]:
+    """Returns the guesses about columns that are neither told nor label nor time, by name."""
+    with ThreadPoolExecutor(usable_cores()) as executor:
+        found = executor.map(lambda f: _feature(f, sample.column(f.name), labels, sampled), facts)
+        return {f.name: guesses for f, guesses in zip(facts, found, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """The labels of the sampled rows."""
+
+    name: str
+    positive: np.ndarray[Any, np.dtype[np.bool_]]
+    """[num_rows]"""
+    good: np.ndarray[Any, np.dtype[np.bool_]]
+    """[num_rows], False if the label of a row is bad."""
+
+
+def _labels(sample: pa.Table, label: Guess) -> _Labels:
+    values, fault = to_label(sample.column(label.column).combine_chunks(), LabelSpec.model_validate(label.spec))
+    good = np.ones(len(values), np.bool_) if fault is None else ~fault.rows
+    return _Labels(label.column, values == 1, good)
+
+
+def _other_labels(facts: Sequence[ColumnFacts], labels: _Labels | None) -> list[Guess]:
+    """Returns columns that are named like labels and hold 0 and 1: what happens after the event is not known before."""
+    if labels is None:
+        return []
+    reason = f"a leak: named like a label itself, it may be known only after {shown(labels.name)}; {KEEP}"
+    named = (f for f in facts if f.share_ones is not None and f.num_distinct == 2 and _like(LABEL_NAMES, f.name))
+    return [Guess("", f.name, {}, reason) for f in named]
 
 
 def _without_leaks(
     guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, roles: Mapping[str, Role]
 ) -> SchemaGuess:
-    """Returns `guess` without columns that give the label away; those that the user named stay, with a warning."""
+    """Returns `guess` without columns that give the label away; those that the user named stay, with a warning.
+
+    Columns that are merely strong stay too, with a note.
+    """
     label = LabelSpec.model_validate(guess.of("label")[0].spec)
-    used = [g.column for role in ("dense", "categorical") for g in guess.of(role)]
+    used = [*dict.fromkeys(g.column for role in ("dense", "categorical") for g in guess.of(role))]
     times = [f.name for f in facts if f.name in used and (f.kind == "time" or _holds_unix_times(f))]
     time = guess.of("time")[0].column if guess.of("time") else None
-    leaks = find_leaks(sample, label, used, times=times, time=time)
-    kept = [f"{leak_text(name, reason)}; it stays, as you named it" for name, reason in leaks.items() if name in roles]
-    left = {name: reason for name, reason in leaks.items() if name not in roles}
-    cure = "keep it, if it is known when a row is scored, with categorical or dense in fit or in the schema"
-    notes = [f"{leak_text(name, reason)}; left out: {cure}" for name, reason in left.items()]
-    guesses = [Guess("", g.column, {}, f"a leak: {left[g.column]}") if g.column in left else g for g in guess.guesses]
-    return replace(guess, guesses=guesses, notes=(*guess.notes, *notes), warnings=tuple(kept))
+    found = find_leaks(sample, label, used, times=times, time=time)
+    left = {name: reason for name, reason in found.leaks.items() if name not in roles}
+    named = {name: reason for name, reason in found.leaks.items() if name in roles}
+    notes = [f"{leak_text(name, reason)}; left out: {KEEP}" for name, reason in left.items()]
+    notes += [
+        f"column {shown(name)} {reason}; it stays: leave it out if it is not known when a row is scored"
+        for name, reason in found.strong.items()
+    ]
+    kept = [f"{leak_text(name, reason)}; it stays, as you named it" for name, reason in named.items()]
+    guesses: dict[tuple[str, str], Guess] = {}
+    for g in guess.guesses:
+        g = Guess("", g.column, {}, f"a leak: {left[g.column]}") if g.column in left else g
+        guesses[g.column, g.role] = g
+    return replace(guess, guesses=[*guesses.values()], notes=(*guess.notes, *notes), warnings=tuple(kept))
 
 
 def leak_text(column: str, reason: str) -> str:
@@ -274,51 +383,38 @@ def _is_header(first: list[str], *rows: list[str]) -> bool:
     return any(first) and len(set(first)) == len(first) and not any(map(is_number, first)) and "" not in first[1:]
 
 
-def _sample(reader: TableReader, names: Sequence[str]) -> pa.Table:
-    """Returns the first rows of the first file, with partition columns of all files.
-
-    Values here may be bad; preparation finds those.
-    """
-    batches, num_rows = [], 0
-    for rows in reader.read(0, 0, names, SAMPLE_ROWS):
-        batches.append(rows.batch)
-        num_rows += len(rows.batch)
-        if num_rows >= SAMPLE_ROWS:
-            break
-    if num_rows == 0:
-        raise ValueError(f"{reader.files[0].path} has no rows to look at; give a file that has some")
-    sample = pa.Table.from_batches(batches).slice(0, SAMPLE_ROWS)
-    # A partition column has one value in a file, and others in other files.
-    for name, values in reader.partition_values().items():
-        spread = values.take(pa.array(np.arange(len(sample)) % len(values)))
-        sample = sample.set_column(sample.schema.get_field_index(name), name, spread)
-    return sample
-
-
-def look_at(name: str, column: pa.ChunkedArray) -> ColumnFacts:
-    """Returns the facts about one sampled column."""
-    array = column.combine_chunks()
-    stored = str(array.type)
+def look_at(name: str, column: pa.ChunkedArray, missing: Sequence[str] = MISSING) -> ColumnFacts:
+    """Returns the facts about one sampled column. missing: texts that mean a missing value."""
+    array = without_missing(column.combine_chunks(), missing)
+    stored = str(column.type)
     if is_list(array.type):
         items = plain(pc.list_flatten(plain(array)))
-        inner = look_at(name, pa.chunked_array([items])) if not is_list(items.type) else None
+        inner = look_at(name, pa.chunked_array([items]), missing) if not is_list(items.type) else None
         kind = "list" if inner is not None and inner.kind in ("text", "int") else "other"
         distinct, once = (inner.num_distinct, inner.num_once) if inner is not None else (0, 0)
         return ColumnFacts(name, kind, stored, len(array), array.null_count, distinct, once)
     array = plain(array)
+    if pa.types.is_floating(array.type):
+        array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
     counts = np.empty(0) if pa.types.is_nested(array.type) else _value_counts(array)
     facts: dict[str, Any] = {"num_distinct": len(counts), "num_once": int((counts == 1).sum())}
     facts["share_binary"] = _share_binary(array)
-    kind, numbers = _read_as(array)
+    read = read_as(array)
+    kind, numbers = read.kind, read.numbers
+    facts |= {"num_odd": read.num_odd, "odd": read.odd, "written": read.written}
     if numbers is not None and len(numbers):
         facts |= {"low": numbers.min(), "high": numbers.max(), "median": float(np.median(numbers))}
+        outside = (((numbers < low) | (numbers > high)).sum() for low, high in UNIX_TIMES)
+        facts["is_unix"] = min(outside) <= most_odd(len(array), ODD_SHARE)
         if set(np.unique(numbers)) <= {0.0, 1.0}:
             facts["share_ones"] = float(numbers.mean())
+    elif kind == "text" and facts["share_binary"] == 1:
+        facts["share_ones"] = float(np.mean(to_label(array, LabelSpec(column=name))[0]))
     separator = _separator(array) if kind == "text" else None
     if kind == "text" and 2 <= len(counts) <= SHOWN_VALUES:
         facts["values"] = tuple(_values_of(array))
     if kind == "time" and is_text(array.type):
-        facts["time_formats"] = _time_formats(array.drop_null())
+        facts["time_formats"] = time_formats(array.drop_null(), most_odd(len(array), ODD_SHARE))
     return ColumnFacts(name, kind, stored, len(array), array.null_count, separator=separator, **facts)
 
 
@@ -333,54 +429,15 @@ def _values_of(array: pa.Array) -> list[str]:
 
 
 def _share_binary(array: pa.Array) -> float:
-    """Returns the share of rows, missing ones among them, that hold 0 or 1."""
+    """Returns the share of rows, missing ones among them, that hold 0 or 1, or in text true or false."""
     kind = array.type
     if is_text(kind):
-        hits = pc.match_substring_regex(array, r"^[01](\.0+)?$")
+        hits = pc.match_substring_regex(array, r"^\s*([01](\.0+)?|(?i:true|false))\s*$")
     elif pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
         hits = pc.is_in(array.cast(pa.float64(), safe=False), pa.array([0.0, 1.0]))
     else:
         return 0.0
     return (pc.sum(hits).as_py() or 0) / max(len(array), 1)
-
-
-def _read_as(array: pa.Array) -> tuple[str, np.ndarray[Any, Any] | None]:
-    """Returns what kind the values are, and the values as numbers if they are numbers."""
-    values = array.drop_null()
-    if not len(values) or pa.types.is_nested(values.type):
-        return "other", None
-    if is_text(values.type):
-        if pc.all(pc.match_substring_regex(values, INTEGER)).as_py():
-            return "int", pc.cast(values, pa.float64()).to_numpy()
-        numbers = values.filter(pc.invert(pc.match_substring_regex(values, NO_NUMBERS)))
-        whole = pc.all(pc.match_substring_regex(numbers, INTEGER)).as_py()
-        if not whole and pc.all(pc.match_substring_regex(numbers, NUMBER)).as_py():
-            padded = pc.any(pc.match_substring_regex(numbers, r"^0\d")).as_py()
-            return ("text", None) if padded else ("float", pc.cast(numbers, pa.float64()).to_numpy())
-        is_time = pc.all(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")).as_py()
-        return ("time" if is_time or _time_formats(values) else "text"), None
-    if pa.types.is_boolean(values.type):
-        return "bool", values.cast(pa.uint8()).to_numpy(zero_copy_only=False)
-    if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
-        return "time", None
-    if pa.types.is_integer(values.type) or (pa.types.is_decimal(values.type) and values.type.scale == 0):
-        return "int", values.cast(pa.float64(), safe=False).to_numpy()
-    if pa.types.is_floating(values.type) or pa.types.is_decimal(values.type):
-        numbers = values.cast(pa.float64()).to_numpy()
-        numbers = numbers[np.isfinite(numbers)]
-        # Integers with missing values arrive from pandas as floats.
-        is_whole = len(numbers) and bool((np.floor(numbers) == numbers).all())
-        return ("int" if is_whole else "float"), numbers
-    is_bytes = pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)
-    return ("text" if is_bytes else "other"), None
-
-
-def _time_formats(values: pa.Array) -> tuple[str, ...]:
-    """Returns the formats in TIME_FORMATS that read every value; none for ISO 8601, which needs none."""
-    values = pc.unique(values)
-    if pc.all(pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d")).as_py():
-        return ()
-    return tuple(f for f in TIME_FORMATS if pc.strptime(values, format=f, unit="s", error_is_null=True).null_count == 0)
 
 
 def _separator(array: pa.Array) -> str | None:
@@ -412,20 +469,22 @@ def _find_label(
     if name is not None:
         return _named_label(next(f for f in facts if f.name == name), made), "", ()
     binary = [f for f in facts if f.share_ones is not None and f.num_distinct == 2 and not f.num_missing]
-    named = [f for f in binary if _like(LABEL_NAMES, f.name)]
-    named = named or [f for f in facts if f.share_binary >= MOSTLY and _like(LABEL_NAMES, f.name)]
+    alike = [f for f in facts if _like(LABEL_NAMES, f.name)]
+    named = [f for f in alike if f in binary or f.word_pair is not None]
+    named = named or [f for f in alike if f.share_binary >= MOSTLY]
     if named:
         others = [f"another column could be the label: {shown(f.name)} (--label {quote(f.name)})" for f in named[1:]]
         return _binary_label(named[0], "named like a label"), "", tuple(others)
     if len(binary) == 1:
         return _binary_label(binary[0], "the only column of 0 and 1"), "", ()
-    ratings = [f for f in facts if _like(r"(.*_)?(rating|stars)", f.name) and f.kind in ("int", "float")]
+    ratings = [f for f in alike if f.kind in ("int", "float") and f.num_distinct <= SHOWN_VALUES]
+    ratings += [f for f in facts if _like(r"(.*_)?(rating|stars)", f.name) and f.kind in ("int", "float")]
     if len(binary) > 1:
         options = ", ".join(f"--label {quote(f.name)}" for f in binary[:10])
         return None, f"{len(binary)} columns hold 0 and 1; say which is the label: {options}", ()
     if ratings:
         return Guess("", ratings[0].name, {}, "may be the label"), ask_for_rule(ratings[0]), ()
-    actions = sorted((f for f in facts if f.values), key=lambda f: not _like(ACTION_NAMES, f.name))
+    actions = sorted((f for f in facts if f.kind == "text" and f.values), key=lambda f: not _like(ACTION_NAMES, f.name))
     return None, "; ".join(f"no column holds 0 and 1; {ask_for_values(f)}" for f in actions[:1]), ()
 
 
@@ -442,20 +501,44 @@ def ask_for_rule(facts: ColumnFacts) -> str:
 
 def ask_for_values(facts: ColumnFacts) -> str:
     """Returns the question which words in a column are positive, and how to answer it."""
-    rule = f"{facts.name} = {facts.values[1].strip()}"
+    positive = likely_positive(facts.values)
+    rule = f"{facts.name} = {positive.strip()}"
     return (
         f"column {facts.name!r} holds {', '.join(map(shown, facts.values))}; if the label is made of it, say which are "
         f"positive: "
         f"--label {quote(rule)}, in Python label={rule!r}, in a schema label: {{column: {json.dumps(facts.name)}, "
-        f"positive: {json.dumps(facts.values[1:2])}}}"
+        f"positive: {json.dumps([positive])}}}"
     )
 
 
+def likely_positive(values: Sequence[str]) -> str:
+    """Returns the value that means 1, as far as words tell; else one that is not plainly the other one.
+
+    values: the most frequent first.
+    """
+
+    def like(words: str, value: str) -> bool:
+        return re.fullmatch(words, value.strip(), re.IGNORECASE) is not None
+
+    told = [value for value in values if like(POSITIVE_WORDS, value)]
+    others = [value for value in values if not like(NEGATIVE_WORDS, value)]
+    return told[-1] if told else others[0] if 0 < len(others) < len(values) else values[1]
+
+
 def _binary_label(facts: ColumnFacts, why: str) -> Guess:
+    if (pair := facts.word_pair) and facts.share_ones is None:
+        return _label_of_words(facts, pair, why)
     if facts.share_ones is None or facts.share_binary < 1:
         num_others = round((1 - facts.share_binary) * facts.num_rows)
         return Guess("label", facts.name, {"column": facts.name}, f"{why}; {num_others:,} rows are neither 0 nor 1")
     return Guess("label", facts.name, {"column": facts.name}, f"{why}; {100 * facts.share_ones:.3g} % are 1")
+
+
+def _label_of_words(facts: ColumnFacts, pair: tuple[str, str], why: str) -> Guess:
+    """Returns a label of two values that plainly mean 0 and 1."""
+    rule = {"positive": [pair[1]], "negative": [pair[0]]} if facts.kind == "text" else {"at_least": 1}
+    spec = {"column": facts.name, **rule}
+    return Guess("label", facts.name, spec, f"{why}; {pair[1].strip()!r} is 1 and {pair[0].strip()!r} is 0")
 
 
 def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
@@ -478,6 +561,8 @@ def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
         return Guess("label", facts.name, {"column": facts.name, "positive": positive}, f"{positive} are 1")
     if facts.share_ones is not None or facts.share_binary >= MOSTLY:
         return _binary_label(facts, "0 and 1")
+    if facts.word_pair is not None:
+        return _binary_label(facts, "as told")
     if facts.kind in ("int", "float"):
         raise ValueError(f"label {ask_for_rule(facts)}")
     if facts.values:
@@ -489,32 +574,54 @@ def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:
 
 
 def _find_time(
-    facts: Sequence[ColumnFacts], name: str | None, format: str | None
-) -> tuple[Guess | None, tuple[str, ...]]:
-    """Returns the time column or None, and what the user may decide otherwise.
+    facts: Sequence[ColumnFacts], name: str | None, format: str | None, sample: pa.Table, labels: _Labels | None
+) -> tuple[Guess | None, tuple[str, ...], list[Guess]]:
+    """Returns the time column or None, what the user may decide otherwise, and times that are set with the outcome.
 
     name, format: of the time column, as the user told.
     """
     for f in facts:
         if f.name == name:
-            return Guess("time", f.name, _time_spec(f) if format is None else told_time(f, format), "as told"), ()
+            spec = _time_spec(f) if format is None else told_time(f, format)
+            return Guess("time", f.name, spec, "as told"), (), []
     if name is not None:
         raise ValueError(f"column {name!r} cannot be both label and time; name another")
-    unclear = tuple(
+    notes = [
         f"column {shown(f.name)} holds times that may be read in {len(f.time_formats)} ways; to split by it: "
         f"--time {quote(f.name)} --time-format {quote(f.time_formats[0])}, or the format {quote(f.time_formats[1])} "
         "(in Python time=..., time_format=...)"
         for f in facts
         if len(f.time_formats) > 1
-    )
-    for f in sorted(facts, key=lambda f: not _like(TIME_NAMES, f.name)):
-        if f.kind == "time" and not f.num_missing and len(f.time_formats) < 2:
-            return Guess("time", f.name, _time_spec(f), f"holds times ({f.stored})"), unclear
-        if _is_unix_time(f) and not f.num_missing:
-            return Guess("time", f.name, {"column": f.name}, "unix times"), unclear
-        if _is_written_date(f) and not f.num_missing:
-            return Guess("time", f.name, {"column": f.name}, "dates as whole numbers, which rise with time"), unclear
-    return None, unclear
+    ]
+    able = [(f, kind) for f in facts if (kind := _kind_of_time(f)) and f.is_nearly_full]
+    set_later: list[Guess] = []
+    # Of several times the one that tells most moments apart is the event's: neither a day nor a user's first visit.
+    for f, kind in sorted(able, key=lambda pair: (-pair[0].num_distinct, pair[0].name)):
+        if labels is None or not (share := _told_by_time(f, sample, labels)):
+            return Guess("time", f.name, _time_spec(f), kind), tuple(notes), set_later
+        why = f"a leak: this time tells {share:.0%} of the label, so it may be set with it; to split by it nonetheless:"
+        set_later.append(Guess("", f.name, {}, f"{why} --time {quote(f.name)}"))
+    return None, tuple(notes), set_later
+
+
+def _kind_of_time(f: ColumnFacts) -> str:
+    """Returns what kind of time a column holds; "" if rows cannot be split by it."""
+    if f.kind == "time" and len(f.time_formats) < 2:
+        return f"holds times ({f.stored})"
+    if _is_unix_time(f):
+        return "unix times"
+    return "dates as whole numbers, which rise with time" if _is_written_date(f) else ""
+
+
+def _told_by_time(f: ColumnFacts, sample: pa.Table, labels: _Labels) -> float:
+    """Returns which share of the label's LogLoss a time takes away, if it is too large for a change over time."""
+    spec, array = _time_spec(f), sample.column(f.name).combine_chunks()
+    times, fault = TimeReader.for_column(array.slice(0, 1024), spec.get("format"))(array, f.name)
+    good = labels.good if fault is None else labels.good & ~fault.rows
+    tally = Tally.of(times[good], labels.positive[good])
+    found = weigh(tally, as_dense(tally, "standardize"))
+    share = 0.0 if found is None else 1 - found.values / found.base
+    return share if found is not None and found.gain >= CLEAR and share > MOST_OF_TIME else 0.0
 
 
 def told_time(f: ColumnFacts, format: str) -> dict[str, Any]:
@@ -539,7 +646,7 @@ def _is_unix_time(f: ColumnFacts) -> bool:
 
 
 def _holds_unix_times(f: ColumnFacts) -> bool:
-    return f.kind == "int" and any(low <= f.low and f.high <= high for low, high in UNIX_TIMES)
+    return f.kind in ("int", "float") and not f.written and f.is_unix
 
 
 def _is_written_date(f: ColumnFacts) -> bool:
@@ -573,59 +680,82 @@ def _told(f: ColumnFacts, role: Role) -> Guess:
     return _categorical(f)
 
 
-def _feature(f: ColumnFacts) -> Guess:
-    """Returns the guess about a column that is neither label nor time."""
+def _feature(f: ColumnFacts, column: pa.ChunkedArray, labels: _Labels | None, sampled: float) -> list[Guess]:
+    """Returns the guess about a column that is neither label nor time; two guesses if it is a number and ids.
+
+    sampled: the share of all rows that were looked at.
+    """
     if f.kind == "other":
         why = (
             "no value in the sample"
             if f.num_missing == f.num_rows
             else f"type {f.stored} is not an id, a number or a list of ids"
         )
-        return Guess("", f.name, {}, why)
-    if f.num_distinct <= 1 and f.kind != "list":
-        return Guess("", f.name, {}, "the same value in every sampled row")
-    if f.num_distinct == f.num_rows - f.num_missing and _names_rows(f):
-        return Guess("", f.name, {}, "another value in every row: it names the row")
+        return [Guess("", f.name, {}, why)]
+    if f.num_distinct <= 1 and not f.num_missing and f.kind != "list":
+        return [Guess("", f.name, {}, "the same value in every sampled row")]
     if f.kind == "time":
-        return Guess("", f.name, {}, "a further time; derive an hour or weekday column to use it")
+        return [Guess("", f.name, {}, "a further time; derive an hour or weekday column to use it")]
     if f.kind == "list" or f.separator is not None:
-        return _list_feature(f)
-    reason = _why_dense(f)
-    return _dense(f, reason) if reason else _categorical(f)
+        return [_list_feature(f)]
+    kind = _kind_of_numbers(f, column, labels, sampled)
+    if _names_rows(f, kind, column):
+        return [Guess("", f.name, {}, "another value in every row: it names the row")]
+    if kind is None:
+        return [_categorical(f)]
+    found = [_dense(f, kind.reason)] if kind.is_number else []
+    if kind.ids == "buckets":
+        spec = {"column": f.name, "buckets": list(kind.buckets)}
+        return [*found, Guess("categorical", f.name, spec, f"the number in {len(kind.buckets) + 1} buckets")]
+    return [*found, _categorical(f, kind.reason)] if kind.ids else found
 
 
-def _names_rows(f: ColumnFacts) -> bool:
+def _kind_of_numbers(f: ColumnFacts, column: pa.ChunkedArray, labels: _Labels | None, sampled: float) -> Kind | None:
+    """Returns whether a column is a number, ids or both; None if it holds no numbers."""
+    if f.kind not in ("int", "float"):
+        return None
+    good = np.ones(len(column), np.bool_) if labels is None else labels.good
+    numbers = _numbers(f, column)[good]
+    if np.isnan(numbers).all():
+        return None
+    positive = None if labels is None else labels.positive[good]
+    return tell_kind(numbers, positive, transform=_transform(f), sampled=sampled)
+
+
+def _numbers(f: ColumnFacts, column: pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Returns the numbers of a column, NaN if a row has none."""
+    return to_numbers(column.combine_chunks(), f.name, DenseSpec.model_validate({"column": f.name, **f.written}))[0]
+
+
+def _names_rows(f: ColumnFacts, kind: Kind | None, column: pa.ChunkedArray) -> bool:
     """Returns whether a column that repeats no value is taken for a name of the row."""
-    if _like(ROW_ID_NAMES, f.name):
-        return f.num_rows > 100
-    return f.num_rows >= MANY_ROWS and f.kind in ("text", "int") and not _why_dense(f)
+    if f.num_distinct != f.num_rows - f.num_missing or f.num_rows < SOME_ROWS or f.kind not in ("text", "int"):
+        return False
+    if f.kind == "int":
+        numbers = _numbers(f, column)
+        steps = np.diff(np.sort(numbers[~np.isnan(numbers)]))
+        if (steps == 1).mean() >= MOSTLY:  # a sample has gaps between the runs of rows that it is made of
+            return True
+    return f.num_rows >= MANY_ROWS and (kind is None or not kind.is_number)
 
 
-def _why_dense(f: ColumnFacts) -> str:
-    """Returns why a column is a number and not an id; "" if it is an id."""
-    if f.kind == "float":
-        return "decimal numbers"
-    if f.kind != "int" or _like(ID_NAMES, f.name):
-        return ""
-    if _like(NUMBER_NAMES, f.name):
-        return "named like a number"
-    is_dense = f.num_distinct > FEW_VALUES and f.high - f.low < 10 * f.num_distinct
-    return "close whole numbers" if is_dense else ""
+def _transform(f: ColumnFacts) -> Transform:
+    return "log1p_clip0" if f.low >= 0 and f.high > 20 * f.median else "standardize"
 
 
 def _dense(f: ColumnFacts, reason: str) -> Guess:
-    skewed = f.low >= 0 and f.high > 20 * f.median
-    transform = "log1p_clip0" if skewed else "standardize"
-    why = "never negative, long tail" if skewed else "spread evenly enough"
-    spec = {"column": f.name, "transform": transform}
-    return Guess("dense", f.name, spec, f"{reason}, {f.low:g} to {f.high:g}, {why}{f.missing}")
+    why = "never negative, long tail" if _transform(f) == "log1p_clip0" else "spread evenly enough"
+    spec = {"column": f.name, "transform": _transform(f), **f.written}
+    return Guess("dense", f.name, spec, f"{reason}; {f.low:g} to {f.high:g}, {why}{f.missing}")
 
 
-def _categorical(f: ColumnFacts) -> Guess:
+def _categorical(f: ColumnFacts, why: str = "") -> Guess:
     spec: dict[str, Any] = {"column": f.name}
-    if f.kind == "int" and f.stored == "string":
+    if f.kind == "int" and f.stored == "string" and not f.num_odd:
         spec["type"] = "int"
-    return Guess("categorical", f.name, spec, f"{_kind_words(f)}, {f.cardinality}{f.missing}")
+    return Guess(
+        "categorical", f.name, spec, f"{f'{why}; ' if why else f'{_kind_words(f)}, '}{f.cardinality}{f.missing}"
+    )
 
 
 def _text_ids(f: ColumnFacts) -> Guess:

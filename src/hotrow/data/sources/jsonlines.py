@@ -2,7 +2,7 @@
 
 Values are text exactly as written, so that no number is rounded on its way (`convert.py` parses them); arrays become
 lists of text, members of nested objects become columns named `outer.inner`. A member that a line lacks is a missing
-value. The first lines of the first file decide which columns there are.
+value. The first lines of the first file, and lines from all over all files, decide which columns there are.
 
 pyarrow.json is not used: it reads 18446744073709551617 and 7.0 as floats, and refuses a number in a column of text.
 """
@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hotrow.data.chunk import RowError
+from hotrow.data.sources.excerpts import excerpt
 from hotrow.data.sources.inputs import InputFile
 from hotrow.data.sources.tabular import (
     CSV_BLOCK_BYTES,
@@ -34,6 +35,8 @@ from hotrow.data.sources.tabular import (
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 READ_BYTES = 1 << 20
+MANY_LINES, MOST_FILES = 1000, 200
+"""Lines, and files, in which columns are looked for beside the first lines of the first file."""
 ROWS_AT_ONCE = 8192
 """Lines, bad ones included, held as Python objects at a time: some tens of MB."""
 _TEXT_OF = {True: "1", False: "0", None: None}
@@ -56,7 +59,7 @@ class JsonReader:
         self._files = files
         self._missing = dict.fromkeys(null_values)
         self.files = tuple(f.info for f in files)
-        kinds = _columns_of(files[0])
+        kinds = _columns_of(files)
         self._partition_types = {name: pa.string() for name in partition_types(files) if name not in kinds}
         self.schema = pa.schema([*kinds.items(), *self._partition_types.items()])
 
@@ -165,9 +168,20 @@ def text_lines(file: InputFile, first: int = 0) -> Iterator[tuple[int, bytes]]:
                 raise ValueError(f"{file.name}: line {number + 1} is longer than {limit}; write one object a line")
 
 
-def _columns_of(file: InputFile) -> dict[str, pa.DataType]:
-    """Returns names and types of the members in a file's first lines, by first appearance."""
+def _columns_of(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
+    """Returns names and types of the members in the first file's first lines and in lines from all over all files, by
+    first appearance."""
     kinds: dict[str, type[str] | type[list[str]] | None] = {}
+    if fault := _note_members(files[0], kinds):
+        raise ValueError(f"{files[0].name} {fault}; write one object a line, as jq -c '.[]' does from an array")
+    chosen = [files[i] for i in np.linspace(0, len(files) - 1, min(len(files), MOST_FILES)).astype(int).tolist()]
+    for file in chosen:
+        _note_members(excerpt(file, num_rows=MANY_LINES, num_places=8, most_bytes=ESTIMATE_BYTES // len(chosen)), kinds)
+    return {name: pa.list_(pa.string()) if kind is list else pa.string() for name, kind in kinds.items()}
+
+
+def _note_members(file: InputFile, kinds: dict[str, type[str] | type[list[str]] | None]) -> str:
+    """Adds names and types of the members in a file's first lines to `kinds`; returns why there are none, or ""."""
     good, fault, num_bytes = False, "", 0
     with naming(file):
         for _, text in text_lines(file):
@@ -183,10 +197,7 @@ def _columns_of(file: InputFile) -> dict[str, pa.DataType]:
             num_bytes += len(text)
             if num_bytes > ESTIMATE_BYTES:
                 break
-    if not good:
-        reason = f"is not JSON Lines: {fault}" if fault else "is empty"
-        raise ValueError(f"{file.name} {reason}; write one object a line, as jq -c '.[]' does from an array")
-    return {name: pa.list_(pa.string()) if kind is list else pa.string() for name, kind in kinds.items()}
+    return "" if good else f"is not JSON Lines: {fault}" if fault else "is empty"
 
 
 def _members(text: bytes, *, is_plain: bool) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -25,6 +27,8 @@ SplitKind = Literal["time", "random", "reference"]
 SPLITS = ("train", "val", "test")
 JSON_LISTS = "json"
 """The separator of a column whose texts are JSON arrays."""
+MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
+"""Texts that mean a missing value if a schema does not say otherwise."""
 HISTORY = "_history"
 """Suffix of a column that holds the earlier values of another column."""
 
@@ -83,6 +87,18 @@ class DenseSpec(_Column):
 
     transform: Transform = "standardize"
     """log1p_clip0: log(1 + max(x, 0)). standardize: (x - mean) / std of the training split. identity: x."""
+    decimal: Literal[".", ","] = "."
+    """The sign before the decimals of numbers in text."""
+    thousands: Literal[",", ".", " ", "'"] | None = None
+    """The sign between groups of digits of numbers in text; None: digits are not grouped."""
+    unit: str | None = Field(default=None, min_length=1, pattern=r"^[^\d\s.,+\-']+$")
+    """Text before or after a number, such as "$", "EUR" or "%"; None: there is none."""
+
+    @model_validator(mode="after")
+    def _two_signs(self) -> DenseSpec:
+        if self.decimal == self.thousands:
+            raise ValueError(f"'decimal' and 'thousands' are both {self.decimal!r}; they need two signs")
+        return self
 
 
 class CategoricalSpec(_Column):
@@ -97,11 +113,24 @@ class CategoricalSpec(_Column):
     numbers as their decimal text. None: as stored, which for CSV is text."""
     separator: str | None = Field(default=None, min_length=1)
     """Text that separates the ids of a multi_hot or sequence feature, or JSON_LISTS; None: the column holds lists."""
+    buckets: Annotated[tuple[float, ...], Field(strict=False, min_length=1)] | None = None
+    """Rising numbers that cut a column of numbers into buckets. A bucket is an id: how many of them are at most the
+    value. None: the values are the ids."""
 
     @model_validator(mode="after")
     def _separator_needs_list(self) -> CategoricalSpec:
         if self.separator is not None and self.kind == "one_hot":
             raise ValueError("'separator' is for kind multi_hot or sequence; this feature is one_hot")
+        return self
+
+    @model_validator(mode="after")
+    def _buckets_of_numbers(self) -> CategoricalSpec:
+        if self.buckets is None:
+            return self
+        if self.kind != "one_hot" or self.type is not None:
+            raise ValueError("'buckets' cut single numbers; leave out 'type' and 'kind', or 'buckets'")
+        if not all(low < high for low, high in pairwise(self.buckets)) or not all(map(math.isfinite, self.buckets)):
+            raise ValueError(f"buckets {short(list(self.buckets))} must be finite numbers that rise")
         return self
 
     @property
@@ -165,14 +194,16 @@ class CsvSpec(_Strict):
     """Character between columns; None: found from the first lines."""
     column_names: tuple[str, ...] | None = None
     """Column names for files without a header line; None: the first line has them."""
-    null_values: tuple[str, ...] = ("",)
-    """Texts that mean "missing"."""
+    null_values: tuple[str, ...] = MISSING
+    """Texts that mean "missing", in files of every format and in frames."""
 
 
 class Schema(_Strict):
     """Everything that preparation needs to know about tabular logs; docs/prepare.md has an example."""
 
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
+    """1: as before hotrow knew more missing texts than the empty one: only it is missing, only in CSV and JSON Lines,
+    and no cell may be odd."""
     label: LabelSpec
     time: TimeSpec | None = None
     dense: tuple[DenseSpec, ...] = ()
@@ -183,6 +214,9 @@ class Schema(_Strict):
     histories: HistoriesSpec | None = None
     """How rows are made from events; None: each row of the files is a row."""
     csv: CsvSpec = CsvSpec()
+    odd_share: float = Field(default=0.001, ge=0, le=1)
+    """A cell that is not of its column's kind is missing, and a row without a readable time is left out, if a column
+    has no more of them than this share of the rows; in small data see `chunk.most_odd`. 0: the first is an error."""
     licence: str = ""
     """Note about the licence of the data, kept in dataset.json."""
 
@@ -252,6 +286,11 @@ class Schema(_Strict):
         time = () if self.time is None else (self.time.column,)
         return tuple(dict.fromkeys((self.label.column, *time, *self.dense_names, *self.feature_names)))
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Texts that mean a missing value in every format; version 1 has none besides what CSV and JSON Lines have."""
+        return self.csv.null_values if self.version > 1 else ()
+
     def table(self, name: str) -> TableSpec:
         return self.tables.get(name, TableSpec())
 
@@ -290,11 +329,19 @@ def parse_schema(value: Any, *, where: str) -> Schema:
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where}: a schema is a mapping with at least 'label' and 'categorical'; got {short(value)}")
+    if value.get("version") == 1:
+        value = _as_version_1_meant(value)
     try:
         # JSON mode: strict about scalars, while a list may stand for a tuple.
         return Schema.model_validate_json(json.dumps(value, default=str))
     except ValidationError as error:
         raise ValueError(explain_faults(error, where, _fields_at)) from None
+
+
+def _as_version_1_meant(value: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema of version 1 with what its absent fields meant."""
+    csv = value.get("csv", {})
+    return {"odd_share": 0.0, **value, "csv": {"null_values": [""], **csv} if isinstance(csv, dict) else csv}
 
 
 def check_options(**options: Any) -> None:

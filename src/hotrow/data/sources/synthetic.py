@@ -325,6 +325,7 @@ class SyntheticSource:
     """
 
     skip_bad_rows = 0
+    leaves_out = False
 
     def __init__(self, config: SyntheticConfig) -> None:
         self.config = config

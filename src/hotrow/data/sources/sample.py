@@ -1,0 +1,187 @@
+"""A bounded sample of a table: rows from the start, the middle and the end of every file.
+
+Columns that fill late, files sorted by a column and types that change on the way show only in rows from all over the
+files. Of text the lines of an excerpt are read (`excerpts.py`), of Parquet, Feather and ORC rows from all over their
+groups, of frames runs of rows. If the table is small, the sample is the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFile, open_columnar
+from hotrow.data.sources.columns import format_of, input_files, open_files
+from hotrow.data.sources.excerpts import RecordCut, excerpt
+from hotrow.data.sources.inputs import InputFile
+from hotrow.data.sources.schema import CsvSpec
+from hotrow.data.sources.tabular import FrameReader, TableReader, TextReader, naming, partition_types, with_partition
+
+SAMPLE_ROWS = 60_000
+SAMPLE_BYTES = 64 << 20
+"""Most text that is read of all files, and most that is decompressed."""
+NUM_PLACES = 16
+"""Places in all files from which rows are taken; in each file there are three or more."""
+NUM_RUNS = 256
+"""Runs of rows that are taken of a frame."""
+MOST_FILES = 200
+"""Files that are looked into; if there are more, these are spread evenly over them."""
+SKIPPED_VALUES = 8_000_000
+"""Values of columnar files that are read to get at rows within their groups: a fifth of a second."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows of a table, in the table's order."""
+
+    rows: pa.Table
+    origin: str
+    """Where the rows are from, in words."""
+
+
+def sample_rows(data: Any, reader: TableReader, spec: CsvSpec) -> Sample:
+    """Returns up to SAMPLE_ROWS rows of `data`, which `reader` reads, and of text files as `spec` says.
+
+    Values here may be bad; preparation finds those. Raises ValueError if no file has a row.
+    """
+    files = input_files(data)
+    if files is None:
+        assert isinstance(reader, FrameReader), "only a frame has no files"
+        rows, is_whole = _spread(reader.table), reader.table.num_rows <= SAMPLE_ROWS
+    else:
+        rows, is_whole = _of_files(files, reader, spec)
+    if not len(rows):
+        raise ValueError(f"{reader.files[0].path} has no rows to look at; give a file that has some")
+    where = reader.files[0].path if len(reader.files) == 1 else f"{len(reader.files):,} files"
+    if len(reader.files) > MOST_FILES:
+        where = f"{MOST_FILES} of {where}"
+    return Sample(
+        rows, f"{'all ' if is_whole else ''}{len(rows):,} rows {'of' if is_whole else 'from all over'} {where}"
+    )
+
+
+def _of_files(files: Sequence[InputFile], reader: TableReader, spec: CsvSpec) -> tuple[pa.Table, bool]:
+    """Returns rows of all files, or of MOST_FILES of them, and whether they are all rows."""
+    numbers = np.linspace(0, len(files) - 1, min(len(files), MOST_FILES)).round().astype(int)
+    chosen = [files[i] for i in numbers.tolist()]
+    num_bytes = max(sum(file.num_bytes for file in chosen), 1)
+    num_places = max(3, NUM_PLACES // len(chosen))
+    parts = []
+    for file in chosen:
+        share = max(file.num_bytes / num_bytes, 0.1 / len(chosen))
+        parts.append(_of_file(file, reader, spec, share, num_places))
+    rows = _joined([part for part, _ in parts], reader.schema)
+    is_whole = len(chosen) == len(files) and len(rows) <= SAMPLE_ROWS and all(whole for _, whole in parts)
+    return _spread(rows), is_whole
+
+
+def _of_file(
+    file: InputFile, reader: TableReader, spec: CsvSpec, share: float, num_places: int
+) -> tuple[pa.Table, bool]:
+    """Returns rows of one file, `share` of what is wanted of all, and whether they are all of its rows."""
+    num_rows = int(share * SAMPLE_ROWS) + 1
+    if format_of(file) in COLUMNAR_SUFFIXES:
+        return _of_groups(file, reader, num_rows, num_places, int(share * SKIPPED_VALUES))
+    cut = RecordCut(reader.delimiter.encode(), len(reader.names)) if isinstance(reader, TextReader) else None
+    part = excerpt(file, num_rows=num_rows, num_places=num_places, most_bytes=int(share * SAMPLE_BYTES), cut=cut)
+    if part is not file:
+        with suppress(ValueError):
+            return _read(open_files([part], spec), reader), False
+        # What is wrong in the excerpt does not lie in the first rows, or is found again, with its line in the file.
+        return _read(open_files([file], spec), reader, num_rows), False
+    return _read(open_files([file], spec), reader), True
+
+
+def _read(own: TableReader, reader: TableReader, num_rows: int | None = None) -> pa.Table:
+    """Returns the first rows of a file that its `own` reader reads, None: all; only columns that all files have."""
+    columns = [name for name in own.schema.names if name in reader.schema.names]
+    batches, count = [], 0
+    for rows in own.read(0, 0, columns, num_rows or 1 << 20):
+        batches.append(rows.batch)
+        count += len(rows.batch)
+        if num_rows is not None and count >= num_rows:
+            break
+    return pa.Table.from_batches(batches, own.schema.empty_table().select(columns).schema)
+
+
+def _spread(table: pa.Table) -> pa.Table:
+    """Returns SAMPLE_ROWS rows in runs that are spread evenly over the table; or all of a small table."""
+    if len(table) <= SAMPLE_ROWS:
+        return table
+    length = SAMPLE_ROWS // NUM_RUNS
+    starts = np.linspace(0, len(table) - length, NUM_RUNS).astype(int)
+    return pa.concat_tables([table.slice(start, length) for start in starts.tolist()])
+
+
+def _joined(parts: Sequence[pa.Table], schema: pa.Schema) -> pa.Table:
+    """Returns the rows of all files; a column is missing in files that lack it, or have it in a type that does not
+    go together with that of the files before."""
+    table = parts[0]
+    for part in parts[1:]:
+        alike = [f.name for f in part.schema if f.name not in table.column_names or _alike(table.field(f.name), f)]
+        table = pa.concat_tables([table, part.select(alike)], promote_options="permissive")
+    return table.select([name for name in schema.names if name in table.column_names])
+
+
+def _alike(one: pa.Field, other: pa.Field) -> bool:
+    try:
+        pa.unify_schemas([pa.schema([one]), pa.schema([other])], promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return False
+    return True
+
+
+def _of_groups(
+    file: InputFile, reader: TableReader, num_rows: int, num_places: int, most_skipped: int
+) -> tuple[pa.Table, bool]:
+    """Returns rows of a file that stores groups of rows by column, and whether they are all of its rows."""
+    with naming(file):
+        opened = open_columnar(file)
+        columns = [name for name in opened.schema.names if name in reader.schema.names]
+        ends = np.cumsum(opened.sizes, dtype=np.int64)
+        total = int(ends[-1]) if len(ends) else 0
+        length = total if total <= num_rows else -(-num_rows // num_places)
+        places = [0] if total <= num_rows else np.linspace(0, total - length, num_places).astype(int).tolist()
+        parts = []
+        for place in places if total else []:
+            group = int(np.searchsorted(ends, place, side="right"))
+            inside = place - int(ends[group] - opened.sizes[group])
+            inside = min(inside, most_skipped // num_places // max(len(columns), 1))
+            parts += list(_rows_after(_batches(file, opened, columns, group, length), inside, length))
+    names = [name for name in reader.schema.names if name in columns or name in partition_types([file])]
+    kinds = {name: reader.schema.field(name).type for name in names}
+    batches = [with_partition(batch, file, names, kinds) for batch in parts]
+    if not batches:
+        return opened.schema.empty_table().select(columns), True
+    return pa.Table.from_batches(batches), total <= num_rows
+
+
+def _batches(
+    file: InputFile, opened: ColumnarFile, columns: Sequence[str], group: int, num_rows: int
+) -> Iterator[pa.RecordBatch]:
+    """Yields the rows from a group on; of Parquet few at a time, which its reader would not."""
+    if format_of(file) != "parquet":
+        return opened.batches(group, columns, num_rows)
+    parquet = pq.ParquetFile(file.open_file(), pre_buffer=False)
+    groups = range(group, parquet.num_row_groups)
+    batches: Iterator[pa.RecordBatch] = parquet.iter_batches(
+        min(num_rows, 65536), row_groups=groups, columns=list(columns)
+    )
+    return batches
+
+
+def _rows_after(batches: Iterator[pa.RecordBatch], first: int, num_rows: int) -> Iterator[pa.RecordBatch]:
+    """Yields `num_rows` rows after the first ones."""
+    last = first + num_rows
+    for batch in batches:
+        if first < len(batch):
+            yield batch.slice(max(first, 0), last - max(first, 0))
+        first, last = first - len(batch), last - len(batch)
+        if last <= 0:
+            return
