@@ -528,7 +528,21 @@ def _find_time(
             return Guess("time", f.name, {"column": f.name}, "unix times"), unclear
         if _is_written_date(f) and f.is_nearly_full:
             return Guess("time", f.name, {"column": f.name}, "dates as whole numbers, which rise with time"), unclear
-    return None, unclear
+    return None, (*unclear, *_times_with_gaps(facts))
+
+
+def _times_with_gaps(facts: Sequence[ColumnFacts]) -> list[str]:
+    """Returns a sentence about each column that would be the time if fewer of its values were missing."""
+    notes = []
+    for f in facts:
+        if not f.is_nearly_full and (f.kind == "time" or _is_unix_time(f) or _is_written_date(f)):
+            lost = f.num_missing + f.num_odd
+            notes.append(
+                f"column {shown(f.name)} holds times, but {lost:,} of {f.num_rows:,} sampled rows have none; rows are "
+                f"split at random. To leave those rows out and split by it: --time {quote(f.name)} --skip-bad-rows "
+                f"{lost} or more (in Python time={f.name!r}, skip_bad_rows={lost})"
+            )
+    return notes
 
 
 def told_time(f: ColumnFacts, format: str) -> dict[str, Any]:
