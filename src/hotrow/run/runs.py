@@ -499,10 +499,11 @@ def _say_of_few_positives(training: Training) -> None:
         if fewer < FEWEST_OF_EACH:
             # Hanley and McNeil (1982), for an AUC about 0.75
             error = f", AUC +- {0.2 / math.sqrt(fewer):.2f}" if fewer else ", so it has no AUC"
-            training.say(
+            text = (
                 f"the {name} split has {fewer} {word} rows of {split.num_rows:,}, too few to judge by{error}; prepare "
                 "more rows, or give this split a larger share: --fractions 0.6,0.2,0.2"
             )
+            training.warn(f"few_{word}_{name}_rows", text, count=1)
 
 
 def _warn_of_slow_products(training: Training) -> None:

@@ -43,13 +43,14 @@ from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_check
 from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.meters import HotMeter, Meter, Notice, Session, StepClock, merged, meters_of_rows
-from hotrow.run.metrics import BinaryMetrics
+from hotrow.run.metrics import BinaryMetrics, doubts
 from hotrow.run.micro import backward_in_parts, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
 from hotrow.run.setup import DenseDevice, Parts, Setup, build, look_up
 from hotrow.run.together import Ranks, nonfinite_inputs
 from hotrow.run.trace import NAME as TRACE
 from hotrow.run.trace import Trace
+from hotrow.run.usual import usual_of
 from hotrow.run.wear import LEDGER, WriteLedger, WriteMeter, checkpoint_bytes
 from hotrow.run.wire import WireMeter
 
@@ -302,9 +303,9 @@ class Training:
                     self.say(f"step {self.state.step}: turns of {rates}")
         self.turns.close()
 
-    def warn(self, code: str, text: str) -> None:
-        """Shows a warning, and counts it in run.json."""
-        self.folder.warn(code, text)
+    def warn(self, code: str, text: str, *, count: int | None = None) -> None:
+        """Shows a warning, and counts it in run.json. count: as for `RunFolder.warn`."""
+        self.folder.warn(code, text, count=count)
         self.say(f"warning: {text}")
 
     def _train_turn(self) -> bool:
@@ -541,7 +542,18 @@ class Training:
             if self._has(split) and not (split == "val" and val)
         }
         metrics |= {"val": val} if val else {}
+        for split, values in metrics.items():
+            self._warn_of(doubts(values, f"the {split} split"))
+        if self.writes_files:
+            ranges, columns, told = usual_of(self.dataset)
+            self._warn_of(told)
+            self.folder.update(ranges=ranges, columns=columns)
         self.folder.update(status="finished", ended=state.ended, chosen_step=chosen, metrics=metrics, **self.figures())
+
+    def _warn_of(self, found: Mapping[str, str]) -> None:
+        """Shows and counts warnings about the end of the run; a resumed run comes to it again."""
+        for code, text in found.items():
+            self.warn(code, text, count=1)
 
     @property
     def epochs(self) -> float:

@@ -43,6 +43,7 @@ from hotrow.data.sources.convert import (
 from hotrow.data.sources.inputs import InputFile, find_files, prefetch
 from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
 from hotrow.data.sources.jsonlines import JsonReader, is_json_lines
+from hotrow.data.sources.lenient import lenient_keys, lenient_numbers
 from hotrow.data.sources.schema import CsvSpec, Schema, nearest
 from hotrow.data.sources.tabular import (
     PARQUET_SUFFIXES,
@@ -66,8 +67,9 @@ class ColumnsSource:
     data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required"; "made": made
     elsewhere, so that only the time is read; "alone": read without the time; "ignored": for rows to predict, whose
     label and time may be absent or hold anything. encodings: how ids were held when a data set was prepared
-    (feature -> "int", "uint64" or "bytes"); None: the columns' types decide. skip_bad_rows: how many bad rows may be
-    skipped before one is an error.
+    (feature -> `IdEncoding`); None: the columns' types decide. values: "any": a value that is not of its column's kind
+    is an unknown id or a missing number and no fault, for rows to score (`lenient.py`). skip_bad_rows: how many bad
+    rows may be skipped before one is an error.
 
     Raises ValueError naming file and column if a column is missing, differs between files or has a type that does not
     fit its use.
@@ -81,19 +83,21 @@ class ColumnsSource:
         name: str = "columns",
         labels: Literal["required", "made", "alone", "ignored"] = "required",
         encodings: Mapping[str, IdEncoding] | None = None,
+        values: Literal["strict", "any"] = "strict",
         skip_bad_rows: int = 0,
     ) -> None:
-        self.name, self.schema = name, schema
+        self.name, self.schema, self._values = name, schema, values
         self.skipped = SkippedRows()
         self.skip_bad_rows = skip_bad_rows
-        self._reader = open_table(data, schema.csv)
+        self._reader = open_table(data, schema.csv, values=values)
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels in ("required", "made")
         self._columns = self._wanted_columns()
         self._reader.check_drift(self._columns)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
-        with self._naming(0):
-            found = {c.column: default_encoding(types[c.column], c) for c in schema.categorical}
+        if values == "strict" or encodings is None:
+            with self._naming(0):
+                found = {c.column: default_encoding(types[c.column], c) for c in schema.categorical}
         self.encodings: dict[str, IdEncoding] = dict(encodings or found)
         self._time_reader = self._make_time_reader()
 
@@ -234,15 +238,16 @@ class ColumnsSource:
             batch = self._without(batch, rows, faults, file_index)
             parts, faults = self._columns_of(batch, dictionaries)
             assert not faults, "rows without a fault convert"
-        label, time, dense, keys = parts
+        label, time, dense, keys, unreadable = parts
         position = Position(file_index, rows.end, rows.end, self.skipped.num_rows)
-        return Chunk(len(batch), label, dense, keys, position, time)
+        return Chunk(len(batch), label, dense, keys, position, time, unreadable)
 
     def _columns_of(
         self, batch: pa.RecordBatch, dictionaries: DictionaryReader
-    ) -> tuple[tuple[Any, Any, Any, KeyColumns], list[Fault]]:
+    ) -> tuple[tuple[Any, Any, Any, KeyColumns, dict[str, int]], list[Fault]]:
         column = {name: batch.column(i) for i, name in enumerate(self._columns)}
         faults: list[Fault | None] = []
+        unreadable: dict[str, int] = {}
         label = time = None
         if self._has_label:
             label, fault = to_label(column[self.schema.label.column], self.schema.label)
@@ -253,19 +258,28 @@ class ColumnsSource:
             faults.append(fault)
         dense = np.empty((len(batch), len(self.schema.dense)), dtype=np.float32)
         for i, name in enumerate(self.schema.dense_names):
-            numbers, fault = to_numbers(column[name], name)
+            fault = None
+            if self._values == "any":
+                numbers, unreadable[name] = lenient_numbers(column[name], name)
+            else:
+                numbers, fault = to_numbers(column[name], name)
             with np.errstate(over="ignore"):
                 dense[:, i] = numbers
             faults.append(fault)
         keys: dict[str, Keys | CodedKeys] = {}
         for spec in self.schema.categorical:
             array, encoding = column[spec.column], self.encodings[spec.column]
-            coded = None
+            coded, fault = None, None
             if encoding == "bytes" and spec.kind == "one_hot" and pa.types.is_dictionary(array.type):
                 coded = dictionaries(spec.column, array)
-            keys[spec.column], fault = (coded, None) if coded is not None else to_keys(array, spec, encoding)
+            if coded is not None:
+                keys[spec.column] = coded
+            elif self._values == "any":
+                keys[spec.column], unreadable[spec.column] = lenient_keys(array, spec, encoding)
+            else:
+                keys[spec.column], fault = to_keys(array, spec, encoding)
             faults.append(fault)
-        return (label, time, dense, KeyColumns(keys)), [f for f in faults if f is not None]
+        return (label, time, dense, KeyColumns(keys), unreadable), [f for f in faults if f is not None]
 
     def _without(self, batch: pa.RecordBatch, rows: Rows, faults: Sequence[Fault], file_index: int) -> pa.RecordBatch:
         """Returns `batch` without its bad rows. Raises RowError for the first one beyond those that may be skipped."""
@@ -300,21 +314,22 @@ def _up_to(last: int | None, found: Iterator[Rows]) -> Iterator[Rows]:
         yield rows
 
 
-def open_table(data: Any, spec: CsvSpec) -> TableReader:
-    """Returns the reader for paths or a frame; spec: how lines of text are split into columns.
+def open_table(data: Any, spec: CsvSpec, *, values: Literal["strict", "any"] = "strict") -> TableReader:
+    """Returns the reader for paths or a frame; spec: how lines of text are split into columns. values: as for
+    `ColumnsSource`.
 
     Raises ValueError naming two files if they are of different formats.
     """
     files = input_files(data)
     if files is None:
-        return FrameReader(data)
+        return FrameReader(data, values=values)
     formats = [format_of(file) for file in files]
     for file, found in zip(files, formats, strict=True):
         if found != formats[0]:
             raise ValueError(f"{files[0].name} and {file.name} are of different formats; prepare one format at a time")
     if formats[0] == "csv":
         return TextReader(files, spec)
-    return ParquetReader(files) if formats[0] == "parquet" else JsonReader(files, spec.null_values)
+    return ParquetReader(files) if formats[0] == "parquet" else JsonReader(files, spec.null_values, values=values)
 
 
 def format_of(file: InputFile) -> FileFormat:

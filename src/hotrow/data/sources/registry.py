@@ -257,6 +257,7 @@ def open_source(
     roles: Mapping[str, Role] | None = None,
     labels: Literal["required", "alone", "ignored"] = "required",
     encodings: Mapping[str, IdEncoding] | None = None,
+    values: Literal["strict", "any"] = "strict",
     skip_bad_rows: int = 0,
     rows: int | None = None,
 ) -> OpenedSource:
@@ -265,7 +266,8 @@ def open_source(
     schema: how to read columns; None: the source's own schema, or for csv, parquet, jsonl and frame a guess, which the
     names `label` and `time` and the `roles` of columns can help. labels: "alone": without times, to evaluate a model;
     "ignored": for rows to predict, whose label and time may be absent or hold anything. encodings: how ids were held
-    when a data set was prepared. skip_bad_rows: how many rows may be bad. rows: how many a synthetic preset makes.
+    when a data set was prepared. values: "any", for rows to score: what is not of its column's kind is an unknown id or
+    a missing number. skip_bad_rows: how many rows may be bad. rows: how many a synthetic preset makes.
 
     Raises ValueError naming an unknown source, or what is wrong with the data.
     """
@@ -293,12 +295,16 @@ def open_source(
     if name == "criteo" and is_paths(data):
         paths = [data] if isinstance(data, str | Path) else list(data)
         criteo = CriteoSource(
-            paths, labels="ignored" if labels == "ignored" else "required", skip_bad_rows=skip_bad_rows
+            paths,
+            labels="ignored" if labels == "ignored" else "required",
+            values=values,
+            skip_bad_rows=skip_bad_rows,
         )
         return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": skip_bad_rows}
+    options |= {} if values == "strict" else {"values": values}
     source: ColumnsSource | HistoriesSource
     if name == "movielens":
         source = open_movielens(data, schema, **options)
