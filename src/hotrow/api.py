@@ -130,7 +130,7 @@ class Run:
             kept = ", ".join(map(str, checkpoints)) or "none"
             raise ValueError(f"run {self.path} has no checkpoint of step {step}; it keeps {kept}")
         checkpoint = self.checkpoint if step is None else checkpoints[step]
-        return export_checkpoint(checkpoint, self.folder.vocabulary, out, progress=progress)
+        return export_checkpoint(checkpoint, self.folder.vocabulary, out, seen=seen_of(self.record), progress=progress)
 
     @cached_property
     def _network(self) -> tuple[EmbeddingCollection, Network, DenseDevice]:

@@ -128,12 +128,12 @@ class Seen:
         found = list(self.standing_out())
         told = {}
         for kind, (code, text) in _SENTENCES.items():
-            shares = {name: self.columns[name][kind] / self.columns[name]["values"] for name, k in found if k == kind}
-            if names := sorted(shares, key=shares.__getitem__, reverse=True):
-                told[code] = text.format(columns=_listed([self._shown(name, kind) for name in names]))
+            shares = [(-own[kind] / own["values"], name) for name, own in self.columns.items() if (name, kind) in found]
+            if shares:
+                told[code] = text.format(columns=_listed([self._shown(name, kind) for _, name in sorted(shares)]))
         unreadable = {name: own["unreadable"] for name, own in self.columns.items() if own.get("unreadable")}
         if unreadable:
-            columns = _listed([f"{name} {count:,}" for name, count in unreadable.items()])
+            columns = _listed([f"{name} {count:,}" for name, count in sorted(unreadable.items())])
             told["unreadable_values"] = (
                 f"values that are not of their column's kind were scored as unknown ids or missing numbers: {columns}"
             )

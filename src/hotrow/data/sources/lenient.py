@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import Keys
 from hotrow.data.sources.convert import (
     HEX,
     INTEGER,
+    MAX_EXACT_FLOAT,
     NUMBER,
     Fault,
     IdEncoding,
@@ -80,6 +82,8 @@ def _flat(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys, Fau
     if encoding != "bytes" and not _is_whole(array.type):
         array, unknown = _integers_in(array if is_text(array.type) else _as_text(array), encoding)
     keys, fault = flat_keys(array, column, encoding)
+    if fault is not None and encoding == "bytes":
+        keys, fault = flat_keys(_as_text(array), column, encoding)  # 12.5 is a text like any other
     if fault is not None:
         unknown = unknown | fault.rows
     if not unknown.any():
@@ -118,16 +122,28 @@ def integer_of(text: str, encoding: IdEncoding) -> int | None:
 
 
 def _as_text(array: pa.Array) -> pa.Array:
-    """Returns any values as text: a list of one as that one, an empty list as missing."""
-    values = (value[0] if isinstance(value, list) and len(value) == 1 else value for value in array.to_pylist())
-    return pa.array([None if value is None or value == [] else _shown(value) for value in values], pa.string())
+    return pa.array([text_of(value) for value in array.to_pylist()], pa.string())
 
 
-def _shown(value: Any) -> str:
+def text_of(value: Any) -> str | None:
+    """Returns any value as text, an id in the form that columns of its type give it; None if it is missing.
+
+    A NaN and an empty list are missing, a list of one is that one.
+    """
+    if isinstance(value, list):
+        return None if not value else text_of(value[0]) if len(value) == 1 else str(value)
+    if value is None or (isinstance(value, float) and value != value):
+        return None
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer() and abs(value) < MAX_EXACT_FLOAT:
+        return str(int(value))
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _as_lists(array: pa.Array) -> pa.Array:
     """Returns lists of one, and empty ones of missing values."""
+    if pa.types.is_floating(array.type):
+        array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
     valid = mask_of(array.is_valid())
     return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *valid]), pa.int32()), array.drop_null())

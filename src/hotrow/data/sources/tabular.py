@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from hotrow.data.chunk import FileInfo, RowError
 from hotrow.data.sources.convert import is_text, value_type
 from hotrow.data.sources.inputs import InputFile, prefetch
+from hotrow.data.sources.lenient import text_of
 from hotrow.data.sources.schema import CsvSpec
 
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
@@ -159,14 +160,7 @@ def _any_column(column: Any) -> pa.Array:
     try:
         return pa.array(column, from_pandas=True)
     except (pa.ArrowException, TypeError, OverflowError):
-        return pa.array([_any_text(value) for value in column], pa.string())
-
-
-def _any_text(value: Any) -> str | None:
-    """Returns a value as text; None for a missing one, as which a NaN counts."""
-    if value is None or (isinstance(value, float) and value != value):
-        return None
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+        return pa.array([text_of(value) for value in column], pa.string())
 
 
 def _to_table(frame: Any) -> pa.Table:
