@@ -481,8 +481,6 @@ def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> Pa
         if not quiet:
             print(line, file=sys.stderr)
 
-    for warning in opened.warnings:
-        folder.warn("leak", warning)
     out = folder.path / "data"
     if (out / MANIFEST).is_file():
         announce(f"{out} is prepared already")

@@ -286,7 +286,8 @@ def prepare(
         "summary": dict(dataset.info.summary),
         "checksum": dataset.checksum,
     }
-    return result, lambda: _print_fields({k: result[k] for k in ("out", "rows", "summary")})
+    summary = {name: value for name, value in dataset.info.summary.items() if name != "notes"}  # they were said
+    return result, lambda: _print_fields({"out": result["out"], "rows": result["rows"], "summary": summary})
 
 
 @verb(

@@ -94,6 +94,8 @@ BUFFER_BYTES = 64 << 20
 """Part of the memory budget for rows in flight between reader and writer."""
 MIN_MEMORY_BYTES = 128 << 20
 CHECKSUM_BLOCK_BYTES = 1 << 22
+LEAK, SCHEMA_GUESS = "leak", "schema_guess"
+"""The codes of the warnings that runs count for what preparation said of columns."""
 
 
 @dataclass(frozen=True)
@@ -567,7 +569,7 @@ class _Stages:
             rows_read, skipped = self._write_rows(plan, encode, writer, mark)
             self._check_files_unchanged()
             self._say_skipped(skipped, self._source.skipped.examples)
-            dataset = writer.close({"rows_read": rows_read, "rows_skipped": skipped})
+            dataset = writer.close(self._summary(rows_read, skipped))
         self._work.remove()
         return dataset
 
@@ -649,11 +651,17 @@ class _Stages:
                 of_ranks = [checked(_PARTS, own, where="what ranks say", cure=CURE) for own, _ in found]
                 parts = {split: [part for own in of_ranks for part in own.get(split, ())] for split in SPLITS}
                 whole = {split: own for split, own in parts.items() if own}
-                writer.complete(whole, {"rows_read": self._work.results.rows_total, "rows_skipped": skipped})
+                writer.complete(whole, self._summary(self._work.results.rows_total, skipped))
 
         on_every_rank(world, complete)
         self._work.remove()
         return PackedDataset.open(out)
+
+    def _summary(self, rows_read: int | None, rows_skipped: int) -> dict[str, Any]:
+        """Returns what dataset.json keeps of the preparation: also what it said, which every run on it counts."""
+        told = {LEAK: list(self._opened.warnings), SCHEMA_GUESS: list(self._opened.choices)}
+        notes = {code: texts for code, texts in told.items() if texts}
+        return {"rows_read": rows_read, "rows_skipped": rows_skipped, **({"notes": notes} if notes else {})}
 
     def _say_skipped(self, num_rows: int, examples: Sequence[str]) -> None:
         if num_rows:

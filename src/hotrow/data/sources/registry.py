@@ -241,6 +241,8 @@ class OpenedSource:
     """What was found out and not given."""
     warnings: tuple[str, ...] = ()
     """Columns that the user named although they seem to give the label away."""
+    choices: tuple[str, ...] = ()
+    """Choices of a guessed schema that the user may want to change, columns that it leaves out among them."""
 
     def with_options(self, **options: Any) -> OpenedSource:
         """Returns this source with its schema changed by `Schema.with_options`."""
@@ -303,6 +305,7 @@ def open_source(
         return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": skip_bad_rows}
     options |= {} if values == "strict" else {"values": values}
     source: ColumnsSource | HistoriesSource
@@ -312,9 +315,9 @@ def open_source(
         schema = schema or OWN_SCHEMAS.get(name)
         if schema is None:
             guess = guess_columns(data, label=label, time=time, roles=roles)
-            schema, notes, warnings = guess.schema(), (guess.summary(),), guess.warnings
+            schema, notes, warnings, choices = guess.schema(), (guess.summary(),), guess.warnings, guess.notes
         source = open_columns(data, schema, name=name, **options)
-    return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes), warnings)
+    return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes), warnings, choices)
 
 
 def _tell_source(data: Any) -> str:
