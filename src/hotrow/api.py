@@ -332,6 +332,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         figures = {"status": self.record.status, "path": self.path, **self.metrics}
+        figures.pop("columns", None)
         how_far = {name: getattr(self.record, name) for name in ("steps", "epochs", "samples_per_s")}
         figures |= {name: value for name, value in how_far.items() if value is not None}
         rows = "".join(

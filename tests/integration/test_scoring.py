@@ -22,6 +22,8 @@ from benchmarks.criteo_text import write_criteo
 from hotrow.cli import app as cli
 from hotrow.data.chunk import RowError
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES
+from hotrow.data.sources.lenient import lenient_keys
+from hotrow.data.sources.schema import CategoricalSpec
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.run.folder import RunFolder
 
@@ -423,3 +425,24 @@ def test_hostile_lines_of_criteo_get_a_score_each(tmp_path: Path) -> None:
     with pytest.raises(RowError, match=r"new\.txt:2"):
         (tmp_path / "new.txt").write_text("\t".join(lines[0]) + "\nbroken\n")
         run.predict(tmp_path / "new.txt")
+
+
+def test_a_run_is_not_lost_if_its_splits_cannot_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(*_: Any) -> Any:
+        raise ValueError("part-00000.arrow: the checksum differs")
+
+    monkeypatch.setattr("hotrow.run.trainer.usual_of", damaged)
+    run = hotrow.fit(pa.table(rows()), schema=SCHEMA, run=tmp_path / "run", quiet=True, max_steps=2, **OPTIONS)
+    assert run.record.status == "finished" and run.record.columns is None
+    assert "part-00000.arrow" in run.record.warnings["columns_not_counted"]["text"]
+
+
+def test_text_of_integers_is_cast_at_once_unless_a_value_is_odd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value by value it would take many times as long, for every file of text."""
+    looked_at: list[str] = []
+    monkeypatch.setattr("hotrow.data.sources.lenient.integer_of", lambda text, _: looked_at.append(text))
+    spec = CategoricalSpec(column="user")
+    lenient_keys(pa.array(["12", "7", None] * 100), spec, "int")
+    assert not looked_at
+    lenient_keys(pa.array(["12", "7", "guest"] * 100), spec, "int")
+    assert looked_at == ["12", "7", "guest"], "each different text once"

@@ -163,6 +163,7 @@ class RunRecord:
             **{name: metrics.get(name) for name in names},
             **{name: value for name, value in fields.items() if value is not None},
             "metrics": self.metrics or {},
+            "columns": self.columns or {},
             "warnings": self.warnings,
         }
 

@@ -545,10 +545,18 @@ class Training:
         for split, values in metrics.items():
             self._warn_of(doubts(values, f"the {split} split"))
         if self.writes_files:
-            ranges, columns, told = usual_of(self.dataset)
-            self._warn_of(told)
-            self.folder.update(ranges=ranges, columns=columns)
+            self._count_columns()
         self.folder.update(status="finished", ended=state.ended, chosen_step=chosen, metrics=metrics, **self.figures())
+
+    def _count_columns(self) -> None:
+        """Keeps what the splits hold by column. A run is not lost if a block that it did not train on is damaged."""
+        try:
+            ranges, columns, told = usual_of(self.dataset)
+        except (OSError, ValueError) as error:
+            self.warn("columns_not_counted", f"later scores will have nothing to be compared with: {error}", count=1)
+            return
+        self._warn_of(told)
+        self.folder.update(ranges=ranges, columns=columns)
 
     def _warn_of(self, found: Mapping[str, str]) -> None:
         """Shows and counts warnings about the end of the run; a resumed run comes to it again."""

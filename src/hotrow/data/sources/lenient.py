@@ -75,6 +75,10 @@ def lenient_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -
 
 def _flat(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
     """Returns a key for each value, as `flat_keys`, with unknown ones instead of a fault."""
+    if is_text(array.type):
+        keys, fault = flat_keys(array, column, encoding)
+        if fault is None:
+            return keys, None  # the usual case, many times as fast
     unknown = np.zeros(len(array), np.bool_)
     kind = array.type
     if pa.types.is_nested(kind) or pa.types.is_duration(kind) or pa.types.is_interval(kind):
