@@ -188,7 +188,8 @@ class RunFolder:
         if not before["count"]:
             self.log(f"warning ({code}): {text}")
         now: Counted = {"count": before["count"] + 1 if count is None else count, "text": before["text"]}
-        self.update(warnings={**self.record.warnings, code: now})
+        if self.record.warnings.get(code) != now:
+            self.update(warnings={**self.record.warnings, code: now})
 
     def log(self, text: str) -> None:
         """Writes a line with the time to log.txt."""

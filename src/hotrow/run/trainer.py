@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import islice
@@ -542,8 +542,7 @@ class Training:
             if self._has(split) and not (split == "val" and val)
         }
         metrics |= {"val": val} if val else {}
-        for split, values in metrics.items():
-            self._warn_of(doubts(values, f"the {split} split"))
+        self._warn_of([doubts(metrics[split], f"the {split} split") for split in ("val", "test") if split in metrics])
         if self.writes_files:
             self._count_columns()
         self.folder.update(status="finished", ended=state.ended, chosen_step=chosen, metrics=metrics, **self.figures())
@@ -555,13 +554,14 @@ class Training:
         except (OSError, ValueError) as error:
             self.warn("columns_not_counted", f"later scores will have nothing to be compared with: {error}", count=1)
             return
-        self._warn_of(told)
+        self._warn_of([told])
         self.folder.update(ranges=ranges, columns=columns)
 
-    def _warn_of(self, found: Mapping[str, str]) -> None:
-        """Shows and counts warnings about the end of the run; a resumed run comes to it again."""
-        for code, text in found.items():
-            self.warn(code, text, count=1)
+    def _warn_of(self, found: Sequence[Mapping[str, str]]) -> None:
+        """Shows and counts warnings about the end of the run, by code; a resumed run comes to it again."""
+        for code in dict.fromkeys(code for told in found for code in told):
+            texts = [told[code] for told in found if code in told]
+            self.warn(code, "; ".join(texts), count=len(texts))
 
     @property
     def epochs(self) -> float:
