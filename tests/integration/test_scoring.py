@@ -390,7 +390,9 @@ def test_a_run_on_criteo_scores_its_text_in_every_form(tmp_path: Path) -> None:
     order = sorted(columns, reverse=True)
     pyarrow.csv.write_csv(pa.table({name: columns[name] for name in order}), tmp_path / "other.csv")
     write_json(tmp_path / "new.jsonl", pa.table(columns).to_pylist())
-    for data in (columns, *(tmp_path / name for name in ("new.parquet", "other.csv", "new.jsonl"))):
+    (tmp_path / "days").mkdir()
+    (tmp_path / "days" / "day_0").write_bytes((tmp_path / "new.txt").read_bytes())
+    for data in (columns, tmp_path / "days", *(tmp_path / name for name in ("new.parquet", "other.csv", "new.jsonl"))):
         np.testing.assert_array_equal(scores_of(run, data), expected)
         assert run.seen.columns == counts, data
     with pytest.raises(RowError, match=r"\(C1\): 'guest'"):

@@ -35,10 +35,12 @@ from hotrow.data.prepare.pipeline import Options, prepare
 from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.prepare.workfolder import check_out
 from hotrow.data.seen import Seen
-from hotrow.data.sources.columns import open_table
+from hotrow.data.sources.columns import format_of, is_paths, open_table
 from hotrow.data.sources.convert import CodedKeys, IdEncoding, column_of
-from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, open_source, recognise, tell_format
+from hotrow.data.sources.inputs import find_files
+from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, looks_like_criteo, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
+from hotrow.data.sources.tabular import TextReader
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.world import World
 
@@ -240,11 +242,16 @@ class RawEncoder:
         """Returns the source that reads `data`: for rows of Criteo's columns in another form, that of the form."""
         if self._source != "criteo":
             return self._source
-        form = tell_format(data)
-        if form != "csv" or recognise(data) == "criteo":
-            return "criteo" if form == "csv" else form
-        names = set(open_table(data, self.schema.csv).schema.names)
-        return "csv" if names >= {*self.schema.dense_names, *self.schema.feature_names} else "criteo"
+        if not is_paths(data):
+            return "frame"
+        paths = [data] if isinstance(data, str | Path) else data
+        file = find_files(paths, matches=bool, wanted="any file")[0]
+        if (form := format_of(file)) != "csv":
+            return form
+        if looks_like_criteo(file.first_line()):
+            return "criteo"
+        names = {*self.schema.dense_names, *self.schema.feature_names}
+        return "csv" if names <= {*TextReader([file], self.schema.csv).names} else "criteo"
 
 
 def _count(seen: Seen, schema: Schema, chunk: Chunk, dense: NDArray[np.float32], ids: Mapping[str, Ids]) -> None:
