@@ -110,7 +110,8 @@ class Scorer:
             except UnreadableError:
                 unreadable += 1
                 rows.append(int(self.tables[feature["table"]]["vocabulary"]["unknown_row"]))
-        self.seen.add_ids(feature["name"], np.array(rows), np.array(missing, bool), unreadable=unreadable)
+        if self.tables[feature["table"]]["vocabulary"] is not None:  # else row 0 is a row like any other
+            self.seen.add_ids(feature["name"], np.array(rows), np.array(missing, bool), unreadable=unreadable)
         offsets = np.cumsum([0, *map(len, bags)])
         return torch.tensor(rows, dtype=torch.int64), torch.from_numpy(offsets)
 

@@ -36,23 +36,23 @@ def count_split(split: Split, seen: Seen) -> Seen:
     """Counts the rows of a split into `seen`, and returns it.
 
     A packed dataset keeps a missing number as 0, so numbers have `missing_or_zero` in place of `missing`; and a missing
-    id as row 0 if training had none missing, so such a feature has no `missing`.
+    id as row 0 if training had none missing, so such a feature has no `missing`. Features without a vocabulary are not
+    counted: their row 0 is a row like any other.
     """
-    missing_rows = {
-        feature.name: split.info.table_by_name[feature.table].missing_row for feature in split.info.features
-    }
+    tables = {feature.name: split.info.table_by_name[feature.table] for feature in split.info.features}
     for index in range(split.num_blocks):
         block = split.block(index)
         for name, column in zip(split.info.dense_names, block.dense, strict=True):
             seen.add_numbers(name, column, column == 0)
-        for (name, missing_row), ids in zip(missing_rows.items(), block.ids, strict=True):
-            rows = ids.values if isinstance(ids, Ragged) else ids
-            seen.add_ids(name, rows, None if missing_row is None else rows == missing_row)
+        for (name, table), ids in zip(tables.items(), block.ids, strict=True):
+            rows, missing = ids.values if isinstance(ids, Ragged) else ids, table.missing_row
+            if table.vocabulary is not None:
+                seen.add_ids(name, rows, None if missing is None else rows == missing)
     for name, own in seen.columns.items():
         del own["unreadable"]
-        if name not in missing_rows:
+        if name not in tables:
             own["missing_or_zero"] = own.pop("missing")
-        elif missing_rows[name] is None:
+        elif tables[name].missing_row is None:
             del own["missing"]
     return seen
 
