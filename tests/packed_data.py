@@ -16,6 +16,12 @@ from hotrow.data.packed.writer import PackedWriter
 
 NUM_ROWS_OF_TABLE = 100_000
 
+OF_TOY_ROWS = {
+    *("worse_than_a_constant", "auc_below_half", "unknown_ids", "missing_values", "numbers_outside_training"),
+    *(f"few_{word}_{split}_rows" for word in ("positive", "negative") for split in ("val", "test")),
+}
+"""Warnings that runs on toy rows may have, because there are few of them and their labels are mostly random."""
+
 
 @dataclass
 class Rows:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, closing, nullcontext
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -40,10 +40,12 @@ from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import fingerprint, prepare
 from hotrow.data.prepare.prepare import RawEncoder
+from hotrow.data.seen import Seen
 from hotrow.data.sources.inputs import spooled
 from hotrow.data.sources.options import NAMES, ReadOptions, with_read_options
 from hotrow.data.sources.registry import OpenedSource, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
+from hotrow.data.sources.tabular import frame_to_arrow
 from hotrow.embedding import EmbeddingCollection
 from hotrow.export.export import export_checkpoint
 from hotrow.models.layers import Network
@@ -57,11 +59,12 @@ from hotrow.report.page import NAME as REPORT
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
-from hotrow.run.metrics import BinaryMetrics
+from hotrow.run.metrics import BinaryMetrics, doubts
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import make_folder, train
 from hotrow.run.setup import DenseDevice, Setup, build_network, look_up, read_model
 from hotrow.run.trainer import evaluate
+from hotrow.run.usual import count_split, seen_of
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
@@ -72,6 +75,9 @@ class Run:
     def __init__(self, path: Path | str) -> None:
         self.folder = RunFolder.open(path)
         self._told_of_loss = False
+        self._doubts: dict[str, str] = {}
+        self.seen: Seen | None = None
+        """Counts of what the rows that were scored last held, by column, and what of it stands out."""
 
     @property
     def path(self) -> Path:
@@ -127,7 +133,7 @@ class Run:
             kept = ", ".join(map(str, checkpoints)) or "none"
             raise ValueError(f"run {self.path} has no checkpoint of step {step}; it keeps {kept}")
         checkpoint = self.checkpoint if step is None else checkpoints[step]
-        return export_checkpoint(checkpoint, self.folder.vocabulary, out, progress=progress)
+        return export_checkpoint(checkpoint, self.folder.vocabulary, out, seen=seen_of(self.record), progress=progress)
 
     @cached_property
     def _network(self) -> tuple[EmbeddingCollection, Network, DenseDevice]:
@@ -143,27 +149,34 @@ class Run:
         if (network := self.__dict__.pop("_network", None)) is not None:
             close_tiers(network[0], self.path)
 
-    def predict(self, data: Any) -> NDArray[np.float32]:
+    def predict(self, data: Any, *, strict: bool = False) -> NDArray[np.float32]:
         """Returns the probability of a positive label for each row of `data`, in its order: float32 [num_rows].
 
-        data: raw rows with the columns that training had; label and time are not read. Paths, globs or URIs, or an
-        Arrow-capable frame. Ids that training never saw score through row 0, as rare ids do.
-        Raises ValueError if columns are missing or have another type, naming file and column.
+        data: raw rows with the columns that training had; label and time are not read. Paths, globs or URIs; an
+        Arrow-capable frame, a polars LazyFrame, a dict of columns or a list of dicts. Every row gets a score: ids that
+        training never saw score through row 0, as rare ids do, and so does a value that is no id of its column; what is
+        no number is missing. `seen` counts these by column, and a warning names what stands out.
+        strict: refuse a value that is not of its column's kind. Raises ValueError if columns are missing, naming file
+        and column, and RowError naming a line that cannot be cut into columns.
         """
-        scores = list(self.predict_batches(data))
+        scores = list(self.predict_batches(data, strict=strict))
         return np.concatenate(scores) if scores else np.empty(0, np.float32)
 
-    def predict_batches(self, data: Any) -> Iterator[NDArray[np.float32]]:
+    def predict_batches(self, data: Any, *, strict: bool = False) -> Iterator[NDArray[np.float32]]:
         """Yields what `predict` returns, piece by piece, in bounded memory."""
-        for logits_B, _ in self._logits(data, labels="ignored"):
+        for logits_B, _ in self._logits(data, labels="ignored", strict=strict):
             yield torch.sigmoid(logits_B).cpu().numpy()
 
     @torch.no_grad()
-    def _logits(self, data: Any, *, labels: Literal["ignored", "alone"]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _logits(
+        self, data: Any, *, labels: Literal["ignored", "alone"], strict: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields logits and labels of raw rows, piece by piece. labels: "alone": labels are read, but not times."""
         embedding, model, dense = self._network
-        first_row = 0
-        for batch in RawEncoder(self.folder.vocabulary).batches(data, batch_size=EVAL_BATCH_SIZE, labels=labels):
+        data, first_row, seen = _table_of(data, strict=strict), 0, seen_of(self.record)
+        raw = RawEncoder(self.folder.vocabulary)
+        values: Literal["strict", "any"] = "strict" if strict else "any"
+        for batch in raw.batches(data, batch_size=EVAL_BATCH_SIZE, labels=labels, values=values, seen=seen):
             try:
                 logits_B = dense.logits(model, batch.dense, look_up(model, embedding, batch.sparse))
             except SampleError as error:
@@ -171,14 +184,34 @@ class Run:
                 raise ValueError(f"row {row:,} of the data, from 0: {error.feature} has {error.reason}") from None
             first_row += len(logits_B)
             yield logits_B, batch.label
+        self._tell_of(seen)
 
-    def write_scores(self, data: Any, out: Path | str, *, keep: Sequence[str] = ()) -> int:
+    def _tell_of(self, seen: Seen) -> None:
+        """Keeps the counts of rows that were scored, and warns of what stands out."""
+        self.seen, self._doubts = seen, {}
+        for text in seen.warnings().values():
+            warnings.warn(text, stacklevel=2)
+
+    def told(self) -> dict[str, Any]:
+        """Returns what is to be known of the rows that were scored last: `columns`, and `warnings` as in run.json."""
+        if self.seen is None:
+            return {}
+        texts = {**self.seen.warnings(), **self._doubts}
+        warned = {code: {"count": 1, "text": text} for code, text in texts.items()}
+        return {"columns": self.seen.to_json(), "warnings": warned}
+
+    def write_scores(
+        self, data: Any, out: Path | str | BinaryIO, *, keep: Sequence[str] = (), strict: bool = False
+    ) -> int:
         """Writes `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
 
-        keep: columns of `data` that are written before it, unchanged. The file appears when it is complete. Raises
-        ValueError if it exists already or has another suffix, or if a column to keep is missing or called `score`;
-        OSError naming the file if the disk is full.
+        out: an open binary file gets CSV. keep: columns of `data` that are written before the score, unchanged. strict:
+        as for `predict`. The file appears when it is complete. Raises ValueError if it exists already or has another
+        suffix, or if a column to keep is missing or called `score`; OSError naming the file if the disk is full.
         """
+        data = _table_of(data, strict=strict)
+        if not isinstance(out, str | Path):
+            return self._write_scores(data, out, pyarrow.csv.CSVWriter, keep, strict=strict)
         out = Path(out)
         if out.suffix not in _SCORE_WRITERS:
             raise ValueError(f"scores file {out} ends in {out.suffix!r}; choose {' or '.join(_SCORE_WRITERS)}")
@@ -186,31 +219,43 @@ class Run:
             raise ValueError(f"scores file {out} exists already; remove it or choose another name")
         if not out.parent.is_dir():
             raise ValueError(f"scores file {out}: there is no folder {out.parent}; make it or choose another")
-        kept = RawEncoder(self.folder.vocabulary).kept(data, keep)
-        schema = pa.schema([*kept.schema, pa.field("score", pa.float32(), nullable=False)])
-        num_rows = 0
         full = explain_full_disk(out.parent, "writing scores", "No scores are kept; the run is as it was.")
-        with full, closing(kept), atomic_write(out) as file, _SCORE_WRITERS[out.suffix](file, schema) as writer:
-            for scores in self.predict_batches(data):
+        with full, atomic_write(out) as file:
+            return self._write_scores(data, file, _SCORE_WRITERS[out.suffix], keep, strict=strict)
+
+    def _write_scores(self, data: Any, file: BinaryIO, make: Any, keep: Sequence[str], *, strict: bool) -> int:
+        """Writes kept columns and scores to an open file, with the writer that `make` makes."""
+        kept, num_rows = RawEncoder(self.folder.vocabulary).kept(data, keep), 0
+        schema = pa.schema([*kept.schema, pa.field("score", pa.float32(), nullable=False)])
+        with closing(kept), make(file, schema) as writer:
+            for scores in self.predict_batches(data, strict=strict):
                 writer.write_batch(pa.record_batch([*kept.next(len(scores)), pa.array(scores)], schema=schema))
                 num_rows += len(scores)
         return num_rows
 
-    def evaluate_rows(self, data: Any) -> dict[str, Any]:
+    def evaluate_rows(self, data: Any, *, strict: bool = False) -> dict[str, Any]:
         """Returns the metrics of the run's model on raw rows with labels, which are read as they were for training.
 
-        data: paths, globs or URIs, or an Arrow-capable frame; times are not read. Raises ValueError naming the file,
-        row and column that is wrong.
+        data, strict: as for `predict`; times are not read. `seen` counts what the rows hold, and warnings name what
+        stands out. Raises ValueError naming the file, row and column that is wrong.
         """
         if RawEncoder(self.folder.vocabulary).schema.histories is not None:
             raise ValueError("this run's rows are made of histories: prepare the new events, and pass --data FOLDER")
         metrics = BinaryMetrics()
-        for logits_B, label_B in self._logits(data, labels="alone"):
+        for logits_B, label_B in self._logits(data, labels="alone", strict=strict):
             metrics.update(logits_B, label_B)
         if not metrics.num_rows:
             shown = str(data) if _is_paths(data) else "the frame"
             raise ValueError(f"{shown} has no rows to judge the run by; give a file that has some")
-        return {name: None if value != value else value for name, value in metrics.compute().items()}
+        found = {name: None if value != value else value for name, value in metrics.compute().items()}
+        self._doubt(found, "these rows")
+        return found
+
+    def _doubt(self, metrics: Mapping[str, Any], rows: str) -> None:
+        """Warns of metrics that are worse than those of no model."""
+        self._doubts = doubts(metrics, rows)
+        for text in self._doubts.values():
+            warnings.warn(text, stacklevel=3)
 
     def evaluate(self, split: str = "test", *, data: Path | str | None = None) -> dict[str, Any]:
         """Returns the metrics of the run's model on a split of a packed dataset (default: the one it was trained on).
@@ -227,7 +272,10 @@ class Run:
                     "score its raw rows instead (`hotrow eval RUN ROWS` or `hotrow predict`)"
                 )
         embedding, model, dense = self._network
-        return evaluate(embedding, model, dataset.split(split), dense=dense)
+        found = evaluate(embedding, model, dataset.split(split), dense=dense)
+        self._tell_of(count_split(dataset.split(split), seen_of(self.record)))
+        self._doubt(found, f"the {split} split")
+        return found
 
     def _dataset_path(self) -> Path:
         path = None if self.record.dataset is None else Path(self.record.dataset["path"])
@@ -287,6 +335,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         figures = {"status": self.record.status, "path": self.path, **self.metrics}
+        figures.pop("columns", None)
         how_far = {name: getattr(self.record, name) for name in ("steps", "epochs", "samples_per_s")}
         figures |= {name: value for name, value in how_far.items() if value is not None}
         rows = "".join(
@@ -339,9 +388,9 @@ def fit(
 ) -> Run:
     """Prepares `data` if it is raw, trains a model on it, and returns the run.
 
-    data: a packed dataset's folder; paths, globs, URIs or pipes of raw files (docs/prepare.md); or an Arrow-capable
-        frame (pandas, polars, duckdb, pyarrow). Raw data is packed into the run's folder, under data/; if that is
-        interrupted, the same call continues in the same folder.
+    data: a packed dataset's folder; paths, globs, URIs or pipes of raw files (docs/prepare.md); an Arrow-capable frame
+        (pandas, polars, duckdb, pyarrow), a polars LazyFrame, a dict of columns or a list of dicts. Raw data is packed
+        into the run's folder, under data/; if that is interrupted, the same call continues in the same folder.
     {read}
     What is not said about a column is guessed, and the guess is shown. With a time, the last rows are the test split.
     schema: a schema (docs/prepare.md) instead of a guess: a path, its content or a `Schema`.
@@ -381,6 +430,7 @@ def fit(
                 f"{world.size} processes are to train together, which take a packed dataset: prepare {_name_of(data)} "
                 "before, on one process (hotrow prepare), and pass its folder as data"
             )
+    data = _table_of(data, strict=True)
     with ExitStack() as spool:
         rows = spool.enter_context(spooled(data, Path("runs") if run is None else Path(run).parent))
         opened = open_source("auto" if _is_paths(data) else "frame", rows, schema=schema, **vars(read))
@@ -431,8 +481,6 @@ def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> Pa
         if not quiet:
             print(line, file=sys.stderr)
 
-    for warning in opened.warnings:
-        folder.warn("leak", warning)
     out = folder.path / "data"
     if is_taken(out / MANIFEST):
         announce(f"{out} is prepared already")
@@ -470,6 +518,11 @@ def _split_options(split: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if unknown := [name for name in given if name not in ("kind", "fractions", "seed")]:
         raise ValueError(f"split has {unknown[0]!r}; it may have kind, fractions and seed")
     return {"split": given.pop("kind", None), **given}
+
+
+def _table_of(data: Any, *, strict: bool) -> Any:
+    """Returns paths as they are, and a frame, columns or rows as an Arrow table."""
+    return data if _is_paths(data) else frame_to_arrow(data, values="strict" if strict else "any")
 
 
 def _is_paths(data: Any) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -25,6 +27,8 @@ from hotrow.base.progress import Progress
 from hotrow.data.chunk import RowError
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from hotrow.run.runs import resume
 from prepare_data import file_hashes
@@ -350,3 +354,65 @@ def test_a_leak_that_was_named_is_counted(tmp_path: Path) -> None:
     plain = hotrow.fit(told, label="click", run=tmp_path / "plain", quiet=True, **OPTIONS, max_steps=5)
     assert "leak" not in plain.record.warnings and "dwell" in (plain.path / "log.txt").read_text()
     assert "dwell" not in PackedDataset.open(plain.path / "data").info.dense_names
+    assert "dwell" in plain.record.warnings["schema_guess"]["text"], "left out, and said so"
+    assert "too few to judge by" in plain.record.warnings["few_positive_test_rows"]["text"]
+    again = hotrow.fit(plain.path / "data", run=tmp_path / "again", quiet=True, **OPTIONS, max_steps=5)
+    assert again.record.warnings["schema_guess"] == plain.record.warnings["schema_guess"]
+    for run in (plain, again):
+        assert "schema_guess" in (run.path / "report.html").read_text()
+
+
+def test_what_the_terminal_says_is_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings of Python: from before there is a folder, from whatever training calls, and from another thread."""
+
+    def warning(text: str, function: Callable[..., Any], *, thread: bool = False) -> Callable[..., Any]:
+        def warn_and_call(*arguments: Any, **options: Any) -> Any:
+            warn = partial(warnings.warn, text, stacklevel=1)
+            if thread:
+                beside = threading.Thread(target=warn)
+                beside.start()
+                beside.join()
+            else:
+                warn()
+            return function(*arguments, **options)
+
+        return warn_and_call
+
+    decide, shown = staticmethod(warning("of the machine", runs.Setup.decide)), warnings.showwarning
+    monkeypatch.setattr(runs.Setup, "decide", decide)
+    monkeypatch.setattr(runs, "_begin", warning("of the start", runs._begin))
+    monkeypatch.setattr(runs, "_warn_of_tiers", warning("from beside", runs._warn_of_tiers, thread=True))
+    with pytest.warns(UserWarning, match="of the machine"):
+        run = hotrow.fit(clicks(1500), label="click", run=tmp_path / "run", quiet=True, **OPTIONS, max_steps=5)
+    assert run.record.warnings["shown_warning"] == {"count": 3, "text": "of the machine"}
+    assert "of the machine" in (run.path / "report.html").read_text()
+    assert warnings.showwarning is shown
+    with pytest.warns(UserWarning, match="of the machine"):
+        again = resume(run.path, ["train.max_steps=8"], quiet=True)
+    assert again.record.warnings["shown_warning"]["count"] == 6
+
+
+def test_a_model_that_is_worse_than_none_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Labels of the later half of the rows mean the opposite."""
+    table = clicks(3000)
+    label = np.asarray(table["click"])
+    turned = table.set_column(3, "click", pa.array(np.where(np.arange(3000) < 2400, label, 1 - label)))
+    run = hotrow.fit(turned, label="click", time="ts", run=tmp_path / "run", **OPTIONS)
+    said = capfd.readouterr().err
+    for code in ("worse_than_a_constant", "auc_below_half"):
+        text = run.record.warnings[code]["text"]
+        assert "the test split" in text and text in said
+    with pytest.warns(UserWarning, match="these rows is below 0.5"):
+        run.evaluate_rows(turned.slice(2400))
+    assert set(run.told()["warnings"]) >= {"worse_than_a_constant", "auc_below_half"}
+
+
+def test_bad_rows_that_were_left_out_are_in_the_run(tmp_path: Path) -> None:
+    pyarrow.csv.write_csv(
+        clicks(1500).set_column(1, "item_id", clicks(1500)["item_id"].cast(pa.string())), tmp_path / "x.csv"
+    )
+    with (tmp_path / "x.csv").open("a") as file:
+        file.write("broken\n")
+    run_prepare("csv", str(tmp_path / "x.csv"), tmp_path / "data", label="click", skip_bad_rows=3)
+    run = hotrow.fit(tmp_path / "data", run=tmp_path / "run", quiet=True, **OPTIONS, max_steps=5)
+    assert "1 bad rows were left out" in run.record.warnings["rows_skipped"]["text"]

@@ -186,7 +186,8 @@ def test_a_bad_row_to_predict_is_not_offered_to_be_skipped(source: str, tmp_path
     (tmp_path / "new.csv").write_text(header + good + bad)
     run_prepare(source, tmp_path / "old.csv", tmp_path / "out", split="random")
     with pytest.raises(RowError, match=r"new\.csv:\d.*; correct the (line|row)( or leave it empty)?$"):
-        list(RawEncoder(tmp_path / "out").batches(tmp_path / "new.csv"))
+        list(RawEncoder(tmp_path / "out").batches(tmp_path / "new.csv", values="strict"))
+    assert sum(map(len, RawEncoder(tmp_path / "out").batches(tmp_path / "new.csv"))) == good.count("\n") + 1
 
 
 def test_a_flipped_byte_of_a_vocabulary_is_refused_before_a_row_is_encoded(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import ast
 import csv
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -163,7 +164,7 @@ def train(data: Path, run: Path, *changes: str, **memory: Any) -> hotrow.Run:
 
 def scorer_of(folder: Path) -> Any:
     """The Scorer of the folder's own score.py, which knows nothing of hotrow; nor does model.py."""
-    for file in ("score.py", "model.py"):
+    for file in ("score.py", "model.py", "seen.py"):
         tree = ast.parse((folder / file).read_text())
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -573,3 +574,51 @@ def test_data_that_never_was_raw_takes_row_numbers(make_dataset: Callable[..., A
     scores = scorer_of(tmp_path / "out").score(columns).numpy()
     assert len(scores) == len(block.label) and np.isfinite(scores).all()
     assert (scores[block.label == 1].mean()) > (scores[block.label == 0].mean())
+
+
+# ---- any value gets a score
+
+
+HOSTILE: list[Any] = [
+    *(None, "guest", "12.0", " 12", "012", "+12", "-0", "1e1", "1e400", "1e99999999", "nan", "inf", "", " ", "0x1f"),
+    *("1_2", "9" * 400, "18446744073709551615", "9223372036854775808", "\uff11", "a|b", "||", "12|x", "[1]", "1.5"),
+    *(".5", "5."),
+]
+WILD: list[Any] = [12, 12.0, 12.5, -1, 2**63, 2**64 - 1, 2**80, math.nan, math.inf, -math.inf, 1e300, [], [12], [1, 2]]
+
+
+def hostile(values: list[Any]) -> Columns:
+    names = ("price", "age", "x", "user", "item", "big", "seen", "tags")
+    good = clicks(1, 5)
+    rows = [{name: good[name][0] for name in names} for _ in range(len(values) * len(names))]
+    for i, row in enumerate(rows):
+        name, value = names[i % len(names)], values[i // len(names)]
+        row[name] = [12] if value == [1, 2] and name in ("seen", "tags") else value  # no frame mixes lists and text
+    return {name: [row[name] for row in rows] for name in names}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("values", [HOSTILE, WILD], ids=["text", "wild"])
+def test_any_value_gets_the_score_of_predict(logs: Path, tmp_path: Path, suffix: str, values: list[Any]) -> None:
+    """One hostile value a row, in each column; ids of 64 bits with and without a sign, text, lists, numbers."""
+    run = train(prepared(logs, tmp_path / "packed", suffix=suffix), tmp_path / "run")
+    run.export(tmp_path / "out")
+    scorer, columns = scorer_of(tmp_path / "out"), hostile(values)
+    expected = run.predict(columns)
+    found = scorer.score(columns).numpy()
+    assert len(found) == len(expected) == 8 * len(values)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+    assert run.seen is not None
+    for name, counts in run.seen.columns.items():
+        assert scorer.seen.columns[name] == counts, name
+    assert scorer.seen.warnings() == run.seen.warnings()
+
+
+def test_an_export_names_rows_that_do_not_fit(run: hotrow.Run, logs: Path, tmp_path: Path) -> None:
+    run.export(tmp_path / "out")
+    scorer, columns = scorer_of(tmp_path / "out"), read_csv(logs / "new.csv")
+    columns |= {"user": [None if user is None else user.upper() for user in columns["user"]]}
+    with pytest.warns(UserWarning, match=r"never saw: user \d"):
+        scorer.score(columns)
+    assert scorer.seen.to_json()["user"]["stands_out"] == ["unknown"]
+    assert scorer.seen.to_json()["user"]["usual"] == run.record.columns["val"]["user"]

@@ -272,10 +272,18 @@ def test_frames_of_other_libraries_through_arrow() -> None:
         assert read(ColumnsSource(older_or_newer, schema_of("a")))["a"] == [5]
     with pytest.raises(ValueError, match="read once, preparation reads twice"):
         ColumnsSource(pa.table({"y": [1], "a": [5]}).to_reader(), schema_of("a"))
-    with pytest.raises(ValueError, match="dict is not a path and not an Arrow-capable frame"):
-        ColumnsSource({"y": [1]}, schema_of("a"))
-    with pytest.raises(ValueError, match=r"LazyFrame is .* not computed yet: pass what its collect\(\) returns"):
-        ColumnsSource(frame.lazy(), schema_of("a"))
+    for plain in (
+        {"y": [1, 0], "a": [5, None]},
+        {"y": np.array([1, 0]), "a": [5, None]},
+        [{"y": 1, "a": 5}, {"y": 0}],
+        pl.DataFrame({"y": [1, 0], "a": [5, None]}).lazy(),
+    ):
+        assert read(ColumnsSource(plain, schema_of("a")))["a"] == [5, None]
+    for no_frame in (7, {1, 2}, [1, 2]):
+        with pytest.raises(ValueError, match="is not a path and not an Arrow-capable frame"):
+            ColumnsSource(no_frame, schema_of("a"))
+    with pytest.raises(ValueError, match="dict cannot be read as an Arrow table"):
+        ColumnsSource({"y": [1, "x"], "a": [5, 6]}, schema_of("a"))
     with pytest.raises(ValueError, match=r"Series cannot be read as an Arrow table: .*; convert it first"):
         ColumnsSource(frame["l"], schema_of("a"))
 

@@ -69,6 +69,17 @@ def test_a_rank_that_is_not_the_first_writes_nothing(tmp_path: Path) -> None:
 
 def test_every_method_that_writes_is_silent() -> None:
     """A new one has to be thought of: those that only read, or call others, are named here."""
-    reading = {"facts", "commands", "checkpoints", "vocabulary", "create", "begin", "open", "warn", "fail"}
+    reading = {
+        "facts",
+        "commands",
+        "checkpoints",
+        "vocabulary",
+        "create",
+        "begin",
+        "open",
+        "warn",
+        "fail",
+        "count_shown",
+    }
     public = {name for name in vars(RunFolder) if not name.startswith("_")}
     assert public - reading <= set(vars(SilentFolder))

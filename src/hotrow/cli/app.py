@@ -45,6 +45,13 @@ Paths = Annotated[list[str], typer.Argument(help="Files, folders, globs or URIs 
 NOT_OF_A_CONFIG = ("data", "schema", "split", "config", "quiet", *NAMES)
 """Arguments of `hotrow.fit` that are not config options, so that --set does not take them."""
 Split = Annotated[str | None, typer.Option(help="time, random or reference (criteo).")]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Refuse a value that is not of its column's kind, naming its row; else it is an unknown id or missing.",
+    ),
+]
 Fractions = Annotated[str | None, typer.Option(help="Shares of train, val and test, e.g. 0.8,0.1,0.1.")]
 Answer: TypeAlias = Mapping[str, Any] | tuple[Mapping[str, Any], Callable[[], None]]
 """What a verb returns: its result, and what prints it for people; by default each field on a line."""
@@ -285,7 +292,8 @@ def prepare(
         "summary": dict(dataset.info.summary),
         "checksum": dataset.checksum,
     }
-    return result, lambda: _print_fields({k: result[k] for k in ("out", "rows", "summary")})
+    summary = {name: value for name, value in dataset.info.summary.items() if name != "notes"}  # they were said
+    return result, lambda: _print_fields({"out": result["out"], "rows": result["rows"], "summary": summary})
 
 
 @verb(
@@ -349,6 +357,7 @@ def eval_(
     *,
     data: Annotated[Path | None, typer.Option(help="A packed dataset; default: the run's own.")] = None,
     split: Annotated[str | None, typer.Option(help="Which split of it; default: test.")] = None,
+    strict: Strict = False,
 ) -> Answer:
     """Show AUC, LogLoss, normalised entropy and calibration of a run, on a split or on new raw rows."""
     from hotrow.api import load
@@ -360,13 +369,14 @@ def eval_(
     with closing(load(run)) as loaded:
         if paths:
             with _standard_input(paths) as rows:
-                result = {"run_dir": str(run), "rows": paths, **loaded.evaluate_rows(rows)}
+                result = {"run_dir": str(run), "rows": paths, **loaded.evaluate_rows(rows, strict=strict)}
         else:
             result = {"run_dir": str(run), "split": split or "test", **loaded.evaluate(split or "test", data=data)}
+        told = loaded.told()
     shown = {name: "undefined" if value is None else value for name, value in result.items()}
     if result["undefined"] is None:
         del shown["undefined"]
-    return result, lambda: _print_fields(shown)
+    return {**result, **told}, lambda: _print_fields(shown)
 
 
 @verb("predict", home="hotrow.api", example="hotrow predict runs/clicks-dlrm-001 new/*.parquet --out scores.parquet")
@@ -374,16 +384,28 @@ def predict(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     paths: Paths,
     *,
-    out: Annotated[Path, typer.Option(help="File of scores, .parquet or .csv; must not exist yet.")],
+    out: Annotated[
+        Path, typer.Option(help="File of scores, .parquet or .csv, which must not exist yet; - is standard output.")
+    ],
     keep: Annotated[
         list[str] | None, typer.Option(help="Column to write beside the score, unchanged; may be repeated.")
     ] = None,
+    strict: Strict = False,
 ) -> Answer:
     """Score raw rows (- is standard input): one probability per row, in the rows' order, in column `score`."""
     from hotrow.api import load
 
+    is_stdout = str(out) == "-"
     with closing(load(run)) as loaded, _standard_input(paths) as rows:
-        return {"run_dir": str(run), "out": str(out), "rows": loaded.write_scores(rows, out, keep=keep or ())}
+        to = sys.stdout.buffer if is_stdout else out
+        result = {
+            "run_dir": str(run),
+            "out": str(out),
+            "rows": loaded.write_scores(rows, to, keep=keep or (), strict=strict),
+        }
+        told = loaded.told()
+    # Whoever reads scores from standard output wants nothing else there, unless it is asked for (--json).
+    return {**result, **told}, lambda: None if is_stdout else _print_fields(result)
 
 
 @verb("export", home="hotrow.api", example="hotrow export runs/clicks-dlrm-001 --out clicks-export")

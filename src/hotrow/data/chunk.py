@@ -62,12 +62,15 @@ class Keys:
     offsets: int64 byte offsets [num_keys + 1] of kind "bytes", else None.
     valid: bool [num_keys], False = missing value (an id of its own); None = no value is missing.
     row_splits: int64 [num_rows + 1] if rows hold lists; None = exactly one key per row.
+    unknown: bool [num_keys], True = a value that cannot be an id of the column, whose key is meaningless and whose row
+    is 0; None = there is none. Only rows to score have such values.
     """
 
     values: NDArray[Any]
     offsets: NDArray[np.int64] | None = None
     valid: NDArray[np.bool_] | None = None
     row_splits: NDArray[np.int64] | None = None
+    unknown: NDArray[np.bool_] | None = None
 
     @property
     def kind(self) -> KeyKind:
@@ -153,6 +156,8 @@ class Chunk:
     """[num_rows] if the source has a time column."""
     odd: tuple[OddCells, ...] = ()
     """Cells that are missing, and rows that are left out, because they are not of their column's kind."""
+    unreadable: Mapping[str, int] = field(default_factory=dict)
+    """How many values are not of their column's kind, by column; only rows to score have such values."""
 
 
 @dataclass(frozen=True)
@@ -352,10 +357,10 @@ def _concatenate(features: Sequence[Keys]) -> Keys:
 
 def take_keys(keys: Keys, order: NDArray[np.int64]) -> Keys:
     """Returns the keys at indices `order` [any length], without row splits."""
-    valid = None if keys.valid is None else keys.valid[order]
+    valid, unknown = (None if mask is None else mask[order] for mask in (keys.valid, keys.unknown))
     if keys.offsets is None:
-        return Keys(keys.values[order], None, valid)
-    return replace(_from_arrow(_as_arrow(keys).take(pa.array(order))), valid=valid)
+        return Keys(keys.values[order], None, valid, unknown=unknown)
+    return replace(_from_arrow(_as_arrow(keys).take(pa.array(order))), valid=valid, unknown=unknown)
 
 
 def _as_arrow(keys: Keys) -> pa.Array:

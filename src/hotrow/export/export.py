@@ -6,11 +6,12 @@
       tables/<table>.safetensors     `<table>.weight` float32 [num_embeddings, embedding_dim], as lookups read it
       vocab/<table>.parquet          key, row: of raw ids that have a row of their own
       model.py                       the network, in plain torch
-      score.py  README.md            raw rows -> probabilities, with torch and pyarrow alone; how to use it
+      score.py  seen.py  README.md   raw rows -> probabilities, with torch and pyarrow alone; how to use it
 
 It is made from a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
 vocabularies. The folder appears when it is complete. docs/export.md is its specification. score.py
-here is copied as it is, README.md is made of guide.md, and model.py is plain.py followed by the model's own file.
+here and data/seen.py are copied as they are, README.md is made of guide.md, and model.py is plain.py followed by the
+model's own file.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.encoder import DenseTransform
 from hotrow.data.prepare.prepare import RawRows, raw_rows
+from hotrow.data.seen import Seen
 from hotrow.data.sources.convert import OTHER_BLANKS, is_plain, written_pattern
 from hotrow.data.sources.schema import DenseSpec
 from hotrow.models import MODELS
@@ -75,7 +77,8 @@ from hotrow.tables import TableConfig
 
 FORMAT_VERSION = 1
 EXPORT, WEIGHTS, NETWORK, SCORE, README = "export.json", "model.safetensors", "model.py", "score.py", "README.md"
-_OWN_FILES, _OWN_FOLDERS = (EXPORT, WEIGHTS, NETWORK, SCORE, README), ("tables", "vocab")
+SEEN = "seen.py"
+_OWN_FILES, _OWN_FOLDERS = (EXPORT, WEIGHTS, NETWORK, SCORE, SEEN, README), ("tables", "vocab")
 _OWN_NAMES = {*_OWN_FILES, *_OWN_FOLDERS}
 """What an interrupted export may have left. export.json is written last and makes the export complete."""
 _WITHOUT_VALUE = 0.0
@@ -99,6 +102,8 @@ class Description:
     """All files except export.json itself."""
     missing: tuple[str, ...] = ()
     """Texts that mean a missing value in every column."""
+    usual: dict[str, JsonValue] | None = None
+    """What the validation rows held by column, to compare rows with; None if the run does not know."""
 
     def __post_init__(self) -> None:
         for file in self.files:
@@ -110,13 +115,18 @@ _DOCUMENT = Document(Description, marks={"hotrow_export": FORMAT_VERSION}, cure=
 
 
 def export_checkpoint(
-    checkpoint: Path, vocabulary: Path, out: Path | str, *, progress: ProgressCallback | None = None
+    checkpoint: Path,
+    vocabulary: Path,
+    out: Path | str,
+    *,
+    seen: Seen | None = None,
+    progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """Writes the folder `out` from `checkpoint` and from the dataset.json and vocab/ in the folder `vocabulary`.
 
-    Returns the content of export.json. Every file is verified before it is read. Raises ValueError if `out` exists or
-    cannot be made, if the disk has too little room, or if a file is damaged, which it names; OSError if the disk
-    becomes full.
+    seen: knows what is usual in rows to score; None: nothing is known. Returns the content of export.json. Every file
+    is verified before it is read. Raises ValueError if `out` exists or cannot be made, if the disk has too little room,
+    or if a file is damaged, which it names; OSError if the disk becomes full.
     """
     out = Path(out)
     partial = _free_place(out)
@@ -133,7 +143,7 @@ def export_checkpoint(
             files = _write_weights(partial, checkpoint, manifest, tables, progress)
             files |= _write_vocabularies(partial, kept, progress)
             files |= _write_guide(partial, out.name, config.model.name)
-            description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, files)
+            description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, files, seen)
             for folder in (partial / "tables", partial / "vocab"):
                 sync_folder(folder)
             _DOCUMENT.write(partial / EXPORT, description)
@@ -237,11 +247,12 @@ def _to_arrow(keys: Keys) -> pa.Array:
 
 
 def _write_guide(folder: Path, name: str, model: str) -> dict[str, FileRecord]:
-    """Writes model.py, score.py and README.md; returns their sizes and checksums."""
+    """Writes model.py, score.py, seen.py and README.md; returns their sizes and checksums."""
     guide = Path(__file__).with_name("guide.md").read_text("utf-8")
     texts = {
         NETWORK: network_source(model),
         SCORE: Path(__file__).with_name("score.py").read_text("utf-8"),
+        SEEN: inspect.getsource(sys.modules[Seen.__module__]),
         README: guide.format(name=name, model=model.upper(), version=__version__),
     }
     for own_name, text in texts.items():
@@ -273,6 +284,7 @@ def _describe(
     kept: PackedDataset,
     tables: Sequence[TableConfig],
     files: dict[str, FileRecord],
+    seen: Seen | None,
 ) -> Description:
     info, made = kept.info, raw_rows(kept)
     kinds = {feature.name: feature for feature in info.features}
@@ -287,6 +299,7 @@ def _describe(
         dense=tuple(_dense(column, made) for column in info.dense),
         features=tuple(_feature(kinds[name], made) for table in tables for name in table.feature_names),
         tables=tuple(_table(table, kept, made) for table in tables),
+        usual=_usual(seen),
         files=files,
     )
 
@@ -311,6 +324,13 @@ def _written(spec: DenseSpec | None) -> dict[str, Any]:
             "decimal": spec.decimal,
         }
     }
+
+
+def _usual(seen: Seen | None) -> dict[str, Any] | None:
+    if seen is None or seen.usual is None:
+        return None
+    ranges = {name: list(ends) for name, ends in seen.ranges.items()}
+    return {"of": seen.of, "columns": {name: dict(own) for name, own in seen.usual.items()}, "ranges": ranges}
 
 
 def _transform(text: str) -> dict[str, Any]:

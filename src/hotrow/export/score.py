@@ -4,8 +4,11 @@
     python FOLDER/score.py ROWS.parquet                                     # prints one probability per row
 
 FOLDER is what `hotrow export` wrote, and this file is its score.py: how raw values become rows and scores. model.py
-beside it is the network. Both are meant to be read and to be taken over into other systems. They read export.json, the
-weights and the vocabularies, and nothing else, and hold whole tables and vocabularies in memory.
+beside it is the network, and seen.py counts what the rows hold. All are meant to be read and to be taken over into
+other systems. They read export.json, the weights and the vocabularies, and nothing else, and hold whole tables and
+vocabularies in memory.
+
+Any value gets a score: what is no id of its column is an unknown one, and what is no number is missing.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import json
 import math
 import re
 import sys
+import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +36,22 @@ Rows = dict[str, tuple[Tensor, Tensor]]
 """By feature: row numbers of all samples, one after another, and where each sample's begin, [B + 1]."""
 
 
+NUMBER = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
+HEX = r"[0-9a-fA-F]{1,8}"
+MAX_DIGITS = 20
+"""No id of 64 bits has more."""
+MAX_EXACT_FLOAT = 2**53
+
+
+class UnreadableError(ValueError):
+    """A value that is not of its column's kind."""
+
+
 class Scorer:
-    """The model in `folder`. bags: an nn.EmbeddingBag per table. model: the network on their rows."""
+    """The model in `folder`. bags: an nn.EmbeddingBag per table. model: the network on their rows.
+
+    seen: what the rows that were scored last held, by column; see seen.py.
+    """
 
     def __init__(self, folder: Path | str) -> None:
         folder = Path(folder)
@@ -47,6 +66,8 @@ class Scorer:
                 columns = pyarrow.parquet.read_table(folder / vocabulary["file"])
                 pairs = zip(columns["key"].to_pylist(), columns["row"].to_pylist(), strict=True)
                 self.vocabularies[name] = dict(pairs)
+        self._counting = load_module(folder / "seen.py")
+        self.seen: Any = None
         self.model = build_network(folder / "model.py", self.about)
         self.model.load_state_dict(load_file(folder / "model.safetensors"))
 
@@ -54,11 +75,16 @@ class Scorer:
     def score(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
         """Returns the probability of a positive label for each row, [B].
 
-        columns: raw values by name, None for a missing one.
+        columns: raw values by name, None for a missing one. Warns of what stands out beside the rows that validated the
+        model: unknown ids, missing values, numbers outside the range of training.
         """
         columns = {name: [self._with_null(value) for value in values] for name, values in columns.items()}
+        usual = self.about["usual"] or {"of": "val", "columns": None, "ranges": {}}
+        self.seen = self._counting.Seen(usual["columns"], usual["ranges"], of=usual["of"])
         dense = [self._dense(column, columns[column["name"]]) for column in self.about["dense"]]
         rows = {feature["name"]: self._rows(feature, columns[feature["name"]]) for feature in self.about["features"]}
+        for text in self.seen.warnings().values():
+            warnings.warn(text, stacklevel=2)
         num_rows = len(next(iter(rows.values()))[1]) - 1
         return torch.sigmoid(self.model(torch.stack(dense, 1) if dense else torch.empty(num_rows, 0), self._look(rows)))
 
@@ -69,20 +95,39 @@ class Scorer:
         return None if isinstance(value, str) and value.strip(" ") in self.about.get("missing", ()) else value
 
     def _dense(self, column: dict[str, Any], values: Sequence[Any]) -> Tensor:
-        values = [plain_number(column, value) for value in values]
-        raw = np.array([math.nan if value is None else float(value) for value in values], np.float32)
+        numbers = [number_of(plain_number(column, value)) for value in values]
+        raw = np.array([math.nan if number is None else number for number in numbers], np.float32)
         x = raw.astype(np.float64)  # rounded to float32 before and after, not between
         if column["transform"] == "log1p_clip0":
             x = np.log1p(np.maximum(x, 0.0))
         elif column["transform"] == "standardize":
             x = (x - column["mean"]) / column["std"]
         x[np.isnan(raw)] = column["missing"]
-        return torch.from_numpy(x.astype(np.float32))
+        dense, unreadable = x.astype(np.float32), sum(number is None for number in numbers)
+        self.seen.add_numbers(column["name"], dense, np.isnan(raw), unreadable=unreadable)
+        return torch.from_numpy(dense)
 
     def _rows(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Returns the row numbers of a feature, and where each sample's begin."""
-        bags = [[value] if feature["kind"] == "one_hot" else list_of(feature, value) for value in values]
-        rows = [self._row(feature, value) for bag in bags for value in bag]
+        rows, missing, unreadable = [], [], 0
+        if feature.get("buckets") is not None:
+            values, unreadable = bucketed(feature, values)
+        bags: list[list[Any]] = []
+        for value in values:
+            try:
+                bags.append([value] if feature["kind"] == "one_hot" else list_of(feature, value))
+            except UnreadableError:
+                unreadable += 1
+                bags.append([])
+        for value in (value for bag in bags for value in bag):
+            missing.append(is_missing(value))
+            try:
+                rows.append(self._row(feature, value))
+            except UnreadableError:
+                unreadable += 1
+                rows.append(int(self.tables[feature["table"]]["vocabulary"]["unknown_row"]))
+        if self.tables[feature["table"]]["vocabulary"] is not None:  # else row 0 is a row like any other
+            self.seen.add_ids(feature["name"], np.array(rows), np.array(missing, bool), unreadable=unreadable)
         offsets = np.cumsum([0, *map(len, bags)])
         return torch.tensor(rows, dtype=torch.int64), torch.from_numpy(offsets)
 
@@ -90,11 +135,9 @@ class Scorer:
         about = self.tables[feature["table"]]["vocabulary"]
         if about is None:
             return int(value)
-        if value is None or value != value:
+        if is_missing(value):
             return int(about["missing_row"])
-        if (buckets := feature.get("buckets")) is not None:
-            value = bisect_right(buckets, float(plain_number(feature, value)))
-        key: int | bytes = text_key(value) if feature["keys"] == "bytes" else integer_key(value, feature["base"])
+        key: int | bytes = text_key(value) if feature["keys"] == "bytes" else integer_key(value, feature)
         if (cap := about["hash_cap"]) is not None:
             key = (key if isinstance(key, int) else hash_of(key)) % cap
         row: int = self.vocabularies[feature["table"]].get(key, about["unknown_row"])
@@ -109,14 +152,8 @@ class Scorer:
 
 
 def build_network(path: Path, about: dict[str, Any]) -> nn.Module:
-    """Returns the network that the file model.py at `path` defines, before weights are loaded.
-
-    The file is run from its path, so that several exports can be loaded side by side.
-    """
-    found = importlib.util.spec_from_file_location("model", path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    """Returns the network that the file model.py at `path` defines, before weights are loaded."""
+    module = load_module(path)
     (options,) = module.ModelSpec.__subclasses__()
     dims = {table["name"]: table["embedding_dim"] for table in about["tables"]}
     network: nn.Module = options(**about["model"]).build(
@@ -125,6 +162,15 @@ def build_network(path: Path, about: dict[str, Any]) -> nn.Module:
         generator=torch.Generator(),
     )
     return network
+
+
+def load_module(path: Path) -> Any:
+    """Returns the module in a file, run from its path, so that several exports can be loaded side by side."""
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
 
 
 def read_about(path: Path) -> dict[str, Any]:
@@ -155,38 +201,111 @@ def plain_number(column: dict[str, Any], value: Any) -> Any:
     return value.replace(written["decimal"], ".")
 
 
+def is_missing(value: Any) -> bool:
+    """Returns whether a value is None, a NaN, or an empty list in a column of single values."""
+    is_nan = isinstance(value, float | np.floating) and bool(np.isnan(value))
+    return value is None or is_nan or (isinstance(value, list) and not value)
+
+
+def number_of(value: Any) -> float | None:
+    """Returns the number that a value means, NaN if it is missing; None if it is no finite float32."""
+    value = single(value)
+    if is_missing(value):
+        return math.nan
+    if isinstance(value, str):
+        value = value.strip() if re.fullmatch(NUMBER, value.strip()) else None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    with np.errstate(over="ignore"):
+        return number if np.isfinite(np.float32(number)) else None
+
+
 def list_of(feature: dict[str, Any], value: Any) -> list[Any]:
     """Returns the ids in one value of a list feature."""
-    if isinstance(value, str) and feature.get("separator") is None:
-        raise ValueError(f"{feature['name']} has no separator to cut {value!r} at; pass lists")
-    if value is None or len(value) == 0:
+    if is_missing(value) or (isinstance(value, str) and not value):
         return []
-    if isinstance(value, str) and feature["separator"] == "json":
-        return list(json.loads(value, parse_int=str, parse_float=str))
-    return value.split(feature["separator"]) if isinstance(value, str) else [*value]
+    if isinstance(value, str):
+        if feature.get("separator") == "json":
+            return json_list(value)
+        return [value] if feature.get("separator") is None else value.split(feature["separator"])
+    return [*value] if isinstance(value, Sequence) or hasattr(value, "__len__") else [value]
 
 
-def exact_integer(value: Any, base: int) -> int:
-    """Returns the number that an integer, a whole float, or a text in the given base stands for."""
-    number = int(value, base) if isinstance(value, str) else int(value)
-    exact = base == 16 or str(number) == value if isinstance(value, str) else number == value
-    if not exact:
-        raise ValueError(f"{value!r} is not an exact integer id")
-    return number
+def json_list(text: str) -> list[Any]:
+    """Returns the ids in a JSON array, numbers as they are written. Raises UnreadableError if it is no such array."""
+    try:
+        found = json.loads(text, parse_int=str, parse_float=str)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(item is None or isinstance(item, str) for item in found):
+        raise UnreadableError(f"{text!r} is not a JSON array of ids")
+    return found
 
 
-def integer_key(value: Any, base: int) -> int:
-    """Returns the id as an int64; from 2^63 up in two's complement."""
-    return (exact_integer(value, base) + 2**63) % 2**64 - 2**63
+def bucketed(feature: dict[str, Any], values: Sequence[Any]) -> tuple[list[int | None], int]:
+    """Returns the bucket of each number, None for a missing one, and how many values are no numbers."""
+    numbers = [number_of(plain_number(feature, value)) for value in values]
+    found = [None if n is None or math.isnan(n) else bisect_right(feature["buckets"], n) for n in numbers]
+    return found, sum(number is None for number in numbers)
+
+
+def single(value: Any) -> Any:
+    """Returns the value in a list of one, None for an empty list, and a longer list as text."""
+    if not isinstance(value, list):
+        return value
+    return None if not value else single(value[0]) if len(value) == 1 else str(value)
+
+
+def text_of(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def integer_of(value: Any, feature: dict[str, Any]) -> int:
+    """Returns the integer id that a value means: 12, 12.0, " 12" and "012" are 12. Raises UnreadableError if none."""
+    if isinstance(value, str | bytes | Decimal):
+        text = text_of(value).strip()
+        if feature.get("base") == 16:
+            if re.fullmatch(HEX, text):
+                return int(text, 16)
+        elif re.fullmatch(r"0|-?[1-9][0-9]*", text):
+            if len(text) <= MAX_DIGITS:
+                return int(text)
+        elif re.fullmatch(NUMBER, text) and is_whole(number := Decimal(text)):
+            return int(number)
+    elif isinstance(value, float | np.floating):
+        if float(value).is_integer() and abs(float(value)) < MAX_EXACT_FLOAT:
+            return int(value)
+    elif hasattr(value, "__index__"):
+        return int(value)
+    raise UnreadableError(f"{value!r} is not an integer id")
+
+
+def is_whole(number: Decimal) -> bool:
+    """Returns whether a number is whole and short enough to be an id."""
+    return number.adjusted() < MAX_DIGITS and number == number.to_integral_value()
+
+
+def integer_key(value: Any, feature: dict[str, Any]) -> int:
+    """Returns the id as an int64; from 2^63 up in two's complement. Raises UnreadableError if it has more bits."""
+    number = integer_of(single(value), feature)
+    low, high = (0, 2**64) if feature["keys"] == "uint64" else (-(2**63), 2**63)
+    if not low <= number < high:
+        raise UnreadableError(f"{value!r} is beyond the ids of {feature['name']}")
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def text_key(value: Any) -> bytes:
-    """Returns the UTF-8 of a text, the decimal digits of a whole number, the name of a boolean."""
+    """Returns the UTF-8 of a text, the decimal digits of a whole number, the name of a boolean, others as text."""
+    value = single(value)
     if isinstance(value, bytes):
         return value
-    if isinstance(value, str):
-        return value.encode()
-    return str(value).lower().encode() if isinstance(value, bool) else str(exact_integer(value, 10)).encode()
+    if isinstance(value, bool):
+        return str(value).lower().encode()
+    if isinstance(value, float | np.floating) and float(value).is_integer() and abs(float(value)) < MAX_EXACT_FLOAT:
+        return str(int(value)).encode()
+    return str(value).encode()
 
 
 def hash_of(key: bytes) -> int:

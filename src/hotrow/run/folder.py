@@ -24,10 +24,11 @@ import json
 import re
 import shlex
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -80,6 +81,10 @@ class RunFolder:
         """What run.json holds; `update` changes it."""
         self._board: Any = None
         self._is_claimed = False
+        self._depth, self._thread = 0, threading.get_ident()
+        """How many `with` blocks of this folder are open, and in which thread; `_note` counts warnings meanwhile."""
+        self._noting = ExitStack()
+        self._shown_warnings: list[str] = []
 
     @classmethod
     def create(cls, path: str | Path | None, *, name: str) -> RunFolder:
@@ -191,7 +196,8 @@ class RunFolder:
         if not before["count"]:
             self.log(f"warning ({code}): {text}")
         now: Counted = {"count": before["count"] + 1 if count is None else count, "text": before["text"]}
-        self.update(warnings={**self.record.warnings, code: now})
+        if self.record.warnings.get(code) != now:
+            self.update(warnings={**self.record.warnings, code: now})
 
     def log(self, text: str) -> None:
         """Writes a line with the time to log.txt. A line break within `text` is escaped: nobody can forge a line."""
@@ -314,11 +320,33 @@ class RunFolder:
         self.update(status="failed", error=text)
 
     def __enter__(self) -> RunFolder:
+        self._depth += 1
+        if self._depth == 1:
+            self._thread = threading.get_ident()
+            self._noting.enter_context(noting(self._note))
         return self
+
+    def _note(self, text: str) -> None:
+        """Counts a warning that Python has shown: what a terminal says of a run is in its record."""
+        self._shown_warnings.append(text)
+        if threading.get_ident() == self._thread:
+            self.count_shown()
+
+    def count_shown(self, texts: Sequence[str] = ()) -> None:
+        """Counts warnings that Python has shown: `texts`, and those that were noted and not counted yet."""
+        self._shown_warnings += texts
+        with suppress(OSError):  # on a full disk they are counted later
+            while self._shown_warnings:
+                self.warn("shown_warning", self._shown_warnings[0])
+                del self._shown_warnings[0]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._noting.close()
+            self.count_shown()
         if self._board is not None:
             self._board.close()
             self._board = None
@@ -326,6 +354,22 @@ class RunFolder:
             self.fail(f"{type(error).__name__}: {error}")
         if self.record.status != "running":
             self.report()
+
+
+@contextmanager
+def noting(note: Callable[[str], None]) -> Iterator[None]:
+    """Calls `note` with the text of each warning that Python shows inside the block, in whatever thread."""
+    show = warnings.showwarning
+
+    def show_and_note(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        show(message, category, *place, **more)
+        note(str(message))
+
+    warnings.showwarning = show_and_note
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 class SilentFolder(RunFolder):

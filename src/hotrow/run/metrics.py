@@ -8,6 +8,7 @@ only the last bits of the sums; AUC is counted in integers.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
@@ -109,6 +110,27 @@ class BinaryMetrics:
             "base_logloss": base,
             "undefined": f"all {num_rows} labels are {int(labels[0])}: auc and ne need both" if single else None,
         }
+
+
+def doubts(metrics: Mapping[str, Any], rows: str) -> dict[str, str]:
+    """Returns what is wrong with a model that has these metrics, by the code under which runs count it; {} if nothing.
+
+    rows: what the metrics are of, such as "the test split". A model that is worse than a constant has learned nothing
+    that holds for these rows, or their labels mean something else than in training.
+    """
+    told, loss, base, area = {}, metrics["logloss"], metrics["base_logloss"], metrics["auc"]
+    if loss > base and metrics["undefined"] is None:
+        told["worse_than_a_constant"] = (
+            f"LogLoss {loss:.4f} on {rows} is above {base:.4f}, that of always predicting their mean rate, so scores "
+            "are no probabilities there. Training went on too long or too fast (optimizer.*.lr), or the rows differ "
+            "from those of training"
+        )
+    if area is not None and area < 0.5:
+        told["auc_below_half"] = (
+            f"AUC {area:.4f} on {rows} is below 0.5, that of guessing: check what the label means there, and whether "
+            "there are enough rows of either label"
+        )
+    return told
 
 
 def _sums(logits: NDArray[np.float32], labels: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, JsonValue, TypeAdapter
+from pydantic import AfterValidator, FiniteFloat, JsonValue, TypeAdapter
 from pydantic.dataclasses import dataclass as record
 from typing_extensions import TypedDict
 
@@ -87,6 +87,14 @@ def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:
     return memory
 
 
+def _check_columns(columns: dict[str, dict[str, dict[str, int]]]) -> dict[str, dict[str, dict[str, int]]]:
+    for split, by_column in columns.items():
+        for name, counts in by_column.items():
+            if any(count > counts.get("values", -1) for count in counts.values()):
+                raise ValueError(f"{split}.{name}: its counts must be at most `values`, the number of its values")
+    return columns
+
+
 @record(config=STRICT)
 class RunRecord:
     """What run.json says of a run. The closing lines, `--json` and studies are made of it.
@@ -127,13 +135,21 @@ class RunRecord:
     ended: str | None = None
     chosen_step: Count | None = None
     metrics: dict[str, Metrics] | None = None
+    columns: Annotated[dict[str, dict[str, dict[str, Count]]], AfterValidator(_check_columns)] | None = None
+    """By split, what its rows held by column, as `data/seen.py` counts it; None of runs by earlier versions."""
+    ranges: dict[str, tuple[FiniteFloat, FiniteFloat]] | None = None
+    """The lowest and highest usual number of each number column in training, after its transform."""
 
     @property
     def final_metrics(self) -> dict[str, Any]:
-        """The metrics on the test split (else the validation split) under their names, and `split`; {} before."""
+        """The metrics on the test split (else the validation split) under their names, and `split`; {} before.
+
+        `columns` there is what the split's rows held, by column, if that was counted.
+        """
         for split in ("test", "val"):
             if self.metrics is not None and split in self.metrics:
-                return {"split": split, **self.metrics[split]}
+                counted = {} if self.columns is None else {"columns": self.columns.get(split, {})}
+                return {"split": split, **self.metrics[split], **counted}
         return {}
 
     def summary(self) -> dict[str, Any]:
@@ -147,6 +163,7 @@ class RunRecord:
             **{name: metrics.get(name) for name in names},
             **{name: value for name, value in fields.items() if value is not None},
             "metrics": self.metrics or {},
+            "columns": self.columns or {},
             "warnings": self.warnings,
         }
 

@@ -48,7 +48,7 @@ from hotrow.plan.cost import BLIND_ERROR
 from hotrow.plan.demand import required_bytes
 from hotrow.plan.shards import shards_line
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
-from hotrow.run.folder import CONFIG, RunFolder, SilentFolder, resume_command
+from hotrow.run.folder import CONFIG, RunFolder, SilentFolder, noting, resume_command
 from hotrow.run.record import Predicted
 from hotrow.run.restart import how_to_go_on, mark_launch, restart_folder, was_restarted
 from hotrow.run.setup import Setup, storage_line
@@ -91,6 +91,7 @@ def _train_new(
     config: Config, folder: RunFolder | None, heartbeat: Heartbeat, interrupt: Interrupt, also: MakeMeter | None
 ) -> RunFolder:
     world, runs = heartbeat.world, folder.path if folder else Path(config.run or "runs")
+    shown: list[str] = []
 
     def decide() -> Setup:
         """What cannot work is refused before a folder is made."""
@@ -100,11 +101,13 @@ def _train_new(
         config.model.check(dataset)
         return Setup.decide(known, dataset, runs, world=world, what_helps=also is None and world.rank == 0)
 
-    setup = on_every_rank(world, decide)
+    with noting(shown.append):  # there is no folder yet
+        setup = on_every_rank(world, decide)
     _check_same(setup)
     name = f"{setup.dataset.path.resolve().name}-{config.model.name}"
     made = folder or make_folder(world, lambda: RunFolder.create(config.run, name=name))
     with _claimed(world, made) as folder:
+        folder.count_shown(shown)
         if world.rank == 0:
             mark_launch(folder.path, config)
         folder.keep_vocabulary(setup.dataset.path)
@@ -219,7 +222,8 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, in
         dataset = PackedDataset.open(config.data, verify="sizes")
         return Setup.decide(config, dataset, folder.path, world=world, what_helps=world.rank == 0)
 
-    setup = on_every_rank(world, decide)
+    with noting(lambda text: folder.count_shown([text])):
+        setup = on_every_rank(world, decide)
     _check_same(setup)
     return _run(setup, folder, newest, heartbeat, interrupt)
 
@@ -402,7 +406,8 @@ def _begin(training: Training) -> None:
         text = f"{config.data} carries no counts: its training split was counted to find hot rows"
         folder.warn("counted_to_find_hot_rows", text)
     _say_what_is_hot(training)
-    _say_of_few_positives(training)
+    _warn_of_preparation(training)
+    _warn_of_few_positives(training)
     if unused := config.hot.unused():
         text = f"hot.schedule is {config.hot.schedule}, which does not use {', '.join(unused)}"
         training.warn("unused_hot_options", text)
@@ -532,8 +537,20 @@ def _say_what_ranks_do(training: Training, hot: HotSet) -> None:
         training.warn("inexact_merging", text)
 
 
-def _say_of_few_positives(training: Training) -> None:
-    """Says which splits have too few rows of one label to judge a model by."""
+def _warn_of_preparation(training: Training) -> None:
+    """Counts what was said when the data was prepared: it was said then, and a run's reader may not have seen it."""
+    summary = training.setup.dataset.info.summary
+    if skipped := summary.get("rows_skipped"):
+        text = f"{skipped} bad rows were left out when {training.config.data} was prepared"
+        training.folder.warn("rows_skipped", text, count=1)
+    notes = summary.get("notes")
+    for code, texts in notes.items() if isinstance(notes, dict) else ():
+        if isinstance(texts, list):
+            training.folder.warn(code, "; ".join(map(str, texts)), count=len(texts))
+
+
+def _warn_of_few_positives(training: Training) -> None:
+    """Warns of splits that have too few rows of one label to judge a model by."""
     for name in ("val", "test"):
         split = training.setup.dataset.splits.get(name)
         if split is None or not split.num_rows:
@@ -543,11 +560,12 @@ def _say_of_few_positives(training: Training) -> None:
         if fewer < FEWEST_OF_EACH:
             # Hanley and McNeil (1982), for an AUC about 0.75
             error = f", AUC +- {0.2 / math.sqrt(fewer):.2f}" if fewer else ", so it has no AUC"
-            training.say(
+            text = (
                 f"the {name} split has {fewer} {word} rows of {split.num_rows:,}, too few to judge by{error}; prepare "
                 "more rows, or give this split a larger share: --fractions 0.6,0.2,0.2 "
                 "(in fit split={'fractions': [0.6, 0.2, 0.2]})"
             )
+            training.warn(f"few_{word}_{name}_rows", text, count=1)
 
 
 def _warn_of_slow_products(training: Training) -> None:

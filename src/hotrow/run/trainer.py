@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import islice
@@ -46,13 +46,14 @@ from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.exact import ADVICE, CODE, FirstPart
 from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepClock, merged, meters_of_rows
-from hotrow.run.metrics import BinaryMetrics
+from hotrow.run.metrics import BinaryMetrics, doubts
 from hotrow.run.micro import backward_in_parts, cut, loss_of
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
 from hotrow.run.setup import DenseDevice, Parts, Setup, build, look_up
 from hotrow.run.together import Ranks, nonfinite_inputs
 from hotrow.run.trace import NAME as TRACE
 from hotrow.run.trace import Trace
+from hotrow.run.usual import usual_of
 from hotrow.run.wear import LEDGER, WriteLedger, WriteMeter, checkpoint_bytes
 from hotrow.run.wire import WireMeter
 
@@ -310,9 +311,9 @@ class Training:
                     self.say(f"step {self.state.step}: turns of {rates}")
         self.turns.close()
 
-    def warn(self, code: str, text: str) -> None:
-        """Shows a warning, and counts it in run.json."""
-        self.folder.warn(code, text)
+    def warn(self, code: str, text: str, *, count: int | None = None) -> None:
+        """Shows a warning, and counts it in run.json. count: as for `RunFolder.warn`."""
+        self.folder.warn(code, text, count=count)
         self.say(f"warning: {text}")
 
     def _train_turn(self) -> bool:
@@ -573,7 +574,26 @@ class Training:
             if self._has(split) and not (split == "val" and val)
         }
         metrics |= {"val": val} if val else {}
+        self._warn_of([doubts(metrics[split], f"the {split} split") for split in ("val", "test") if split in metrics])
+        if self.writes_files:
+            self._count_columns()
         self.folder.update(status="finished", ended=state.ended, chosen_step=chosen, metrics=metrics, **self.figures())
+
+    def _count_columns(self) -> None:
+        """Keeps what the splits hold by column. A run is not lost if a block that it did not train on is damaged."""
+        try:
+            ranges, columns, told = usual_of(self.dataset)
+        except (OSError, ValueError) as error:
+            self.warn("columns_not_counted", f"later scores will have nothing to be compared with: {error}", count=1)
+            return
+        self._warn_of([told])
+        self.folder.update(ranges=ranges, columns=columns)
+
+    def _warn_of(self, found: Sequence[Mapping[str, str]]) -> None:
+        """Shows and counts warnings about the end of the run, by code; a resumed run comes to it again."""
+        for code in dict.fromkeys(code for told in found for code in told):
+            texts = [told[code] for told in found if code in told]
+            self.warn(code, "; ".join(texts), count=len(texts))
 
     @property
     def epochs(self) -> float:

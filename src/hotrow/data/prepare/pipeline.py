@@ -96,6 +96,8 @@ BUFFER_BYTES = 64 << 20
 """Part of the memory budget for rows in flight between reader and writer."""
 MIN_MEMORY_BYTES = 128 << 20
 CHECKSUM_BLOCK_BYTES = 1 << 22
+LEAK, SCHEMA_GUESS = "leak", "schema_guess"
+"""The codes of the warnings that runs count for what preparation said of columns."""
 
 
 @dataclass(frozen=True)
@@ -672,9 +674,13 @@ class _Stages:
             self._say(line)
 
     def _summary(self, rows_read: int, skipped: int) -> dict[str, Any]:
-        """Returns what was counted, for dataset.json."""
+        """Returns what dataset.json keeps of the preparation: what was counted, and what it said, which every run on it
+        counts."""
         cells = self._work.results.cells or CellCounts()
-        return {"rows_read": rows_read, "rows_skipped": skipped + cells.rows_left_out, **cells.summary()}
+        told = {LEAK: list(self._opened.warnings), SCHEMA_GUESS: list(self._opened.choices)}
+        notes = {code: texts for code, texts in told.items() if texts}
+        counts = {"rows_read": rows_read, "rows_skipped": skipped + cells.rows_left_out, **cells.summary()}
+        return counts | ({"notes": notes} if notes else {})
 
     @staticmethod
     def _write_piece(piece: Piece, encode: RowEncoder, writer: PackedWriter, rows: dict[str, int]) -> None:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +34,14 @@ from hotrow.data.prepare.encoder import DenseTransform, RowEncoder
 from hotrow.data.prepare.pipeline import Options, prepare
 from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.prepare.workfolder import check_out
-from hotrow.data.sources.columns import open_table
-from hotrow.data.sources.convert import IdEncoding
-from hotrow.data.sources.inputs import is_pipe, spooled
+from hotrow.data.seen import Seen
+from hotrow.data.sources.columns import format_of, is_paths, open_table
+from hotrow.data.sources.convert import CodedKeys, IdEncoding, column_of
+from hotrow.data.sources.inputs import find_files, is_pipe, spooled
 from hotrow.data.sources.options import ReadOptions, with_read_options
-from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, open_source
+from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, looks_like_criteo, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
+from hotrow.data.sources.tabular import TextReader
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.world import World
 
@@ -175,7 +177,8 @@ class RawEncoder:
     take at most half of the free memory, else searched on disk.
 
     Ids that no training row had, and ids too rare for a row of their own, become row 0; so do missing values, unless
-    training rows had missing values too, which then have a row. Missing dense values are 0 after the transform.
+    training rows had missing values too, which then have a row. Missing dense values are 0 after the transform. A value
+    that is no id of its column is such an id, and one that is no number is missing, so that every row has inputs.
     """
 
     def __init__(self, dataset: PackedDataset | Path | str, *, threads: int | None = None) -> None:
@@ -189,6 +192,9 @@ class RawEncoder:
         # Synthetic rows have no layout of their own: new rows are a table with the same columns.
         self._source = made.source if made.source in {*SOURCE_NAMES} - {"synthetic"} else "auto"
         self._encodings, self._transforms = made.encodings, made.transforms
+        if self._source == "criteo":
+            # Its own reader takes hex digits for numbers; in other files and in frames they are text.
+            self._encodings = dict.fromkeys(made.encodings, "hex")
         self._threads = threads or min(8, usable_cores())
         vocabularies = {table.name: dataset.vocabulary(table.name) for table in self.info.tables}
         fits = sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2
@@ -200,22 +206,71 @@ class RawEncoder:
         return KeptColumns(data, columns, self.schema)
 
     def batches(
-        self, data: Any, *, batch_size: int = 65536, labels: Literal["ignored", "alone"] = "ignored"
+        self,
+        data: Any,
+        *,
+        batch_size: int = 65536,
+        labels: Literal["ignored", "alone"] = "ignored",
+        values: Literal["any", "strict"] = "any",
+        seen: Seen | None = None,
     ) -> Iterator[Batch]:
         """Yields batches of at most `batch_size` rows, in the data's order.
 
         data: paths or an Arrow-capable frame, as for `run_prepare`. labels: "ignored": label and time are not read and
-        may hold anything, and `Batch.label` is NaN; "alone": the label is read, the time is not. Raises ValueError
-        naming file and column, and RowError naming the row, as preparation does.
+        may hold anything, and `Batch.label` is NaN; "alone": the label is read, the time is not. values: "strict": a
+        value that is not of its column's kind is a RowError naming the row, as in preparation. seen: counts what the
+        rows hold. Raises ValueError naming file and column, and RowError for a line that cannot be cut into columns or
+        has no label.
         """
-        opened = open_source(self._source, data, schema=self.schema, labels=labels, encodings=self._encodings)
+        opened = open_source(
+            self._source_of(data),
+            data,
+            schema=self.schema,
+            labels=labels,
+            encodings=self._encodings,
+            values=values,
+        )
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode") as executor:
             tables = {name: _Searched(vocabulary) for name, vocabulary in self._vocabularies.items()}
             encode = RowEncoder(self.schema, self._transforms, tables, executor)
             for chunk in _none_left_out(opened.source.chunks(rows_per_chunk=batch_size)):
                 dense, ids = encode(chunk)
+                if seen is not None:
+                    _count(seen, self.schema, chunk, dense, ids)
                 label = np.full(chunk.num_rows, np.nan, np.float32) if chunk.label is None else chunk.label
                 yield _batch(dense, ids, label)
+
+    def _source_of(self, data: Any) -> str:
+        """Returns the source that reads `data`: for rows of Criteo's columns in another form, that of the form."""
+        if self._source != "criteo":
+            return self._source
+        if not is_paths(data):
+            return "frame"
+        paths = [data] if isinstance(data, str | Path) else data
+        file = find_files(paths, matches=bool, wanted="any file")[0]
+        if (form := format_of(file)) != "csv":
+            return form
+        if looks_like_criteo(file.first_line()):
+            return "criteo"
+        names = {*self.schema.dense_names, *self.schema.feature_names}
+        return "csv" if names <= {*TextReader([file], self.schema.csv).names} else "criteo"
+
+
+def _count(seen: Seen, schema: Schema, chunk: Chunk, dense: NDArray[np.float32], ids: Mapping[str, Ids]) -> None:
+    """Adds the values of an encoded chunk to `seen`."""
+    for i, name in enumerate(schema.dense_names):
+        unreadable = chunk.unreadable.get(name, 0)
+        seen.add_numbers(name, dense[:, i], np.isnan(chunk.dense[:, i]), unreadable=unreadable)
+    for name, column in ids.items():
+        rows = column.values if isinstance(column, Ragged) else column
+        seen.add_ids(name, rows, _missing(column_of(chunk.keys, name)), unreadable=chunk.unreadable.get(name, 0))
+
+
+def _missing(keys: Keys | CodedKeys) -> NDArray[np.bool_] | None:
+    """Returns which keys are missing values; None if none is."""
+    if isinstance(keys, CodedKeys):
+        return None if keys.entries.valid is None else ~keys.entries.valid[keys.codes]
+    return None if keys.valid is None else ~keys.valid
 
 
 class KeptColumns:

@@ -50,6 +50,7 @@ from hotrow.data.sources.convert import (
 from hotrow.data.sources.inputs import InputFile, find_files, prefetch
 from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
 from hotrow.data.sources.jsonlines import JsonReader, is_json_lines
+from hotrow.data.sources.lenient import lenient_keys, lenient_numbers
 from hotrow.data.sources.libsvm import LibsvmReader, tell_libsvm
 from hotrow.data.sources.schema import CsvSpec, Schema, nearest
 from hotrow.data.sources.tabular import (
@@ -78,8 +79,9 @@ class ColumnsSource:
     data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required"; "made": made
     elsewhere, so that only the time is read; "alone": read without the time; "ignored": for rows to predict, whose
     label and time may be absent or hold anything. encodings: how ids were held when a data set was prepared
-    (feature -> "int", "uint64" or "bytes"); None: the columns' types decide. skip_bad_rows: how many bad rows may be
-    skipped before one is an error.
+    (feature -> `IdEncoding`); None: the columns' types decide. values: "any": a value that is not of its column's kind
+    is an unknown id or a missing number and no fault, for rows to score (`lenient.py`). skip_bad_rows: how many bad
+    rows may be skipped before one is an error.
 
     Raises ValueError naming file and column if a column is missing, differs between files or has a type that does not
     fit its use.
@@ -93,22 +95,24 @@ class ColumnsSource:
         name: str = "columns",
         labels: Literal["required", "made", "alone", "ignored"] = "required",
         encodings: Mapping[str, IdEncoding] | None = None,
+        values: Literal["strict", "any"] = "strict",
         skip_bad_rows: int = 0,
     ) -> None:
-        self.name, self.schema = name, schema
+        self.name, self.schema, self._values = name, schema, values
         self.skipped = SkippedRows()
         self.skip_bad_rows = skip_bad_rows
         self._share = schema.odd_share if labels == "required" and not skip_bad_rows else 0.0
         """Share of a column's cells that may be odd; bad rows that may be skipped take their place."""
         self._num_odd = Counter[str]()
-        self._reader = open_table(data, schema.csv)
+        self._reader = open_table(data, schema.csv, values=values)
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels in ("required", "made")
         self._columns = self._wanted_columns()
         self._reader.check_drift(self._columns)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
-        with self._naming(0):
-            found = {c.column: default_encoding(types[c.column], c) for c in schema.categorical}
+        if values == "strict" or encodings is None:
+            with self._naming(0):
+                found = {c.column: default_encoding(types[c.column], c) for c in schema.categorical}
         self.encodings: dict[str, IdEncoding] = dict(encodings or found)
         self._time_reader = self._make_time_reader()
 
@@ -263,9 +267,9 @@ class ColumnsSource:
             with self._naming(file_index):
                 parts, _ = self._columns_of(batch.filter(pa.array(kept)), dictionaries)
             odd = tuple(found.of(kept) for found in odd)
-        label, time, dense, keys = parts
+        label, time, dense, keys, unreadable = parts
         position = Position(file_index, rows.end, rows.end, self.skipped.num_rows)
-        return Chunk(len(dense), label, dense, keys, position, time, odd)
+        return Chunk(len(dense), label, dense, keys, position, time, odd, unreadable)
 
     def _odd_cells(self, fault: Fault, lines: NDArray[np.int64], file_index: int) -> OddCells:
         """Returns the odd cells of one column. Raises RowError if the column has more of them than may be odd."""
@@ -293,9 +297,10 @@ class ColumnsSource:
 
     def _columns_of(
         self, batch: pa.RecordBatch, dictionaries: DictionaryReader
-    ) -> tuple[tuple[Any, Any, Any, KeyColumns], list[Fault]]:
+    ) -> tuple[tuple[Any, Any, Any, KeyColumns, dict[str, int]], list[Fault]]:
         stored = {name: batch.column(i) for i, name in enumerate(self._columns)}
         faults: list[Fault | None] = []
+        unreadable: dict[str, int] = {}
         label = time = None
         if self._has_label:
             label, fault = to_label(self._cells(stored[self.schema.label.column]), self.schema.label)
@@ -306,23 +311,30 @@ class ColumnsSource:
             faults.append(fault)
         dense = np.empty((len(batch), len(self.schema.dense)), dtype=np.float32)
         for i, spec in enumerate(self.schema.dense):
-            numbers, fault = to_numbers(self._cells(stored[spec.column]), spec.column, spec)
+            cells, fault = self._cells(stored[spec.column]), None
+            if self._values == "any":
+                numbers, unreadable[spec.column] = lenient_numbers(cells, spec.column, spec)
+            else:
+                numbers, fault = to_numbers(cells, spec.column, spec)
             with np.errstate(over="ignore"):
                 dense[:, i] = numbers
             faults.append(fault)
         keys: dict[str, Keys | CodedKeys] = {}
         for feature in self.schema.categorical:
             name, encoding = feature.column, self.encodings[feature.column]
-            coded = None
+            coded, fault = None, None
             if encoding == "bytes" and feature.kind == "one_hot" and pa.types.is_dictionary(stored[name].type):
                 coded = dictionaries(name, stored[name])
             if coded is not None:
                 keys[name] = coded
                 continue
             number = next((spec for spec in self.schema.dense if spec.column == name), None)
-            keys[name], fault = to_keys(self._cells(stored[name]), feature, encoding, number)
+            if self._values == "any":
+                keys[name], unreadable[name] = lenient_keys(self._cells(stored[name]), feature, encoding, number)
+            else:
+                keys[name], fault = to_keys(self._cells(stored[name]), feature, encoding, number)
             faults.append(fault)
-        return (label, time, dense, KeyColumns(keys)), [f for f in faults if f is not None]
+        return (label, time, dense, KeyColumns(keys), unreadable), [f for f in faults if f is not None]
 
     def _skipped(
         self, faults: Sequence[Fault], lines: NDArray[np.int64], file_index: int, num_rows: int
@@ -380,16 +392,19 @@ def _up_to(last: int | None, found: Iterator[Rows]) -> Iterator[Rows]:
         yield rows
 
 
-def open_table(data: Any, spec: CsvSpec) -> TableReader:
-    """Returns the reader for paths or a frame; spec: how lines of text are split into columns.
+def open_table(data: Any, spec: CsvSpec, *, values: Literal["strict", "any"] = "strict") -> TableReader:
+    """Returns the reader for paths or a frame; spec: how lines of text are split into columns. values: as for
+    `ColumnsSource`.
 
     Raises ValueError naming two files if they are of different formats.
     """
     files = input_files(data)
-    return FrameReader(data) if files is None else open_files(files, spec)
+    return FrameReader(data, values=values) if files is None else open_files(files, spec, values=values)
 
 
-def open_files(files: Sequence[InputFile], spec: CsvSpec) -> TableReader:
+def open_files(
+    files: Sequence[InputFile], spec: CsvSpec, *, values: Literal["strict", "any"] = "strict"
+) -> TableReader:
     """Returns the reader for files, as `open_table`."""
     formats = [format_of(file) for file in files]
     for file, found in zip(files, formats, strict=True):
@@ -399,7 +414,9 @@ def open_files(files: Sequence[InputFile], spec: CsvSpec) -> TableReader:
         return TextReader(files, spec)
     if formats[0] in ("libsvm", "libffm"):
         return LibsvmReader(files)
-    return JsonReader(files, spec.null_values) if formats[0] == "jsonl" else ColumnarReader(files)
+    if formats[0] == "jsonl":
+        return JsonReader(files, spec.null_values, values=values)
+    return ColumnarReader(files)
 
 
 def format_of(file: InputFile) -> FileFormat:

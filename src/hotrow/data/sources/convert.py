@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -25,8 +25,9 @@ from hotrow.data.chunk import KeyKind, Keys, take_keys
 from hotrow.data.native import count_codes
 from hotrow.data.sources.schema import JSON_LISTS, CategoricalSpec, DenseSpec, LabelSpec
 
-IdEncoding = Literal["int", "uint64", "bytes"]
-"""How raw ids are held: int64, uint64 in the bits of an int64, or UTF-8 text."""
+IdEncoding = Literal["int", "uint64", "hex", "bytes"]
+"""How raw ids are held: int64; uint64 in the bits of an int64; int64 that text writes in hex digits, as Criteo's files
+do; UTF-8 text."""
 
 MAX_EXACT_FLOAT = 2**53
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
@@ -35,6 +36,7 @@ WHOLE_FLOAT = r"^(0|-?[1-9]\d*)\.0+$"
 """A whole number as text of floats has it: pandas writes integers with gaps so."""
 OTHER_BLANKS = ("\u00a0", "\u202f", "\u2009")
 """Blanks that stand between groups of digits besides the ordinary one."""
+HEX = r"^[0-9a-fA-F]{1,8}$"
 
 
 def kind_of(encoding: IdEncoding) -> KeyKind:
@@ -50,6 +52,10 @@ class Fault:
     """[num_rows], True if the row is bad."""
     describe: Callable[[int], str]
     """Says what is wrong with a bad row, and the cure."""
+
+
+FlatKeys: TypeAlias = Callable[[pa.Array, str, IdEncoding], tuple[Keys, Fault | None]]
+"""A function such as `flat_keys`."""
 
 
 def plain(array: pa.Array) -> pa.Array:
@@ -313,15 +319,20 @@ class TimeReader:
 
 
 def to_keys(
-    array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding, number: DenseSpec | None = None
+    array: pa.Array,
+    spec: CategoricalSpec,
+    encoding: IdEncoding,
+    number: DenseSpec | None = None,
+    *,
+    flat: FlatKeys | None = None,
 ) -> tuple[Keys, Fault | None]:
     """Returns the keys of one feature. A missing value is a missing key; a missing list is an empty one.
 
-    number: how numbers that are cut into buckets are written in text; None: plainly.
-
-    Raises ValueError if the column's shape does not fit `spec.kind`.
+    number: how numbers that are cut into buckets are written in text; None: plainly. flat: reads the values, without
+    lists; None: `flat_keys`. Raises ValueError if the column's shape does not fit `spec.kind`.
     """
     source = array = plain(array)
+    flat = flat or flat_keys
     if spec.buckets is not None:
         return _buckets_of(array, spec.column, spec.buckets, number)
     if spec.separator == JSON_LISTS and is_text(array.type):
@@ -336,11 +347,11 @@ def to_keys(
         cure = "set kind: multi_hot or sequence" if spec.kind == "one_hot" else "give a separator, or set kind: one_hot"
         raise ValueError(f"column {spec.column!r} has type {array.type}, which does not fit kind {spec.kind}; {cure}")
     if spec.kind == "one_hot":
-        return _flat_keys(array, spec.column, encoding)
+        return flat(array, spec.column, encoding)
     lengths = filled(pc.list_value_length(array), 0)
     row_splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    keys, fault = _flat_keys(plain(pc.list_flatten(array)), spec.column, encoding)
-    keys = Keys(keys.values, keys.offsets, keys.valid, row_splits)
+    keys, fault = flat(plain(pc.list_flatten(array)), spec.column, encoding)
+    keys = replace(keys, row_splits=row_splits)
     if fault is not None:
         rows = np.repeat(np.arange(len(lengths)), lengths)
         bad_rows, first_keys = np.unique(rows[fault.rows], return_index=True)
@@ -369,11 +380,16 @@ def json_lists(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 def _buckets_of(
     array: pa.Array, column: str, buckets: Sequence[float], number: DenseSpec | None
 ) -> tuple[Keys, Fault | None]:
-    """Returns as the key of each number how many of `buckets` are at most it; no number is a missing key."""
+    """Returns the keys of numbers in buckets; what is no number is a fault."""
     numbers, fault = to_numbers(array, column, number)
+    return bucket_keys(numbers, buckets), fault
+
+
+def bucket_keys(numbers: NDArray[np.float64], buckets: Sequence[float]) -> Keys:
+    """Returns as the key of each number how many of `buckets` are at most it; NaN is a missing key."""
     missing = np.isnan(numbers)
     keys = np.searchsorted(np.array(buckets), numbers, side="right").astype(np.int64)
-    return Keys(keys, None, ~missing if missing.any() else None), fault
+    return Keys(keys, None, ~missing if missing.any() else None)
 
 
 def default_encoding(kind: pa.DataType, spec: CategoricalSpec) -> IdEncoding:
@@ -410,7 +426,8 @@ def _is_binary(kind: pa.DataType) -> bool:
     )
 
 
-def _flat_keys(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
+def flat_keys(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
+    """Returns a key for each value of an array without lists."""
     source, bad = array, np.zeros(len(array), dtype=bool)
     cure = "set type: text for this column"
     if pa.types.is_floating(array.type):
@@ -420,7 +437,7 @@ def _flat_keys(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys
         array = pc.if_else(pa.array(bad), pa.scalar(None, array.type), array) if bad.any() else array
         return text_keys(array), _fault(column, bad, source, f"is not an exact id; {cure}")
     if is_text(array.type):
-        array, bad = _parse_ids(array)
+        array, bad = _parse_hex(array) if encoding == "hex" else _parse_ids(array)
     valid = None if array.null_count == 0 else mask_of(array.is_valid())
     values = _integers(array)
     if (values.dtype == np.uint64) != (encoding == "uint64"):
@@ -458,6 +475,14 @@ def text_keys(array: pa.Array) -> Keys:
     offsets = np.frombuffer(offset_buffer, dtype=np.int64)[array.offset : array.offset + len(array) + 1]
     text = np.frombuffer(data, dtype=np.uint8)[offsets[0] : offsets[-1]]
     return Keys(text, offsets - offsets[0], valid)
+
+
+def _parse_hex(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Returns text of hex digits as int64, and a mask of text that is not 1 to 8 of them."""
+    encoded = array.dictionary_encode()
+    found = [int(text, 16) if re.fullmatch(HEX, text) else None for text in encoded.dictionary.to_pylist()]
+    numbers = pa.array(found, pa.int64()).take(encoded.indices)
+    return numbers, mask_of(pc.and_(array.is_valid(), numbers.is_null()))
 
 
 def _parse_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:

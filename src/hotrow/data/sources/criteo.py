@@ -74,8 +74,9 @@ class CriteoSource:
     """Reads Criteo-like files, as a `hotrow.data.chunk.Source`.
 
     paths: files, folders, patterns or URIs, read in this order (a folder's files in natural order). labels: "required",
-    or "ignored" for rows to predict: a label may be absent or hold anything, and `Chunk.label` is None. skip_bad_rows:
-    how many unreadable rows may be skipped, and counted in `skipped`, before one raises RowError.
+    or "ignored" for rows to predict: a label may be absent or hold anything, and `Chunk.label` is None. values: "any",
+    for rows to score: a value that is no number is missing, and one that is no category is unknown. skip_bad_rows: how
+    many unreadable rows may be skipped, and counted in `skipped`, before one raises RowError.
     """
 
     name = "criteo"
@@ -87,6 +88,7 @@ class CriteoSource:
         paths: Sequence[str | Path | InputFile],
         *,
         labels: Literal["required", "ignored"] = "required",
+        values: Literal["strict", "any"] = "strict",
         skip_bad_rows: int = 0,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
@@ -95,6 +97,7 @@ class CriteoSource:
         self.files = find_files(paths, matches=lambda name: FILE_NAME.fullmatch(name) is not None, wanted=FILE_WORDS)
         self.skipped = SkippedRows()
         self.skip_bad_rows, self._labels, self._buffer_bytes = skip_bad_rows, labels, buffer_bytes
+        self._values = values
 
     @property
     def key_kinds(self) -> dict[str, KeyKind]:
@@ -172,7 +175,7 @@ class CriteoSource:
 
     def _read_file(self, start: Position, stop: int | None, layout: RowLayout, rows_per_chunk: int) -> Iterator[Chunk]:
         file, line, row = self.files[start.file_index], start.num_lines, 0
-        columns = RowColumns.empty(layout, rows_per_chunk)
+        columns, mended = RowColumns.empty(layout, rows_per_chunk), list[tuple[int, int]]()
         with ByteStream(file, start.offset, stop) as stream:
             for offset, text in _line_blocks(stream, self._buffer_bytes):
                 if len(text) == 0:
@@ -187,15 +190,19 @@ class CriteoSource:
                         at, line = at + len(raw), line + 1
                         if _parsed_without_missing(raw, layout, columns, row):
                             row += 1
+                        elif self._values == "any" and (found := _mend(raw, layout, columns, row)) is not None:
+                            mended += [(row, column) for column in found]
+                            row += 1
                         else:
                             self._skip(_row_error(file, line, raw, layout, result.fault, result.column))
                     if row == rows_per_chunk:
                         end = min(offset + at, stream.offset)
-                        yield _chunk(columns, row, layout, Position(start.file_index, end, line, self.skipped.num_rows))
-                        columns, row = RowColumns.empty(layout, rows_per_chunk), 0
+                        after = Position(start.file_index, end, line, self.skipped.num_rows)
+                        yield _chunk(columns, row, layout, after, mended)
+                        columns, row, mended = RowColumns.empty(layout, rows_per_chunk), 0, []
         if row:
             after = Position(start.file_index + 1) if stop is None else Position(start.file_index, stop, line)
-            yield _chunk(columns, row, layout, replace(after, num_skipped=self.skipped.num_rows))
+            yield _chunk(columns, row, layout, replace(after, num_skipped=self.skipped.num_rows), mended)
 
     def _skip(self, error: RowError) -> None:
         """Counts a bad row, or raises its error if no more may be skipped."""
@@ -209,13 +216,43 @@ class CriteoSource:
         self.skipped.add(error)
 
 
-def _chunk(columns: RowColumns, num_rows: int, layout: RowLayout, position: Position) -> Chunk:
+def _chunk(
+    columns: RowColumns, num_rows: int, layout: RowLayout, position: Position, mended: Sequence[tuple[int, int]]
+) -> Chunk:
+    """Returns the first rows of `columns`. mended: rows and columns of values that could not be read."""
+    unreadable = Counter(layout.column_names[column] for _, column in mended)
     keys = {}
     for c, name in enumerate(layout.category_names):
-        valid = columns.valid[c, :num_rows]
-        keys[name] = Keys(columns.keys[c, :num_rows], valid=None if valid.all() else valid)
+        valid, unknown = columns.valid[c, :num_rows], None
+        if name in unreadable:
+            unknown = np.zeros(num_rows, np.bool_)
+            unknown[[row for row, column in mended if layout.column_names[column] == name]] = True
+            valid = valid | unknown
+        keys[name] = Keys(columns.keys[c, :num_rows], valid=None if valid.all() else valid, unknown=unknown)
     label = columns.label[:num_rows] if layout.has_label else None
-    return Chunk(num_rows, label, columns.dense[:num_rows], keys, position)
+    return Chunk(num_rows, label, columns.dense[:num_rows], keys, position, unreadable=unreadable)
+
+
+def _mend(raw: bytes, layout: RowLayout, columns: RowColumns, row: int) -> list[int] | None:
+    """Parses a faulty line into row `row`, with values that cannot be read as empty; returns their columns.
+
+    None if its label is wrong, or if it has another number of columns: then nobody can say which value is which.
+    """
+    fields, unreadable = raw.rstrip(b"\r\n").split(layout.delimiter.encode()), list[int]()
+    if len(fields) != len(layout.column_names):
+        return None
+    while True:
+        text = np.frombuffer(layout.delimiter.encode().join(fields) + b"\n", np.uint8)
+        result = parse_rows(text, layout, columns, first_row=row, num_rows=row + 1)
+        if result.fault is None:
+            return unreadable
+        column = result.column
+        if result.fault is Fault.LABEL or not fields[column]:
+            return None
+        if (stripped := fields[column].strip()) == fields[column]:
+            unreadable.append(column)
+            stripped = b""
+        fields[column] = stripped
 
 
 def _parsed_without_missing(raw: bytes, layout: RowLayout, columns: RowColumns, row: int) -> bool:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from json.scanner import make_scanner
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -50,13 +50,20 @@ def is_json_lines(file: InputFile) -> bool:
 class JsonReader:
     """Reads files of JSON Lines, with hive partition columns from their folders.
 
-    null_values: texts that mean a missing value, as in delimited text.
+    null_values: texts that mean a missing value, as in delimited text. values: "any": an array in a column of single
+    values is its JSON text, and no fault, as in rows to score.
 
     Raises ValueError naming a file that holds no objects, or one array instead of a line for each row.
     """
 
-    def __init__(self, files: Sequence[InputFile], null_values: Sequence[str] = ("",)) -> None:
-        self._files = files
+    def __init__(
+        self,
+        files: Sequence[InputFile],
+        null_values: Sequence[str] = ("",),
+        *,
+        values: Literal["strict", "any"] = "strict",
+    ) -> None:
+        self._files, self._values_may_be = files, values
         self._missing = dict.fromkeys(null_values)
         self.files = tuple(f.info for f in files)
         kinds = _columns_of(files)
@@ -128,7 +135,7 @@ class JsonReader:
         bad: list[RowError] = []
         for number, text in zip(numbers, texts, strict=True):
             try:
-                records.append(_parse(text, kinds))
+                records.append(_parse(text, kinds, values=self._values_may_be))
                 lines.append(number)
             except ValueError as error:
                 bad.append(RowError(file=file.name, line=number, reason=str(error)))
@@ -218,7 +225,7 @@ def _members(text: bytes, *, is_plain: bool) -> dict[str, Any]:
     return _flat(_load(text))
 
 
-def _parse(text: bytes, kinds: dict[str, pa.DataType]) -> dict[str, Any]:
+def _parse(text: bytes, kinds: dict[str, pa.DataType], *, values: Literal["strict", "any"]) -> dict[str, Any]:
     """Returns the values of one line by column. Raises ValueError saying what is wrong with the line."""
     record = _flat(_load(text))
     for name, value in record.items():
@@ -226,6 +233,9 @@ def _parse(text: bytes, kinds: dict[str, pa.DataType]) -> dict[str, Any]:
         if is_list and not isinstance(value, list) and value is not None:
             record[name] = [value]
         elif isinstance(value, list) and not is_list and name in kinds:
+            if values == "any":
+                record[name] = json.dumps(value, ensure_ascii=False)
+                continue
             raise ValueError(f"member {name!r} is an array here, and one value in the first lines")
     return record
 

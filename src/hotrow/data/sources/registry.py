@@ -249,6 +249,8 @@ class OpenedSource:
     """What was found out and not given."""
     warnings: tuple[str, ...] = ()
     """Columns that the user named although they seem to give the label away."""
+    choices: tuple[str, ...] = ()
+    """Choices of a guessed schema that the user may want to change, columns that it leaves out among them."""
 
     def with_options(self, **options: Any) -> OpenedSource:
         """Returns this source with its schema changed by `Schema.with_options`."""
@@ -264,6 +266,7 @@ def open_source(
     schema: Schema | None = None,
     labels: Literal["required", "alone", "ignored"] = "required",
     encodings: Mapping[str, IdEncoding] | None = None,
+    values: Literal["strict", "any"] = "strict",
     rows: int | None = None,
 ) -> OpenedSource:
     """Opens the source called `name` on `data`: paths, or an Arrow-capable frame.
@@ -271,8 +274,9 @@ def open_source(
     schema: how to read columns; None: the source's own schema, or for csv, parquet, jsonl and frame a guess.
     {read}
     labels: "alone": without times, to evaluate a model; "ignored": for rows to predict, whose label and time may be
-    absent or hold anything. encodings: how ids were held when a data set was prepared. rows: how many a synthetic
-    preset makes.
+    absent or hold anything. encodings: how ids were held when a data set was prepared. values: "any", for rows to
+    score: what is not of its column's kind is an unknown id or a missing number. rows: how many a synthetic preset
+    makes.
 
     Raises ValueError naming an unknown source, or what is wrong with the data.
     """
@@ -299,12 +303,17 @@ def open_source(
     if name == "criteo" and is_paths(data):
         paths = [data] if isinstance(data, str | Path) else list(data)
         criteo = CriteoSource(
-            paths, labels="ignored" if labels == "ignored" else "required", skip_bad_rows=read.skip_bad_rows
+            paths,
+            labels="ignored" if labels == "ignored" else "required",
+            values=values,
+            skip_bad_rows=read.skip_bad_rows,
         )
         return OpenedSource(criteo, schema or CRITEO_SCHEMA, dict.fromkeys(CATEGORY_NAMES, "int"))
     notes: tuple[str, ...] = tuple(filter(None, [left_out(data)]))
     warnings: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": read.skip_bad_rows}
+    options |= {} if values == "strict" else {"values": values}
     source: ColumnsSource | HistoriesSource
     if name == "movielens":
         source = open_movielens(data, schema, **options)
@@ -314,9 +323,10 @@ def open_source(
             schema = LibsvmReader(input_files(data) or ()).schema_of_rows()
         if schema is None:
             guess = guess_columns(data, **vars(read))
-            schema, notes, warnings = guess.schema(), (*notes, guess.summary()), guess.warnings
+            schema, warnings, choices = guess.schema(), guess.warnings, guess.notes
+            notes = (*notes, guess.summary())
         source = open_columns(data, schema, name=name, **options)
-    return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes), warnings)
+    return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes), warnings, choices)
 
 
 def _tell_source(data: Any) -> str:

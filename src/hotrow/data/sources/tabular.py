@@ -13,11 +13,11 @@ import re
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,7 @@ from hotrow.data.chunk import FileInfo, RowError
 from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFile, ColumnarFormat, open_columnar, told_by_bytes
 from hotrow.data.sources.convert import is_text, value_type
 from hotrow.data.sources.inputs import InputFile, prefetch
+from hotrow.data.sources.lenient import text_of
 from hotrow.data.sources.schema import CsvSpec
 
 TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".data", ".dat", ".svm", ".libsvm", ".ffm", ".libffm")
@@ -97,11 +98,11 @@ class FrameReader:
     """Reads any frame in memory with Arrow's C stream (pandas, polars, pyarrow, duckdb relations).
 
     The frame is read once into an Arrow table, so that both passes see the same rows; without a copy if its layout
-    allows.
+    allows. values: as for `frame_to_arrow`.
     """
 
-    def __init__(self, frame: Any) -> None:
-        table = frame_to_arrow(frame)
+    def __init__(self, frame: Any, *, values: Literal["strict", "any"] = "strict") -> None:
+        table = frame_to_arrow(frame, values=values)
         self.table = table.rename_columns(column_names(table.column_names))
         self.schema = self.table.schema
         digest = 0
@@ -130,14 +131,31 @@ class FrameReader:
             yield Rows(batch, np.arange(first + 1, first + 1 + len(batch)), first := first + len(batch))
 
 
-def frame_to_arrow(frame: Any) -> pa.Table:
-    """Returns `frame` as an Arrow table. Raises ValueError for objects without Arrow data and for one-shot readers."""
+def frame_to_arrow(frame: Any, *, values: Literal["strict", "any"] = "strict") -> pa.Table:
+    """Returns `frame` as an Arrow table. Raises ValueError for objects without Arrow data and for one-shot readers.
+
+    frame: an Arrow-capable frame, a polars LazyFrame, a mapping of columns, or a list of mappings, one for each row.
+    values: "any": a column of Python objects of several types is read as text, as for rows to score.
+    """
+    if isinstance(frame, list) and frame and all(isinstance(row, Mapping) for row in frame):
+        names = dict.fromkeys(name for row in frame for name in row)
+        frame = {name: [row.get(name) for row in frame] for name in names}
     try:
         return _to_table(frame)
-    except (pa.ArrowException, TypeError) as error:
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        if values == "any" and (isinstance(frame, Mapping) or type(frame).__module__.startswith("pandas.")):
+            return pa.table({str(name): _any_column(frame[name]) for name in frame})
         # pandas passes on columns of Python objects, which may be of several types; Arrow then names the column.
         text = "; ".join(str(argument) for argument in error.args)
         raise ValueError(f"{type(frame).__name__} cannot be read as an Arrow table: {text}; convert it first") from None
+
+
+def _any_column(column: Any) -> pa.Array:
+    """Returns a column as Arrow reads it, or as text if its values are of several types."""
+    try:
+        return pa.array(column, from_pandas=True)
+    except (pa.ArrowException, TypeError, OverflowError):
+        return pa.array([text_of(value) for value in column], pa.string())
 
 
 def _to_table(frame: Any) -> pa.Table:
@@ -145,6 +163,10 @@ def _to_table(frame: Any) -> pa.Table:
         raise ValueError("a RecordBatchReader can be read once, preparation reads twice; pass reader.read_all()")
     if isinstance(frame, pa.Table):
         return frame
+    if isinstance(frame, Mapping):
+        return pa.table(dict(frame))
+    if type(frame).__module__.startswith("polars.") and hasattr(frame, "collect"):
+        frame = frame.collect()
     if hasattr(frame, "__arrow_c_stream__"):
         return pa.RecordBatchReader.from_stream(frame).read_all()
     for method in ("to_arrow_table", "to_arrow", "arrow"):
@@ -154,7 +176,7 @@ def _to_table(frame: Any) -> pa.Table:
             return found.read_all() if isinstance(found, pa.RecordBatchReader) else pa.table(found)
     if type(frame).__module__.startswith("pandas."):
         return pa.Table.from_pandas(frame, preserve_index=False)
-    cure = "pass paths, or a pandas, polars, duckdb or pyarrow table"
+    cure = "pass paths, a pandas, polars, duckdb or pyarrow table, a dict of columns or a list of dicts"
     if hasattr(frame, "collect"):
         cure = "it is not computed yet: pass what its collect() returns"
     raise ValueError(f"{type(frame).__name__} is not a path and not an Arrow-capable frame; {cure}")
