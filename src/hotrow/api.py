@@ -337,12 +337,11 @@ def fit(
 ) -> Run:
     """Prepares `data` if it is raw, trains a model on it, and returns the run.
 
-    data: a packed dataset's folder; paths, globs or URIs of CSV, Parquet or JSON Lines; or an Arrow-capable frame
-        (pandas, polars, duckdb, pyarrow). Raw data is packed into the run's folder, under data/; if that is
+    data: a packed dataset's folder; paths, globs, URIs or pipes of raw files (docs/prepare.md); or an Arrow-capable
+        frame (pandas, polars, duckdb, pyarrow). Raw data is packed into the run's folder, under data/; if that is
         interrupted, the same call continues in the same folder.
     {read}
-        What is not said about a column is guessed, and the guess is shown. With a time, the last rows are the test
-        split.
+    What is not said about a column is guessed, and the guess is shown. With a time, the last rows are the test split.
     schema: a schema (docs/prepare.md) instead of a guess: a path, its content or a `Schema`.
     split: "time", "random" or "reference", or a mapping as in a schema, such as
         {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.

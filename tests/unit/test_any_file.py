@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import os
 import threading
 from collections.abc import Callable
@@ -337,3 +338,60 @@ def test_a_pipe_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="pipe: more came out of this pipe than half of what is free"):
         run_prepare("csv", tmp_path / "pipe", tmp_path / "out", label="y")
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+LISTS = [["12", "7", "440"][: 1 + i // 3 % 3] for i in range(N)]
+JOINED: dict[str, Callable[[list[str]], str]] = {
+    "|": "|".join,
+    "^": "^".join,
+    " ": " ".join,
+    "json": lambda ids: f"[{', '.join(ids)}]",
+}
+
+
+@pytest.mark.parametrize("separator", JOINED)
+@pytest.mark.parametrize("prefix", ["", "i"])
+def test_joined_lists_are_told_from_ids(separator: str, prefix: str, tmp_path: Path) -> None:
+    lists = [[prefix + item for item in ids] for ids in LISTS]
+    quoted = [[f'"{item}"' for item in ids] if prefix and separator == "json" else ids for ids in lists]
+    frame = pa.table({"y": LABELS, "item": ITEMS, "tags": [JOINED[separator](ids) for ids in quoted]})
+    schema = guess_columns(frame, label="y").schema()
+    (tags,) = (column for column in schema.categorical if column.column == "tags")
+    assert (tags.kind, tags.separator) == ("multi_hot", separator)
+    assert read(ColumnsSource(frame, schema))["tags"] == lists
+    run = hotrow.fit(frame, label="y", run=tmp_path / "run", quiet=True, max_steps=2, threads=1)
+    run.export(tmp_path / "export")
+    spec = importlib.util.spec_from_file_location("score", tmp_path / "export" / "score.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    scores = module.Scorer(tmp_path / "export").score(frame.to_pydict()).numpy()
+    assert scores == pytest.approx(run.predict(frame), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["New York", "Rome", "San Jose 1"],
+        ["1 234", "12 345", "7"],
+        ["iPhone 12", "iPhone 13"],
+        ["[a", "b]"],
+        ["48.85 2.35"],
+    ],
+    ids=lambda texts: texts[0],
+)
+def test_text_with_blanks_and_brackets_is_no_list(texts: list[str]) -> None:
+    frame = pa.table({"y": LABELS, "item": ITEMS, "tags": [texts[i % len(texts)] + "x" * (i % 2) for i in range(N)]})
+    for column in guess_columns(frame, label="y").schema().categorical:
+        assert column.separator is None
+    frame = frame.set_column(2, "tags", pa.array([texts[i % len(texts)] for i in range(N)]))
+    assert not any("separator" in guess.spec for guess in guess_columns(frame, label="y").guesses)
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "{}", "7", "[[1]]", "[true]"])
+def test_what_is_no_json_array_is_a_bad_row(text: str) -> None:
+    frame = pa.table({"y": [0, 1, 0], "tags": ["[1, 20000000000000000001]", text, "[]"]})
+    schema = schema_of({"column": "tags", "kind": "sequence", "separator": "json"})
+    with pytest.raises(RowError, match=r"<frame>:2 \(tags\): .* is not a JSON array of ids"):
+        read(ColumnsSource(frame, schema))
+    assert read(ColumnsSource(frame, schema, skip_bad_rows=1))["tags"] == [["1", "20000000000000000001"], []]

@@ -168,6 +168,15 @@ def test_a_column_that_is_empty_in_the_sample_goes_in_either_list(made: str | No
     run_prepare("frame", frame, tmp_path / "a", label="click", split="random", **{role: ["late"]})
 
 
+def test_what_is_left_out_is_no_label_and_no_time() -> None:
+    columns = {"click": [i % 2 for i in range(N)], "sold": [i % 3 % 2 for i in range(N)], "user": ["a", "b"] * (N // 2)}
+    frame = pa.table({**columns, "ts": [1_700_000_000 + i for i in range(N)]})
+    schema = guess_columns(frame, exclude=["click", "ts"]).schema()
+    assert (schema.label.column, schema.time) == ("sold", None)
+    with pytest.raises(ValueError, match="column 'click' cannot be both exclude and label; name it once"):
+        guess_columns(frame, label="click", exclude=["click"])
+
+
 FAULTS = {
     "no label": ({"y": pa.array([0, None])}, {}),
     "label of words": ({"y": ["0", "guest"]}, {}),

@@ -164,7 +164,7 @@ def options(
 def demo(
     *,
     data: Annotated[
-        str | None, typer.Option(help="Your own logs instead of synthetic ones: CSV, Parquet or JSON Lines.")
+        str | None, typer.Option(help="Your own logs instead of synthetic ones: CSV, Parquet, JSON Lines and others.")
     ] = None,
     read: ReadOptions,
     schema: Annotated[
@@ -219,8 +219,9 @@ def prepare(
     source: Annotated[
         str,
         typer.Argument(
-            help="criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, jsonl, auto to tell, or "
-            "synthetic, whose PATHS is a preset (criteo-kaggle, criteo-terabyte, avazu) or a YAML file."
+            help="criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, feather, orc, jsonl, libsvm, "
+            "libffm, auto to tell, or synthetic, whose PATHS is a preset (criteo-kaggle, criteo-terabyte, avazu) or a "
+            "YAML file."
         ),
     ],
     paths: Paths,
@@ -228,7 +229,7 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Folder for the packed dataset; interrupted work there is continued.")],
     schema: Annotated[
         Path | None,
-        typer.Option(help="How to read csv, parquet and jsonl (hotrow init writes one); guessed if not given."),
+        typer.Option(help="How to read tables (hotrow init writes one); guessed if not given."),
     ] = None,
     read: ReadOptions,
     split: Split = None,

@@ -161,6 +161,8 @@ def list_of(feature: dict[str, Any], value: Any) -> list[Any]:
         raise ValueError(f"{feature['name']} has no separator to cut {value!r} at; pass lists")
     if value is None or len(value) == 0:
         return []
+    if isinstance(value, str) and feature["separator"] == "json":
+        return list(json.loads(value, parse_int=str, parse_float=str))
     return value.split(feature["separator"]) if isinstance(value, str) else [*value]
 
 

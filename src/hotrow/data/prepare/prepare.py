@@ -72,10 +72,10 @@ def run_prepare(
 ) -> PackedDataset:
     """Prepares raw logs into the packed dataset `out`; called again with the same arguments, it continues after a stop.
 
-    source: criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, jsonl, frame, synthetic, or auto, which
-    decides by the first line. paths: files, folders, patterns, URIs, or one Arrow-capable frame; for synthetic, a
-    preset's name, a YAML file or a `SyntheticConfig`. schema: for csv, parquet, jsonl and frame, a path or a `Schema`
-    (`hotrow init` writes one); None: guessed, with the help of
+    source: one of `SOURCE_NAMES`, as docs/prepare.md lists them; auto decides by the first line. paths: files, folders,
+    patterns, URIs, pipes, or one Arrow-capable frame; for synthetic, a preset's name, a YAML file or a
+    `SyntheticConfig`. schema: a path or a `Schema` for tables without a published layout (`hotrow init` writes one);
+    None: guessed, with the help of what you say about columns:
     {read}
     split: time, random or reference; None: reference for criteo, else time if there is a time column, else random.
     fractions: shares of train, val and test (0.8, 0.1, 0.1) for time and random. seed: for the random split and

@@ -10,6 +10,7 @@ Text columns that arrive as a dictionary and codes stay coded (`CodedKeys`).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from hotrow.data.chunk import KeyKind, Keys, take_keys
 from hotrow.data.native import count_codes
-from hotrow.data.sources.schema import CategoricalSpec, DenseSpec, LabelSpec
+from hotrow.data.sources.schema import JSON_LISTS, CategoricalSpec, DenseSpec, LabelSpec
 
 IdEncoding = Literal["int", "uint64", "bytes"]
 """How raw ids are held: int64, uint64 in the bits of an int64, or UTF-8 text."""
@@ -320,10 +321,16 @@ def to_keys(
 
     Raises ValueError if the column's shape does not fit `spec.kind`.
     """
-    array = plain(array)
+    source = array = plain(array)
     if spec.buckets is not None:
         return _buckets_of(array, spec.column, spec.buckets, number)
-    if spec.separator is not None and is_text(array.type):
+    if spec.separator == JSON_LISTS and is_text(array.type):
+        array, bad = json_lists(array)
+        if bad.any():
+            cure = "is not a JSON array of ids; correct the row"
+            none = Keys(np.empty(0, np.int64), None, None, np.zeros(len(array) + 1, np.int64))
+            return none, _fault(spec.column, bad, source, cure)
+    elif spec.separator is not None and is_text(array.type):
         array = pc.split_pattern(pc.if_else(pc.equal(array, ""), pa.scalar(None, array.type), array), spec.separator)
     if is_list(array.type) == (spec.kind == "one_hot"):
         cure = "set kind: multi_hot or sequence" if spec.kind == "one_hot" else "give a separator, or set kind: one_hot"
@@ -351,6 +358,22 @@ def _buckets_of(
     missing = np.isnan(numbers)
     keys = np.searchsorted(np.array(buckets), numbers, side="right").astype(np.int64)
     return Keys(keys, None, ~missing if missing.any() else None), fault
+
+
+def json_lists(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Returns the lists of text in JSON arrays, numbers as they are written, and a mask of what is no such array."""
+    lists: list[list[str | None] | None] = []
+    bad = np.zeros(len(array), np.bool_)
+    decode = json.JSONDecoder(parse_int=str, parse_float=str).decode
+    for row, text in enumerate(array.to_pylist()):
+        try:
+            found = decode(text) if text else None
+        except (ValueError, RecursionError):
+            found = ""
+        is_list = isinstance(found, list) and all(item is None or isinstance(item, str) for item in found)
+        bad[row] = found is not None and not is_list
+        lists.append(None if bad[row] else found)
+    return pa.array(lists, pa.list_(pa.string())), bad
 
 
 def default_encoding(kind: pa.DataType, spec: CategoricalSpec) -> IdEncoding:

@@ -42,6 +42,7 @@ from hotrow.data.sources.options import ReadOptions, Role, with_read_options
 from hotrow.data.sources.readings import ODD_SHARE, read_as, time_formats
 from hotrow.data.sources.sample import sample_rows
 from hotrow.data.sources.schema import (
+    JSON_LISTS,
     MISSING,
     CsvSpec,
     DenseSpec,
@@ -62,6 +63,7 @@ UNIX_TIMES = tuple((1e8 * unit, 4e9 * unit) for unit in (1, 1e3, 1e6, 1e9))
 """Seconds, milliseconds, microseconds and nanoseconds of the years 1973 to 2096."""
 LABEL_RULE = re.compile(r"\s*(.*?\S)\s*(?:>=\s*(-?\d+(?:\.\d+)?)|=\s*(\S.*?))\s*", re.DOTALL)
 """A rule that makes a label from a column: "rating >= 4", "action = buy, cart"."""
+JOINED_IDS = r"^[A-Za-z_]{0,3}\d+( [A-Za-z_]{0,3}\d+)*$"
 SHOWN_VALUES = 8
 """A label may be made from a column of text that has no more values than this."""
 _MONTH, _DAY, _HOUR = "(0[1-9]|1[0-2])", "([0-2][0-9]|3[01])", "([01][0-9]|2[0-3])"
@@ -246,9 +248,10 @@ def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
     sample, facts = _look_at_all(found.rows, names, csv.get("null_values", MISSING))
     if any(f.num_missing for f in facts):
         csv.setdefault("null_values", list(MISSING))
-    label_guess, question, notes = _find_label(facts, label, made)
+    candidates = [f for f in facts if f.name == label or roles.get(f.name) != "exclude"]
+    label_guess, question, notes = _find_label(candidates, label, made)
     label_name = None if label_guess is None else label_guess.column
-    others = [f for f in facts if f.name != label_name and roles.get(f.name) != "exclude"]
+    others = [f for f in candidates if f.name != label_name and roles.get(f.name) != "exclude"]
     labels = None if label_guess is None or label_guess.role != "label" else _labels(sample, label_guess)
     time_guess, time_notes, set_later = _find_time(others, time, read.time_format, sample, labels)
     taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
@@ -438,12 +441,22 @@ def _share_binary(array: pa.Array) -> float:
 
 
 def _separator(array: pa.Array) -> str | None:
-    """Returns the character that joins several values in most rows of a text column."""
-    for separator in ("|", ";"):
+    """Returns what joins several values in most rows of a text column: a character, or JSON_LISTS."""
+    for separator in ("|", ";", "^"):
         share = pc.mean(pc.cast(pc.match_substring(array, separator), pa.float64())).as_py()
         if share is not None and share > 0.3:
             return separator
-    return None
+    if pc.all(pc.match_substring_regex(array, r"^\s*\[.*\]\s*$")).as_py():
+        return JSON_LISTS
+    return " " if _is_joined_by_blanks(array.drop_null()) else None
+
+
+def _is_joined_by_blanks(texts: pa.Array) -> bool:
+    """Returns whether texts are ids with blanks between: short words that end in digits, and no grouped numbers."""
+    joined = texts.filter(pc.match_substring(texts, " "))
+    ids = pc.all(pc.match_substring_regex(texts, JOINED_IDS)).as_py()
+    grouped = pc.all(pc.match_substring_regex(joined, r"^[+-]?\d{1,3}( \d{3})+$")).as_py()
+    return bool(len(joined) > 0.3 * len(texts) and ids and not grouped)
 
 
 def _find_label(
@@ -758,7 +771,8 @@ def _list_feature(f: ColumnFacts) -> Guess:
     spec: dict[str, Any] = {"column": f.name, "kind": kind}
     if f.separator is not None:
         spec["separator"] = f.separator
-    what = "lists" if f.separator is None else f"text joined by {f.separator!r}"
+    joined = "JSON arrays as text" if f.separator == JSON_LISTS else f"text joined by {f.separator!r}"
+    what = "lists" if f.separator is None else joined
     order = "its name speaks of order" if kind == "sequence" else "taken for a set"
     return Guess("categorical", f.name, spec, f"{what}, {order}, {f.cardinality}{f.missing}")
 

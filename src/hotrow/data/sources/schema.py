@@ -27,6 +27,8 @@ SplitKind = Literal["time", "random", "reference"]
 SPLITS = ("train", "val", "test")
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
 """Texts that mean a missing value if a schema does not say otherwise."""
+JSON_LISTS = "json"
+"""The separator of a column whose texts are JSON arrays."""
 HISTORY = "_history"
 """Suffix of a column that holds the earlier values of another column."""
 
@@ -110,7 +112,7 @@ class CategoricalSpec(_Column):
     """int: reads text ids as 64-bit integers, which is faster; "007" is an error, since it would become 7. text: reads
     numbers as their decimal text. None: as stored, which for CSV is text."""
     separator: str | None = Field(default=None, min_length=1)
-    """Text that separates the ids of a multi_hot or sequence feature; None: the column holds lists."""
+    """Text that separates the ids of a multi_hot or sequence feature, or JSON_LISTS; None: the column holds lists."""
     buckets: Annotated[tuple[float, ...], Field(strict=False, min_length=1)] | None = None
     """Rising numbers that cut a column of numbers into buckets. A bucket is an id: how many of them are at most the
     value. None: the values are the ids."""
