@@ -251,7 +251,7 @@ def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
     candidates = [f for f in facts if f.name == label or roles.get(f.name) != "exclude"]
     label_guess, question, notes = _find_label(candidates, label, made)
     label_name = None if label_guess is None else label_guess.column
-    others = [f for f in facts if f.name != label_name and roles.get(f.name) != "exclude"]
+    others = [f for f in candidates if f.name != label_name and roles.get(f.name) != "exclude"]
     labels = None if label_guess is None or label_guess.role != "label" else _labels(sample, label_guess)
     time_guess, time_notes, set_later = _find_time(others, time, read.time_format, sample, labels)
     taken = {g.column: g for g in (label_guess, time_guess) if g is not None}

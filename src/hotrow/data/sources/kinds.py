@@ -36,6 +36,8 @@ ROWS_PER_BUCKET = 500
 ROWS_FOR_BUCKETS = 5000
 """With so many rows of the rarer label a number that shows an order has buckets, though a line may tell it by itself:
 buckets interact with other columns."""
+ROWS_FOR_COUNTS = 1000
+"""Sampled rows of the rarer label from which single values would have shown an effect."""
 LEAST_BUCKETS, MOST_BUCKETS = 8, 32
 GAIN_PER_BUCKET = 4.0
 """By how much the log-likelihood of all rows must rise for each bucket: what its row costs by overfitting."""
@@ -70,10 +72,12 @@ def tell_kind(
     is_whole = bool((np.floor(tally.values) == tally.values).all())
     if not is_whole:
         return _of_decimals(tally, found, sampled)
-    if len(tally.values) <= FEW_VALUES:
+    if len(tally.values) <= FEW_VALUES and not _is_count(tally, found):
         return _of_few(tally, found)
     if found is None:
         return _by_shape(tally)
+    if _is_count(tally, found):
+        return _number(tally, found, sampled)
     if found.has_identity:
         return Kind(_why(found), is_number=found.has_order, ids="values")
     if not found.has_order:
@@ -140,6 +144,14 @@ def _by_shape(tally: Tally) -> Kind:
     if _smoothness(tally) >= CLEAR:
         return Kind(f"{why}, but neighbours come about equally often", is_number=True, ids="values")
     return Kind(why, ids="values")
+
+
+def _is_count(tally: Tally, found: Evidence | None) -> bool:
+    """Returns whether neighbours come about equally often and rows enough show neither an effect of single values nor
+    one that a line does not tell: ids of such a column would only overfit."""
+    if found is None or tally.rarer < ROWS_FOR_COUNTS or tally.rows.mean() < SELDOM:
+        return False
+    return _smoothness(tally) >= CLEAR and max(found.identity, found.bend) < HINT
 
 
 def _smoothness(tally: Tally) -> float:
