@@ -245,6 +245,19 @@ def test_one_row_without_a_time_is_left_out_and_the_split_is_by_time(cell: str, 
     assert dataset.info.summary["odd"]["ts"]["cells"] == 1  # type: ignore[call-overload, index]
 
 
+def test_a_time_with_gaps_is_named_with_what_splits_by_it(tmp_path: Path) -> None:
+    columns = logs()
+    path = write(tmp_path / "x.csv", {**columns, "ts": ["" if i % 20 == 3 else t for i, t in enumerate(columns["ts"])]})
+    guess = guess_columns(path)
+    assert guess.split_kind == "random"
+    (note,) = [note for note in guess.notes if "ts" in note]
+    found = re.search(r"--time ts --skip-bad-rows (\d+)", note)
+    assert found is not None
+    made = run_prepare("csv", path, tmp_path / "out", time="ts", skip_bad_rows=int(found[1]))
+    assert made.info.summary["rows_skipped"] == N // 20
+    assert made.info.ids["schema"]["split"]["kind"] == "time"  # type: ignore[call-overload, index]
+
+
 def test_more_odd_cells_than_the_share_are_refused_with_a_cure_that_works(tmp_path: Path) -> None:
     columns = logs()
     prices = [*columns["price"][:200], *(["call us"] * 40), *columns["price"][240:]]

@@ -102,6 +102,9 @@ class ColumnsSource:
         """Share of a column's cells that may be odd; bad rows that may be skipped take their place."""
         self._num_odd = Counter[str]()
         self._reader = open_table(data, schema.csv)
+        # Text whose nulls the reader has made is looked at again only if it holds what is no number.
+        is_read = isinstance(self._reader, TextReader | JsonReader)
+        self._is_quick = is_read and not any(character.isdigit() for text in schema.missing for character in text)
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels in ("required", "made")
         self._columns = self._wanted_columns()
@@ -306,7 +309,9 @@ class ColumnsSource:
             faults.append(fault)
         dense = np.empty((len(batch), len(self.schema.dense)), dtype=np.float32)
         for i, spec in enumerate(self.schema.dense):
-            numbers, fault = to_numbers(self._cells(stored[spec.column]), spec.column, spec)
+            numbers, fault = to_numbers(stored[spec.column], spec.column, spec) if self._is_quick else (None, None)
+            if fault is not None or numbers is None:
+                numbers, fault = to_numbers(self._cells(stored[spec.column]), spec.column, spec)
             with np.errstate(over="ignore"):
                 dense[:, i] = numbers
             faults.append(fault)

@@ -110,11 +110,20 @@ def _list_without_missing(array: pa.Array, missing: Sequence[str], *, is_read: b
     return pa.LargeListArray.from_arrays(splits, kept, mask=array.is_null())
 
 
+def _has_blank(array: pa.Array) -> bool:
+    """Returns whether there is a blank anywhere in text."""
+    _, offsets, data = array.buffers()
+    if data is None or not len(array):
+        return False
+    kind = np.int32 if pa.types.is_string(array.type) else np.int64
+    first, last = np.frombuffer(offsets, kind)[[array.offset, array.offset + len(array)]]
+    return bool((np.frombuffer(data, np.uint8)[first:last] == ord(" ")).any())
+
+
 def _means_missing(array: pa.Array, missing: Sequence[str], *, is_read: bool) -> pa.Array | None:
     """Returns a mask of the texts that mean a missing value; None if there is none."""
     wanted = pa.array(list(missing), array.type)
-    padded = pc.or_(pc.starts_with(array, " "), pc.ends_with(array, " "))
-    if pc.any(padded).as_py():
+    if _has_blank(array):
         found = pc.is_in(pc.utf8_trim(array, " "), value_set=wanted)
     else:
         found = None if is_read else pc.is_in(array, value_set=wanted)

@@ -601,7 +601,7 @@ def _find_time(
             return Guess("time", f.name, _time_spec(f), kind), tuple(notes), set_later
         why = f"a leak: this time tells {share:.0%} of the label, so it may be set with it; to split by it nonetheless:"
         set_later.append(Guess("", f.name, {}, f"{why} --time {quote(f.name)}"))
-    return None, tuple(notes), set_later
+    return None, (*notes, *_times_with_gaps(facts)), set_later
 
 
 def _kind_of_time(f: ColumnFacts) -> str:
@@ -622,6 +622,20 @@ def _told_by_time(f: ColumnFacts, sample: pa.Table, labels: _Labels) -> float:
     found = weigh(tally, as_dense(tally, "standardize"))
     share = 0.0 if found is None else 1 - found.values / found.base
     return share if found is not None and found.gain >= CLEAR and share > MOST_OF_TIME else 0.0
+
+
+def _times_with_gaps(facts: Sequence[ColumnFacts]) -> list[str]:
+    """Returns a sentence about each column that would be the time if fewer of its values were missing."""
+    notes = []
+    for f in facts:
+        if not f.is_nearly_full and (f.kind == "time" or _is_unix_time(f) or _is_written_date(f)):
+            lost = f.num_missing + f.num_odd
+            notes.append(
+                f"column {shown(f.name)} holds times, but {lost:,} of {f.num_rows:,} sampled rows have none; rows are "
+                f"split at random. To leave those rows out and split by it: --time {quote(f.name)} --skip-bad-rows "
+                f"{lost} or more (in Python time={f.name!r}, skip_bad_rows={lost})"
+            )
+    return notes
 
 
 def told_time(f: ColumnFacts, format: str) -> dict[str, Any]:
