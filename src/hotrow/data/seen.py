@@ -81,7 +81,12 @@ class Seen:
     def add_ids(
         self, name: str, rows: NDArray[Any], missing: NDArray[np.bool_] | None = None, *, unreadable: int = 0
     ) -> None:
-        """Counts ids [n] of a feature by the rows that they use. missing: [n], True if there was no id."""
+        """Counts ids [n] of a feature by the rows that they use. missing: [n], True if there was no id.
+
+        Ids of a column that is a number too count under `NAME (ids)`; add its numbers first.
+        """
+        if "outside" in self.columns.get(name, ()):
+            name = f"{name} (ids)"
         unknown = rows == 0 if missing is None else (rows == 0) & ~missing
         num_missing = 0 if missing is None else int(missing.sum())
         self._add(name, values=len(rows), unknown=int(unknown.sum()), missing=num_missing, unreadable=unreadable)

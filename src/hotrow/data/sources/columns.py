@@ -41,6 +41,7 @@ from hotrow.data.sources.convert import (
     KeyColumns,
     TimeReader,
     default_encoding,
+    is_text,
     kind_of,
     to_keys,
     to_label,
@@ -314,7 +315,8 @@ class ColumnsSource:
             faults.append(fault)
         dense = np.empty((len(batch), len(self.schema.dense)), dtype=np.float32)
         for i, spec in enumerate(self.schema.dense):
-            numbers, fault = to_numbers(stored[spec.column], spec.column, spec) if self._is_quick else (None, None)
+            is_quick = self._is_quick and is_text(stored[spec.column].type)
+            numbers, fault = to_numbers(stored[spec.column], spec.column, spec) if is_quick else (None, None)
             if fault is not None or numbers is None:
                 cells, fault = self._cells(stored[spec.column]), None
                 if self._values == "any":

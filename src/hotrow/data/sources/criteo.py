@@ -249,7 +249,9 @@ def _mend(raw: bytes, layout: RowLayout, columns: RowColumns, row: int) -> list[
         column = result.column
         if result.fault is Fault.LABEL or not fields[column]:
             return None
-        if (stripped := fields[column].strip()) == fields[column]:
+        if (stripped := fields[column].strip()) in MISSING_BYTES:
+            stripped = b""
+        elif stripped == fields[column]:
             unreadable.append(column)
             stripped = b""
         fields[column] = stripped

@@ -56,10 +56,7 @@ def lenient_numbers(array: pa.Array, column: str, spec: DenseSpec | None = None)
     values, fault = to_numbers(array, column, spec)
     if fault is None:
         return values, 0
-    # A NaN of a frame is how many libraries write a missing number; in text it is a word.
-    bad = fault.rows if is_text(kind) else fault.rows & ~np.isnan(values)
-    values = np.where(fault.rows, np.nan, values)
-    return values, int(bad.sum())
+    return values, int(fault.rows.sum())
 
 
 def _is_number(kind: pa.DataType) -> bool:
