@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hotrow.base.door import is_taken
 from hotrow.base.files import atomic_write, explain_full_disk, size
 from hotrow.base.progress import ProgressCallback, num_of, progress_bar
 from hotrow.config.load import apply_overrides, make_config, options, read_config
@@ -230,7 +231,7 @@ class Run:
 
     def _dataset_path(self) -> Path:
         path = None if self.record.dataset is None else Path(self.record.dataset["path"])
-        if path is None or not (path / MANIFEST).is_file():
+        if path is None or not is_taken(path / MANIFEST):
             what = "no dataset yet" if path is None else f"the dataset {path}, and none is there"
             raise ValueError(f"{self.path / RUN} names {what}; pass another: --data FOLDER")
         return path
@@ -434,7 +435,7 @@ def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> Pa
     for warning in opened.warnings:
         folder.warn("leak", warning)
     out = folder.path / "data"
-    if (out / MANIFEST).is_file():
+    if is_taken(out / MANIFEST):
         announce(f"{out} is prepared already")
         return PackedDataset.open(out)
     with nullcontext() if quiet else progress_bar() as progress:
