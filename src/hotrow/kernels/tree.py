@@ -72,8 +72,8 @@ def sums(parts: Iterable[Value | None], lo: int, hi: int, add: Callable[[Value, 
 def _summed(leaves: Iterator[Value | None], size: int, add: Callable[[Value, Value], Value]) -> Value | None:
     """Returns the sum of the next `size` leaves; None if all are absent.
 
-    It stands alone because a function that calls itself from its closure is a cycle: what `leaves` holds, a whole batch,
-    would stay until Python looks for cycles.
+    It stands alone because a function that calls itself from its closure is a cycle: what `leaves` holds, such as a
+    batch, would stay until Python looks for cycles.
     """
     if size == 1:
         return next(leaves)
