@@ -133,16 +133,34 @@ def cases(made: Path) -> list[tuple[Place, str, str]]:
 
 
 def test_nothing_leads_out_of_a_folder(made: Path) -> None:
-    """Every place once, met by a verb and a kind that are drawn; all of them together below."""
+    """Every place once, met by a verb and a kind that are drawn, and all that first looks for a dataset; all of them
+    together below.
+    """
     every = cases(made)
     random.Random(5).shuffle(every)
-    chosen = {case[0]: case for case in every}.values()
+    dataset = [case for case in every if case[0] == ("data", "dataset.json")]
+    chosen = {*{case[0]: case for case in every}.values(), *dataset}
     assert [(case, found) for case in chosen if (found := fault(made, *case))] == []
 
 
 @pytest.mark.slow
 def test_nothing_leads_out_of_a_folder_in_all_cases(made: Path) -> None:
     assert [(case, found) for case in cases(made) if (found := fault(made, *case))] == []
+
+
+def test_folders_that_nest_too_deep_are_refused(made: Path) -> None:
+    """Python follows no tree of a thousand levels: to walk it or to remove it was a bug in hotrow."""
+    deep = made / "run" / "deep"
+    levels = [deep / "/".join("a" * level) for level in range(1200)]
+    try:
+        for path in levels:
+            path.mkdir()
+        for verb in ("check run", "clean run", "report run"):
+            outcome = mutate.run_command(verb.split())
+            assert outcome.code == 2 and "run/deep" in outcome.err and not outcome.faults, (verb, outcome)
+    finally:
+        for path in reversed(levels):
+            path.rmdir()
 
 
 def test_a_folder_that_is_itself_a_link_is_taken(made: Path, tmp_path: Path) -> None:
@@ -242,6 +260,9 @@ def test_check_reads_every_file_that_is_read_back(made: Path) -> None:
             outcome = mutate.run_command(["check", "run"])
             assert outcome.code == 2 and place.name in outcome.err, (place, outcome)
             shutil.copy2(made / "kept" / place.name, path)
+        (made / "run" / "metrics.jsonl").unlink()
+        outcome = mutate.run_command(["check", "run"])
+        assert outcome.code == 2 and "metrics.jsonl is missing" in outcome.err, outcome
         for name, text in (("metrics.jsonl", b"{\n"), ("config.yaml", b"train: {epochs: many}\n")):
             (made / "run" / name).write_bytes(text)
             assert mutate.run_command(["check", "run"]).code == 2, name

@@ -6,7 +6,10 @@ and takes the network, whose products are not those of torch to the bit, as it i
 
 from __future__ import annotations
 
+import gc
+import operator
 import signal
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -27,7 +30,7 @@ from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.kernels import ops
+from hotrow.kernels import ops, tree
 from hotrow.placement.tiers import Tiers
 from hotrow.plan import choose
 from hotrow.run import runs, setup, trainer
@@ -179,6 +182,27 @@ class Slow:
             for state, values in zip(states, changed, strict=True):
                 state[row] = values
         return loss
+
+
+# ---- memory
+
+
+def test_sums_let_go_of_their_leaves() -> None:
+    """A cycle held the rows and gradients of every batch until Python looked for cycles, hundreds of steps later."""
+
+    class Batches(list[int]):
+        """A list to which there are weak references."""
+
+    held = Batches([1, 2, 3, 4])
+    seen, were_sought = weakref.ref(held), gc.isenabled()
+    gc.disable()
+    try:
+        assert tree.sums((leaf for leaf in held), 0, 3, operator.add) == {(0, 2): 3, (2, 1): 3}
+        del held
+        assert seen() is None
+    finally:
+        if were_sought:
+            gc.enable()
 
 
 # ---- steps

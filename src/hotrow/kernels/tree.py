@@ -9,7 +9,7 @@ whoever owns the result adds those in the tree, so any contiguous split over ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 Node = tuple[int, int]
@@ -63,16 +63,21 @@ def sums(parts: Iterable[Value | None], lo: int, hi: int, add: Callable[[Value, 
     Holds no more than one value for each level of the tree at a time, besides those returned.
     """
     leaves, found = iter(parts), {}
-
-    def summed(size: int) -> Value | None:
-        if size == 1:
-            return next(leaves)
-        left, right = summed(size // 2), summed(size // 2)
-        if left is None or right is None:
-            return right if left is None else left
-        return add(left, right)
-
     for first, size in aligned(lo, hi):
-        if (value := summed(size)) is not None:
+        if (value := _summed(leaves, size, add)) is not None:
             found[first, size] = value
     return found
+
+
+def _summed(leaves: Iterator[Value | None], size: int, add: Callable[[Value, Value], Value]) -> Value | None:
+    """Returns the sum of the next `size` leaves; None if all are absent.
+
+    It stands alone because a function that calls itself from its closure is a cycle: what `leaves` holds, such as a
+    batch, would stay until Python looks for cycles.
+    """
+    if size == 1:
+        return next(leaves)
+    left, right = _summed(leaves, size // 2, add), _summed(leaves, size // 2, add)
+    if left is None or right is None:
+        return right if left is None else left
+    return add(left, right)

@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from hotrow.kernels.ops import dot_interaction, mlp, product
 from hotrow.kernels.reference import Activation
@@ -117,6 +118,25 @@ class Constant(nn.Module):
         return product(x_BI.new_ones(len(x_BI), 1), self.bias[:, None])
 
 
+class _Along(torch.autograd.Function):
+    """x [...] -> x [..., width], each value `width` times; the backward sum is a `product`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, width: int) -> Tensor:
+        return x[..., None].expand(*x.shape, width)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        width = grad.shape[-1]
+        return product(grad.reshape(-1, width), grad.new_ones(1, width)).view(grad.shape[:-1]), None
+
+
+def along(x: Tensor, width: int) -> Tensor:
+    """Returns x [..., width]: each value `width` times, without a copy."""
+    return cast(Tensor, _Along.apply(x, width))  # type: ignore[no-untyped-call]
+
+
 def dots(x_BI: Tensor, y_BI: Tensor) -> Tensor:
     """Returns the dot product [B] of each row of x with the same row of y."""
     return product(x_BI * y_BI, x_BI.new_ones(1, x_BI.shape[1])).squeeze(1)
@@ -124,22 +144,20 @@ def dots(x_BI: Tensor, y_BI: Tensor) -> Tensor:
 
 def repeated(x_BI: Tensor, times: int) -> Tensor:
     """Returns [B * times, I]: each row `times` times, one after another."""
-    x_BIT = product(x_BI.reshape(-1, 1), x_BI.new_ones(times, 1)).view(*x_BI.shape, times)
-    return x_BIT.transpose(1, 2).reshape(-1, x_BI.shape[1])
+    return along(x_BI, times).transpose(1, 2).reshape(-1, x_BI.shape[1])
 
 
 def weighted_sum(x_BTI: Tensor, weight_BT: Tensor) -> Tensor:
     """Returns sum over T of weight_BT[:, :, None] * x_BTI: [B, I]."""
     num_samples, T, width = x_BTI.shape
-    weight_BTI = product(weight_BT.reshape(-1, 1), x_BTI.new_ones(width, 1)).view_as(x_BTI)
-    terms_BIT = (x_BTI * weight_BTI).transpose(1, 2)
+    terms_BIT = (x_BTI * along(weight_BT, width)).transpose(1, 2)
     return product(terms_BIT.reshape(-1, T), x_BTI.new_ones(1, T)).view(num_samples, width)
 
 
 def unit(x_BI: Tensor, *, least: float = 1e-12) -> Tensor:
     """Returns each row divided by its length, or by `least` if it is shorter, [B, I]."""
     length_B = dots(x_BI, x_BI).clamp_min(least**2).sqrt()
-    return x_BI / product(length_B[:, None], x_BI.new_ones(x_BI.shape[1], 1))
+    return x_BI / along(length_B, x_BI.shape[1])
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -278,9 +278,11 @@ class RunFolder:
 
     def measurements(self) -> list[dict[str, Any]]:
         """Returns the lines of metrics.jsonl, without a last line that a kill cut off. Raises ValueError naming file
-        and line if one is damaged.
+        and line if one is damaged, and if there is no such file.
         """
         path = self.path / METRICS
+        if not is_taken(path):
+            raise ValueError(f"{path} is missing; restore it from a copy, or make an empty file to go on without it")
         lines = read_file(path).split(b"\n")[:-1]
         return [_measurement(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 

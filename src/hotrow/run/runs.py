@@ -260,7 +260,7 @@ def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
 
 def _check_is_there(config: Config, folder: RunFolder) -> None:
     """Raises ValueError if the dataset of a run is not where its config says."""
-    if not (Path(config.data) / MANIFEST).is_file():
+    if not is_taken(Path(config.data) / MANIFEST):
         raise ValueError(
             f"the run's dataset is not at {config.data} (data): if it has moved, continue with: "
             f"{resume_command(folder.path)} --set data=FOLDER"
@@ -273,9 +273,8 @@ def remove_left_rows(folder: RunFolder) -> list[Path]:
     Also those of other runs, as every process does that lays rows there; never those of a process that lives.
     """
     places = [folder.path / FOLDER]
-    if (folder.path / CONFIG).is_file():
-        raw = parse_yaml((folder.path / CONFIG).read_text(encoding="utf-8"), origin=str(folder.path / CONFIG))
-        memory = make_config(raw, origin=str(folder.path / CONFIG)).memory
+    if is_taken(path := folder.path / CONFIG):
+        memory = make_config(parse_yaml(read_file(path).decode(), origin=str(path)), origin=str(path)).memory
         if not isinstance(memory, str):
             places += [Path(place) for place in (memory.ssd, memory.file) if place is not None]
     removed = [left for place in places for left in remove_left_folders(place)]

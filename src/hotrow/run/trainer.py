@@ -556,7 +556,8 @@ class Training:
         elif self.state.ended is None and self.state.step > self.num_steps:
             raise ValueError(
                 f"the run is at step {state.step}, past the {self.num_steps} steps that train.epochs and "
-                f"train.max_steps now ask for: ask for more than {state.step / self.steps_per_epoch:.2f} epochs"
+                f"train.max_steps now ask for: ask for at least {state.step} steps, which are "
+                f"{math.ceil(state.step / self.steps_per_epoch)} epochs or a part of them"
             )
 
     def finish(self) -> None:
