@@ -372,6 +372,16 @@ UpdateResult make_plans(Plans& plans, const std::vector<TableUpdate>& tables, in
   return make_all_keys(plans.tables, num_threads) ? UpdateResult::done : UpdateResult::out_of_range;
 }
 
+// How many threads work on a batch: one by one its regions are short if it moves few bytes.
+int team_of(const std::vector<TableUpdate>& tables, int num_threads) {
+  int64_t bytes = 0;
+  for (const TableUpdate& table : tables) {
+    for (const Segment& segment : table.segments)
+      bytes += count_ids(segment.bags) * table.table.dim * static_cast<int64_t>(sizeof(float));
+  }
+  return team(bytes, num_threads);
+}
+
 // Calls work(node) for each pair of a row and a node in which it occurs, among the keys [first, last).
 template <class Work>
 void for_sums(const TablePlan& plan, int64_t first, int64_t last, const Work& work) {
@@ -428,6 +438,7 @@ void for_rows(const TablePlan& plan, const Work& work) {
 
 UpdateResult distinct_rows(const std::vector<TableUpdate>& tables, const Shares& shares, int num_threads,
                            DistinctRows& out) {
+  num_threads = team_of(tables, num_threads);
   Plans plans;
   const UpdateResult result = make_plans(plans, tables, num_threads, false);
   if (result != UpdateResult::done) return result;
@@ -487,6 +498,7 @@ UpdateResult distinct_rows(const std::vector<TableUpdate>& tables, const Shares&
 }
 
 UpdateResult update(const std::vector<TableUpdate>& tables, int num_threads, bool in_parts) {
+  num_threads = team_of(tables, num_threads);
   Plans plans;
   const UpdateResult result = make_plans(plans, tables, num_threads, in_parts);
   if (result != UpdateResult::done) return result;
@@ -496,6 +508,7 @@ UpdateResult update(const std::vector<TableUpdate>& tables, int num_threads, boo
 }
 
 UpdateResult sum_rows(const std::vector<TableUpdate>& tables, size_t num_nodes, int num_threads, SummedRows& out) {
+  num_threads = team_of(tables, num_threads);
   Plans plans;
   const UpdateResult result = make_plans(plans, tables, num_threads, true);
   if (result != UpdateResult::done) return result;

@@ -570,6 +570,9 @@ NB_MODULE(_native, m) {
   // What is still alive when the interpreter ends (a collection in a script's globals) is not our leak.
   nb::set_leak_warnings(false);
   watch_forks();
+  m.def(
+      "least_work", [](int64_t work) { return least_work.exchange(work); }, nb::arg("work"),
+      "For tests: sets the least work of a region that threads share, returns what it was (hotrow/parallel.h).");
   m.doc() = "hotrow's kernels; call them through hotrow.kernels.ops and hotrow.data.native";
   nb::class_<Layout>(m, "Layout").def(nb::init<std::vector<std::optional<std::tuple<size_t, int64_t, bool>>>>());
   nb::class_<Arrays>(m, "Arrays")

@@ -17,6 +17,7 @@ bool for_all_bags(const std::vector<FeatureBags>& features, int num_threads, con
   for (const FeatureBags& feature : features) {
     if (!ends_in_range(feature.bags)) return false;
   }
+  num_threads = team(bytes_of_all_bags(features, view_feature), num_threads);
   const std::vector<Range> ranges = cut_bags(features, num_threads, view_feature);
   std::atomic<bool> good{true};
   parallel_for(static_cast<int64_t>(ranges.size()), num_threads, [&](int64_t task, int) {

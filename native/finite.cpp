@@ -33,6 +33,7 @@ int64_t first_nonfinite(const float* values, int64_t num_rows, int64_t num_colum
   const int64_t pieces_per_row = std::max<int64_t>(1, num_columns / kFloatsPerTask);
   const int64_t rows_per_task = std::max<int64_t>(1, kFloatsPerTask / std::max<int64_t>(1, num_columns));
   const int64_t num_row_tasks = (num_rows + rows_per_task - 1) / rows_per_task;
+  num_threads = team(num_rows * num_columns * static_cast<int64_t>(sizeof(float)), num_threads);
   std::atomic<int64_t> first{INT64_MAX};
   parallel_for(num_row_tasks * pieces_per_row, num_threads, [&](int64_t task, int) {
     const int64_t piece = task % pieces_per_row, row = task / pieces_per_row * rows_per_task;

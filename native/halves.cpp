@@ -15,6 +15,7 @@ constexpr uint32_t kUpper = 0xffff0000u;
 // Calls task(first, last) for stretches of [0, n).
 template <class Task>
 void for_stretches(int64_t n, int num_threads, const Task& task) {
+  num_threads = team(n * static_cast<int64_t>(sizeof(float)), num_threads);
   parallel_for((n + kFloatsPerTask - 1) / kFloatsPerTask, num_threads,
                [&](int64_t index, int) { task(index * kFloatsPerTask, std::min(n, (index + 1) * kFloatsPerTask)); });
 }

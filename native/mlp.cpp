@@ -130,6 +130,7 @@ void weights_backward(const std::vector<Passage>& passages, int64_t num_samples,
 
 void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& biases, bool last_relu, const float* x,
          int64_t num_samples, const std::vector<float*>& outputs, int num_threads, PackedWeights* packed) {
+  num_threads = team_of(layers, num_samples, num_threads);
   std::vector<View> weights;  // empty for a layer of one output, which needs none
   for (const Layer& layer : layers)
     weights.push_back(
@@ -154,6 +155,7 @@ void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& bias
 void mlp_backward(const std::vector<Layer>& layers, const std::vector<const float*>& inputs, const float* g,
                   int64_t num_samples, const std::vector<LayerGradients>& gradients, int num_threads,
                   PackedWeights* packed) {
+  num_threads = team_of(layers, num_samples, num_threads);
   std::vector<Passage> chain, all;
   const auto pass_chain = [&] {
     inputs_backward(chain, num_samples, num_threads, packed);

@@ -82,6 +82,7 @@ void weight_backward(const Layer& layer, const Pair* x, const Pair* g, int64_t n
 void mlp_bf16(const std::vector<Layer>& layers, const std::vector<const float*>& biases, bool last_relu, const float* x,
               int64_t num_samples, const std::vector<Pair*>& inputs, float* out, int num_threads,
               PackedWeights* packed) {
+  num_threads = team_of(layers, num_samples, num_threads);
   std::vector<View> weights;
   for (const Layer& layer : layers)
     weights.push_back({layer.weight, layer.num_inputs, layer.num_outputs, 1, layer.num_inputs, true});
@@ -110,6 +111,7 @@ void mlp_bf16(const std::vector<Layer>& layers, const std::vector<const float*>&
 void mlp_bf16_backward(const std::vector<Layer>& layers, const std::vector<const Pair*>& inputs, const float* g,
                        int64_t num_samples, const std::vector<LayerGradients>& gradients, int num_threads,
                        PackedWeights* packed) {
+  num_threads = team_of(layers, num_samples, num_threads);
   const OutputGradients grads(layers, num_samples);
   float* grad_x = gradients[0].x;
   std::vector<View> weights;  // empty for the first layer if the gradient of x is not wanted

@@ -62,6 +62,7 @@ void rows_by_home(const std::vector<const int64_t*>& row_of, const std::vector<i
 void copy_rows(const std::vector<RowCopy>& copies, int num_threads) {
   int64_t total = 0;
   for (const RowCopy& each : copies) total += each.count * each.row_bytes;
+  num_threads = team(total, num_threads);
   const int64_t piece_bytes = task_bytes(total, num_threads);
   std::vector<Range> ranges;
   for (size_t c = 0; c < copies.size(); ++c) {

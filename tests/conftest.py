@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -199,6 +200,18 @@ def _make_dataset(
                     found = np.bincount(np.concatenate(looked_up), minlength=n).astype(np.uint32)
                     (folder / "counts" / f"t{t}").write_bytes(counts_file(found))
         return writer.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_batches_are_divided() -> Iterator[None]:
+    """Tests of threads have small batches, which one thread would take alone (native/include/hotrow/parallel.h)."""
+    if not ops.isas():
+        yield
+        return
+    native = importlib.import_module("hotrow._native")
+    before = native.least_work(0)
+    yield
+    native.least_work(before)
 
 
 @pytest.fixture

@@ -165,6 +165,27 @@ def test_the_users_number_of_threads_is_the_kernels(variable: str | None, call: 
     assert out.strip() == f"{expected} {expected} {expected} {said}"
 
 
+SHORT = """
+import os, torch, hotrow
+torch.set_num_threads(3)
+names = [f"f{i}" for i in range(8)]
+tables = [hotrow.TableConfig(name=n, num_embeddings=1000, embedding_dim=16, feature_names=(n,)) for n in names]
+emb = hotrow.EmbeddingCollection(tables)
+for rows in (64, 50_000):
+    before = len(os.listdir("/proc/self/task"))
+    emb(torch.zeros(rows, len(names), dtype=torch.int64))
+    print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(not ops.isas(), reason="the threads of the kernels need the native module")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads")
+def test_a_short_region_wakes_no_other_thread() -> None:
+    """A thread that sleeps takes longer to wake up than 64 rows take."""
+    done = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["0", "2"]
+
+
 @pytest.mark.parametrize(("gain", "said"), [(-0.077, "-7.7%"), (0.5, "+50.0%"), (None, "uses all")])
 def test_the_first_line_says_of_threads_what_is_predicted(
     monkeypatch: pytest.MonkeyPatch, gain: float | None, said: str

@@ -46,15 +46,25 @@ inline int64_t bag_at(const Bags& bags, int64_t target) {
   return low;
 }
 
-// All bags of `items`, divided into ranges of about equal bytes. view(item) is {bags, dim}.
+// The rows of all bags of an item and their output. view(item) is {bags, dim}.
+template <class Item, class View>
+int64_t bytes_of_bags(const Item& item, const View& view) {
+  const auto [bags, dim] = view(item);
+  return (count_ids(*bags) + bags->num_bags) * dim * static_cast<int64_t>(sizeof(float));
+}
+
+template <class Items, class View>
+int64_t bytes_of_all_bags(const Items& items, const View& view) {
+  int64_t total = 0;
+  for (const auto& item : items) total += bytes_of_bags(item, view);
+  return total;
+}
+
+// All bags of `items`, divided into ranges of about equal bytes.
 template <class Items, class View>
 std::vector<Range> cut_bags(const Items& items, int num_threads, const View& view) {
-  const auto bytes = [&](const auto& item) {
-    const auto [bags, dim] = view(item);
-    return (count_ids(*bags) + bags->num_bags) * dim * static_cast<int64_t>(sizeof(float));
-  };
-  int64_t total = 0;
-  for (const auto& item : items) total += bytes(item);
+  const auto bytes = [&](const auto& item) { return bytes_of_bags(item, view); };
+  const int64_t total = bytes_of_all_bags(items, view);
   const int64_t piece_bytes = task_bytes(total, num_threads);
   std::vector<Range> ranges;
   for (size_t f = 0; f < items.size(); ++f) {

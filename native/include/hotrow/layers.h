@@ -100,6 +100,13 @@ void for_blocks(int64_t num_samples, int num_threads, const Task& task) {
                [&](int64_t index, int) { task(index * length, std::min(num_samples, (index + 1) * length)); });
 }
 
+// How many threads the products of all layers get.
+inline int team_of(const std::vector<Layer>& layers, int64_t num_samples, int num_threads) {
+  int64_t multiply_adds = 0;
+  for (const Layer& layer : layers) multiply_adds += num_samples * layer.num_inputs * layer.num_outputs;
+  return team(work_of_products(multiply_adds), num_threads);
+}
+
 // Ranges of the layers' outputs, the rows of their weights: those of the largest layer come first, so that threads
 // finish together.
 inline std::vector<Range> divide_outputs(const std::vector<Layer>& layers, int num_threads) {

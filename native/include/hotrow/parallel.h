@@ -8,12 +8,12 @@
 // ever for the other threads of a team that it still believes in. No result depends on it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #ifdef _OPENMP
 #include <omp.h>
 #else
-#include <atomic>
 #include <thread>
 #include <vector>
 #endif
@@ -25,6 +25,16 @@ void watch_forks();
 
 // Whether this process, or one it descends from, was forked after watch_forks.
 bool in_forked_child();
+
+// The least work of a region that several threads share, in bytes that it moves. A thread that sleeps takes 10 to 50 us
+// to wake up, and one thread moves about this much in that time. A test may set it to 0, to divide small batches too.
+inline std::atomic<int64_t> least_work{1 << 18};
+
+// Multiply-adds of a product in the unit of `least_work`: a thread does about two while it moves a byte.
+inline int64_t work_of_products(int64_t multiply_adds) { return multiply_adds / 2; }
+
+// How many threads a region gets: all or one, because libgomp restarts threads if the size of a team changes.
+inline int team(int64_t work, int num_threads) { return work < least_work.load() ? 1 : num_threads; }
 
 template <class Task>
 void parallel_for(int64_t num_tasks, int num_threads, const Task& task) {
