@@ -125,7 +125,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     given = parser.parse_args()
-    every = [one for one in yaml.safe_load(LIST.read_text(encoding="utf-8")) if not given.files or one["file"] in given.files]
+    every = [
+        one for one in yaml.safe_load(LIST.read_text(encoding="utf-8")) if not given.files or one["file"] in given.files
+    ]
     if missing := [one["file"] for one in every if not (given.folder / one["file"]).exists()]:
         parser.error(f"{given.folder} lacks {', '.join(missing)}: {LIST.name} says where they are from")
     cells = []

@@ -309,7 +309,7 @@ def test_another_dataset_or_option_is_refused(
     other = make_dataset(tmp_path / "other", seed=1)
     with pytest.raises(ValueError, match=r"is not the dataset .* was trained on: its checksum differs"):
         runs.resume(run.path, [f"data={other.path}"])
-    with pytest.raises(ValueError, match=r"no dataset\.json"):
+    with pytest.raises(ValueError, match=r"dataset is not at .*--set data=FOLDER"):
         runs.resume(run.path, [f"data={tmp_path}"])
     assert runs.resume(run.path).record.status == "finished", "what was refused is not remembered"
 

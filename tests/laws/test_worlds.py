@@ -523,9 +523,9 @@ def read_own(world: World, folder: Path, tiers: str | None) -> Read:
     checked, values = [0], [0]
     plain_crc32, plain_open = checkpoint.crc32_of, checkpoint_rows.open_tensors
 
-    def crc32_of(path: Path, start: int, stop: int) -> int:
+    def crc32_of(path: Path, start: int, stop: int, **options: Any) -> int:
         checked[0] += stop - start
-        return plain_crc32(path, start, stop)
+        return plain_crc32(path, start, stop, **options)
 
     class Counted:
         def __init__(self, name: str, stored: Any) -> None:

@@ -248,7 +248,7 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "memory": {"dran": "2GiB"}}, r"unknown key memory\.dran; did you mean 'dram'?"),
         (
             {"data": "d", "memory": {"dram": "2 foo"}},
-            "memory: size '2 foo' is not understood; write a number and a unit",
+            "memory: dram '2 foo' is not understood; write a number and a unit",
         ),
         ({"data": "d", "memory": {"dram": 0}}, "memory: dram is 0; it must be a positive number of bytes"),
         (

@@ -178,7 +178,7 @@ def test_every_draw_meets_every_point(tmp_path: Path) -> None:
         ({"axes": {"train.epochs": [2]}}, r"groups.batch: train.epochs is 2; a cell that measures speed"),
         ({"axes": {}}, r"groups.batch: it has neither axes nor draw"),
         ({"axis": {}}, r"groups.batch.axis: there is no such field"),
-        ({"axes": {"memory.dram": ["a%"]}}, r"groups.batch: cell .*size 'a%' is not understood"),
+        ({"axes": {"memory.dram": ["a%"]}}, r"groups.batch: cell .*dram 'a%' is not understood"),
         ({"draw": {"models": 1, "fields": {"data.rows": {"low": 9, "high": 3}}}}, r"low is 9 and high is 3"),
     ],
 )  # fmt: skip
