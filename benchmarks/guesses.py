@@ -63,7 +63,7 @@ def permuted(path: Path, told: Mapping[str, Any], folder: Path) -> tuple[Path, d
     """Writes a copy with rows and columns in another order and other names; returns it, what is told of it, and the
     old name of every new one."""
     frame = polars.read_csv(path, infer_schema=False).sample(fraction=1.0, shuffle=True, seed=7)
-    order = sorted(frame.columns, key=lambda name: hash_of(name))
+    order = sorted(frame.columns, key=hash_of)
     names = {name: f"c{place}" for place, name in enumerate(order)}
     copy = folder / f"{path.stem}-permuted.csv"
     frame.select(order).rename(names).write_csv(copy)
@@ -73,6 +73,7 @@ def permuted(path: Path, told: Mapping[str, Any], folder: Path) -> tuple[Path, d
 
 
 def hash_of(name: str) -> int:
+    """Returns the place of a column in the other order."""
     return sum((place + 1) * ord(char) * 2654435761 for place, char in enumerate(name)) % 1_000_003
 
 
@@ -106,7 +107,8 @@ def cell(path: Path, told: Mapping[str, Any], seeds: Sequence[int], folder: Path
 def line_of(found: Mapping[str, Any]) -> str:
     text = (
         f"{found['file']:28} {found['auc_guessed']:.4f} / {found['logloss_guessed']:.4f}  "
-        f"{found['auc_told']:.4f} / {found['logloss_told']:.4f}  {-found['auc_below']:+.4f} {found['logloss_above']:+7.2%}"
+        f"{found['auc_told']:.4f} / {found['logloss_told']:.4f}  "
+        f"{-found['auc_below']:+.4f} {found['logloss_above']:+7.2%}"
     )
     text += "" if found["close"] else "  NOT CLOSE"
     if found["changed_by_permuting"]:
