@@ -30,7 +30,8 @@ CHECK_EVERY = 100
 """Steps between two checks while training. One costs an exchange of 32 bytes a rank and a checksum of the dense
 weights, about a millisecond for each 2 MiB of them."""
 PER_RANK = ("data", "run", "memory", "train.threads", "train.pin")
-"""Options that may differ between ranks: paths on a rank's machine, and how much of it a rank uses. They change no bit.
+"""Options that may differ between ranks: paths on a rank's machine, and how much of it a rank uses. They change no bit;
+threads do so only if torch computes products in bfloat16, or a model is not built of hotrow's layers.
 `memory.lookahead` is compared all the same, because ranks announce batches together."""
 MOST_NAMED = 3
 """Differences that an error names; it counts the rest."""

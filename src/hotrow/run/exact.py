@@ -22,6 +22,10 @@ ADVICE = (
     "results will depend on the number of ranks: build the model from hotrow.models.layers, whose products and sums "
     "are exact, instead of torch's"
 )
+ADVICE_FOR_BFLOAT16 = (
+    "torch's products in bfloat16 divide large batches among threads: train every rank on as many threads, or set "
+    "train.dense_dtype to fp32"
+)
 
 
 class FirstPart:

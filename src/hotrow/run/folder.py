@@ -303,7 +303,8 @@ class RunFolder:
         self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
         self._board.flush()  # only now is the file there, which anybody may read
         for path in (self.path / "tensorboard").iterdir():
-            path.chmod(0o600)
+            if path.is_file():
+                path.chmod(0o600)
 
     def keep_vocabulary(self, dataset: Path) -> None:
         """Takes dataset.json and vocab/ of a packed dataset into the run, so that it can score raw rows by itself.

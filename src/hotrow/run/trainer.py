@@ -43,7 +43,7 @@ from hotrow.plan.beside import EVAL_BATCH_SIZE
 from hotrow.plan.choose import close_tiers
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
-from hotrow.run.exact import ADVICE, CODE, FirstPart
+from hotrow.run.exact import ADVICE, ADVICE_FOR_BFLOAT16, CODE, FirstPart
 from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepClock, merged, meters_of_rows
 from hotrow.run.metrics import BinaryMetrics, doubts
@@ -355,9 +355,10 @@ class Training:
             each = everyone(self.world, first.differing(self.parts.dense))
         if found := list(dict.fromkeys(itertools.chain(*each))):
             more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+            advice = ADVICE if self.config.train.dense_dtype == "fp32" else ADVICE_FOR_BFLOAT16
             text = (
                 f"model {self.config.model.name}: {', '.join(found[:MOST_NAMED])}{more} has other bits at another "
-                f"address or on another number of threads; {ADVICE}"
+                f"address or on another number of threads; {advice}"
             )
             self.folder.warn(CODE, text, count=1)
             self.say(f"warning: {text}")
