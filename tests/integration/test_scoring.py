@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from test_verbs import command
 
 import hotrow
 from benchmarks.criteo_text import write_criteo
-from hotrow.cli import app as cli
 from hotrow.data.chunk import RowError
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES
 from hotrow.data.sources.lenient import lenient_keys
@@ -90,18 +89,6 @@ UNFIT: list[tuple[Change, str, str, str]] = [
     (no_price, "price", "missing", "missing_values"),
 ]
 unfit = pytest.mark.parametrize(("change", "column", "kind", "code"), UNFIT)
-
-
-def command(
-    *arguments: object, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: int = 0
-) -> tuple[str, str]:
-    monkeypatch.setattr(sys, "argv", ["hotrow", *map(str, arguments)])
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    out, err = capfd.readouterr()
-    assert (ended.value.code or 0) == code, out + err
-    return out, err
 
 
 @unfit

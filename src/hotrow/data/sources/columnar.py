@@ -25,7 +25,7 @@ COLUMNAR_SUFFIXES: dict[ColumnarFormat, tuple[str, ...]] = {
 _MAGIC: dict[bytes, ColumnarFormat] = {b"PAR1": "parquet", b"ARRO": "feather", b"FEA1": "feather", b"ORC": "orc"}
 """The format by the bytes with which its files start."""
 BATCH_BYTES = 20 << 20
-"""Of Parquet rows read at once. Three such batches are there at a time: one in use, one ready, one being read."""
+"""Bytes of Parquet rows that are read at once. Three such batches are held: one in use, one ready, one being read."""
 MAX_BATCH_ROWS = 1 << 19
 """Upper limit of Parquet rows read at once; see `_ParquetFile.batches`."""
 

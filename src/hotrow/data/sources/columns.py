@@ -68,10 +68,10 @@ from hotrow.data.sources.tabular import (
 FileFormat: TypeAlias = ColumnarFormat | Literal["jsonl", "libsvm", "libffm", "csv"]
 
 SUFFIXES_OF_KINDS = (*COLUMNAR_SUFFIXES.values(), TEXT_SUFFIXES, JSON_SUFFIXES)
-"""Of a folder with files of several kinds, the first kind that has a file is taken."""
+"""If a folder has files of several kinds, the first of these kinds is taken."""
 SUFFIXES = tuple(suffix for suffixes in SUFFIXES_OF_KINDS for suffix in suffixes)
 MANY_ROWS = 1000
-"""Of text with fewer rows the estimated number is nearly exact."""
+"""If text has fewer rows than this, their estimated number is nearly exact."""
 
 
 class ColumnsSource:
