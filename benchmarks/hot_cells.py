@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from benchmarks.hot_lab import by_threshold, cached_crossing, crossing
 from hotrow.base.files import parse_bytes
+from hotrow.costs.solve import plan_by_counts
 from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
@@ -30,7 +31,6 @@ from hotrow.inspect.hot_rows import record_bytes_of
 from hotrow.kernels.reference import Algorithm
 from hotrow.models.tbsm import SUFFIX as HISTORY
 from hotrow.placement.budget import TableDemand, slot_bytes
-from hotrow.plan.solve import plan_by_counts
 
 SWAPS = 4
 """Copies of the hot rows in an epoch with turns of 50 %: to the device and back, twice."""

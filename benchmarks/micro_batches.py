@@ -17,8 +17,9 @@ from benchmarks.step_shapes import SHAPES, Setting, StepShape, make_setting
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import RowWiseAdagrad
 from hotrow.parallel.world import World
+from hotrow.run.build import Parts
 from hotrow.run.meters import StepClock
-from hotrow.run.setup import Parts, Schedule
+from hotrow.run.schedule import Schedule
 from hotrow.run.trainer import train_step
 from hotrow.tables import TableConfig
 

@@ -40,8 +40,8 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.kernels.ops import dot_interaction
 from hotrow.models import dlrm
 from hotrow.run import runs, trainer
+from hotrow.run.build import Parts
 from hotrow.run.meters import StepClock
-from hotrow.run.setup import Parts
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT.parent / "shared" / "data" / "criteo_terabyte_80k.tsv.gz"

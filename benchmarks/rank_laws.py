@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 from benchmarks.rank_runs import differing, outcome, session, wait
 from benchmarks.results import end_on_signals
 from hotrow.config.schema import ParallelConfig
+from hotrow.costs.demand import record_bytes
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.plan.demand import record_bytes
 from hotrow.run.folder import METRICS, RunFolder
 from hotrow.tables import TableConfig
 

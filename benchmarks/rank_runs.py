@@ -31,9 +31,10 @@ from hotrow.config.load import load_config, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.launch import joined
 from hotrow.run import runs
+from hotrow.run.build import build
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint
 from hotrow.run.folder import CONFIG, RunFolder
-from hotrow.run.setup import Setup, build
+from hotrow.setup.setup import Setup
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # torch's optimizers import torch._dynamo when the first is made, which takes a second.

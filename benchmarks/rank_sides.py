@@ -19,6 +19,8 @@ import torch.distributed as dist
 from benchmarks.step_peers import dense_sgd, make_model
 from benchmarks.step_shapes import SHAPES, StepShape, make_setting
 from hotrow.batch import Batch
+from hotrow.costs.wire import Distinct
+from hotrow.costs.wire import Wire as TableWire
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.parallel.pooled import Collective
@@ -26,14 +28,13 @@ from hotrow.parallel.sharded import Shards
 from hotrow.parallel.shards import Shard
 from hotrow.parallel.world import Arriving, World
 from hotrow.parallel.world import Parts as Messages
-from hotrow.plan.shards import pooled_owners
-from hotrow.plan.wire import Distinct
-from hotrow.plan.wire import Wire as TableWire
+from hotrow.run.build import Parts
 from hotrow.run.meters import StepClock
 from hotrow.run.micro import cut
-from hotrow.run.setup import Parts, Schedule
+from hotrow.run.schedule import Schedule
 from hotrow.run.together import Ranks
 from hotrow.run.trainer import train_step
+from hotrow.setup.shards import pooled_owners
 from hotrow.tables import TableConfig
 
 SEED = 1

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import yaml
 
-from hotrow.study.runner import Plan, Sweep, run_sweep
+from hotrow.lab.study.runner import Plan, Sweep, run_sweep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def run_study(
     estimate_only: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Runs a study as `hotrow.study.runner.run_sweep` says, in `out`, by default studies/<name> or <name>-quick."""
+    """Runs a study as `hotrow.lab.study.runner.run_sweep` says, in `out`, by default studies/<name> or <name>-quick."""
     folder = Path(out) if out is not None else Path("studies") / (f"{study.name}-quick" if quick else study.name)
     command = command_of(study, out, quick=quick, memory_bytes=memory_bytes)
     sweep = Sweep(name=study.name, stem=study.name, cells=OfPreset(study, quick=quick), command=command, quick=quick)

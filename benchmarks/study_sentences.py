@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from hotrow.study.results import quality_by_batch
+from hotrow.lab.study.results import quality_by_batch
 
 Report = Mapping[str, Any]
 """The content of a study's results.json."""

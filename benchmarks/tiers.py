@@ -43,9 +43,9 @@ from benchmarks.rivals.work import SEED
 from benchmarks.rivals.worker import Worker
 from hotrow.base.machine import usable_cores
 from hotrow.embedding import EmbeddingCollection
+from hotrow.lab.study.group import MemoryGroup
 from hotrow.placement.budget import Memory
 from hotrow.placement.stores import TableRows, open_store
-from hotrow.study.group import MemoryGroup
 from hotrow.tables import TableConfig
 
 VARIANTS = (("tiers", "auto", (4, 0)), ("tiers", "threads", (4,)), ("mmap", "auto", (1, 0)), ("rocksdb", "auto", (0,)))

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from benchmarks.rivals.work import LR, SEED, Training, Work
 from hotrow.batch import Batch
+from hotrow.costs.solve import plan_by_counts
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.placement.budget import Memory
 from hotrow.placement.dram import Dram
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Flight, Tiers
-from hotrow.plan.solve import plan_by_counts
 from hotrow.run.checkpoint import Part, save_checkpoint
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.meters import GAUGES

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hotrow.batch import Batch, KeyedJaggedTensor
     from hotrow.config.load import load_config
     from hotrow.config.schema import Config
+    from hotrow.costs.solve import plan_by_counts
     from hotrow.data.packed.loader import Loader
     from hotrow.data.packed.reader import PackedDataset
     from hotrow.embedding import EmbeddingCollection
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from hotrow.parallel.shards import Shard
     from hotrow.placement.budget import DeviceMemory, Memory
     from hotrow.placement.lookahead import lookahead
-    from hotrow.plan.solve import plan_by_counts
     from hotrow.run.checkpoint import load_checkpoint, save_checkpoint
     from hotrow.tables import TableConfig, Uniform
 
@@ -68,7 +68,7 @@ _HOMES = {
     "hotrow.placement.budget": ("DeviceMemory", "Memory"),
     "hotrow.placement.lookahead": ("lookahead",),
     "hotrow.optim": ("FTRL", "SGD", "Adagrad", "Adam", "RowWiseAdagrad", "SplitSGDBF16", "clip_grad_norm_"),
-    "hotrow.plan.solve": ("plan_by_counts",),
+    "hotrow.costs.solve": ("plan_by_counts",),
     "hotrow.tables": ("TableConfig", "Uniform"),
 }
 

@@ -53,18 +53,20 @@ from hotrow.models.spec import SampleError
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.launch import joined
 from hotrow.parallel.world import World
-from hotrow.plan.beside import EVAL_BATCH_SIZE
-from hotrow.plan.choose import close_tiers
 from hotrow.report.page import NAME as REPORT
+from hotrow.run.build import build_network, look_up, read_model
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
 from hotrow.run.metrics import BinaryMetrics, doubts
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import make_folder, train
-from hotrow.run.setup import DenseDevice, Setup, build_network, look_up, read_model
+from hotrow.run.storage import close_tiers
 from hotrow.run.trainer import evaluate
 from hotrow.run.usual import count_split, seen_of
+from hotrow.setup.beside import EVAL_BATCH_SIZE
+from hotrow.setup.device import DenseDevice
+from hotrow.setup.setup import Setup
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 

@@ -34,7 +34,7 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs, trainer
 from hotrow.run.meters import StepClock
 from hotrow.run.metrics import BinaryMetrics
-from hotrow.run.setup import Setup
+from hotrow.setup.setup import Setup
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "criteo-small.yaml"
 FILE = "criteo_terabyte_80k.tsv.gz"

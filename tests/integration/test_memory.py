@@ -23,10 +23,10 @@ from hotrow.kernels import ops
 from hotrow.placement.store_file import SUFFIX, OwnFolder
 from hotrow.placement.stores import Engines, StoreError
 from hotrow.placement.tiers import Tiers
-from hotrow.plan import choose as placement
 from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints, verify
 from hotrow.run.folder import RunFolder
+from hotrow.setup import memory as placement
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 

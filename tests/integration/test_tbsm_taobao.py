@@ -28,7 +28,7 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.registry import TAOBAO_HISTORIES_SCHEMA
 from hotrow.data.sources.schema import parse_schema
 from hotrow.run import runs, trainer
-from hotrow.run.setup import Setup
+from hotrow.setup.setup import Setup
 from plain_tbsm import PlainTBSM
 
 FEATURES = (("user", None), ("item", "item_history"), ("category", "category_history"))

@@ -28,7 +28,7 @@ from hotrow.run import runs, setup, trainer, wear
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
 from hotrow.run.meters import Meter, Notice
-from hotrow.run.setup import Setup
+from hotrow.setup.setup import Setup
 from packed_data import OF_TOY_ROWS
 
 BASE: dict[str, Any] = {

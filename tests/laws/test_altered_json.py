@@ -32,9 +32,9 @@ from hotrow.data.sources.registry import open_source
 from hotrow.kernels.ops import backend
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
-from hotrow.run.setup import Setup
 from hotrow.run.trainer import Interrupt, Training
 from hotrow.run.wear import WriteLedger
+from hotrow.setup.setup import Setup
 from mutate_sealed import Change, changed, changes
 from prepare_data import SCHEMA, make_rows, to_table
 

@@ -26,11 +26,12 @@ from hotrow.kernels import ops
 from hotrow.kernels import triton_kernels as kernels
 from hotrow.models.dlrm import DLRM
 from hotrow.models.tbsm import TBSM
-from hotrow.plan.choose import full_device
 from hotrow.run import runs, setup, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
-from hotrow.run.setup import DenseDevice, Setup
+from hotrow.run.storage import full_device
+from hotrow.setup.device import DenseDevice
+from hotrow.setup.setup import Setup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 only_interpreted = pytest.mark.skipif(HAS_GPU, reason="a CUDA device is here: its absence cannot be seen")

@@ -38,7 +38,7 @@ from hotrow.kernels.triton_ops import Kernels
 from hotrow.placement import copies as copies_of
 from hotrow.run import runs, setup, trainer
 from hotrow.run.folder import RunFolder
-from hotrow.run.setup import DenseDevice, device_of_copies
+from hotrow.setup.device import DenseDevice, device_of_copies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ON_DEVICE = ("device=cuda",) if HAS_GPU else ()
@@ -299,7 +299,7 @@ def test_which_runs_have_copies_on_a_device(data: Path, monkeypatch: pytest.Monk
     assert device() is None and device(hot={"schedule": "window"}) is None
     assert device(hot={"schedule": "fae"}, memory={"hbm": "1GiB"}) is None, "slots hold the hot rows"
     assert device_of_copies(make_config({"data": str(data), "hot": {"schedule": "fae"}}), DenseDevice()) is None
-    monkeypatch.setattr("hotrow.run.setup.find_spec", lambda name: None)
+    monkeypatch.setattr("hotrow.setup.setup.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"Triton is not installed: pip install 'hotrow\[gpu\]', or set device to cpu"):
         device(hot={"schedule": "fae"})
 

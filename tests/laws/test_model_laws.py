@@ -35,11 +35,13 @@ from hotrow.models.dlrm import DLRM
 from hotrow.models.layers import sigmoid
 from hotrow.parallel.world import World
 from hotrow.run import runs, trainer
+from hotrow.run.build import Parts, build, look_up
 from hotrow.run.exact import CODE, FirstPart
 from hotrow.run.meters import Session
 from hotrow.run.micro import loss_of
-from hotrow.run.setup import DenseDevice, Parts, Setup, build, look_up
 from hotrow.run.together import Ranks
+from hotrow.setup.device import DenseDevice
+from hotrow.setup.setup import Setup
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="the reference's products are torch's")

@@ -22,14 +22,14 @@ import hotrow
 from expanded import expanded
 from hotrow.base.machine import lacks_bfloat16_products
 from hotrow.config.load import apply_overrides, make_config
+from hotrow.costs import solve
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
-from hotrow.plan import choose as placement
-from hotrow.plan import solve
 from hotrow.run import runs, setup, trainer
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from hotrow.run.folder import RunFolder
+from hotrow.setup import memory as placement
 from packed_data import OF_TOY_ROWS
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")

@@ -19,8 +19,8 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
-from hotrow.plan import choose as placement
 from hotrow.run import runs, setup
+from hotrow.setup import memory as placement
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 SCHEMA = parse_schema(

@@ -19,7 +19,7 @@ from hotrow.kernels import ops
 from hotrow.parallel.sharded import Shards
 from hotrow.parallel.shards import Shard
 from hotrow.parallel.world import World
-from hotrow.plan.shards import wire_of
+from hotrow.setup.shards import wire_of
 from hotrow.tables import TableConfig
 from rank_pool import RankPool
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hotrow.plan.accelerated import LIKELY, USABLE, with_gpus
-from hotrow.plan.hardware import Figure, Gpu, Hardware
-from hotrow.plan.work import TableWork, Work
+from hotrow.costs.accelerated import LIKELY, USABLE, with_gpus
+from hotrow.costs.hardware import Figure, Gpu, Hardware
+from hotrow.costs.work import TableWork, Work
 from hotrow.tables import TableConfig
 
 GPU = Gpu("gpu", Figure(1e9), Figure(1e11), Figure(1e10), Figure(2e10), {"fp32": Figure(1e13)})

@@ -16,20 +16,20 @@ import yaml
 
 from hotrow.base.files import parse_bytes
 from hotrow.config.load import make_config
+from hotrow.costs.demand import required_bytes, tables_of
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.plan import choose as placement
-from hotrow.plan.beside import FIXED_BYTES, beside_bytes
-from hotrow.plan.choose import choose, shortage
-from hotrow.plan.demand import required_bytes, tables_of
+from hotrow.lab.study.group import GroupError, MemoryGroup, enter_and
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
-from hotrow.study.group import GroupError, MemoryGroup, enter_and
+from hotrow.setup import memory as placement
+from hotrow.setup.beside import FIXED_BYTES, beside_bytes
+from hotrow.setup.memory import choose, shortage
 
 MIB = 1 << 20
 TRAINED = """
 import json, re, sys, threading, time
 from hotrow.config.load import load_config
-from hotrow.plan import choose
+from hotrow.setup import memory as choose
 from hotrow.run import runs, setup
 
 def anonymous():

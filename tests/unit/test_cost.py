@@ -18,6 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
+from hotrow.costs.cost import BLIND_ERROR, PHASES, amounts_of, predict
+from hotrow.costs.demand import tables_of
+from hotrow.costs.fit import least_squares, unit_seconds
+from hotrow.costs.hardware import DISTURBED, Disk, Figure, Hardware, Network, Point
+from hotrow.costs.traffic import Traffic, traffic_of
+from hotrow.costs.wire import share_of, sharing_amounts
+from hotrow.costs.work import Work, work_of
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
@@ -25,15 +32,11 @@ from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import Memory, TableSlots
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.cost import BLIND_ERROR, PHASES, amounts_of, predict
-from hotrow.plan.fit import least_squares, unit_seconds
-from hotrow.plan.hardware import DISTURBED, Disk, Figure, Hardware, Network, Point
-from hotrow.plan.traffic import Traffic, traffic_of
-from hotrow.plan.wire import share_of, sharing_amounts
-from hotrow.plan.work import Work, work_of
+from hotrow.run.build import build
 from hotrow.run.meters import Session, StepClock
-from hotrow.run.setup import DenseDevice, Setup, build, tables_of
 from hotrow.run.trainer import LOOKAHEAD, train_step
+from hotrow.setup.device import DenseDevice
+from hotrow.setup.setup import Setup
 
 ROWS, BATCH = 16_000, 500
 TRAFFIC_TOLERANCE = 0.1

@@ -17,21 +17,20 @@ import hotrow
 from hotrow.base.machine import default_threads
 from hotrow.cli import app as cli
 from hotrow.config.load import load_config
+from hotrow.costs import solve
+from hotrow.costs.cost import BLIND_ERROR, Prediction
+from hotrow.costs.demand import required_bytes, tables_of
+from hotrow.costs.hardware import HARDWARE, MACHINES, Figure, Gpu, Hardware, Network, this_host
+from hotrow.costs.work import work_of
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.forecast.changes import changes as changes_of
+from hotrow.forecast.explain import bind
+from hotrow.forecast.ranks import rank_of
 from hotrow.placement.budget import Memory, TableDemand
 from hotrow.placement.tiers import Tiers
-from hotrow.plan import solve
-from hotrow.plan.changes import changes as changes_of
-from hotrow.plan.cost import BLIND_ERROR, Prediction
-from hotrow.plan.demand import required_bytes
-from hotrow.plan.divide import Division, miss_s
-from hotrow.plan.explain import bind
-from hotrow.plan.hardware import HARDWARE, MACHINES, Figure, Gpu, Hardware, Network, this_host
-from hotrow.plan.over_ranks import rank_of
-from hotrow.plan.shards import shards_of
-from hotrow.plan.work import work_of
 from hotrow.run import runs, setup, trainer
-from hotrow.run.setup import tables_of
+from hotrow.setup.divide import Division, miss_s
+from hotrow.setup.shards import shards_of
 from resealed import reseal
 
 MODEL = {"name": "dlrm", "embedding_dim": 16, "bottom_mlp": [8], "top_mlp": [8]}
@@ -78,7 +77,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that plan often, and do not look at what would change."""
-    monkeypatch.setattr("hotrow.plan.explain.changes", lambda *_: [])
+    monkeypatch.setattr("hotrow.forecast.explain.changes", lambda *_: [])
 
 
 @pytest.fixture
@@ -139,9 +138,9 @@ def test_a_step_on_a_declared_machine(plan: Any, write: Any, measured: Hardware,
 def test_another_machine_has_its_own_threads_and_memory(
     plan: Any, write: Any, measured: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("explain", "choose"):
-        monkeypatch.setattr(f"hotrow.plan.{module}.available_memory_bytes", lambda: MIB)
-    monkeypatch.setattr("hotrow.plan.explain.beside_bytes", lambda *_: 0)
+    for module in ("forecast.explain", "setup.memory"):
+        monkeypatch.setattr(f"hotrow.{module}.available_memory_bytes", lambda: MIB)
+    monkeypatch.setattr("hotrow.forecast.explain.beside_bytes", lambda *_: 0)
     declared = tmp_path / "declared.yaml"
     declared.write_text("price_per_hour: {value: 2, note: a list of prices}")
     config = write(threads="auto")
@@ -321,13 +320,13 @@ def test_a_change_of_an_option_is_predicted_as_a_run_with_it(
     """Against the plan of the config that has the option; with all rows in DRAM, and with some on disk."""
     for memory in ("auto", {"dram": "600KiB", "lookahead": 1}):
         config = write(memory, max_steps=None, epochs=10)
-        monkeypatch.setattr("hotrow.plan.explain.changes", changes_of)
+        monkeypatch.setattr("hotrow.forecast.explain.changes", changes_of)
         found = plan(config, "--json", hardware=hardware)
         options = {each["what"].partition("(")[2].rstrip(")"): each for each in found["changes"] if "=" in each["what"]}
         wanted = {"train.threads=4", "train.batch_size=400", "hot.schedule=fae"}
         wanted |= {"train.precision=fp16", "train.precision=split_bf16"}
         assert set(options) == wanted | ({"memory.lookahead=4"} if memory != "auto" else set())
-        monkeypatch.setattr("hotrow.plan.explain.changes", lambda *_: [])
+        monkeypatch.setattr("hotrow.forecast.explain.changes", lambda *_: [])
         for option, each in options.items():
             there = plan(config, "--json", "--set", option, hardware=hardware)
             assert each["cannot"] == there["not_predicted"] and not each["modelled"]
@@ -421,7 +420,7 @@ def test_training_does_not_fail_for_want_of_a_prediction(
         raise ZeroDivisionError("a fault of the model")
 
     if fault == "the model fails":
-        monkeypatch.setattr("hotrow.plan.divide.predict", fail)
+        monkeypatch.setattr("hotrow.setup.divide.predict", fail)
     else:
         hardware = replace(hardware, kernels={})
     monkeypatch.setattr(setup, "known_hardware", lambda: hardware)
@@ -480,8 +479,8 @@ def test_of_two_divisions_the_one_with_the_faster_step_is_taken(
 
     config = load_config(write(), ())
     work = work_of(config, tables_of(config, dataset), dataset)
-    monkeypatch.setattr("hotrow.plan.divide.work_of", lambda *_, **__: work)
-    monkeypatch.setattr("hotrow.plan.divide.predict", step)
+    monkeypatch.setattr("hotrow.setup.divide.work_of", lambda *_, **__: work)
+    monkeypatch.setattr("hotrow.setup.divide.predict", step)
     memory, _, slots = division.divide(900 << 10, "in_place")
     assert division.plan is not None
     equal = division.plan(demands, memory.slots_bytes)

@@ -1,4 +1,4 @@
-"""hotrow.plan.hardware: files of a machine's figures, what is refused in them, and figures that somebody declared."""
+"""hotrow.costs.hardware: files of a machine's figures, what is refused in them, and figures that somebody declared."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hotrow.base.records import write_sealed
-from hotrow.plan import hardware as module
-from hotrow.plan.hardware import (
+from hotrow.costs import hardware as module
+from hotrow.costs.hardware import (
     HARDWARE,
     MACHINES,
     Disk,

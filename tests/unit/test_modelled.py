@@ -1,4 +1,4 @@
-"""hotrow.plan.modelled: steps on a machine that is not here, against the machine that they were measured on."""
+"""hotrow.costs.modelled: steps on a machine that is not here, against the machine that they were measured on."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from hotrow.config.load import make_config
+from hotrow.costs import modelled as module
+from hotrow.costs.cost import PHASES, CostModel, amounts_of
+from hotrow.costs.demand import tables_of
+from hotrow.costs.hardware import MACHINES, Figure, Hardware, Point
+from hotrow.costs.modelled import RATES, faster, modelled, rate_of, read_machine
+from hotrow.costs.traffic import traffic_of
+from hotrow.costs.wire import sharing_amounts
+from hotrow.costs.work import work_of
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.lab.step_probe import OPTIMIZERS
 from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import TableSlots
-from hotrow.plan import modelled as module
-from hotrow.plan.cost import PHASES, CostModel, amounts_of
-from hotrow.plan.hardware import MACHINES, Figure, Hardware, Point
-from hotrow.plan.modelled import RATES, faster, modelled, rate_of, read_machine
-from hotrow.plan.traffic import traffic_of
-from hotrow.plan.wire import sharing_amounts
-from hotrow.plan.work import work_of
-from hotrow.run.setup import tables_of
-from hotrow.run.step_probe import OPTIMIZERS
 
 KINDS = ("steps", "calls", "multiply-adds", "lines from beyond 2 MiB", "pooled values beyond 2 MiB", "ids")
 HERE = Hardware(

@@ -1,4 +1,4 @@
-"""hotrow.plan.choose: what lies in DRAM and what on disk, what is refused before training, and how it is said."""
+"""hotrow.setup.memory: what lies in DRAM and what on disk, what is refused before training, and how it is said."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from hotrow.config.load import apply_overrides, make_config
+from hotrow.costs.demand import accesses_of, demands_of, required_bytes
 from hotrow.data.packed.format import Table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory, TableDemand, plan_slots
 from hotrow.placement.store_file import no_disk
-from hotrow.plan import choose as placement
-from hotrow.plan.demand import accesses_of, demands_of, required_bytes
+from hotrow.setup import memory as placement
 from hotrow.tables import WHOLE, Births, TableConfig
 
 TABLES = [

@@ -13,9 +13,7 @@ import pytest
 import torch
 
 import hotrow
-from hotrow.inspect.reuse import MissRatioCurve
-from hotrow.placement.budget import LEAST_ROWS, TableDemand, TableSlots, num_bytes, plan_slots
-from hotrow.plan.solve import (
+from hotrow.costs.solve import (
     CountsPlan,
     TableUse,
     expected_hits,
@@ -24,6 +22,8 @@ from hotrow.plan.solve import (
     plan_by_counts,
     solve,
 )
+from hotrow.inspect.reuse import MissRatioCurve
+from hotrow.placement.budget import LEAST_ROWS, TableDemand, TableSlots, num_bytes, plan_slots
 
 
 def draw_uses(

@@ -1,4 +1,4 @@
-"""hotrow.plan.probe: figures of a tiny file, and what is left behind."""
+"""hotrow.lab.probe: figures of a tiny file, and what is left behind."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from hotrow.cli import app as cli
+from hotrow.costs.hardware import DISTURBED, MACHINES, Disk, Figure, Hardware, Point, known_hardware, read_hardware
 from hotrow.kernels import ops
-from hotrow.placement import store_file
-from hotrow.plan import probe as module
-from hotrow.plan.hardware import DISTURBED, MACHINES, Disk, Figure, Hardware, Point, known_hardware, read_hardware
-from hotrow.plan.probe import (
+from hotrow.lab import probe as module
+from hotrow.lab.probe import (
     Scope,
     check_folder,
     measure_disk,
@@ -28,6 +27,7 @@ from hotrow.plan.probe import (
     probe,
     run_probe,
 )
+from hotrow.placement import store_file
 
 needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the native module is measured")
 
@@ -214,9 +214,9 @@ def test_a_probe_beside_other_work_warns_at_its_end(tmp_path: Path, capsys: pyte
 
 @needs_native
 def test_the_command(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("hotrow.run.step_probe.measure_kernels", lambda **_: {"data": [POINT]})
+    monkeypatch.setattr("hotrow.lab.step_probe.measure_kernels", lambda **_: {"data": [POINT]})
     shared = {"kernels": {"shared update": [POINT]}, "crowding": Figure(1.5), "notes": {"network": "none here"}}
-    monkeypatch.setattr("hotrow.run.rank_probe.measure_ranks", lambda **_: shared)
+    monkeypatch.setattr("hotrow.lab.rank_probe.measure_ranks", lambda **_: shared)
     out, declared = tiny.parent / "h.json", tiny.parent / "d.yaml"
     declared.write_text(f"disks: [{{folder: {tiny}, endurance_bytes: {{value: 1e15, note: data sheet}}}}]")
     words = ["probe", str(tiny), "--out", str(out), "--declare", str(declared), "--seconds", "0.2"]

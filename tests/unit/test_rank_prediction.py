@@ -13,15 +13,15 @@ from test_cost import NETWORK, machine, some_units
 
 import hotrow
 from hotrow.config.load import make_config
+from hotrow.costs.cost import BLIND_ERROR, predict
+from hotrow.costs.demand import tables_of
+from hotrow.costs.hardware import Figure, Hardware
+from hotrow.costs.work import work_of
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.forecast.changes import ONE_PROCESS
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.world import World
-from hotrow.plan.changes import ONE_PROCESS
-from hotrow.plan.cost import BLIND_ERROR, predict
-from hotrow.plan.hardware import Figure, Hardware
-from hotrow.plan.work import work_of
 from hotrow.run import rank_probe, runs, setup
-from hotrow.run.setup import tables_of
 from rank_pool import RankPool
 
 MODEL = {"embedding_dim": 16, "bottom_mlp": [32], "top_mlp": [64, 8]}

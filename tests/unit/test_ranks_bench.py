@@ -31,8 +31,8 @@ from benchmarks.rank_sides import (
 from benchmarks.rank_worker import Group, sent_bytes
 from benchmarks.ranks_page import ranks_table
 from benchmarks.step_shapes import make_setting
+from hotrow.lab.study import links
 from hotrow.parallel.world import World
-from hotrow.study import links
 
 
 def test_the_bytes_of_a_connection_are_counted() -> None:

@@ -14,15 +14,15 @@ from test_cost import DISK, NETWORK, machine, some_units
 
 from benchmarks.study_sentences import nodes_told, sockets_told
 from hotrow.config.load import make_config
+from hotrow.costs.demand import tables_of
+from hotrow.costs.hardware import Figure, Hardware
+from hotrow.costs.work import work_of
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.plan.hardware import Figure, Hardware
-from hotrow.plan.work import work_of
-from hotrow.run.setup import tables_of
-from hotrow.study import cells, scaling
-from hotrow.study.data import SyntheticRows
-from hotrow.study.links import Link, LinkError
-from hotrow.study.run import run_study
-from hotrow.study.study import Cell, expand, read_study
+from hotrow.lab.study import cells, scaling
+from hotrow.lab.study.data import SyntheticRows
+from hotrow.lab.study.links import Link, LinkError
+from hotrow.lab.study.run import run_study
+from hotrow.lab.study.study import Cell, expand, read_study
 
 ROWS: dict[str, Any] = {"sizes": (300_000, 50_000), "dense": 4, "zipf": 1.05, "samples": 8192}
 MODEL = {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16]}
@@ -147,8 +147,8 @@ def test_two_ranks_and_a_modelled_cell_end_to_end(
     path = study(tmp_path, ranks={"axes": {"ranks": [2]}}, many=many)
     raw = yaml.safe_load(path.read_text()) | {"predicts": True, "machines": ["cpu-server"]}
     path.write_text(yaml.safe_dump(raw))
-    monkeypatch.setattr("hotrow.study.run._machine", lambda name, here: replace(server, dram_bytes=Figure(1e12)))
-    monkeypatch.setattr("hotrow.study.run.known_hardware", lambda: server)
+    monkeypatch.setattr("hotrow.lab.study.run._machine", lambda name, here: replace(server, dram_bytes=Figure(1e12)))
+    monkeypatch.setattr("hotrow.lab.study.run.known_hardware", lambda: server)
     result = run_study(str(path), tmp_path / "out")
     rows = {row["key"].split("#")[0]: row for row in result["cells"]}
     two = rows["ranks/ranks=2"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hotrow.run.setup import Schedule
+from hotrow.run.schedule import Schedule
 
 
 def reference_lr(step: int, base: float, warmup: int, start: int, decay: int) -> float:

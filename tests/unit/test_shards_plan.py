@@ -1,4 +1,4 @@
-"""hotrow.plan.shards: who holds a table, from counted bytes on the wire; what is asked for, and what is refused."""
+"""hotrow.setup.shards: who holds a table, from counted bytes on the wire; what is asked for, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.config.load import make_config
+from hotrow.costs.wire import Distinct, Wire
 from hotrow.parallel.exchange import WireDtype, narrow
 from hotrow.parallel.pooled import _pack
 from hotrow.parallel.shards import Shard
-from hotrow.plan.shards import MOST_UNEVEN, SMALL_SHARE, hot_prefixes, shards_line, shards_of, wire_of
-from hotrow.plan.wire import Distinct, Wire
+from hotrow.setup.shards import MOST_UNEVEN, SMALL_SHARE, hot_prefixes, shards_line, shards_of, wire_of
 from hotrow.tables import Dtype, TableConfig
 
 BATCH, SAMPLES = 1000, 200_000

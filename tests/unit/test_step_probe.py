@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from hotrow.config.load import make_config
+from hotrow.costs.cost import PHASES
+from hotrow.costs.fit import unit_seconds
 from hotrow.data.packed.reader import Split
-from hotrow.plan.cost import PHASES
-from hotrow.plan.fit import unit_seconds
-from hotrow.run import step_probe
-from hotrow.run.setup import splits_dense
-from hotrow.run.step_probe import Drawn, Shape, measure_kernels, measure_shape, shapes
+from hotrow.lab import step_probe
+from hotrow.lab.step_probe import Drawn, Shape, measure_kernels, measure_shape, shapes
+from hotrow.setup.device import splits_dense
 
 TRAIN = {"batch_size": 96}
 MODEL = {"name": "dlrm", "embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16]}

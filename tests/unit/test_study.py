@@ -28,7 +28,7 @@ from benchmarks.kernel_study_page import kernels_page
 from benchmarks.study_docs import StudyDocs
 from hotrow import draw
 from hotrow.kernels import ops
-from hotrow.study import runner
+from hotrow.lab.study import runner
 from resealed import reseal
 
 TINY: dict[str, Any] = {

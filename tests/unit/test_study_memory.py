@@ -29,8 +29,8 @@ from benchmarks.rivals.worker import Server, Worker, WorkerError
 from benchmarks.tiers import name_of, open_table, step_cells
 from benchmarks.tiers_page import tiers_sentence, tiers_table
 from hotrow import Batch, EmbeddingCollection, KeyedJaggedTensor, Memory
+from hotrow.lab.study.group import GroupError, MemoryGroup, own_group
 from hotrow.placement.budget import TableSlots
-from hotrow.study.group import GroupError, MemoryGroup, own_group
 
 WORK = Work(rows=(3, 900, 4000), embedding_dim=8, batch_size=64, zipf=1.05, bottom_mlp=(16,), top_mlp=(16,))
 TINY: dict[str, Any] = {

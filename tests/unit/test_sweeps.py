@@ -27,16 +27,16 @@ from benchmarks import study_sentences
 from hotrow.base.files import claim
 from hotrow.base.records import read_sealed
 from hotrow.cli.app import app, main
-from hotrow.plan.cost import Prediction
-from hotrow.plan.hardware import MACHINES, Figure, Gpu, Hardware
+from hotrow.costs.cost import Prediction
+from hotrow.costs.hardware import MACHINES, Figure, Gpu, Hardware
+from hotrow.lab.study import cells, data, results, runner, worker
+from hotrow.lab.study.cells import Studied
+from hotrow.lab.study.data import SyntheticRows
+from hotrow.lab.study.group import GroupError, MemoryGroup
+from hotrow.lab.study.run import run_study
+from hotrow.lab.study.study import STUDIES, Cell, Draw, Range, expand, find_study, read_study
 from hotrow.run.folder import RunFolder
 from hotrow.run.meters import Session
-from hotrow.study import cells, data, results, runner, worker
-from hotrow.study.cells import Studied
-from hotrow.study.data import SyntheticRows
-from hotrow.study.group import GroupError, MemoryGroup
-from hotrow.study.run import run_study
-from hotrow.study.study import STUDIES, Cell, Draw, Range, expand, find_study, read_study
 
 NAME = "Tiny <script>alert(1)</script> & 50 %"
 TINY: dict[str, Any] = {
@@ -557,7 +557,7 @@ def predicting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return Prediction(seconds=phases, wait_s=0.0, binds="dense")
 
     monkeypatch.setattr(cells, "predict", predict)
-    monkeypatch.setattr("hotrow.study.run.known_hardware", lambda: HARDWARE)
+    monkeypatch.setattr("hotrow.lab.study.run.known_hardware", lambda: HARDWARE)
     return made
 
 
@@ -631,7 +631,7 @@ def test_cells_without_a_prediction_are_told_and_predicted_again(
         with pytest.raises(KeyboardInterrupt):
             run_study(str(path), out, say=said.append)
     assert any("2 of 6 cells cannot be predicted: an odd cell" in line for line in said)
-    monkeypatch.setattr("hotrow.study.run.known_hardware", lambda: replace(HARDWARE, date="2026-11-02"))
+    monkeypatch.setattr("hotrow.lab.study.run.known_hardware", lambda: replace(HARDWARE, date="2026-11-02"))
     run_study(str(path), out)
     entries = read_sealed(out / "predictions.json", cure="")["cells"].values()
     assert sorted(one["hardware_date"] for one in entries) == ["2026-11-01"] * 4 + ["2026-11-02"] * 2
@@ -649,7 +649,7 @@ def test_predictions_that_were_edited_are_refused(tmp_path: Path, trained: list[
 
 
 def test_a_study_that_predicts_needs_this_machines_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.study.run.known_hardware", lambda: None)
+    monkeypatch.setattr("hotrow.lab.study.run.known_hardware", lambda: None)
     with pytest.raises(ValueError, match="predicts, which needs this machine's figures: run hotrow probe FOLDER first"):
         run_study(str(write_study(tmp_path, predicts=True)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -661,7 +661,7 @@ def test_modelled_speed_has_a_column_of_its_own(
     rates = {"fp32": Figure(1e13)}
     gpu = Gpu("gpu", *[Figure(1e12)] * 4, rates, watts=Figure(15.0, source="declared", note="a label"), count=2)
     known = {"fast": replace(HARDWARE, name="fast", num_cores=8, gpus=[gpu]), "odd": "odd lacks kernels"}
-    monkeypatch.setattr("hotrow.study.run._machine", lambda name, here: known[name])
+    monkeypatch.setattr("hotrow.lab.study.run._machine", lambda name, here: known[name])
 
     def predict(work: Any, hardware: Hardware, slots: Any = None, shared: Any = None) -> Prediction:
         seconds = 0.003 if hardware.name == "fast" else 0.004
@@ -699,8 +699,8 @@ def test_a_machine_named_later_is_modelled_without_measuring_again(
 ) -> None:
     path, out = str(write_study(tmp_path, groups={"batch": TINY["groups"]["batch"]})), tmp_path / "out"
     assert "modelled" not in run_study(path, out)["cells"][0] and len(trained) == 2
-    monkeypatch.setattr("hotrow.plan.hardware.known_hardware", lambda: HARDWARE)
-    monkeypatch.setattr("hotrow.study.run.modelled", lambda machine, here: machine)
+    monkeypatch.setattr("hotrow.costs.hardware.known_hardware", lambda: HARDWARE)
+    monkeypatch.setattr("hotrow.lab.study.run.modelled", lambda machine, here: machine)
     monkeypatch.setattr(cells, "faster", lambda *_: {"one thread": 1.0})
     for row in run_study(path, out, hardware="cpu-server")["cells"]:
         found = row["modelled"]["cpu-server"]
@@ -713,7 +713,7 @@ def test_a_machine_named_later_is_modelled_without_measuring_again(
     assert "--hardware cpu-server" in json.loads((out / "results.json").read_text())["command"]
     page = (out / "report.html").read_text()
     assert "modelled: cpu-server" in page
-    monkeypatch.setattr("hotrow.study.run.known_hardware", lambda: replace(HARDWARE, watts=None))
+    monkeypatch.setattr("hotrow.lab.study.run.known_hardware", lambda: replace(HARDWARE, watts=None))
     other = tmp_path / "other"
     assert not [name for name in run_study(path, other)["cells"][0] if "_per_j" in name]
     assert "watts" in (other / "report.html").read_text(), "the page says what to declare"

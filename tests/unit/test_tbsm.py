@@ -16,7 +16,7 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.models.tbsm import TBSM, TBSMSpec
 from hotrow.optim import SGD
-from hotrow.run.setup import look_up
+from hotrow.run.build import look_up
 from plain_tbsm import PlainTBSM
 
 DIM, STEPS, ROWS = 8, 6, {"user": 30, "item": 50, "category": 9}

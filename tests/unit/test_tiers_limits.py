@@ -29,7 +29,7 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.placement.budget import MIDDLE_PLACE_BYTES, TableDemand, TableSlots
 from hotrow.placement.stores import StoreError
-from hotrow.plan import choose as placement
+from hotrow.setup import memory as placement
 
 NUM_ROWS = 3000
 pytestmark = pytest.mark.filterwarnings("ignore:table .* is read and written by 40 threads")

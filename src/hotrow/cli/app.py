@@ -518,7 +518,7 @@ def report(
 
 @verb(
     "probe",
-    home="hotrow.run.step_probe",
+    home="hotrow.lab.step_probe",
     example="hotrow probe /nvme   (with what a data sheet says: hotrow probe /nvme --declare endurance.yaml)",
 )
 def probe(
@@ -536,9 +536,9 @@ def probe(
     seconds: Annotated[float, typer.Option(help="About how long to measure; less gives a rougher picture.")] = 50.0,
 ) -> Answer:
     """Measure memory, kernels, disks and GPUs of this machine, for plans and predictions."""
-    from hotrow.plan.probe import print_probe, run_probe
-    from hotrow.run.rank_probe import measure_ranks
-    from hotrow.run.step_probe import measure_kernels
+    from hotrow.lab.probe import print_probe, run_probe
+    from hotrow.lab.rank_probe import measure_ranks
+    from hotrow.lab.step_probe import measure_kernels
 
     path, hardware = run_probe(
         folders or (), kernels=measure_kernels, ranks=measure_ranks, out=out, declare=declare, seconds=seconds
@@ -558,7 +558,7 @@ def check(
 
 @verb(
     "study",
-    home="hotrow.study.run",
+    home="hotrow.lab.study.run",
     example="hotrow study efficiency --quick   (how long: hotrow study efficiency --estimate)",
 )
 def study(
@@ -583,7 +583,7 @@ def study(
     ] = None,
 ) -> Answer:
     """Sweep short trainings over any field of a config: how speed depends on model, batch, data and placement."""
-    from hotrow.study.run import run_study
+    from hotrow.lab.study.run import run_study
 
     def say(line: str) -> None:
         print(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The verb `plan`: what `plan/explain.py` says of a config, and how it is shown to people."""
+"""The verb `plan`: what `forecast/explain.py` says of a config, and how it is shown to people."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from hotrow.base.files import size
 from hotrow.config.load import load_config
+from hotrow.costs.demand import tables_of
+from hotrow.costs.hardware import another_machine, known_hardware, this_host
+from hotrow.costs.modelled import read_machine
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.plan.demand import tables_of
-from hotrow.plan.explain import Explanation, TablePlan, bind, explain
-from hotrow.plan.hardware import another_machine, known_hardware, this_host
-from hotrow.plan.modelled import read_machine
-from hotrow.plan.over_ranks import OverRanks
-from hotrow.run.setup import DenseDevice
+from hotrow.forecast.explain import Explanation, TablePlan, bind, explain
+from hotrow.forecast.ranks import OverRanks
+from hotrow.setup.device import DenseDevice
 
 MOST_LINES = 40
 """Tables that are shown to people; --json has all."""

@@ -39,7 +39,6 @@ from hotrow.kernels import ops
 from hotrow.kernels.reference import Algorithm
 from hotrow.placement.store_file import direct_io
 from hotrow.placement.stores import io_uring_refused
-from hotrow.plan.choose import FOLDER
 from hotrow.report.page import NAME as REPORT
 from hotrow.report.page import is_report, summary, write_report
 from hotrow.run.checkpoint import check_chains, list_checkpoints, prune_checkpoints, verify
@@ -49,6 +48,7 @@ from hotrow.run.record import read_extra
 from hotrow.run.restart import LAUNCH, read_launch
 from hotrow.run.runs import remove_left_rows, train
 from hotrow.run.wear import LEDGER, WriteLedger
+from hotrow.setup.memory import FOLDER
 
 NUM_ROWS = 600_000
 TABLE_SCALE = 0.01

@@ -57,6 +57,7 @@ from hotrow.data.seen import Seen
 from hotrow.data.sources.convert import OTHER_BLANKS, is_plain, written_pattern
 from hotrow.data.sources.schema import DenseSpec
 from hotrow.models import MODELS
+from hotrow.run.build import read_model
 from hotrow.run.checkpoint import verify
 from hotrow.run.checkpoint_files import (
     CURE,
@@ -72,7 +73,6 @@ from hotrow.run.checkpoint_files import (
 )
 from hotrow.run.checkpoint_rows import ROWS, check_chain
 from hotrow.run.record import Extra, read_extra
-from hotrow.run.setup import read_model
 from hotrow.tables import TableConfig
 
 FORMAT_VERSION = 1

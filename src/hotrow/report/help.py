@@ -1,6 +1,6 @@
 """What would help a run most: gains that the cost model predicted, and bounds that the run's own record proves.
 
-A prediction was made before the run (plan/changes.py); its ratio to the prediction of the run as it is scales the
+A prediction was made before the run (forecast/changes.py); its ratio to the prediction of the run as it is scales the
 measured speed. A bound is arithmetic: what does not take time cannot be saved. It does not say that the gain can be
 had.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hotrow.plan.changes import MORE_THREADS, change_of
+from hotrow.forecast.changes import MORE_THREADS, change_of
 from hotrow.report.facts import RunFacts, mapping_in, number_in, points
 
 LEAST_GAIN = 0.005

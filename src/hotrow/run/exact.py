@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.kernels import ops
-from hotrow.run.setup import DenseDevice
+from hotrow.setup.device import DenseDevice
 
 CODE = "inexact_model"
 """The warning's name in run.json."""

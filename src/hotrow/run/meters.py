@@ -25,8 +25,8 @@ from hotrow.placement.base import Placement
 from hotrow.placement.device import Device
 from hotrow.placement.store_file import BLOCKS
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.choose import disk_bytes, dram_bytes
 from hotrow.run.record import State
+from hotrow.run.storage import disk_bytes, dram_bytes
 
 
 @dataclass
@@ -144,7 +144,7 @@ class StepClock(Meter):
 
 
 FAR_SLOWER = 2.0
-"""Times of its prediction that a step takes far longer. Predictions are off by 20 % (`plan/cost.py`, BLIND_ERROR), so
+"""Times of its prediction that a step takes far longer. Predictions are off by 20 % (`costs/cost.py`, BLIND_ERROR), so
 that twice is nearly four times their usual error."""
 PACE_S, PACE_STEPS = 10.0, 20
 """Steps are looked at together for so long, and at least so many of them."""

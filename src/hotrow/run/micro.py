@@ -25,7 +25,7 @@ from hotrow.kernels import ops, tree
 from hotrow.models.layers import SERIAL
 from hotrow.parallel.dense import Sums
 from hotrow.parallel.world import World
-from hotrow.run.setup import Parts
+from hotrow.run.build import Parts
 from hotrow.run.together import Total
 
 

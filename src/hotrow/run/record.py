@@ -49,7 +49,7 @@ class _Backend(TypedDict):
 
 
 class PredictedChange(TypedDict):
-    """What a change of the machine or of an option would do, as `plan/changes.py` says."""
+    """What a change of the machine or of an option would do, as `forecast/changes.py` says."""
 
     what: str
     samples_per_s: Amount | None
@@ -59,7 +59,7 @@ class PredictedChange(TypedDict):
 
 
 class Predicted(TypedDict):
-    """What `plan/cost.py` predicted of a step before the first one; see docs/memory-plan.md."""
+    """What `costs/cost.py` predicted of a step before the first one; see docs/memory-plan.md."""
 
     step_ms: dict[str, Amount]
     """By phase, as `RunRecord.step_ms`."""
@@ -74,7 +74,7 @@ class Predicted(TypedDict):
     wire_bytes_per_step: NotRequired[dict[str, Count]]
     """What a rank sends, by purpose, as `ranks.wire_bytes_per_step`."""
     error: NotRequired[Amount]
-    """By how much such predictions are wrong, as a share: `plan/cost.py`'s BLIND_ERROR."""
+    """By how much such predictions are wrong, as a share: `costs/cost.py`'s BLIND_ERROR."""
     changes: NotRequired[list[PredictedChange]]
     """What would make it faster, the best first."""
 

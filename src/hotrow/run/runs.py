@@ -24,8 +24,11 @@ from hotrow.base.machine import default_threads, lacks_bfloat16_products, numa_n
 from hotrow.base.progress import ProgressLine, num_of
 from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
+from hotrow.costs.cost import BLIND_ERROR
+from hotrow.costs.demand import required_bytes
 from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.forecast.changes import MORE_THREADS, ONE_PROCESS, change_of
 from hotrow.hot.hot_set import HotSet
 from hotrow.kernels import ops
 from hotrow.parallel.agreement import (
@@ -42,17 +45,16 @@ from hotrow.parallel.world import World
 from hotrow.placement.store_file import remove_left_folders
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.changes import MORE_THREADS, ONE_PROCESS, change_of
-from hotrow.plan.choose import FOLDER, describe, disk_shortfall, full_device
-from hotrow.plan.cost import BLIND_ERROR
-from hotrow.plan.demand import required_bytes
-from hotrow.plan.shards import shards_line
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, SilentFolder, noting, resume_command
 from hotrow.run.record import Predicted
 from hotrow.run.restart import how_to_go_on, mark_launch, restart_folder, was_restarted
-from hotrow.run.setup import Setup, storage_line
+from hotrow.run.storage import describe, disk_shortfall, full_device
 from hotrow.run.trainer import Interrupt, MakeMeter, Training
+from hotrow.setup.device import storage_line
+from hotrow.setup.memory import FOLDER
+from hotrow.setup.setup import Setup
+from hotrow.setup.shards import shards_line
 
 Pin = Literal["auto", "cores", "off"]
 

@@ -39,8 +39,7 @@ from hotrow.parallel.agreement import MOST_NAMED, StillSame, everyone
 from hotrow.parallel.world import World
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.beside import EVAL_BATCH_SIZE
-from hotrow.plan.choose import close_tiers
+from hotrow.run.build import Parts, build, look_up
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.exact import ADVICE, ADVICE_FOR_BFLOAT16, CODE, FirstPart
@@ -49,13 +48,16 @@ from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepC
 from hotrow.run.metrics import BinaryMetrics, doubts
 from hotrow.run.micro import backward_in_parts, cut, loss_of
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
-from hotrow.run.setup import DenseDevice, Parts, Setup, build, look_up
+from hotrow.run.storage import close_tiers
 from hotrow.run.together import Ranks, nonfinite_inputs
 from hotrow.run.trace import NAME as TRACE
 from hotrow.run.trace import Trace
 from hotrow.run.usual import usual_of
 from hotrow.run.wear import LEDGER, WriteLedger, WriteMeter, checkpoint_bytes
 from hotrow.run.wire import WireMeter
+from hotrow.setup.beside import EVAL_BATCH_SIZE
+from hotrow.setup.device import DenseDevice
+from hotrow.setup.setup import Setup
 
 LOOKAHEAD = MemoryConfig().lookahead
 MakeMeter: TypeAlias = Callable[[Session], Meter]

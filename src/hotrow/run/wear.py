@@ -23,9 +23,9 @@ from hotrow.base.files import ByteRate, folder_bytes, size
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.batch import Batch
 from hotrow.config.schema import Config
+from hotrow.costs.demand import required_bytes
 from hotrow.kernels.reference import NUM_STATES
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.demand import required_bytes
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.meters import Meter, Notice, Session
 from hotrow.tables import TableConfig

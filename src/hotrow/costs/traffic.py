@@ -17,10 +17,10 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
+from hotrow.costs.hardware import Disk, Figure, Hardware
+from hotrow.costs.work import TableWork, Work
 from hotrow.placement.budget import LEAST_GATHERED_ROWS, TableSlots
 from hotrow.placement.store_file import DEPTH, PLACES_PER_ROW, page_records
-from hotrow.plan.hardware import Disk, Figure, Hardware
-from hotrow.plan.work import TableWork, Work
 
 SECTOR_BYTES, PAGE_BYTES, LARGE_PAGE_BYTES = 512, 4096, 16384
 """The smallest I/O, and the largest in place and of gathered rows (block_layout.h)."""

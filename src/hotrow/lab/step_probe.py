@@ -1,4 +1,4 @@
-"""Real training steps of many small shapes, timed phase by phase: what `plan/cost.py` knows of a machine.
+"""Real training steps of many small shapes, timed phase by phase: what `costs/cost.py` knows of a machine.
 
 Every step is `trainer.train_step` on batches of the real loader, so a figure holds whatever a step holds, caches that
 dense layers have emptied and calls from Python among them. The shapes are drawn from a fixed seed over the ranges that
@@ -30,6 +30,12 @@ from hotrow.batch import Batch
 from hotrow.bench import CLEAN_SHARE
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
+from hotrow.costs.cost import PHASES, Amounts, amounts_of
+from hotrow.costs.demand import TABLE_DTYPES, demands_of
+from hotrow.costs.hardware import DISTURBED, Figure, Point
+from hotrow.costs.solve import rates_of
+from hotrow.costs.traffic import Traffic
+from hotrow.costs.work import TableWork, Work, dense_work
 from hotrow.data.packed.format import Block, DatasetInfo, DenseColumn, Feature, Ragged, Table
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset, Split
@@ -38,15 +44,11 @@ from hotrow.placement.budget import Memory, TableSlots
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.store_file import SUFFIX, OwnFolder
 from hotrow.placement.tiers import Tiers
-from hotrow.plan.cost import PHASES, Amounts, amounts_of
-from hotrow.plan.demand import TABLE_DTYPES, demands_of
-from hotrow.plan.hardware import DISTURBED, Figure, Point
-from hotrow.plan.solve import rates_of
-from hotrow.plan.traffic import Traffic
-from hotrow.plan.work import TableWork, Work, dense_work
+from hotrow.run.build import Parts, build
 from hotrow.run.meters import Session, StepClock
-from hotrow.run.setup import DenseDevice, Parts, Setup, build
 from hotrow.run.trainer import LOOKAHEAD, train_step
+from hotrow.setup.device import DenseDevice
+from hotrow.setup.setup import Setup
 from hotrow.tables import TableConfig, Uniform
 
 SEED = 20_260_727

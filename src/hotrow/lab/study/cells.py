@@ -27,27 +27,27 @@ from hotrow.base.records import read_sealed, write_sealed
 from hotrow.base.waiting import wait_passively
 from hotrow.bench import how_clean
 from hotrow.config.schema import Config, MemoryConfig
+from hotrow.costs.accelerated import with_gpus
+from hotrow.costs.cost import predict
+from hotrow.costs.demand import required_bytes, tables_of
+from hotrow.costs.hardware import Figure, Hardware, Network
+from hotrow.costs.modelled import faster
+from hotrow.costs.work import Work, work_of
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.lab.rank_probe import measure_network
+from hotrow.lab.study.data import NotHere, prepared
+from hotrow.lab.study.group import GroupError, MemoryGroup, enter_and
+from hotrow.lab.study.links import Link, LinkError
+from hotrow.lab.study.results import files_of, summary_of
+from hotrow.lab.study.runner import Plan
+from hotrow.lab.study.scaling import modelled_of
+from hotrow.lab.study.study import Cell, Study, expand
+from hotrow.lab.study.worker import LEAST_ROUNDS, Spec, write_spec
 from hotrow.parallel.world import World
 from hotrow.placement.budget import Memory
-from hotrow.plan.accelerated import with_gpus
-from hotrow.plan.cost import predict
-from hotrow.plan.demand import required_bytes, tables_of
-from hotrow.plan.divide import slots_of, threads_of
-from hotrow.plan.hardware import Figure, Hardware, Network
-from hotrow.plan.modelled import faster
-from hotrow.plan.work import Work, work_of
 from hotrow.run.folder import RUN, RunFolder
-from hotrow.run.rank_probe import measure_network
-from hotrow.run.setup import Setup, sharing_of
-from hotrow.study.data import NotHere, prepared
-from hotrow.study.group import GroupError, MemoryGroup, enter_and
-from hotrow.study.links import Link, LinkError
-from hotrow.study.results import files_of, summary_of
-from hotrow.study.runner import Plan
-from hotrow.study.scaling import modelled_of
-from hotrow.study.study import Cell, Study, expand
-from hotrow.study.worker import LEAST_ROUNDS, Spec, write_spec
+from hotrow.setup.divide import slots_of, threads_of
+from hotrow.setup.setup import Setup, sharing_of
 from hotrow.tables import TableConfig
 
 START_S = 3.0
@@ -465,7 +465,7 @@ def _started(cell: Cell, work: Path, group: MemoryGroup | None, stack: ExitStack
     ranks = []
     for rank in range(cell.ranks):
         before = [] if link is None else link.before(rank)
-        command = enter_and(group, [*before, sys.executable, "-m", "hotrow.study.worker", str(work / "spec.json")])
+        command = enter_and(group, [*before, sys.executable, "-m", "hotrow.lab.study.worker", str(work / "spec.json")])
         own = environ | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if cell.ranks > 1 else {})
         errors = stack.enter_context((work / ("stderr" if rank == 0 else f"stderr-{rank}")).open("wb"))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}

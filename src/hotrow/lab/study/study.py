@@ -41,7 +41,7 @@ from hotrow.base.files import check_name
 from hotrow.base.records import STRICT, Amount, checked
 from hotrow.config.load import make_config, read_config
 from hotrow.config.schema import Config
-from hotrow.study.data import RealRows, SyntheticRows
+from hotrow.lab.study.data import RealRows, SyntheticRows
 
 STUDIES = Path(__file__).with_name("studies")
 """The folder of the studies that come with hotrow."""

@@ -35,7 +35,7 @@ MACHINES = Path(__file__).with_name("machines")
 """The folder of the declared machines that come with hotrow."""
 CURE = "measure it again with hotrow probe"
 COST_VERSION = 1
-"""Of the cost model: raised whenever amounts of `plan/cost.py` change, so that points measured before go unused."""
+"""Of the cost model: raised whenever amounts of `costs/cost.py` change, so that points measured before go unused."""
 DECLARED_CURE = "docs/probe.md says what a declared file holds"
 
 
@@ -193,7 +193,7 @@ class Hardware:
     random_rows: list[Point] = field(default_factory=list)
     """Seconds of one random read of a row in DRAM, by `row_bytes` and `threads`, with the best prefetching."""
     kernels: dict[str, list[Point]] = field(default_factory=dict)
-    """Times of our own kernels and of a step's fixed parts, by name; `plan/cost.py` says which it uses."""
+    """Times of our own kernels and of a step's fixed parts, by name; `costs/cost.py` says which it uses."""
     cost_version: Count = 1
     """COST_VERSION when `kernels` was measured; the first files do not say it."""
     disks: list[Disk] = field(default_factory=list)

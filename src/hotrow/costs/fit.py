@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.plan.hardware import Figure, Point
+from hotrow.costs.hardware import Figure, Point
 
 
 def unit_seconds(points: Sequence[Point]) -> dict[str, float]:

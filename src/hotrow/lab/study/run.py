@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hotrow.base.files import disk_free_bytes, size
-from hotrow.plan.hardware import Hardware, another_machine, known_hardware, read_hardware, this_host
-from hotrow.plan.modelled import modelled
-from hotrow.study.cells import UNKNOWN, Studied
-from hotrow.study.data import NotHere
-from hotrow.study.runner import Sweep, run_sweep
-from hotrow.study.study import Study, find_study, read_study
+from hotrow.costs.hardware import Hardware, another_machine, known_hardware, read_hardware, this_host
+from hotrow.costs.modelled import modelled
+from hotrow.lab.study.cells import UNKNOWN, Studied
+from hotrow.lab.study.data import NotHere
+from hotrow.lab.study.runner import Sweep, run_sweep
+from hotrow.lab.study.study import Study, find_study, read_study
 
 
 def run_study(

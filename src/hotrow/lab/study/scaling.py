@@ -16,18 +16,18 @@ import torch
 from numpy.typing import NDArray
 
 from hotrow.config.schema import Config
+from hotrow.costs.cost import predict
+from hotrow.costs.demand import TABLE_DTYPES, record_bytes
+from hotrow.costs.hardware import Hardware
+from hotrow.costs.traffic import LARGE_PAGE_BYTES, MOST_IOS, Traffic, io_seconds
+from hotrow.costs.wire import Accesses, share_of, wire_of_work
+from hotrow.costs.work import SAMPLES, TableWork, Work, dense_work
+from hotrow.lab.study.data import SyntheticRows
+from hotrow.lab.study.study import Cell
 from hotrow.parallel.shards import Shard
-from hotrow.plan.choose import AUTO_SHARE
-from hotrow.plan.cost import predict
-from hotrow.plan.demand import TABLE_DTYPES, record_bytes
-from hotrow.plan.hardware import Hardware
-from hotrow.plan.shards import shards_by_bytes
-from hotrow.plan.traffic import LARGE_PAGE_BYTES, MOST_IOS, Traffic, io_seconds
-from hotrow.plan.wire import Accesses, share_of, wire_of_work
-from hotrow.plan.work import SAMPLES, TableWork, Work, dense_work
-from hotrow.run.setup import splits_dense
-from hotrow.study.data import SyntheticRows
-from hotrow.study.study import Cell
+from hotrow.setup.device import splits_dense
+from hotrow.setup.memory import AUTO_SHARE
+from hotrow.setup.shards import shards_by_bytes
 from hotrow.tables import TableConfig
 
 BINS_PER_OCTAVE = 8

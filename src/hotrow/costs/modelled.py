@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hotrow.plan.cost import CACHES, CostModel
-from hotrow.plan.hardware import CURE, Figure, Hardware, Point, known_hardware, read_hardware
+from hotrow.costs.cost import CACHES, CostModel
+from hotrow.costs.hardware import CURE, Figure, Hardware, Point, known_hardware, read_hardware
 
 _DENSE = ("sgd", "adagrad", "adam", "split sgd")
 _MIB = tuple(cache >> 20 for cache in CACHES)

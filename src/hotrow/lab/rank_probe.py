@@ -1,11 +1,11 @@
 """What it costs two processes of this machine to train together: exchanges, sharing rows, and each other's presence.
 
-    hotrow probe --starts--> python -m hotrow.run.rank_probe FOLDER RANK SECONDS, twice; the first writes result.json
+    hotrow probe --starts--> python -m hotrow.lab.rank_probe FOLDER RANK SECONDS, twice; the first writes result.json
 
 Two processes joined by gloo over loopback, each with half of the cores, exchange messages without bytes and large ones.
 Then they take real training steps of the shapes of step_probe.py: each for itself, and together. What a step together
 takes beyond one of the same samples, its waits for exchanges left out, is what sharing takes: points of `shared
-lookup`, and of `shared update` for all that follows, for plan/cost.py. A process can share a model with nobody, in two
+lookup`, and of `shared update` for all that follows, for costs/cost.py. A process can share a model with nobody, in two
 micro-batches: beside steps of two, such steps say what each further rank adds. Plain steps while the other process
 rests say how much longer they take if it does not (`Hardware.crowding`).
 """
@@ -36,16 +36,16 @@ from hotrow.base.machine import Disturbance, usable_cores
 from hotrow.base.waiting import wait_passively
 from hotrow.batch import Batch
 from hotrow.bench import CLEAN_SHARE
+from hotrow.costs.cost import PHASES
+from hotrow.costs.hardware import DISTURBED, Figure, Network, Point
+from hotrow.costs.wire import sharing_amounts
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import Split
+from hotrow.lab.step_probe import PARTS, Drawn, Shape, build_shape, point_of, shapes, work_of_steps
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.shards import Shard
 from hotrow.parallel.world import World
-from hotrow.plan.cost import PHASES
-from hotrow.plan.hardware import DISTURBED, Figure, Network, Point
-from hotrow.plan.wire import sharing_amounts
-from hotrow.run.setup import Parts
-from hotrow.run.step_probe import PARTS, Drawn, Shape, build_shape, point_of, shapes, work_of_steps
+from hotrow.run.build import Parts
 from hotrow.run.together import Ranks
 from hotrow.run.trainer import train_step
 
@@ -91,7 +91,7 @@ def measure_network(before: Sequence[Sequence[str]]) -> Network:
 
 def _run_both(folder: Path, seconds: float, before: Sequence[Sequence[str]] = ((), ())) -> str | None:
     """Runs the two processes; returns why they failed, None if they did not. seconds: for steps; 0: takes none."""
-    command = [sys.executable, "-m", "hotrow.run.rank_probe", str(folder)]
+    command = [sys.executable, "-m", "hotrow.lab.rank_probe", str(folder)]
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     wait_passively(environ)  # as the ranks of a run do
     outputs: dict[str, Any] = {"env": environ, "stdout": subprocess.DEVNULL}

@@ -19,11 +19,11 @@ from dataclasses import replace
 import numpy as np
 
 from hotrow.config.schema import Config, Owner
+from hotrow.costs.demand import record_bytes
+from hotrow.costs.solve import rates_of
+from hotrow.costs.wire import Accesses, Wire, wire_of_table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.shards import Shard
-from hotrow.plan.demand import record_bytes
-from hotrow.plan.solve import rates_of
-from hotrow.plan.wire import Accesses, Wire, wire_of_table
 from hotrow.tables import TableConfig
 
 SMALL_SHARE = 0.01

@@ -15,17 +15,17 @@ from functools import cached_property
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.base.machine import default_threads
 from hotrow.config.schema import Config, MemoryConfig
+from hotrow.costs.cost import Prediction, predict
+from hotrow.costs.demand import demands_of, most_rows, tables_of
+from hotrow.costs.hardware import Disk, Hardware
+from hotrow.costs.solve import Counted, CountsPlan, TableUse, plan_by_counts
+from hotrow.costs.traffic import traffic_of
+from hotrow.costs.wire import Shared, share_of
+from hotrow.costs.work import Work, read_counts, work_of
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.exchange import WireDtype
 from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
-from hotrow.plan.cost import Prediction, predict
-from hotrow.plan.demand import demands_of, most_rows, tables_of
-from hotrow.plan.hardware import Disk, Hardware
-from hotrow.plan.solve import Counted, CountsPlan, TableUse, plan_by_counts
-from hotrow.plan.traffic import traffic_of
-from hotrow.plan.wire import Shared, share_of
-from hotrow.plan.work import Work, read_counts, work_of
 from hotrow.tables import TableConfig
 
 

@@ -1,4 +1,4 @@
-"""`hotrow probe`: measures what this machine can do, within a minute, for plans and predictions (plan/hardware.py).
+"""`hotrow probe`: measures what this machine can do, within a minute, for plans and predictions (costs/hardware.py).
 
 Every figure is the median of rounds, with quartiles, from which rounds that others disturbed are left out as in every
 benchmark (`bench.clean_rounds`). A disk is measured by the engine that keeps rows of tables there in training, past the
@@ -28,10 +28,7 @@ from hotrow.base.files import disk_free_bytes, explain_full_disk, size
 from hotrow.base.machine import available_memory_bytes, default_threads, usable_cores, versions
 from hotrow.base.progress import ProgressLine
 from hotrow.bench import clean_rounds, how_clean, is_disturbed
-from hotrow.kernels import ops
-from hotrow.placement.store_file import DIRECT, HEADER_BYTES, SUFFIX, OwnFolder, TableRows, direct_io, takes_no_files
-from hotrow.placement.stores import NUM_THREADS, Engines, Store, io_uring_refused, open_store
-from hotrow.plan.hardware import (
+from hotrow.costs.hardware import (
     COST_VERSION,
     HARDWARE,
     Disk,
@@ -44,7 +41,10 @@ from hotrow.plan.hardware import (
     table_of,
     this_host,
 )
-from hotrow.plan.modelled import modelled
+from hotrow.costs.modelled import modelled
+from hotrow.kernels import ops
+from hotrow.placement.store_file import DIRECT, HEADER_BYTES, SUFFIX, OwnFolder, TableRows, direct_io, takes_no_files
+from hotrow.placement.stores import NUM_THREADS, Engines, Store, io_uring_refused, open_store
 
 SECONDS = 50.0
 NUM_ROUNDS = 9

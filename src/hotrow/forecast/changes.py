@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from hotrow.base.files import size
 from hotrow.base.progress import num_of
 from hotrow.config.load import apply_overrides, make_config
+from hotrow.costs.cost import Prediction, network_of
+from hotrow.costs.hardware import Disk, Figure, Gpu
+from hotrow.costs.modelled import modelled_by
+from hotrow.forecast.ranks import rank_of
 from hotrow.parallel.shards import pooled_tables
 from hotrow.placement.budget import Memory
-from hotrow.plan.cost import Prediction, network_of
-from hotrow.plan.divide import Division, looks_at_accesses, threads_of
-from hotrow.plan.hardware import Disk, Figure, Gpu
-from hotrow.plan.modelled import modelled_by
-from hotrow.plan.over_ranks import rank_of
+from hotrow.setup.divide import Division, looks_at_accesses, threads_of
 
 FASTER = 2
 """How many times as fast the other disk is about which we say what it buys."""

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hotrow.config.schema import Config
+from hotrow.costs.demand import tables_of
 from hotrow.parallel.sharded import part_of
 from hotrow.parallel.shards import Shard
 from hotrow.parallel.world import World
 from hotrow.placement.budget import Memory
-from hotrow.plan.choose import choose
-from hotrow.plan.demand import tables_of
-from hotrow.plan.divide import Division, Sharing, Step
-from hotrow.plan.shards import shards_of
+from hotrow.setup.divide import Division, Sharing, Step
+from hotrow.setup.memory import choose
+from hotrow.setup.shards import shards_of
 from hotrow.tables import TableConfig
 
 

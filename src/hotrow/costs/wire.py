@@ -26,10 +26,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hotrow.costs.work import TableWork, Work
 from hotrow.kernels import tree
 from hotrow.parallel.exchange import WIRE_TYPES, WireDtype
 from hotrow.parallel.shards import Shard
-from hotrow.plan.work import TableWork, Work
 from hotrow.tables import TableConfig
 
 ID_BYTES, LARGE_BYTES = 2, 8

@@ -1,4 +1,4 @@
-"""One cell of a study, measured in this process: `python -m hotrow.study.worker SPEC.json`.
+"""One cell of a study, measured in this process: `python -m hotrow.lab.study.worker SPEC.json`.
 
 It trains with `run.runs.train`, as a user's run does, with one more meter: `Passes` times pass after pass over the data
 and ends the run when it has enough. It prints "ready" before tables exist and waits for a line, so that its parent can

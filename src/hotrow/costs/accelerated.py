@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hotrow.plan.hardware import Gpu, Hardware
-from hotrow.plan.work import Work
+from hotrow.costs.hardware import Gpu, Hardware
+from hotrow.costs.work import Work
 
 RowsOn = Literal["GPUs", "host"]
 USABLE = 0.8

@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotrow.base.machine import default_threads
 from hotrow.config.schema import Config, MemoryConfig
+from hotrow.costs.demand import accesses_of, demands_of, most_rows
+from hotrow.costs.solve import Counted, TableUse
 from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.loader import WINDOW_ROWS
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.models.layers import Network
 from hotrow.placement.budget import LEAST_ROWS, TableDemand
-from hotrow.plan.demand import accesses_of, demands_of, most_rows
-from hotrow.plan.solve import Counted, TableUse
 from hotrow.tables import TableConfig
 
 LINE_BYTES = 64

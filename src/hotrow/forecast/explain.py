@@ -15,17 +15,17 @@ from typing import Any
 from hotrow.base.files import size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config
+from hotrow.costs.cost import Prediction
+from hotrow.costs.hardware import Hardware
+from hotrow.costs.modelled import modelled_by
+from hotrow.costs.solve import expected_hits, most_saved
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.forecast.changes import Change, changes, step_at
+from hotrow.forecast.ranks import OverRanks, over_ranks
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableSlots
-from hotrow.plan.beside import beside_bytes
-from hotrow.plan.changes import Change, changes, step_at
-from hotrow.plan.choose import FOLDER, choose, dram_budget
-from hotrow.plan.cost import Prediction
-from hotrow.plan.divide import Division, Step, step_of
-from hotrow.plan.hardware import Hardware
-from hotrow.plan.modelled import modelled_by
-from hotrow.plan.over_ranks import OverRanks, over_ranks
-from hotrow.plan.solve import expected_hits, most_saved
+from hotrow.setup.beside import beside_bytes
+from hotrow.setup.divide import Division, Step, step_of
+from hotrow.setup.memory import FOLDER, choose, dram_budget
 from hotrow.tables import TableConfig
 
 TARGET_STEPS = 12

@@ -9,7 +9,7 @@ from typing import Any
 
 from hotrow.bench import is_disturbed
 from hotrow.draw import bar_chart, line_chart, load_template
-from hotrow.study.study import MODELLED, Group, Study
+from hotrow.lab.study.study import MODELLED, Group, Study
 
 Row = Mapping[str, Any]
 COSTS = {"samples/s": "samples_per_s", "samples/J": "samples_per_j", "samples per unit of money": "samples_per_unit"}

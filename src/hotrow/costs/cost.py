@@ -4,14 +4,14 @@
 
 `work_of` counts what a step does, which no machine changes. `amounts_of` turns that into amounts of a few kinds by
 phase: ids, multiply-adds, cache lines that come from afar, calls from Python. A machine's file says how long some real
-steps of known amounts took there (`hotrow probe`; run/step_probe.py); `predict` finds, by phase, what one unit of each
+steps of known amounts took there (`hotrow probe`; lab/step_probe.py); `predict` finds, by phase, what one unit of each
 kind takes there, and adds up. Units take no less than nothing and amounts only grow with work, so more work is never
 predicted to be faster.
 
 If ranks share the model, a rank's step is that of its own samples, what sharing adds to it on its processor, and the
 waits for its exchanges, some of which travel while it works: wire.py counts, and says in which order things happen.
 Steps of two processes here say what sharing takes (`shared lookup`, and `shared update` for all that follows;
-run/rank_probe.py).
+lab/rank_probe.py).
 
 A row is found in a cache or not by what a step touched since its last use: amounts count the lines whose last use lies
 more than so many bytes back, for each of CACHES, and the machine's own steps say what each of them costs there.
@@ -27,12 +27,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hotrow.costs.fit import unit_seconds
+from hotrow.costs.hardware import Hardware, Network, check_cost_version
+from hotrow.costs.traffic import MOST_IOS, Traffic, disk_of, io_seconds, traffic_of
+from hotrow.costs.wire import Shared
+from hotrow.costs.work import TableWork, Work, lines_of
 from hotrow.placement.budget import TableSlots
-from hotrow.plan.fit import unit_seconds
-from hotrow.plan.hardware import Hardware, Network, check_cost_version
-from hotrow.plan.traffic import MOST_IOS, Traffic, disk_of, io_seconds, traffic_of
-from hotrow.plan.wire import Shared
-from hotrow.plan.work import TableWork, Work, lines_of
 from hotrow.tables import TableConfig
 
 PHASES = ("data", "lookup", "dense", "update")

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hotrow.config.schema import Config
+from hotrow.costs.work import mean_lengths
 from hotrow.data.packed.loader import WINDOW_ROWS
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.models.layers import Network
-from hotrow.plan.work import mean_lengths
 from hotrow.tables import TableConfig
 
 EVAL_BATCH_SIZE = 4096

@@ -1,1 +1,0 @@
-"""Plans from measurements: where rows lie, and what a step costs there."""

@@ -1,0 +1,128 @@
+"""The parts that a step works on, built from a `Setup`: tables, model, optimizers and schedule.
+
+All random draws are functions of `config.train.seed`. `read_model` says what a checkpoint was built from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hotrow import optim
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.config.load import make_config
+from hotrow.config.schema import Config
+from hotrow.costs.demand import tables_of
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.embedding import EmbeddingCollection
+from hotrow.models.layers import Network
+from hotrow.parallel.sharded import Shards
+from hotrow.parallel.world import World
+from hotrow.placement import AnyMemory
+from hotrow.run.checkpoint import Part
+from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
+from hotrow.run.record import read_extra
+from hotrow.run.schedule import Schedule
+from hotrow.run.together import Ranks
+from hotrow.setup.device import DenseDevice, splits_dense
+from hotrow.setup.setup import Setup
+from hotrow.tables import TableConfig
+
+_DENSE_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+
+
+_SPARSE_OPTIMIZERS: dict[str, Any] = {
+    "sgd": optim.SGD,
+    "adagrad": optim.Adagrad,
+    "row_wise_adagrad": optim.RowWiseAdagrad,
+    "adam": optim.Adam,
+    "ftrl": optim.FTRL,
+}
+
+
+@dataclass
+class Parts:
+    """The objects that a step works on."""
+
+    embedding: EmbeddingCollection
+    model: Network
+    dense_optimizer: Optimizer
+    sparse_optimizer: optim.SparseOptimizer
+    schedule: Schedule
+    dense: DenseDevice = field(default_factory=DenseDevice)
+    """Where the model computes."""
+    world: World = field(default_factory=World)
+    ranks: Ranks | None = None
+    """What joins the ranks that train together; None: this process trains alone."""
+
+    def with_state(self) -> dict[str, Part]:
+        """Returns the parts that a checkpoint holds, by the names of their files."""
+        return {name: part for name, part in vars(self).items() if name not in ("schedule", "dense", "world", "ranks")}
+
+
+def build_network(setup: Setup) -> tuple[EmbeddingCollection, Network]:
+    """Returns the tables, and the model on its device; all random draws follow from `config.train.seed`."""
+    config, tables = setup.config, setup.tables
+    seed, dims = config.train.seed, {name: table.embedding_dim for table in tables for name in table.feature_names}
+    generator = torch.Generator().manual_seed(seed)
+    model = config.model.build(num_dense=len(setup.dataset.info.dense), dims=dims, generator=generator)
+    memory: AnyMemory = setup.memory
+    if setup.shards:
+        wire_dtype = config.parallel.wire_dtype
+        memory = Shards(world=setup.world, shards=setup.shards, below=setup.memory, wire_dtype=wire_dtype)
+    return EmbeddingCollection(tables, memory=memory, seed=seed), model.to(setup.dense.device)
+
+
+def build(setup: Setup) -> Parts:
+    """Returns what a step works on, before the first step."""
+    embedding, model = build_network(setup)
+    dense_optimizer, sparse_optimizer = build_optimizers(setup.config, embedding, model)
+    schedule = Schedule([dense_optimizer, sparse_optimizer], **setup.config.optimizer.schedule.model_dump())
+    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, setup.dense, setup.world)
+
+
+def build_optimizers(
+    config: Config, embedding: EmbeddingCollection, model: nn.Module
+) -> tuple[Optimizer, optim.SparseOptimizer]:
+    """Returns the torch optimizer of `model` and the fused one of `embedding`."""
+    dense, sparse = config.optimizer.dense, config.optimizer.sparse
+    options = sparse.model_dump(exclude={"name", "lr"}, exclude_none=True)
+    fused = True if all(parameter.device.type == "cpu" for parameter in model.parameters()) else None  # torch's choice
+    make = optim.SplitSGDBF16 if splits_dense(config) else partial(_DENSE_OPTIMIZERS[dense.name], fused=fused)
+    return (
+        make(model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay),
+        # nonfinite=None: train_step checks both sides itself, before either is changed.
+        _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, nonfinite=None, **options),
+    )
+
+
+def look_up(model: Network, embedding: EmbeddingCollection, sparse: KeyedJaggedTensor) -> Any:
+    """Returns the rows of a batch as `model` takes them."""
+    return embedding.sequence(sparse) if model.lookup == "sequence" else embedding(sparse)
+
+
+def read_model(checkpoint: Path, manifest: Manifest, vocabulary: PackedDataset) -> tuple[Config, Sequence[TableConfig]]:
+    """Returns the config and the tables of a run's checkpoint, for the ids of `vocabulary`.
+
+    Raises ValueError naming file and field if the checkpoint belongs to other ids.
+    """
+    extra, where = read_extra(checkpoint, manifest), f"{checkpoint / MANIFEST}: extra"
+    config = make_config(extra.config, origin=f"{where}: config")
+    if extra.num_dense != len(vocabulary.info.dense):
+        raise ValueError(
+            f"{where}: num_dense is {extra.num_dense}, but {vocabulary.path} has {len(vocabulary.info.dense)} dense "
+            f"columns; {CURE}"
+        )
+    if extra.tables != tables_of(config, vocabulary):
+        raise ValueError(
+            f"{where}: tables and config do not fit the features and ids in {vocabulary.path}; copy that folder from "
+            f"the dataset the run used, or {CURE}"
+        )
+    return config, extra.tables

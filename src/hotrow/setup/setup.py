@@ -1,0 +1,234 @@
+"""What is decided and built before the first step of a run: tables, devices, where rows lie, model and optimizers.
+
+`Setup` holds the decisions, and its errors say what this machine does not have. `build` makes the parts that a step
+works on; all random draws are functions of `config.train.seed`. plan/ divides DRAM and disk among the tables,
+placement/ moves their rows, and trainer.py takes the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotrow.config.schema import Config
+from hotrow.costs.cost import BLIND_ERROR
+from hotrow.costs.demand import demands_of, tables_of
+from hotrow.costs.hardware import Hardware, known_hardware, why_unknown
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.forecast.changes import changes
+from hotrow.hot.calibrate import Calibration
+from hotrow.hot.turns import check_hot, choose_rows
+from hotrow.parallel.sharded import part_of
+from hotrow.parallel.shards import Shard, pooled_tables
+from hotrow.parallel.world import World
+from hotrow.placement.budget import DeviceMemory, Memory
+from hotrow.run.record import Predicted
+from hotrow.run.wear import check_write_budget
+from hotrow.setup.beside import beside_bytes
+from hotrow.setup.device import DenseDevice, device_of_copies
+from hotrow.setup.divide import Division, Sharing
+from hotrow.setup.memory import moved, place_tables, shortage
+from hotrow.setup.shards import shards_of
+from hotrow.tables import TableConfig
+
+QUICK_ROWS = 5_000_000
+"""Rows whose accesses are looked at within a second, for predictions that the run itself does not need."""
+MERGED = ("sgd", "adagrad", "row_wise_adagrad")
+"""Optimizers whose states are sums over steps, so that the changes of several ranks may be added up."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that is decided before the first step of a run, or before its model scores; see `decide`."""
+
+    config: Config
+    dataset: PackedDataset
+    """What the run trains on; for scoring, the vocabularies that the run keeps."""
+    tables: tuple[TableConfig, ...]
+    dense: DenseDevice
+    """Where dense layers compute."""
+    memory: Memory | DeviceMemory | None
+    """Where rows lie; None: all in DRAM."""
+    copies_on: torch.device | None
+    """The device that holds copies of hot rows; None: no device does."""
+    folder: Path
+    """The run's folder, or the folder in which it will be made."""
+    world: World = field(default_factory=World)
+    """The processes of the run, and the micro-batches that they share."""
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    """By table, which ranks hold which rows; empty if there is one rank."""
+    hot: Calibration | None = None
+    """The hot rows; None without a schedule of them."""
+    predicted: Predicted | None = None
+    """A step, as the plan has it; None if nothing is known of this machine."""
+    not_predicted: str | None = None
+    """Why nothing is predicted although there are figures of a machine."""
+    short_of_memory: str | None = None
+    """Why memory may run out, if the config says how much of it tables take."""
+
+    @classmethod
+    def decide(
+        cls,
+        config: Config,
+        dataset: PackedDataset,
+        folder: Path,
+        *,
+        training: bool = True,
+        world: World | None = None,
+        what_helps: bool = False,
+    ) -> Setup:
+        """Decides what `config` leaves open, for this machine and this dataset.
+
+        folder: the run's folder, or where it will be. training: if False, the model only scores: tables have no
+        optimizer state, and rows that do not fit in DRAM go to disk even if the config says `memory: dram`. world: the
+        ranks that train together; None: this process alone. what_helps: whether to predict what would make it faster.
+        Raises ValueError, with the cure, for what this machine, the dataset or a budget does not allow.
+        """
+        world = world or World()
+        world = world.in_parts(config.train.micro_batches or world.size)
+        config = config.with_micro_batches(world.micro_batches)
+        tables, dense = tables_of(config, dataset), DenseDevice.of(config)
+        if world.size > 1:
+            check_ranks(config, dense)
+        copies_on = device_of_copies(config, dense) if training else None
+        hot = hot_rows_of(config, tables, dataset, device=copies_on) if training else None
+        hardware = known_hardware() if training else None
+        shards = _shards(config, tables, dataset, world, hot) if world.size > 1 else {}
+        beside = beside_bytes(config, dataset, tables, training=training)
+        held = _held(tables, shards, world)
+        memory, division = place_tables(
+            config,
+            held,
+            folder,
+            str(dense.device),
+            dataset=dataset,
+            training=training,
+            hardware=hardware,
+            local_size=world.local_size,
+            beside_bytes=beside,
+        )
+        setup = cls(config, dataset, tables, dense, memory, copies_on, folder, world, shards, hot)
+        if training and hardware is None:
+            setup = replace(setup, not_predicted=why_unknown())
+        elif hardware is not None:
+            if shards:
+                division = replace(division, sharing=sharing_of(config, tables, shards, world))
+            setup = replace(setup, **_prediction(division, memory, hardware, what_helps=what_helps))
+        if training:
+            short = shortage(config, held, beside_bytes=beside, local_size=world.local_size)
+            setup = replace(setup, short_of_memory=short)
+            check_write_budget(config, tables, in_tiers=setup.in_tiers)
+        return setup
+
+    def in_folder(self, folder: Path) -> Setup:
+        """Returns the same decisions for a run whose folder is now known to be `folder`."""
+        memory, before = self.memory, self.folder
+        if isinstance(memory, DeviceMemory):
+            memory = replace(memory, below=moved(memory.below, before, folder))
+        else:
+            memory = moved(memory, before, folder)
+        return replace(self, memory=memory, folder=folder)
+
+    @property
+    def in_tiers(self) -> bool:
+        """Whether some rows lie in files."""
+        return (self.memory.below if isinstance(self.memory, DeviceMemory) else self.memory) is not None
+
+    @property
+    def held(self) -> tuple[TableConfig, ...]:
+        """What this rank holds of the tables."""
+        return _held(self.tables, self.shards, self.world)
+
+
+def _held(tables: tuple[TableConfig, ...], shards: Mapping[str, Shard], world: World) -> tuple[TableConfig, ...]:
+    return tuple(part_of(table, shards[table.name], world) for table in tables) if shards else tables
+
+
+def hot_rows_of(
+    config: Config, tables: Sequence[TableConfig], dataset: PackedDataset, *, device: torch.device | None
+) -> Calibration | None:
+    """Returns the hot rows of a run; device: where copies of them will lie. Raises ValueError as `check_hot`."""
+    record_bytes = {own.name: own.record_bytes for own in demands_of(config, tables, training=True)}
+    check_hot(config.hot, dataset, record_bytes, device=device)
+    return choose_rows(config.hot, dataset, record_bytes, seed=config.train.seed)
+
+
+def _shards(
+    config: Config, tables: Sequence[TableConfig], dataset: PackedDataset, world: World, hot: Calibration | None
+) -> dict[str, Shard]:
+    """Returns by table which ranks hold which rows: if hot batches have phases, every rank holds the hot rows."""
+    if hot is None or not config.hot.takes_turns:
+        return shards_of(config, tables, dataset, world.size)
+    shards = shards_of(config, tables, dataset, world.size, hot=hot.hot.prefixes(ranked=dataset.has_counts))
+    _check_merging(config, shards, hot.hot.num_beyond({name: shard.prefix for name, shard in shards.items()}))
+    return shards
+
+
+def _check_merging(config: Config, shards: Mapping[str, Shard], num_beyond: int) -> None:
+    """Raises ValueError, with the cure, if ranks cannot merge what each of them changed in several steps.
+
+    num_beyond: number of hot rows that not every rank holds.
+    """
+    if config.hot.merge_every == 1:
+        return
+    text, optimizer = f"hot.merge_every is {config.hot.merge_every}", config.optimizer.sparse.name
+    if optimizer not in MERGED:
+        raise ValueError(
+            f"{text}, but optimizer.sparse.name is {optimizer!r}, whose states are no sums, so that the changes of "
+            f"several ranks cannot be added up: set hot.merge_every to 1, or choose {', '.join(MERGED)}"
+        )
+    if num_beyond:
+        pooled = pooled_tables(shards)
+        cure = (
+            f"parallel.exchange to rows for {', '.join(pooled)}"
+            if pooled
+            else "hot.rows to exact, with data whose rows are numbered by their counts, as hotrow prepare does"
+        )
+        raise ValueError(
+            f"{text}, but {num_beyond:,} hot rows are not among the first of their tables, which every rank holds: set "
+            f"hot.merge_every to 1, or {cure}"
+        )
+
+
+def check_ranks(config: Config, dense: DenseDevice) -> None:
+    """Raises ValueError, with the cure, for options that several ranks cannot follow yet."""
+    wanted = {
+        "memory.hbm": (config.hbm, "null: the tables of a rank lie in DRAM and on disk"),
+        "memory.write_budget": (config.write_budget and config.write_budget.text, "null: only one process counts it"),
+        "train.trace": (config.train.trace, "null, and trace one process"),
+        "device": (None if dense.device.type == "cpu" else dense.device.type, "cpu"),
+    }
+    for option, (value, cure) in wanted.items():
+        if value is not None:
+            raise ValueError(f"{option} is {value!r}, which does not work on several ranks yet: set it to {cure}")
+
+
+def _prediction(
+    division: Division, memory: Memory | DeviceMemory | None, hardware: Hardware, *, what_helps: bool
+) -> dict[str, Any]:
+    """Returns the fields of a `Setup` that say what a step will take."""
+    below = memory.below if isinstance(memory, DeviceMemory) else memory
+    try:
+        found = division.step(below)
+        others = changes(division, below, most_rows=QUICK_ROWS) if what_helps else []
+    except Exception as error:  # a run does not fail for want of a prediction
+        return {"not_predicted": str(error) or type(error).__name__}
+    fields = {name: value for name, value in asdict(found).items() if value is not None}
+    fields |= {"error": BLIND_ERROR, "changes": [asdict(each) for each in others]}
+    return {"predicted": {**fields, "hardware": {"name": hardware.name, "date": hardware.date}}}
+
+
+def sharing_of(config: Config, tables: Sequence[TableConfig], shards: Mapping[str, Shard], world: World) -> Sharing:
+    """Returns what predictions know of the ranks of `world`."""
+    return Sharing(
+        tables=tables,
+        shards=shards,
+        num_ranks=world.size,
+        micro_batches=world.micro_batches,
+        local_size=world.local_size,
+        wire_dtype=config.parallel.wire_dtype,
+    )
