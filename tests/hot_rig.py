@@ -11,7 +11,8 @@ import torch
 
 from hotrow.hot import turns
 from hotrow.hot.turns import HotCopies
-from hotrow.run import setup, trainer
+from hotrow.run import trainer
+from hotrow.setup import setup
 
 
 @contextmanager

@@ -24,10 +24,11 @@ from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot import turns
 from hotrow.kernels import ops
-from hotrow.run import runs, setup, trainer, wear
+from hotrow.run import runs, trainer, wear
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
 from hotrow.run.meters import Meter, Notice
+from hotrow.setup import setup
 from hotrow.setup.setup import Setup
 from packed_data import OF_TOY_ROWS
 

@@ -26,10 +26,11 @@ from hotrow.kernels import ops
 from hotrow.kernels import triton_kernels as kernels
 from hotrow.models.dlrm import DLRM
 from hotrow.models.tbsm import TBSM
-from hotrow.run import runs, setup, trainer
+from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
 from hotrow.run.storage import full_device
+from hotrow.setup import setup
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
 

@@ -36,8 +36,9 @@ from hotrow.hot import turns
 from hotrow.hot.turns import HotCopies
 from hotrow.kernels.triton_ops import Kernels
 from hotrow.placement import copies as copies_of
-from hotrow.run import runs, setup, trainer
+from hotrow.run import runs, trainer
 from hotrow.run.folder import RunFolder
+from hotrow.setup import setup
 from hotrow.setup.device import DenseDevice, device_of_copies
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -32,8 +32,9 @@ from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops, tree
 from hotrow.placement.tiers import Tiers
-from hotrow.run import runs, setup, trainer
+from hotrow.run import runs, trainer
 from hotrow.setup import memory as choose
+from hotrow.setup import setup
 
 f32 = np.float32
 Row = np.ndarray

@@ -26,10 +26,11 @@ from hotrow.costs import solve
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
-from hotrow.run import runs, setup, trainer
+from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from hotrow.run.folder import RunFolder
 from hotrow.setup import memory as placement
+from hotrow.setup import setup
 from packed_data import OF_TOY_ROWS
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")

@@ -20,7 +20,8 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.kernels import ops
-from hotrow.run import runs, setup
+from hotrow.run import runs
+from hotrow.setup import setup
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 DIMS = {"default": 16, "user": 8, "hour": 1}

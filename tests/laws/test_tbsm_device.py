@@ -15,8 +15,9 @@ from test_resume import outcome
 from test_tbsm_law import config, prepared
 
 from hot_rig import copies_in_dram
-from hotrow.run import runs, setup
+from hotrow.run import runs
 from hotrow.run.folder import RunFolder
+from hotrow.setup import setup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = ["train.max_steps=4", "train.eval_every=null", "optimizer.sparse.name=adagrad"]

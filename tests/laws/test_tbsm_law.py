@@ -19,8 +19,9 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
-from hotrow.run import runs, setup
+from hotrow.run import runs
 from hotrow.setup import memory as placement
+from hotrow.setup import setup
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 SCHEMA = parse_schema(

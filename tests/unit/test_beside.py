@@ -30,7 +30,8 @@ TRAINED = """
 import json, re, sys, threading, time
 from hotrow.config.load import load_config
 from hotrow.setup import memory as choose
-from hotrow.run import runs, setup
+from hotrow.setup import setup
+from hotrow.run import runs
 
 def anonymous():
     with open("/proc/self/status") as file:

@@ -23,12 +23,14 @@ from hotrow.costs.demand import required_bytes, tables_of
 from hotrow.costs.hardware import HARDWARE, MACHINES, Figure, Gpu, Hardware, Network, this_host
 from hotrow.costs.work import work_of
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.forecast import foretell as foretelling
 from hotrow.forecast.changes import changes as changes_of
 from hotrow.forecast.explain import bind
 from hotrow.forecast.ranks import rank_of
 from hotrow.placement.budget import Memory, TableDemand
 from hotrow.placement.tiers import Tiers
-from hotrow.run import runs, setup, trainer
+from hotrow.run import runs, trainer
+from hotrow.setup import setup
 from hotrow.setup.divide import Division, miss_s
 from hotrow.setup.shards import shards_of
 from resealed import reseal
@@ -402,13 +404,14 @@ def test_counts_are_checked_and_read_once_before_a_run(
     )
     monkeypatch.setattr(solve, "_rates", lambda name, *a: (read.append(name), rates(name, *a))[1])
     monkeypatch.setattr(setup, "known_hardware", lambda: hardware)
-    monkeypatch.setattr(setup, "QUICK_ROWS", 34_000)
+    monkeypatch.setattr(foretelling, "QUICK_ROWS", 34_000)
     config = load_config(write({"dram": "600KiB", "force": True}), ())
-    decided = setup.Setup.decide(config, PackedDataset.open(dataset.path), tmp_path / "run", what_helps=True)
-    assert decided.in_tiers and decided.predicted is not None
+    decided = setup.Setup.decide(config, PackedDataset.open(dataset.path), tmp_path / "run")
+    forecast = foretelling.foretell(decided, what_helps=True)
+    assert decided.in_tiers and forecast.predicted is not None
     assert sorted(checked) == [f"counts/t{t}" for t in range(3)]
     assert sorted(read) == ["t0", "t1", "t2"]
-    left = [each["what"] for each in decided.predicted["changes"] if "ask hotrow plan" in (each["cannot"] or "")]
+    left = [each["what"] for each in forecast.predicted["changes"] if "ask hotrow plan" in (each["cannot"] or "")]
     assert len(left) == 2 and "train.batch_size=400" in left[0] and "memory.lookahead=8" in left[1], left
 
 

@@ -19,9 +19,11 @@ from hotrow.costs.hardware import Figure, Hardware
 from hotrow.costs.work import work_of
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.forecast.changes import ONE_PROCESS
+from hotrow.lab import rank_probe
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.world import World
-from hotrow.run import rank_probe, runs, setup
+from hotrow.run import runs
+from hotrow.setup import setup
 from rank_pool import RankPool
 
 MODEL = {"embedding_dim": 16, "bottom_mlp": [32], "top_mlp": [64, 8]}

@@ -29,7 +29,7 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.placement.budget import MIDDLE_PLACE_BYTES, TableDemand, TableSlots
 from hotrow.placement.stores import StoreError
-from hotrow.setup import memory as placement
+from hotrow.run.storage import describe
 
 NUM_ROWS = 3000
 pytestmark = pytest.mark.filterwarnings("ignore:table .* is read and written by 40 threads")
@@ -198,7 +198,7 @@ def test_three_tiers_lie_where_they_should(folder: Path) -> None:
         assert counts["middle_map_bytes"] <= MIDDLE_PLACE_BYTES * store.middle.rows.num_rows
         assert 0 < counts["middle_rows"] <= store.middle.rows.num_rows
         assert counts["middle_hits"] > 0 and counts["written_rows"] > 0
-    line = placement.describe(emb, 192_000)
+    line = describe(emb, 192_000)
     assert re.search(r" in DRAM \(0 of 2 tables whole\), .* on disk in .*/slow, [\d.]+ KiB before it in .*/fast", line)
     emb.placement.close()
     assert list((folder / "fast").iterdir()) == list((folder / "slow").iterdir()) == []

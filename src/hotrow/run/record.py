@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FiniteFloat, JsonValue, TypeAdapter
 from pydantic.dataclasses import dataclass as record
 from typing_extensions import TypedDict
 
 from hotrow.base.records import STRICT, Amount, Count, checked
+from hotrow.forecast.foretell import Predicted
 from hotrow.hot.turns import TurnsState
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.run.metrics import Metrics
@@ -46,37 +47,6 @@ class _Backend(TypedDict):
     isa: str
     threads: Count
     reason: str | None
-
-
-class PredictedChange(TypedDict):
-    """What a change of the machine or of an option would do, as `forecast/changes.py` says."""
-
-    what: str
-    samples_per_s: Amount | None
-    gain: float | None
-    cannot: str | None
-    modelled: bool
-
-
-class Predicted(TypedDict):
-    """What `costs/cost.py` predicted of a step before the first one; see docs/memory-plan.md."""
-
-    step_ms: dict[str, Amount]
-    """By phase, as `RunRecord.step_ms`."""
-    wait_ms: Amount
-    """The wait for rows from disk: a part of `data`, or of `lookup` without look-ahead."""
-    samples_per_s: Amount
-    binds: str
-    hardware: dict[str, str]
-    """Name and date of the hardware file."""
-    exchange_ms: NotRequired[Amount]
-    """Of several ranks: what their exchanges take, a part of all phases."""
-    wire_bytes_per_step: NotRequired[dict[str, Count]]
-    """What a rank sends, by purpose, as `ranks.wire_bytes_per_step`."""
-    error: NotRequired[Amount]
-    """By how much such predictions are wrong, as a share: `costs/cost.py`'s BLIND_ERROR."""
-    changes: NotRequired[list[PredictedChange]]
-    """What would make it faster, the best first."""
 
 
 def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from hotrow.costs.demand import required_bytes
 from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.forecast.changes import MORE_THREADS, ONE_PROCESS, change_of
+from hotrow.forecast.foretell import Predicted, foretell
 from hotrow.hot.hot_set import HotSet
 from hotrow.kernels import ops
 from hotrow.parallel.agreement import (
@@ -47,10 +48,10 @@ from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, SilentFolder, noting, resume_command
-from hotrow.run.record import Predicted
 from hotrow.run.restart import how_to_go_on, mark_launch, restart_folder, was_restarted
 from hotrow.run.storage import describe, disk_shortfall, full_device
 from hotrow.run.trainer import Interrupt, MakeMeter, Training
+from hotrow.run.wear import check_write_budget
 from hotrow.setup.device import storage_line
 from hotrow.setup.memory import FOLDER
 from hotrow.setup.setup import Setup
@@ -101,7 +102,7 @@ def _train_new(
         known = config.model_copy(update={"data": str(dataset.path.resolve())})
         _check_vocabularies(dataset)
         config.model.check(dataset)
-        return Setup.decide(known, dataset, runs, world=world, what_helps=also is None and world.rank == 0)
+        return _decided(known, dataset, runs, world)
 
     with noting(shown.append):  # there is no folder yet
         setup = on_every_rank(world, decide)
@@ -114,6 +115,12 @@ def _train_new(
             mark_launch(folder.path, config)
         folder.keep_vocabulary(setup.dataset.path)
         return _run(setup.in_folder(folder.path), folder, None, heartbeat, interrupt, also)
+
+
+def _decided(config: Config, dataset: PackedDataset, folder: Path, world: World) -> Setup:
+    setup = Setup.decide(config, dataset, folder, world=world)
+    check_write_budget(setup.config, setup.tables, in_tiers=setup.in_tiers)
+    return setup
 
 
 def make_folder(world: World, make: Callable[[], RunFolder]) -> RunFolder:
@@ -222,7 +229,7 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, in
     def decide() -> Setup:
         _check_is_there(config, folder)
         dataset = PackedDataset.open(config.data, verify="sizes")
-        return Setup.decide(config, dataset, folder.path, world=world, what_helps=world.rank == 0)
+        return _decided(config, dataset, folder.path, world)
 
     with noting(lambda text: folder.count_shown([text])):
         setup = on_every_rank(world, decide)
@@ -320,8 +327,9 @@ def _run(
     team = threads(setup.config.train.threads, pin=setup.config.train.pin, world=world)
     failing, progress = _explain_failure(setup, folder), ProgressLine(quiet=interrupt.quiet)
     heartbeat.cure, heartbeat.last_words = how_to_go_on(folder.path), folder.fail
+    forecast = foretell(setup, what_helps=also is None and world.rank == 0)
     with full, folder, failing, team, interrupt, progress:
-        training = Training(setup, folder, interrupt, progress, also)
+        training = Training(setup, folder, interrupt, progress, also, forecast)
         heartbeat.step = lambda: training.state.step
         with closing(training):
             _train(training, checkpoint)
@@ -388,13 +396,13 @@ def _begin(training: Training) -> None:
         describe(emb, required_bytes(config, training.setup.held)) + training.parts.dense.line() + on_device
     )
     if training.setup.shards:
-        if (one := change_of(ONE_PROCESS, training.setup.predicted)) and one[1] > BLIND_ERROR:
+        if (one := change_of(ONE_PROCESS, training.forecast.predicted)) and one[1] > BLIND_ERROR:
             training.say(f"{one[0]} is predicted to be {1 + one[1]:.3g} times as fast: start hotrow without torchrun")
         training.say(f"{shards_line(emb.tables, training.setup.shards, training.world.size)}; of rank 0:")
         if (wire_dtype := config.parallel.wire_dtype) != "fp32":
             text = f"rows and gradients of tables travel as {wire_dtype}, which rounds them: results are inexact, and "
             training.warn("inexact_wire", f"{text}depend on the number of ranks (parallel.wire_dtype)")
-    predicted = training.setup.predicted
+    predicted = training.forecast.predicted
     training.say(f"{describe_threads(training.world.local_size, predicted)}; {where_rows_lie}")
     folder.write_config(config.to_yaml())  # only now, when all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
@@ -412,8 +420,8 @@ def _begin(training: Training) -> None:
     if unused := config.hot.unused():
         text = f"hot.schedule is {config.hot.schedule}, which does not use {', '.join(unused)}"
         training.warn("unused_hot_options", text)
-    if training.setup.not_predicted is not None:
-        folder.warn("not_predicted", training.setup.not_predicted)
+    if training.forecast.not_predicted is not None:
+        folder.warn("not_predicted", training.forecast.not_predicted)
     if training.setup.short_of_memory is not None:
         training.warn("memory_may_run_out", training.setup.short_of_memory)
     _warn_of_tiers(training)
@@ -429,7 +437,7 @@ def _begin(training: Training) -> None:
         dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
         rows={name: split.num_rows for name, split in dataset.splits.items()},
         seeds={"train.seed": config.train.seed},
-        predicted=training.setup.predicted,
+        predicted=training.forecast.predicted,
         backend=asdict(backend),
         tables_bytes=sum(table.num_bytes for table in training.parts.embedding.tables),
         batches_dropped=0,

@@ -31,6 +31,7 @@ from hotrow.config.schema import MemoryConfig, interval_steps, is_due
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import Split
 from hotrow.embedding import EmbeddingCollection
+from hotrow.forecast.foretell import Forecast
 from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
 from hotrow.models.layers import Network
@@ -224,10 +225,11 @@ class Training:
         interrupt: Interrupt,
         progress: ProgressLine,
         also: MakeMeter | None = None,
+        forecast: Forecast | None = None,
     ) -> None:
         config, dataset, options = setup.config, setup.dataset, setup.config.train
         self.setup, self.config, self.dataset, self.folder = setup, config, dataset, folder
-        self.world = setup.world
+        self.world, self.forecast = setup.world, forecast or Forecast()
         self.interrupt, self.progress = interrupt, progress
         shuffle_seed = options.seed if options.shuffle else None
         self.turns = Turns(
@@ -268,8 +270,8 @@ class Training:
         self.meters: list[Meter] = [self.clock, HotMeter(self.turns, folder.measurements), self.writes]
         self.meters += meters_of_rows(embedding, self.session, drive_written_bytes=self.writes.total_bytes)
         self.meters += wire
-        if setup.predicted is not None:
-            predicted_s = (sum(setup.predicted["step_ms"].values()) - setup.predicted["wait_ms"]) / 1e3
+        if (predicted := self.forecast.predicted) is not None:
+            predicted_s = (sum(predicted["step_ms"].values()) - predicted["wait_ms"]) / 1e3
             self.meters.append(PaceMeter(self.session, predicted_s, spins=torch.get_num_threads() > 1 and may_spin()))
         self.meters += [] if also is None else [also(self.session)]
         self.meters += [] if self.trace is None else [self.trace]

@@ -8,26 +8,21 @@ placement/ moves their rows, and trainer.py takes the steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hotrow.config.schema import Config
-from hotrow.costs.cost import BLIND_ERROR
 from hotrow.costs.demand import demands_of, tables_of
-from hotrow.costs.hardware import Hardware, known_hardware, why_unknown
+from hotrow.costs.hardware import known_hardware
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.forecast.changes import changes
 from hotrow.hot.calibrate import Calibration
 from hotrow.hot.turns import check_hot, choose_rows
 from hotrow.parallel.sharded import part_of
 from hotrow.parallel.shards import Shard, pooled_tables
 from hotrow.parallel.world import World
 from hotrow.placement.budget import DeviceMemory, Memory
-from hotrow.run.record import Predicted
-from hotrow.run.wear import check_write_budget
 from hotrow.setup.beside import beside_bytes
 from hotrow.setup.device import DenseDevice, device_of_copies
 from hotrow.setup.divide import Division, Sharing
@@ -35,8 +30,6 @@ from hotrow.setup.memory import moved, place_tables, shortage
 from hotrow.setup.shards import shards_of
 from hotrow.tables import TableConfig
 
-QUICK_ROWS = 5_000_000
-"""Rows whose accesses are looked at within a second, for predictions that the run itself does not need."""
 MERGED = ("sgd", "adagrad", "row_wise_adagrad")
 """Optimizers whose states are sums over steps, so that the changes of several ranks may be added up."""
 
@@ -63,10 +56,8 @@ class Setup:
     """By table, which ranks hold which rows; empty if there is one rank."""
     hot: Calibration | None = None
     """The hot rows; None without a schedule of them."""
-    predicted: Predicted | None = None
-    """A step, as the plan has it; None if nothing is known of this machine."""
-    not_predicted: str | None = None
-    """Why nothing is predicted although there are figures of a machine."""
+    division: Division | None = None
+    """How DRAM was divided among the tables; it has the work of a step and the machine that forecasts ask for."""
     short_of_memory: str | None = None
     """Why memory may run out, if the config says how much of it tables take."""
 
@@ -79,13 +70,12 @@ class Setup:
         *,
         training: bool = True,
         world: World | None = None,
-        what_helps: bool = False,
     ) -> Setup:
         """Decides what `config` leaves open, for this machine and this dataset.
 
         folder: the run's folder, or where it will be. training: if False, the model only scores: tables have no
         optimizer state, and rows that do not fit in DRAM go to disk even if the config says `memory: dram`. world: the
-        ranks that train together; None: this process alone. what_helps: whether to predict what would make it faster.
+        ranks that train together; None: this process alone.
         Raises ValueError, with the cure, for what this machine, the dataset or a budget does not allow.
         """
         world = world or World()
@@ -111,18 +101,10 @@ class Setup:
             local_size=world.local_size,
             beside_bytes=beside,
         )
-        setup = cls(config, dataset, tables, dense, memory, copies_on, folder, world, shards, hot)
-        if training and hardware is None:
-            setup = replace(setup, not_predicted=why_unknown())
-        elif hardware is not None:
-            if shards:
-                division = replace(division, sharing=sharing_of(config, tables, shards, world))
-            setup = replace(setup, **_prediction(division, memory, hardware, what_helps=what_helps))
-        if training:
-            short = shortage(config, held, beside_bytes=beside, local_size=world.local_size)
-            setup = replace(setup, short_of_memory=short)
-            check_write_budget(config, tables, in_tiers=setup.in_tiers)
-        return setup
+        if shards:
+            division = replace(division, sharing=sharing_of(config, tables, shards, world))
+        short = shortage(config, held, beside_bytes=beside, local_size=world.local_size) if training else None
+        return cls(config, dataset, tables, dense, memory, copies_on, folder, world, shards, hot, division, short)
 
     def in_folder(self, folder: Path) -> Setup:
         """Returns the same decisions for a run whose folder is now known to be `folder`."""
@@ -134,9 +116,14 @@ class Setup:
         return replace(self, memory=memory, folder=folder)
 
     @property
+    def below(self) -> Memory | None:
+        """The tiers that rows lie in, on the CPU's side of a device; None: all in DRAM."""
+        return self.memory.below if isinstance(self.memory, DeviceMemory) else self.memory
+
+    @property
     def in_tiers(self) -> bool:
         """Whether some rows lie in files."""
-        return (self.memory.below if isinstance(self.memory, DeviceMemory) else self.memory) is not None
+        return self.below is not None
 
     @property
     def held(self) -> tuple[TableConfig, ...]:
@@ -205,21 +192,6 @@ def check_ranks(config: Config, dense: DenseDevice) -> None:
     for option, (value, cure) in wanted.items():
         if value is not None:
             raise ValueError(f"{option} is {value!r}, which does not work on several ranks yet: set it to {cure}")
-
-
-def _prediction(
-    division: Division, memory: Memory | DeviceMemory | None, hardware: Hardware, *, what_helps: bool
-) -> dict[str, Any]:
-    """Returns the fields of a `Setup` that say what a step will take."""
-    below = memory.below if isinstance(memory, DeviceMemory) else memory
-    try:
-        found = division.step(below)
-        others = changes(division, below, most_rows=QUICK_ROWS) if what_helps else []
-    except Exception as error:  # a run does not fail for want of a prediction
-        return {"not_predicted": str(error) or type(error).__name__}
-    fields = {name: value for name, value in asdict(found).items() if value is not None}
-    fields |= {"error": BLIND_ERROR, "changes": [asdict(each) for each in others]}
-    return {"predicted": {**fields, "hardware": {"name": hardware.name, "date": hardware.date}}}
 
 
 def sharing_of(config: Config, tables: Sequence[TableConfig], shards: Mapping[str, Shard], world: World) -> Sharing:
