@@ -350,7 +350,7 @@ def files_of(study: Study, report: Mapping[str, Any], *, machines: Sequence[str]
     for group, one in zip(study.groups.values(), groups, strict=True):
         one["off"] = off if group.measures in MODELLED else ""
     machine = report["machine"]
-    template = load_template("study/study.html")
+    template = load_template("lab/study/study.html")
     files["report.html"] = template.render(
         title=study.title,
         asks=study.asks,
