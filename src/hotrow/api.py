@@ -20,7 +20,7 @@ from contextlib import ExitStack, closing, nullcontext
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -50,6 +50,7 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.export.export import export_checkpoint
 from hotrow.models.layers import Network
 from hotrow.models.spec import SampleError
+from hotrow.objectives.objective import Objective
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.launch import joined
 from hotrow.parallel.world import World
@@ -58,7 +59,6 @@ from hotrow.run.build import build_network, look_up, read_model
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
-from hotrow.run.metrics import BinaryMetrics, doubts
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import make_folder, train
 from hotrow.run.storage import close_tiers
@@ -69,6 +69,15 @@ from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
+
+
+class _Loaded(NamedTuple):
+    """What a run scores with."""
+
+    embedding: EmbeddingCollection
+    model: Network
+    dense: DenseDevice
+    objective: Objective
 
 
 class Run:
@@ -138,22 +147,23 @@ class Run:
         return export_checkpoint(checkpoint, self.folder.vocabulary, out, seen=seen_of(self.record), progress=progress)
 
     @cached_property
-    def _network(self) -> tuple[EmbeddingCollection, Network, DenseDevice]:
+    def _network(self) -> _Loaded:
         checkpoint, kept = self.checkpoint, PackedDataset.open(self.folder.vocabulary)
         config, _ = read_model(checkpoint, read_manifest(checkpoint), kept)
         setup = Setup.decide(_on_this_machine(config), kept, self.path, training=False)
         embedding, model = build_network(setup)
         load_checkpoint(checkpoint, {"embedding": embedding, "model": model})
-        return embedding, model, setup.dense
+        return _Loaded(embedding, model, setup.dense, config.model.trained_for)
 
     def close(self) -> None:
         """Frees the model, and removes the files of tables that do not fit in memory."""
         if (network := self.__dict__.pop("_network", None)) is not None:
-            close_tiers(network[0], self.path)
+            close_tiers(network.embedding, self.path)
 
     def predict(self, data: Any, *, strict: bool = False) -> NDArray[np.float32]:
-        """Returns the probability of a positive label for each row of `data`, in its order: float32 [num_rows].
+        """Returns the score of each row of `data`, in its order: float32 [num_rows].
 
+        A score is what `model.objective` makes of the model's output: for clicks the probability of a positive label.
         data: raw rows with the columns that training had; label and time are not read. Paths, globs or URIs; an
         Arrow-capable frame, a polars LazyFrame, a dict of columns or a list of dicts. Every row gets a score: ids that
         training never saw score through row 0, as rare ids do, and so does a value that is no id of its column; what is
@@ -166,26 +176,26 @@ class Run:
 
     def predict_batches(self, data: Any, *, strict: bool = False) -> Iterator[NDArray[np.float32]]:
         """Yields what `predict` returns, piece by piece, in bounded memory."""
-        for logits_B, _ in self._logits(data, labels="ignored", strict=strict):
-            yield torch.sigmoid(logits_B).cpu().numpy()
+        for outputs_B, _ in self._outputs(data, labels="ignored", strict=strict):
+            yield self._network.objective.scores(outputs_B).cpu().numpy()
 
     @torch.no_grad()
-    def _logits(
+    def _outputs(
         self, data: Any, *, labels: Literal["ignored", "alone"], strict: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields logits and labels of raw rows, piece by piece. labels: "alone": labels are read, but not times."""
-        embedding, model, dense = self._network
+        """Yields outputs and labels of raw rows, piece by piece. labels: "alone": labels are read, but not times."""
+        embedding, model, dense, _ = self._network
         data, first_row, seen = _table_of(data, strict=strict), 0, seen_of(self.record)
         raw = RawEncoder(self.folder.vocabulary)
         values: Literal["strict", "any"] = "strict" if strict else "any"
         for batch in raw.batches(data, batch_size=EVAL_BATCH_SIZE, labels=labels, values=values, seen=seen):
             try:
-                logits_B = dense.logits(model, batch.dense, look_up(model, embedding, batch.sparse))
+                outputs_B = dense.outputs(model, batch.dense, look_up(model, embedding, batch.sparse))
             except SampleError as error:
                 row = first_row + error.sample
                 raise ValueError(f"row {row:,} of the data, from 0: {error.feature} has {error.reason}") from None
-            first_row += len(logits_B)
-            yield logits_B, batch.label
+            first_row += len(outputs_B)
+            yield outputs_B, batch.label
         self._tell_of(seen)
 
     def _tell_of(self, seen: Seen) -> None:
@@ -243,19 +253,19 @@ class Run:
         """
         if RawEncoder(self.folder.vocabulary).schema.histories is not None:
             raise ValueError("this run's rows are made of histories: prepare the new events, and pass --data FOLDER")
-        metrics = BinaryMetrics()
-        for logits_B, label_B in self._logits(data, labels="alone", strict=strict):
-            metrics.update(logits_B, label_B)
+        metrics = self._network.objective.metrics()
+        for outputs_B, label_B in self._outputs(data, labels="alone", strict=strict):
+            metrics.update(outputs_B, label_B)
         if not metrics.num_rows:
             shown = str(data) if _is_paths(data) else "the frame"
             raise ValueError(f"{shown} has no rows to judge the run by; give a file that has some")
-        found = {name: None if value != value else value for name, value in metrics.compute().items()}
+        found = metrics.figures()
         self._doubt(found, "these rows")
         return found
 
     def _doubt(self, metrics: Mapping[str, Any], rows: str) -> None:
         """Warns of metrics that are worse than those of no model."""
-        self._doubts = doubts(metrics, rows)
+        self._doubts = self._network.objective.doubts(metrics, rows)
         for text in self._doubts.values():
             warnings.warn(text, stacklevel=3)
 
@@ -273,8 +283,8 @@ class Run:
                     f"{dataset.path}: table {table.name!r} has another vocabulary than run {self.path} has; "
                     "score its raw rows instead (`hotrow eval RUN ROWS` or `hotrow predict`)"
                 )
-        embedding, model, dense = self._network
-        found = evaluate(embedding, model, dataset.split(split), dense=dense)
+        embedding, model, dense, objective = self._network
+        found = evaluate(embedding, model, dataset.split(split), objective, dense=dense)
         self._tell_of(count_split(dataset.split(split), seen_of(self.record)))
         self._doubt(found, f"the {split} split")
         return found
@@ -293,16 +303,11 @@ class Run:
         if record.status != "finished":
             return f"the run {self.path} is {record.status}; continue with: {resume_command(self.path)}"
         assert record.backend is not None, "RunFolder.open refuses a finished run without it"
-
-        def shown(name: str) -> str:
-            return "undefined" if metrics[name] is None else f"{metrics[name]:.4f}"
-
         lines = [f"{rows}, not scored: there are no validation or test rows"]
         if metrics:
             lines = [
                 f"{rows}, scored on {metrics['num_rows']:,} rows of the {metrics['split']} split:",
-                f"  AUC      {shown('auc')}   (a constant rate: 0.5000)",
-                f"  LogLoss  {shown('logloss')}   (a constant rate: {shown('base_logloss')}; ratio {shown('ne')})",
+                *(f"  {line}" for line in record.trained_for.lines(metrics)),
             ]
         lines += [
             f"  speed    {record.samples_per_s:,.0f} samples/s, {record.backend['name']} kernels "

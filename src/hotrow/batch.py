@@ -221,7 +221,7 @@ class KeyedJaggedTensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """One mini-batch: dense float32 [B, I], sparse ids, label float32 [B]."""
+    """One mini-batch: dense float32 [B, I], sparse ids, label float32 [B], or [B, L] if samples have several labels."""
 
     dense: Tensor
     sparse: KeyedJaggedTensor
@@ -234,8 +234,13 @@ class Batch:
         """Samples of the global batch."""
         return len(self) if self.of_samples is None else self.of_samples
 
+    @property
+    def labels(self) -> Tensor:
+        """The labels as a matrix, [B, L]; L is 1 if `label` is [B]."""
+        return self.label if self.label.dim() == 2 else self.label[:, None]
+
     def __len__(self) -> int:
-        return self.label.numel()
+        return len(self.label)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Returns the batch with dense values and labels on `device`; ids stay in host memory."""

@@ -31,9 +31,9 @@ from hotrow.config.load import load_config
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
+from hotrow.objectives.binary import BinaryCrossEntropy
 from hotrow.run import runs, trainer
 from hotrow.run.meters import StepClock
-from hotrow.run.metrics import BinaryMetrics
 from hotrow.setup.setup import Setup
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "criteo-small.yaml"
@@ -60,7 +60,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, real_data: Callable[[str],
 
 
 def auc(scores: Tensor | NDArray[np.float32], labels: Tensor | NDArray[np.float32]) -> float:
-    metrics = BinaryMetrics()
+    metrics = BinaryCrossEntropy().metrics()
     metrics.update(scores, labels)
     return float(metrics.compute()["auc"])
 

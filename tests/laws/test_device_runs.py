@@ -272,7 +272,7 @@ def test_bfloat16_layers_against_float32() -> None:
     dense, pooled = torch.randn(32, 5), torch.randn(32, 24, requires_grad=True)
     grads = []
     for dtype in ("fp32", "bf16"):
-        logits = DenseDevice(torch.device("cpu"), dtype).logits(model, dense, pooled)  # type: ignore[arg-type]
+        logits = DenseDevice(torch.device("cpu"), dtype).outputs(model, dense, pooled)  # type: ignore[arg-type]
         assert logits.dtype == torch.float32
         grads.append([logits.detach(), *torch.autograd.grad(logits.square().sum(), [pooled, *model.parameters()])])
     for full, narrow in zip(*grads, strict=True):
@@ -294,7 +294,7 @@ def test_bfloat16_steps_of_tbsm_against_float32() -> None:
     rows, dense = {name: (values[name], offsets[name]) for name in offsets}, torch.randn(32, 2, generator=draw)
     grads = []
     for dtype in ("fp32", "bf16"):
-        logits = DenseDevice(torch.device("cpu"), dtype).logits(model, dense, rows)  # type: ignore[arg-type]
+        logits = DenseDevice(torch.device("cpu"), dtype).outputs(model, dense, rows)  # type: ignore[arg-type]
         assert logits.dtype == torch.float32
         wanted = [*values.values(), *model.parameters()]
         grads.append([logits.detach(), *torch.autograd.grad(logits.square().sum(), wanted)])

@@ -39,6 +39,7 @@ from hotrow.export import score
 from hotrow.export.export import network_source
 from hotrow.kernels import ops
 from hotrow.models import MODELS
+from hotrow.objectives import OBJECTIVES
 from hotrow.run import runs
 from hotrow.run.checkpoint_files import read_manifest
 
@@ -312,13 +313,16 @@ def test_the_exported_file_of_every_model_computes_the_same(name: str, num_dense
     network = spec.build(
         num_dense=num_dense, dims=dict.fromkeys(features, 16), generator=torch.Generator().manual_seed(4)
     )
-    (tmp_path / "model.py").write_text(network_source(name))
+    for objective in OBJECTIVES.values():
+        (tmp_path / "model.py").write_text(network_source(name, objective))
+        definition, outputs = score.load_module(tmp_path / "model.py"), torch.linspace(-3, 3, 7)
+        assert torch.equal(definition.scores(outputs), objective.scores(outputs))
     about = {
         "model": {**spec.model_dump(mode="json"), "num_dense": num_dense},
         "tables": [{"name": "t", "embedding_dim": 16}],
         "features": [{"name": feature, "table": "t"} for feature in features],
     }
-    exported = score.build_network(tmp_path / "model.py", about)
+    exported = score.build_network(definition, about)
     exported.load_state_dict(network.state_dict())
     g = torch.Generator().manual_seed(5)
     dense, lengths = torch.randn(9, num_dense, generator=g), [1] * 9

@@ -149,7 +149,7 @@ class Slow:
             return None
         rows, leaves = self.looked_up(batch, samples)
         own = slice(samples.start, samples.stop)
-        logits = self.parts.dense.logits(self.parts.model, batch.dense[own], rows)
+        logits = self.parts.dense.outputs(self.parts.model, batch.dense[own], rows)
         losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label[own], reduction="sum")
         loss = losses / len(batch)
         self.parts.dense_optimizer.zero_grad()

@@ -33,12 +33,13 @@ from hotrow.kernels import ops
 from hotrow.models import MODELS
 from hotrow.models.dlrm import DLRM
 from hotrow.models.layers import sigmoid
+from hotrow.objectives import OBJECTIVES
+from hotrow.objectives.objective import Objective
 from hotrow.parallel.world import World
 from hotrow.run import runs, trainer
 from hotrow.run.build import Parts, build, look_up
 from hotrow.run.exact import CODE, FirstPart
 from hotrow.run.meters import Session
-from hotrow.run.micro import loss_of
 from hotrow.run.together import Ranks
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
@@ -165,7 +166,7 @@ def found_of(parts: Parts, batch: Batch, offset: int, threads: int) -> dict[str,
     rows = {name: (elsewhere(own, offset).requires_grad_(), offsets) for name, (own, offsets) in rows.items()}
     logits = parts.model(elsewhere(batch.dense, offset), rows[""][0] if "" in rows else rows)
     leaves = dict(parts.model.named_parameters()) | {f"rows {name}": own for name, (own, _) in rows.items()}
-    loss = loss_of(logits, batch.label, len(batch))
+    loss = parts.objective.loss(logits, batch.labels, len(batch))
     grads = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
     torch.set_num_threads(1)
     named = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
@@ -325,16 +326,17 @@ def looked_for(world: World, data: Path, options: dict[str, Any]) -> list[str]:
     with_simple_products()
     parts = build(Setup.decide(config_of(data, options, 1), PackedDataset.open(data), data))
     first, batch = FirstPart(parts.model), batch_of(data, 61)
-    parts.dense.logits(parts.model, batch.dense, look_up(parts.model, parts.embedding, batch.sparse))
+    parts.dense.outputs(parts.model, batch.dense, look_up(parts.model, parts.embedding, batch.sparse))
     return first.differing(parts.dense)
 
 
-def test_a_loss_of_many_samples_is_the_same_on_any_threads() -> None:
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_a_loss_of_many_samples_is_the_same_on_any_threads(objective: Objective) -> None:
     logits_B = torch.randn(34_287, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    label_B, threads, found = (logits_B > 0.3).float(), torch.get_num_threads(), []
+    labels_BL, threads, found = (logits_B[:, None] > 0.3).float(), torch.get_num_threads(), []
     for number in (1, 2, 3):
         torch.set_num_threads(number)
-        loss = loss_of(logits_B, label_B, 34_287)
+        loss = objective.loss(logits_B, labels_BL, 34_287)
         found.append((bits(loss), bits(torch.autograd.grad(loss, logits_B)[0]), bits(sigmoid(logits_B))))
     torch.set_num_threads(threads)
     assert found[0] == found[1] == found[2]

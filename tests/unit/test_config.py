@@ -49,7 +49,7 @@ train.max_steps None
 train.shuffle True
 train.eval_every 1.0
 train.early_stopping None
-train.monitor logloss
+train.monitor None
 train.seed 1
 train.threads auto
 train.pin auto
@@ -87,6 +87,7 @@ parallel.wire_dtype fp32
 OPTIONS_OF_EVERY_MODEL = """
 embedding_dim 16
 embedding_init None
+objective binary_cross_entropy
 """
 OPTIONS_OF_MODELS = {
     "dlrm": """

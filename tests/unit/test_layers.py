@@ -18,6 +18,7 @@ ROOMS = (
     "tables",
     "batch",
     "kernels",
+    "objectives",
     "models",
     "config",
     "draw",

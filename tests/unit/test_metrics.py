@@ -1,4 +1,4 @@
-"""hotrow.run.metrics against scikit-learn and against counting every pair."""
+"""hotrow.objectives against scikit-learn and against counting every pair."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrow.run.metrics import BinaryMetrics, auc, entropy
+from hotrow.objectives.binary import BinaryCrossEntropy, auc, entropy
 
 
 def compute(scores: np.ndarray, labels: np.ndarray) -> dict:
-    metrics = BinaryMetrics()
+    metrics = BinaryCrossEntropy().metrics()
     metrics.update(scores, labels)
     return metrics.compute()
 
@@ -57,7 +57,7 @@ def test_batches_do_not_matter() -> None:
     rng = np.random.default_rng(1)
     scores, labels = rng.standard_normal(5000).astype(np.float32), rng.random(5000) < 0.2
     whole = compute(scores, labels)
-    parts = BinaryMetrics()
+    parts = BinaryCrossEntropy().metrics()
     for rows in np.array_split(np.arange(5000), 40):
         parts.update(torch.from_numpy(scores[rows]), torch.from_numpy(labels[rows]).float())
     assert parts.compute() == whole
@@ -80,7 +80,7 @@ def test_one_class_is_reported_not_a_crash(label: int) -> None:
 
 def test_tensors_of_any_float_kind() -> None:
     logits = torch.tensor([[0.5], [-1.0]], requires_grad=True)
-    metrics = BinaryMetrics()
+    metrics = BinaryCrossEntropy().metrics()
     metrics.update(logits, torch.tensor([[1.0], [0.0]]))
     metrics.update(logits.detach().bfloat16(), torch.tensor([1, 0]))
     assert metrics.num_rows == 4 and metrics.compute()["auc"] == 1.0
@@ -88,7 +88,7 @@ def test_tensors_of_any_float_kind() -> None:
 
 def test_later_changes_to_the_callers_arrays_do_not_reach_in() -> None:
     scores, labels = np.array([1, -1], np.float32), np.array([True, False])
-    metrics = BinaryMetrics()
+    metrics = BinaryCrossEntropy().metrics()
     metrics.update(scores, labels)
     scores[:] = 0
     labels[:] = False
@@ -117,4 +117,4 @@ def test_bad_rows(scores: list, labels: list, message: str) -> None:
 
 def test_no_rows() -> None:
     with pytest.raises(ValueError, match="no rows were added"):
-        BinaryMetrics().compute()
+        BinaryCrossEntropy().metrics().compute()

@@ -21,7 +21,7 @@ from hotrow.data.sources.synthetic_config import (
     criteo_kaggle,
     criteo_terabyte,
 )
-from hotrow.run.metrics import auc
+from hotrow.objectives.binary import auc
 
 
 def make_config(num_rows: int = 40_000, **fields: Any) -> SyntheticConfig:

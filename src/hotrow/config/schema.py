@@ -16,6 +16,7 @@ from hotrow.base.files import ByteRate, check_path, parse_byte_rate, parse_bytes
 from hotrow.base.records import SECTION
 from hotrow.models import MODELS
 from hotrow.models.spec import ModelSpec
+from hotrow.objectives import OBJECTIVES
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -47,7 +48,9 @@ def _model_name(value: Any) -> str:
 
 if TYPE_CHECKING:
     Model = ModelSpec
+    Monitor = str
 else:
+    Monitor = Literal[tuple(dict.fromkeys(name for each in OBJECTIVES.values() for name in each.monitors))]
     Model = Annotated[
         Union[tuple(Annotated[spec, Tag(name)] for name, spec in MODELS.items())],  # noqa: UP007  # made from a list
         Discriminator(_model_name),
@@ -170,9 +173,10 @@ class TrainConfig(_Section):
     early_stopping: Count | None = None
     """Stop after this many evaluations without a better validation score (`monitor`), and keep the best weights; null
     means never."""
-    monitor: Literal["logloss", "auc"] = "logloss"
-    """The validation score that decides which weights are best: the lowest LogLoss, or the highest AUC. AUC depends
-    only on the order of the scores, not on whether predicted rates are right."""
+    monitor: Monitor | None = None
+    """The validation metric that decides which weights are best; each `model.objective` has its own. null: the first
+    one that it has. binary_cross_entropy has `logloss`, of which the lowest is best, and `auc`, of which the highest is
+    best; AUC depends only on the order of the scores, not on whether predicted rates are right."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 1
     """Determines the initial weights, the initial rows of the tables and the order of samples, and nothing else."""
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
@@ -398,6 +402,21 @@ class Config(_Section):
             if value is not None and value > 1 and value != int(value):
                 raise ValueError(f"{path} is {value}; it is a share of an epoch up to 1, above that a whole number")
         return self
+
+    @model_validator(mode="after")
+    def _monitor_is_measured(self) -> Config:
+        allowed = self.model.trained_for.monitors
+        if self.train.monitor not in (None, *allowed):
+            raise ValueError(
+                f"train.monitor is {self.train.monitor!r}; with model.objective {self.model.objective} it may be "
+                f"{', '.join(allowed)} or null"
+            )
+        return self
+
+    @property
+    def monitor(self) -> str:
+        """The metric that `train.monitor` names, or the first one of the objective."""
+        return self.train.monitor or self.model.trained_for.monitors[0]
 
     @property
     def hbm(self) -> str | int | None:

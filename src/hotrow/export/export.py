@@ -6,12 +6,12 @@
       tables/<table>.safetensors     `<table>.weight` float32 [num_embeddings, embedding_dim], as lookups read it
       vocab/<table>.parquet          key, row: of raw ids that have a row of their own
       model.py                       the network, in plain torch
-      score.py  seen.py  README.md   raw rows -> probabilities, with torch and pyarrow alone; how to use it
+      score.py  seen.py  README.md   raw rows -> scores, with torch and pyarrow alone; how to use it
 
 It is made from a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
 vocabularies. The folder appears when it is complete. docs/export.md is its specification. score.py
 here and data/seen.py are copied as they are, README.md is made of guide.md, and model.py is plain.py followed by the
-model's own file.
+model's own file and by the `scores` of its objective.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ from hotrow.data.seen import Seen
 from hotrow.data.sources.convert import OTHER_BLANKS, is_plain, written_pattern
 from hotrow.data.sources.schema import DenseSpec
 from hotrow.models import MODELS
+from hotrow.models.spec import ModelSpec
+from hotrow.objectives.objective import Objective
 from hotrow.run.build import read_model
 from hotrow.run.checkpoint import verify
 from hotrow.run.checkpoint_files import (
@@ -142,7 +144,7 @@ def export_checkpoint(
             _make(partial, out)
             files = _write_weights(partial, checkpoint, manifest, tables, progress)
             files |= _write_vocabularies(partial, kept, progress)
-            files |= _write_guide(partial, out.name, config.model.name)
+            files |= _write_guide(partial, out.name, config.model)
             description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, files, seen)
             for folder in (partial / "tables", partial / "vocab"):
                 sync_folder(folder)
@@ -246,14 +248,14 @@ def _to_arrow(keys: Keys) -> pa.Array:
     return pa.Array.from_buffers(pa.large_binary(), keys.num_keys, buffers)
 
 
-def _write_guide(folder: Path, name: str, model: str) -> dict[str, FileRecord]:
+def _write_guide(folder: Path, name: str, model: ModelSpec) -> dict[str, FileRecord]:
     """Writes model.py, score.py, seen.py and README.md; returns their sizes and checksums."""
     guide = Path(__file__).with_name("guide.md").read_text("utf-8")
     texts = {
-        NETWORK: network_source(model),
+        NETWORK: network_source(model.name, model.trained_for),
         SCORE: Path(__file__).with_name("score.py").read_text("utf-8"),
         SEEN: inspect.getsource(sys.modules[Seen.__module__]),
-        README: guide.format(name=name, model=model.upper(), version=__version__),
+        README: guide.format(name=name, model=model.name.upper(), version=__version__, score=model.trained_for.score),
     }
     for own_name, text in texts.items():
         with atomic_write(folder / own_name) as file:
@@ -261,8 +263,9 @@ def _write_guide(folder: Path, name: str, model: str) -> dict[str, FileRecord]:
     return {own_name: _record(folder / own_name) for own_name in texts}
 
 
-def network_source(model: str) -> str:
-    """Returns model.py: plain.py, then the file of the model without the imports that plain.py replaces."""
+def network_source(model: str, objective: Objective) -> str:
+    """Returns model.py: plain.py, then the file of the model without the imports that plain.py replaces, and the
+    function that makes scores of its outputs."""
     text = inspect.getsource(sys.modules[MODELS[model].__module__])
     lines = text.splitlines(keepends=True)
     for node in ast.parse(text).body:
@@ -270,7 +273,8 @@ def network_source(model: str) -> str:
             for line in range(node.lineno - 1, node.end_lineno or node.lineno):
                 lines[line] = ""
     plain = Path(__file__).with_name("plain.py").read_text("utf-8")
-    return plain + "\n\n" + "".join(lines)
+    scores = inspect.cleandoc(inspect.getsource(objective.scores)).removeprefix("@staticmethod\n")
+    return plain + "\n\n" + "".join(lines) + "\n\n" + scores + "\n"
 
 
 def _record(path: Path) -> FileRecord:

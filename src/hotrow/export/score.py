@@ -1,7 +1,7 @@
 """Scores raw rows with an exported model: torch, safetensors, pyarrow and numpy, without hotrow.
 
     Scorer("FOLDER").score({"price": [1.5, None], "item": ["i7", None], "seen": [["i1", "i7"], []]})   # in Python
-    python FOLDER/score.py ROWS.parquet                                     # prints one probability per row
+    python FOLDER/score.py ROWS.parquet                                     # prints one score per row
 
 FOLDER is what `hotrow export` wrote, and this file is its score.py: how raw values become rows and scores. model.py
 beside it is the network, and seen.py counts what the rows hold. All are meant to be read and to be taken over into
@@ -48,7 +48,8 @@ class UnreadableError(ValueError):
 
 
 class Scorer:
-    """The model in `folder`. bags: an nn.EmbeddingBag per table. model: the network on their rows.
+    """The model in `folder`. bags: an nn.EmbeddingBag per table. model: the network on their rows. scores: the function
+    that makes scores of its outputs.
 
     seen: what the rows that were scored last held, by column; see seen.py.
     """
@@ -68,12 +69,13 @@ class Scorer:
                 self.vocabularies[name] = dict(pairs)
         self._counting = load_module(folder / "seen.py")
         self.seen: Any = None
-        self.model = build_network(folder / "model.py", self.about)
+        definition = load_module(folder / "model.py")
+        self.model, self.scores = build_network(definition, self.about), definition.scores
         self.model.load_state_dict(load_file(folder / "model.safetensors"))
 
     @torch.no_grad()
     def score(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
-        """Returns the probability of a positive label for each row, [B].
+        """Returns the score of each row, [B]; README.md says what it is.
 
         columns: raw values by name, None for a missing one. Warns of what stands out beside the rows that validated the
         model: unknown ids, missing values, numbers outside the range of training.
@@ -86,7 +88,9 @@ class Scorer:
         for text in self.seen.warnings().values():
             warnings.warn(text, stacklevel=2)
         num_rows = len(next(iter(rows.values()))[1]) - 1
-        return torch.sigmoid(self.model(torch.stack(dense, 1) if dense else torch.empty(num_rows, 0), self._look(rows)))
+        outputs = self.model(torch.stack(dense, 1) if dense else torch.empty(num_rows, 0), self._look(rows))
+        scores: Tensor = self.scores(outputs)
+        return scores
 
     def _with_null(self, value: Any) -> Any:
         """Returns None for text that means a missing value, also within lists; any other value as it is."""
@@ -151,9 +155,8 @@ class Scorer:
         return torch.cat([bags[name](ids, offsets) for name, (ids, offsets) in rows.items()], 1)
 
 
-def build_network(path: Path, about: dict[str, Any]) -> nn.Module:
-    """Returns the network that the file model.py at `path` defines, before weights are loaded."""
-    module = load_module(path)
+def build_network(module: Any, about: dict[str, Any]) -> nn.Module:
+    """Returns the network that model.py, loaded as `module`, defines, before weights are loaded."""
     (options,) = module.ModelSpec.__subclasses__()
     dims = {table["name"]: table["embedding_dim"] for table in about["tables"]}
     network: nn.Module = options(**about["model"]).build(

@@ -284,16 +284,19 @@ class Turns:
     def count(self) -> None:
         self.order.count()
 
-    def end(self, logloss: Callable[[], float]) -> dict[str, Any] | None:
-        """Goes to the next phase. Returns what was decided if it is another class'; logloss: on validation rows."""
+    def end(self, loss_figure: str, evaluate: Callable[[], float]) -> dict[str, Any] | None:
+        """Goes to the next phase. Returns what was decided if it is another class'.
+
+        evaluate: returns the loss on validation rows, which the result holds under the name `loss_figure`.
+        """
         order, turn = self.order, self.order.turn
         if order.next_name == turn.name:
             order.end_turn()
             return None
-        loss = logloss() if self.config.schedule == "fae" else None
+        loss = evaluate() if self.config.schedule == "fae" else None
         order.end_turn(loss)
         rates = {"rate": turn.rate.percent, "next_rate": order.turn.rate.percent}
-        return {"turn": turn.name, "logloss": loss, **rates}
+        return {"turn": turn.name, loss_figure: loss, **rates}
 
     def whole(self) -> AbstractContextManager[None]:
         """Returns a context in which the tables are whole and may be read, but not changed."""

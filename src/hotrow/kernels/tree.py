@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
+SERIAL = 1 << 14
+"""Elements that torch leaves to one thread: it divides operations among threads from 2^15 on. A sum over samples adds
+stretches of this length, so that the number of threads does not change it."""
 Node = tuple[int, int]
 """A subtree: its first leaf, and its number of leaves, a power of two."""
 Value = TypeVar("Value")

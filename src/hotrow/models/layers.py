@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from hotrow.kernels.ops import dot_interaction, mlp, product
 from hotrow.kernels.reference import Activation
+from hotrow.kernels.tree import SERIAL
 
 __all__ = [
     "MLP",
@@ -39,16 +40,13 @@ __all__ = [
     "weighted_sum",
 ]
 
-SERIAL = 1 << 14
-"""Elements that torch leaves to one thread: it divides operations among threads from 2^15 on."""
-
 Lookup = Literal["pooled", "sequence"]
 """`pooled`: a bag's rows come as one, side by side for all features, [B, sum of D]. `sequence`: the row of every id, by
 feature, as `EmbeddingCollection.sequence` returns them."""
 
 
 class Network(nn.Module):
-    """A model: (dense [B, I], rows) -> logits [B]; the sigmoid is left to the loss.
+    """A model: (dense [B, I], rows) -> outputs [B], of which an objective makes losses and scores.
 
     The tables are not part of it: lookups are timed, placed and sharded on their own.
     """

@@ -9,10 +9,11 @@ place of the two.
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
@@ -20,12 +21,25 @@ from torch import Tensor
 
 from hotrow.base.records import SECTION
 from hotrow.models.layers import Network
+from hotrow.objectives import DEFAULT as DEFAULT_OBJECTIVE
+from hotrow.objectives import OBJECTIVES
+from hotrow.objectives.objective import Objective
 from hotrow.tables import Dtype, TableConfig
 
 Width = Annotated[int, Field(ge=1, le=65536)]
 Steps = Annotated[int, Field(ge=1, le=1024)]
 InitBound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 DEFAULT = "default"
+
+
+_MEANINGS = (f"`{name}`: {str(inspect.getdoc(objective)).splitlines()[0]}" for name, objective in OBJECTIVES.items())
+if TYPE_CHECKING:
+    ObjectiveName = str
+else:
+    ObjectiveName = Annotated[
+        Literal[tuple(OBJECTIVES)],
+        Field(description=" ".join(["What the network is trained for, and judged by.", *_MEANINGS])),
+    ]
 
 
 def _is_mapping(value: Any) -> str:
@@ -80,6 +94,8 @@ class ModelSpec(BaseModel):
     reference DLRM. With 0 they start at zero, which is better on small data: an id then has no effect until it has been
     seen in training."""
 
+    objective: ObjectiveName = DEFAULT_OBJECTIVE
+
     @model_validator(mode="after")
     def _options_agree(self) -> ModelSpec:
         self.check_options()
@@ -87,6 +103,11 @@ class ModelSpec(BaseModel):
 
     def check_options(self) -> None:
         """Raises ValueError if options contradict each other."""
+
+    @property
+    def trained_for(self) -> Objective:
+        """The loss, metrics and scores that `objective` names."""
+        return OBJECTIVES[self.objective]
 
     def check(self, dataset: Dataset) -> None:
         """Raises ValueError, before a run has a folder, if the model cannot be trained on `dataset`."""

@@ -18,6 +18,8 @@ import numpy as np
 from hotrow.base.door import read_file
 from hotrow.base.records import MAX_COUNT
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.objectives import DEFAULT, OBJECTIVES
+from hotrow.objectives.objective import Objective
 
 MOST_POINTS = 240
 """Points of a curve; a longer one is drawn as the mean, the least and the most of each of this many buckets."""
@@ -59,6 +61,11 @@ class RunFacts:
     options: Mapping[str, str] = field(default_factory=dict)
     """config.yaml, by dotted name; empty before the first step."""
     coverage: Coverage | None = None
+
+    @property
+    def objective(self) -> Objective:
+        """What the model is trained for."""
+        return OBJECTIVES.get(str(self.record.get("objective")), OBJECTIVES[DEFAULT])
 
 
 def read_lines(path: Path) -> tuple[list[Line], int]:

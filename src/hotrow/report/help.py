@@ -104,15 +104,16 @@ def phases_of(record: Any) -> dict[str, float]:
 
 def _quality(run: RunFacts) -> list[Idea]:
     """Returns what the validation curve shows: a better model was there before the last step."""
-    curve = points(run.lines, "eval", "auc", split="val")
+    name, measure = next(iter(run.objective.measures.items()))
+    curve = points(run.lines, "eval", name, split="val")
     if len(curve) < 2:
         return []
-    step, best = max(curve, key=lambda point: point[1])
+    step, best = max(curve, key=lambda point: measure.sign * point[1])
     last = curve[-1][1]
-    if best - last < 1e-4 or run.options.get("train.early_stopping", "null") != "null":
+    if abs(best - last) < 1e-4 * abs(best) or run.options.get("train.early_stopping", "null") != "null":
         return []
     text = (
-        f"train.early_stopping would keep the best model: the validation AUC was {best:.4f} at step {step:,.0f} and "
-        f"{last:.4f} in the last evaluation. The gain is the difference on that split."
+        f"train.early_stopping would keep the best model: the validation {measure.title} was {best:.4f} at step "
+        f"{step:,.0f} and {last:.4f} in the last evaluation. The gain is the difference on that split."
     )
-    return [Idea(text, 0.0, f"+{best - last:.4f} AUC")]
+    return [Idea(text, 0.0, f"{best - last:+.4f} {measure.title}")]

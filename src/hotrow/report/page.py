@@ -12,6 +12,7 @@ from hotrow.base.door import open_file
 from hotrow.base.files import atomic_write, size
 from hotrow.base.progress import duration
 from hotrow.draw import line_chart, load_template, stacked_bars
+from hotrow.objectives.objective import Measure
 from hotrow.report.facts import Point, RunFacts, mapping_in, number_in, phase_points, points, thin
 from hotrow.report.help import Idea, ideas, phases_of
 
@@ -87,7 +88,7 @@ def view(run: RunFacts) -> dict[str, Any]:
                 ("Processes", [], [rank_grid(run.record), wire_grid(run.record)], rank_text(run.record)),
                 ("Where rows lie", [where_rows_lie(run)], [table_grid(run.record)], where_text(run.record)),
                 ("Rows that are asked for", hit_charts(run), [tier_grid(run.record)], ""),
-                ("Hot and cold phases", hot_charts(run), [hot_grid(run.record), swap_grid(run.record)], ""),
+                ("Hot and cold phases", hot_charts(run), [hot_grid(run.record), swap_grid(run)], ""),
                 ("Bytes to the drive", drive_charts(run), [drive_grid(run.record)], ""),
                 ("Warnings", [], [warning_grid(run.record)], "" if run.record["warnings"] else "None."),
             )
@@ -151,13 +152,9 @@ def how_good(run: RunFacts) -> str:
             f"Nothing was scored; the last training loss is {losses[-1][1]:.4f}." if losses else "Nothing was scored."
         )
     split = {"val": "validation"}.get(str(metrics["split"]), str(metrics["split"]))
-    auc, ne = number_in(metrics, "auc"), number_in(metrics, "ne")
-    shown = "an undefined AUC" if auc is None else f"AUC {auc:.4f}"
-    text = f"On {number_in(metrics, 'num_rows') or 0:,.0f} rows of the {split} split the model has {shown}"
-    if ne is None:
-        return text + "."
-    more = "less" if ne <= 1 else "more"
-    return f"{text}, and a LogLoss that is {abs(1 - ne):.1%} {more} than that of a constant rate of clicks."
+    found = {name: number_in(metrics, name) for name in run.objective.figures}
+    rows = f"{number_in(metrics, 'num_rows') or 0:,.0f} rows of the {split} split"
+    return f"On {rows} the model has {run.objective.verdict(found)}."
 
 
 def where_time_went(run: RunFacts) -> str:
@@ -187,8 +184,9 @@ PHASES = {
 def figures(run: RunFacts, found: Sequence[Idea]) -> list[Figure]:
     """Returns the four figures: quality, speed, memory, what would help most."""
     record, metrics = run.record, metrics_of(run)
-    auc, logloss, ne = (number_in(metrics, name) for name in ("auc", "logloss", "ne"))
-    quality = [f"LogLoss {shown(logloss, '.4f')}, NE {shown(ne, '.4f')} (a constant rate: 1)"] if metrics else []
+    (best, measure), *others = run.objective.measures.items()
+    values = [(other, shown(number_in(metrics, name), ".4f")) for name, other in others]
+    quality = ", ".join(f"{other.title} {value}{other.beside}" for other, value in values)
     speed = number_in(record, "samples_per_s") or number_in(last_line(run), "samples_per_s")
     backend = mapping_in(record, "backend")
     threads = f"{backend['threads']} thread{'' if backend['threads'] == 1 else 's'}" if backend else ""
@@ -201,7 +199,7 @@ def figures(run: RunFacts, found: Sequence[Idea]) -> list[Figure]:
     what = what or ("of training time could be saved." if first.gain else "")
     text = f"{what} {first.text}".strip()
     return [
-        Figure("AUC", shown(auc, ".4f"), "; ".join(quality) or "nothing was scored"),
+        Figure(measure.title, shown(number_in(metrics, best), ".4f"), quality if metrics else "nothing was scored"),
         Figure("Samples a second", shown(speed, ",.0f"), ", ".join(part for part in (step, kernels) if part)),
         memory_figure(record),
         Figure("What would help most", first.figure, text),
@@ -252,7 +250,7 @@ def curves_chart(
 
 
 def learning(runs: Sequence[RunFacts]) -> list[Chart]:
-    """Returns loss, AUC and NE over steps; of several runs, a line for each."""
+    """Returns the loss and the other measures over steps; of several runs, a line for each."""
     several = len(runs) > 1
 
     def lines(kind: str, field: str, splits: Mapping[str | None, str]) -> dict[str, list[Point]]:
@@ -266,19 +264,25 @@ def learning(runs: Sequence[RunFacts]) -> list[Chart]:
 
     of_splits: dict[str | None, str] = {"val": "validation", "test": "test"}
     losses = lines("train", "loss", {None: "" if several else "training"})
-    losses |= {} if several else lines("eval", "logloss", of_splits)
+    measures = measures_of(runs)
+    loss = runs[0].objective.loss_figure
+    losses |= {} if several else lines("eval", loss, of_splits)
     judged: dict[str | None, str] = {"val": ""} if several else of_splits
     of = " of the validation split" if several else ""
-    return [
-        curves_chart(losses, y_label="LogLoss", label="Loss over steps"),
-        curves_chart(lines("eval", "auc", judged), y_label="AUC", label=f"AUC{of} over steps"),
-        curves_chart(
-            lines("eval", "ne", judged),
-            y_label="NE",
-            label=f"Normalised entropy{of} over steps",
-            caption=f"Normalised entropy{of}: LogLoss over that of a constant rate, below 1 is better",
-        ),
-    ]
+    titles = dict.fromkeys(run.objective.loss_title for run in runs)
+    charts = [curves_chart(losses, y_label=" or ".join(titles), label="Loss over steps")]
+    for field, measure in measures.items():
+        if all(field != run.objective.loss_figure for run in runs):
+            name = (measure.name or measure.title) + of
+            caption = f"{name}: {measure.meaning}" if measure.meaning else ""
+            curves = lines("eval", field, judged)
+            charts.append(curves_chart(curves, y_label=measure.title, label=f"{name} over steps", caption=caption))
+    return charts
+
+
+def measures_of(runs: Sequence[RunFacts]) -> dict[str, Measure]:
+    """Returns the measures by which any of the runs is judged."""
+    return {name: measure for run in runs for name, measure in run.objective.measures.items()}
 
 
 def step_charts(run: RunFacts) -> list[Chart]:
@@ -530,12 +534,12 @@ def tier_grid(record: Mapping[str, Any]) -> Grid | None:
 
 def hot_charts(run: RunFacts) -> list[Chart]:
     rate = points(run.lines, "swap", "rate")
-    loss = points(run.lines, "swap", "logloss")
+    loss, title = points(run.lines, "swap", run.objective.loss_figure), run.objective.loss_title
     return [
         curves_chart(
             {"rate": rate} if rate else {}, y_label="% of a class", label="Length of a phase, percent of a class"
         ),
-        curves_chart({"validation": loss} if loss else {}, y_label="LogLoss", label="LogLoss at the end of each phase"),
+        curves_chart({"validation": loss} if loss else {}, y_label=title, label=f"{title} at the end of each phase"),
     ]
 
 
@@ -550,12 +554,12 @@ def hot_grid(record: Mapping[str, Any]) -> Grid | None:
     return ["hot rows", "value"], rows
 
 
-def swap_grid(record: Mapping[str, Any]) -> Grid | None:
-    swaps = mapping_in(record, "hot").get("swaps")
+def swap_grid(run: RunFacts) -> Grid | None:
+    swaps = mapping_in(run.record, "hot").get("swaps")
     swaps = [swap for swap in swaps if isinstance(swap, Mapping)] if isinstance(swaps, list) else []
-    fields = ("step", "turn", "logloss", "rate", "next_rate")
+    fields = ("step", "turn", run.objective.loss_figure, "rate", "next_rate")
     rows = [[any_text(swap.get(field)) for field in fields] for swap in swaps[-200:]]
-    return ["step", "phase", "LogLoss", "rate", "next rate"], rows
+    return ["step", "phase", run.objective.loss_title, "rate", "next rate"], rows
 
 
 def any_text(value: Any) -> str:
@@ -615,7 +619,7 @@ def summary(run: RunFacts) -> dict[str, Any]:
         "status": run.record["status"],
         "steps": steps_of(run),
         "sentences": sentences(run),
-        **{name: number_in(metrics, name) for name in ("auc", "logloss", "ne")},
+        **{name: number_in(metrics, name) for name in run.objective.measures},
         "split": str(metrics.get("split", "")),
         "samples_per_s": number_in(run.record, "samples_per_s") or number_in(last_line(run), "samples_per_s"),
         "ideas": [asdict(idea) for idea in ideas(run)],
@@ -629,13 +633,15 @@ def summary(run: RunFacts) -> dict[str, Any]:
 
 def compare(runs: Sequence[RunFacts]) -> dict[str, Any]:
     """Returns what the template shows of several runs together."""
-    heads = ["run", "status", "steps", "split", "AUC", "LogLoss", "NE", "samples/s", "ms a step", "DRAM", "on disk"]
+    measures = measures_of(runs)
+    titles = [measure.title for measure in measures.values()]
+    heads = ["run", "status", "steps", "split", *titles, "samples/s", "ms a step", "DRAM", "on disk"]
     heads += ["hits / lookup", "waiting", "to the drive", "warnings"]
     rows: list[list[Cell | str]] = []
     for run in runs:
         told, record = summary(run), run.record
         total = sum((phases_of(record) or phases_of(last_line(run))).values())
-        quality = [Cell(shown(told[name], ".4f")) for name in ("auc", "logloss", "ne")]
+        quality = [Cell(shown(told.get(name), ".4f")) for name in measures]
         memory = [num_bytes(number_in(record, "memory", field)) for field in ("dram_bytes", "disk_bytes")]
         shares = [percent(number_in(record, "memory", field)) for field in ("hits_per_lookup", "stall_share")]
         rows.append(

@@ -23,6 +23,8 @@ from hotrow.costs.demand import tables_of
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models.layers import Network
+from hotrow.objectives import DEFAULT, OBJECTIVES
+from hotrow.objectives.objective import Objective
 from hotrow.parallel.sharded import Shards
 from hotrow.parallel.world import World
 from hotrow.placement import AnyMemory
@@ -58,13 +60,15 @@ class Parts:
     schedule: Schedule
     dense: DenseDevice = field(default_factory=DenseDevice)
     """Where the model computes."""
+    objective: Objective = OBJECTIVES[DEFAULT]
     world: World = field(default_factory=World)
     ranks: Ranks | None = None
     """What joins the ranks that train together; None: this process trains alone."""
 
     def with_state(self) -> dict[str, Part]:
         """Returns the parts that a checkpoint holds, by the names of their files."""
-        return {name: part for name, part in vars(self).items() if name not in ("schedule", "dense", "world", "ranks")}
+        others = ("schedule", "dense", "objective", "world", "ranks")
+        return {name: part for name, part in vars(self).items() if name not in others}
 
 
 def build_network(setup: Setup) -> tuple[EmbeddingCollection, Network]:
@@ -85,7 +89,8 @@ def build(setup: Setup) -> Parts:
     embedding, model = build_network(setup)
     dense_optimizer, sparse_optimizer = build_optimizers(setup.config, embedding, model)
     schedule = Schedule([dense_optimizer, sparse_optimizer], **setup.config.optimizer.schedule.model_dump())
-    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, setup.dense, setup.world)
+    objective = setup.config.model.trained_for
+    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, setup.dense, objective, setup.world)
 
 
 def build_optimizers(

@@ -63,7 +63,7 @@ class FirstPart:
         """Returns the logits, and the gradients of weights and rows. offset: floats before each tensor."""
         anew()
         inputs_BI, rows = _placed(self._given, offset)
-        logits_B = dense.logits(self._model, inputs_BI, rows)
+        logits_B = dense.outputs(self._model, inputs_BI, rows)
         values = (
             {"rows": rows} if isinstance(rows, Tensor) else {f"rows of {name}": own for name, (own, _) in rows.items()}
         )

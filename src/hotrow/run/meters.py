@@ -197,11 +197,12 @@ def _step_ms(state: State, before: State) -> dict[str, float]:
 class HotMeter(Meter):
     """What a schedule of hot rows came to.
 
-    measurements: returns the lines of metrics.jsonl, which has the swaps of all sessions.
+    measurements: returns the lines of metrics.jsonl, which has the swaps of all sessions. loss_figure: the name of the
+    loss in them.
     """
 
-    def __init__(self, turns: Turns, measurements: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        self._turns, self._measurements = turns, measurements
+    def __init__(self, turns: Turns, measurements: Callable[[], Iterable[Mapping[str, Any]]], loss_figure: str) -> None:
+        self._turns, self._measurements, self._loss_figure = turns, measurements, loss_figure
 
     @override
     def aside(self) -> AbstractContextManager[None]:
@@ -212,7 +213,7 @@ class HotMeter(Meter):
         if not (hot := self._turns.figures()):
             return {}
         if self._turns.config.takes_turns:
-            names = ("step", "turn", "logloss", "rate", "next_rate")
+            names = ("step", "turn", self._loss_figure, "rate", "next_rate")
             swaps = [line for line in self._measurements() if line["kind"] == "swap"]
             hot["swaps"] = [{name: line.get(name) for name in names} for line in swaps]
         return {"hot": hot}

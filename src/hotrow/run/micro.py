@@ -10,7 +10,6 @@ them. The rows' own gradients are summed by part in the update: ops.Kernels.upda
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise, repeat
@@ -18,11 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hotrow.batch import Batch
 from hotrow.kernels import ops, tree
-from hotrow.models.layers import SERIAL
 from hotrow.parallel.dense import Sums
 from hotrow.parallel.world import World
 from hotrow.run.build import Parts
@@ -61,16 +58,6 @@ def backward_in_parts(parts: Parts, batch: Batch, rows: Any, total: Total | None
     return loss
 
 
-def loss_of(logits_B: Tensor, label_B: Tensor, num_samples: int) -> Tensor:
-    """Returns the summed binary cross-entropy divided by `num_samples`, 0-dim.
-
-    Each stretch of SERIAL samples is one operation, so that the number of threads changes no bit (`layers.sigmoid`).
-    """
-    stretches = zip(torch.split(logits_B, SERIAL), torch.split(label_B, SERIAL), strict=True)
-    sums = [binary_cross_entropy_with_logits(*each, reduction="sum") for each in stretches]
-    return functools.reduce(torch.add, sums) / num_samples
-
-
 def _flat(sums: list[Tensor]) -> Sums:
     loss, *grads = sums
     gradient = ops.empty(sum(grad.numel() for grad in grads))
@@ -96,9 +83,9 @@ def _sums_of_part(
     if start == stop:
         return None
     rows, leaves = looked_up.samples(start, stop)
-    logits_B = parts.dense.logits(parts.model, batch.dense[start:stop], rows)
-    label_B = batch.label[start:stop].to(logits_B.device)
-    loss = loss_of(logits_B, label_B, batch.num_samples)
+    outputs_B = parts.dense.outputs(parts.model, batch.dense[start:stop], rows)
+    labels_BL = batch.labels[start:stop].to(outputs_B.device)
+    loss = parts.objective.loss(outputs_B, labels_BL, batch.num_samples)
     grads = torch.autograd.grad(loss, [*weights, *leaves])
     looked_up.take(start, stop, grads[len(weights) :])
     sums = [loss.detach(), *(grad.contiguous() for grad in grads[: len(weights)])]

@@ -16,8 +16,9 @@ from typing_extensions import TypedDict
 from hotrow.base.records import STRICT, Amount, Count, checked
 from hotrow.forecast.foretell import Predicted
 from hotrow.hot.turns import TurnsState
+from hotrow.objectives import DEFAULT, OBJECTIVES
+from hotrow.objectives.objective import Objective
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
-from hotrow.run.metrics import Metrics
 from hotrow.tables import TableConfig
 
 ALL_DONE = "all steps are done"
@@ -95,7 +96,9 @@ class RunRecord:
     """None if no hardware file fits this machine, or what the run does cannot be predicted yet."""
     train_s: Amount | None = None
     best_step: Count | None = None
-    monitor: Literal["auc", "logloss"] | None = None
+    objective: str = DEFAULT
+    """What the model is trained for; runs by earlier versions do not say it."""
+    monitor: str | None = None
     memory: Annotated[dict[str, JsonValue], AfterValidator(_check_memory)] | None = None
     ranks: dict[str, JsonValue] | None = None
     """What several processes sent each other, and where the time of each went; see `run/wire.py`."""
@@ -104,11 +107,27 @@ class RunRecord:
     signal: int | None = None
     ended: str | None = None
     chosen_step: Count | None = None
-    metrics: dict[str, Metrics] | None = None
+    metrics: dict[str, dict[str, Any]] | None = None
+    """By split, the metrics of the objective, None in place of NaN."""
     columns: Annotated[dict[str, dict[str, dict[str, Count]]], AfterValidator(_check_columns)] | None = None
     """By split, what its rows held by column, as `data/seen.py` counts it; None of runs by earlier versions."""
     ranges: dict[str, tuple[FiniteFloat, FiniteFloat]] | None = None
     """The lowest and highest usual number of each number column in training, after its transform."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if the metrics are not those of the objective."""
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective is {self.objective!r}; this hotrow knows {', '.join(OBJECTIVES)}")
+        for split, figures in (self.metrics or {}).items():
+            try:
+                self.trained_for.check(figures)
+            except ValueError as error:
+                raise ValueError(f"metrics.{split}: {error}") from None
+
+    @property
+    def trained_for(self) -> Objective:
+        """The loss, metrics and scores that `objective` names."""
+        return OBJECTIVES[self.objective]
 
     @property
     def final_metrics(self) -> dict[str, Any]:
@@ -124,7 +143,7 @@ class RunRecord:
 
     def summary(self) -> dict[str, Any]:
         """Returns how the run went, flat: what `hotrow train --json` prints beside the folder."""
-        metrics, names = self.final_metrics, ("auc", "logloss", "ne", "calibration", "base_logloss", "split")
+        metrics, names = self.final_metrics, [*self.trained_for.summary, "split"]
         fields = {
             **{name: getattr(self, name) for name in ("status", "ended", "signal", *_SPEED, "ranks", "write_budget")},
             "memory": None if self.memory is None else _memory_summary(self.memory),
@@ -162,9 +181,9 @@ class State:
     window_loss: Amount = 0.0
     """The sum of the losses of the last `window_steps` steps, which are not yet in metrics.jsonl."""
     window_steps: Count = 0
-    val: Metrics | None = None
+    val: dict[str, Any] | None = None
     """The last evaluation of the validation split."""
-    best: Metrics | None = None
+    best: dict[str, Any] | None = None
     """The best evaluation by `train.monitor`; `best_step` is its step."""
     best_step: Count = 0
     evals_since_best: Count = 0

@@ -169,8 +169,6 @@ def _check_vocabularies(dataset: PackedDataset) -> None:
             dataset.vocabulary(table.name)
 
 
-FEWEST_OF_EACH = 100
-"""How many positives, and how many negatives, a split needs for its AUC to mean something."""
 RESUMABLE = (
     "train.threads",
     "train.pin",
@@ -416,7 +414,7 @@ def _begin(training: Training) -> None:
         folder.warn("counted_to_find_hot_rows", text)
     _say_what_is_hot(training)
     _warn_of_preparation(training)
-    _warn_of_few_positives(training)
+    _warn_of_few_rows(training)
     if unused := config.hot.unused():
         text = f"hot.schedule is {config.hot.schedule}, which does not use {', '.join(unused)}"
         training.warn("unused_hot_options", text)
@@ -436,6 +434,7 @@ def _begin(training: Training) -> None:
         write_budget=None,
         dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
         rows={name: split.num_rows for name, split in dataset.splits.items()},
+        objective=config.model.objective,
         seeds={"train.seed": config.train.seed},
         predicted=training.forecast.predicted,
         backend=asdict(backend),
@@ -558,23 +557,14 @@ def _warn_of_preparation(training: Training) -> None:
             training.folder.warn(code, "; ".join(map(str, texts)), count=len(texts))
 
 
-def _warn_of_few_positives(training: Training) -> None:
-    """Warns of splits that have too few rows of one label to judge a model by."""
+def _warn_of_few_rows(training: Training) -> None:
+    """Warns of splits that have too few rows to judge a model by."""
     for name in ("val", "test"):
         split = training.setup.dataset.splits.get(name)
-        if split is None or not split.num_rows:
-            continue
-        positives = sum(int(split.block(i).label.sum()) for i in range(split.num_blocks))
-        fewer, word = min((positives, "positive"), (split.num_rows - positives, "negative"))
-        if fewer < FEWEST_OF_EACH:
-            # Hanley and McNeil (1982), for an AUC about 0.75
-            error = f", AUC +- {0.2 / math.sqrt(fewer):.2f}" if fewer else ", so it has no AUC"
-            text = (
-                f"the {name} split has {fewer} {word} rows of {split.num_rows:,}, too few to judge by{error}; prepare "
-                "more rows, or give this split a larger share: --fractions 0.6,0.2,0.2 "
-                "(in fit split={'fractions': [0.6, 0.2, 0.2]})"
-            )
-            training.warn(f"few_{word}_{name}_rows", text, count=1)
+        if split is not None and split.num_rows:
+            labels = (split.block(i).label for i in range(split.num_blocks))
+            for code, text in training.parts.objective.too_few(labels, name).items():
+                training.warn(code, text, count=1)
 
 
 def _warn_of_slow_products(training: Training) -> None:

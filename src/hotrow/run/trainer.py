@@ -35,6 +35,7 @@ from hotrow.forecast.foretell import Forecast
 from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
 from hotrow.models.layers import Network
+from hotrow.objectives.objective import Objective
 from hotrow.optim import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.parallel.agreement import MOST_NAMED, StillSame, everyone
 from hotrow.parallel.world import World
@@ -46,8 +47,7 @@ from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.exact import ADVICE, ADVICE_FOR_BFLOAT16, CODE, FirstPart
 from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepClock, merged, meters_of_rows
-from hotrow.run.metrics import BinaryMetrics, doubts
-from hotrow.run.micro import backward_in_parts, cut, loss_of
+from hotrow.run.micro import backward_in_parts, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
 from hotrow.run.storage import close_tiers
 from hotrow.run.together import Ranks, nonfinite_inputs
@@ -71,7 +71,7 @@ class NonFiniteError(ValueError):
 
 
 def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tensor:
-    """Takes step number `step` (from 0) on `batch`; returns the mean binary cross-entropy before the update, 0-dim.
+    """Takes step number `step` (from 0) on `batch`; returns the mean loss before the update, 0-dim.
 
     If ranks train together, each calls it with its part of the batch, and all return the same loss.
     Raises NonFiniteError if the loss or a gradient is NaN or infinite; no weight and no row has changed then.
@@ -84,8 +84,8 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     clock.lap("lookup")
     with parts.dense.arithmetic():
         if batch.sparse.parts is None:
-            logits_B = parts.dense.logits(parts.model, batch.dense, rows)
-            loss = loss_of(logits_B, batch.label.to(logits_B.device), batch.num_samples)
+            outputs_B = parts.dense.outputs(parts.model, batch.dense, rows)
+            loss = parts.objective.loss(outputs_B, batch.labels.to(outputs_B.device), batch.num_samples)
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         else:
             ranks = parts.ranks
@@ -130,29 +130,29 @@ def evaluate(
     embedding: EmbeddingCollection,
     model: Network,
     split: Split,
+    objective: Objective,
     *,
     num_batches: int | None = None,
     dense: DenseDevice | None = None,
     world: World | None = None,
 ) -> dict[str, Any]:
-    """Returns the metrics of `BinaryMetrics` over a split; an undefined metric is None.
+    """Returns the metrics of `objective` over a split; an undefined metric is None.
 
     num_batches: how many batches of EVAL_BATCH_SIZE to evaluate, from the first; None: all. dense: where the model
     computes; None: on the CPU. world: the ranks that share the tables; each scores whole batches, and all return what
     one process returns.
     """
     dense, world = dense or DenseDevice(), world or World()
-    metrics = BinaryMetrics()
-    for logits_B, label_B in islice(_scored(embedding, model, split, dense, world), num_batches):
-        metrics.update(logits_B, label_B)
-    values = metrics.compute()
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
+    metrics = objective.metrics()
+    for outputs_B, label_B in islice(_scored(embedding, model, split, dense, world), num_batches):
+        metrics.update(outputs_B, label_B)
+    return metrics.figures()
 
 
 def _scored(
     embedding: EmbeddingCollection, model: Network, split: Split, dense: DenseDevice, world: World
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields logits and labels of batch after batch of EVAL_BATCH_SIZE, on every rank.
+    """Yields outputs and labels of batch after batch of EVAL_BATCH_SIZE, on every rank.
 
     Of R batches in a row, each rank scores one, because a product's bits may depend on the rows it has.
     """
@@ -163,9 +163,9 @@ def _scored(
 
     for batch in Loader(split, world.size * EVAL_BATCH_SIZE, shuffle_seed=None, part=own).epoch(0):
         rows = look_up(model, embedding, batch.sparse)
-        logits_B = dense.logits(model, batch.dense, rows).cpu() if len(batch) else batch.label
+        outputs_B = dense.outputs(model, batch.dense, rows).cpu() if len(batch) else batch.label
         del rows  # before those of the next batch come beside them
-        for scored in world.gather(torch.cat([logits_B, batch.label]), purpose="evaluation"):
+        for scored in world.gather(torch.cat([outputs_B, batch.label]), purpose="evaluation"):
             if len(scored):
                 yield scored[: len(scored) // 2], scored[len(scored) // 2 :]
 
@@ -267,7 +267,8 @@ class Training:
         wire = [WireMeter(self.world, self.session, wire_dtype=dtype)] if self.world.size > 1 else []
         self.clock = StepClock(self.session, [*wire, *([] if self.trace is None else [self.trace])])
         self.writes = WriteMeter(embedding.placement.find(Tiers), ledger, self.session, checkpoint_bytes=most)
-        self.meters: list[Meter] = [self.clock, HotMeter(self.turns, folder.measurements), self.writes]
+        hot = HotMeter(self.turns, folder.measurements, self.parts.objective.loss_figure)
+        self.meters: list[Meter] = [self.clock, hot, self.writes]
         self.meters += meters_of_rows(embedding, self.session, drive_written_bytes=self.writes.total_bytes)
         self.meters += wire
         if (predicted := self.forecast.predicted) is not None:
@@ -308,7 +309,7 @@ class Training:
     def run(self) -> None:
         """Trains until the run has ended or a signal asks to stop; the state is then on disk."""
         while self._train_turn():
-            if swap := self.turns.end(self._turn_loss):
+            if swap := self.turns.end(self.parts.objective.loss_figure, self._turn_loss):
                 self.folder.measure("swap", step=self.state.step, epoch=self.epochs, **swap)
                 if swap["rate"] != swap["next_rate"]:
                     rates = f"{swap['next_rate']:g} % of a class, not {swap['rate']:g}"
@@ -368,9 +369,9 @@ class Training:
             self.say(f"warning: {text}")
 
     def _turn_loss(self) -> float:
-        """Returns the LogLoss on the validation rows by which a hot schedule sets its rate."""
+        """Returns the loss on the validation rows by which a hot schedule sets its rate."""
         num_batches = math.ceil(self.config.hot.eval_samples / EVAL_BATCH_SIZE)
-        return float(self._evaluated("val", num_batches=num_batches)["logloss"])
+        return float(self._evaluated("val", num_batches=num_batches)[self.parts.objective.loss_figure])
 
     def _evaluated(self, split: str, *, num_batches: int | None = None) -> dict[str, Any]:
         parts = self.parts
@@ -379,6 +380,7 @@ class Training:
                 parts.embedding,
                 parts.model,
                 self.dataset.split(split),
+                parts.objective,
                 num_batches=num_batches,
                 dense=parts.dense,
                 world=self.world,
@@ -458,12 +460,13 @@ class Training:
     def _evaluate(self) -> bool:
         """Scores the validation split; returns whether this is the best so far and its checkpoint should be kept."""
         state = self.state
-        state.val, monitor = self.score("val"), self.config.train.monitor
-        if state.val["auc"] is None:
-            self._without_auc(state.val["undefined"])
+        state.val, monitor = self.score("val"), self.config.monitor
+        measure = self.parts.objective.measures[monitor]
+        if state.val["undefined"] is not None:
+            self._without_metrics(state.val["undefined"])
         if state.val[monitor] is None:
             return False
-        sign = -1 if monitor == "logloss" else 1
+        sign = measure.sign
         best = state.best is None or sign * state.val[monitor] > sign * state.best[monitor]
         if best:
             state.best, state.best_step, state.evals_since_best = state.val, state.step, 0
@@ -471,17 +474,20 @@ class Training:
             state.evals_since_best += 1
         patience = self.config.train.early_stopping
         if patience is not None and state.evals_since_best >= patience and state.ended is None:
-            name = {"auc": "AUC", "logloss": "LogLoss"}[monitor]
-            state.ended = f"no better validation {name} in {patience} evaluations"
+            state.ended = f"no better validation {measure.title} in {patience} evaluations"
         return best and self.config.checkpoint.keep_best
 
-    def _without_auc(self, reason: str) -> None:
-        text = f"the validation split has no AUC: {reason}"
-        if self.config.train.early_stopping is not None and self.config.train.monitor == "auc":
+    def _without_metrics(self, reason: str) -> None:
+        objective, monitor = self.parts.objective, self.config.monitor
+        missing = [name for name in objective.measures if self.state.val and self.state.val[name] is None]
+        text = f"the validation split has no {objective.measures[missing[0]].title}: {reason}"
+        if self.config.train.early_stopping is not None and monitor in missing:
+            others = [name for name in objective.monitors if name not in missing]
             raise ValueError(
-                f"{text}; train.early_stopping needs it: set train.monitor to logloss, or split the data differently"
+                f"{text}; train.early_stopping needs it: set train.monitor to {others[0]}, or split the data "
+                "differently"
             )
-        self.folder.warn("no_validation_auc", text)
+        self.folder.warn(f"no_validation_{missing[0]}", text)
 
     def score(self, split: str, *, step: int | None = None) -> dict[str, Any]:
         """Evaluates the model on `split`, says and records the result. step: that of its weights, if not the last."""
@@ -489,7 +495,7 @@ class Training:
         result = self._evaluated(split)
         epoch = round(step / self.steps_per_epoch, 4)
         self.folder.measure("eval", step=step, split=split, epoch=epoch, **result)
-        self.say(f"{split} at step {step}: {scores(result)}")
+        self.say(f"{split} at step {step}: {self.parts.objective.line(result)}")
         return result
 
     @contextmanager
@@ -535,8 +541,9 @@ class Training:
         where, state, device = f"{path / MANIFEST}: extra", extra.state, self.parts.dense.device.type
         if extra.dataset != self.dataset.checksum:
             raise ValueError(f"{self.dataset.path} is not the dataset {path} was trained on: its checksum differs")
-        if state.turns is None or (state.best is not None and state.best[self.config.train.monitor] is None):
-            raise ValueError(f"{where}: state.turns, or the {self.config.train.monitor} of state.best, is null; {CURE}")
+        self._check_metrics(state, where)
+        if state.turns is None or (state.best is not None and state.best[self.config.monitor] is None):
+            raise ValueError(f"{where}: state.turns, or the {self.config.monitor} of state.best, is null; {CURE}")
         with self._aside(), self.writes.restoring(path):
             load_checkpoint(path, self.parts.with_state())
         isa = ops.isa_of(self.config.train.dense_dtype)
@@ -565,6 +572,15 @@ class Training:
                 f"{math.ceil(state.step / self.steps_per_epoch)} epochs or a part of them"
             )
 
+    def _check_metrics(self, state: State, where: str) -> None:
+        """Raises ValueError if what a checkpoint says of evaluations are not the metrics of this objective."""
+        for name, figures in {"val": state.val, "best": state.best}.items():
+            try:
+                if figures is not None:
+                    self.parts.objective.check(figures)
+            except ValueError as error:
+                raise ValueError(f"{where}: state.{name}: {error}; {CURE}") from None
+
     def finish(self) -> None:
         """Chooses the weights (the best with early stopping, else the last), scores them and writes run.json."""
         state = self.state
@@ -580,6 +596,7 @@ class Training:
             if self._has(split) and not (split == "val" and val)
         }
         metrics |= {"val": val} if val else {}
+        doubts = self.parts.objective.doubts
         self._warn_of([doubts(metrics[split], f"the {split} split") for split in ("val", "test") if split in metrics])
         if self.writes_files:
             self._count_columns()
@@ -613,7 +630,7 @@ class Training:
             "steps_skipped": state.skipped,
             "epochs": self.epochs,
             "best_step": state.best_step if state.best else None,
-            "monitor": self.config.train.monitor,
+            "monitor": self.config.monitor,
             **merged(meter.record() for meter in self.meters),
         }
 
@@ -635,16 +652,11 @@ class Training:
         state, shares = self.state, ", ".join(part for meter in self.meters if (part := meter.line()))
         left = duration((self.num_steps - state.step) * state.train_s / state.step)
         loss = f" loss {state.window_loss / state.window_steps:.4f}" if state.window_steps else ""
-        auc = (state.val or {}).get("auc")
-        val = "" if auc is None else f" AUC {auc:.4f}"
+        name, measure = next(iter(self.parts.objective.measures.items()))
+        value = (state.val or {}).get(name)
+        val = "" if value is None else f" {measure.title} {value:.4f}"
         step = f"{state.step / self.num_steps:.0%} step {state.step}/{self.num_steps}"
         speed = f"{rate(state.num_samples / state.train_s)}/s"
         skipped = f", {state.skipped} steps skipped" if state.skipped else ""
         epoch = f"epoch {self.epochs:.2f}/{self.config.train.epochs}{self.turns.line()}{skipped}"
         return f"{step} {speed}{loss}{val} {left} left\n{shares}\n{epoch}"
-
-
-def scores(metrics: Mapping[str, Any]) -> str:
-    """Returns AUC, LogLoss and NE in one line."""
-    named = {"AUC": metrics["auc"], "LogLoss": metrics["logloss"], "NE": metrics["ne"]}
-    return " ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in named.items())

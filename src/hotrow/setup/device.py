@@ -72,13 +72,13 @@ class DenseDevice:
         finally:
             flags.allow_tf32 = before
 
-    def logits(self, model: nn.Module, dense_BI: Tensor, rows: Any) -> Tensor:
-        """Returns the logits of a batch, float32 [B] on the device. rows: what `look_up` returned, on any device."""
+    def outputs(self, model: nn.Module, dense_BI: Tensor, rows: Any) -> Tensor:
+        """Returns the outputs of a batch, float32 [B] on the device. rows: what `look_up` returned, on any device."""
         cast = self.dtype == "bf16"
         autocast = torch.autocast(self.device.type, dtype=torch.bfloat16) if cast else nullcontext()
         with self.arithmetic(), autocast:
-            logits_B: Tensor = model(dense_BI.to(self.device), self._bring(rows))
-        return logits_B.float()
+            outputs_B: Tensor = model(dense_BI.to(self.device), self._bring(rows))
+        return outputs_B.float()
 
     def _bring(self, rows: Any) -> Any:
         if isinstance(rows, Tensor):

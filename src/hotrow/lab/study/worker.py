@@ -218,7 +218,7 @@ def _scored(run: RunFolder) -> dict[str, Any]:
     found: dict[str, Any] = {"status": "measured", "steps": run.record.steps, "train_s": run.record.train_s}
     for split, metrics in (("test", test), ("val", val)):
         if metrics is not None:
-            found |= {f"{split}_{name}": metrics[name] for name in ("ne", "logloss", "auc")}
+            found |= {f"{split}_{name}": metrics[name] for name in run.record.trained_for.measures}
     return {**found, "samples_per_s": run.record.samples_per_s}
 
 

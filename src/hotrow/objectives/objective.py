@@ -1,0 +1,216 @@
+"""What an objective is to the rest of hotrow: an `Objective`, which `model.objective` names.
+
+A new objective is one file beside this one with a subclass of `Objective`, and one entry in
+`hotrow.objectives.OBJECTIVES`. The config's allowed values, training, metrics, monitors, warnings, report pages,
+`predict` and exports follow from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from hotrow.kernels.tree import SERIAL
+
+LabelKind = Literal["binary", "number"]
+"""`binary`: 0 or 1. `number`: any finite number."""
+Figures = Mapping[str, Any]
+"""Metrics by name, as they are written to files: None stands for NaN."""
+
+
+class Measure(NamedTuple):
+    """A metric as people read it."""
+
+    title: str
+    better: Literal["higher", "lower"]
+    name: str = ""
+    """The title of its chart; empty if `title` will do."""
+    meaning: str = ""
+    """What its numbers mean, if the title does not say it."""
+    beside: str = ""
+    """What stands beside a number of it, to compare with."""
+
+    @property
+    def sign(self) -> int:
+        """1 if higher is better, -1 if lower is."""
+        return 1 if self.better == "higher" else -1
+
+
+class Objective:
+    """A loss, the metrics that judge a model, and the scores that it gives.
+
+        objective = OBJECTIVES["binary_cross_entropy"]
+        objective.loss(outputs_B, batch.labels, batch.num_samples).backward()
+        metrics = objective.metrics()
+        metrics.update(outputs_B, batch.labels)      # per batch
+        metrics.compute()["auc"]
+        objective.scores(outputs_B)                  # what `predict` returns
+
+    outputs_B is what a network returns, float32 [B]; labels are float32 [B, L].
+    """
+
+    name: ClassVar[str]
+    label: ClassVar[LabelKind]
+    """What a label must be."""
+    figures: ClassVar[tuple[str, ...]]
+    """Names of the numbers that `compute` returns. `num_rows` is one of them."""
+    optional: ClassVar[tuple[str, ...]]
+    """Those among `figures` that some rows leave undefined; they are then NaN."""
+    measures: ClassVar[Mapping[str, Measure]]
+    """The figures that people are shown, most important first."""
+    summary: ClassVar[tuple[str, ...]]
+    """The figures that stand in the flat record of a run (`hotrow train --json`)."""
+    loss_figure: ClassVar[str]
+    """The figure that is the mean of the loss over rows: training lowers it."""
+    loss_title: ClassVar[str]
+    """The same for people."""
+    monitors: ClassVar[tuple[str, ...]]
+    """The measures that may decide which weights are best; the first is the default."""
+    score: ClassVar[str]
+    """What a score is, in words that follow "the"."""
+
+    def loss(self, outputs_B: Tensor, labels_BL: Tensor, num_samples: int) -> Tensor:
+        """Returns the summed loss of these samples divided by `num_samples`, 0-dim.
+
+        Each stretch of SERIAL samples is one operation, so that the number of threads changes no bit
+        (`layers.sigmoid`).
+        """
+        stretches = zip(torch.split(outputs_B, SERIAL), torch.split(labels_BL, SERIAL), strict=True)
+        return functools.reduce(torch.add, [self.summed(*each) for each in stretches]) / num_samples
+
+    def summed(self, outputs_B: Tensor, labels_BL: Tensor) -> Tensor:
+        """Returns the sum of the losses of at most SERIAL samples, 0-dim, in one operation of torch."""
+        raise NotImplementedError
+
+    @staticmethod
+    def scores(outputs_B: Tensor) -> Tensor:
+        """Returns the score of each sample, [B]. An export copies this function, so it may use torch alone."""
+        raise NotImplementedError
+
+    def metrics(self) -> Metrics:
+        """Returns an empty accumulator of this objective's metrics."""
+        return Metrics(self)
+
+    def measured(self, outputs_N: NDArray[np.float32], label_N: NDArray[Any]) -> dict[str, Any]:
+        """Returns `figures` of N >= 1 rows, and `undefined`: why some are NaN, or None.
+
+        outputs_N: finite. label_N: bool for binary labels, else float32.
+        """
+        raise NotImplementedError
+
+    def doubts(self, figures: Figures, rows: str) -> dict[str, str]:
+        """Returns what is wrong with a model that has these metrics, by the code under which runs count it.
+
+        rows: what was scored, such as "the test split". A model that is worse than a constant has learned nothing that
+        holds for these rows, or their labels mean something else than in training.
+        """
+        return {}
+
+    def too_few(self, labels: Iterable[NDArray[np.float32]], split: str) -> dict[str, str]:
+        """Returns why a split has too few rows to judge a model by, by the code under which runs count it.
+
+        labels: of all rows of the split, piece by piece.
+        """
+        return {}
+
+    def verdict(self, figures: Mapping[str, float | None]) -> str:
+        """Returns what a report says of a model: the rest of a sentence that begins "the model has "."""
+        return self.line(figures)
+
+    def lines(self, figures: Figures) -> list[str]:
+        """Returns the measures that a user reads after training, a line each: its title and its value."""
+        return [f"{measure.title:8} {shown(figures[name])}" for name, measure in self.measures.items()]
+
+    def line(self, figures: Figures) -> str:
+        """Returns all measures in one line."""
+        return " ".join(f"{measure.title} {shown(figures[name])}" for name, measure in self.measures.items())
+
+    def check(self, figures: Figures) -> None:
+        """Raises ValueError unless these are the metrics of this objective."""
+        if figures.keys() != {*self.figures, "undefined"}:
+            raise ValueError(f"it has {', '.join(figures) or 'nothing'}; it needs {', '.join(self.figures)}, undefined")
+        for name in self.figures:
+            kinds = [int] if name == "num_rows" else [int, float, *([type(None)] if name in self.optional else [])]
+            if type(figures[name]) not in kinds:
+                raise ValueError(f"{name} is {figures[name]!r}; it must be a number")
+        if not isinstance(figures["undefined"], str | None):
+            raise ValueError(f"undefined is {figures['undefined']!r}; it must be text or null")
+
+
+class Metrics:
+    """The outputs and labels of all rows that are judged together; metrics are computed from them at the end.
+
+    Nothing is averaged over batches, because the mean of the batches' AUCs is not the AUC. So the batch size has no
+    influence, and the order of rows changes only the last bits of sums. Ranks exchange outputs and labels, and each
+    one adds the rows of all.
+
+    Memory per row: a float32, and a label of one byte if labels are binary, else of four.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        self._outputs: list[NDArray[np.float32]] = []
+        self._labels: list[NDArray[Any]] = []
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(labels) for labels in self._labels)
+
+    def update(self, outputs: Tensor | ArrayLike, labels: Tensor | ArrayLike) -> None:
+        """Adds rows: outputs [n] of any float dtype, kept as float32, and labels [n] or [n, 1].
+
+        Raises ValueError for NaN or infinite outputs, because the model diverged, and for labels that the objective
+        does not take.
+        """
+        output_n = _to_numpy(outputs).astype(np.float32).reshape(-1)
+        label_n = _to_numpy(labels).reshape(-1)
+        if len(output_n) != len(label_n):
+            raise ValueError(f"{len(output_n)} scores came with {len(label_n)} labels; pass one label per score")
+        if not np.isfinite(output_n).all():
+            bad = int((~np.isfinite(output_n)).sum())
+            raise ValueError(f"{bad} of {len(output_n)} scores are NaN or infinite; the model has diverged, lower lr")
+        self._outputs.append(output_n)
+        self._labels.append(checked_labels(label_n, self._objective.label))
+
+    def compute(self) -> dict[str, Any]:
+        """Returns the objective's figures, and `undefined`: in words why some are NaN, or None if none is.
+
+        Raises ValueError if no row was added.
+        """
+        if not self.num_rows:
+            raise ValueError("no rows were added, so there is nothing to compute; is the split empty?")
+        outputs, labels = np.concatenate(self._outputs), np.concatenate(self._labels)
+        self._outputs, self._labels = [outputs], [labels]
+        return self._objective.measured(outputs, labels)
+
+    def figures(self) -> dict[str, Any]:
+        """Returns `compute()` as it is written to files: None in place of NaN."""
+        return {name: None if value != value else value for name, value in self.compute().items()}
+
+
+def checked_labels(labels: NDArray[Any], kind: LabelKind) -> NDArray[Any]:
+    """Returns binary labels as bool, others as float32, as a copy. Raises ValueError naming a label that is neither."""
+    good = (labels == 0) | (labels == 1) if kind == "binary" else np.isfinite(labels)
+    if not good.all():
+        allowed = "0 or 1" if kind == "binary" else "finite numbers"
+        raise ValueError(f"labels hold {labels[~good][0]}; they must be {allowed}")
+    return labels.astype(np.bool_ if kind == "binary" else np.float32)
+
+
+def shown(value: float | None) -> str:
+    """Returns a metric as people read it."""
+    return "undefined" if value is None or math.isnan(value) else f"{value:.4f}"
+
+
+def _to_numpy(values: Tensor | ArrayLike) -> NDArray[Any]:
+    if isinstance(values, Tensor):
+        values = values.detach().to("cpu")
+        return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    return np.asarray(values)
