@@ -25,11 +25,12 @@ from torch import Tensor
 
 from benchmarks import bench
 from benchmarks.results import run_as_script
-from hotrow.data.prepare.encoder import DenseTransform, EncoderPool, RowEncoder
+from hotrow.data.prepare.encoder import EncoderPool, RowEncoder
 from hotrow.data.prepare.spill import CounterPool
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.convert import column_of
 from hotrow.data.sources.schema import parse_schema
+from hotrow.data.transforms import Transform
 
 INTEGERS = {"user": 1_000_000, "item": 300_000, "category": 5_000}
 TEXTS = {"device": 400_000, "site": 20_000, "country": 200}
@@ -137,7 +138,7 @@ class Encoding(Counting):
 
     def run(self) -> None:
         """Read and encode."""
-        transforms = [DenseTransform("identity")] * len(SCHEMA.dense)
+        transforms = [Transform("identity")] * len(SCHEMA.dense)
         encode = RowEncoder(SCHEMA, transforms, {name: self.tables[name] for name in IDS}, self.executor)
         self.encoded = [encode(chunk)[1] for chunk in ColumnsSource(self.path, SCHEMA).chunks()]
 

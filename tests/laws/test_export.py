@@ -32,9 +32,14 @@ from benchmarks.criteo_text import write_criteo
 from expanded import expanded
 from hotrow.cli import tools
 from hotrow.config.load import apply_overrides, make_config
+from hotrow.data import transforms
+from hotrow.data.chunk import Keys
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.prepare.split import RandomPlan
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.synthetic_config import criteo_kaggle
+from hotrow.data.transforms import Transform
 from hotrow.export import score
 from hotrow.export.export import network_source
 from hotrow.kernels import ops
@@ -165,8 +170,8 @@ def train(data: Path, run: Path, *changes: str, **memory: Any) -> hotrow.Run:
 
 def scorer_of(folder: Path) -> Any:
     """The Scorer of the folder's own score.py, which knows nothing of hotrow; nor does model.py."""
-    for file in ("score.py", "model.py", "seen.py"):
-        tree = ast.parse((folder / file).read_text())
+    for file in (*folder.glob("*.py"), *folder.glob("transforms/*.py")):
+        tree = ast.parse(file.read_text())
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not any("hotrow" in name or "pydantic" in name for name in names)
@@ -271,6 +276,52 @@ def test_hashed_ids_no_dense_inputs_and_columns_that_are_both(
     new = logs / f"new.{suffix}"
     columns = read_csv(new) if suffix == "csv" else pq.read_table(new).to_pydict()
     check(run, str(new), columns, tmp_path / "out")
+
+
+RATIO = """
+def ratio(x, y, *, scale: float):
+    return scale * x / (1 + abs(y))
+"""
+
+
+def test_a_transform_that_arrives_as_one_file(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two columns, as a number and, rounded by another one, as ids; rows to score hold words, too."""
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "ratio.py").write_text(RATIO)
+    (tmp_path / "more" / "rounded.py").write_text("import numpy\n\ndef rounded(x):\n    return numpy.rint(x)\n")
+    monkeypatch.setattr(transforms, "__path__", [*transforms.__path__, str(tmp_path / "more")])
+    changes = {
+        "dense": ["quotient", {"column": "price", "transform": "rounded"}],
+        "categorical": ["user", "years", {"column": "big", "table": "numbers"}],
+        "transforms": [
+            {"ratio": {"columns": ["age", "x"], "into": "quotient", "scale": 2}},
+            {"rounded": {"column": "x", "into": "years"}},
+        ],
+        "tables": {},
+    }
+    packed = prepared(logs, tmp_path / "packed", **changes)
+    old = read_csv(logs / "old.csv")
+    age, x = (np.array([np.nan if v is None else float(v) for v in old[name]]) for name in ("age", "x"))
+    truth = (2 * age / (1 + abs(x))).astype(np.float32)
+    split = PackedDataset.open(packed)
+    mean, std = Transform.parse(split.info.dense[0].transform).options.values()
+    codes = RandomPlan(0, (0.8, 0.1, 0.1)).assign(0, len(truth), None)
+    for code, name in enumerate(("train", "val", "test")):
+        block = split.split(name).block(0)
+        own = truth[codes == code]
+        wanted = np.where(np.isnan(own), 0, ((own.astype(np.float64) - mean) / std)).astype(np.float32)
+        np.testing.assert_array_equal(block.dense[0], wanted)
+        years = split.vocabulary("years").lookup(Keys(np.rint(x[codes == code]).astype(np.int64)))
+        np.testing.assert_array_equal(block.ids[1], years)
+    columns = read_csv(logs / "new.csv")
+    columns["age"][:9], columns["x"][5:15] = ["none of it"] * 9, ["word"] * 10
+    run = train(packed, tmp_path / "run")
+    with pytest.warns(UserWarning, match="scored as") as told:
+        check(run, str(write_csv(tmp_path / "new.csv", columns)), columns, tmp_path / "out")
+    assert sum("quotient 19, years 10" in str(each.message) for each in told) == 2, "predict and the export count alike"
+    assert {path.name for path in (tmp_path / "out" / "transforms").iterdir()} == {
+        "ratio.py", "rounded.py", "standardize.py",
+    }  # fmt: skip
 
 
 @native

@@ -29,6 +29,7 @@ ROOMS = (
     "parallel",
     "bench",
     "data",
+    "data/transforms",
     "data/packed",
     "data/sources",
     "data/prepare",
@@ -108,6 +109,14 @@ def test_a_model_needs_torch_and_two_modules() -> None:
     for path in (SOURCE / "models").glob("*.py"):
         if path.stem not in ("__init__", "spec", "layers"):
             assert imported(ast.parse(path.read_text(encoding="utf-8"))) <= {"models.layers", "models.spec"}, path
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "data" / "transforms").glob("[!_]*.py")), ids=lambda path: path.name)
+def test_a_transform_needs_numpy_alone(path: Path) -> None:
+    """An export copies its file."""
+    imports = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
+    assert not imported(ast.parse(path.read_text(encoding="utf-8"))), path
+    assert {(node.module or "").partition(".")[0] for node in imports} <= {"numpy", *sys.stdlib_module_names}, path
 
 
 SUMS = """

@@ -117,9 +117,12 @@ def test_the_documented_example_is_a_schema() -> None:
 def test_every_field_is_documented() -> None:
     text = DOCS.read_text()
     for section, model in words.SECTIONS.items():
-        prefix = {"dense": "dense[].", "categorical": "categorical[].", "tables": "tables.<name>."}.get(
-            section, f"{section}."
-        )
+        prefix = {
+            "dense": "dense[].",
+            "categorical": "categorical[].",
+            "tables": "tables.<name>.",
+            "transforms": "transforms[].<name>.",
+        }.get(section, f"{section}.")
         for name in model.model_fields:
             if section in ("dense", "categorical") and name == "column":
                 continue

@@ -11,6 +11,7 @@ metrics.jsonl, `--json`) has none.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -125,6 +126,12 @@ def _parse(text: bytes, where: str, cure: str) -> dict[str, Any]:
 def short(value: Any) -> str:
     """Returns the value as it is written in Python, cut to 80 characters."""
     return repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Returns '; did you mean X?' if `known` has a similar name, else ''."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 # ---- pydantic's errors in our words: the same sentences for configs, schemas and records

@@ -6,12 +6,13 @@
       tables/<table>.safetensors     `<table>.weight` float32 [num_embeddings, embedding_dim], as lookups read it
       vocab/<table>.parquet          key, row: of raw ids that have a row of their own
       model.py                       the network, in plain torch
+      transforms/<name>.py           the transforms that compute inputs from raw numbers
       score.py  seen.py  README.md   raw rows -> scores, with torch and pyarrow alone; how to use it
 
 It is made from a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
-vocabularies. The folder appears when it is complete. docs/export.md is its specification. score.py
-here and data/seen.py are copied as they are, README.md is made of guide.md, and model.py is plain.py followed by the
-model's own file and by the `scores` of its objective.
+vocabularies. The folder appears when it is complete. docs/export.md is its specification. score.py here, data/seen.py
+and the files of data/transforms are copied as they are, README.md is made of guide.md, and model.py is plain.py
+followed by the model's own file and by the `scores` of its objective.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import errno
 import inspect
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,11 @@ from hotrow.data.chunk import Keys
 from hotrow.data.packed.format import DenseColumn, Feature, Table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
-from hotrow.data.prepare.encoder import DenseTransform
 from hotrow.data.prepare.prepare import RawRows, raw_rows
 from hotrow.data.seen import Seen
 from hotrow.data.sources.convert import OTHER_BLANKS, is_plain, written_pattern
 from hotrow.data.sources.schema import DenseSpec
+from hotrow.data.transforms import Transform, source_of
 from hotrow.models import MODELS
 from hotrow.models.spec import ModelSpec
 from hotrow.objectives.objective import Objective
@@ -80,7 +81,7 @@ from hotrow.tables import TableConfig
 FORMAT_VERSION = 1
 EXPORT, WEIGHTS, NETWORK, SCORE, README = "export.json", "model.safetensors", "model.py", "score.py", "README.md"
 SEEN = "seen.py"
-_OWN_FILES, _OWN_FOLDERS = (EXPORT, WEIGHTS, NETWORK, SCORE, SEEN, README), ("tables", "vocab")
+_OWN_FILES, _OWN_FOLDERS = (EXPORT, WEIGHTS, NETWORK, SCORE, SEEN, README), ("tables", "vocab", "transforms")
 _OWN_NAMES = {*_OWN_FILES, *_OWN_FOLDERS}
 """What an interrupted export may have left. export.json is written last and makes the export complete."""
 _WITHOUT_VALUE = 0.0
@@ -104,6 +105,8 @@ class Description:
     """All files except export.json itself."""
     missing: tuple[str, ...] = ()
     """Texts that mean a missing value in every column."""
+    transforms: tuple[dict[str, JsonValue], ...] = ()
+    """Columns that are computed from others, in the order in which they are computed."""
     usual: dict[str, JsonValue] | None = None
     """What the validation rows held by column, to compare rows with; None if the run does not know."""
 
@@ -145,8 +148,9 @@ def export_checkpoint(
             files = _write_weights(partial, checkpoint, manifest, tables, progress)
             files |= _write_vocabularies(partial, kept, progress)
             files |= _write_guide(partial, out.name, config.model)
+            files |= _write_transforms(partial, kept)
             description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, files, seen)
-            for folder in (partial / "tables", partial / "vocab"):
+            for folder in (partial / name for name in _OWN_FOLDERS):
                 sync_folder(folder)
             _DOCUMENT.write(partial / EXPORT, description)
             partial.rename(out)
@@ -187,7 +191,7 @@ def _make(partial: Path, out: Path) -> None:
     try:
         check_real(partial)
         remove(partial)
-        for folder in (partial, partial / "tables", partial / "vocab"):
+        for folder in (partial, *(partial / name for name in _OWN_FOLDERS)):
             folder.mkdir(mode=0o700)
     except FileNotFoundError:
         raise ValueError(f"export folder {out}: there is no folder {out.parent}; make it or choose another") from None
@@ -257,10 +261,22 @@ def _write_guide(folder: Path, name: str, model: ModelSpec) -> dict[str, FileRec
         SEEN: inspect.getsource(sys.modules[Seen.__module__]),
         README: guide.format(name=name, model=model.name.upper(), version=__version__, score=model.trained_for.score),
     }
-    for own_name, text in texts.items():
-        with atomic_write(folder / own_name) as file:
+    return _write_texts(folder, texts)
+
+
+def _write_transforms(folder: Path, kept: PackedDataset) -> dict[str, FileRecord]:
+    """Writes the files of the transforms that inputs are made by; returns their sizes and checksums."""
+    made = raw_rows(kept)
+    computed = () if made is None else [transform for transform, _ in made.schema.computed.values()]
+    names = {transform.name for transform in (*computed, *(_transform(column) for column in kept.info.dense))}
+    return _write_texts(folder, {f"transforms/{name}.py": source_of(name) for name in sorted(names)})
+
+
+def _write_texts(folder: Path, texts: Mapping[str, str]) -> dict[str, FileRecord]:
+    for name, text in texts.items():
+        with atomic_write(folder / name) as file:
             file.write(text.encode())
-    return {own_name: _record(folder / own_name) for own_name in texts}
+    return {name: _record(folder / name) for name in texts}
 
 
 def network_source(model: str, objective: Objective) -> str:
@@ -300,6 +316,7 @@ def _describe(
         model={**config.model.model_dump(mode="json"), "num_dense": extra.num_dense},
         csv=None if made is None else made.schema.csv.model_dump(mode="json"),
         missing=() if made is None else made.schema.missing,
+        transforms=() if made is None else _computed(made),
         dense=tuple(_dense(column, made) for column in info.dense),
         features=tuple(_feature(kinds[name], made) for table in tables for name in table.feature_names),
         tables=tuple(_table(table, kept, made) for table in tables),
@@ -310,14 +327,29 @@ def _describe(
 
 def _dense(column: DenseColumn, made: RawRows | None) -> dict[str, Any]:
     """Returns how raw values of a column become numbers."""
-    found = {"name": column.name, **_transform(column.transform)}
-    spec = None if made is None else next(spec for spec in made.schema.dense if spec.column == column.name)
-    return found | _written(spec)
+    found = _transform(column)
+    what = {"name": column.name, "transform": found.name, **found.options, "missing": _WITHOUT_VALUE}
+    return what | _written(column.name, made)
 
 
-def _written(spec: DenseSpec | None) -> dict[str, Any]:
-    """Returns how numbers are written in text; nothing if plainly."""
-    if spec is None or is_plain(spec):
+def _computed(made: RawRows) -> tuple[dict[str, Any], ...]:
+    """Returns which columns are computed from others, and how."""
+    return tuple(
+        {
+            "into": into,
+            "transform": transform.name,
+            "options": dict(transform.options),
+            "columns": [{"name": name, **_written(name, made)} for name in columns],
+        }
+        for into, (transform, columns) in made.schema.computed.items()
+    )
+
+
+def _written(column: str, made: RawRows | None) -> dict[str, Any]:
+    """Returns how numbers of a column are written in text; nothing if plainly."""
+    specs = () if made is None else made.schema.dense
+    spec = next((spec for spec in specs if spec.column == column), DenseSpec(column=column))
+    if is_plain(spec):
         return {}
     signs = [sign for sign in (spec.unit, " ", spec.thousands) if sign is not None]
     return {
@@ -337,12 +369,9 @@ def _usual(seen: Seen | None) -> dict[str, Any] | None:
     return {"of": seen.of, "columns": {name: dict(own) for name, own in seen.usual.items()}, "ranges": ranges}
 
 
-def _transform(text: str) -> dict[str, Any]:
-    if text == "none":  # as stored in a packed dataset that was not made from raw rows
-        return {"transform": "identity", "missing": _WITHOUT_VALUE}
-    found = DenseTransform.parse(text)
-    numbers = {"mean": found.mean, "std": found.std} if found.kind == "standardize" else {}
-    return {"transform": found.kind, **numbers, "missing": _WITHOUT_VALUE}
+def _transform(column: DenseColumn) -> Transform:
+    # In a packed dataset that was not made from raw rows, it is "none".
+    return Transform("identity") if column.transform == "none" else Transform.parse(column.transform)
 
 
 def _feature(feature: Feature, made: RawRows | None) -> dict[str, Any]:
@@ -356,8 +385,7 @@ def _feature(feature: Feature, made: RawRows | None) -> dict[str, Any]:
     found |= {"keys": encoding, "separator": spec.separator, **({} if encoding == "bytes" else {"base": base})}
     if spec.buckets is None:
         return found
-    number = next((dense for dense in made.schema.dense if dense.column == feature.name), None)
-    return found | {"buckets": list(spec.buckets), **_written(number)}
+    return found | {"buckets": list(spec.buckets), **_written(feature.name, made)}
 
 
 def _table(table: TableConfig, kept: PackedDataset, made: RawRows | None) -> dict[str, Any]:

@@ -4,9 +4,9 @@
     python FOLDER/score.py ROWS.parquet                                     # prints one score per row
 
 FOLDER is what `hotrow export` wrote, and this file is its score.py: how raw values become rows and scores. model.py
-beside it is the network, and seen.py counts what the rows hold. All are meant to be read and to be taken over into
-other systems. They read export.json, the weights and the vocabularies, and nothing else, and hold whole tables and
-vocabularies in memory.
+beside it is the network, transforms/ are functions of numbers, and seen.py counts what the rows hold. All are meant to
+be read and to be taken over into other systems. They read export.json, the weights and the vocabularies, and nothing
+else, and hold whole tables and vocabularies in memory.
 
 Any value gets a score: what is no id of its column is an unknown one, and what is no number is missing.
 """
@@ -43,6 +43,10 @@ MAX_DIGITS = 20
 MAX_EXACT_FLOAT = 2**53
 
 
+ABOUT_DENSE = ("name", "transform", "missing", "written")
+"""What export.json says of a dense column besides the options of its transform."""
+
+
 class UnreadableError(ValueError):
     """A value that is not of its column's kind."""
 
@@ -68,10 +72,19 @@ class Scorer:
                 pairs = zip(columns["key"].to_pylist(), columns["row"].to_pylist(), strict=True)
                 self.vocabularies[name] = dict(pairs)
         self._counting = load_module(folder / "seen.py")
+        paths = (folder / "transforms").glob("*.py")
+        self._transforms = {path.stem: getattr(load_module(path), path.stem) for path in paths}
         self.seen: Any = None
         definition = load_module(folder / "model.py")
         self.model, self.scores = build_network(definition, self.about), definition.scores
         self.model.load_state_dict(load_file(folder / "model.safetensors"))
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the raw columns that a score is made of."""
+        made = {each["into"]: [column["name"] for column in each["columns"]] for each in self.about["transforms"]}
+        inputs = [column["name"] for column in self.about["dense"] + self.about["features"]]
+        return list(dict.fromkeys(name for each in inputs for name in made.get(each, [each])))
 
     @torch.no_grad()
     def score(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
@@ -83,8 +96,16 @@ class Scorer:
         columns = {name: [self._with_null(value) for value in values] for name, values in columns.items()}
         usual = self.about["usual"] or {"of": "val", "columns": None, "ranges": {}}
         self.seen = self._counting.Seen(usual["columns"], usual["ranges"], of=usual["of"])
-        dense = [self._dense(column, columns[column["name"]]) for column in self.about["dense"]]
-        rows = {feature["name"]: self._rows(feature, columns[feature["name"]]) for feature in self.about["features"]}
+        unreadable: dict[str, int] = {}
+        for made in self.about["transforms"]:
+            columns[made["into"]], unreadable[made["into"]] = self._computed(made, columns)
+        dense, rows = [], {}
+        for column in self.about["dense"]:
+            name = column["name"]
+            dense.append(self._dense(column, columns[name], unreadable.get(name, 0)))
+        for feature in self.about["features"]:
+            name = feature["name"]
+            rows[name] = self._rows(feature, columns[name], unreadable.get(name, 0))
         for text in self.seen.warnings().values():
             warnings.warn(text, stacklevel=2)
         num_rows = len(next(iter(rows.values()))[1]) - 1
@@ -98,24 +119,31 @@ class Scorer:
             return [self._with_null(item) for item in value]
         return None if isinstance(value, str) and value.strip(" ") in self.about.get("missing", ()) else value
 
-    def _dense(self, column: dict[str, Any], values: Sequence[Any]) -> Tensor:
-        numbers = [number_of(plain_number(column, value)) for value in values]
-        raw = np.array([math.nan if number is None else number for number in numbers], np.float32)
-        x = raw.astype(np.float64)  # rounded to float32 before and after, not between
-        if column["transform"] == "log1p_clip0":
-            x = np.log1p(np.maximum(x, 0.0))
-        elif column["transform"] == "standardize":
-            x = (x - column["mean"]) / column["std"]
-        x[np.isnan(raw)] = column["missing"]
-        dense, unreadable = x.astype(np.float32), sum(number is None for number in numbers)
-        self.seen.add_numbers(column["name"], dense, np.isnan(raw), unreadable=unreadable)
+    def _computed(self, made: dict[str, Any], columns: Mapping[str, Sequence[Any]]) -> tuple[list[float | None], int]:
+        """Returns a column that is computed from others, None where it is missing, and how many of their values could
+        not be read."""
+        read = [numbers_of(column, columns[column["name"]]) for column in made["columns"]]
+        numbers = self._transforms[made["transform"]](*(values for values, _ in read), **made["options"])
+        return [None if math.isnan(n) else n for n in numbers.tolist()], sum(count for _, count in read)
+
+    def _dense(self, column: dict[str, Any], values: Sequence[Any], unreadable: int) -> Tensor:
+        """Returns the inputs of a dense column. unreadable: how many values of what it is computed from were not
+        read."""
+        numbers, more = numbers_of(column, values)
+        # Rounded to float32 before and after the transform, not between.
+        options = {name: value for name, value in column.items() if name not in ABOUT_DENSE}
+        x = self._transforms[column["transform"]](numbers.astype(np.float32).astype(np.float64), **options)
+        missing = np.isnan(x)
+        dense = np.where(missing, column["missing"], x).astype(np.float32)
+        self.seen.add_numbers(column["name"], dense, missing, unreadable=unreadable + more)
         return torch.from_numpy(dense)
 
-    def _rows(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Returns the row numbers of a feature, and where each sample's begin."""
-        rows, missing, unreadable = [], [], 0
+    def _rows(self, feature: dict[str, Any], values: Sequence[Any], unreadable: int) -> tuple[Tensor, Tensor]:
+        """Returns the row numbers of a feature, and where each sample's begin. unreadable: as for `_dense`."""
+        rows, missing = [], []
         if feature.get("buckets") is not None:
-            values, unreadable = bucketed(feature, values)
+            values, more = bucketed(feature, values)
+            unreadable += more
         bags: list[list[Any]] = []
         for value in values:
             try:
@@ -225,6 +253,13 @@ def number_of(value: Any) -> float | None:
         return number if np.isfinite(np.float32(number)) else None
 
 
+def numbers_of(column: dict[str, Any], values: Sequence[Any]) -> tuple[Any, int]:
+    """Returns values as float64 [n], NaN if one is missing or no number, and how many are no numbers."""
+    numbers = [number_of(plain_number(column, value)) for value in values]
+    found = np.array([math.nan if number is None else number for number in numbers], np.float64)
+    return found, numbers.count(None)
+
+
 def list_of(feature: dict[str, Any], value: Any) -> list[Any]:
     """Returns the ids in one value of a list feature."""
     if is_missing(value) or (isinstance(value, str) and not value):
@@ -249,9 +284,8 @@ def json_list(text: str) -> list[Any]:
 
 def bucketed(feature: dict[str, Any], values: Sequence[Any]) -> tuple[list[int | None], int]:
     """Returns the bucket of each number, None for a missing one, and how many values are no numbers."""
-    numbers = [number_of(plain_number(feature, value)) for value in values]
-    found = [None if n is None or math.isnan(n) else bisect_right(feature["buckets"], n) for n in numbers]
-    return found, sum(number is None for number in numbers)
+    numbers, unreadable = numbers_of(feature, values)
+    return [None if math.isnan(n) else bisect_right(feature["buckets"], n) for n in numbers.tolist()], unreadable
 
 
 def single(value: Any) -> Any:

@@ -23,29 +23,24 @@ hash, each file is looked up with only its part of the vocabulary in memory, and
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from hotrow.base.door import make_folder, open_file
 from hotrow.base.files import check_name, explain_full_disk, open_private
-from hotrow.base.records import Count
 from hotrow.data.chunk import Chunk, Keys
 from hotrow.data.native import hash_keys, stores_bytes
 from hotrow.data.packed.format import Ids, Ragged
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.sources.convert import CodedKeys, column_of
-from hotrow.data.sources.schema import Schema, Transform
+from hotrow.data.sources.schema import Schema
+from hotrow.data.transforms import Transform
 
 MAX_PARTS = 128
 """The number of a part, and one more for "missing", fits in a byte."""
@@ -320,13 +315,14 @@ class Encoder(Protocol):
 class RowEncoder:
     """Turns chunks of raw rows into model inputs: what preparation does to every row, and prediction to new ones.
 
-    Each thread encodes one table at a time. Chunks must come in the source's order.
+    transforms: of the dense columns; a missing number becomes 0 after its transform, as in the reference DLRM. Each
+    thread of `executor` encodes one table at a time. Chunks must come in the source's order.
     """
 
     def __init__(
         self,
         schema: Schema,
-        transforms: Sequence[DenseTransform],
+        transforms: Sequence[Transform],
         tables: Mapping[str, Encoder],
         executor: Executor,
     ) -> None:
@@ -339,7 +335,8 @@ class RowEncoder:
         encoded = self._executor.map(lambda table: self._encode_table(table, chunk), self._schema.table_names)
         dense = np.empty_like(chunk.dense)
         for i, transform in enumerate(self._transforms):
-            dense[:, i] = transform(chunk.dense[:, i])
+            numbers = transform(chunk.dense[:, i].astype(np.float64))  # rounded to float32 once, below
+            dense[:, i] = np.where(np.isnan(numbers), 0.0, numbers)
         ids = {name: column for columns in encoded for name, column in columns.items()}
         return dense, {name: ids[name] for name in self._schema.feature_names}
 
@@ -364,143 +361,3 @@ class RowEncoder:
             rows = vocabulary.lookup(coded.entries)
             self._entry_rows[name] = (coded.entries, rows)
         return rows.take(coded.codes)
-
-
-MANTISSA_BITS = 24
-"""Bits of a float32's mantissa, the leading 1 included."""
-
-
-@dataclass(frozen=True)
-class DenseTransform:
-    """The transform of one dense column, with its statistics; `str` writes the form kept in dataset.json.
-
-        log1p_clip0      log(1 + max(x, 0)), the reference DLRM's
-        identity         x
-        standardize      (x - mean) / std, over the training rows that have a value
-
-    A missing value becomes 0 after the transform, as in the reference. Arithmetic is float64, rounded to float32 once.
-    """
-
-    kind: Transform
-    mean: float = 0.0
-    std: float = 1.0
-
-    def __str__(self) -> str:
-        """As `log1p_clip0` or `standardize(mean=1.5, std=0.25)`."""
-        return f"standardize(mean={self.mean!r}, std={self.std!r})" if self.kind == "standardize" else self.kind
-
-    @staticmethod
-    def parse(text: str) -> DenseTransform:
-        """Reads what `str` wrote. Raises ValueError for any other text."""
-        if text in ("log1p_clip0", "identity"):
-            return DenseTransform(text)  # type: ignore[arg-type]  # one of the two names of Transform just compared
-        found = re.fullmatch(r"standardize\(mean=(\S+), std=(\S+)\)", text)
-        if found is None:
-            raise ValueError(f"dense transform {text!r} is not known; prepare the data set again with this version")
-        return DenseTransform("standardize", float(found[1]), float(found[2]))
-
-    def __call__(self, raw: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Returns the transformed values [n] of raw values [n], NaN = missing."""
-        x = raw.astype(np.float64)
-        if self.kind == "log1p_clip0":
-            x = np.log1p(np.maximum(x, 0.0))
-        elif self.kind == "standardize":
-            x = (x - self.mean) / self.std
-        x[np.isnan(raw)] = 0.0
-        return x.astype(np.float32)
-
-
-class Moments:
-    """Exact mean and standard deviation of float32 numbers: order, chunks and threads cannot change a bit of them.
-
-    A float32 is m * 2^(e - 24) with a whole |m| < 2^24, so sums of m and of m^2 by exponent e are whole numbers.
-    """
-
-    def __init__(self) -> None:
-        self.num_values = 0
-        self._sums: dict[int, int] = {}
-        self._squares: dict[int, int] = {}
-
-    def add(self, values: NDArray[np.float32]) -> None:
-        """Counts the values that are not NaN."""
-        values = values[~np.isnan(values)]
-        self.num_values += len(values)
-        # Below 2^28 values, sums of 24-bit pieces stay below 2^53: exact in the float64 that bincount adds in.
-        for start in range(0, len(values), 1 << 28):
-            self._add_piece(values[start : start + (1 << 28)])
-
-    def _add_piece(self, values: NDArray[np.float32]) -> None:
-        fraction, exponent = np.frexp(values.astype(np.float64))
-        mantissa = (fraction * 2.0**MANTISSA_BITS).astype(np.int64)
-        low = int(exponent.min(initial=0))
-        bins = exponent - low
-        square = mantissa * mantissa
-        sums = np.bincount(bins, mantissa.astype(np.float64))
-        high_squares = np.bincount(bins, (square >> MANTISSA_BITS).astype(np.float64))
-        low_squares = np.bincount(bins, (square & ((1 << MANTISSA_BITS) - 1)).astype(np.float64))
-        for i in np.flatnonzero(high_squares + low_squares):
-            e = int(i) + low
-            self._sums[e] = self._sums.get(e, 0) + int(sums[i])
-            new = (int(high_squares[i]) << MANTISSA_BITS) + int(low_squares[i])
-            self._squares[e] = self._squares.get(e, 0) + new
-
-    def merge(self, other: Moments) -> None:
-        """Counts the values that `other` has counted."""
-        self.num_values += other.num_values
-        for own, more in ((self._sums, other._sums), (self._squares, other._squares)):
-            for exponent, value in more.items():
-                own[exponent] = own.get(exponent, 0) + value
-
-    def transform(self) -> DenseTransform:
-        """Returns the standardising transform; a constant column is only shifted, an absent one not at all."""
-        if self.num_values == 0:
-            return DenseTransform("standardize")
-        return DenseTransform("standardize", float(self._mean()), math.sqrt(self.variance()) or 1.0)
-
-    def _mean(self) -> Fraction:
-        return sum((s * _power(e - MANTISSA_BITS) for e, s in self._sums.items()), Fraction(0)) / self.num_values
-
-    def variance(self) -> Fraction:
-        """Returns the exact variance of all values; there must be at least one."""
-        squares = (s * _power(2 * (e - MANTISSA_BITS)) for e, s in self._squares.items())
-        return sum(squares, Fraction(0)) / self.num_values - self._mean() ** 2
-
-    def to_record(self) -> MomentsRecord:
-        """Returns the moments as a snapshot stores them; `from_record` is the inverse."""
-        sums, squares = ({str(e): str(s) for e, s in own.items()} for own in (self._sums, self._squares))
-        return MomentsRecord(self.num_values, sums, squares)
-
-    @staticmethod
-    def from_record(found: MomentsRecord) -> Moments:
-        """Returns the moments that `to_record` stored."""
-        moments = Moments()
-        moments.num_values = found.num_values
-        moments._sums = {int(e): int(s) for e, s in found.sums.items()}
-        moments._squares = {int(e): int(s) for e, s in found.squares.items()}
-        return moments
-
-
-_Exponent = Annotated[str, Field(pattern=r"^(0|-?[1-9][0-9]?|-?1[0-9][0-9])$")]
-_Whole = Annotated[str, Field(pattern=r"^-?[0-9]{1,60}$")]
-
-
-@dataclass(frozen=True)
-class MomentsRecord:
-    """`Moments` in JSON; numbers are text, because they may have more than 64 bits."""
-
-    num_values: Count
-    sums: dict[_Exponent, _Whole]
-    """Sums of the mantissas, by exponent."""
-    squares: dict[_Exponent, _Whole]
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if no numbers can have these moments."""
-        is_possible = not (self.sums or self.squares)
-        if self.num_values:
-            is_possible = Moments.from_record(self).variance() >= 0
-        if not is_possible:
-            raise ValueError("no numbers can have these sums and squares")
-
-
-def _power(exponent: int) -> Fraction:
-    return Fraction(2) ** exponent

@@ -50,8 +50,9 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.data.prepare.cells import CellCounts
-from hotrow.data.prepare.encoder import DenseTransform, EncoderPool, Moments, MomentsRecord, RowEncoder
+from hotrow.data.prepare.encoder import EncoderPool, RowEncoder
 from hotrow.data.prepare.estimate import estimate_work
+from hotrow.data.prepare.moments import Moments, MomentsRecord
 from hotrow.data.prepare.shares import (
     Interrupted,
     Piece,
@@ -80,6 +81,7 @@ from hotrow.data.sources.criteo import CriteoSource
 from hotrow.data.sources.registry import OpenedSource, check_split, rows_per_file
 from hotrow.data.sources.schema import SPLITS
 from hotrow.data.sources.synthetic import SyntheticSource
+from hotrow.data.transforms import Transform, fitted, is_fitted
 from hotrow.kernels import ops
 from hotrow.parallel.agreement import CommonError, check_same, everyone, on_every_rank, unnamed_interface
 from hotrow.parallel.heartbeat import Heartbeat
@@ -268,7 +270,7 @@ class _Counted:
     row: Count = 0
     train_rows: Count = 0
     moments: dict[str, MomentsRecord] = Field(default_factory=dict)
-    """Moments of the columns that are standardised, by column."""
+    """Moments of the columns whose transforms are fitted to training rows, by column."""
     cells: CellCounts = Field(default_factory=CellCounts)
     """Missing and odd cells of all rows."""
     done: bool = False
@@ -476,7 +478,8 @@ class _Stages:
             moments = Moments()
             for state in states:
                 moments.merge(state.moments_of(dense.column))
-            transforms.append(str(moments.transform() if dense.transform == "standardize" else dense.transform))
+            name = dense.transform
+            transforms.append(str(fitted(name, moments) if is_fitted(name) else Transform(name)))
         return tuple(transforms)
 
     def _build_tables(self, counters: CounterPool) -> dict[str, Table]:
@@ -497,8 +500,8 @@ class _Stages:
         return {name: Table(**of_ranks[i % world.size][name]) for i, name in enumerate(names)}
 
     def _count_rows(self, plan: SplitPlan, counters: CounterPool, state: _Counted) -> _Counted:
-        standardized = [i for i, d in enumerate(self._schema.dense) if d.transform == "standardize"]
-        names = [self._schema.dense_names[i] for i in standardized]
+        fitted_columns = [i for i, d in enumerate(self._schema.dense) if is_fitted(d.transform)]
+        names = [self._schema.dense_names[i] for i in fitted_columns]
         moments = [state.moments_of(name) for name in names]
         row, train_rows, start, marks = state.row, state.train_rows, state.position, list(state.marks)
         position, rows = start or Position(), dict(marks[-1].rows if marks else Mark().rows)
@@ -514,7 +517,7 @@ class _Stages:
         for piece in self._pieces(plan, start, row, self._meter("count", row), stop=self._share.stop):
             is_train = piece.codes == TRAIN
             self._count_piece(counters, piece.chunk, is_train)
-            for i, sums in zip(standardized, moments, strict=True):
+            for i, sums in zip(fitted_columns, moments, strict=True):
                 sums.add(piece.chunk.dense[is_train, i])
             cells = cells.with_chunk(piece.chunk, self._schema.dense_names)
             position, row = piece.chunk.position, piece.next_row
@@ -592,7 +595,7 @@ class _Stages:
         return PackedWriter(self._work.out, info, rows_per_part=rows_per_part, rows_per_block=rows_per_block, **others)
 
     def _row_encoder(self, info: DatasetInfo, encoders: EncoderPool, executor: Executor) -> RowEncoder:
-        transforms = [DenseTransform.parse(column.transform) for column in info.dense]
+        transforms = [Transform.parse(column.transform) for column in info.dense]
         tables = {table: encoders[table] for table in self._schema.table_names}
         return RowEncoder(self._schema, transforms, tables, executor)
 

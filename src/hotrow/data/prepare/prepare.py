@@ -30,7 +30,7 @@ from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError
 from hotrow.data.packed.format import MANIFEST, MANIFEST_CURE, Ids, Ragged
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
-from hotrow.data.prepare.encoder import DenseTransform, RowEncoder
+from hotrow.data.prepare.encoder import RowEncoder
 from hotrow.data.prepare.pipeline import Options, prepare
 from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.prepare.workfolder import check_out
@@ -42,6 +42,7 @@ from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, looks_like_criteo, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
 from hotrow.data.sources.tabular import TextReader
+from hotrow.data.transforms import Transform
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.world import World
 
@@ -143,7 +144,7 @@ class RawRows:
     schema: Schema
     encodings: dict[str, IdEncoding]
     """How raw ids are held, by feature."""
-    transforms: list[DenseTransform]
+    transforms: list[Transform]
     """Transforms of the dense columns."""
 
 
@@ -164,7 +165,7 @@ def raw_rows(dataset: PackedDataset) -> RawRows | None:
         if list(wanted) != list(found):
             raise ValueError(f"{where}: {what} are {list(found)}, by ids.schema {list(wanted)}; {MANIFEST_CURE}")
     try:
-        transforms = [DenseTransform.parse(column.transform) for column in info.dense]
+        transforms = [Transform.parse(column.transform) for column in info.dense]
     except ValueError as error:
         raise ValueError(f"{where}: dense: {error}") from None
     return RawRows(made.source, schema, made.encodings, transforms)
@@ -252,8 +253,7 @@ class RawEncoder:
             return form
         if looks_like_criteo(file.first_line()):
             return "criteo"
-        names = {*self.schema.dense_names, *self.schema.feature_names}
-        return "csv" if names <= {*TextReader([file], self.schema.csv).names} else "criteo"
+        return "csv" if {*self.schema.input_names} <= {*TextReader([file], self.schema.csv).names} else "criteo"
 
 
 def _count(seen: Seen, schema: Schema, chunk: Chunk, dense: NDArray[np.float32], ids: Mapping[str, Ids]) -> None:

@@ -25,10 +25,10 @@ from hotrow.base.records import STRICT, Count, Document
 from hotrow.data.chunk import Position
 from hotrow.data.packed.format import MANIFEST, WORK_FOLDER, Table
 from hotrow.data.prepare.cells import CellCounts
-from hotrow.data.prepare.encoder import DenseTransform
 from hotrow.data.prepare.spill import SNAPSHOT
 from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.sources.schema import SPLITS
+from hotrow.data.transforms import Transform
 
 STATE = "prepare.json"
 COUNTS = "counts"
@@ -76,7 +76,7 @@ class Results:
 
     def __post_init__(self) -> None:
         for text in self.transforms or ():
-            DenseTransform.parse(text)
+            Transform.parse(text)
         for name, table in (self.tables or {}).items():
             if table.name != name:
                 raise ValueError(f"tables.{name}.name is {table.name!r}; it must be {name!r}")

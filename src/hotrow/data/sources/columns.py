@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from hotrow.base.records import nearest
 from hotrow.data.chunk import (
     SKIP_CURE,
     Chunk,
@@ -53,7 +54,7 @@ from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
 from hotrow.data.sources.jsonlines import JsonReader, is_json_lines
 from hotrow.data.sources.lenient import lenient_keys, lenient_numbers
 from hotrow.data.sources.libsvm import LibsvmReader, tell_libsvm
-from hotrow.data.sources.schema import CsvSpec, Schema, nearest
+from hotrow.data.sources.schema import CsvSpec, Schema
 from hotrow.data.sources.tabular import (
     TEXT_SUFFIXES,
     ColumnarReader,
@@ -111,9 +112,11 @@ class ColumnsSource:
         self._is_quick = is_read and not any(character.isdigit() for text in schema.missing for character in text)
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels in ("required", "made")
+        self._computed = schema.computed
         self._columns = self._wanted_columns()
         self._reader.check_drift(self._columns)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
+        types |= dict.fromkeys(self._computed, pa.float64())
         if values == "strict" or encodings is None:
             with self._naming(0):
                 found = {c.column: default_encoding(types[c.column], c) for c in schema.categorical}
@@ -228,7 +231,7 @@ class ColumnsSource:
             absent.add(self.schema.label.column)
         if self.schema.time is not None and not self._has_time:
             absent.add(self.schema.time.column)
-        wanted = [c for c in self.schema.column_names if c not in absent or c in self._features()]
+        wanted = [c for c in self.schema.column_names if c not in absent or c in self.schema.input_names]
         if not isinstance(self._reader, TextReader | LibsvmReader):
             there = self._reader.schema.names
             for column in wanted:
@@ -238,9 +241,6 @@ class ColumnsSource:
                         f"{path}: no column {column!r}{nearest(column, there)}; columns: {', '.join(there)}"
                     )
         return tuple(wanted)
-
-    def _features(self) -> tuple[str, ...]:
-        return self.schema.dense_names + self.schema.feature_names
 
     def _make_time_reader(self) -> TimeReader:
         if self.schema.time is None or not self._has_time:
@@ -305,6 +305,7 @@ class ColumnsSource:
         stored = {name: batch.column(i) for i, name in enumerate(self._columns)}
         faults: list[Fault | None] = []
         unreadable: dict[str, int] = {}
+        of_inputs = Counter[str]()
         label = time = None
         if self._has_label:
             label, fault = to_label(self._cells(stored[self.schema.label.column]), self.schema.label)
@@ -313,19 +314,18 @@ class ColumnsSource:
             assert self.schema.time is not None
             time, fault = self._time_reader(self._cells(stored[self.schema.time.column]), self.schema.time.column)
             faults.append(fault)
+        for name, (transform, inputs) in self._computed.items():
+            read = [self._numbers(stored[column], column) for column in inputs]
+            stored[name] = pa.array(transform(*(numbers for numbers, _, _ in read)), from_pandas=True)
+            faults += [fault for _, fault, _ in read]
+            of_inputs[name] = sum(num_unreadable for _, _, num_unreadable in read)
         dense = np.empty((len(batch), len(self.schema.dense)), dtype=np.float32)
-        for i, spec in enumerate(self.schema.dense):
-            is_quick = self._is_quick and is_text(stored[spec.column].type)
-            numbers, fault = to_numbers(stored[spec.column], spec.column, spec) if is_quick else (None, None)
-            if fault is not None or numbers is None:
-                cells, fault = self._cells(stored[spec.column]), None
-                if self._values == "any":
-                    numbers, unreadable[spec.column] = lenient_numbers(cells, spec.column, spec)
-                else:
-                    numbers, fault = to_numbers(cells, spec.column, spec)
+        for i, name in enumerate(self.schema.dense_names):
+            numbers, fault, num_unreadable = self._numbers(stored[name], name)
             with np.errstate(over="ignore"):
                 dense[:, i] = numbers
             faults.append(fault)
+            unreadable[name] = of_inputs[name] + num_unreadable
         keys: dict[str, Keys | CodedKeys] = {}
         for feature in self.schema.categorical:
             name, encoding = feature.column, self.encodings[feature.column]
@@ -337,11 +337,25 @@ class ColumnsSource:
                 continue
             number = next((spec for spec in self.schema.dense if spec.column == name), None)
             if self._values == "any":
-                keys[name], unreadable[name] = lenient_keys(self._cells(stored[name]), feature, encoding, number)
+                keys[name], num_unreadable = lenient_keys(self._cells(stored[name]), feature, encoding, number)
+                unreadable[name] = of_inputs[name] + num_unreadable
             else:
                 keys[name], fault = to_keys(self._cells(stored[name]), feature, encoding, number)
             faults.append(fault)
         return (label, time, dense, KeyColumns(keys), unreadable), [f for f in faults if f is not None]
+
+    def _numbers(self, array: pa.Array, column: str) -> tuple[NDArray[np.float64], Fault | None, int]:
+        """Returns a column as numbers, what is wrong with it, and how many of its values could not be read."""
+        spec = next((spec for spec in self.schema.dense if spec.column == column), None)
+        if self._is_quick and is_text(array.type):
+            numbers, fault = to_numbers(array, column, spec)
+            if fault is None:
+                return numbers, None, 0
+        cells = self._cells(array)
+        if self._values == "any":
+            numbers, num_unreadable = lenient_numbers(cells, column, spec)
+            return numbers, None, num_unreadable
+        return *to_numbers(cells, column, spec), 0
 
     def _skipped(
         self, faults: Sequence[Fault], lines: NDArray[np.int64], file_index: int, num_rows: int

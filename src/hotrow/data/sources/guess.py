@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hotrow.base.machine import usable_cores
+from hotrow.base.records import nearest
 from hotrow.data.chunk import most_odd
 from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.convert import (
@@ -49,8 +50,6 @@ from hotrow.data.sources.schema import (
     LabelSpec,
     Schema,
     SplitKind,
-    Transform,
-    nearest,
     parse_schema,
 )
 from hotrow.data.sources.tabular import TableReader, TextReader
@@ -753,7 +752,7 @@ def _names_rows(f: ColumnFacts, kind: Kind | None, column: pa.ChunkedArray) -> b
     return f.num_rows >= MANY_ROWS and (kind is None or not kind.is_number)
 
 
-def _transform(f: ColumnFacts) -> Transform:
+def _transform(f: ColumnFacts) -> str:
     return "log1p_clip0" if f.low >= 0 and f.high > 20 * f.median else "standardize"
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.sources.evidence import CLEAR, Evidence, Floats, Tally, buckets_of, weigh
-from hotrow.data.sources.schema import Transform
 
 FEW_VALUES = 64
 """Whole numbers with no more values than this are ids: a row for each is soon learned."""
@@ -56,9 +55,7 @@ class Kind:
     buckets: tuple[float, ...] = ()
 
 
-def tell_kind(
-    numbers: Floats, positive: NDArray[np.bool_] | None, *, transform: Transform, sampled: float = 1.0
-) -> Kind:
+def tell_kind(numbers: Floats, positive: NDArray[np.bool_] | None, *, transform: str, sampled: float = 1.0) -> Kind:
     """Returns what a column is. numbers: a value per row, NaN = missing; positive: the labels, if they are known.
 
     transform: what a dense input would be made by. sampled: the share of all rows that these are.
@@ -87,7 +84,7 @@ def tell_kind(
     return _number(tally, found, sampled)
 
 
-def as_dense(tally: Tally, transform: Transform) -> Floats:
+def as_dense(tally: Tally, transform: str) -> Floats:
     """Returns the values as a dense input has them."""
     values = tally.values.astype(np.float64)
     if transform == "log1p_clip0":

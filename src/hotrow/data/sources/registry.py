@@ -50,7 +50,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hotrow.base.records import MAX_COUNT
+from hotrow.base.records import MAX_COUNT, nearest
 from hotrow.data.chunk import Source
 from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, is_paths, left_out
 from hotrow.data.sources.convert import IdEncoding
@@ -60,7 +60,7 @@ from hotrow.data.sources.histories import HistoriesSource, open_columns
 from hotrow.data.sources.inputs import find_files
 from hotrow.data.sources.libsvm import LibsvmReader, tell_libsvm
 from hotrow.data.sources.options import ReadOptions, with_read_options
-from hotrow.data.sources.schema import Schema, nearest, parse_schema
+from hotrow.data.sources.schema import Schema, parse_schema
 from hotrow.data.sources.synthetic import open_synthetic
 from hotrow.data.sources.tabular import columnar_format
 
@@ -298,6 +298,8 @@ def open_source(
             raise ValueError(f"{read.hints[0]} is a hint for guessing a schema, but a schema is given; say it there")
         if name not in OF_ANY_COLUMNS:
             raise ValueError(f"source {name} has its own schema; leave {read.hints[0]} out, or prepare the file as csv")
+    if schema is not None and schema.transforms and name == "criteo" and is_paths(data):
+        raise ValueError("transforms: source criteo reads its columns alone; name the source csv with this schema")
     if schema is not None and schema.histories is not None and name in ("criteo", "avazu", "movielens"):
         raise ValueError(f"source {name} cannot make histories; use csv, parquet, jsonl or frame with this schema")
     if name == "criteo" and is_paths(data):

@@ -7,7 +7,6 @@ by them, `prepare.py` acts on them. docs/prepare.md lists every field.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -15,12 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from hotrow.base.records import MAX_COUNT, in_words, innermost, short
+from hotrow.base.records import MAX_COUNT, in_words, innermost, nearest, short
 from hotrow.config.load import parse_yaml
+from hotrow.data.transforms import Transform
 
-Transform = Literal["log1p_clip0", "standardize", "identity"]
 IdType = Literal["int", "text"]
 FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
 SplitKind = Literal["time", "random", "reference"]
@@ -85,14 +84,22 @@ class TimeSpec(_Column):
 class DenseSpec(_Column):
     """One numeric input; a missing value becomes 0 after the transform, as in the reference DLRM."""
 
-    transform: Transform = "standardize"
-    """log1p_clip0: log(1 + max(x, 0)). standardize: (x - mean) / std of the training split. identity: x."""
+    transform: str = "standardize"
+    """log1p_clip0: log(1 + max(x, 0)). standardize: (x - mean) / std of the training split. identity: x. Or any other
+    transform of one column that needs no options."""
     decimal: Literal[".", ","] = "."
     """The sign before the decimals of numbers in text."""
     thousands: Literal[",", ".", " ", "'"] | None = None
     """The sign between groups of digits of numbers in text; None: digits are not grouped."""
     unit: str | None = Field(default=None, min_length=1, pattern=r"^[^\d\s.,+\-']+$")
     """Text before or after a number, such as "$", "EUR" or "%"; None: there is none."""
+
+    @field_validator("transform")
+    @classmethod
+    def _of_one_column(cls, name: str) -> str:
+        if Transform(name).num_columns != 1:
+            raise ValueError(f"{name} takes {Transform(name).num_columns} columns; list it under `transforms`")
+        return name
 
     @model_validator(mode="after")
     def _two_signs(self) -> DenseSpec:
@@ -136,6 +143,42 @@ class CategoricalSpec(_Column):
     @property
     def table_name(self) -> str:
         return self.column if self.table is None else self.table
+
+
+class ComputedSpec(BaseModel):
+    """A column that a transform computes from columns of numbers. Fields besides these are the transform's options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    column: str | None = None
+    """The column of numbers that the transform takes, if it takes one."""
+    columns: tuple[str, ...] = ()
+    """The columns that it takes, in its order, if it takes several."""
+    into: str
+    """Name of the column that it computes, which `dense` or `categorical` list like any other."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns that the transform takes, in its order."""
+        return self.columns if self.column is None else (self.column,)
+
+    def transform(self, name: str) -> Transform:
+        """Returns the transform `name` with these options. Raises ValueError if it does not take them."""
+        made = Transform(name, self.model_extra or {})
+        if len(self.inputs) != made.num_columns or (self.column is not None and self.columns):
+            wanted = "`column`" if made.num_columns == 1 else f"{made.num_columns} `columns`"
+            raise ValueError(f"{name}: {len(self.inputs)} columns are named, but it takes {wanted}")
+        return made
+
+
+def _known_transform(value: dict[str, ComputedSpec]) -> dict[str, ComputedSpec]:
+    if len(value) != 1:
+        raise ValueError(
+            f"{len(value)} transforms are in one entry; write each as an entry {{NAME: {{...}}}} of its own"
+        )
+    for name, spec in value.items():
+        spec.transform(name)
+    return value
 
 
 class TableSpec(_Strict):
@@ -208,6 +251,8 @@ class Schema(_Strict):
     time: TimeSpec | None = None
     dense: tuple[DenseSpec, ...] = ()
     categorical: tuple[CategoricalSpec, ...] = Field(min_length=1)
+    transforms: tuple[Annotated[dict[str, ComputedSpec], AfterValidator(_known_transform)], ...] = ()
+    """Columns that are computed from columns of numbers: a mapping from a transform's name to what it computes."""
     tables: dict[str, TableSpec] = {}
     """Options of tables by name; tables that are not listed have the defaults."""
     split: SplitSpec = SplitSpec()
@@ -235,6 +280,27 @@ class Schema(_Strict):
             raise ValueError(
                 f"tables lists {unknown[0]!r}, which no feature uses{nearest(unknown[0], self.table_names)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _computed_fit(self) -> Schema:
+        made = [spec for entry in self.transforms for spec in entry.values()]
+        stored = {self.label.column, *(() if self.time is None else (self.time.column,))}
+        for spec in made:
+            read = {column for each in made for column in each.inputs}
+            if spec.into in stored | read or [each.into for each in made].count(spec.into) > 1:
+                raise ValueError(
+                    f"transforms: into {spec.into!r} names two columns, a computed one and another; rename it"
+                )
+            if self.label.column in spec.inputs:
+                raise ValueError(
+                    f"transforms: {spec.into!r} is computed from {self.label.column!r}, which is the label: the model "
+                    "would see the answer; remove it"
+                )
+            if spec.into not in self.dense_names + self.feature_names:
+                raise ValueError(f"transforms: no input is {spec.into!r}; list it under categorical or dense")
+        if made and self.histories is not None:
+            raise ValueError("transforms: `histories` are made of stored columns alone; remove one of the two")
         return self
 
     @model_validator(mode="after")
@@ -281,10 +347,23 @@ class Schema(_Strict):
         return tuple(dict.fromkeys(c.table_name for c in self.categorical))
 
     @property
+    def computed(self) -> dict[str, tuple[Transform, tuple[str, ...]]]:
+        """By the name of each computed column: the transform, and the columns that it takes."""
+        specs = [(name, spec) for entry in self.transforms for name, spec in entry.items()]
+        return {spec.into: (spec.transform(name), spec.inputs) for name, spec in specs}
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Every column of the files that inputs are made of, once: dense, categorical, what transforms take."""
+        taken = [column for entry in self.transforms for spec in entry.values() for column in spec.inputs]
+        names = dict.fromkeys((*self.dense_names, *self.feature_names, *taken))
+        return tuple(name for name in names if name not in self.computed)
+
+    @property
     def column_names(self) -> tuple[str, ...]:
-        """Every column to read, once: label, time, dense, categorical."""
+        """Every column to read, once: label, time, inputs."""
         time = () if self.time is None else (self.time.column,)
-        return tuple(dict.fromkeys((self.label.column, *time, *self.dense_names, *self.feature_names)))
+        return tuple(dict.fromkeys((self.label.column, *time, *self.input_names)))
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -318,8 +397,10 @@ class Schema(_Strict):
         return parse_schema(value, where="options")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the schema as JSON-ready values, without `histories` if there are none; `parse_schema` reads it."""
-        return self.model_dump(mode="json", exclude={"histories"} if self.histories is None else None)
+        """Returns the schema as JSON-ready values, without `histories` and `transforms` if there are none;
+        `parse_schema` reads it."""
+        left_out = {name for name in ("histories", "transforms") if not getattr(self, name)}
+        return self.model_dump(mode="json", exclude=left_out)
 
 
 def parse_schema(value: Any, *, where: str) -> Schema:
@@ -400,6 +481,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "time": TimeSpec,
     "dense": DenseSpec,
     "categorical": CategoricalSpec,
+    "transforms": ComputedSpec,
     "tables": TableSpec,
     "split": SplitSpec,
     "histories": HistoriesSpec,
@@ -410,9 +492,3 @@ SECTIONS: dict[str, type[BaseModel]] = {
 def _fields_at(loc: Place) -> list[str]:
     model = SECTIONS[str(loc[0])] if loc else Schema
     return list(model.model_fields)
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Returns '; did you mean X?' if `known` has a similar name, else ''."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""

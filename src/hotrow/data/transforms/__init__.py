@@ -1,0 +1,142 @@
+"""Transforms: named functions of columns of numbers. Preparation, prediction and exports compute them by this code.
+
+    standardize = Transform("standardize", {"mean": 1.5, "std": 0.25})
+    standardize(np.array([2.0, np.nan]))                # [2.0, nan]: float64 [n] in and out, NaN = missing
+
+A transform is one file in this folder, and a new one needs no other change. The file has a function of its own name.
+Columns are the function's positional arguments; options are its keyword-only ones, and it raises ValueError for options
+that it does not allow. If options are found in training rows, the file also has a function `fit`. Exports copy these
+files, so they import NumPy and the standard library alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from hotrow.base.records import describe, nearest
+
+
+class Moments(Protocol):
+    """Exact moments of a column in the training rows, as `fit` gets them."""
+
+    num_values: int
+
+    def mean(self) -> Any:
+        """Returns the mean of the values; there must be at least one."""
+
+    def variance(self) -> Any:
+        """Returns the variance of the values; there must be at least one."""
+
+
+def names() -> tuple[str, ...]:
+    """Returns the names of all transforms."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A transform and its options, by which it is called; `str` writes the form that dataset.json keeps.
+
+    Raises ValueError if the name is unknown, or naming an option that is unknown, missing or not allowed.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name not in names():
+            known = ", ".join(names())
+            raise ValueError(f"there is no transform {self.name!r}{nearest(self.name, names())}; known: {known}")
+        try:
+            # JSON mode: strict about scalars, while a tuple may stand for a list.
+            options = _options_of(self.name).model_validate_json(json.dumps(dict(self.options)))
+        except ValidationError as error:
+            known = ", ".join(_options_of(self.name).model_fields) or "none"
+            raise ValueError(f"{self.name}.{describe(error)} (options: {known})") from None
+        object.__setattr__(self, "options", options.model_dump(mode="json"))
+        try:
+            self(*[np.empty(0)] * self.num_columns)
+        except ValueError as error:
+            raise ValueError(f"{self.name}.{error}") from None
+
+    def __call__(self, *columns: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns a number for each row [n], of `num_columns` columns [n]; NaN = missing."""
+        function: Callable[..., NDArray[np.float64]] = _function(self.name)
+        return function(*columns, **self.options)
+
+    @property
+    def num_columns(self) -> int:
+        """Number of columns that the transform takes."""
+        return len(_parameters(self.name, Parameter.POSITIONAL_OR_KEYWORD))
+
+    def __str__(self) -> str:
+        """As `log1p_clip0` or `standardize(mean=1.5, std=0.25)`."""
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{self.name}({options})" if options else self.name
+
+    @staticmethod
+    def parse(text: str) -> Transform:
+        """Reads what `str` wrote. Raises ValueError for any other text."""
+        try:
+            node = ast.parse(text, mode="eval").body
+            call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+            options = {str(option.arg): ast.literal_eval(option.value) for option in call.keywords}
+            if not isinstance(call.func, ast.Name) or call.args:
+                raise ValueError(f"{text!r} is not the form of a transform")
+            return Transform(call.func.id, options)
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+            reason = f"dense transform {text!r} is not known ({error})"
+            raise ValueError(f"{reason}; prepare the data set again with this version") from None
+
+
+def is_fitted(name: str) -> bool:
+    """Returns whether the options of a transform are found in training rows."""
+    return hasattr(_module(name), "fit")
+
+
+def fitted(name: str, moments: Moments) -> Transform:
+    """Returns the transform with the options that the moments of training rows give."""
+    return Transform(name, _module(name).fit(moments))
+
+
+def source_of(name: str) -> str:
+    """Returns the text of a transform's file, which exports copy."""
+    return Path(str(_module(name).__file__)).read_text("utf-8")
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def _function(name: str) -> Any:
+    return getattr(_module(name), name)
+
+
+@cache
+def _parameters(name: str, kind: Any) -> tuple[Parameter, ...]:
+    return tuple(p for p in signature(_function(name), eval_str=True).parameters.values() if p.kind == kind)
+
+
+@cache
+def _options_of(name: str) -> type[BaseModel]:
+    """Returns the options of a transform as fields, by their annotations and defaults."""
+    options = {
+        option.name: (option.annotation, ... if option.default is Parameter.empty else option.default)
+        for option in _parameters(name, Parameter.KEYWORD_ONLY)
+    }
+    strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    made: type[BaseModel] = create_model(name, __config__=strict, **options)  # type: ignore[call-overload]
+    return made
