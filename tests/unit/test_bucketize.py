@@ -1,0 +1,127 @@
+"""The transform `bucketize` against NumPy, from raw rows to a data set, to predictions and to an export."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import hotrow
+from hotrow.data.prepare.prepare import RawEncoder, run_prepare
+from hotrow.data.prepare.split import RandomPlan
+from hotrow.data.sources.schema import parse_schema
+from hotrow.data.transforms import Transform
+
+BOUNDARIES = [18, 25, 40.5]
+SCHEMA: dict[str, Any] = {
+    "label": "click",
+    "categorical": ["user", "age_bucket"],
+    "transforms": [{"bucketize": {"column": "age", "boundaries": BOUNDARIES, "into": "age_bucket"}}],
+    "split": {"kind": "random"},
+}
+
+
+def schema_with(**options: Any) -> dict[str, Any]:
+    return {**SCHEMA, "transforms": [{"bucketize": {"column": "age", "into": "age_bucket", **options}}]}
+
+
+def truth(age: list[float | None]) -> list[int | None]:
+    return [None if a is None else sum(b <= a for b in BOUNDARIES) for a in age]
+
+
+def people(num_rows: int, seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    age: list[float | None] = rng.choice([-1.0, 17.999, 18, 24, 25, 40, 40.5, 41, 1e9], num_rows).tolist()
+    age[:: 7 + seed] = [None] * len(age[:: 7 + seed])
+    buckets = np.array([-1 if b is None else b for b in truth(age)])
+    click = (rng.random(num_rows) < np.where(buckets % 2 == 0, 0.8, 0.1)).astype(int)
+    return {"click": click.tolist(), "user": rng.integers(0, 20, num_rows).tolist(), "age": age}
+
+
+def ids_of(age: list[float | None]) -> np.ndarray[Any, Any]:
+    """The rows that these ages use, from the counts of the training rows alone."""
+    codes, found = RandomPlan(0, (0.8, 0.1, 0.1)).assign(0, len(age), None), truth(age)
+    counted: dict[int | None, int] = {}
+    for bucket, code in zip(found, codes, strict=True):
+        if code == 0:
+            counted[bucket] = counted.get(bucket, 0) + 1
+    rank = {bucket: row for row, bucket in enumerate(sorted(counted, key=lambda b: -counted[b]), 1)}
+    return np.array([rank[bucket] for bucket in found])
+
+
+def test_from_raw_rows_to_an_export(tmp_path: Path) -> None:
+    rows = people(2000, 0)
+    schema = parse_schema(SCHEMA, where="test")
+    packed = run_prepare("frame", pa.table(rows), tmp_path / "packed", schema=schema)
+    codes = RandomPlan(0, (0.8, 0.1, 0.1)).assign(0, 2000, None)
+    ids = ids_of(rows["age"])
+    for code, split in enumerate(("train", "val", "test")):
+        np.testing.assert_array_equal(packed.split(split).block(0).ids[1], ids[codes == code])
+    assert packed.info.table_by_name["age_bucket"].num_embeddings == 1 + len(BOUNDARIES) + 2
+
+    text = {**rows, "age": [None if age is None else repr(age) for age in rows["age"]]}
+    (batch,) = RawEncoder(packed).batches(pa.table(text))
+    np.testing.assert_array_equal(batch.sparse.values[2000:], ids)
+
+    options = {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "batch_size": 64}
+    run = hotrow.fit(tmp_path / "packed", run=tmp_path / "run", quiet=True, epochs=3, **options)
+    new = people(300, 1)
+    scores = run.predict(pa.table(new))
+    buckets = np.array([-1 if b is None else b for b in truth(new["age"])])
+    assert scores[buckets % 2 == 0].mean() > scores[buckets % 2 == 1].mean() + 0.3
+    metrics = run.evaluate_rows(pa.table(new))
+    assert metrics["auc"] > 0.7
+
+    run.export(tmp_path / "out")
+    found = importlib.util.spec_from_file_location("exported", tmp_path / "out" / "score.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    scorer = module.Scorer(tmp_path / "out")
+    assert scorer.columns == ["user", "age"]
+    np.testing.assert_allclose(scorer.score({"user": new["user"], "age": new["age"]}), scores, rtol=0, atol=1e-5)
+
+
+def test_against_searchsorted() -> None:
+    x = np.concatenate([np.random.default_rng(0).normal(25, 20, 1000), BOUNDARIES, [np.nan, np.inf, -np.inf]])
+    found = Transform("bucketize", {"boundaries": BOUNDARIES})(x)
+    wanted = np.digitize(x, BOUNDARIES).astype(float)
+    wanted[np.isnan(x)] = np.nan
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"boundaries": [25, 18]}, ["bucketize.boundaries", "[25.0, 18.0]", "rising"]),
+        ({"boundaries": [18, 18]}, ["bucketize.boundaries", "[18.0, 18.0]", "rising"]),
+        ({"boundaries": []}, ["bucketize.boundaries", "[]", "at least one"]),
+        ({"boundaries": [18, float("nan")]}, ["bucketize.boundaries.1", "finite"]),
+        ({"boundaries": [float("inf")]}, ["bucketize.boundaries.0", "finite"]),
+        ({"boundaries": ["18"]}, ["bucketize.boundaries.0 is '18'", "a number"]),
+        ({"boundaries": 18}, ["bucketize.boundaries is '18'", "a list"]),
+        ({}, ["bucketize.boundaries", "missing"]),
+        ({"boundaries": [18], "boundary": [18]}, ["bucketize.boundary", "options: boundaries"]),
+    ],
+)
+def test_bad_boundaries_are_refused_by_field(options: dict[str, Any], fields: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:  # several parts of one message
+        parse_schema(schema_with(**options), where="s.yaml")
+    for field in ("s.yaml: transforms[0]", *fields):
+        assert field in str(caught.value)
+
+
+def test_a_wrong_name_is_refused_with_the_nearest() -> None:
+    entry = {"bucketise": {"column": "age", "into": "age_bucket", "boundaries": [18]}}
+    with pytest.raises(ValueError, match=r"transforms\[0\].*'bucketise'; did you mean 'bucketize'"):
+        parse_schema({**SCHEMA, "transforms": [entry]}, where="s.yaml")
+
+
+def test_boundaries_are_asked_for_in_place() -> None:
+    dense = [{"column": "age", "transform": "bucketize"}]
+    with pytest.raises(ValueError, match=r"dense\[0\]\.transform: bucketize\.boundaries"):
+        parse_schema({**SCHEMA, "dense": dense}, where="s.yaml")
