@@ -267,8 +267,11 @@ def _write_guide(folder: Path, name: str, model: ModelSpec) -> dict[str, FileRec
 def _write_transforms(folder: Path, kept: PackedDataset) -> dict[str, FileRecord]:
     """Writes the files of the transforms that inputs are made by; returns their sizes and checksums."""
     made = raw_rows(kept)
-    computed = () if made is None else [transform for transform, _ in made.schema.computed.values()]
-    names = {transform.name for transform in (*computed, *(_transform(column) for column in kept.info.dense))}
+    used = [_transform(column) for column in kept.info.dense]
+    if made is not None:
+        used += [transform for transform, _ in made.schema.computed.values()]
+        used += [cut for cut in (feature.cut() for feature in made.schema.categorical) if cut is not None]
+    names = {transform.name for transform in used}
     return _write_texts(folder, {f"transforms/{name}.py": source_of(name) for name in sorted(names)})
 
 

@@ -20,7 +20,6 @@ import math
 import re
 import sys
 import warnings
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -142,7 +141,8 @@ class Scorer:
         """Returns the row numbers of a feature, and where each sample's begin. unreadable: as for `_dense`."""
         rows, missing = [], []
         if feature.get("buckets") is not None:
-            values, more = bucketed(feature, values)
+            bucketize = {"transform": "bucketize", "options": {"boundaries": feature["buckets"]}, "columns": [feature]}
+            values, more = self._computed(bucketize, {feature["name"]: values})
             unreadable += more
         bags: list[list[Any]] = []
         for value in values:
@@ -280,12 +280,6 @@ def json_list(text: str) -> list[Any]:
     if not isinstance(found, list) or not all(item is None or isinstance(item, str) for item in found):
         raise UnreadableError(f"{text!r} is not a JSON array of ids")
     return found
-
-
-def bucketed(feature: dict[str, Any], values: Sequence[Any]) -> tuple[list[int | None], int]:
-    """Returns the bucket of each number, None for a missing one, and how many values are no numbers."""
-    numbers, unreadable = numbers_of(feature, values)
-    return [None if math.isnan(n) else bisect_right(feature["buckets"], n) for n in numbers.tolist()], unreadable
 
 
 def single(value: Any) -> Any:

@@ -117,9 +117,14 @@ class ColumnsSource:
         self._reader.check_drift(self._columns)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
         types |= dict.fromkeys(self._computed, pa.float64())
+        cuts = {feature.column: feature.cut() for feature in schema.categorical}
+        self._cuts = {name: cut for name, cut in cuts.items() if cut is not None}
         if values == "strict" or encodings is None:
             with self._naming(0):
-                found = {c.column: default_encoding(types[c.column], c) for c in schema.categorical}
+                found = {
+                    c.column: default_encoding(pa.float64() if c.column in self._cuts else types[c.column], c)
+                    for c in schema.categorical
+                }
         self.encodings: dict[str, IdEncoding] = dict(encodings or found)
         self._time_reader = self._make_time_reader()
 
@@ -335,12 +340,17 @@ class ColumnsSource:
             if coded is not None:
                 keys[name] = coded
                 continue
-            number = next((spec for spec in self.schema.dense if spec.column == name), None)
+            cells = self._cells(stored[name])
+            if name in self._cuts:
+                numbers, fault, num_unreadable = self._numbers(stored[name], name)
+                of_inputs[name] += num_unreadable
+                faults.append(fault)
+                cells = pa.array(self._cuts[name](numbers), from_pandas=True)
             if self._values == "any":
-                keys[name], num_unreadable = lenient_keys(self._cells(stored[name]), feature, encoding, number)
+                keys[name], num_unreadable = lenient_keys(cells, feature, encoding)
                 unreadable[name] = of_inputs[name] + num_unreadable
             else:
-                keys[name], fault = to_keys(self._cells(stored[name]), feature, encoding, number)
+                keys[name], fault = to_keys(cells, feature, encoding)
             faults.append(fault)
         return (label, time, dense, KeyColumns(keys), unreadable), [f for f in faults if f is not None]
 

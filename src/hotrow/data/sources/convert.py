@@ -331,19 +331,16 @@ def to_keys(
     array: pa.Array,
     spec: CategoricalSpec,
     encoding: IdEncoding,
-    number: DenseSpec | None = None,
     *,
     flat: FlatKeys | None = None,
 ) -> tuple[Keys, Fault | None]:
     """Returns the keys of one feature. A missing value is a missing key; a missing list is an empty one.
 
-    number: how numbers that are cut into buckets are written in text; None: plainly. flat: reads the values, without
-    lists; None: `flat_keys`. Raises ValueError if the column's shape does not fit `spec.kind`.
+    flat: reads the values, without lists; None: `flat_keys`. Raises ValueError if the column's shape does not fit
+    `spec.kind`.
     """
     source = array = plain(array)
     flat = flat or flat_keys
-    if spec.buckets is not None:
-        return _buckets_of(array, spec.column, spec.buckets, number)
     if spec.separator == JSON_LISTS and is_text(array.type):
         array, bad = json_lists(array)
         if bad.any():
@@ -386,29 +383,12 @@ def json_lists(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
     return pa.array(lists, pa.list_(pa.string())), bad
 
 
-def _buckets_of(
-    array: pa.Array, column: str, buckets: Sequence[float], number: DenseSpec | None
-) -> tuple[Keys, Fault | None]:
-    """Returns the keys of numbers in buckets; what is no number is a fault."""
-    numbers, fault = to_numbers(array, column, number)
-    return bucket_keys(numbers, buckets), fault
-
-
-def bucket_keys(numbers: NDArray[np.float64], buckets: Sequence[float]) -> Keys:
-    """Returns as the key of each number how many of `buckets` are at most it; NaN is a missing key."""
-    missing = np.isnan(numbers)
-    keys = np.searchsorted(np.array(buckets), numbers, side="right").astype(np.int64)
-    return Keys(keys, None, ~missing if missing.any() else None)
-
-
 def default_encoding(kind: pa.DataType, spec: CategoricalSpec) -> IdEncoding:
     """Returns how ids of an Arrow type are held if `spec.type` does not say so.
 
     Raises ValueError for types that cannot be ids: structs, maps, intervals.
     """
     kind = value_type(kind)
-    if spec.buckets is not None:
-        return "int"
     if spec.type == "text":
         return "bytes"
     if pa.types.is_uint64(kind):

@@ -26,7 +26,6 @@ from hotrow.data.sources.convert import (
     NUMBER,
     Fault,
     IdEncoding,
-    bucket_keys,
     flat_keys,
     is_list,
     is_text,
@@ -63,17 +62,9 @@ def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
 
 
-def lenient_keys(
-    array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding, number: DenseSpec | None = None
-) -> tuple[Keys, int]:
-    """Returns the keys of one feature, and how many values cannot be ids of it; those are `Keys.unknown`.
-
-    number: how numbers that are cut into buckets are written in text; one that cannot be read is missing.
-    """
+def lenient_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tuple[Keys, int]:
+    """Returns the keys of one feature, and how many values cannot be ids of it; those are `Keys.unknown`."""
     array = plain(array)
-    if spec.buckets is not None:
-        numbers, num_bad = lenient_numbers(array, spec.column, number)
-        return bucket_keys(numbers, spec.buckets), num_bad
     num_bad = 0
     if spec.separator == JSON_LISTS and is_text(array.type):
         array, bad = json_lists(array)  # what is no list of ids is an empty one

@@ -8,9 +8,7 @@ by them, `prepare.py` acts on them. docs/prepare.md lists every field.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -136,9 +134,15 @@ class CategoricalSpec(_Column):
             return self
         if self.kind != "one_hot" or self.type is not None:
             raise ValueError("'buckets' cut single numbers; leave out 'type' and 'kind', or 'buckets'")
-        if not all(low < high for low, high in pairwise(self.buckets)) or not all(map(math.isfinite, self.buckets)):
-            raise ValueError(f"buckets {short(list(self.buckets))} must be finite numbers that rise")
+        self.cut()
         return self
+
+    def cut(self) -> Transform | None:
+        """Returns the transform that cuts numbers into buckets, if ids are buckets."""
+        try:
+            return None if self.buckets is None else Transform("bucketize", {"boundaries": self.buckets})
+        except ValueError as error:
+            raise ValueError(f"buckets: {error}") from None
 
     @property
     def table_name(self) -> str:
