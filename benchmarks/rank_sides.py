@@ -23,7 +23,6 @@ from hotrow.costs.wire import Distinct
 from hotrow.costs.wire import Wire as TableWire
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
-from hotrow.parallel.pooled import Collective
 from hotrow.parallel.sharded import Shards
 from hotrow.parallel.shards import Shard
 from hotrow.parallel.world import Arriving, World
@@ -75,8 +74,6 @@ class Seat:
     pooled: Literal["none", "planned", "all"] = "none"
     """Tables that one rank each holds and pools: those for which hotrow's planner counts fewer bytes so, or all but
     those of which every rank has every row; hotrow only."""
-    collective: Collective = "all_to_all"
-    """How pooled vectors travel; hotrow only."""
 
 
 class Rank(Protocol):
@@ -170,7 +167,7 @@ class OurRank:
             self.shards |= pooled_shards(self.tables, setting.batches[0], work.num_ranks)
         elif seat.pooled == "all":
             self.shards = all_pooled(self.tables, self.shards, work.num_ranks)
-        memory = Shards(world=self.world, shards=self.shards, collective=seat.collective)
+        memory = Shards(world=self.world, shards=self.shards)
         emb = EmbeddingCollection(self.tables, memory=memory, seed=SEED)
         model = make_model(setting)
         sparse, dense = SGD(emb, shape.lr, nonfinite=None), dense_sgd([model], shape.lr)

@@ -13,8 +13,6 @@ table's rows on every rank; a table of which every rank has every row is not poo
 hotrow sends rows or pooled vectors, whatever its planner counts to be fewer bytes. Losses of the first steps are
 compared. torchrec shares its tables row by row or table by table, with its pipeline or
 without; all four are tried, and the fastest counts.
-`collectives_*`: the same steps of hotrow with pooled vectors in one exchange of all ranks, in one for each owner, and
-in one for each table, in turns: the three implementations of SC'20.
 `not_hidden_*`: 2 ranks in two network namespaces that a link of 10 Gbit/s joins. The same steps are taken with what
 ranks tell each other noted before, so that nothing is sent and nothing waited for; the difference, as a share of the
 step over the link, is what the network takes. It contains what the kernel's TCP takes of the processors. After a
@@ -35,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from benchmarks import bench
 from benchmarks.rank_sides import RankWork
@@ -43,7 +41,6 @@ from benchmarks.rank_worker import Group
 from benchmarks.results import end_on_signals, record
 from benchmarks.step_shapes import NUM_BATCHES, SHAPES
 from hotrow.lab.study.links import Link, LinkError
-from hotrow.parallel.pooled import Collective
 
 MOST_OVER_LEAST = 1.05
 """Bytes on the wire over the least there are, by our own promise."""
@@ -210,33 +207,6 @@ def row_of(rounds: bench.Rounds[dict[str, float]]) -> dict[str, Any]:
     return {**medians, "ratio": statistics.median(ratios), "spread": bench.spread(ratios), **rounds.counts()}
 
 
-def collectives(name: str, shape: str, *, quick: bool) -> dict[str, Any]:
-    """Returns the cell of the ways in which pooled vectors travel. Raises ValueError if a loss differs by a bit."""
-    work = RankWork(shape=shape, num_ranks=2, batch_size=128 if quick else SHAPES[shape].batch_size, small=quick)
-    with ExitStack() as stack:
-        groups = {
-            way: stack.enter_context(Group("hotrow", work, pooled="planned", collective=way))
-            for way in get_args(Collective)
-        }
-        losses = [
-            group.start().ask(do="train", first=0, steps=COMPARED_STEPS)[0]["losses"] for group in groups.values()
-        ]
-        if any(own != losses[0] for own in losses):
-            raise ValueError(f"cell {name}: losses differ, {losses}: run the law tests (make test)")
-
-        def one_round(number: int) -> dict[str, float]:
-            asked = {"do": "train", "first": number * ROUND_STEPS, "steps": ROUND_STEPS}
-            return {way: group.seconds(**asked) / ROUND_STEPS for way, group in groups.items()}
-
-        pids = [pid for group in groups.values() for pid in group.pids]
-        rounds = clean_rounds(one_round, QUICK_ROUNDS if quick else ROUNDS, pids)
-    ms = {f"{way}_ms": 1e3 * statistics.median(each[way] for each in rounds.results) for way in groups}
-    row = {"name": name, "num_ranks": 2, "batch_size": work.batch_size, **ms, **rounds.counts()}
-    told = ", ".join(f"{way.removesuffix('_ms')} {value:.1f} ms" for way, value in ms.items())
-    print(f"{name}: {told}; {bench.how_clean(row)}", file=sys.stderr, flush=True)
-    return row
-
-
 # ---- time that is not hidden
 
 
@@ -313,7 +283,6 @@ def rank_cells() -> list[Cell]:
         *(Cell(f"wire_{shape}_{n}_ranks", wire, (shape, n)) for shape in ("kaggle", "sc20-small") for n in (2, 4)),
         *(Cell(f"rows_vs_pooled_{shape}", rows_vs_pooled, (shape,)) for shape in ("kaggle", "terabyte")),
         *(Cell(f"ranks_{shape}_vs_torchrec", vs_torchrec, (shape,), torchrec) for shape in TARGETS),
-        Cell("collectives_embedding-bound", collectives, ("embedding-bound",)),
         Cell("not_hidden_sc20-small", not_hidden, ("sc20-small",)),
     ]
 

@@ -17,7 +17,6 @@ def ranks_table(cells: Sequence[Cell]) -> list[str]:
         ("over_least", wire_lines),
         ("fewer", pooled_lines),
         ("tried_ms", torchrec_lines),
-        ("all_to_all_ms", collective_lines),
         ("not_hidden", link_lines),
     ):
         if own := [cell for cell in cells if key in cell]:
@@ -96,18 +95,6 @@ def torchrec_lines(cells: Sequence[Cell]) -> list[str]:
         for cell in cells
     ]
     return [text, "", *table(heads(columns, left=(0, 1, 3)), rows)]
-
-
-def collective_lines(cells: Sequence[Cell]) -> list[str]:
-    """Ways in which pooled vectors travel."""
-    text = (
-        "Training steps of two processes with pooled vectors, which travel in one exchange of all ranks, in one for "
-        "each owner, or in one for each table. Results have the same bits."
-    )
-    ways = ("all_to_all_ms", "fused_scatter_ms", "scatter_ms")
-    rows = [[cell["name"], *(f"{cell[way]:.3g}" for way in ways), clean_rounds(cell)] for cell in cells]
-    columns = ("cell", "all to all, ms", "fused scatter, ms", "scatter, ms", "clean rounds")
-    return [text, "", *table(heads(columns, left=(0,)), rows)]
 
 
 def link_lines(cells: Sequence[Cell]) -> list[str]:

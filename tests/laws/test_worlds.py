@@ -25,7 +25,6 @@ from hotrow import EmbeddingCollection, KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops, reference, tree
 from hotrow.parallel import sharded, shared_rows
 from hotrow.parallel.exchange import WireDtype
-from hotrow.parallel.pooled import Collective
 from hotrow.parallel.sharded import Sharded, Shards
 from hotrow.parallel.shards import Shard
 from hotrow.parallel.world import World
@@ -91,8 +90,8 @@ class Case(NamedTuple):
     """How many batches are announced before they are trained."""
     first_in_dram: bool = False
     """Whether the first rank keeps its rows in DRAM while others have tiers."""
-    pooled: Collective | None = None
-    """How pooled vectors travel; None: rows of all tables do."""
+    pooled: bool = False
+    """Whether the owners of some tables send pooled vectors, not rows."""
 
 
 class Step(NamedTuple):
@@ -179,8 +178,8 @@ def memory_of(case: Case, rank: int = 1) -> hotrow.Memory | None:
 
 def train_shared(world: World, case: Case) -> dict[str, Any]:
     sharded.SMALL_BYTES = 60  # some of these sums are less, and some more
-    shards, below = shards_of(world.size, pooled=case.pooled is not None), memory_of(case, world.rank)
-    memory = Shards(world=world, shards=shards, below=below, collective=case.pooled or "all_to_all")
+    shards, below = shards_of(world.size, pooled=case.pooled), memory_of(case, world.rank)
+    memory = Shards(world=world, shards=shards, below=below)
     emb = EmbeddingCollection(TABLES, memory=memory, seed=3)
     return train(emb, case, world)
 
@@ -235,40 +234,32 @@ def test_any_number_of_ranks_has_the_bits_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "collective", "ranks"),
-    [
-        ("row_wise_adagrad", "all_to_all", (1, 2, 3, 4)),
-        ("sgd", "scatter", (3,)),
-        ("adam", "fused_scatter", (4,)),
-        ("adagrad", "all_to_all", (3,)),
-        ("ftrl", "all_to_all", (2,)),
-    ],
+    ("optimizer", "ranks"),
+    [("row_wise_adagrad", (1, 2, 3, 4)), ("sgd", (3,)), ("adam", (4,)), ("adagrad", (3,)), ("ftrl", (2,))],
 )
 @pytest.mark.filterwarnings("ignore:3 batches wait")
-def test_pooled_vectors_have_the_bits_of_one_process(
-    pool: RankPool, optimizer: str, collective: Collective, ranks: tuple[int, ...]
-) -> None:
+def test_pooled_vectors_have_the_bits_of_one_process(pool: RankPool, optimizer: str, ranks: tuple[int, ...]) -> None:
     """Also if a step looks up sequences of the same tables, of which rows travel."""
-    check(pool, Case(optimizer, 8, pooled=collective), ranks)
+    check(pool, Case(optimizer, 8, pooled=True), ranks)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "depth", "collective"),
+    ("optimizer", "depth", "pooled"),
     [
-        ("adam", 2, None),
-        ("row_wise_adagrad", 0, None),
-        ("ftrl", 3, None),
-        ("sgd", 1, None),
-        ("ftrl", 2, "all_to_all"),
-        ("sgd", 0, "scatter"),
+        ("adam", 2, False),
+        ("row_wise_adagrad", 0, False),
+        ("ftrl", 3, False),
+        ("sgd", 1, False),
+        ("ftrl", 2, True),
+        ("sgd", 0, True),
     ],
 )
 @pytest.mark.filterwarnings("ignore:3 batches wait")
 def test_shards_in_tiers_have_the_bits_of_one_process(
-    pool: RankPool, optimizer: str, depth: int, collective: Collective | None, tmp_path: Path
+    pool: RankPool, optimizer: str, depth: int, pooled: bool, tmp_path: Path
 ) -> None:
     mixed = optimizer == "ftrl"
-    for own in check(pool, Case(optimizer, 5, str(tmp_path), depth, mixed, collective), (3,))[mixed:]:
+    for own in check(pool, Case(optimizer, 5, str(tmp_path), depth, mixed, pooled), (3,))[mixed:]:
         assert own["evicted"]
         # Every forward pass is announced; sequences, of batches that were trained already, are not.
         assert (own["foreseen"], own["unannounced"], own["altered"]) == ((10, 2, 0) if depth else (0, 12, 0))

@@ -163,14 +163,12 @@ def test_the_page_says_which_promises_are_held() -> None:
     pooled = {"name": "p", "by_prefix": prefixes, **prefixes[0], "least": 5.0}
     peer = {"name": "t", "peer": "torchrec", "ratio": 2.5, "spread": [2.4, 2.6], "ours_ms": 1.0, "peer_ms": 2.5}
     peer |= {"target": 2.0, "tried_ms": {}, **rounds}
-    ways = {"name": "c", "all_to_all_ms": 1.0, "fused_scatter_ms": 2.0, "scatter_ms": 3.0, **rounds}
     link = {"name": "n", "link_bits_per_s": 9.6e9, "link_ms": 100.0, "unlimited_ms": 80.0, "without_ms": 70.0}
     link |= {"not_hidden": 0.3, "spread": [0.28, 0.31], "most": 0.2, **rounds, "clean_rounds": 1}
-    text = "\n".join(ranks_table([wire, pooled, peer, ways, link]))
+    text = "\n".join(ranks_table([wire, pooled, peer, link]))
     assert "| w | 1.1 | 1 | 1.100x | at most 1.05x: **not held** | 0.2 |" in text
     assert "| p | 0% | 1 | 6 | 6.00x | 5x: held |" in text and "| p | 10% | 1 | 4 | 4.00x |  |" in text
     assert "| t | torchrec | 2.50x (2.40-2.60) | 2.00x: held | 1 | 2.5 | 3 of 3 |" in text
-    assert "| c | 1 | 2 | 3 | 3 of 3 |" in text
     assert "30.0% (28.0%-31.0%) | at most 20%: not told | 1 of 3 (disturbed) |" in text, "of a disturbed machine"
 
 

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from hotrow.placement.base import Lease, Placement
 from hotrow.placement.slots import check_ids, spans_of
 from hotrow.tables import TableConfig
 
-Collective = Literal["all_to_all", "fused_scatter", "scatter"]
-"""How vectors and their gradients travel: in one exchange of all ranks, in one for each owner, or in one for each
-table. These are the three implementations of SC'20; all give the same bits."""
 Bundle = tuple[Feature, ...]
 """Features of one owner that it looks up together, at most one of each table."""
 _HEAD = 3
@@ -82,8 +79,8 @@ class PooledBatch:
     strides: list[int]
     out: Tensor | None
     """The lookup's output, with the columns of pooled features; None once it was taken."""
-    served: list[list[KeyedJaggedTensor]]
-    """By exchange and bundle of this rank, the bags of all ranks, by the names of their tables, with slots for ids."""
+    served: list[KeyedJaggedTensor]
+    """By bundle of this rank, the bags of all ranks, by the names of their tables, with slots for ids."""
     slots: Tensor | None = None
     """What the batch is known by: kept, so that no other tensor gets its id."""
 
@@ -102,7 +99,6 @@ class Pooled:
         shards: Sequence[Shard],
         below: Placement,
         *,
-        collective: Collective,
         wire_dtype: WireDtype,
     ) -> None:
         self.tables = frozenset(t for t, shard in enumerate(shards) if shard.exchange == "pooled")
@@ -110,7 +106,10 @@ class Pooled:
         self.features = [feature for feature in self.layout.features if feature.table in self.tables]
         self._world, self._configs, self._wire_dtype = world, tables, wire_dtype
         self._owners = [shard.owner for shard in shards]
-        self._exchanges = _exchanges(self.features, self._owners, world.size, collective)
+        self._bundles = [
+            _bundles([f for f in self.features if self._owners[f.table] == rank]) for rank in range(world.size)
+        ]
+        """By owner."""
         self._kernels: dict[tuple[str, ...], ops.Kernels] = {}
         self._batches: dict[int, PooledBatch] = {}
         """Those that are not over, by the identity of their slots."""
@@ -189,22 +188,20 @@ class Pooled:
         slots: returns by table those of the ids below; what it raises is raised on all ranks.
         """
         starts = tree.starts(sum(served.strides), self._world.micro_batches) if training else None
-        found = list[list[KeyedJaggedTensor]]()
+        found = list[KeyedJaggedTensor]()
 
-        def vectors(own: Sequence[Bundle]) -> list[Tensor]:
-            cut = served.cut(slots())
-            found.append([self._bags_below(bundle, served, cut).in_parts(starts) for bundle in own])
-            return self._vectors(own, found[-1], served.strides)
+        def vectors() -> list[Tensor]:
+            cut, own = served.cut(slots()), self._bundles[self._world.rank]
+            found[:] = [self._bags_below(bundle, served, cut).in_parts(starts) for bundle in own]
+            return self._vectors(own, found, served.strides)
 
-        rank, world = self._world.rank, self._world
-        arriving = [world.begin(partial(vectors, own[rank]), purpose="pooled") for own in self._exchanges]
+        arriving = self._world.begin(vectors, purpose="pooled")
         out = ops.empty(sparse.stride, self.layout.width)
-        for exchange, each_rank in zip(self._exchanges, arriving, strict=True):
-            for words, bundles in zip(each_rank.wait(), exchange, strict=True):
-                sizes = [sparse.stride * _width(bundle) for bundle in bundles]
-                numbers = torch.split(widen(words, sum(sizes), self._wire_dtype), sizes)
-                for bundle, each in zip(bundles, numbers, strict=True):
-                    _spread(each.view(sparse.stride, _width(bundle)), bundle, out)
+        for words, bundles in zip(arriving.wait(), self._bundles, strict=True):
+            sizes = [sparse.stride * _width(bundle) for bundle in bundles]
+            numbers = torch.split(widen(words, sum(sizes), self._wire_dtype), sizes)
+            for bundle, each in zip(bundles, numbers, strict=True):
+                _spread(each.view(sparse.stride, _width(bundle)), bundle, out)
         return PooledBatch(sparse, served.strides, out, found)
 
     def _bags_below(self, bundle: Bundle, served: Served, slots: Mapping[str, Tensor]) -> KeyedJaggedTensor:
@@ -278,32 +275,28 @@ class Pooled:
             if (batch := self._batches.get(id(sparse.values))) is not None:
                 wanted = frozenset(f.name for f in kernels.layout.features if f.table not in but)
                 waiting.append(_Waiting(batch, wanted, grad))
-        arriving = {}
-        for number, exchange in enumerate(self._exchanges):
-            if any(own.of(bundle) for own in waiting for bundles in exchange for bundle in bundles):
-                parts = partial(self._gradients_for, exchange, waiting)
-                arriving[number] = self._world.begin(parts, purpose="pooled_gradients")
+        if not any(own.of(bundle) for own in waiting for bundles in self._bundles for bundle in bundles):
+            return lambda: []
+        arriving = self._world.begin(partial(self._gradients_for, waiting), purpose="pooled_gradients")
         return partial(self._come, waiting, arriving)
 
-    def _come(self, waiting: Sequence[_Waiting], arriving: Mapping[int, Arriving]) -> ops.Lookups:
-        """Returns the gradients of some exchanges as lookups of rows below."""
+    def _come(self, waiting: Sequence[_Waiting], arriving: Arriving) -> ops.Lookups:
+        """Returns the gradients that come here as lookups of rows below: features of a table in their order, and each
+        of them in the order of the forward passes."""
+        come, bundles = arriving.wait(), self._bundles[self._world.rank]
+        parts = [(k, i, own.of(bundle)) for i, own in enumerate(waiting) for k, bundle in enumerate(bundles)]
+        parts = [part for part in parts if part[2]]
+        each = [self._numbers(words, rank, waiting, parts) for rank, words in enumerate(come)]
         found: list[tuple[int, int, tuple[ops.Kernels, KeyedJaggedTensor, Tensor]]] = []
-        for number, each_rank in arriving.items():
-            come, bundles = each_rank.wait(), self._exchanges[number][self._world.rank]
-            parts = [(k, i, own.of(bundle)) for i, own in enumerate(waiting) for k, bundle in enumerate(bundles)]
-            parts = [part for part in parts if part[2]]
-            each = [self._numbers(words, rank, waiting, parts) for rank, words in enumerate(come)]
-            for (k, i, features), *grads in zip(parts, *each, strict=True):
-                bags = waiting[i].batch.served[number][k]
-                grad = torch.cat(grads, out=ops.empty(sum(map(len, grads)), _width(features)))
-                found.append((k, i, (self._kernels_of(features), bags, grad)))
-        # Features of a table in their order, and each of them in the order of the forward passes.
+        for (k, i, features), *grads in zip(parts, *each, strict=True):
+            grad = torch.cat(grads, out=ops.empty(sum(map(len, grads)), _width(features)))
+            found.append((k, i, (self._kernels_of(features), waiting[i].batch.served[k], grad)))
         return [lookup for _, _, lookup in sorted(found, key=lambda each: each[:2])]
 
-    def _gradients_for(self, exchange: Sequence[Sequence[Bundle]], waiting: Sequence[_Waiting]) -> list[Tensor]:
+    def _gradients_for(self, waiting: Sequence[_Waiting]) -> list[Tensor]:
         """Returns by owner the gradients of vectors that came from it: by lookup, by bundle, by sample."""
         found = []
-        for bundles in exchange:
+        for bundles in self._bundles:
             parts = [(own.grad, features) for own in waiting for each in bundles if (features := own.of(each))]
             shapes = [(len(grad), _width(features)) for grad, features in parts]
             sizes = [num_samples * width for num_samples, width in shapes]
@@ -362,22 +355,6 @@ def _cut(sparse: KeyedJaggedTensor, spans: Sequence[slice]) -> tuple[Tensor, Ten
     values = torch.cat([sparse.values[:0], *(sparse.values[span] for span in spans)])
     weights = sparse.weights
     return values, None if weights is None else torch.cat([weights[:0], *(weights[span] for span in spans)])
-
-
-def _exchanges(
-    features: Sequence[Feature], owners: Sequence[int], num_ranks: int, collective: Collective
-) -> list[list[list[Bundle]]]:
-    """Returns what travels: by exchange and owner, bundles of features."""
-    cuts: dict[Collective, Callable[[Feature], int]] = {
-        "all_to_all": lambda feature: 0,
-        "fused_scatter": lambda feature: owners[feature.table],
-        "scatter": lambda feature: feature.table,
-    }
-    cut = cuts[collective]
-    return [
-        [_bundles([f for f in features if cut(f) == number and owners[f.table] == rank]) for rank in range(num_ranks)]
-        for number in sorted({cut(feature) for feature in features})
-    ]
 
 
 def _bundles(features: Sequence[Feature]) -> list[Bundle]:

@@ -30,7 +30,7 @@ from hotrow.parallel.agreement import everyone, namespace_id
 from hotrow.parallel.alone import Alone
 from hotrow.parallel.buffers import Buffers, ShardLease
 from hotrow.parallel.exchange import WIRE_TYPES, Chosen, Keys, WireDtype, pack, recast, unpack
-from hotrow.parallel.pooled import Collective, Pooled, Served, only
+from hotrow.parallel.pooled import Pooled, Served, only
 from hotrow.parallel.shards import Division, Numbers, Shard
 from hotrow.parallel.shared_rows import SharedChanges, SharedRows
 from hotrow.parallel.world import Arriving, World
@@ -52,8 +52,7 @@ class Shards:
 
     shards: by table; a table that is not named is dealt out row by row. below: where each rank keeps its own rows, None
     (DRAM) or `Memory`, whose bytes are a rank's; it pins rows of whole tables. wire_dtype: in which rows, vectors and
-    sums of gradients travel; all but fp32 round them, so that results depend on the number of ranks. collective: how
-    vectors of "pooled" tables travel, which changes no result.
+    sums of gradients travel; all but fp32 round them, so that results depend on the number of ranks.
     Raises ValueError for tables that are not there, for shards that cannot be, and for memory on a device.
     """
 
@@ -61,7 +60,6 @@ class Shards:
     shards: Mapping[str, Shard] = field(default_factory=dict)
     below: AnyMemory = None
     wire_dtype: WireDtype = "fp32"
-    collective: Collective = "all_to_all"
 
     def place(self, tables: Sequence[TableConfig], *, seed: int) -> Placement:
         if isinstance(self.below, DeviceMemory):
@@ -79,9 +77,7 @@ class Shards:
             below = replace(below, pins=_own_pins(below.pins, tables, shards, self.world))
         local = [_local_table(*each, self.world) for each in zip(tables, shards, strict=True)]
         placed = place(local, below, seed=seed)
-        return Sharded(
-            self.world, tables, shards, placed, seed=seed, wire_dtype=self.wire_dtype, collective=self.collective
-        )
+        return Sharded(self.world, tables, shards, placed, seed=seed, wire_dtype=self.wire_dtype)
 
 
 def shard(
@@ -195,7 +191,6 @@ class Sharded(Placement):
         *,
         seed: int,
         wire_dtype: WireDtype = "fp32",
-        collective: Collective = "all_to_all",
     ) -> None:
         self.world, self.tables, self.shards = world, tuple(tables), tuple(shards)
         self.below: Placement = below
@@ -212,7 +207,7 @@ class Sharded(Placement):
         self._shares = Division(shards, world.size).shares(world.rank)
         self._num_rows = [table.num_embeddings for table in tables]
         self._keys = Keys(self._num_rows, [table.embedding_dim for table in tables], wire_dtype)
-        self._pooled = Pooled(world, tables, shards, below, collective=collective, wire_dtype=wire_dtype)
+        self._pooled = Pooled(world, tables, shards, below, wire_dtype=wire_dtype)
         each = list(zip(tables, shards, strict=True))
         self._rows_travel = any(s.exchange == "rows" and s.prefix < table.num_embeddings for table, s in each)
         """Whether some table has rows that ranks ask each other for in lookups of bags."""
