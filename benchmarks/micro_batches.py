@@ -16,7 +16,7 @@ from benchmarks.step_peers import dense_sgd, make_model
 from benchmarks.step_shapes import SHAPES, Setting, StepShape, make_setting
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import RowWiseAdagrad
-from hotrow.parallel.world import World
+from hotrow.parallel.ranks import Ranks
 from hotrow.run.build import Parts
 from hotrow.run.meters import StepClock
 from hotrow.run.schedule import Schedule
@@ -41,8 +41,8 @@ class TrainStep:
         ]
         emb, model = EmbeddingCollection(tables, seed=1), make_model(setting)
         rows = RowWiseAdagrad(emb, shape.lr, eps=bench.EPS, nonfinite=None)
-        world = World(micro_batches=micro_batches)
-        self.parts = Parts(emb, model, dense_sgd([model], shape.lr), rows, Schedule([]), world=world)
+        ranks = Ranks(micro_batches=micro_batches)
+        self.parts = Parts(emb, model, dense_sgd([model], shape.lr), rows, Schedule([]), ranks=ranks)
         self.batches, self.clock = setting.batches, StepClock()
 
     def prepare(self, batch: int) -> None:

@@ -20,7 +20,7 @@ from benchmarks.dense_cells import interact_in_torch
 from benchmarks.rank_sides import SEED, RankWork, Seat, owners, part_of, tables_of
 from benchmarks.step_peers import Parts, dense_sgd, make_model, plain_mlp
 from benchmarks.step_shapes import Setting, StepShape, make_setting
-from hotrow.parallel.world import World
+from hotrow.parallel.ranks import Ranks
 from hotrow.placement.base import InitialRows
 
 
@@ -58,7 +58,7 @@ class TorchrecRank:
 
     def __init__(self, work: RankWork, seat: Seat) -> None:
         setting = make_setting(work.sized())
-        shape, world = setting.shape, World(seat.rank, work.num_ranks, work.num_ranks)
+        shape, ranks = setting.shape, Ranks(seat.rank, work.num_ranks, work.num_ranks)
         with redirect_stdout(sys.stderr):
             parallel = importlib.import_module("torchrec.distributed.model_parallel")
             pipelines = importlib.import_module("torchrec.distributed.train_pipeline")
@@ -68,7 +68,7 @@ class TorchrecRank:
         self.net = parallel.DistributedModelParallel(_Net(tables, layers), device=device, plan=plan)
         self._copy_rows(shape)
         self.dense = dense_sgd([layers], shape.lr)
-        self.inputs = _inputs(setting, world)
+        self.inputs = _inputs(setting, ranks)
         self.pipeline = pipelines.TrainPipelineSparseDist(self.net, self.dense, device) if seat.ahead else None
         self.endless: Iterator[Any] = cycle(self.inputs)
 
@@ -121,7 +121,7 @@ def _sharded(shape: StepShape, sharding: str, num_ranks: int) -> tuple[nn.Module
     return tables, types.ShardingPlan({"tables": plan})
 
 
-def _inputs(setting: Setting, world: World) -> Sequence[Any]:
+def _inputs(setting: Setting, ranks: Ranks) -> Sequence[Any]:
     """Returns this rank's part of each batch as torchrec takes it."""
     torchrec, streamable = importlib.import_module("torchrec"), importlib.import_module("torchrec.streamable")
 
@@ -139,7 +139,7 @@ def _inputs(setting: Setting, world: World) -> Sequence[Any]:
 
     names = [*setting.batches[0].sparse.keys]
     found = []
-    for own in (part_of(batch, world) for batch in setting.batches):
+    for own in (part_of(batch, ranks) for batch in setting.batches):
         lengths = torch.full((len(names) * len(own),), setting.shape.lookups, dtype=torch.int32)
         found.append(
             Inputs(own.dense, torchrec.KeyedJaggedTensor(names, own.sparse.values, lengths=lengths), own.label)

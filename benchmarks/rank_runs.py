@@ -96,12 +96,12 @@ def _train(rank: int, size: int, port: int, given: Mapping[str, Any]) -> None:
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     environ = {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
     os.environ.update(environ)
-    with joined(environ) as world:
+    with joined(environ) as comm:
         if (Path(given["run"]) / CONFIG).is_file():
             changes = [f"{name}={json.dumps(given[name])}" for name in ("memory", "parallel") if name in given]
-            runs.resume(given["run"], changes, quiet=True, world=world)
+            runs.resume(given["run"], changes, quiet=True, comm=comm)
         else:
-            runs.train(make_config(dict(given)), quiet=True, world=world)
+            runs.train(make_config(dict(given)), quiet=True, comm=comm)
 
 
 def serve_whole_ends() -> None:

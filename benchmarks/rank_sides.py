@@ -23,15 +23,16 @@ from hotrow.costs.wire import Distinct
 from hotrow.costs.wire import Wire as TableWire
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
+from hotrow.parallel.communicator import Arriving, Communicator, Messages
+from hotrow.parallel.gloo import Gloo
+from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import Shards
 from hotrow.parallel.shards import Shard
-from hotrow.parallel.world import Arriving, World
-from hotrow.parallel.world import Parts as Messages
 from hotrow.run.build import Parts
 from hotrow.run.meters import StepClock
 from hotrow.run.micro import cut
 from hotrow.run.schedule import Schedule
-from hotrow.run.together import Ranks
+from hotrow.run.together import DenseExchange
 from hotrow.run.trainer import train_step
 from hotrow.setup.shards import pooled_owners
 from hotrow.tables import TableConfig
@@ -83,9 +84,9 @@ class Rank(Protocol):
         """Trains on this rank's part of a global batch; returns the loss of the whole batch, or of the part."""
 
 
-def part_of(batch: Batch, world: World) -> Batch:
+def part_of(batch: Batch, ranks: Ranks) -> Batch:
     """Returns the samples of a global batch that a rank trains."""
-    first, end = world.samples(len(batch))
+    first, end = ranks.samples(len(batch))
     return Batch(batch.dense[first:end], batch.sparse.samples(first, end), batch.label[first:end], len(batch))
 
 
@@ -108,8 +109,8 @@ def owners(num_tables: int, num_ranks: int) -> list[int]:
 
 
 @dataclass
-class Wire(World):
-    """A world whose exchanges can be heard again without the wire.
+class Wire(Communicator):
+    """A communicator whose exchanges can be heard again without the wire.
 
     replay: answer exchanges with what `heard` noted of the same batch; messages are made all the same, and dropped.
     """
@@ -133,18 +134,18 @@ class Wire(World):
         self.batch = self._answers = None
 
     def begin(self, parts: Messages, **options: Any) -> Arriving:
-        """See World."""
+        """See Communicator."""
         if self._answers is not None:
             if callable(parts):
                 parts()
-            return Arriving(self, next(self._answers))
+            return Arriving(self.counts, next(self._answers))
         arriving = super().begin(parts, **options)
         if self.batch is not None:
             self.heard[self.batch].append([part.clone() for part in arriving.wait()])
         return arriving
 
     def tell(self, number: int, *, purpose: str) -> list[int]:
-        """See World."""
+        """See Communicator."""
         if self._answers is not None:
             answer: list[int] = next(self._answers)
             return answer
@@ -160,21 +161,22 @@ class OurRank:
     def __init__(self, work: RankWork, seat: Seat) -> None:
         setting = make_setting(work.sized())
         shape = self.shape = setting.shape
-        self.world = Wire(seat.rank, work.num_ranks, work.num_ranks)
+        self.comm = Wire(Ranks(seat.rank, work.num_ranks, work.num_ranks), Gloo())
         self.tables = tables_of(shape)
         self.shards = shards_of(self.tables, seat, work.num_ranks)
         if seat.pooled == "planned":
             self.shards |= pooled_shards(self.tables, setting.batches[0], work.num_ranks)
         elif seat.pooled == "all":
             self.shards = all_pooled(self.tables, self.shards, work.num_ranks)
-        memory = Shards(world=self.world, shards=self.shards)
+        memory = Shards(comm=self.comm, shards=self.shards)
         emb = EmbeddingCollection(self.tables, memory=memory, seed=SEED)
         model = make_model(setting)
         sparse, dense = SGD(emb, shape.lr, nonfinite=None), dense_sgd([model], shape.lr)
         self.num_weights = sum(weight.numel() for weight in model.parameters())
-        ranks = Ranks(self.world, lambda: None, length=self.num_weights)
-        self.parts = Parts(emb, model, dense, sparse, Schedule([dense, sparse]), world=self.world, ranks=ranks)
-        self.batches = [part_of(batch, self.world) for batch in setting.batches]
+        exchange = DenseExchange(self.comm, lambda: None, length=self.num_weights)
+        ranks = self.comm.ranks
+        self.parts = Parts(emb, model, dense, sparse, Schedule([dense, sparse]), ranks=ranks, exchange=exchange)
+        self.batches = [part_of(batch, ranks) for batch in setting.batches]
         self.clock = StepClock()
 
     def train(self, batch: int) -> float:
@@ -183,7 +185,7 @@ class OurRank:
 
     def look_up_and_update(self, batch: int) -> None:
         """Does the tables' part of a step alone: each looked up vector is its own gradient, times 1e-6."""
-        own = cut(self.batches[batch % len(self.batches)], self.world)
+        own = cut(self.batches[batch % len(self.batches)], self.comm.ranks)
         pooled = self.parts.embedding(own.sparse)
         pooled.backward(pooled.detach() * 1e-6)
         self.parts.sparse_optimizer.step()
@@ -191,10 +193,10 @@ class OurRank:
     def least_bytes(self, batch: int) -> int:
         """Returns what this rank must receive or send at least in a step on `batch`: every distinct row that it lacks
         down, a gradient up for each, and its share of the dense gradients, 2 (R - 1) / R of their bytes."""
-        world = self.world
-        lacking = num_lacking(self.batches[batch % len(self.batches)], self.shards, world.rank, world.size)
+        ranks = self.comm.ranks
+        lacking = num_lacking(self.batches[batch % len(self.batches)], self.shards, ranks.rank, ranks.size)
         rows_bytes = lacking * (4 + 4) * self.shape.embedding_dim
-        return rows_bytes + 2 * (world.size - 1) * 4 * self.num_weights // world.size
+        return rows_bytes + 2 * (ranks.size - 1) * 4 * self.num_weights // ranks.size
 
 
 def shards_of(tables: Sequence[TableConfig], seat: Seat, num_ranks: int) -> dict[str, Shard]:
@@ -220,7 +222,7 @@ def all_pooled(tables: Sequence[TableConfig], shards: Mapping[str, Shard], num_r
 
 def pooled_shards(tables: Sequence[TableConfig], batch: Batch, num_ranks: int) -> dict[str, Shard]:
     """Returns the tables that one rank each should hold and pool, as hotrow's planner has it for steps like `batch`."""
-    parts = [part_of(batch, World(rank, num_ranks, num_ranks)).sparse for rank in range(num_ranks)]
+    parts = [part_of(batch, Ranks(rank, num_ranks, num_ranks)).sparse for rank in range(num_ranks)]
 
     def wire(table: TableConfig) -> TableWire:
         ids = [part.bags(table.name)[0].numpy() for part in parts]

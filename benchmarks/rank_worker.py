@@ -109,20 +109,20 @@ class RankServer:
         """Notes what the exchanges of one step on each of the first batches return."""
         losses = []
         for batch in range(batches):
-            self.rank.world.listen(batch)
+            self.rank.comm.listen(batch)
             losses.append(self.rank.train(batch))
-            self.rank.world.live()
+            self.rank.comm.live()
         return {"losses": losses}
 
     def replay(self, *, batches: int, steps: int) -> dict[str, Any]:
         """Trains on the first batches, over and over, with the answers that were noted in place of the wire."""
         losses, seconds = [], 0.0
         for step in range(steps):
-            self.rank.world.replay(step % batches)
+            self.rank.comm.replay(step % batches)
             start = time.perf_counter()
             losses.append(self.rank.train(step % batches))
             seconds += time.perf_counter() - start
-            self.rank.world.live()
+            self.rank.comm.live()
         return {"seconds": seconds, "losses": losses}
 
     def count(self, *, first: int, steps: int, tables_only: bool) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class RankServer:
         """
         rank: OurRank = self.rank
         step: Any = rank.look_up_and_update if tables_only else rank.train
-        rank.world.sent_bytes.clear()
+        rank.comm.counts.sent_bytes.clear()
         time.sleep(SETTLE_S)
         idle = sent_bytes()
         time.sleep(SETTLE_S)
@@ -143,7 +143,7 @@ class RankServer:
         return {
             "idle_bytes": before - idle,
             "sent_bytes": sent_bytes() - before,
-            "counted_bytes": dict(rank.world.sent_bytes),
+            "counted_bytes": dict(rank.comm.counts.sent_bytes),
             "least_bytes": sum(rank.least_bytes(batch) for batch in range(first, first + steps)),
         }
 

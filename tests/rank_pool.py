@@ -1,7 +1,7 @@
-"""Processes that are the ranks of a world, for tests: made once for a file, joined by gloo, given functions to run.
+"""Processes that are ranks, for tests: made once for a file, joined by gloo, given functions to run.
 
     with RankPool(4) as pool:
-        results = pool.run(function, argument, num_ranks=3, micro_batches=5)  # function(world, argument) on three
+        results = pool.run(function, argument, num_ranks=3, micro_batches=5)  # function(comm, argument) on three
 
 A rank that raises sends the text, and the test fails with it; one that hangs ends the test after `timeout_s`. One that
 crashes prints where. They are forked from the server of benchmarks.rank_runs, which has imported torch for all.
@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rank_runs import CONTEXT
-from hotrow.parallel.world import World
+from hotrow.parallel.gloo import communicator
 
 _OK, _FAILED = "ok", "failed"
 
 
 class RankPool:
-    """`num_ranks` processes; the first R of them are the ranks of a world of R."""
+    """`num_ranks` processes; the first R of them can be ranks of a run."""
 
     def __init__(self, num_ranks: int, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
@@ -49,7 +49,7 @@ class RankPool:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any, num_ranks: int, micro_batches: int) -> list[Any]:
-        """Returns what `function(world, *arguments)` returns on each of the first `num_ranks` ranks."""
+        """Returns what `function(comm, *arguments)` returns on each of the first `num_ranks` ranks."""
         for pipe in self._pipes[:num_ranks]:
             pipe.send((function, arguments, num_ranks, micro_batches))
         answers = []
@@ -87,6 +87,6 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, meeting: str) -> None:
     while True:
         function, arguments, own_ranks, micro_batches = pipe.recv()
         try:
-            pipe.send((_OK, function(World.of(groups[own_ranks], micro_batches), *arguments)))
+            pipe.send((_OK, function(communicator(groups[own_ranks], micro_batches), *arguments)))
         except BaseException:
             pipe.send((_FAILED, traceback.format_exc()))

@@ -17,12 +17,12 @@ def train(given: dict[str, Any]) -> None:
     from hotrow.parallel.launch import joined
     from hotrow.run import runs
 
-    with joined() as world:
-        begun = everyone(world, (Path(given["run"]) / "config.yaml").is_file())
+    with joined() as comm:
+        begun = everyone(comm, (Path(given["run"]) / "config.yaml").is_file())
         if begun[0]:  # what the first worker sees
-            runs.resume(given["run"], world=world)
+            runs.resume(given["run"], comm=comm)
         else:
-            runs.train(load_config(given["config"], [f"run={given['run']}"]), world=world)
+            runs.train(load_config(given["config"], [f"run={given['run']}"]), comm=comm)
 
 
 def main(config: str, run: str, num_workers: int) -> None:

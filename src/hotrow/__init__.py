@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hotrow.data.packed.reader import PackedDataset
     from hotrow.embedding import EmbeddingCollection
     from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16, clip_grad_norm_
-    from hotrow.parallel.sharded import shard
+    from hotrow.parallel.launch import shard
     from hotrow.parallel.shards import Shard
     from hotrow.placement.budget import DeviceMemory, Memory
     from hotrow.placement.lookahead import lookahead
@@ -63,7 +63,7 @@ _HOMES = {
     "hotrow.data.packed.loader": ("Loader",),
     "hotrow.data.packed.reader": ("PackedDataset",),
     "hotrow.embedding": ("EmbeddingCollection",),
-    "hotrow.parallel.sharded": ("shard",),
+    "hotrow.parallel.launch": ("shard",),
     "hotrow.parallel.shards": ("Shard",),
     "hotrow.placement.budget": ("DeviceMemory", "Memory"),
     "hotrow.placement.lookahead": ("lookahead",),

@@ -52,8 +52,8 @@ from hotrow.models.layers import Network
 from hotrow.models.spec import SampleError
 from hotrow.objectives.objective import Objective
 from hotrow.parallel.agreement import on_every_rank
+from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.launch import joined
-from hotrow.parallel.world import World
 from hotrow.report.page import NAME as REPORT
 from hotrow.run.build import build_network, look_up, read_model
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
@@ -426,15 +426,15 @@ def fit(
     schema, changed = _schema(schema, read), _split_options(split)
     check_options(**changed)
     name = f"{_name_of(data)}-{model}"
-    with joined() as world:
-        on_every_rank(world, lambda: check_free(run))
+    with joined() as comm:
+        on_every_rank(comm, lambda: check_free(run))
         if packed:
-            dataset = on_every_rank(world, lambda: PackedDataset.open(data))
-            folder = make_folder(world, lambda: RunFolder.create(run, name=name))
-            return _train_on(dataset, folder, recipe, changes, quiet=quiet, world=world)
-        if world.size > 1:
+            dataset = on_every_rank(comm, lambda: PackedDataset.open(data))
+            folder = make_folder(comm, lambda: RunFolder.create(run, name=name))
+            return _train_on(dataset, folder, recipe, changes, quiet=quiet, comm=comm)
+        if comm.size > 1:
             raise ValueError(
-                f"{world.size} processes are to train together, which take a packed dataset: prepare {_name_of(data)} "
+                f"{comm.size} processes are to train together, which take a packed dataset: prepare {_name_of(data)} "
                 "before, on one process (hotrow prepare), and pass its folder as data"
             )
     data = _table_of(data, strict=True)
@@ -456,9 +456,9 @@ def _train_on(
     changes: list[str],
     *,
     quiet: bool,
-    world: World | None = None,
+    comm: Communicator | None = None,
 ) -> Run:
-    quiet = quiet or (world is not None and world.rank > 0)
+    quiet = quiet or (comm is not None and comm.rank > 0)
     with folder:
         raw = {**(recipe or {}), "data": str(dataset.path), "run": str(folder.path)}
         if recipe is None:
@@ -477,7 +477,7 @@ def _train_on(
                 )
         else:
             config = make_config(apply_overrides(raw, changes), origin="fit")
-    return Run(train(config, folder=folder, quiet=quiet, world=world).path)
+    return Run(train(config, folder=folder, quiet=quiet, comm=comm).path)
 
 
 def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> PackedDataset:

@@ -21,7 +21,7 @@ from expanded import expanded
 from golden.make import BASE, DCN, TBSM, write_dataset
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.costs.hardware import this_host
-from hotrow.parallel.world import World
+from hotrow.parallel.communicator import Communicator
 from hotrow.run import runs
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
@@ -73,9 +73,9 @@ def config_of(folder: Path, name: str) -> dict[str, Any]:
     return made | {"data": str(folder / made["data"])}
 
 
-def trained(world: World, raw: dict[str, Any]) -> None:
-    """Trains a recipe on one rank of `world`."""
-    runs.train(make_config(raw), quiet=True, world=world)
+def trained(comm: Communicator, raw: dict[str, Any]) -> None:
+    """Trains a recipe on one rank."""
+    runs.train(make_config(raw), quiet=True, comm=comm)
 
 
 def learned(folder: Path, name: str, ranks: RankPool) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def learned(folder: Path, name: str, ranks: RankPool) -> dict[str, Any]:
     if name.startswith(f"{RANKS} ranks"):
         ranks.run(trained, raw, num_ranks=RANKS, micro_batches=RANKS)
     else:
-        trained(World(), raw)
+        trained(Communicator(), raw)
     run = RunFolder.open(Path(raw["run"]))
     steps = list_checkpoints(run.checkpoints)
     tables = hashlib.sha256()

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hotrow.kernels import tree
+from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.dense import PURPOSE, Sums, Told, sum_over_ranks
-from hotrow.parallel.world import World
 from rank_pool import RankPool
 
 
@@ -49,11 +49,11 @@ def found_of(told: Told) -> Found:
     return Found(Sums(told.gradient().clone(), told.loss), told.found, told.stop, told.finite)
 
 
-def summed(world: World, num_samples: int, length: int) -> tuple[Found, int]:
-    first, last = world.held
-    nodes = tree.sums(parts_of(num_samples, world.micro_batches, length)[first:last], first, last, add)
-    told = found_of(sum_over_ranks(world, nodes, length=length))
-    return told, world.sent_bytes.get(PURPOSE, 0)
+def summed(comm: Communicator, num_samples: int, length: int) -> tuple[Found, int]:
+    first, last = comm.ranks.held
+    nodes = tree.sums(parts_of(num_samples, comm.ranks.micro_batches, length)[first:last], first, last, add)
+    told = found_of(sum_over_ranks(comm, nodes, length=length))
+    return told, comm.counts.sent_bytes.get(PURPOSE, 0)
 
 
 def total_of(num_samples: int, micro_batches: int, length: int) -> Sums:
@@ -99,10 +99,10 @@ def test_bytes_of_ranges_that_are_not_subtrees(pool: RankPool) -> None:
     assert nodes == [1, 2, 2] and (sent >= wanted).all() and (sent <= 1.01 * wanted).all()
 
 
-def heard(world: World, found: list[str], stop: list[int]) -> tuple[str, int]:
-    first, _ = world.held
+def heard(comm: Communicator, found: list[str], stop: list[int]) -> tuple[str, int]:
+    first, _ = comm.ranks.held
     nodes = {(first, 1): Sums(torch.ones(5), torch.ones(()))}
-    told = found_of(sum_over_ranks(world, nodes, length=5, found=found[world.rank], stop=stop[world.rank]))
+    told = found_of(sum_over_ranks(comm, nodes, length=5, found=found[comm.rank], stop=stop[comm.rank]))
     return told.found, told.stop
 
 
@@ -112,13 +112,13 @@ def test_all_ranks_hear_what_one_found_and_who_stops(pool: RankPool) -> None:
     assert told == [(f"rank 1: {text}", 15)] * 3
 
 
-def overflowed(world: World, place: int) -> tuple[Found, list[int], list[int]]:
+def overflowed(comm: Communicator, place: int) -> tuple[Found, list[int], list[int]]:
     """Every rank's gradient is finite, their sum at `place` is not; meanwhile the ranks exchange something else."""
     gradient = torch.ones(9)
     gradient[place] = 3e38
-    told = sum_over_ranks(world, {(world.rank, 1): Sums(gradient, torch.ones(()))}, length=9)
-    between = [own.tolist() for own in world.gather(torch.tensor([world.rank]), purpose="other")]
-    return found_of(told), [*chain(*between)], world.tell(7 + world.rank, purpose="other")
+    told = sum_over_ranks(comm, {(comm.rank, 1): Sums(gradient, torch.ones(()))}, length=9)
+    between = [own.tolist() for own in comm.gather(torch.tensor([comm.rank]), purpose="other")]
+    return found_of(told), [*chain(*between)], comm.tell(7 + comm.rank, purpose="other")
 
 
 @pytest.mark.parametrize("place", [0, 4, 8])

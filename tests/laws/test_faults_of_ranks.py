@@ -1,6 +1,6 @@
 """A rank that dies, stops, fails or differs is named on every other rank, and all processes end; nothing hangs.
 
-Every case is a world of three gloo processes, forked from a server that has imported torch.
+Every case is a run of three gloo processes, forked from a server that has imported torch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from benchmarks.rank_runs import CONTEXT
 from hotrow import EmbeddingCollection, Memory, TableConfig
 from hotrow.config.load import make_config
 from hotrow.kernels import ops
-from hotrow.parallel import agreement, group, heartbeat
+from hotrow.parallel import gloo, heartbeat
 from hotrow.parallel.agreement import StillSame, check_same, everyone, facts_of, on_every_rank
-from hotrow.parallel.group import explaining_no_group, fresh
+from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.gloo import Gloo, explaining_no_group, fresh
 from hotrow.parallel.heartbeat import LIMIT_S, LOST, START_S, Heartbeat
+from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import Shards
-from hotrow.parallel.world import World
 from hotrow.run import checkpoint
 
 RANKS = 3
@@ -44,10 +45,10 @@ HANG_S = 8.0
 """The promise is 5 s. On a busy machine the test only tells a slow end from none."""
 
 
-class Ranks:
-    """The processes of one world; each runs `scenario(world, folder)` with its standard error in a file."""
+class Run:
+    """The processes of one run; each runs `scenario(comm, folder)` with its standard error in a file."""
 
-    def __init__(self, folder: Path, scenario: Callable[[World, Path], None]) -> None:
+    def __init__(self, folder: Path, scenario: Callable[[Communicator, Path], None]) -> None:
         folder.mkdir()
         self.folder = folder
         self.processes = [CONTEXT.Process(target=_rank, args=(rank, folder, scenario)) for rank in range(RANKS)]
@@ -76,89 +77,89 @@ class Ranks:
         os.kill(self.processes[rank].pid or 0, number)
 
 
-def _rank(rank: int, folder: Path, scenario: Callable[[World, Path], None]) -> None:
+def _rank(rank: int, folder: Path, scenario: Callable[[Communicator, Path], None]) -> None:
     os.dup2(os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=RANKS)
-    scenario(World(rank, RANKS, RANKS), folder)
+    scenario(Communicator(Ranks(rank, RANKS, RANKS), Gloo()), folder)
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    worlds: list[Ranks] = []
+def ranks(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
 
-    def start(scenario: Callable[[World, Path], None]) -> Ranks:
-        worlds.append(Ranks(tmp_path / f"world-{len(worlds)}", scenario))
-        return worlds[-1]
+    def start(scenario: Callable[[Communicator, Path], None]) -> Run:
+        runs.append(Run(tmp_path / f"run-{len(runs)}", scenario))
+        return runs[-1]
 
     yield start
-    for world in worlds:
-        for process in world.processes:
+    for run in runs:
+        for process in run.processes:
             process.kill()
             process.join()
 
 
 @contextmanager
-def watched(world: World, folder: Path) -> Iterator[list[int]]:
+def watched(comm: Communicator, folder: Path) -> Iterator[list[int]]:
     """A block under a heartbeat, which yields this rank's step to count up; its last words go to a file."""
     step = [0]
 
     def last_words(text: str) -> None:
-        (folder / f"last-{world.rank}").write_text(json.dumps([time.monotonic(), text]))
+        (folder / f"last-{comm.rank}").write_text(json.dumps([time.monotonic(), text]))
 
-    with Heartbeat(world, step=lambda: step[0], cure="Try again", last_words=last_words):
-        (folder / f"begun-{world.rank}").touch()
+    with Heartbeat(comm, step=lambda: step[0], cure="Try again", last_words=last_words):
+        (folder / f"begun-{comm.rank}").touch()
         yield step
 
 
-def wait_in_collectives(world: World, folder: Path) -> None:
+def wait_in_collectives(comm: Communicator, folder: Path) -> None:
     """Steps that each wait for all ranks, which leave at the same one: others would wait for one that left alone."""
-    with watched(world, folder) as step:
-        while not any(everyone(world, (folder / "stop").exists())):
+    with watched(comm, folder) as step:
+        while not any(everyone(comm, (folder / "stop").exists())):
             step[0] += 1
             time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_is_named_on_all_others_which_end(ranks: Callable[..., Ranks], number: signal.Signals) -> None:
+def test_a_lost_rank_is_named_on_all_others_which_end(ranks: Callable[..., Run], number: signal.Signals) -> None:
     """Rank 0, through which the others hear of each other, and another one."""
-    worlds = {victim: ranks(wait_in_collectives) for victim in (0, 2)}
+    found = {victim: ranks(wait_in_collectives) for victim in (0, 2)}
     began_s = {}
-    for victim, world in worlds.items():
-        world.wait_for("begun")
+    for victim, run in found.items():
+        run.wait_for("begun")
         time.sleep(0.7)  # a beat, so that its step is known
         began_s[victim] = time.monotonic()
-        world.kill(victim, number)
-    for victim, world in worlds.items():
+        run.kill(victim, number)
+    for victim, run in found.items():
         others = [rank for rank in range(RANKS) if rank != victim]
-        assert world.join(*others) == [LOST, LOST], world.told()
-        name = f"rank {victim} ({socket.gethostname()}, process {world.processes[victim].pid}) was lost at step "
+        assert run.join(*others) == [LOST, LOST], run.told()
+        name = f"rank {victim} ({socket.gethostname()}, process {run.processes[victim].pid}) was lost at step "
         for rank in others:
-            said_s, text = json.loads((world.folder / f"last-{rank}").read_text())
+            said_s, text = json.loads((run.folder / f"last-{rank}").read_text())
             assert text.startswith(name), text
             assert int(text.removeprefix(name).split(":")[0]) > 0
-            assert world.told(rank).count("hotrow: ") == 1
-            assert f"hotrow: {text}\n" in world.told(rank)
+            assert run.told(rank).count("hotrow: ") == 1
+            assert f"hotrow: {text}\n" in run.told(rank)
             print(f"{number.name} of rank {victim}: rank {rank} named it after {said_s - began_s[victim]:.2f} s")
             assert said_s - began_s[victim] < HANG_S
         if number == signal.SIGSTOP:
-            assert f"no sign of life for {LIMIT_S} s" in world.told()
-            world.kill(victim, signal.SIGCONT)
-            assert world.join(victim) == [LOST], world.told()
+            assert f"no sign of life for {LIMIT_S} s" in run.told()
+            run.kill(victim, signal.SIGCONT)
+            assert run.join(victim) == [LOST], run.told()
         else:
-            assert "ended without a word" in world.told()
+            assert "ended without a word" in run.told()
 
 
-def be_silent(world: World, folder: Path, wait: Callable[[], object]) -> None:
+def be_silent(comm: Communicator, folder: Path, wait: Callable[[], object]) -> None:
     """While rank 1 waits, no other thread of its process runs, and nothing is heard of it."""
     heartbeat.LIMIT_S, heartbeat.BEAT_S = 0.5, 0.1
-    with watched(world, folder):
-        if world.rank == 1:
+    with watched(comm, folder):
+        if comm.rank == 1:
             wait()
-        everyone(world, "waits for rank 1")
+        everyone(comm, "waits for rank 1")
 
 
-def compute(world: World, folder: Path) -> None:
+def compute(comm: Communicator, folder: Path) -> None:
     def wait() -> None:
         sys.setswitchinterval(60)
         until_s = time.monotonic() + 2
@@ -166,14 +167,14 @@ def compute(world: World, folder: Path) -> None:
             pass
         sys.setswitchinterval(0.005)
 
-    be_silent(world, folder, wait)
+    be_silent(comm, folder, wait)
 
 
-def sleep(world: World, folder: Path) -> None:
-    be_silent(world, folder, lambda: ctypes.PyDLL(None).sleep(20))
+def sleep(comm: Communicator, folder: Path) -> None:
+    be_silent(comm, folder, lambda: ctypes.PyDLL(None).sleep(20))
 
 
-def test_a_silent_rank_of_this_machine_is_not_lost_while_it_runs(ranks: Callable[..., Ranks]) -> None:
+def test_a_silent_rank_of_this_machine_is_not_lost_while_it_runs(ranks: Callable[..., Run]) -> None:
     """As if the machine had too much to do."""
     running, sleeping = ranks(compute), ranks(sleep)
     assert sleeping.join(0, 2, limit_s=START_S) == [LOST, LOST], sleeping.told()
@@ -216,26 +217,26 @@ def read_when_there(path: Path) -> int:
     return int(path.read_text())
 
 
-def wait_through_a_relay(world: World, folder: Path) -> None:
+def wait_through_a_relay(comm: Communicator, folder: Path) -> None:
     plain = heartbeat._call
 
     def through(place: dict[str, Any], rank: int) -> Any:
         write_whole(folder / "port", place["port"])
         return plain({**place, "port": read_when_there(folder / "relay")}, rank)
 
-    if world.rank == 1:
+    if comm.rank == 1:
         heartbeat._call = through  # type: ignore[assignment]
-    wait_in_collectives(world, folder)
+    wait_in_collectives(comm, folder)
 
 
-def test_a_pause_below_the_limit_ends_nothing_and_a_longer_one_all(ranks: Callable[..., Ranks]) -> None:
+def test_a_pause_below_the_limit_ends_nothing_and_a_longer_one_all(ranks: Callable[..., Run]) -> None:
     """One rank pauses; all do, for longer than the limit, as when a machine sleeps; and the network does."""
     one, all_of_them, network = (
         ranks(each) for each in (wait_in_collectives, wait_in_collectives, wait_through_a_relay)
     )
     relay = Relay(network.folder)
-    for world in (one, all_of_them, network):
-        world.wait_for("begun")
+    for run in (one, all_of_them, network):
+        run.wait_for("begun")
     one.kill(1, signal.SIGSTOP)
     relay.paused.set()
     for rank in range(RANKS):
@@ -247,10 +248,10 @@ def test_a_pause_below_the_limit_ends_nothing_and_a_longer_one_all(ranks: Callab
     for rank in range(RANKS):
         all_of_them.kill(rank, signal.SIGCONT)
     relay.paused.set()
-    for world in (one, all_of_them):
-        (world.folder / "stop").touch()
-        assert world.join() == [0, 0, 0], world.told()
-        assert "hotrow" not in world.told()
+    for run in (one, all_of_them):
+        (run.folder / "stop").touch()
+        assert run.join() == [0, 0, 0], run.told()
+        assert "hotrow" not in run.told()
     assert network.join() == [LOST, LOST, LOST], network.told()
     relay.ended.set()
     for rank, lost in enumerate((1, 0, 1)):
@@ -259,93 +260,93 @@ def test_a_pause_below_the_limit_ends_nothing_and_a_longer_one_all(ranks: Callab
         assert "or the network to it is interrupted" in network.told(rank)
 
 
-def dies_before_the_manifest(world: World, folder: Path) -> None:
+def dies_before_the_manifest(comm: Communicator, folder: Path) -> None:
     """Saves a checkpoint; rank 1 is killed when it has written its files of the next one."""
     table = TableConfig(name="t", num_embeddings=300, embedding_dim=4, feature_names=("a",))
     memory = Memory(dram="64KiB", file=str(folder / "rows"), force=True)
-    emb = EmbeddingCollection([table], memory=Shards(world=world, below=memory), seed=5)
+    emb = EmbeddingCollection([table], memory=Shards(comm=comm, below=memory), seed=5)
     plain = checkpoint._write_files
 
     def write(*given: Any) -> Any:
         (folder / "written").write_text(str(plain(*given)))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with watched(world, folder):
+    with watched(comm, folder):
         for number in range(2):
             emb.placement.rows("t").write(slice(9 * number, 9 * number + 9), torch.full((9, 4), 0.5))
-            if number and world.rank == 1:
+            if number and comm.rank == 1:
                 checkpoint._write_files = write
             checkpoint.save_checkpoint(folder / f"step-{number}", {"embedding": emb})
 
 
-def test_a_rank_killed_before_the_manifest_leaves_the_checkpoint_before(ranks: Callable[..., Ranks]) -> None:
-    world = ranks(dies_before_the_manifest)
-    assert world.join(0, 2, limit_s=START_S) == [LOST, LOST], world.told()
-    assert all("hotrow: rank 1 (" in world.told(rank) for rank in (0, 2))
-    assert "004.safetensors" in (world.folder / "written").read_text()
-    assert list(checkpoint.list_checkpoints(world.folder)) == [0]
-    assert checkpoint.steps_without_manifest(world.folder) == []
+def test_a_rank_killed_before_the_manifest_leaves_the_checkpoint_before(ranks: Callable[..., Run]) -> None:
+    run = ranks(dies_before_the_manifest)
+    assert run.join(0, 2, limit_s=START_S) == [LOST, LOST], run.told()
+    assert all("hotrow: rank 1 (" in run.told(rank) for rank in (0, 2))
+    assert "004.safetensors" in (run.folder / "written").read_text()
+    assert list(checkpoint.list_checkpoints(run.folder)) == [0]
+    assert checkpoint.steps_without_manifest(run.folder) == []
     table = TableConfig(name="t", num_embeddings=300, embedding_dim=4, feature_names=("a",))
     found, truth = (EmbeddingCollection([table], seed=seed) for seed in (8, 5))
-    checkpoint.load_checkpoint(world.folder / "step-0", {"embedding": found})
+    checkpoint.load_checkpoint(run.folder / "step-0", {"embedding": found})
     truth.weights["t"][:9] = 0.5
     assert torch.equal(found.weights["t"], truth.weights["t"])
-    checkpoint.prune_checkpoints(world.folder, keep_last=1)
-    assert sorted(path.name for path in world.folder.glob("step-*")) == ["step-0"]
+    checkpoint.prune_checkpoints(run.folder, keep_last=1)
+    assert sorted(path.name for path in run.folder.glob("step-*")) == ["step-0"]
 
 
-def one_fails(world: World, folder: Path) -> None:
-    with watched(world, folder):
-        if world.rank == 1:
+def one_fails(comm: Communicator, folder: Path) -> None:
+    with watched(comm, folder):
+        if comm.rank == 1:
             raise ValueError("a bad\nvalue")
-        everyone(world, "waits for a rank that will not come")
+        everyone(comm, "waits for a rank that will not come")
 
 
-def first_one_fails(world: World, folder: Path) -> None:
-    with watched(world, folder):
-        if world.rank == 0:
+def first_one_fails(comm: Communicator, folder: Path) -> None:
+    with watched(comm, folder):
+        if comm.rank == 0:
             raise RuntimeError("a bug")
         time.sleep(60)
 
 
-def all_fail(world: World, folder: Path) -> None:
-    with watched(world, folder):
-        raise ValueError(f"own text {world.rank}")
+def all_fail(comm: Communicator, folder: Path) -> None:
+    with watched(comm, folder):
+        raise ValueError(f"own text {comm.rank}")
 
 
-def one_fails_after_others_are_done(world: World, folder: Path) -> None:
-    with watched(world, folder):
-        if world.rank == 2:
+def one_fails_after_others_are_done(comm: Communicator, folder: Path) -> None:
+    with watched(comm, folder):
+        if comm.rank == 2:
             time.sleep(1)
             raise OSError("no space")
 
 
-def one_has_no_memory(world: World, folder: Path) -> None:
-    with watched(world, folder):
-        if world.rank == 1:
+def one_has_no_memory(comm: Communicator, folder: Path) -> None:
+    with watched(comm, folder):
+        if comm.rank == 1:
             np.empty(1 << 60, np.uint8)
-        everyone(world, "waits for a rank that will not come")
+        everyone(comm, "waits for a rank that will not come")
 
 
-def test_an_error_on_one_rank_ends_all_with_its_text(ranks: Callable[..., Ranks]) -> None:
+def test_an_error_on_one_rank_ends_all_with_its_text(ranks: Callable[..., Run]) -> None:
     scenarios = (one_fails, first_one_fails, all_fail, one_fails_after_others_are_done, one_has_no_memory)
     one, first, everywhere, late, full = (ranks(scenario) for scenario in scenarios)
     assert full.join(0, 2, limit_s=START_S) == [2, 2], full.told()
     for rank in (0, 2):
         told = full.told(rank).splitlines()[-1]
         assert "hotrow: rank 1: " in told and "MemoryError: Unable to allocate 1.00 EiB" in told
-    for world, rank, text, code in (
+    for run, rank, text, code in (
         (one, 1, "ValueError: a bad value", 2),
         (first, 0, "RuntimeError: a bug", 1),
         (late, 2, "OSError: no space", 2),
     ):
         others = [each for each in range(RANKS) if each != rank]
-        assert world.join(*others, limit_s=START_S) == [code, code], world.told()
+        assert run.join(*others, limit_s=START_S) == [code, code], run.told()
         for each in others:
-            assert world.told(each).splitlines()[-1] == f"hotrow: rank {rank}: {text}"
-        assert world.join(rank) == [1]  # multiprocessing prints the error itself
-        assert "Traceback" in world.told(rank)
-        assert "hotrow: " not in world.told(rank)
+            assert run.told(each).splitlines()[-1] == f"hotrow: rank {rank}: {text}"
+        assert run.join(rank) == [1]  # multiprocessing prints the error itself
+        assert "Traceback" in run.told(rank)
+        assert "hotrow: " not in run.told(rank)
     # Each tells its own error; none is ended by another's.
     assert everywhere.join(limit_s=START_S) == [1, 1, 1]
     assert all(f"own text {rank}" in everywhere.told(rank) for rank in range(RANKS))
@@ -362,14 +363,14 @@ def met(function: Callable[[], Any]) -> str:
         return str(error)
 
 
-def disagree(world: World, folder: Path) -> None:
-    config = make_config({"data": f"/home/rank-{world.rank}/criteo", "train": {"threads": world.rank + 1}})
-    other = make_config({"data": "x", "train": {"batch_size": 64 if world.rank == 1 else 32}})
+def disagree(comm: Communicator, folder: Path) -> None:
+    config = make_config({"data": f"/home/rank-{comm.rank}/criteo", "train": {"threads": comm.rank + 1}})
+    other = make_config({"data": "x", "train": {"batch_size": 64 if comm.rank == 1 else 32}})
     facts = facts_of(config, checksum="c", micro_batches=3)
     narrow = make_config({"data": "x", "train": {"dense_dtype": "bf16"}})
-    with patch.object(ops, "bfloat16_products", lambda: world.rank == 0):
+    with patch.object(ops, "bfloat16_products", lambda: comm.rank == 0):
         products = facts_of(narrow, checksum="c", micro_batches=3)
-    first, last = world.rank == 0, world.rank == 2
+    first, last = comm.rank == 0, comm.rank == 2
 
     def missing() -> str:
         if not first:
@@ -377,30 +378,30 @@ def disagree(world: World, folder: Path) -> None:
         return "opened"
 
     weights = [torch.arange(6.0).view(2, 3), torch.ones(2, dtype=torch.bfloat16)]
-    still, apart = StillSame(world, every=10), [*weights[:-1], weights[-1] * (2 if last else 1)]
+    still, apart = StillSame(comm, every=10), [*weights[:-1], weights[-1] * (2 if last else 1)]
     found = {
-        "same": met(lambda: check_same(world, facts)),
-        "config": met(lambda: check_same(world, facts_of(other, checksum="c", micro_batches=3))),
-        "version": met(lambda: check_same(world, facts | {"the version of hotrow": "1" if last else "2"})),
-        "isa": met(lambda: check_same(world, facts | {"the instruction set": "avx2" if first else "avx512"})),
-        "products": met(lambda: check_same(world, products)),
-        "data": met(lambda: check_same(world, facts | {"the checksum of the dataset": world.rank})),
-        "missing": met(lambda: on_every_rank(world, missing)),
-        "there": met(lambda: on_every_rank(world, lambda: world.rank)),
+        "same": met(lambda: check_same(comm, facts)),
+        "config": met(lambda: check_same(comm, facts_of(other, checksum="c", micro_batches=3))),
+        "version": met(lambda: check_same(comm, facts | {"the version of hotrow": "1" if last else "2"})),
+        "isa": met(lambda: check_same(comm, facts | {"the instruction set": "avx2" if first else "avx512"})),
+        "products": met(lambda: check_same(comm, products)),
+        "data": met(lambda: check_same(comm, facts | {"the checksum of the dataset": comm.rank})),
+        "missing": met(lambda: on_every_rank(comm, missing)),
+        "there": met(lambda: on_every_rank(comm, lambda: comm.rank)),
         "not due": met(lambda: still.check(9, (0, 9), apart)),
         "together": met(lambda: still.check(10, (0, 10), weights)),
         "at a checkpoint": met(lambda: still.check(19, (0, 19), apart, now=True)),
         "weights": met(lambda: still.check(20, (0, 20), apart)),
-        "position": met(lambda: still.check(20, (world.rank, 20), weights)),
+        "position": met(lambda: still.check(20, (comm.rank, 20), weights)),
     }
-    (folder / f"found-{world.rank}").write_text(json.dumps(found))
+    (folder / f"found-{comm.rank}").write_text(json.dumps(found))
 
 
-def test_ranks_that_differ_are_named_on_all(ranks: Callable[..., Ranks]) -> None:
-    world = ranks(disagree)
-    world.wait_for("found")
-    assert world.join() == [0, 0, 0], world.told()
-    all_found = [json.loads((world.folder / f"found-{rank}").read_text()) for rank in range(RANKS)]
+def test_ranks_that_differ_are_named_on_all(ranks: Callable[..., Run]) -> None:
+    run = ranks(disagree)
+    run.wait_for("found")
+    assert run.join() == [0, 0, 0], run.told()
+    all_found = [json.loads((run.folder / f"found-{rank}").read_text()) for rank in range(RANKS)]
     assert [found.pop("there") for found in all_found] == ["returned 0", "returned 1", "returned 2"]
     assert all_found[0] == all_found[1] == all_found[2]
     found, host = all_found[0], socket.gethostname()
@@ -432,37 +433,37 @@ class Held:
         """Says nothing."""
 
 
-def enter_and_leave(world: World, folder: Path) -> None:
+def enter_and_leave(comm: Communicator, folder: Path) -> None:
     """A thread that outlived the block could drop the last tensor while the interpreter ends, which aborts."""
     heartbeat.TICK_S = heartbeat.BEAT_S = 0.01
     for _ in range(100):
         held = Held()
         seen = weakref.ref(held)
-        with Heartbeat(world, step=held.step, last_words=held.last_words, cure="Try again") as watching:
+        with Heartbeat(comm, step=held.step, last_words=held.last_words, cure="Try again") as watching:
             pass
         assert "hotrow-heartbeat" not in [thread.name for thread in threading.enumerate()]
         del held
         assert seen() is None, f"{watching} holds the run"
 
 
-def test_nothing_of_a_heartbeat_outlives_its_block(ranks: Callable[..., Ranks]) -> None:
-    world = ranks(enter_and_leave)
-    assert world.join() == [0, 0, 0], world.told()
+def test_nothing_of_a_heartbeat_outlives_its_block(ranks: Callable[..., Run]) -> None:
+    run = ranks(enter_and_leave)
+    assert run.join() == [0, 0, 0], run.told()
 
 
 # ---- without other processes
 
 
 def test_one_rank_watches_nothing() -> None:
-    with Heartbeat(World(), step=lambda: 0, cure="") as alone:
+    with Heartbeat(Communicator(), step=lambda: 0, cure="") as alone:
         assert alone._thread is None
-    assert everyone(World(), 3) == [3]
+    assert everyone(Communicator(), 3) == [3]
     with pytest.raises(FileNotFoundError):
-        on_every_rank(World(), lambda: Path("/nothing/here").read_text())
+        on_every_rank(Communicator(), lambda: Path("/nothing/here").read_text())
 
 
 def test_ranks_that_begin_again_share_nothing_with_those_before() -> None:
-    """Of the second generation rank 1 comes late, and finds what the first one left; then the world is smaller."""
+    """Of the second generation rank 1 comes late, and finds what the first one left; then there are fewer ranks."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -511,22 +512,22 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": taken.getsockname()[1]}.items():
             monkeypatch.setenv(name, str(value))
         for name in ("MEET_S", "MORE_S"):
-            monkeypatch.setattr(group, name, 0.2)
+            monkeypatch.setattr(gloo, name, 0.2)
         expected = r"did not meet at 127.0.0.1:\d+ \(timed out: what listens there is no store of torch\): see that"
         with pytest.raises(ValueError, match=expected):
-            group.begin_group()
+            gloo.begin_group()
     with pytest.raises(RuntimeError, match="something else"), explaining_no_group():
         raise RuntimeError("something else")
 
 
 def test_ranks_that_gloo_cannot_connect_are_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits for a rank that failed ends too; and 127.0.1.1 is no address for another host."""
-    monkeypatch.setattr(group, "CONNECT_S", 0.1)
-    monkeypatch.setattr(group, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
-    monkeypatch.setattr(group, "interfaces", lambda: {"eth0": "10.0.0.1"})
+    monkeypatch.setattr(gloo, "CONNECT_S", 0.1)
+    monkeypatch.setattr(gloo, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(gloo, "interfaces", lambda: {"eth0": "10.0.0.1"})
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: time.sleep(1))
     with pytest.raises(ValueError, match=r"gloo did not connect them \(not within 0 s\).* reach \(here: eth0 \(10"):
-        group.begin_group()
+        gloo.begin_group()
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
@@ -539,12 +540,12 @@ def test_ranks_that_gloo_cannot_connect_are_told_why(monkeypatch: pytest.MonkeyP
         "name of node7 means 127.0.1.1 there: set GLOO_SOCKET_IFNAME on node7 to an interface .* (eth0 (10.0.0.1))"
     )
     with pytest.raises(ValueError, match=re.escape(expected).replace(r"\.\*", ".*")):
-        group.check_addresses(store, 0, 2)
-    store.set("address/1", json.dumps(other | {"net": group.namespace_id("net")}))
-    group.check_addresses(store, 0, 2)
+        gloo.check_addresses(store, 0, 2)
+    store.set("address/1", json.dumps(other | {"net": gloo.namespace_id("net")}))
+    gloo.check_addresses(store, 0, 2)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     store.set("address/1", json.dumps(other))
-    group.check_addresses(store, 0, 2)
+    gloo.check_addresses(store, 0, 2)
 
 
 def test_a_guessed_interface_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,13 +554,13 @@ def test_a_guessed_interface_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         {"host": "a", "net": "1", "interfaces": two},
         {"host": "b", "net": "2", "interfaces": {"eth0": "10.0.0.2"}},
     ]
-    monkeypatch.setattr(agreement, "everyone", lambda *_: found)
-    text = agreement.unnamed_interface(World(0, 2, 2))
+    monkeypatch.setattr(gloo, "everyone", lambda *_: found)
+    text = gloo.unnamed_interface(Communicator(Ranks(0, 2, 2)))
     assert text is not None
     assert "a has eth0 (10.0.0.1), ib0 (10.1.0.1)" in text and "b has" not in text
     found[0]["interfaces"] = {}  # GLOO_SOCKET_IFNAME is set there
-    assert agreement.unnamed_interface(World(0, 2, 2)) is None
-    assert all(not address.startswith("127.") for address in agreement.interfaces().values())
+    assert gloo.unnamed_interface(Communicator(Ranks(0, 2, 2))) is None
+    assert all(not address.startswith("127.") for address in gloo.interfaces().values())
 
 
 def test_strangers_are_not_taken_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

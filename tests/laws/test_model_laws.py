@@ -35,7 +35,7 @@ from hotrow.models.dlrm import DLRM
 from hotrow.models.layers import sigmoid
 from hotrow.objectives import OBJECTIVES
 from hotrow.objectives.objective import Objective
-from hotrow.parallel.world import World
+from hotrow.parallel.communicator import Communicator
 from hotrow.run import runs, trainer
 from hotrow.run.build import Parts, build, look_up
 from hotrow.run.exact import CODE, FirstPart
@@ -173,7 +173,7 @@ def found_of(parts: Parts, batch: Batch, offset: int, threads: int) -> dict[str,
     return {name: bits(value) for name, value in {"logits": logits, "loss": loss, **named}.items()}
 
 
-def differing(world: World, data: Path, options: dict[str, Any]) -> list[str]:
+def differing(comm: Communicator, data: Path, options: dict[str, Any]) -> list[str]:
     """Returns what of a model's output and gradients has other bits at another address or on other threads."""
     with_simple_products()
     config, dataset = config_of(data, options, 1), PackedDataset.open(data)
@@ -201,20 +201,22 @@ def test_addresses_and_threads_change_no_bit(pool: RankPool, data: Path, model: 
 # ---- ranks
 
 
-def trained(world: World, data: Path, options: dict[str, Any], sizes: Sequence[int], threads: int) -> dict[str, bytes]:
+def trained(
+    comm: Communicator, data: Path, options: dict[str, Any], sizes: Sequence[int], threads: int
+) -> dict[str, bytes]:
     """Takes a step on each of the batches; returns the bits of losses, weights and rows."""
     with_simple_products()
     torch.set_num_threads(threads)
-    config = config_of(data, options, world.micro_batches)
-    setup = Setup.decide(config, PackedDataset.open(data), data, world=world)
-    parts = build(setup)
-    if world.size > 1:
+    config = config_of(data, options, comm.ranks.micro_batches)
+    setup = Setup.decide(config, PackedDataset.open(data), data, ranks=comm.ranks)
+    parts = build(setup, comm)
+    if comm.size > 1:
         length = sum(weight.numel() for weight in parts.model.parameters())
-        parts.ranks = Ranks(world, lambda: None, length=length)
+        parts.ranks = Ranks(comm, lambda: None, length=length)
     session = Session(len(sizes))
     whole, losses = batch_of(data, sum(sizes)), []
     for step, (first, last) in enumerate(itertools.pairwise(itertools.accumulate(sizes, initial=0))):
-        start, stop = (first + at for at in world.samples(last - first))
+        start, stop = (first + at for at in comm.ranks.samples(last - first))
         own = slice(start, stop)
         sparse = whole.sparse.samples(start, stop)
         batch = Batch(whole.dense[own].clone(), sparse, whole.label[own].clone(), of_samples=last - first)
@@ -251,7 +253,9 @@ def test_ranks_change_no_bit_with_any_options(pool: RankPool, data: Path, model:
 # ---- a model of one's own
 
 
-def trained_alone(world: World, data: Path, run: Path, options: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
+def trained_alone(
+    comm: Communicator, data: Path, run: Path, options: dict[str, Any], ranks: Sequence[int]
+) -> dict[str, Any]:
     """Trains two steps of a model some of whose gradients are `options["factor"]` times as long on `ranks`; returns the
     run's warnings."""
     factor = FACTORS[options["factor"]]
@@ -260,14 +264,14 @@ def trained_alone(world: World, data: Path, run: Path, options: dict[str, Any], 
     def own(model: DLRM, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
         logits_B = forward(model, dense_BI, pooled_BP)
         assert model.first_order_I is not None
-        value_B = dense_BI[:, 0] * model.first_order_I[0] * (factor(dense_BI) if world.rank in ranks else 1.0)
+        value_B = dense_BI[:, 0] * model.first_order_I[0] * (factor(dense_BI) if comm.rank in ranks else 1.0)
         return logits_B + (value_B - value_B.detach())
 
     train = {"micro_batches": 4, "threads": 1, "max_steps": 2, "batch_size": 61, "eval_every": None}
     raw = {"data": str(data), "run": str(run), "model": {"first_order": True, **SMALL}, "train": train}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DLRM, "forward", own)
-        return runs.train(make_config(raw), quiet=True, world=world).record.warnings
+        return runs.train(make_config(raw), quiet=True, comm=comm).record.warnings
 
 
 SMALL = {"embedding_dim": 4, "bottom_mlp": [5], "top_mlp": [5]}
@@ -322,7 +326,7 @@ def test_no_model_of_ours_is_told(pool: RankPool, data: Path, model: str) -> Non
         assert told == []
 
 
-def looked_for(world: World, data: Path, options: dict[str, Any]) -> list[str]:
+def looked_for(comm: Communicator, data: Path, options: dict[str, Any]) -> list[str]:
     with_simple_products()
     parts = build(Setup.decide(config_of(data, options, 1), PackedDataset.open(data), data))
     first, batch = FirstPart(parts.model), batch_of(data, 61)

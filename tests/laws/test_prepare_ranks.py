@@ -19,7 +19,7 @@ from hotrow.data.sources import criteo
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.synthetic_config import criteo_kaggle
-from hotrow.parallel.world import World
+from hotrow.parallel.communicator import Communicator
 from prepare_data import SCHEMA, file_hashes, make_rows, write_parquet
 from rank_pool import RankPool
 
@@ -42,7 +42,7 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def prepared(
-    world: World | None,
+    comm: Communicator | None,
     source: str,
     paths: Any,
     out: Path,
@@ -56,7 +56,7 @@ def prepared(
 
     def pieces(stages: Any, plan: Any, start: Any, row: int, meter: Any, **stop: Any) -> Iterator[Any]:
         for number, piece in enumerate(plain(stages, plan, start, row, meter, **stop)):
-            if meter.stage == stop_in and number == 2 and (world is None or world.rank == world.size - 1):
+            if meter.stage == stop_in and number == 2 and (comm is None or comm.rank == comm.size - 1):
                 stages._stop.set()
             yield piece
 
@@ -73,7 +73,7 @@ def prepared(
         try:
             opened = open_source(source, paths, schema=schema, skip_bad_rows=skip, rows=options.get("rows"))
             how = Options(**SIZES | options)
-            prepare(opened.with_options(**changes), out, how, announce=said.append, world=world)
+            prepare(opened.with_options(**changes), out, how, announce=said.append, comm=comm)
         except (ValueError, Interrupted) as error:
             said.append(f"{type(error).__name__}: {error}")
     return said
@@ -209,5 +209,5 @@ def test_what_ranks_cannot_prepare_is_refused_on_all(pool: RankPool, tmp_path: P
     assert all("histories are made by one process: prepare them without torchrun" in own[-1] for own in said)
 
 
-def _from_own_file(world: World, folder: Path) -> str:
-    return prepared(world, "criteo", str(folder / "ab"[world.rank]) + ".txt", folder / "out", {})[-1]
+def _from_own_file(comm: Communicator, folder: Path) -> str:
+    return prepared(comm, "criteo", str(folder / "ab"[comm.rank]) + ".txt", folder / "out", {})[-1]

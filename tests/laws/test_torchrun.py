@@ -1,7 +1,7 @@
 """Laws 2 and 3 for processes: any number of them, also another one after a stop, trains to the bits of one process.
 
 The truth is a run of one process with as many micro-batches: every tensor of its last checkpoint, every loss and score.
-Most worlds are a pool of gloo processes that call the library; a few are started by torchrun, through the command line.
+Most ranks are a pool of gloo processes that call the library; a few are started by torchrun, through the command line.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hotrow.batch import Batch
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.agreement import checksum_of
+from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.sharded import Sharded
-from hotrow.parallel.world import World
 from hotrow.run import runs, together, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.checkpoint_files import read_manifest
@@ -104,7 +104,7 @@ def same(path: Path, truth: dict[str, Any]) -> None:
     assert found.keys() == truth.keys()
 
 
-# ---- worlds of the pool
+# ---- ranks of the pool
 
 
 Stop = tuple[int, int] | None
@@ -112,12 +112,12 @@ Stop = tuple[int, int] | None
 
 
 @contextmanager
-def stopping(world: World, stop: Stop, sent: signal.Signals = signal.SIGTERM) -> Iterator[None]:
+def stopping(comm: Communicator, stop: Stop, sent: signal.Signals = signal.SIGTERM) -> Iterator[None]:
     trainer.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
     plain = trainer.train_step
 
     def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
-        if stop == (world.rank, number):
+        if stop == (comm.rank, number):
             os.kill(os.getpid(), sent)
         return plain(parts, batch, number, clock)
 
@@ -129,7 +129,7 @@ def stopping(world: World, stop: Stop, sent: signal.Signals = signal.SIGTERM) ->
 
 
 def trained(
-    world: World,
+    comm: Communicator,
     raw: dict[str, Any],
     stop: Stop = None,
     sent: signal.Signals = signal.SIGTERM,
@@ -138,19 +138,19 @@ def trained(
     """Trains as a rank; sent: the signal of `stop`; late: the rank whose time is over when it begins. Returns the run's
     status.
     """
-    until_s = 0.0 if late == world.rank else math.inf
-    with stopping(world, stop, sent):
-        return runs.train(make_config(raw), quiet=True, world=world, until_s=until_s).record.status
+    until_s = 0.0 if late == comm.rank else math.inf
+    with stopping(comm, stop, sent):
+        return runs.train(make_config(raw), quiet=True, comm=comm, until_s=until_s).record.status
 
 
-def resumed(world: World, path: str, changes: list[str], stop: Stop = None) -> str:
-    with stopping(world, stop):
-        return runs.resume(path, changes, quiet=True, world=world).record.status
+def resumed(comm: Communicator, path: str, changes: list[str], stop: Stop = None) -> str:
+    with stopping(comm, stop):
+        return runs.resume(path, changes, quiet=True, comm=comm).record.status
 
 
-def refused(world: World, function: Callable[..., Any], *arguments: Any) -> str:
+def refused(comm: Communicator, function: Callable[..., Any], *arguments: Any) -> str:
     try:
-        function(world, *arguments)
+        function(comm, *arguments)
     except ValueError as error:
         return str(error)
     return "nothing was refused"
@@ -238,20 +238,20 @@ def test_one_process_four_ranks_two_and_three_go_on_with_one_chain(pool: RankPoo
     assert max(stat.st_nlink for stat in first) >= 4, "whole tables were written again and again"
 
 
-def skipping(world: World | None, raw: dict[str, Any], steps: list[int]) -> int | None:
+def skipping(comm: Communicator | None, raw: dict[str, Any], steps: list[int]) -> int | None:
     """Trains; on the last rank gradients of these steps, from 1, seem to be infinite. Returns the steps skipped."""
     trainer.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
-    module, number = (trainer if world is None else together), [0]
+    module, number = (trainer if comm is None else together), [0]
     plain = module.nonfinite_gradient  # type: ignore[attr-defined]
 
     def found(embedding: Any) -> str | None:
         number[0] += 1
-        last = world is None or world.rank == world.size - 1
+        last = comm is None or comm.rank == comm.size - 1
         return "a gradient is inf" if last and number[0] in steps else None
 
     module.nonfinite_gradient = found  # type: ignore[attr-defined]
     try:
-        return runs.train(make_config(raw), quiet=True, world=world).record.steps_skipped
+        return runs.train(make_config(raw), quiet=True, comm=comm).record.steps_skipped
     finally:
         module.nonfinite_gradient = plain  # type: ignore[attr-defined]
 
@@ -266,19 +266,19 @@ def test_all_ranks_skip_what_one_of_them_cannot_train(pool: RankPool, data: Path
     assert warning["count"] == 3 and "rank 2: a gradient is inf" in warning["text"] and "(step 3," in warning["text"]
 
 
-def gone_astray(world: World, raw: dict[str, Any]) -> None:
+def gone_astray(comm: Communicator, raw: dict[str, Any]) -> None:
     """Trains; in the fifth step a bit of a dense weight of the last rank turns, as when memory fails."""
     plain = trainer.train_step
 
     def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
         loss = plain(parts, batch, number, clock)
-        if number == 4 and world.rank == world.size - 1:
+        if number == 4 and comm.rank == comm.size - 1:
             next(parts.model.parameters()).data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
         return loss
 
     trainer.train_step = step
     try:
-        runs.train(make_config(raw), quiet=True, world=world)
+        runs.train(make_config(raw), quiet=True, comm=comm)
     finally:
         trainer.train_step = plain
 
@@ -304,23 +304,24 @@ class Sent(NamedTuple):
     """Checksum of the rows of t2 that every rank holds, before the step."""
 
 
-def sent_by_step(world: World, raw: dict[str, Any]) -> list[Sent]:
+def sent_by_step(comm: Communicator, raw: dict[str, Any]) -> list[Sent]:
     found = []
     plain = trainer.train_step
 
     def step(parts: Any, *arguments: Any) -> Any:
-        own, shared = parts.world, parts.embedding.placement.find(Sharded)
-        before, exchanges = Counter(own.sent_bytes), own.num_exchanges
+        shared = parts.embedding.placement.find(Sharded)
+        counts = shared.comm.counts
+        before, exchanges = Counter(counts.sent_bytes), counts.num_exchanges
         copies = checksum_of([shared.below.weights["t2"][: shared.prefixes["t2"]]])
         loss = plain(parts, *arguments)
-        sent = Counter(own.sent_bytes)
+        sent = Counter(counts.sent_bytes)
         sent.subtract(before)
-        found.append(Sent(shared.all_held, sent, own.num_exchanges - exchanges, copies))
+        found.append(Sent(shared.all_held, sent, counts.num_exchanges - exchanges, copies))
         return loss
 
     trainer.train_step = step
     try:
-        trained(world, raw)
+        trained(comm, raw)
     finally:
         trainer.train_step = plain
     return found
@@ -412,8 +413,8 @@ class _Slow(Meter):
         time.sleep(0.05)
 
 
-def slow_between_steps(world: World, raw: dict[str, Any]) -> None:
-    runs.train(make_config(raw), quiet=True, world=world, also=None if world.rank else lambda _: _Slow())
+def slow_between_steps(comm: Communicator, raw: dict[str, Any]) -> None:
+    runs.train(make_config(raw), quiet=True, comm=comm, also=None if comm.rank else lambda _: _Slow())
 
 
 def test_what_ranks_sent_and_who_was_slowest_is_recorded(pool: RankPool, data: Path, tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import hotrow
 from hotrow.config.load import make_config
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
+from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.sharded import Shards
 from hotrow.parallel.shards import Shard
-from hotrow.parallel.world import World
 from hotrow.setup.shards import wire_of
 from hotrow.tables import TableConfig
 from rank_pool import RankPool
@@ -33,10 +33,10 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def train_unlike(world: World, case: Case) -> dict[str, Any]:
-    memory = memory_of(case) if world.rank == 1 else None
-    shared = Shards(world=world, shards=shards_of(world.size), below=memory)
-    return train(EmbeddingCollection(TABLES, memory=shared, seed=3), case, world)
+def train_unlike(comm: Communicator, case: Case) -> dict[str, Any]:
+    memory = memory_of(case) if comm.rank == 1 else None
+    shared = Shards(comm=comm, shards=shards_of(comm.size), below=memory)
+    return train(EmbeddingCollection(TABLES, memory=shared, seed=3), case, comm)
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -68,20 +68,20 @@ def counts() -> np.ndarray:
     return found
 
 
-def send(world: World, shard: Shard) -> int:
+def send(comm: Communicator, shard: Shard) -> int:
     """Returns the bytes of rows or vectors, their numbers and gradients that this rank sends in STEPS steps."""
-    memory = Shards(world=world, shards={"item": shard})
+    memory = Shards(comm=comm, shards={"item": shard})
     emb = EmbeddingCollection([TABLE], memory=memory, seed=1)
     optimizer = hotrow.SGD(emb, lr=0.1)
     rng, cumulated = np.random.default_rng(2), counts().cumsum() / SAMPLES
-    before = dict(world.sent_bytes)
+    before = dict(comm.counts.sent_bytes)
     for _ in range(STEPS):
-        first, end = world.samples(BATCH)
+        first, end = comm.ranks.samples(BATCH)
         ids = torch.from_numpy(np.searchsorted(cumulated, rng.random(BATCH), "right"))[first:end]
         emb(ids[:, None]).sum().backward()
         optimizer.step()
     purposes = ("ids", "rows", "gradients", "replicated", "pooled", "pooled_gradients")
-    return sum(world.sent_bytes.get(name, 0) - before.get(name, 0) for name in purposes)
+    return sum(comm.counts.sent_bytes.get(name, 0) - before.get(name, 0) for name in purposes)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

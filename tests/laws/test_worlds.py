@@ -24,10 +24,11 @@ from expanded import expanded
 from hotrow import EmbeddingCollection, KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops, reference, tree
 from hotrow.parallel import sharded, shared_rows
+from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.exchange import WireDtype
+from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import Sharded, Shards
 from hotrow.parallel.shards import Shard
-from hotrow.parallel.world import World
 from hotrow.placement.base import Attached
 from hotrow.placement.budget import TableDemand, TableSlots
 from hotrow.placement.tiers import Tiers
@@ -121,15 +122,15 @@ def make_batch(generator: torch.Generator, size: int, *, weighted: bool = False)
     return KeyedJaggedTensor(FEATURES, ids, weights, lengths=lengths)
 
 
-def train(emb: EmbeddingCollection, case: Case, world: World | None) -> dict[str, Any]:
-    """Trains; returns outputs of this rank's samples, and all weights and states. world: None on one process."""
+def train(emb: EmbeddingCollection, case: Case, comm: Communicator | None) -> dict[str, Any]:
+    """Trains; returns outputs of this rank's samples, and all weights and states. comm: None on one process."""
     optimizer = OPTIMIZERS[case.optimizer](emb)
     seen: list[Tensor] = []
 
     def cut(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        if world is None:
+        if comm is None:
             return sparse.in_parts(tree.starts(sparse.stride, case.micro_batches))
-        return sparse.samples(*world.samples(sparse.stride))
+        return sparse.samples(*comm.ranks.samples(sparse.stride))
 
     steps = [Step([*map(cut, step.batches)], cut(step.scored)) for step in steps_of(5)]
     batches = [sparse for step in steps for sparse in step.batches]
@@ -176,12 +177,12 @@ def memory_of(case: Case, rank: int = 1) -> hotrow.Memory | None:
     return None if in_dram else hotrow.Memory(dram="256KiB", plan=few_slots, file=case.tiers, force=True)
 
 
-def train_shared(world: World, case: Case) -> dict[str, Any]:
+def train_shared(comm: Communicator, case: Case) -> dict[str, Any]:
     sharded.SMALL_BYTES = 60  # some of these sums are less, and some more
-    shards, below = shards_of(world.size, pooled=case.pooled), memory_of(case, world.rank)
-    memory = Shards(world=world, shards=shards, below=below)
+    shards, below = shards_of(comm.size, pooled=case.pooled), memory_of(case, comm.rank)
+    memory = Shards(comm=comm, shards=shards, below=below)
     emb = EmbeddingCollection(TABLES, memory=memory, seed=3)
-    return train(emb, case, world)
+    return train(emb, case, comm)
 
 
 def alone(seed: int, tables: Sequence[TableConfig] = TABLES) -> EmbeddingCollection:
@@ -265,15 +266,15 @@ def test_shards_in_tiers_have_the_bits_of_one_process(
         assert (own["foreseen"], own["unannounced"], own["altered"]) == ((10, 2, 0) if depth else (0, 12, 0))
 
 
-def count_rows(world: World, folder: str) -> tuple[list[int], list[int]]:
+def count_rows(comm: Communicator, folder: str) -> tuple[list[int], list[int]]:
     """Returns by table how many rows of the shard exist after scoring a batch, and after training it."""
-    memory = Shards(world=world, shards=shards_of(world.size), below=memory_of(Case("sgd", 4, folder), world.rank))
+    memory = Shards(comm=comm, shards=shards_of(comm.size), below=memory_of(Case("sgd", 4, folder), comm.rank))
     emb = EmbeddingCollection(TABLES, memory=memory)
     optimizer = hotrow.SGD(emb, lr=0.1)
     tiers = emb.placement.find(Tiers)
     assert tiers is not None
     batch = make_batch(torch.Generator().manual_seed(3), 12)
-    batch = batch.samples(*world.samples(12))
+    batch = batch.samples(*comm.ranks.samples(12))
     with torch.no_grad():
         emb(batch)
     scored = [tiers.num_changed(table.name, ever=True) for table in TABLES]
@@ -322,11 +323,11 @@ class Saved(NamedTuple):
         self.optimizer.step()
 
 
-def make(world: World | None, *, seed: int, tiers: str | None = None) -> Saved:
-    if world is None:
+def make(comm: Communicator | None, *, seed: int, tiers: str | None = None) -> Saved:
+    if comm is None:
         emb = alone(seed)
     else:
-        memory = Shards(world=world, shards=shards_of(world.size), below=memory_of(Case("adam", 4, tiers), world.rank))
+        memory = Shards(comm=comm, shards=shards_of(comm.size), below=memory_of(Case("adam", 4, tiers), comm.rank))
         emb = EmbeddingCollection(TABLES, memory=memory, seed=seed)
     return Saved(emb, hotrow.Adam(emb, lr=0.02))
 
@@ -346,34 +347,32 @@ class Kept(NamedTuple):
         return self.tiers is None and self.machines == 1
 
 
-def placed(world: World, kept: Kept) -> Saved:
+def placed(comm: Communicator, kept: Kept) -> Saved:
     """A model of a rank; writes go in small pieces, so that there are several of them."""
     shared_rows.PIECE_BYTES, checkpoint_together.STRIDE_BYTES = 256, 600
-    plain, sharded.namespace_id = sharded.namespace_id, lambda _: str(world.rank % kept.machines)
+    plain, sharded.namespace_id = sharded.namespace_id, lambda _: str(comm.rank % kept.machines)
     case = Case("adam", 4, kept.tiers, first_in_dram=kept.first_in_dram)
     try:
-        memory = Shards(
-            world=world, shards=shards_of(world.size, pooled=kept.pooled), below=memory_of(case, world.rank)
-        )
+        memory = Shards(comm=comm, shards=shards_of(comm.size, pooled=kept.pooled), below=memory_of(case, comm.rank))
         emb = EmbeddingCollection(TABLES, memory=memory, seed=kept.seed)
     finally:
         sharded.namespace_id = plain
     return Saved(emb, hotrow.Adam(emb, lr=0.02))
 
 
-def go_on(world: World, folder: Path, kept: Kept, first: int, last: int) -> int:
+def go_on(comm: Communicator, folder: Path, kept: Kept, first: int, last: int) -> int:
     """Loads checkpoint `first` and trains on, with a checkpoint after each step up to `last`; returns how many bytes of
     rows the rank sent for that.
     """
-    saved = placed(world, kept)
-    saved.step(make_batch(torch.Generator().manual_seed(99), 8).samples(*world.samples(8)))  # which loading undoes
+    saved = placed(comm, kept)
+    saved.step(make_batch(torch.Generator().manual_seed(99), 8).samples(*comm.ranks.samples(8)))  # which loading undoes
     hotrow.load_checkpoint(folder / str(first), saved.parts)
     for number in range(first, last):
         batch = make_batch(torch.Generator().manual_seed(number), 13)
-        saved.step(batch.samples(*world.samples(13)))
+        saved.step(batch.samples(*comm.ranks.samples(13)))
         hotrow.save_checkpoint(folder / str(number + 1), saved.parts)
     saved.emb.placement.close()
-    return world.sent_bytes.get("tables", 0)
+    return comm.counts.sent_bytes.get("tables", 0)
 
 
 def links(path: Path) -> dict[str, list[int]]:
@@ -421,26 +420,26 @@ def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, 
     assert len({(folder / str(k) / file).stat().st_ino for k in (2, 3, 4, 5)}) == 1
 
 
-def fail_to_save(world: World, folder: Path, tiers: str | None) -> list[Told]:
+def fail_to_save(comm: Communicator, folder: Path, tiers: str | None) -> list[Told]:
     """What a full disk under one rank, then a folder that another does not see, raise; then saves."""
-    saved = placed(world, Kept(tiers))
+    saved = placed(comm, Kept(tiers))
     hotrow.save_checkpoint(folder / "step-0", saved.parts)
-    saved.step(make_batch(torch.Generator().manual_seed(0), 13).samples(*world.samples(13)))
+    saved.step(make_batch(torch.Generator().manual_seed(0), 13).samples(*comm.ranks.samples(13)))
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        if world.rank == (1 if tiers else 2):
+        if comm.rank == (1 if tiers else 2):
             patch.setattr(checkpoint if tiers else checkpoint_together, "write_tensors" if tiers else "_put", full)
         found = [told(lambda: hotrow.save_checkpoint(folder / "step-1", saved.parts))]
     with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 0:  # for the manifest
+        if comm.rank == 0:  # for the manifest
             patch.setattr("hotrow.base.records.atomic_write", full)
         found.append(told(lambda: hotrow.save_checkpoint(folder / "step-1", saved.parts)))
-    own = folder / "step-1" if world.rank != 1 else folder / "elsewhere" / "step-1"
+    own = folder / "step-1" if comm.rank != 1 else folder / "elsewhere" / "step-1"
     found.append(told(lambda: hotrow.save_checkpoint(own, saved.parts)))
-    left = ["step-0"] if world.rank else sorted(path.name for path in folder.iterdir())
+    left = ["step-0"] if comm.rank else sorted(path.name for path in folder.iterdir())
     hotrow.save_checkpoint(folder / "step-1", saved.parts)
     saved.emb.placement.close()
     assert left == ["step-0"]
@@ -469,16 +468,16 @@ def test_a_save_that_one_rank_cannot_finish_leaves_the_one_before(
     assert sorted(list_checkpoints(folder)) == [0, 1]
 
 
-def undo(world: World, folder: Path, tiers: str) -> Tensor:
+def undo(comm: Communicator, folder: Path, tiers: str) -> Tensor:
     """Trains rows 20 to 39, of which every rank has a copy, and loads a checkpoint that has no row above 19."""
     table = TableConfig(name="t", num_embeddings=60, embedding_dim=4, feature_names=("a",))
-    memory = Shards(world=world, shards={"t": Shard(prefix=50)}, below=memory_of(Case("sgd", 4, tiers), world.rank))
+    memory = Shards(comm=comm, shards={"t": Shard(prefix=50)}, below=memory_of(Case("sgd", 4, tiers), comm.rank))
     emb = EmbeddingCollection([table], memory=memory)
     saved = Saved(emb, hotrow.Adam(emb, lr=0.1))
     for ids in torch.arange(40).split(10):
         if int(ids[0]) == 20:
             hotrow.save_checkpoint(folder, saved.parts)
-        saved.step(KeyedJaggedTensor.from_dense(("a",), ids[:, None]).samples(*world.samples(10)))
+        saved.step(KeyedJaggedTensor.from_dense(("a",), ids[:, None]).samples(*comm.ranks.samples(10)))
     hotrow.load_checkpoint(folder, saved.parts)
     own = emb.placement.below.rows("t").read(slice(0, 50)).clone()  # type: ignore[union-attr]
     emb.placement.close()
@@ -499,18 +498,20 @@ class Read(NamedTuple):
     """Bytes of rows that it read into its tables."""
 
 
-def read_own(world: World, folder: Path, tiers: str | None) -> Read:
+def read_own(comm: Communicator, folder: Path, tiers: str | None) -> Read:
     """Saves a table dealt out by row, loads it again, and returns what was read."""
     table = TableConfig(name="t", num_embeddings=4001, embedding_dim=16, feature_names=("a",))
-    memory = Shards(world=world, below=memory_of(Case("sgd", 4, tiers), world.rank))
+    memory = Shards(comm=comm, below=memory_of(Case("sgd", 4, tiers), comm.rank))
     emb = EmbeddingCollection([table], memory=memory)
     saved = Saved(emb, hotrow.Adam(emb, lr=0.1))
     for ids in torch.arange(3000).split(300):
-        saved.step(KeyedJaggedTensor.from_dense(("a",), ids[:, None]).samples(*world.samples(300)))
-    world.sent_bytes.clear()
+        saved.step(KeyedJaggedTensor.from_dense(("a",), ids[:, None]).samples(*comm.ranks.samples(300)))
+    comm.counts.sent_bytes.clear()
     hotrow.save_checkpoint(folder, saved.parts)
-    sent = sum(world.sent_bytes.values())
-    assert sent < 0.02 * sum(record.num_bytes for record in read_manifest(folder).files.values()), world.sent_bytes
+    sent = sum(comm.counts.sent_bytes.values())
+    assert sent < 0.02 * sum(record.num_bytes for record in read_manifest(folder).files.values()), (
+        comm.counts.sent_bytes
+    )
     checked, values = [0], [0]
     plain_crc32, plain_open = checkpoint.crc32_of, checkpoint_rows.open_tensors
 
@@ -549,9 +550,9 @@ def test_a_rank_reads_what_it_holds(pool: RankPool, tmp_path: Path) -> None:
     assert [own.values for own in found] == [1000 * 4 * 16 * 3] * 3, "weights and Adam's two states of its 1000 rows"
 
 
-def states_of(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    saved, other = make(world, seed=1), make(world, seed=2)
-    saved.step(make_batch(torch.Generator().manual_seed(2), 13).samples(*world.samples(13)))
+def states_of(comm: Communicator) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    saved, other = make(comm, seed=1), make(comm, seed=2)
+    saved.step(make_batch(torch.Generator().manual_seed(2), 13).samples(*comm.ranks.samples(13)))
     other.emb.load_state_dict(saved.emb.state_dict())
     other.optimizer.load_state_dict(saved.optimizer.state_dict())
     return dict(other.emb.state_dict()), other.optimizer.state_dict()
@@ -571,30 +572,28 @@ def test_state_dicts_are_those_of_one_process(pool: RankPool) -> None:
 # ---- what goes over the wire
 
 
-def train_counted(world: World) -> tuple[dict[str, int], list[int]]:
+def train_counted(comm: Communicator) -> tuple[dict[str, int], list[int]]:
     """Returns bytes sent in a training step by purpose, and what rows, sums and totals are to take."""
     table = TableConfig(name="t", num_embeddings=400, embedding_dim=16, feature_names=("a", "b"))
-    emb = EmbeddingCollection([table], memory=Shards(world=world, shards={"t": Shard(prefix=40)}))
+    emb = EmbeddingCollection([table], memory=Shards(comm=comm, shards={"t": Shard(prefix=40)}))
     optimizer = hotrow.RowWiseAdagrad(emb, lr=0.1)
     generator = torch.Generator().manual_seed(1)
     ids = (torch.rand(64, 2, generator=generator) ** 4 * 400).long()
-    first, end = zip(*(world.samples(64, rank) for rank in range(world.size)), strict=True)
-    own = ids[first[world.rank] : end[world.rank]]
+    first, end = zip(*(comm.ranks.samples(64, rank) for rank in range(comm.size)), strict=True)
+    own = ids[first[comm.rank] : end[comm.rank]]
     out = emb(own)
-    world.sent_bytes.clear()
+    comm.counts.sent_bytes.clear()
     out.sum().backward()
     optimizer.step()
-    before = dict(world.sent_bytes)
-    world.sent_bytes.clear()
+    before = dict(comm.counts.sent_bytes)
+    comm.counts.sent_bytes.clear()
     emb(own)
-    distinct = [set(ids[first[r] : end[r]].flatten().tolist()) for r in range(world.size)]
-    home = {row: row % world.size if row < 40 else (row - 40) % world.size for row in range(400)}
-    rows = sum(
-        home[row] == world.rank for r, rows in enumerate(distinct) if r != world.rank for row in rows if row >= 40
-    )
-    sums = sum(home[row] != world.rank for row in distinct[world.rank])
-    common = {row for rows in distinct for row in rows if row < 40 and home[row] == world.rank}
-    return {**before, **world.sent_bytes}, [64 * rows, 64 * sums, 64 * len(common) * (world.size - 1)]
+    distinct = [set(ids[first[r] : end[r]].flatten().tolist()) for r in range(comm.size)]
+    home = {row: row % comm.size if row < 40 else (row - 40) % comm.size for row in range(400)}
+    rows = sum(home[row] == comm.rank for r, rows in enumerate(distinct) if r != comm.rank for row in rows if row >= 40)
+    sums = sum(home[row] != comm.rank for row in distinct[comm.rank])
+    common = {row for rows in distinct for row in rows if row < 40 and home[row] == comm.rank}
+    return {**before, **comm.counts.sent_bytes}, [64 * rows, 64 * sums, 64 * len(common) * (comm.size - 1)]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -604,28 +603,28 @@ def test_a_row_comes_once_and_one_sum_goes_back(pool: RankPool, num_ranks: int) 
         assert rows and sums and common
 
 
-def train_pooled(world: World) -> tuple[dict[str, int], int, int, int]:
+def train_pooled(comm: Communicator) -> tuple[dict[str, int], int, int, int]:
     """Returns bytes sent in a step by purpose; words of vectors that leave this rank, and of its gradients; the
     number of exchanges."""
-    owners = {"one": 0, "two": world.size - 1}
+    owners = {"one": 0, "two": comm.size - 1}
     tables = [
         TableConfig(name="one", num_embeddings=400, embedding_dim=16, feature_names=("a", "b")),
         TableConfig(name="two", num_embeddings=400, embedding_dim=3, feature_names=("c",)),
     ]
     shards = {name: Shard(kind="table", owner=owner, exchange="pooled") for name, owner in owners.items()}
-    emb = EmbeddingCollection(tables, memory=Shards(world=world, shards=shards))
+    emb = EmbeddingCollection(tables, memory=Shards(comm=comm, shards=shards))
     optimizer = hotrow.RowWiseAdagrad(emb, lr=0.1)
     lengths = torch.randint(0, 9, (3 * 50,), generator=torch.Generator().manual_seed(1))
     batch = KeyedJaggedTensor(("a", "b", "c"), torch.arange(int(lengths.sum())) % 400, lengths=lengths)
-    first, end = world.samples(50)
-    world.sent_bytes.clear()
-    before = world.num_exchanges
+    first, end = comm.ranks.samples(50)
+    comm.counts.sent_bytes.clear()
+    before = comm.counts.num_exchanges
     emb(batch.samples(first, end)).sum().backward()
     optimizer.step()
-    widths = [sum({"one": 32, "two": 3}[name] for name in owners if owners[name] == r) for r in range(world.size)]
+    widths = [sum({"one": 32, "two": 3}[name] for name in owners if owners[name] == r) for r in range(comm.size)]
     own = end - first
-    vectors, gradients = (50 - own) * widths[world.rank], own * (sum(widths) - widths[world.rank])
-    return dict(world.sent_bytes), vectors, gradients, world.num_exchanges - before
+    vectors, gradients = (50 - own) * widths[comm.rank], own * (sum(widths) - widths[comm.rank])
+    return dict(comm.counts.sent_bytes), vectors, gradients, comm.counts.num_exchanges - before
 
 
 def test_a_vector_for_each_bag_goes_and_its_gradient_comes(pool: RankPool) -> None:
@@ -656,11 +655,11 @@ def rounded_tables() -> list[TableConfig]:
     ]
 
 
-def train_rounded(world: World | None, wire_dtype: WireDtype, sign: int = 1) -> Rounded:
+def train_rounded(comm: Communicator | None, wire_dtype: WireDtype, sign: int = 1) -> Rounded:
     """Takes a step of gradients that do not depend on what was looked up, nearly too small for float16. sign: 0 makes
     all of them positive."""
     shards = {"vectors": Shard(kind="table", owner=1, exchange="pooled"), "copies": Shard(prefix=30)}
-    memory = None if world is None else Shards(world=world, shards=shards, wire_dtype=wire_dtype)
+    memory = None if comm is None else Shards(comm=comm, shards=shards, wire_dtype=wire_dtype)
     emb = EmbeddingCollection(rounded_tables(), memory=memory, seed=3)
     optimizer = hotrow.SGD(emb, lr=1e6)
     generator = torch.Generator().manual_seed(4)
@@ -669,8 +668,8 @@ def train_rounded(world: World | None, wire_dtype: WireDtype, sign: int = 1) -> 
     batch = KeyedJaggedTensor(("rows", "vectors", "copies"), ids, lengths=lengths)
     grad = torch.randn(24, 24, generator=generator) * 1e-7
     grad = grad if sign else grad.abs()
-    first, end = (0, 24) if world is None else world.samples(24)
-    own = batch.in_parts(tree.starts(24, 6)) if world is None else batch.samples(first, end)
+    first, end = (0, 24) if comm is None else comm.ranks.samples(24)
+    own = batch.in_parts(tree.starts(24, 6)) if comm is None else batch.samples(first, end)
     out = emb(own)
     out.backward(grad[first:end])
     before = [emb.float32(table.name).clone() for table in emb.tables]
@@ -714,24 +713,24 @@ def batch_of_phase(step: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(("a", "b"), ids, lengths=lengths)
 
 
-def train_phases(world: World | None) -> tuple[list[Tensor], list[Tensor], list[int]]:
+def train_phases(comm: Communicator | None) -> tuple[list[Tensor], list[Tensor], list[int]]:
     """Returns outputs, whole tables, and the number of exchanges of each hot lookup."""
     shards = {"rows": Shard(prefix=10), "vectors": Shard(kind="table", exchange="pooled")}
-    memory = None if world is None else Shards(world=world, shards=shards)
-    emb = alone(3, HOT) if world is None else EmbeddingCollection(HOT, memory=memory, seed=3)
+    memory = None if comm is None else Shards(comm=comm, shards=shards)
+    emb = alone(3, HOT) if comm is None else EmbeddingCollection(HOT, memory=memory, seed=3)
     optimizer, shared = hotrow.Adam(emb, lr=0.02), emb.placement.find(Sharded)
     outputs, exchanges = list[Tensor](), list[int]()
     for step in range(6):
         sparse = batch_of_phase(step)
-        if world is None or shared is None:
+        if comm is None or shared is None:
             outputs.append(emb(sparse.in_parts(tree.starts(11, 5))))
         else:
             shared.all_held = step % 3 > 0
-            (lo, hi), starts = world.held, tree.starts(11, 5)
+            (lo, hi), starts = comm.ranks.held, tree.starts(11, 5)
             parts = [start - starts[lo] for start in starts[lo : hi + 1]]
-            before = world.num_exchanges
-            outputs.append(emb(sparse.samples(*world.samples(11)).in_parts(parts)))
-            exchanges += [world.num_exchanges - before] * shared.all_held
+            before = comm.counts.num_exchanges
+            outputs.append(emb(sparse.samples(*comm.ranks.samples(11)).in_parts(parts)))
+            exchanges += [comm.counts.num_exchanges - before] * shared.all_held
         (outputs[-1] * outputs[-1]).sum().backward()
         optimizer.step()
     return [out.detach() for out in outputs], [emb.float32(table.name) for table in HOT], exchanges
@@ -748,9 +747,9 @@ def test_hot_batches_beside_pooled_vectors_have_the_bits_of_one_process(pool: Ra
         assert exchanges == [0, 0, 0, 0]
 
 
-def look_up_cold(world: World) -> str:
+def look_up_cold(comm: Communicator) -> str:
     shards = {"rows": Shard(prefix=10), "vectors": Shard(prefix=20)}
-    emb = EmbeddingCollection(HOT, memory=Shards(world=world, shards=shards))
+    emb = EmbeddingCollection(HOT, memory=Shards(comm=comm, shards=shards))
     shared = emb.placement.find(Sharded)
     assert shared is not None
     shared.all_held = True
@@ -781,16 +780,16 @@ def drawn(step: int) -> Tensor:
     return (torch.rand(12, 2, generator=generator) ** 3 * torch.tensor([30, 20])).long()
 
 
-def update_alone(world: World, merge_every: int, num_steps: int, folder: str | None = None) -> list[Tensor]:
+def update_alone(comm: Communicator, merge_every: int, num_steps: int, folder: str | None = None) -> list[Tensor]:
     """Returns weights and states of this rank's copies after the last merge; folder: of tiers, in which they lie."""
     everywhere = {table.name: Shard(prefix=table.num_embeddings) for table in TWO}
     below = memory_of(Case("adagrad", 6, folder))
-    emb = EmbeddingCollection(TWO, memory=Shards(world=world, shards=everywhere, below=below), seed=3)
+    emb = EmbeddingCollection(TWO, memory=Shards(comm=comm, shards=everywhere, below=below), seed=3)
     optimizer, shared = OPTIMIZERS["adagrad"](emb), emb.placement.find(Sharded)
     assert shared is not None
     shared.all_held, shared.merge_every = True, merge_every
     for step in range(num_steps):
-        own = drawn(step)[slice(*world.samples(12))]
+        own = drawn(step)[slice(*comm.ranks.samples(12))]
         out = emb(KeyedJaggedTensor.from_dense(("a", "b"), own).in_parts([0, *(len(own) * v // 2 for v in (1, 2))]))
         (out * out).sum().backward()
         optimizer.step()
@@ -841,32 +840,32 @@ def test_ranks_that_update_alone_add_up_their_changes(pool: RankPool, tmp_path: 
 # ---- errors
 
 
-def fail(world: World, folder: str) -> list[Told]:
+def fail(comm: Communicator, folder: str) -> list[Told]:
     """What each bad call raises here; between them the ranks go on together."""
     case = Case("sgd", 4, folder, first_in_dram=True)
-    memory = Shards(world=world, shards=shards_of(world.size), below=memory_of(case, world.rank))
+    memory = Shards(comm=comm, shards=shards_of(comm.size), below=memory_of(case, comm.rank))
     emb = EmbeddingCollection(TABLES, memory=memory)
     optimizer = hotrow.SGD(emb, lr=0.1)
     good = KeyedJaggedTensor.from_dense(FEATURES, torch.ones(len(FEATURES) * 2, dtype=torch.int64).view(2, -1))
     bad = good.with_values(good.values.clone())
-    if world.rank == 1:
+    if comm.rank == 1:
         bad.values[3] = 61
     found = [told(lambda: emb(bad)), told(lambda: emb.placement.announce(bad))]
-    uneven = good.samples(0, 1) if world.rank == 2 else good
+    uneven = good.samples(0, 1) if comm.rank == 2 else good
     found.append(told(lambda: emb(uneven)))
     changed = good.with_values(good.values.clone())
     emb.placement.announce(changed)
-    if world.rank == 2:
+    if comm.rank == 2:
         changed.values[0] = 5
     found.append(told(lambda: emb(changed)))
     out = emb(good)
-    (out.sum() * (float("nan") if world.rank == 1 else 1.0)).backward()
+    (out.sum() * (float("nan") if comm.rank == 1 else 1.0)).backward()
     found.append(told(optimizer.step))
     optimizer.zero_grad()
     emb(good).sum().backward()
     optimizer.step()
     found.append(told(emb.state_dict))
-    found.append(told(lambda: emb.rows("rows").read(slice(0, 3)) if world.rank == 0 else emb(good)))
+    found.append(told(lambda: emb.rows("rows").read(slice(0, 3)) if comm.rank == 0 else emb(good)))
     emb.placement.close()
     return found
 
@@ -887,19 +886,19 @@ def test_an_error_on_one_rank_is_raised_on_all(pool: RankPool, tmp_path: Path) -
     assert "(ids), rank 0 at exchange" in ranks[1][6].text
 
 
-def fail_pooled(world: World) -> list[Told]:
+def fail_pooled(comm: Communicator) -> list[Told]:
     """What a batch raises of which one rank has something wrong in a table that sends pooled vectors."""
-    shards = shards_of(world.size, pooled=True)
-    emb = EmbeddingCollection(TABLES, memory=Shards(world=world, shards=shards))
+    shards = shards_of(comm.size, pooled=True)
+    emb = EmbeddingCollection(TABLES, memory=Shards(comm=comm, shards=shards))
     optimizer, features = hotrow.SGD(emb, lr=0.1), len(FEATURES)
     ids, weights = torch.ones(2 * features, dtype=torch.int64), torch.ones(2 * features)
     found = []
     for k, wrong in ((5, 50), (3, 61)):
         bad = ids.clone()
-        bad[k] = wrong if world.rank == 1 else 1
+        bad[k] = wrong if comm.rank == 1 else 1
         found.append(told(lambda bad=bad: emb(KeyedJaggedTensor(FEATURES, bad))))
     odd = weights.clone()
-    odd[7] = float("nan") if world.rank == 1 else 1.0
+    odd[7] = float("nan") if comm.rank == 1 else 1.0
     found.append(told(lambda: emb(KeyedJaggedTensor(FEATURES, ids, odd))))
     asked = weights.clone().requires_grad_()
     found.append(told(lambda: emb(KeyedJaggedTensor(FEATURES, ids, asked))))
@@ -907,7 +906,7 @@ def fail_pooled(world: World) -> list[Told]:
     changed = KeyedJaggedTensor(FEATURES, ids, weights.clone())
     emb.placement.announce(changed)
     assert changed.weights is not None
-    changed.weights[4] = 3.0 if world.rank == 2 else 1.0
+    changed.weights[4] = 3.0 if comm.rank == 2 else 1.0
     found.append(told(lambda: emb(changed)))
     again = KeyedJaggedTensor(FEATURES, ids, weights)
     emb.placement.announce(again)
@@ -928,11 +927,11 @@ def test_an_error_of_a_pooled_table_is_raised_on_all(pool: RankPool) -> None:
         assert found[4].text.startswith("rank 2: a batch was changed after it was announced")
 
 
-def pinned(world: World, memory: hotrow.Memory) -> list[int]:
-    shards = shards_of(world.size)
-    tiers = Shards(world=world, shards=shards, below=memory).place(TABLES, seed=0).find(Tiers)
+def pinned(comm: Communicator, memory: hotrow.Memory) -> list[int]:
+    shards = shards_of(comm.size)
+    tiers = Shards(comm=comm, shards=shards, below=memory).place(TABLES, seed=0).find(Tiers)
     assert tiers is not None and tiers.memory.pins is not None
-    return shards["half"].rows(np.asarray(tiers.memory.pins["half"]), world.rank, world.size).tolist()
+    return shards["half"].rows(np.asarray(tiers.memory.pins["half"]), comm.rank, comm.size).tolist()
 
 
 def test_each_rank_pins_the_rows_that_it_holds(pool: RankPool, tmp_path: Path) -> None:
@@ -942,13 +941,13 @@ def test_each_rank_pins_the_rows_that_it_holds(pool: RankPool, tmp_path: Path) -
 
 
 def test_what_is_refused() -> None:
-    world = World(micro_batches=2)
+    comm = Communicator(Ranks(micro_batches=2))
     with pytest.raises(ValueError, match="there is no table 'user' to share; the tables are rows, half"):
-        EmbeddingCollection(TABLES, memory=Shards(world=world, shards={"user": Shard()}))
-    emb = EmbeddingCollection(TABLES, memory=Shards(world=world))
+        EmbeddingCollection(TABLES, memory=Shards(comm=comm, shards={"user": Shard()}))
+    emb = EmbeddingCollection(TABLES, memory=Shards(comm=comm))
     with pytest.raises(ValueError, match="table 'rows' is shared by 1 ranks and cannot grow: save a checkpoint"):
         emb.grow("rows", 100)
     with pytest.raises(ValueError, match="shared by ranks lie in DRAM or in tiers: pass Memory or None"):
-        EmbeddingCollection(TABLES, memory=Shards(world=world, below=hotrow.DeviceMemory(hbm="1GiB", device="cpu")))
+        EmbeddingCollection(TABLES, memory=Shards(comm=comm, below=hotrow.DeviceMemory(hbm="1GiB", device="cpu")))
     with pytest.raises(TypeError, match="over several ranks cannot be copied"):
         copy.deepcopy(emb)

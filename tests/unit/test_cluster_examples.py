@@ -18,7 +18,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from hotrow.parallel.world import World
+from hotrow.parallel.communicator import Communicator
 from rank_pool import RankPool
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "cluster"
@@ -132,7 +132,7 @@ class _Options:
         self.made.update(self.options)
 
 
-def worker(world: World, folder: str, given: dict[str, Any]) -> None:
+def worker(comm: Communicator, folder: str, given: dict[str, Any]) -> None:
     """What Ray does in each process, in which it has made a process group."""
     os.chdir(folder)
     runpy.run_path(str(FOLDER / "ray_train.py"))["train"](given)

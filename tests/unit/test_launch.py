@@ -9,15 +9,15 @@ import torch
 
 from hotrow.base import machine
 from hotrow.parallel.launch import joined
-from hotrow.parallel.world import World
+from hotrow.parallel.ranks import Ranks
 from hotrow.run.folder import RunFolder, SilentFolder
 from hotrow.run.runs import threads
 
 
 @pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "1", "RANK": "0"}])
-def test_a_process_alone_is_a_world(environ: dict[str, str]) -> None:
-    with joined(environ) as world:
-        assert (world.rank, world.size, world.micro_batches) == (0, 1, 1)
+def test_a_process_without_ranks_trains_alone(environ: dict[str, str]) -> None:
+    with joined(environ) as comm:
+        assert (comm.rank, comm.size, comm.ranks.micro_batches) == (0, 1, 1)
 
 
 def test_an_environment_that_names_no_place_to_meet() -> None:
@@ -45,7 +45,7 @@ def test_processes_of_a_run_divide_the_cores(
 def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with threads("auto", world=World(1, 2, 2, local_rank=1, local_size=2)) as used:
+    with threads("auto", ranks=Ranks(1, 2, 2, local_rank=1, local_size=2)) as used:
         assert used == torch.get_num_threads() == 3
 
 

@@ -14,7 +14,7 @@ from hotrow.data.packed.format import DatasetInfo, Feature, Table
 from hotrow.data.packed.loader import Loader, LoaderState, _Stream, permutation
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
-from hotrow.parallel.world import World
+from hotrow.parallel.ranks import Ranks
 from packed_data import make_info, make_rows, write_dataset
 
 
@@ -138,10 +138,10 @@ def test_buffer_bytes_counts_the_window() -> None:
     assert make_info().row_bytes == 4 + 2 * 4 + 2 * 4 + 2 * 8
 
 
-WORLDS = [(1, 1), (2, 2), (3, 4), (4, 4), (5, 7)]
+RANKS = [(1, 1), (2, 2), (3, 4), (4, 4), (5, 7)]
 
 
-@pytest.mark.parametrize(("num_ranks", "micro_batches"), WORLDS)
+@pytest.mark.parametrize(("num_ranks", "micro_batches"), RANKS)
 @pytest.mark.parametrize("shuffle_seed", [None, 3])
 @pytest.mark.parametrize("which", ["all", "streams", "only", "front"])
 def test_the_parts_of_all_ranks_are_the_whole(
@@ -157,14 +157,14 @@ def test_the_parts_of_all_ranks_are_the_whole(
         "only": {"only": marked},
         "front": {"front": marked, "front_batches": 2},
     }[which]
-    worlds = [World(rank, num_ranks, micro_batches) for rank in range(num_ranks)]
+    everyone = [Ranks(rank, num_ranks, micro_batches) for rank in range(num_ranks)]
     whole = Loader(split, 16, **options)
-    parts = [Loader(split, 16, part=world.samples, **options) for world in worlds]
+    parts = [Loader(split, 16, part=ranks.samples, **options) for ranks in everyone]
     for epoch, start in ((0, 0), (1, 3)):
         batches = list(whole.epoch(epoch, start))
         for batch, *own in zip(batches, *(loader.epoch(epoch, start) for loader in parts), strict=True):
-            for world, part in zip(worlds, own, strict=True):
-                first, last = world.samples(len(batch))
+            for ranks, part in zip(everyone, own, strict=True):
+                first, last = ranks.samples(len(batch))
                 assert part.of_samples == part.num_samples == batch.num_samples == len(batch)
                 assert torch.equal(part.dense, batch.dense[first:last])
                 assert torch.equal(part.label, batch.label[first:last])
@@ -177,8 +177,7 @@ def test_the_parts_of_all_ranks_are_the_whole(
 
 def test_a_part_may_be_empty(lists: PackedDataset) -> None:
     """Of 2 samples for 4 ranks, two ranks have none; their batch has every feature and column all the same."""
-    world = World(0, 4, 4)
-    loader = Loader(lists.split("train"), 2, shuffle_seed=1, part=world.samples)
+    loader = Loader(lists.split("train"), 2, shuffle_seed=1, part=Ranks(0, 4, 4).samples)
     batch = next(iter(loader))
     assert len(batch) == 0 and batch.num_samples == 2
     assert batch.dense.shape == (0, 2) and batch.dense.dtype == torch.float32
@@ -188,7 +187,7 @@ def test_a_part_may_be_empty(lists: PackedDataset) -> None:
 
 def test_a_part_gathers_its_own_rows_alone(dataset: PackedDataset) -> None:
     """A window keeps a column of a quarter of the rows, not of all of them."""
-    loader = Loader(dataset.split("train"), 16, shuffle_seed=1, part=World(1, 4, 4).samples)
+    loader = Loader(dataset.split("train"), 16, shuffle_seed=1, part=Ranks(1, 4, 4).samples)
     rows = _Stream(loader, 0)
     rows.rows(0, 4)
     held = sum(last - first for k in range(len(loader)) for _, first, last in loader.spans(k))
@@ -230,7 +229,7 @@ def test_a_rank_reads_the_blocks_of_its_own_streams(tmp_path: Path) -> None:
     read = []
     for rank in range(3):
         split = PackedDataset.open(data).split("train")
-        loader = Loader(split, 50, shuffle_seed=5, part=World(rank, 3, 6).samples, micro_batches=6)
+        loader = Loader(split, 50, shuffle_seed=5, part=Ranks(rank, 3, 6).samples, micro_batches=6)
         for _ in loader.epoch(0):
             pass
         read.append(int(split._verified.sum()))

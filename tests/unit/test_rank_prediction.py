@@ -21,7 +21,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.forecast.changes import ONE_PROCESS
 from hotrow.lab import rank_probe
 from hotrow.parallel.agreement import everyone
-from hotrow.parallel.world import World
+from hotrow.parallel.communicator import Communicator
 from hotrow.run import runs
 from hotrow.setup import setup
 from rank_pool import RankPool
@@ -42,9 +42,9 @@ def dataset(make_dataset: Callable[..., PackedDataset], tmp_path_factory: pytest
     return make_dataset(folder, rows=rows, table_rows=(50, 400, 200_000), rows_per_block=1000, counts=True)
 
 
-def trained(world: World, raw: dict[str, Any], hardware: Hardware) -> str:
+def trained(comm: Communicator, raw: dict[str, Any], hardware: Hardware) -> str:
     setup.known_hardware = lambda: hardware
-    return str(runs.train(make_config(raw), quiet=True, world=world).path)
+    return str(runs.train(make_config(raw), quiet=True, comm=comm).path)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_bytes_are_those_that_ranks_send(
     assert "a step and rank (" in run.closing_lines("rows", []), "predicted beside measured"
 
 
-def trained_on_one_machine(world: World, raw: dict[str, Any], hardware: Hardware) -> str:
-    return trained(replace(world, local_rank=world.rank, local_size=world.size), raw, hardware)
+def trained_on_one_machine(comm: Communicator, raw: dict[str, Any], hardware: Hardware) -> str:
+    return trained(replace(comm, ranks=replace(comm.ranks, local_rank=comm.rank, local_size=comm.size)), raw, hardware)
 
 
 @pytest.mark.parametrize(("s_per_message", "is_slower"), [(0.05, True), (1e-9, False)])
@@ -113,11 +113,11 @@ def test_ranks_of_one_machine_say_if_one_process_is_faster(
     assert (ONE_PROCESS in first) == is_slower == (one["gain"] > BLIND_ERROR)
 
 
-def probed(world: World) -> dict[str, Any]:
+def probed(comm: Communicator) -> dict[str, Any]:
     rank_probe.LEAST_SHAPES, rank_probe.ROUNDS, rank_probe.TIMED = 1, 3, 2
-    network = rank_probe._network(world, [])
-    crowding, points = rank_probe._steps(world, [], time.monotonic())
-    everyone(world, None)
+    network = rank_probe._network(comm, [])
+    crowding, points = rank_probe._steps(comm, [], time.monotonic())
+    everyone(comm, None)
     return {"network": network, "crowding": crowding, "points": points}
 
 

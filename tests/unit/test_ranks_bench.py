@@ -32,7 +32,7 @@ from benchmarks.rank_worker import Group, sent_bytes
 from benchmarks.ranks_page import ranks_table
 from benchmarks.step_shapes import make_setting
 from hotrow.lab.study import links
-from hotrow.parallel.world import World
+from hotrow.parallel.ranks import Ranks
 
 
 def test_the_bytes_of_a_connection_are_counted() -> None:
@@ -51,7 +51,7 @@ def test_the_bytes_of_a_connection_are_counted() -> None:
 def test_rows_that_a_rank_lacks_against_sets(prefix: float, sharding: str) -> None:
     shape = RankWork(shape="kaggle", num_ranks=2, batch_size=64, small=True).sized()
     seat = Seat(rank=1, address="", sharding=sharding, prefix=prefix)
-    own = part_of(make_setting(shape).batches[3], World(1, 2, 2))
+    own = part_of(make_setting(shape).batches[3], Ranks(1, 2, 2))
     ids = make_setting(shape).batches[3].sparse.values.view(len(shape.rows), 2, 32)[:, 1]  # the second half is rank 1's
     owner, num_rows = owners(len(shape.rows), 2), 0
     for t, rows in enumerate(ids.tolist()):
@@ -79,20 +79,20 @@ def test_tables_that_are_not_on_every_rank_are_pooled() -> None:
 
 
 def test_exchanges_are_heard_again_without_the_wire() -> None:
-    world, made = Wire(0, 1, 1), []
+    comm, made = Wire(), []
 
     def parts() -> list[torch.Tensor]:
         made.append(len(made))
         return [torch.tensor(made)]
 
-    world.listen(5)
-    (heard,) = world.exchange(parts, purpose="rows")
-    world.live()
-    world.replay(5)
-    (again,) = world.exchange(parts, purpose="rows")
-    world.live()
+    comm.listen(5)
+    (heard,) = comm.exchange(parts, purpose="rows")
+    comm.live()
+    comm.replay(5)
+    (again,) = comm.exchange(parts, purpose="rows")
+    comm.live()
     assert heard.tolist() == again.tolist() == [0] and made == [0, 1], "messages are made, and dropped"
-    assert world.exchange(parts, purpose="rows")[0].tolist() == [0, 1, 2]
+    assert comm.exchange(parts, purpose="rows")[0].tolist() == [0, 1, 2]
 
 
 def test_two_ranks_are_counted_by_the_kernel_as_by_hotrow() -> None:

@@ -261,7 +261,7 @@ def prepare(
     from hotrow.data.prepare.prepare import run_prepare
     from hotrow.parallel.launch import joined
 
-    with joined() as world, progress_bar() if world.rank == 0 else nullcontext() as progress:
+    with joined() as comm, progress_bar() if comm.rank == 0 else nullcontext() as progress:
         dataset = run_prepare(
             source,
             paths[0] if len(paths) == 1 else paths,
@@ -279,10 +279,10 @@ def prepare(
             threads=threads,
             overwrite=overwrite,
             progress=progress,
-            announce=None if world.rank else lambda line: print(line, file=sys.stderr),
-            world=world,
+            announce=None if comm.rank else lambda line: print(line, file=sys.stderr),
+            comm=comm,
         )
-    if world.rank:  # the first rank tells the result
+    if comm.rank:  # the first rank tells the result
         raise typer.Exit
     result = {
         "out": str(out),
@@ -330,14 +330,14 @@ def train(
         raise ValueError(f"--max-minutes is {max_minutes:g}; give a number above 0, or leave it out")
     until_s = math.inf if max_minutes is None else began_s + 60 * max_minutes
     overrides = [*(set_ or ()), *([] if trace is None else [f"train.trace={json.dumps(trace)}"])]
-    with joined() as world:
+    with joined() as comm:
         if resume is not None:
-            folder = runs.resume(resume, overrides, world=world, until_s=until_s)
+            folder = runs.resume(resume, overrides, comm=comm, until_s=until_s)
         else:
             assert config is not None
-            given = on_every_rank(world, functools.partial(load_config, config, overrides))
-            folder = runs.train(given, world=world, until_s=until_s)
-    if world.rank:  # the first rank tells the result
+            given = on_every_rank(comm, functools.partial(load_config, config, overrides))
+            folder = runs.train(given, comm=comm, until_s=until_s)
+    if comm.rank:  # the first rank tells the result
         raise typer.Exit(128 + (folder.record.signal or 0) if folder.record.status == "interrupted" else 0)
     run = Run(folder.path)
     result = run.summary()

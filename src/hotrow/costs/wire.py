@@ -2,8 +2,8 @@
 
     Work of all samples, who holds which rows  --share_of-->  Work of one rank's samples, and what sharing adds: Shared
 
-Everything that parallel/ sends is counted here, by the purposes of `World.sent_bytes`, and nowhere else; cost.py says
-what it takes. With R ranks, a row that p of them look up in a step, each in its samples, and q of all of them together
+Everything that parallel/ sends is counted here, by the purposes of `ExchangeCounts.sent_bytes`; cost.py says what it
+takes. With R ranks, a row that p of them look up in a step, each in its samples, and q of all of them together
 (0 to 1), sends, over all ranks,
 
     held by one rank    its number and its weights to each other rank that looks it up, and back a number and a sum
@@ -44,7 +44,7 @@ BAG_HEAD_BYTES, LENGTH_BYTES, WIDE_ROWS = 12, 4, 1 << 31
 """Before the bags of a feature that another rank pools; of each length, if bags differ; and up to how many rows of a
 table an id takes 4 bytes, not 8. See parallel/pooled.py."""
 COUNT_BYTES = 16
-"""That an exchange sends to each rank before its message, and that `World.tell` sends."""
+"""That an exchange sends to each rank before its message, and that `Communicator.tell` sends."""
 Floats = NDArray[np.float64]
 
 
@@ -206,7 +206,7 @@ class Event(NamedTuple):
     name: str
     """Of what is sent and waited for; or of work of which cost.py knows how long it takes."""
     sent_bytes: Mapping[str, float] = {}
-    """By purpose, as `World.sent_bytes`."""
+    """By purpose, as `ExchangeCounts.sent_bytes`."""
     turns: float = 0.0
     """Messages without bytes, one after another, that other ranks must answer first."""
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hotrow.config.schema import Config
 from hotrow.costs.demand import tables_of
+from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import part_of
 from hotrow.parallel.shards import Shard
-from hotrow.parallel.world import World
 from hotrow.placement.budget import Memory
 from hotrow.setup.divide import Division, Sharing, Step
 from hotrow.setup.memory import choose
@@ -79,17 +79,17 @@ def rank_of(division: Division, config: Config, num_ranks: int, *, local_size: i
     dataset = division.dataset
     assert dataset is not None
     whole = tables_of(config, dataset)
-    world = World(0, num_ranks, num_ranks).in_parts(config.train.micro_batches or num_ranks)
+    ranks = Ranks(0, num_ranks, num_ranks).with_micro_batches(config.train.micro_batches or num_ranks)
     shards = shards_of(config, whole, dataset, num_ranks)
     sharing = Sharing(
         tables=whole,
         shards=shards,
         num_ranks=num_ranks,
-        micro_batches=world.micro_batches,
+        micro_batches=ranks.micro_batches,
         local_size=local_size,
         wire_dtype=config.parallel.wire_dtype,
     )
-    held = [part_of(table, shards[table.name], world) for table in whole]
+    held = [part_of(table, shards[table.name], ranks) for table in whole]
     return replace(division, config=config, tables=held, sharing=sharing, _uses={}, _weighted={})
 
 

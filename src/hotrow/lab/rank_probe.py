@@ -43,10 +43,12 @@ from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import Split
 from hotrow.lab.step_probe import PARTS, Drawn, Shape, build_shape, point_of, shapes, work_of_steps
 from hotrow.parallel.agreement import everyone
+from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.gloo import communicator
+from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.shards import Shard
-from hotrow.parallel.world import World
 from hotrow.run.build import Parts
-from hotrow.run.together import Ranks
+from hotrow.run.together import DenseExchange
 from hotrow.run.trainer import train_step
 
 SMALL, LARGE_BYTES = 50, 2 << 20
@@ -131,42 +133,42 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(max(1, usable_cores() // 2))
     meet = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meet, rank=int(rank), world_size=2, timeout=timedelta(seconds=MEET_S))
-    world = World.of(None)
-    pids = [pid for pid in everyone(world, os.getpid()) if pid != os.getpid()]
-    network = _network(world, pids)
+    comm = communicator()
+    pids = [pid for pid in everyone(comm, os.getpid()) if pid != os.getpid()]
+    network = _network(comm, pids)
     found = asdict(network)
     if float(seconds):
-        crowding, kernels = _steps(world, pids, until_s)
+        crowding, kernels = _steps(comm, pids, until_s)
         points = {phase: [asdict(point) for point in own] for phase, own in kernels.items()}
         found = {"network": asdict(network), "crowding": asdict(crowding), "kernels": points}
-    if world.rank == 0:
+    if comm.rank == 0:
         write_json(Path(folder, "result.json"), found)
     dist.barrier()
     os._exit(0)  # a thread of gloo may abort a process that ends as usual
 
 
-def _network(world: World, pids: Sequence[int]) -> Network:
+def _network(comm: Communicator, pids: Sequence[int]) -> Network:
     small, large = (
-        [torch.zeros(num_bytes if rank != world.rank else 0, dtype=torch.uint8) for rank in range(world.size)]
+        [torch.zeros(num_bytes if rank != comm.rank else 0, dtype=torch.uint8) for rank in range(comm.size)]
         for num_bytes in (1, LARGE_BYTES)
     )
     rounds: list[tuple[float, float, float, float]] = []
     disturbance = Disturbance(pids)
     for _ in range(ROUNDS):
-        message_s, message_cpu_s = (each / 2 for each in _exchange_s(world, small, SMALL))  # counts, then what is said
-        whole_s, cpu_s = _exchange_s(world, large, 4)
+        message_s, message_cpu_s = (each / 2 for each in _exchange_s(comm, small, SMALL))  # counts, then what is said
+        whole_s, cpu_s = _exchange_s(comm, large, 4)
         bytes_s = max(whole_s / 4, whole_s - 2 * message_s)  # a disturbed message may seem to take all of it
         rounds.append((LARGE_BYTES / bytes_s, message_s, message_cpu_s, cpu_s / LARGE_BYTES))
     note = _note(disturbance)
     return Network(*(_figure(values, note) for values in zip(*rounds, strict=True)))
 
 
-def _exchange_s(world: World, parts: list[torch.Tensor], times: int) -> tuple[float, float]:
+def _exchange_s(comm: Communicator, parts: list[torch.Tensor], times: int) -> tuple[float, float]:
     """Returns the seconds of an exchange, and those of this process's processors."""
-    world.exchange(parts, purpose="probe")
+    comm.exchange(parts, purpose="probe")
     start, cpu_start = time.perf_counter(), time.process_time()
     for _ in range(times):
-        world.exchange(parts, purpose="probe")
+        comm.exchange(parts, purpose="probe")
     return (time.perf_counter() - start) / times, (time.process_time() - cpu_start) / times
 
 
@@ -180,15 +182,15 @@ def _note(disturbance: Disturbance) -> str:
     return f"{DISTURBED}: other work had the processors for {share:.0%} of the time" if share > CLEAN_SHARE else ""
 
 
-def _steps(world: World, pids: Sequence[int], until_s: float) -> tuple[Figure, dict[str, list[Point]]]:
+def _steps(comm: Communicator, pids: Sequence[int], until_s: float) -> tuple[Figure, dict[str, list[Point]]]:
     """Returns how much longer plain steps take beside the other rank's, and points of what sharing takes."""
     times, points = [], {f"shared {name}": [] for name in PARTS_OF_STEP}  # type: ignore[var-annotated]
     in_dram = (shape for shape in shapes(MOST_TABLE_BYTES) if shape.in_tiers is None)
     for number, shape in enumerate(in_dram):
-        if number >= LEAST_SHAPES and not everyone(world, time.monotonic() < until_s)[0]:
+        if number >= LEAST_SHAPES and not everyone(comm, time.monotonic() < until_s)[0]:
             break
         with ExitStack() as stack:
-            sides = _Sides(shape, world, stack, pools=number % 2 == 1)
+            sides = _Sides(shape, comm, stack, pools=number % 2 == 1)
             for part in PARTS:
                 disturbance = Disturbance(pids)
                 found = sides.measure(max(2, shape.config.train.batch_size // part), seed=number)
@@ -208,35 +210,34 @@ class _Found:
 class _Sides:
     """The same model three times: of this process alone, shared with nobody, and shared with the other."""
 
-    def __init__(self, shape: Shape, world: World, stack: ExitStack, *, pools: bool) -> None:
+    def __init__(self, shape: Shape, comm: Communicator, stack: ExitStack, *, pools: bool) -> None:
         """pools: owners pool the tables that are not small."""
-        self.shape, self.world = shape, world
-        alone = World(micro_batches=2)
-        self.shards = {own.size: _shards(shape, own.size, pools=pools) for own in (alone, world)}
+        self.shape, self.comm = shape, comm
+        alone = Communicator(Ranks(micro_batches=2))
+        self.shards = {own.size: _shards(shape, own.size, pools=pools) for own in (alone, comm)}
         self.plain = build_shape(shape, stack)
-        self.lonely = build_shape(shape, stack, world=alone, shards=self.shards[alone.size])
-        self.together = build_shape(shape, stack, world=world, shards=self.shards[world.size])
+        self.lonely = build_shape(shape, stack, alone, shards=self.shards[alone.size])
+        self.together = build_shape(shape, stack, comm, shards=self.shards[comm.size])
         length = sum(weight.numel() for weight in self.together.model.parameters() if weight.requires_grad)
-        self.together.ranks = Ranks(world, lambda: None, length=length)
+        self.together.exchange = DenseExchange(comm, lambda: None, length=length)
 
     def measure(self, batch_size: int, *, seed: int) -> _Found:
         """Takes steps on this rank's part of batches; both ranks call it."""
         num_steps = WARMUP + TIMED
         split = Drawn(self.shape, batch_size * num_steps, np.random.default_rng([seed, batch_size]))
-        batches = list(
-            islice(Loader(cast(Split, split), batch_size, shuffle_seed=1, part=self.world.samples).epoch(0), num_steps)
-        )
+        loader = Loader(cast(Split, split), batch_size, shuffle_seed=1, part=self.comm.ranks.samples)
+        batches = list(islice(loader.epoch(0), num_steps))
         alone = self._alone(batches)
         beside = [*self._taken(self.plain, batches)][WARMUP:]
-        everyone(self.world, None)
+        everyone(self.comm, None)
         together = [*self._taken(self.together, batches)][WARMUP:]
         whole = [replace(batch, of_samples=None) for batch in batches]
         lonely = [*self._taken(self.lonely, whole)][WARMUP:]
-        everyone(self.world, None)
+        everyone(self.comm, None)
         work = work_of_steps(self.shape, self.plain, batches[WARMUP:])
         added = []
         # With nobody, dense layers run in two parts, which a rank's do not here.
-        for num_ranks, steps, dense in ((self.world.size, together, True), (1, lonely, False)):
+        for num_ranks, steps, dense in ((self.comm.size, together, True), (1, lonely, False)):
             amounts = sharing_amounts(work, self.shards[num_ranks], num_ranks=num_ranks, dense=dense)
             for name, phases in PARTS_OF_STEP.items():
                 own = [phase for phase in phases if dense or phase != "dense"]
@@ -248,13 +249,13 @@ class _Sides:
 
     def _alone(self, batches: Sequence[Batch]) -> float:
         """Returns the seconds of a plain step of the first rank while the other one rests; both ranks call it."""
-        steps = [*self._taken(self.plain, batches)][WARMUP:] if self.world.rank == 0 else []
-        everyone(self.world, None)  # the other one waits here
+        steps = [*self._taken(self.plain, batches)][WARMUP:] if self.comm.rank == 0 else []
+        everyone(self.comm, None)  # the other one waits here
         return statistics.median(sum(step.values()) for step in steps) if steps else 1.0
 
     def _taken(self, parts: Parts, batches: Sequence[Batch]) -> Iterator[dict[str, float]]:
         for step, batch in enumerate(batches):
-            clock = _Laps(self.world)
+            clock = _Laps(self.comm)
             float(train_step(parts, batch, step, cast(Any, clock)))
             yield clock.seconds
 
@@ -274,13 +275,13 @@ def _shards(shape: Shape, num_ranks: int, *, pools: bool) -> dict[str, Shard]:
 class _Laps:
     """Seconds of a step by phase, without its exchanges."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._last = self._now()
 
     def _now(self) -> float:
-        return time.perf_counter() - self._world.exchange_s
+        return time.perf_counter() - self._comm.counts.exchange_s
 
     def lap(self, phase: str) -> None:
         now = self._now()

@@ -40,6 +40,8 @@ from hotrow.data.packed.format import Block, DatasetInfo, DenseColumn, Feature, 
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.packed.writer import PackedWriter
+from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import Memory, TableSlots
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.store_file import SUFFIX, OwnFolder
@@ -252,7 +254,7 @@ def measure_shape(
 ) -> Iterator[tuple[str, Point]]:
     """Yields a point for every phase and number of threads, with the phase's name."""
     with ExitStack() as stack:
-        parts = build_shape(shape, stack, folder)
+        parts = build_shape(shape, stack, folder=folder)
         for part in PARTS:
             smaller = max(1, shape.config.train.batch_size // part)
             yield from _measure_batches(shape, parts, smaller, threads, seed)
@@ -309,8 +311,15 @@ def _stall_s(parts: Parts) -> float:
     return float(getattr(parts.embedding.placement, "stall_s", 0.0))
 
 
-def build_shape(shape: Shape, stack: ExitStack, folder: Path | str | None = None, **shared: Any) -> Parts:
-    """Returns what steps of a shape work on. shared: fields of `Setup` about ranks that share its rows."""
+def build_shape(
+    shape: Shape,
+    stack: ExitStack,
+    comm: Communicator | None = None,
+    *,
+    folder: Path | str | None = None,
+    shards: Mapping[str, Shard] | None = None,
+) -> Parts:
+    """Returns what steps of a shape work on. comm, shards: of the ranks that share its rows; None if none do."""
     config, info = shape.config, shape.info
     tables = tuple(
         TableConfig(
@@ -327,7 +336,9 @@ def build_shape(shape: Shape, stack: ExitStack, folder: Path | str | None = None
     if shape.in_tiers is not None:
         memory = _memory(shape, config, tables, Path(folder or tempfile.gettempdir()))
     dataset = cast(Any, _Described(info))
-    parts = build(Setup(config, dataset, tables, DenseDevice(), memory, None, Path(), **shared))
+    comm = comm or Communicator()
+    setup = Setup(config, dataset, tables, DenseDevice(), memory, None, Path(), comm.ranks, shards or {})
+    parts = build(setup, comm)
     for states in parts.sparse_optimizer.state.values() if memory is None else ():
         for state in states.values():
             state += 0.0  # the system gives memory when it is first written, once in a long run

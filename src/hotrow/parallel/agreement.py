@@ -7,15 +7,10 @@ A rank that is lost while others wait for it is the heartbeat's matter (heartbea
 from __future__ import annotations
 
 import json
-import os
 import socket
-import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from fcntl import ioctl
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +18,7 @@ from torch import Tensor
 from hotrow.base.machine import versions
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.kernels import ops
-from hotrow.parallel.world import World
+from hotrow.parallel.communicator import Communicator
 
 T = TypeVar("T")
 CHECK_EVERY = 100
@@ -42,15 +37,15 @@ class CommonError(ValueError):
     """An error that every rank raises with the same text: none of them has to be told by another."""
 
 
-def everyone(world: World, value: Any) -> list[Any]:
+def everyone(comm: Communicator, value: Any) -> list[Any]:
     """Returns the JSON-ready `value` of each rank, by rank. Collective: every rank calls it."""
-    if world.size == 1:
+    if comm.size == 1:
         return [value]
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    return [json.loads(part.numpy().tobytes()) for part in world.gather(text, purpose=_PURPOSE)]
+    return [json.loads(part.numpy().tobytes()) for part in comm.gather(text, purpose=_PURPOSE)]
 
 
-def on_every_rank(world: World, function: Callable[[], T]) -> T:
+def on_every_rank(comm: Communicator, function: Callable[[], T]) -> T:
     """Returns what `function` returns here. Collective: if it raises ValueError or OSError on any rank, as for a
     dataset that is missing there, every rank raises ValueError, which names these ranks and says what each met.
     """
@@ -58,10 +53,10 @@ def on_every_rank(world: World, function: Callable[[], T]) -> T:
     try:
         result = function()
     except (ValueError, OSError) as error:
-        if world.size == 1:
+        if comm.size == 1:
             raise
         met = f"{error}" or type(error).__name__
-    found = everyone(world, {"host": socket.gethostname(), "met": met})
+    found = everyone(comm, {"host": socket.gethostname(), "met": met})
     if not any(each["met"] for each in found):
         return result  # type: ignore[return-value]  # it did not raise
     ranks: dict[str, list[int]] = {}
@@ -71,9 +66,9 @@ def on_every_rank(world: World, function: Callable[[], T]) -> T:
     raise CommonError("; ".join(f"{_named(where, found)}: {text}" for text, where in ranks.items()))
 
 
-def on_first_rank(world: World, function: Callable[[], T]) -> T | None:
+def on_first_rank(comm: Communicator, function: Callable[[], T]) -> T | None:
     """Returns what `function` returns on the first rank, elsewhere None; an error there is raised on every rank."""
-    return on_every_rank(world, lambda: function() if world.rank == 0 else None)
+    return on_every_rank(comm, lambda: function() if comm.rank == 0 else None)
 
 
 # ---- at the start
@@ -109,13 +104,13 @@ _CURES = {
 _CONFIG_CURE = "start every rank with the same config file and the same --set"
 
 
-def check_same(world: World, facts: Mapping[str, Any], *, cure: str = _CONFIG_CURE) -> None:
+def check_same(comm: Communicator, facts: Mapping[str, Any], *, cure: str = _CONFIG_CURE) -> None:
     """Compares `facts` (JSON-ready values by name) of all ranks. Collective.
 
     cure: for facts that have none of their own. Raises ValueError on every rank if any differs: it names the field,
     each value with its ranks and hosts, and the cure.
     """
-    found = everyone(world, {"host": socket.gethostname(), "facts": facts})
+    found = everyone(comm, {"host": socket.gethostname(), "facts": facts})
     names = dict.fromkeys(name for each in found for name in each["facts"])
     told, cures = [], []
     for name in names:
@@ -158,8 +153,8 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 class StillSame:
     """Compares, every `every` steps and before a checkpoint, where ranks are and a checksum of their dense weights."""
 
-    def __init__(self, world: World, *, every: int = CHECK_EVERY) -> None:
-        self.world, self.every = world, every
+    def __init__(self, comm: Communicator, *, every: int = CHECK_EVERY) -> None:
+        self.comm, self.every = comm, every
 
     def check(self, step: int, position: tuple[int, int], weights: Iterable[Tensor], *, now: bool = False) -> None:
         """Does nothing if `step` is not a multiple of `every`, unless `now` says so. Collective otherwise.
@@ -167,10 +162,10 @@ class StillSame:
         position: epoch and batch that come next. weights: the dense weights, in the same order on every rank.
         Raises ValueError on every rank if one differs from rank 0; it names these ranks and what differs.
         """
-        if self.world.size == 1 or (step % self.every and not now):
+        if self.comm.size == 1 or (step % self.every and not now):
             return
         mine = torch.tensor([step, *position, checksum_of(weights)])
-        values = [part.tolist() for part in self.world.gather(mine, purpose=_PURPOSE)]
+        values = [part.tolist() for part in self.comm.gather(mine, purpose=_PURPOSE)]
         first = values[0]
         names = ("step", "epoch", "batch", "checksum of the dense weights")
         told = [
@@ -194,56 +189,3 @@ def checksum_of(weights: Iterable[Tensor]) -> int:
         array = weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         found = zlib.crc32(array.data, found)
     return found
-
-
-# ---- the network
-
-
-def unnamed_interface(world: World) -> str | None:
-    """Returns a warning if gloo has to guess its network interface on some rank, otherwise None. Collective.
-
-    gloo guesses if ranks run on several hosts (or network namespaces), GLOO_SOCKET_IFNAME is not set, and a host has
-    several interfaces: it takes the address that the host's own name resolves to.
-    """
-    unset = not os.environ.get("GLOO_SOCKET_IFNAME")
-    mine = {"host": socket.gethostname(), "net": namespace_id("net"), "interfaces": interfaces() if unset else {}}
-    found = everyone(world, mine)
-    if len({each["net"] for each in found}) == 1:
-        return None
-    several = {each["net"]: each for each in found if len(each["interfaces"]) > 1}
-    if not several:
-        return None
-    hosts = "; ".join(
-        f"{each['host']} has {', '.join(f'{name} ({address})' for name, address in each['interfaces'].items())}"
-        for each in several.values()
-    )
-    return (
-        f"GLOO_SOCKET_IFNAME is not set, and {hosts}: gloo takes the interface that the host's name resolves to, which "
-        "may be a slow one or one that other hosts cannot reach. Set GLOO_SOCKET_IFNAME to the name of the fast one"
-    )
-
-
-def interfaces() -> dict[str, str]:
-    """Returns the IPv4 address of each network interface of this process that has one, except the loopback, by name."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                address = socket.inet_ntoa(ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24])
-                if not address.startswith("127."):
-                    found[name] = address
-    return found
-
-
-_SIOCGIFADDR = 0x8915
-
-
-def namespace_id(kind: Literal["net", "pid"]) -> str:
-    """Returns what two processes share if they reach each other at 127.0.0.1 (net), or see each other by their numbers
-    (pid): a host, and a namespace of it.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path(f'/proc/self/ns/{kind}').readlink()}"
-    except OSError:  # not Linux
-        return socket.gethostname()

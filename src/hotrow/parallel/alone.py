@@ -18,21 +18,23 @@ import torch
 from torch import Tensor
 
 from hotrow.kernels.reference import FlatSums, RowSums
+from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.exchange import Chosen, Keys
 from hotrow.parallel.shards import Numbers, Shard
-from hotrow.parallel.world import World
 from hotrow.placement.base import Attached, Placement, Rows
 from hotrow.tables import TableConfig
 
 PURPOSE = "merged"
-"""What `World.sent_bytes` counts the bytes of a merge under."""
+"""What `ExchangeCounts.sent_bytes` counts the bytes of a merge under."""
 
 
 class Alone:
     """What this rank has changed since the last merge in the first rows of `tables`, which lie in `below`."""
 
-    def __init__(self, world: World, tables: Sequence[TableConfig], shards: Sequence[Shard], below: Placement) -> None:
-        self._world, self._tables, self._below = world, tables, below
+    def __init__(
+        self, comm: Communicator, tables: Sequence[TableConfig], shards: Sequence[Shard], below: Placement
+    ) -> None:
+        self._comm, self._tables, self._below = comm, tables, below
         self.num_steps = 0
         """Steps since the last merge."""
         self._arrays: list[list[Rows]] = []
@@ -75,7 +77,7 @@ class Alone:
         flat = FlatSums.of(changes)
         each = flat.rows.numpy() + np.repeat(keys.first[:-1], flat.counts)
         words, heads = keys.pack_sums([Chosen(each, np.arange(len(each)), flat)])
-        told = self._world.gather(words, purpose=PURPOSE, num_heads=heads)
+        told = self._comm.gather(words, purpose=PURPOSE, num_heads=heads)
         come = [keys.unpack_sums(each, 1)[0] for each in told]
         for t, (rows, own) in enumerate(before):
             self._add(t, rows, own, [each[t] for each in come])

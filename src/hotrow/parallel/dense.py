@@ -21,10 +21,10 @@ from torch import Tensor
 
 from hotrow.kernels import ops, tree
 from hotrow.kernels.tree import Node
-from hotrow.parallel.world import World
+from hotrow.parallel.communicator import Communicator
 
 PURPOSE = "dense"
-"""What `World.sent_bytes` counts the bytes of this exchange under."""
+"""What `ExchangeCounts.sent_bytes` counts the bytes of this exchange under."""
 _HEAD = 3
 """Words before the nodes of a message: the number of nodes, the bytes of `found`, and `stop`."""
 
@@ -54,7 +54,7 @@ class Told(NamedTuple):
 
 
 def sum_over_ranks(
-    world: World,
+    comm: Communicator,
     nodes: Mapping[Node, Sums],
     *,
     length: int,
@@ -71,21 +71,21 @@ def sum_over_ranks(
     slices travel.
     """
     head = _header({node: sums.loss for node, sums in nodes.items()}, found, stop)
-    cuts = tree.starts(length, world.size)
+    cuts = tree.starts(length, comm.size)
     flat = [sums.gradient.view(torch.int32) for sums in nodes.values()]
     messages = [_joined([head, *(words[first:last] for words in flat)]) for first, last in pairwise(cuts)]
-    own_length = cuts[world.rank + 1] - cuts[world.rank]
-    arriving = world.begin(messages, purpose=PURPOSE)
+    own_length = cuts[comm.rank + 1] - cuts[comm.rank]
+    arriving = comm.begin(messages, purpose=PURPOSE)
     meanwhile()
     heard = [_Heard.of(words, own_length) for words in arriving.wait()]
-    everything = (0, tree.width(world.micro_batches))
+    everything = (0, tree.width(comm.ranks.micro_batches))
     own = tree.total({node: part for each in heard for node, part in each.slices.items()}, everything, _added)
     loss = tree.total({node: part for each in heard for node, part in each.losses.items()}, everything, _added)
     assert own is not None and loss is not None, "a batch has samples"
     own_finite = not len(own) or ops.first_nonfinite(own) is None
-    finite = all(world.tell(own_finite, purpose=PURPOSE))
+    finite = all(comm.tell(own_finite, purpose=PURPOSE))
     lengths = [last - first for first, last in pairwise(cuts)]
-    totals = world.begin([own] * world.size, purpose=PURPOSE, lengths=lengths)
+    totals = comm.begin([own] * comm.size, purpose=PURPOSE, lengths=lengths)
     return Told(loss, *_agreed(heard), finite, lambda: _joined(totals.wait()))
 
 

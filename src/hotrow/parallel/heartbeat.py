@@ -35,10 +35,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
-from hotrow.parallel.agreement import CommonError, everyone, interfaces, namespace_id
-from hotrow.parallel.world import World
+from hotrow.parallel.agreement import CommonError, everyone
+from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.hosts import interfaces, namespace_id
+from hotrow.parallel.transport import TransportError
 
 BEAT_S = 0.5
 """Time between two beats."""
@@ -129,7 +129,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        world: World,
+        comm: Communicator,
         *,
         cure: str,
         kept: str = "The newest checkpoint is whole, because a checkpoint gets its name when it is complete.",
@@ -137,7 +137,7 @@ class Heartbeat:
         last_words: Callable[[str], None] | None = None,
         together: tuple[type[BaseException], ...] = (CommonError,),
     ) -> None:
-        self.world = world
+        self.comm = comm
         self.cure = cure
         """A sentence that says how the run goes on, for the line that names a lost rank."""
         self._kept = kept  # another sentence, for the same line
@@ -155,8 +155,8 @@ class Heartbeat:
         self._over = threading.Event()  # all ranks have left the block without an error
 
     def __enter__(self) -> Heartbeat:
-        if self.world.size > 1:
-            self._peers = connect(self.world)
+        if self.comm.size > 1:
+            self._peers = connect(self.comm)
             self._thread = threading.Thread(target=self._watch_safely, name="hotrow-heartbeat", daemon=True)
             self._thread.start()
         return self
@@ -168,7 +168,7 @@ class Heartbeat:
             return
         if error is None or isinstance(error, self._together) or (code := exit_code(error)) == 0:
             self._is_done = True
-            if self.world.rank:
+            if self.comm.rank:
                 self._send({"done": True})
             self._over.wait()
             self._thread.join(BUSY_S)
@@ -178,7 +178,7 @@ class Heartbeat:
                 self._over.wait(LIMIT_S + 2 * BEAT_S)
             self._failed.set()
             told = " ".join(f"{type(error).__name__}: {error}".split())[:MOST_TEXT]
-            self._send({"end": f"rank {self.world.rank}: {told}", "code": code})
+            self._send({"end": f"rank {self.comm.rank}: {told}", "code": code})
             self._thread.join(LAST_S)
             self._hang_up()
         self._let_go()
@@ -194,7 +194,7 @@ class Heartbeat:
         self._peers = []
         self.step, self.last_words = int, None  # int() is 0, as the default of `step` is
         if self._is_done and self._thread is not None and self._thread.is_alive():
-            raise RuntimeError(f"rank {self.world.rank} is done, but its heartbeat did not end within {BUSY_S:.0f} s")
+            raise RuntimeError(f"rank {self.comm.rank} is done, but its heartbeat did not end within {BUSY_S:.0f} s")
 
     # ---- the watching thread
 
@@ -202,7 +202,7 @@ class Heartbeat:
         try:
             self._watch()
         except Exception as error:  # a watch that ended in silence would look like a stopped rank to the others
-            self._end_all(f"rank {self.world.rank}: the heartbeat failed: {type(error).__name__}: {error}", 1)
+            self._end_all(f"rank {self.comm.rank}: the heartbeat failed: {type(error).__name__}: {error}", 1)
 
     def _watch(self) -> None:
         last_s = next_beat_s = time.monotonic()
@@ -226,7 +226,7 @@ class Heartbeat:
                     self._send({"step": self.step()})
                     next_beat_s = now_s + BEAT_S
                 self._look_for_silence(now_s)
-                if self.world.rank == 0 and self._is_done and all(peer.is_done for peer in self._peers):
+                if self.comm.rank == 0 and self._is_done and all(peer.is_done for peer in self._peers):
                     self._send({"done": True})
                     self._over.set()
 
@@ -239,7 +239,7 @@ class Heartbeat:
             peer.is_done = peer.is_done or "done" in message
             if "end" in message:
                 self._end_all(str(message["end"]), int(message.get("code", 1)), known_to=peer)
-        if self.world.rank and peer.is_done:
+        if self.comm.rank and peer.is_done:
             self._over.set()
         elif not is_open and not peer.is_done:
             self._lose(
@@ -328,9 +328,9 @@ def exit_code(error: BaseException) -> int:
 
 
 def _follows(error: BaseException | None) -> bool:
-    """Returns whether `error` says that a collective broke: then another rank is the cause."""
+    """Returns whether `error` says that an exchange broke: then another rank is the cause."""
     while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+        if isinstance(error, TransportError):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -339,7 +339,7 @@ def _follows(error: BaseException | None) -> bool:
 # ---- connections
 
 
-def connect(world: World) -> list[Peer]:
+def connect(comm: Communicator) -> list[Peer]:
     """Returns, on rank 0, the connections to all other ranks; on others, the one to rank 0. Collective.
 
     Raises ValueError, on the ranks concerned, if one could not connect within START_S.
@@ -350,16 +350,16 @@ def connect(world: World) -> list[Peer]:
         "net": namespace_id("net"),
         "processes": namespace_id("pid"),
     }
-    ranks = everyone(world, mine)
+    ranks = everyone(comm, mine)
     is_local = len({each["net"] for each in ranks}) == 1
     listener, place = None, {}
-    if world.rank == 0:
+    if comm.rank == 0:
         listener = _listener(is_local=is_local)
         addresses = ["127.0.0.1"] if is_local else _addresses()
         place = {"addresses": addresses, "port": listener.getsockname()[1], "token": secrets.token_hex(16)}
-    place = everyone(world, place)[0]
+    place = everyone(comm, place)[0]
     if listener is None:
-        sockets = {0: _call(place, world.rank)}
+        sockets = {0: _call(place, comm.rank)}
     else:
         with listener:
             sockets = _answer(listener, place, ranks)

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m hotrow train CONFIG
 
 torchrun, and whatever sets the same variables (srun, Kubernetes), gives each process WORLD_SIZE, RANK, MASTER_ADDR and
-MASTER_PORT; Ray Train makes the process group itself. A process without either is a world of its own.
+MASTER_PORT; Ray Train makes the process group itself. A process without either trains alone.
 """
 
 from __future__ import annotations
@@ -16,26 +16,30 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hotrow.parallel.group import begin_group
-from hotrow.parallel.world import World
+from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.exchange import WireDtype
+from hotrow.parallel.gloo import begin_group, communicator
+from hotrow.parallel.sharded import Shards
+from hotrow.parallel.shards import Shard
+from hotrow.placement import AnyMemory
 
 NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables without which WORLD_SIZE says too little."""
 
 
 @contextmanager
-def joined(environ: Mapping[str, str] = os.environ) -> Iterator[World]:
-    """Yields the world of this process, with a micro-batch for each rank. Collective, if there are several.
+def joined(environ: Mapping[str, str] = os.environ) -> Iterator[Communicator]:
+    """Yields the communicator of this process, with a micro-batch for each rank. Collective if there are several ranks.
 
     A process group that this makes is gone after the block. Raises ValueError, with the cure, for an environment that
     names no place to meet, and if the ranks do not find each other.
     """
     if dist.is_initialized():
-        yield _on_machine(World.of(_with_gloo()), environ)
+        yield _on_machine(communicator(_with_gloo()), environ)
         return
     size = environ.get("WORLD_SIZE", "1")
     if size == "1":
-        yield World()
+        yield Communicator()
         return
     if missing := [name for name in NEEDED if name not in environ]:
         raise ValueError(
@@ -44,14 +48,42 @@ def joined(environ: Mapping[str, str] = os.environ) -> Iterator[World]:
         )
     begin_group()
     try:
-        yield _on_machine(World.of(None), environ)
+        yield _on_machine(communicator(), environ)
     finally:
         dist.destroy_process_group()
 
 
-def _on_machine(world: World, environ: Mapping[str, str]) -> World:
+def shard(
+    memory: AnyMemory = None,
+    *,
+    shards: Mapping[str, Shard] | None = None,
+    group: Any = None,
+    micro_batches: int | None = None,
+    wire_dtype: WireDtype = "fp32",
+) -> Shards:
+    """Returns what `EmbeddingCollection(memory=...)` takes to share its tables among the ranks of a process group.
+
+        torch.distributed.init_process_group("gloo")
+        shards = hotrow.shard(hotrow.Memory(dram="2GiB", ssd="/nvme"))
+        emb = hotrow.EmbeddingCollection(tables, memory=shards)
+        first, end = shards.ranks.samples(len(batch))      # what this rank trains of a global batch
+
+    From then on all ranks must look up, step, read and write the collection in the same order, also for batches without
+    a sample: `forward`, `sequence`, `step`, `state_dict`, `read_rows` and checkpoints wait for the other ranks.
+
+    memory: where each rank keeps its own rows, as `EmbeddingCollection` takes it. shards: by table; a table that is not
+    named is dealt out row by row. group: of torch.distributed; None means its default one. micro_batches: the number of
+    parts of a global batch, since any number of ranks up to it gives the same bits; None means the number of ranks.
+    wire_dtype: "fp32", or "bf16" and "fp16", in which numbers of float32 travel in half as many bytes and are rounded,
+    so that results depend on the number of ranks.
+    """
+    comm = communicator(group, micro_batches)
+    return Shards(comm=comm, shards=dict(shards or {}), below=memory, wire_dtype=wire_dtype)
+
+
+def _on_machine(comm: Communicator, environ: Mapping[str, str]) -> Communicator:
     rank, size = int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
-    return replace(world, local_rank=rank, local_size=size)
+    return replace(comm, ranks=replace(comm.ranks, local_rank=rank, local_size=size))
 
 
 def _with_gloo() -> Any:

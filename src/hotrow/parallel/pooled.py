@@ -24,9 +24,9 @@ from torch import Tensor
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
 from hotrow.kernels.reference import Feature, Layout
+from hotrow.parallel.communicator import Arriving, Communicator
 from hotrow.parallel.exchange import WireDtype, widen, words_of
 from hotrow.parallel.shards import Numbers, Shard
-from hotrow.parallel.world import Arriving, World
 from hotrow.placement.base import Lease, Placement
 from hotrow.placement.slots import check_ids, spans_of
 from hotrow.tables import TableConfig
@@ -94,7 +94,7 @@ class Pooled:
 
     def __init__(
         self,
-        world: World,
+        comm: Communicator,
         tables: Sequence[TableConfig],
         shards: Sequence[Shard],
         below: Placement,
@@ -104,10 +104,10 @@ class Pooled:
         self.tables = frozenset(t for t, shard in enumerate(shards) if shard.exchange == "pooled")
         self.layout, self._below = Layout.of(tables), below
         self.features = [feature for feature in self.layout.features if feature.table in self.tables]
-        self._world, self._configs, self._wire_dtype = world, tables, wire_dtype
+        self._comm, self._configs, self._wire_dtype = comm, tables, wire_dtype
         self._owners = [shard.owner for shard in shards]
         self._bundles = [
-            _bundles([f for f in self.features if self._owners[f.table] == rank]) for rank in range(world.size)
+            _bundles([f for f in self.features if self._owners[f.table] == rank]) for rank in range(comm.size)
         ]
         """By owner."""
         self._kernels: dict[tuple[str, ...], ops.Kernels] = {}
@@ -137,7 +137,7 @@ class Pooled:
         check_ids(self.layout, self._configs, sparse, spans)
         if sparse.weights is not None:
             self._check_weights(sparse, sparse.weights, training=training)
-        found: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int32)] for _ in range(self._world.size)]
+        found: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int32)] for _ in range(self._comm.size)]
         for feature in self.features:
             found[self._owners[feature.table]].append(_pack(sparse, feature.name, wide=self._wide(feature)))
         return [torch.cat(words) for words in found]
@@ -168,7 +168,7 @@ class Pooled:
         """Returns what this rank is to pool. words: by rank, its `requests` here; asked: this rank's, of all ranks."""
         rest, names, bags = list(words), defaultdict[int, list[str]](list), {}
         for feature in self.features:
-            if self._owners[feature.table] == self._world.rank:
+            if self._owners[feature.table] == self._comm.rank:
                 each = [_unpack(own, n, wide=self._wide(feature)) for own, n in zip(rest, strides, strict=True)]
                 rest = [own[length:] for own, (_, length) in zip(rest, each, strict=True)]
                 bags[feature.name] = _joined([own for own, _ in each])
@@ -187,15 +187,15 @@ class Pooled:
 
         slots: returns by table those of the ids below; what it raises is raised on all ranks.
         """
-        starts = tree.starts(sum(served.strides), self._world.micro_batches) if training else None
+        starts = tree.starts(sum(served.strides), self._comm.ranks.micro_batches) if training else None
         found = list[KeyedJaggedTensor]()
 
         def vectors() -> list[Tensor]:
-            cut, own = served.cut(slots()), self._bundles[self._world.rank]
+            cut, own = served.cut(slots()), self._bundles[self._comm.rank]
             found[:] = [self._bags_below(bundle, served, cut).in_parts(starts) for bundle in own]
             return self._vectors(own, found, served.strides)
 
-        arriving = self._world.begin(vectors, purpose="pooled")
+        arriving = self._comm.begin(vectors, purpose="pooled")
         out = ops.empty(sparse.stride, self.layout.width)
         for words, bundles in zip(arriving.wait(), self._bundles, strict=True):
             sizes = [sparse.stride * _width(bundle) for bundle in bundles]
@@ -277,13 +277,13 @@ class Pooled:
                 waiting.append(_Waiting(batch, wanted, grad))
         if not any(own.of(bundle) for own in waiting for bundles in self._bundles for bundle in bundles):
             return lambda: []
-        arriving = self._world.begin(partial(self._gradients_for, waiting), purpose="pooled_gradients")
+        arriving = self._comm.begin(partial(self._gradients_for, waiting), purpose="pooled_gradients")
         return partial(self._come, waiting, arriving)
 
     def _come(self, waiting: Sequence[_Waiting], arriving: Arriving) -> ops.Lookups:
         """Returns the gradients that come here as lookups of rows below: features of a table in their order, and each
         of them in the order of the forward passes."""
-        come, bundles = arriving.wait(), self._bundles[self._world.rank]
+        come, bundles = arriving.wait(), self._bundles[self._comm.rank]
         parts = [(k, i, own.of(bundle)) for i, own in enumerate(waiting) for k, bundle in enumerate(bundles)]
         parts = [part for part in parts if part[2]]
         each = [self._numbers(words, rank, waiting, parts) for rank, words in enumerate(come)]

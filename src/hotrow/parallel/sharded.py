@@ -7,8 +7,8 @@
 
 Each distinct row that a rank needs and does not hold comes once, as lookups read it, and a sum for each aligned subtree
 goes back. Sums of replicated rows go to their home too, which tells all ranks the total. So no number of ranks changes
-a bit of the result (law 2). Next: shards.py, which says where a row lies; world.py, which sends; pooled.py for tables
-whose owners send pooled vectors instead of rows.
+a bit of the result (law 2). Next: shards.py, which says where a row lies; communicator.py, which sends; pooled.py for
+tables whose owners send pooled vectors instead of rows.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from torch import Tensor
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
 from hotrow.kernels.reference import Distinct, FlatSums, Layout, RowSums, Rule
-from hotrow.parallel.agreement import everyone, namespace_id
+from hotrow.parallel.agreement import everyone
 from hotrow.parallel.alone import Alone
 from hotrow.parallel.buffers import Buffers, ShardLease
+from hotrow.parallel.communicator import Arriving, Communicator
 from hotrow.parallel.exchange import WIRE_TYPES, Chosen, Keys, WireDtype, pack, recast, unpack
+from hotrow.parallel.hosts import namespace_id
 from hotrow.parallel.pooled import Pooled, Served, only
+from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.shards import Division, Numbers, Shard
 from hotrow.parallel.shared_rows import SharedChanges, SharedRows
-from hotrow.parallel.world import Arriving, World
 from hotrow.placement import AnyMemory, place
 from hotrow.placement.base import Attached, Lease, Placement, Rows, TableState, Use
 from hotrow.placement.budget import DeviceMemory, Memory
@@ -48,7 +50,7 @@ HELD = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """What `EmbeddingCollection(memory=...)` takes to share the rows of its tables among the ranks of a world.
+    """What `EmbeddingCollection(memory=...)` takes to share the rows of its tables among ranks.
 
     shards: by table; a table that is not named is dealt out row by row. below: where each rank keeps its own rows, None
     (DRAM) or `Memory`, whose bytes are a rank's; it pins rows of whole tables. wire_dtype: in which rows, vectors and
@@ -56,10 +58,14 @@ class Shards:
     Raises ValueError for tables that are not there, for shards that cannot be, and for memory on a device.
     """
 
-    world: World
+    comm: Communicator
     shards: Mapping[str, Shard] = field(default_factory=dict)
     below: AnyMemory = None
     wire_dtype: WireDtype = "fp32"
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.comm.ranks
 
     def place(self, tables: Sequence[TableConfig], *, seed: int) -> Placement:
         if isinstance(self.below, DeviceMemory):
@@ -69,65 +75,37 @@ class Shards:
             raise ValueError(f"there is no table {unknown[0]!r} to share; the tables are {', '.join(names)}")
         shards = [self.shards.get(name, Shard()) for name in names]
         for table, shard in zip(tables, shards, strict=True):
-            shard.check(table.name, table.num_embeddings, self.world.size)
-        if self.world.micro_batches == 1:  # one rank, and nothing to add up
+            shard.check(table.name, table.num_embeddings, self.ranks.size)
+        if self.ranks.micro_batches == 1:  # one rank, and nothing to add up
             return place(tables, self.below, seed=seed)
         below = self.below
         if isinstance(below, Memory) and below.pins:
-            below = replace(below, pins=_own_pins(below.pins, tables, shards, self.world))
-        local = [_local_table(*each, self.world) for each in zip(tables, shards, strict=True)]
+            below = replace(below, pins=_own_pins(below.pins, tables, shards, self.ranks))
+        local = [_local_table(*each, self.ranks) for each in zip(tables, shards, strict=True)]
         placed = place(local, below, seed=seed)
-        return Sharded(self.world, tables, shards, placed, seed=seed, wire_dtype=self.wire_dtype)
+        return Sharded(self.comm, tables, shards, placed, seed=seed, wire_dtype=self.wire_dtype)
 
 
-def shard(
-    memory: AnyMemory = None,
-    *,
-    shards: Mapping[str, Shard] | None = None,
-    group: Any = None,
-    micro_batches: int | None = None,
-    wire_dtype: WireDtype = "fp32",
-) -> Shards:
-    """Returns what `EmbeddingCollection(memory=...)` takes to share its tables among the ranks of a process group.
-
-        torch.distributed.init_process_group("gloo")
-        shards = hotrow.shard(hotrow.Memory(dram="2GiB", ssd="/nvme"))
-        emb = hotrow.EmbeddingCollection(tables, memory=shards)
-        first, end = shards.world.samples(len(batch))      # what this rank trains of a global batch
-
-    From then on all ranks must look up, step, read and write the collection in the same order, also for batches without
-    a sample: `forward`, `sequence`, `step`, `state_dict`, `read_rows` and checkpoints wait for the other ranks.
-
-    memory: where each rank keeps its own rows, as `EmbeddingCollection` takes it. shards: by table; a table that is not
-    named is dealt out row by row. group: of torch.distributed; None means its default one. micro_batches: the number of
-    parts of a global batch, since any number of ranks up to it gives the same bits; None means the number of ranks.
-    wire_dtype: "fp32", or "bf16" and "fp16", in which numbers of float32 travel in half as many bytes and are rounded,
-    so that results depend on the number of ranks.
-    """
-    world = World.of(group, micro_batches)
-    return Shards(world=world, shards=dict(shards or {}), below=memory, wire_dtype=wire_dtype)
+def part_of(table: TableConfig, shard: Shard, ranks: Ranks) -> TableConfig:
+    """Returns the table of the rows that this rank holds, with one row at least."""
+    num_rows = max(1, shard.num_local(table.num_embeddings, ranks.rank, ranks.size))
+    return table.part(num_rows, shard.births(ranks.rank, ranks.size))
 
 
-def part_of(table: TableConfig, shard: Shard, world: World) -> TableConfig:
-    """Returns the part of a table that this rank holds, which has a row at least."""
-    num_rows = max(1, shard.num_local(table.num_embeddings, world.rank, world.size))
-    return table.part(num_rows, shard.births(world.rank, world.size))
-
-
-def _local_table(table: TableConfig, shard: Shard, world: World) -> TableConfig:
+def _local_table(table: TableConfig, shard: Shard, ranks: Ranks) -> TableConfig:
     """Returns the table of a rank's own rows; their ids are looked up under the table's name."""
-    return replace(part_of(table, shard, world), feature_names=(table.name,), pooling="sum")
+    return replace(part_of(table, shard, ranks), feature_names=(table.name,), pooling="sum")
 
 
 def _own_pins(
-    pins: Mapping[str, ArrayLike], tables: Sequence[TableConfig], shards: Sequence[Shard], world: World
+    pins: Mapping[str, ArrayLike], tables: Sequence[TableConfig], shards: Sequence[Shard], ranks: Ranks
 ) -> dict[str, ArrayLike]:
     """Returns the rows of `pins` that a rank holds, by their numbers there; ids outside their table stay."""
     found = dict(pins)
     for table, shard in zip(tables, shards, strict=True):
         ids = np.asarray(pins.get(table.name, ()), np.int64)
         if len(ids) and 0 <= ids.min() <= ids.max() < table.num_embeddings:
-            found[table.name] = shard.local(ids[shard.held(ids, world.rank, world.size)], world.size)
+            found[table.name] = shard.local(ids[shard.held(ids, ranks.rank, ranks.size)], ranks.size)
     return found
 
 
@@ -175,7 +153,7 @@ class UnderWay(NamedTuple):
 
 
 class Sharded(Placement):
-    """The rows of one collection over the ranks of `world`; below: the placement of this rank's own shard.
+    """The rows of one collection over the ranks of `comm`; below: the placement of this rank's own shard.
 
     tables: whole ones, as users see them; those of `below` have the shard's rows. Making it, `take`, `announce`,
     `update`, `agree`, `check` and reading rows are collective: every rank calls them in the same order, and if one
@@ -184,7 +162,7 @@ class Sharded(Placement):
 
     def __init__(
         self,
-        world: World,
+        comm: Communicator,
         tables: Sequence[TableConfig],
         shards: Sequence[Shard],
         below: Placement,
@@ -192,22 +170,22 @@ class Sharded(Placement):
         seed: int,
         wire_dtype: WireDtype = "fp32",
     ) -> None:
-        self.world, self.tables, self.shards = world, tuple(tables), tuple(shards)
+        self.comm, self.tables, self.shards = comm, tuple(tables), tuple(shards)
         self.below: Placement = below
         self.layout = Layout.of(self.tables)
         self.kernels = ops.KernelSet(self.layout)
         self.weights, self.low = below.weights, below.low
-        ranks = everyone(world, [below.looks_ahead, below.changes is not None, namespace_id("net")])
+        ranks = everyone(comm, [below.looks_ahead, below.changes is not None, namespace_id("net")])
         looks_ahead, knows_changes, where = zip(*ranks, strict=True)
         # Ranks announce together, also if the rows of some fit in DRAM.
         self.looks_ahead = any(looks_ahead)
         # Whole tables are written by several ranks into one file, whose pages only processes of one machine share.
         whole = not any(knows_changes) and len(set(where)) == 1
-        self._changes = None if whole else SharedChanges(world, tables, shards, below.changes, seed=seed)
-        self._shares = Division(shards, world.size).shares(world.rank)
+        self._changes = None if whole else SharedChanges(comm, tables, shards, below.changes, seed=seed)
+        self._shares = Division(shards, comm.size).shares(comm.rank)
         self._num_rows = [table.num_embeddings for table in tables]
         self._keys = Keys(self._num_rows, [table.embedding_dim for table in tables], wire_dtype)
-        self._pooled = Pooled(world, tables, shards, below, wire_dtype=wire_dtype)
+        self._pooled = Pooled(comm, tables, shards, below, wire_dtype=wire_dtype)
         each = list(zip(tables, shards, strict=True))
         self._rows_travel = any(s.exchange == "rows" and s.prefix < table.num_embeddings for table, s in each)
         """Whether some table has rows that ranks ask each other for in lookups of bags."""
@@ -221,7 +199,7 @@ class Sharded(Placement):
         self.merge_every = 1
         """1: ranks add up their gradients at every step. If above, and `all_held`, each rank updates its copies alone,
         and after so many steps all add up what each has changed, which is not exact."""
-        self._alone = Alone(world, self.tables, shards, below)
+        self._alone = Alone(comm, self.tables, shards, below)
         self._announced: dict[int, Asked] = {}
         self._buffers = Buffers(self._keys.dims.tolist(), self._stored)
         self._sums_under_way: UnderWay | None = None
@@ -260,14 +238,14 @@ class Sharded(Placement):
         if use == "freeze_some":
             self.below.check(use)
         else:  # a rank in DRAM must not wait for rows of one in tiers, which refuses
-            self.world.gather(partial(self._checked, use), purpose="agreement")
+            self.comm.gather(partial(self._checked, use), purpose="agreement")
 
     def _checked(self, use: Use) -> Tensor:
         self.below.check(use)
         return torch.empty(0, dtype=torch.uint8)
 
     def agree(self, found: str | None) -> str | None:
-        each = everyone(self.world, found)
+        each = everyone(self.comm, found)
         return next((f"rank {rank}: {text}" for rank, text in enumerate(each) if text is not None), None)
 
     # ---- batches
@@ -291,9 +269,9 @@ class Sharded(Placement):
 
         rows: of all tables; if not, bags of those with pooled vectors are empty, and `look_up` has their vectors.
         Raises ValueError on all ranks if one has an id outside its table, if a training batch is cut into other parts
-        than those of `World.samples`, and if a batch was changed after it was announced.
+        than those of `Ranks.samples`, and if a batch was changed after it was announced.
         """
-        before = self.world.exchange_s
+        before = self.comm.counts.exchange_s
         known = self._announced.pop(id(sparse.values), None)
         if known is not None and rows and known.served is not None:  # it was announced for its vectors
             self.below.forget(known.below)
@@ -333,7 +311,7 @@ class Sharded(Placement):
         if batch is not None:
             lease = self._pooled.keep(batch, slots, lease)
         own = ShardLease(self._buffers.live, lease)
-        self._waited_s += training * (self.world.exchange_s - before)
+        self._waited_s += training * (self.comm.counts.exchange_s - before)
         return own, slots
 
     def look_up(self, kernels: ops.Kernels, slots: KeyedJaggedTensor, *, blame: KeyedJaggedTensor) -> Tensor:
@@ -344,11 +322,11 @@ class Sharded(Placement):
         return out if rest is None else rest.lookup(self.arrays, slots, out, blame=blame)
 
     def _exchange(self, parts: Callable[[], list[Tensor]], *, purpose: str) -> list[Tensor]:
-        """As `World.exchange`, of requests and of rows. If all rows are held, nobody sends: every rank would say what
-        this one says to itself, that it needs nothing."""
+        """As `Communicator.exchange`, of requests and of rows. If all rows are held, nobody sends: every rank would say
+        what this one says to itself, that it needs nothing."""
         if not self.all_held:
-            return self.world.exchange(parts, purpose=purpose)
-        return [parts()[self.world.rank]] * self.world.size
+            return self.comm.exchange(parts, purpose=purpose)
+        return [parts()[self.comm.rank]] * self.comm.size
 
     def _is_of(self, asked: Asked, sparse: KeyedJaggedTensor) -> bool:
         bags = sparse if asked.served is None else self._pooled.without(sparse)
@@ -360,7 +338,7 @@ class Sharded(Placement):
 
         rows: of all tables; if not, of those without pooled vectors.
         """
-        R, T = self.world.size, len(self.tables)
+        R, T = self.comm.size, len(self.tables)
         pools = bool(self._pooled.tables) and not rows and not self.all_held
         sparse = self._pooled.without(batch) if pools else batch
         spans = spans_of(self.layout, sparse)
@@ -478,16 +456,16 @@ class Sharded(Placement):
         if self.all_held:
             assert parts is not None, "a hot batch comes cut into micro-batches"
             return parts
-        world, total = self.world, sum(strides)
-        wanted = [end - first for first, end in (world.samples(total, rank) for rank in range(world.size))]
+        ranks, total = self.comm.ranks, sum(strides)
+        wanted = [end - first for first, end in (ranks.samples(total, rank) for rank in range(ranks.size))]
         if strides != wanted:
             raise ValueError(
                 f"the ranks have {', '.join(map(str, strides))} samples of a batch of {total}; of "
-                f"{world.micro_batches} micro-batches they must have {', '.join(map(str, wanted))}: cut batches by "
-                "World.samples"
+                f"{ranks.micro_batches} micro-batches they must have {', '.join(map(str, wanted))}: cut batches by "
+                "Ranks.samples"
             )
-        lo, hi = world.held
-        starts = tree.starts(total, world.micro_batches)
+        lo, hi = ranks.held
+        starts = tree.starts(total, ranks.micro_batches)
         return [start - starts[lo] for start in starts[lo : hi + 1]]
 
     # ---- update
@@ -586,17 +564,17 @@ class Sharded(Placement):
         pooled = self._pooled.gradients(lookups, but=by_row)
         if len(self._pooled.tables) == len(self.tables) and not by_row:
             return UnderWay(lookups, pooled, None)
-        num_heads = [0] * self.world.size
+        num_heads = [0] * self.comm.size
 
         def sums_for_others() -> list[Tensor]:
             rows = self._by_row(self._with_rows(lookups, by_row) if by_row else lookups)
-            sums = self.kernels.pooled.flat_row_sums(self.arrays, rows, self.world.held)
-            by_home = [self._by_home(sums[node]) for node in tree.aligned(*self.world.held)]
-            made = [self._keys.pack_sums([own[rank] for own in by_home]) for rank in range(self.world.size)]
+            sums = self.kernels.pooled.flat_row_sums(self.arrays, rows, self.comm.ranks.held)
+            by_home = [self._by_home(sums[node]) for node in tree.aligned(*self.comm.ranks.held)]
+            made = [self._keys.pack_sums([own[rank] for own in by_home]) for rank in range(self.comm.size)]
             num_heads[:] = [heads for _, heads in made]
             return [words for words, _ in made]
 
-        sums = self.world.begin(sums_for_others, purpose="gradients", num_heads=num_heads)
+        sums = self.comm.begin(sums_for_others, purpose="gradients", num_heads=num_heads)
         return UnderWay(lookups, pooled, sums)
 
     def _sums_of(self, lookups: ops.Lookups) -> tuple[ops.Lookups, list[Subtree]]:
@@ -609,16 +587,16 @@ class Sharded(Placement):
         (_, pooled, sums), self._sums_under_way = self._sums_under_way, None
         gradients, come = pooled(), list[Subtree]()
         for rank, words in enumerate(() if sums is None else sums.wait()):
-            held = tree.aligned(*tree.held(self.world.micro_batches, rank, self.world.size))
+            held = tree.aligned(*tree.held(self.comm.ranks.micro_batches, rank, self.comm.size))
             each = zip(held, self._keys.unpack_sums(words, len(held)), strict=True)
             come += [Subtree(leaf, tables) for (leaf, _), tables in each]
         return gradients, come
 
     def _own_sums(self, lookups: ops.Lookups) -> list[Subtree]:
         """Returns the sums of this rank alone, of rows that every rank holds."""
-        sums = self.kernels.pooled.flat_row_sums(self.arrays, self._by_row(lookups), self.world.held)
+        sums = self.kernels.pooled.flat_row_sums(self.arrays, self._by_row(lookups), self.comm.ranks.held)
         found = []
-        for node in tree.aligned(*self.world.held):
+        for node in tree.aligned(*self.comm.ranks.held):
             by_slot = zip(self._buffers.row_of, sums[node].tables(self._keys.dims.tolist()), strict=True)
             tables = [RowSums(torch.from_numpy(row_of[own.rows.numpy()]), own.sums) for row_of, own in by_slot]
             found.append(Subtree(node[0], tables))
@@ -639,11 +617,11 @@ class Sharded(Placement):
         if not any(shard.prefix for shard in self.shards):
             return nodes
         common, rest = zip(*(self._divided(node) for node in nodes), strict=True)
-        whole = 0, tree.width(self.world.micro_batches)
+        whole = 0, tree.width(self.comm.ranks.micro_batches)
         sums = self.below.kernels.pooled.flat_row_sums(self.below.arrays, self._lookups_below(common), whole)[whole]
         keys = sums.rows.numpy() + np.repeat(self._keys.first[:-1], sums.counts)
         words, heads = self._keys.pack_sums([Chosen(keys, np.arange(len(keys)), sums)])
-        come = self.world.gather(words, purpose="replicated", num_heads=heads)
+        come = self.comm.gather(words, purpose="replicated", num_heads=heads)
         return [Subtree(0, self._keys.unpack_sums(each, 1)[0]) for each in come] + list(rest)
 
     def _divided(self, node: Subtree) -> tuple[Subtree, Subtree]:
@@ -666,7 +644,7 @@ class Sharded(Placement):
             own = [(leaf, *tables[t]) for leaf, tables in nodes if len(tables[t].rows)]
             small = sum(sums.nbytes for _, _, sums in own) <= SMALL_BYTES * len(own)
             for group in [own] if own and small else [[each] for each in own]:
-                counts = np.zeros(self.world.micro_batches + 1, np.int64)
+                counts = np.zeros(self.comm.ranks.micro_batches + 1, np.int64)
                 for leaf, rows, _ in group:
                     counts[leaf + 1] += len(rows)
                 bags = KeyedJaggedTensor((name,), _joined([rows for _, rows, _ in group]))
@@ -684,11 +662,11 @@ class Sharded(Placement):
     def rows(self, table: str, state: TableState | None = None) -> Rows:
         """Returns whole tables by row: every rank reads the same rows at the same time, and gets all of them."""
         t = next(t for t, each in enumerate(self.tables) if each.name == table)
-        return SharedRows(self.world, self.shards[t], self.tables[t].num_embeddings, self.below.rows(table, state))
+        return SharedRows(self.comm, self.shards[t], self.tables[t].num_embeddings, self.below.rows(table, state))
 
     def grow(self, table: TableConfig) -> None:
         raise ValueError(
-            f"table {table.name!r} is shared by {self.world.size} ranks and cannot grow: save a checkpoint, and make a "
+            f"table {table.name!r} is shared by {self.comm.size} ranks and cannot grow: save a checkpoint, and make a "
             "collection with more rows"
         )
 

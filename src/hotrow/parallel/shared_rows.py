@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.shards import Numbers, Shard
-from hotrow.parallel.world import World
 from hotrow.placement.base import Changes, InitialRows, RowIds, Rows, Saved, TableState
 from hotrow.tables import TableConfig
 
@@ -23,18 +23,18 @@ PIECE_BYTES = 16 << 20
 
 
 class SharedRows(Rows):
-    """One array of a table of `num_rows` rows over the ranks of `world`. below: the rows of this rank's shard."""
+    """One array of a table of `num_rows` rows over the ranks of `comm`. below: the rows of this rank's shard."""
 
-    def __init__(self, world: World, shard: Shard, num_rows: int, below: Rows) -> None:
-        self._world, self._shard, self._below = world, shard, below
+    def __init__(self, comm: Communicator, shard: Shard, num_rows: int, below: Rows) -> None:
+        self._comm, self._shard, self._below = comm, shard, below
         self.shape, self.dtype = torch.Size((num_rows, *below.shape[1:])), below.dtype
         self.piece_rows = _piece_rows(self.shape[1:].numel())
 
     def read(self, rows: RowIds, /) -> Tensor:
         """Returns the rows; collective. Each row comes from its home."""
-        ids, world = _ids(rows), self._world
-        homes = self._shard.homes(ids, world.size)
-        come = world.gather(partial(self._bytes_of, ids[homes == world.rank]), purpose="tables")
+        ids, comm = _ids(rows), self._comm
+        homes = self._shard.homes(ids, comm.size)
+        come = comm.gather(partial(self._bytes_of, ids[homes == comm.rank]), purpose="tables")
         out = torch.empty(len(ids), *self.shape[1:], dtype=self.dtype)
         for rank, own in enumerate(come):
             at = torch.from_numpy((homes == rank).nonzero()[0])
@@ -55,17 +55,17 @@ class SharedRows(Rows):
             self._below.write(local, values[held[at]])
 
     def held(self, rows: RowIds, /) -> Tensor:
-        return torch.from_numpy(self._shard.held(_ids(rows), self._world.rank, self._world.size).nonzero()[0])
+        return torch.from_numpy(self._shard.held(_ids(rows), self._comm.rank, self._comm.size).nonzero()[0])
 
     def own(self, rows: RowIds, /) -> tuple[RowIds, Tensor]:
         """See Rows. Each row is saved by its home."""
         ids = _ids(rows)
-        ids = ids[self._shard.homes(ids, self._world.size) == self._world.rank]
+        ids = ids[self._shard.homes(ids, self._comm.size) == self._comm.rank]
         return torch.from_numpy(ids), self._read_held(ids)
 
     def _pieces(self, ids: Numbers) -> Iterator[tuple[Tensor, slice]]:
         """Yields the numbers of rows in this rank's shard, as many as to read at once, and which of `ids` they are."""
-        local, step = torch.from_numpy(self._shard.local(ids, self._world.size)), self._below.piece_rows
+        local, step = torch.from_numpy(self._shard.local(ids, self._comm.size)), self._below.piece_rows
         for start in range(0, len(local), step):
             yield local[start : start + step], slice(start, start + step)
 
@@ -78,7 +78,7 @@ class SharedChanges:
 
     def __init__(
         self,
-        world: World,
+        comm: Communicator,
         tables: Sequence[TableConfig],
         shards: Sequence[Shard],
         below: Changes | None,
@@ -88,7 +88,7 @@ class SharedChanges:
         self.saved: Saved | None = None
         self.states: Mapping[str, Sequence[TableState]] = {}
         """By table, those of the optimizer, once there is one."""
-        self._world, self._below, self._seed = world, below, seed
+        self._comm, self._below, self._seed = comm, below, seed
         self._tables = {table.name: table for table in tables}
         self._shards = dict(zip(self._tables, shards, strict=True))
 
@@ -108,15 +108,15 @@ class SharedChanges:
         shard, found = self._shards[table], 0
         for rows in self._held(table, ever=ever) if shard.prefix else ():
             replicated = rows[rows < shard.prefix]
-            found += int((shard.homes(replicated, self._world.size) != self._world.rank).sum())
+            found += int((shard.homes(replicated, self._comm.size) != self._comm.rank).sum())
             if len(replicated) < len(rows):
                 break
         return found
 
     def changed_rows(self, table: str, *, ever: bool) -> Iterator[Tensor]:
-        world, shard = self._world, self._shards[table]
+        comm, shard = self._comm, self._shards[table]
         for rows in self._held(table, ever=ever):
-            if (own := shard.homes(rows, world.size) == world.rank).any():
+            if (own := shard.homes(rows, comm.size) == comm.rank).any():
                 yield torch.from_numpy(rows[own])
 
     def touched_rows(self, table: str) -> Iterator[Tensor]:
@@ -124,9 +124,9 @@ class SharedChanges:
 
     def _held(self, table: str, *, ever: bool) -> Iterator[Numbers]:
         """Yields the changed rows that this rank holds, copies too."""
-        world, shard = self._world, self._shards[table]
+        comm, shard = self._comm, self._shards[table]
         pieces = self._all_local(table) if self._below is None else self._below.changed_rows(table, ever=ever)
-        return (shard.rows(local.numpy(), world.rank, world.size) for local in pieces)
+        return (shard.rows(local.numpy(), comm.rank, comm.size) for local in pieces)
 
     def _all_local(self, table: str) -> Iterator[Tensor]:
         num_rows, step = self._num_local(table), _piece_rows(self._tables[table].embedding_dim)
@@ -134,7 +134,7 @@ class SharedChanges:
 
     def _num_local(self, table: str) -> int:
         config = self._tables[table]
-        return self._shards[table].num_local(config.num_embeddings, self._world.rank, self._world.size)
+        return self._shards[table].num_local(config.num_embeddings, self._comm.rank, self._comm.size)
 
     def clear_changed(self) -> None:
         if self._below is not None:

@@ -25,14 +25,15 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.models.layers import Network
 from hotrow.objectives import DEFAULT, OBJECTIVES
 from hotrow.objectives.objective import Objective
+from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import Shards
-from hotrow.parallel.world import World
 from hotrow.placement import AnyMemory
 from hotrow.run.checkpoint import Part
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.run.record import read_extra
 from hotrow.run.schedule import Schedule
-from hotrow.run.together import Ranks
+from hotrow.run.together import DenseExchange
 from hotrow.setup.device import DenseDevice, splits_dense
 from hotrow.setup.setup import Setup
 from hotrow.tables import TableConfig
@@ -61,36 +62,39 @@ class Parts:
     dense: DenseDevice = field(default_factory=DenseDevice)
     """Where the model computes."""
     objective: Objective = OBJECTIVES[DEFAULT]
-    world: World = field(default_factory=World)
-    ranks: Ranks | None = None
-    """What joins the ranks that train together; None: this process trains alone."""
+    ranks: Ranks = field(default_factory=Ranks)
+    exchange: DenseExchange | None = None
+    """The exchange between ranks in each step; None: this process trains alone."""
 
     def with_state(self) -> dict[str, Part]:
         """Returns the parts that a checkpoint holds, by the names of their files."""
-        others = ("schedule", "dense", "objective", "world", "ranks")
+        others = ("schedule", "dense", "objective", "ranks", "exchange")
         return {name: part for name, part in vars(self).items() if name not in others}
 
 
-def build_network(setup: Setup) -> tuple[EmbeddingCollection, Network]:
-    """Returns the tables, and the model on its device; all random draws follow from `config.train.seed`."""
+def build_network(setup: Setup, comm: Communicator | None = None) -> tuple[EmbeddingCollection, Network]:
+    """Returns the tables, and the model on its device; all random draws follow from `config.train.seed`.
+
+    comm: of the ranks of `setup`; may be None if there is one.
+    """
     config, tables = setup.config, setup.tables
     seed, dims = config.train.seed, {name: table.embedding_dim for table in tables for name in table.feature_names}
     generator = torch.Generator().manual_seed(seed)
     model = config.model.build(num_dense=len(setup.dataset.info.dense), dims=dims, generator=generator)
     memory: AnyMemory = setup.memory
     if setup.shards:
-        wire_dtype = config.parallel.wire_dtype
-        memory = Shards(world=setup.world, shards=setup.shards, below=setup.memory, wire_dtype=wire_dtype)
+        comm, wire_dtype = comm or Communicator(setup.ranks), config.parallel.wire_dtype
+        memory = Shards(comm=comm, shards=setup.shards, below=setup.memory, wire_dtype=wire_dtype)
     return EmbeddingCollection(tables, memory=memory, seed=seed), model.to(setup.dense.device)
 
 
-def build(setup: Setup) -> Parts:
-    """Returns what a step works on, before the first step."""
-    embedding, model = build_network(setup)
+def build(setup: Setup, comm: Communicator | None = None) -> Parts:
+    """Returns what a step works on, before the first step. comm: as for `build_network`."""
+    embedding, model = build_network(setup, comm)
     dense_optimizer, sparse_optimizer = build_optimizers(setup.config, embedding, model)
     schedule = Schedule([dense_optimizer, sparse_optimizer], **setup.config.optimizer.schedule.model_dump())
     objective = setup.config.model.trained_for
-    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, setup.dense, objective, setup.world)
+    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, setup.dense, objective, setup.ranks)
 
 
 def build_optimizers(

@@ -44,8 +44,8 @@ from hotrow.base.files import crc32 as crc32_of
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SparseOptimizer, SplitSGDBF16
 from hotrow.parallel.agreement import CommonError, everyone, on_every_rank, on_first_rank
+from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.sharded import Sharded
-from hotrow.parallel.world import World
 from hotrow.placement.base import Changes, Rows, Saved
 from hotrow.run.checkpoint_files import (
     CURE,
@@ -79,12 +79,12 @@ def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mappi
     Raises ValueError if `path` exists (checkpoints are never overwritten), if the disk has too little room, saying how
     much is missing, or if another rank failed, naming it; OSError as the disk gives it.
     """
-    path, world = Path(path), _world_of(parts.values())
-    contents = _contents(parts, world)
-    own = [*contents.new.values(), *(contents.together.values() if world.rank == 0 else ())]
-    needed = sum(everyone(world, sum(num_bytes(tensor) for tensors in own for tensor in tensors.values())))
-    on_first_rank(world, lambda: _check_room(path, needed))
-    manifest = _write(path, contents, extra or {}, world)
+    path, comm = Path(path), _comm_of(parts.values())
+    contents = _contents(parts, comm)
+    own = [*contents.new.values(), *(contents.together.values() if comm.rank == 0 else ())]
+    needed = sum(everyone(comm, sum(num_bytes(tensor) for tensors in own for tensor in tensors.values())))
+    on_first_rank(comm, lambda: _check_room(path, needed))
+    manifest = _write(path, contents, extra or {}, comm)
     _continue_from(path, manifest, parts)
     return path
 
@@ -95,7 +95,7 @@ def _check_room(path: Path, needed: int) -> None:
     check_room(path, needed, what="checkpoint", cure="move the run")
 
 
-def _write(path: Path, contents: _Contents, extra: Mapping[str, Any], world: World) -> Manifest:
+def _write(path: Path, contents: _Contents, extra: Mapping[str, Any], comm: Communicator) -> Manifest:
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
 
     def complete() -> None:
@@ -109,17 +109,17 @@ def _write(path: Path, contents: _Contents, extra: Mapping[str, Any], world: Wor
         sync_folder(path.parent)
 
     try:
-        on_first_rank(world, explained(world, partial, lambda: _make_folders(partial, contents)))
-        on_every_rank(world, lambda: _check_seen(partial))
-        files = {file: write_together(partial / file, arrays, world) for file, arrays in contents.together.items()}
-        num_written = sum(record.num_bytes for record in files.values()) if world.rank == 0 else 0
-        own, num_own = writing(world, partial, lambda: _write_files(partial, contents))
-        for each in everyone(world, {file: [record.num_bytes, record.crc32] for file, record in own.items()}):
+        on_first_rank(comm, explained(comm, partial, lambda: _make_folders(partial, contents)))
+        on_every_rank(comm, lambda: _check_seen(partial))
+        files = {file: write_together(partial / file, arrays, comm) for file, arrays in contents.together.items()}
+        num_written = sum(record.num_bytes for record in files.values()) if comm.rank == 0 else 0
+        own, num_own = writing(comm, partial, lambda: _write_files(partial, contents))
+        for each in everyone(comm, {file: [record.num_bytes, record.crc32] for file, record in own.items()}):
             files |= {file: FileRecord(*record) for file, record in each.items()}
-        manifest = Manifest(contents.parts, files, sum(everyone(world, num_written + num_own)), {})
-        on_first_rank(world, explained(world, partial, complete))
+        manifest = Manifest(contents.parts, files, sum(everyone(comm, num_written + num_own)), {})
+        on_first_rank(comm, explained(comm, partial, complete))
     except BaseException:
-        if world.rank == 0:
+        if comm.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return manifest
@@ -149,10 +149,10 @@ def load_checkpoint(path: Path | str, parts: Mapping[str, Part]) -> dict[str, An
     Raises ValueError naming a file that is missing, cut off or altered, a tensor whose name, shape or dtype does not
     fit, or a part with lower halves from `SplitSGDBF16` that is given to another optimizer.
     """
-    path, world = Path(path), _world_of(parts.values())
-    manifest = on_every_rank(world, lambda: read_manifest(path))
-    verify(path, manifest, world=world)
-    on_every_rank(world, lambda: _load(path, manifest, parts))
+    path, comm = Path(path), _comm_of(parts.values())
+    manifest = on_every_rank(comm, lambda: read_manifest(path))
+    verify(path, manifest, comm=comm)
+    on_every_rank(comm, lambda: _load(path, manifest, parts))
     _continue_from(path, manifest, parts)
     return dict(manifest.extra)
 
@@ -170,18 +170,18 @@ def _load(path: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
                 read_tensors(path / file, tensors)
 
 
-def verify(path: Path, manifest: Manifest | None = None, *, world: World | None = None) -> int:
+def verify(path: Path, manifest: Manifest | None = None, *, comm: Communicator | None = None) -> int:
     """Compares every file that the manifest names with its size and crc32; returns the bytes of all.
 
-    world: ranks that share the work: all call this, and each reads its part of every file. None: this process alone.
+    comm: ranks that share the work: all call this, and each reads its part of every file. None: this process alone.
     Raises ValueError naming the first file that is missing, or whose size or checksum differs.
     """
-    manifest, world = read_manifest(path) if manifest is None else manifest, world or World()
-    cuts = [[record.num_bytes * r // world.size for r in range(world.size + 1)] for record in manifest.files.values()]
-    pieces = everyone(world, on_every_rank(world, lambda: _crc32_of_pieces(path, manifest, cuts, world.rank)))
+    manifest, comm = read_manifest(path) if manifest is None else manifest, comm or Communicator()
+    cuts = [[record.num_bytes * r // comm.size for r in range(comm.size + 1)] for record in manifest.files.values()]
+    pieces = everyone(comm, on_every_rank(comm, lambda: _crc32_of_pieces(path, manifest, cuts, comm.rank)))
     for k, (name, record) in enumerate(manifest.files.items()):
         found = pieces[0][k]
-        for rank in range(1, world.size):
+        for rank in range(1, comm.size):
             found = join_crc32(found, pieces[rank][k], cuts[k][rank + 1] - cuts[k][rank])
         if (checksum := f"{found:08x}") != record.crc32:
             raise CommonError(
@@ -255,56 +255,56 @@ class _Contents:
     """Where files of any rank lie, within the checkpoint."""
 
 
-def _contents(parts: Mapping[str, Part], world: World) -> _Contents:
+def _contents(parts: Mapping[str, Part], comm: Communicator) -> _Contents:
     contents = _Contents()
     for name, part in parts.items():
         files, contents.parts[name] = _describe(name, part)
         contents.folders |= {folder for file in files for folder in Path(file).parents}
         if (changes := _changes(part)) is not None:
-            chains = _add_chains(contents, name, part, changes, rank=world.rank)
+            chains = _add_chains(contents, name, part, changes, rank=comm.rank)
             contents.parts[name] = replace(contents.parts[name], chains=chains)
-        elif _world_of([part]).size > 1:
+        elif _comm_of([part]).size > 1:
             contents.together |= files
-        elif world.rank == 0:
+        elif comm.rank == 0:
             contents.new |= files
     return contents
 
 
 def _add_chains(contents: _Contents, name: str, part: Part, changes: Changes, *, rank: int) -> dict[str, ChainRecord]:
     """Adds the files of a part in tiers; returns its chains by table."""
-    world, tables = _world_of([part]), _tables(part)
-    before = _last_one(changes, world)
-    own = on_every_rank(world, lambda: {table: NumRows.of(changes, table) for table in tables})
-    ranks = everyone(world, own)
+    comm, tables = _comm_of([part]), _tables(part)
+    before = _last_one(changes, comm)
+    own = on_every_rank(comm, lambda: {table: NumRows.of(changes, table) for table in tables})
+    ranks = everyone(comm, own)
     chains: dict[str, ChainRecord] = {}
     for table, arrays in tables.items():
         to_write = [NumRows(*each[table]) for each in ranks]
-        found = next_chain(name, table, arrays, changes, before, to_write, world.rank)
+        found = next_chain(name, table, arrays, changes, before, to_write, comm.rank)
         chains[table] = found.record
         contents.folders |= {Path(name), Path(name, file_name(table))}
-        if world.size > 1 or rank == 0:
+        if comm.size > 1 or rank == 0:
             contents.new |= found.new
         if before is not None and rank == 0:
             contents.kept |= dict.fromkeys(found.kept, before)
     return chains
 
 
-def _world_of(parts: Iterable[Part]) -> World:
+def _comm_of(parts: Iterable[Part]) -> Communicator:
     """Returns the ranks that share tables of the parts; this process alone if none are shared."""
     for part in parts:
         own = (part,) if isinstance(part, EmbeddingCollection) else ()
         for emb in part.collections if isinstance(part, SparseOptimizer) else own:
             if (shared := emb.placement.find(Sharded)) is not None:
-                return shared.world
-    return World()
+                return shared.comm
+    return Communicator()
 
 
-def _last_one(changes: Changes, world: World) -> Saved | None:
+def _last_one(changes: Changes, comm: Communicator) -> Saved | None:
     """Returns the checkpoint that has every row except the changed ones; None if its folder is not as it was, as the
     first rank sees it.
     """
-    known = changes.saved is not None and (world.rank > 0 or _is_as_it_was(changes.saved))
-    return changes.saved if all(everyone(world, known)) else None
+    known = changes.saved is not None and (comm.rank > 0 or _is_as_it_was(changes.saved))
+    return changes.saved if all(everyone(comm, known)) else None
 
 
 def _is_as_it_was(saved: Saved) -> bool:

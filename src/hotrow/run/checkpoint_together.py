@@ -21,7 +21,7 @@ from torch import Tensor
 from hotrow.base.door import open_file
 from hotrow.base.files import explain_full_disk, naming, open_private
 from hotrow.parallel.agreement import everyone, on_every_rank
-from hotrow.parallel.world import World
+from hotrow.parallel.communicator import Communicator
 from hotrow.placement.base import Rows
 from hotrow.run.checkpoint_files import (
     NO_MAPPING,
@@ -49,34 +49,34 @@ class Window(NamedTuple):
     start: int
 
 
-def write_together(path: Path, arrays: Mapping[str, Rows], world: World) -> FileRecord:
+def write_together(path: Path, arrays: Mapping[str, Rows], comm: Communicator) -> FileRecord:
     """Writes what `write_tensors` would write alone; returns the same record. Collective.
 
     Raises ValueError on all ranks if one cannot write, naming it; the file is then left as it is.
     """
     ordered = in_order(arrays)
     head, end = head_of(ordered)
-    writing(world, path.parent, lambda: _make(path, head, end) if world.rank == 0 else None)
+    writing(comm, path.parent, lambda: _make(path, head, end) if comm.rank == 0 else None)
     # A crc32 adds up (as xor): that of the file is the sum of each rank's, with zeros for what others write.
-    checksum = zlib.crc32(head) if world.rank == 0 else _NOTHING
-    with on_every_rank(world, lambda: open_file(path, "r+b", buffering=0)) as file:
+    checksum = zlib.crc32(head) if comm.rank == 0 else _NOTHING
+    with on_every_rank(comm, lambda: open_file(path, "r+b", buffering=0)) as file:
         for number, windows in enumerate(_strides([arrays[name] for name, _ in ordered], len(head))):
-            checksum = writing(world, path.parent, partial(_fill, file, windows, checksum))
-            if number % world.size == world.rank:
+            checksum = writing(comm, path.parent, partial(_fill, file, windows, checksum))
+            if number % comm.size == comm.rank:
                 send_down(file)
-        writing(world, path.parent, lambda: _sync(path, file))
-    first, *others = everyone(world, checksum)
+        writing(comm, path.parent, lambda: _sync(path, file))
+    first, *others = everyone(comm, checksum)
     for other in others:
         first ^= other ^ _NOTHING
     return FileRecord(len(head) + end, f"{first:08x}")
 
 
-def writing(world: World, folder: Path, function: Callable[[], T]) -> T:
+def writing(comm: Communicator, folder: Path, function: Callable[[], T]) -> T:
     """Returns what `function` returns, which writes to `folder`, on every rank. See `on_every_rank` and `explained`."""
-    return on_every_rank(world, explained(world, folder, function))
+    return on_every_rank(comm, explained(comm, folder, function))
 
 
-def explained(world: World, folder: Path, function: Callable[[], T]) -> Callable[[], T]:
+def explained(comm: Communicator, folder: Path, function: Callable[[], T]) -> Callable[[], T]:
     """Returns `function`, which writes to `folder`, so that its error says what is kept if the disk of a rank is full.
 
     Alone, the caller says it.
@@ -86,7 +86,7 @@ def explained(world: World, folder: Path, function: Callable[[], T]) -> Callable
         with explain_full_disk(folder, "saving a checkpoint", "Earlier checkpoints are kept.", "resume the run"):
             return function()
 
-    return function if world.size == 1 else explaining
+    return function if comm.size == 1 else explaining
 
 
 def _make(path: Path, head: bytes, num_bytes: int) -> None:

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from hotrow.batch import Batch
 from hotrow.kernels import ops, tree
 from hotrow.parallel.dense import Sums
-from hotrow.parallel.world import World
+from hotrow.parallel.ranks import Ranks
 from hotrow.run.build import Parts
 from hotrow.run.together import Total
 
 
-def cut(batch: Batch, world: World) -> Batch:
-    """Returns the batch with its samples cut into the micro-batches that this rank of `world` holds."""
-    if world.micro_batches == 1:
+def cut(batch: Batch, ranks: Ranks) -> Batch:
+    """Returns the batch with its samples cut into the micro-batches that this rank holds."""
+    if ranks.micro_batches == 1:
         return batch
-    lo, hi = world.held
-    starts = tree.starts(batch.num_samples, world.micro_batches)[lo : hi + 1]
+    lo, hi = ranks.held
+    starts = tree.starts(batch.num_samples, ranks.micro_batches)[lo : hi + 1]
     return replace(batch, sparse=batch.sparse.in_parts([start - starts[0] for start in starts]))
 
 
@@ -41,18 +41,18 @@ def backward_in_parts(parts: Parts, batch: Batch, rows: Any, total: Total | None
     batch: from `cut`. rows: what `look_up` returned for it. total: None if this process holds all micro-batches; it may
     leave the weights' gradients for later.
     """
-    world = parts.world
+    ranks = parts.ranks
     weights = [weight for weight in parts.model.parameters() if weight.requires_grad]
     looked_up = _LookedUp(rows)
     each = (_sums_of_part(parts, batch, looked_up, weights, *span) for span in pairwise(batch.sparse.parts or ()))
-    lo, hi = world.held
-    end = tree.width(hi) if hi == world.micro_batches else hi  # leaves beyond the last one are absent
+    lo, hi = ranks.held
+    end = tree.width(hi) if hi == ranks.micro_batches else hi  # leaves beyond the last one are absent
     with ops.weights_stay():
         nodes = tree.sums(chain(each, repeat(None)), lo, end, _add)
     looked_up.backward()
     if total is not None:
         return total({node: _flat(own) for node, own in nodes.items()}, weights)
-    loss, *grads = _all_of(nodes, world)
+    loss, *grads = _all_of(nodes, ranks)
     for weight, grad in zip(weights, grads, strict=True):
         weight.grad = grad.view_as(weight)
     return loss
@@ -70,8 +70,8 @@ def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
     return left
 
 
-def _all_of(nodes: Mapping[tree.Node, list[Tensor]], world: World) -> list[Tensor]:
-    found = tree.total(nodes, (0, tree.width(world.micro_batches)), _add)
+def _all_of(nodes: Mapping[tree.Node, list[Tensor]], ranks: Ranks) -> list[Tensor]:
+    found = tree.total(nodes, (0, tree.width(ranks.micro_batches)), _add)
     assert found is not None, "a batch has samples"
     return found
 

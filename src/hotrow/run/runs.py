@@ -38,11 +38,12 @@ from hotrow.parallel.agreement import (
     facts_of,
     on_every_rank,
     on_first_rank,
-    unnamed_interface,
 )
+from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.gloo import unnamed_interface
 from hotrow.parallel.heartbeat import Heartbeat
+from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.shards import pooled_tables
-from hotrow.parallel.world import World
 from hotrow.placement.store_file import remove_left_folders
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
@@ -66,34 +67,34 @@ def train(
     folder: RunFolder | None = None,
     quiet: bool = False,
     also: MakeMeter | None = None,
-    world: World | None = None,
+    comm: Communicator | None = None,
     until_s: float = math.inf,
 ) -> RunFolder:
     """Trains a new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
 
     folder: a run folder that was made beforehand; None: the folder that `config.run` names is made. also: makes one
-    more meter, for who measures training. world: the ranks that train together; all call this, and the first one alone
+    more meter, for who measures training. comm: the ranks that train together; all call this, and the first one alone
     writes the folder, which it returns; others return what they know of it. None: this process alone. until_s: the
     `time.monotonic()` at which the run stops as by SIGUSR1.
 
     On SIGINT, SIGTERM or SIGUSR1 the run finishes the step, saves a checkpoint and returns; a second signal aborts it.
     Raises ValueError if the config or the data is wrong, before the folder is made if that can be known by then.
     """
-    world = world or World()
-    interrupt = Interrupt(quiet=quiet or world.rank > 0, until_s=until_s)
-    with Heartbeat(world, cure="Start it again") as heartbeat:
-        if folder is None and (begun := everyone(world, str(restart_folder(config) or ""))[0]):
+    comm = comm or Communicator()
+    interrupt = Interrupt(quiet=quiet or comm.rank > 0, until_s=until_s)
+    with Heartbeat(comm, cure="Start it again") as heartbeat:
+        if folder is None and (begun := everyone(comm, str(restart_folder(config) or ""))[0]):
             # torchrun started these processes again; the run may have ended before its first step.
-            if everyone(world, (Path(begun) / CONFIG).is_file())[0]:
+            if everyone(comm, (Path(begun) / CONFIG).is_file())[0]:
                 return _resume(Path(begun), (), heartbeat, interrupt)
-            folder = on_every_rank(world, lambda: RunFolder.open(begun))
+            folder = on_every_rank(comm, lambda: RunFolder.open(begun))
         return _train_new(config, folder, heartbeat, interrupt, also)
 
 
 def _train_new(
     config: Config, folder: RunFolder | None, heartbeat: Heartbeat, interrupt: Interrupt, also: MakeMeter | None
 ) -> RunFolder:
-    world, runs = heartbeat.world, folder.path if folder else Path(config.run or "runs")
+    comm, runs = heartbeat.comm, folder.path if folder else Path(config.run or "runs")
     shown: list[str] = []
 
     def decide() -> Setup:
@@ -102,34 +103,34 @@ def _train_new(
         known = config.model_copy(update={"data": str(dataset.path.resolve())})
         _check_vocabularies(dataset)
         config.model.check(dataset)
-        return _decided(known, dataset, runs, world)
+        return _decided(known, dataset, runs, comm.ranks)
 
     with noting(shown.append):  # there is no folder yet
-        setup = on_every_rank(world, decide)
-    _check_same(setup)
+        setup = on_every_rank(comm, decide)
+    _check_same(comm, setup)
     name = f"{setup.dataset.path.resolve().name}-{config.model.name}"
-    made = folder or make_folder(world, lambda: RunFolder.create(config.run, name=name))
-    with _claimed(world, made) as folder:
+    made = folder or make_folder(comm, lambda: RunFolder.create(config.run, name=name))
+    with _claimed(comm, made) as folder:
         folder.count_shown(shown)
-        if world.rank == 0:
+        if comm.rank == 0:
             mark_launch(folder.path, config)
         folder.keep_vocabulary(setup.dataset.path)
         return _run(setup.in_folder(folder.path), folder, None, heartbeat, interrupt, also)
 
 
-def _decided(config: Config, dataset: PackedDataset, folder: Path, world: World) -> Setup:
-    setup = Setup.decide(config, dataset, folder, world=world)
+def _decided(config: Config, dataset: PackedDataset, folder: Path, ranks: Ranks) -> Setup:
+    setup = Setup.decide(config, dataset, folder, ranks=ranks)
     check_write_budget(setup.config, setup.tables, in_tiers=setup.in_tiers)
     return setup
 
 
-def make_folder(world: World, make: Callable[[], RunFolder]) -> RunFolder:
+def make_folder(comm: Communicator, make: Callable[[], RunFolder]) -> RunFolder:
     """Returns the folder that `make` makes on the first rank, and on others one that writes nothing. Collective.
 
     Raises ValueError if a rank does not see the folder, to which it will have to write its part of each checkpoint.
     """
-    made = on_first_rank(world, make)
-    path = Path(everyone(world, "" if made is None else str(made.path.resolve()))[0])
+    made = on_first_rank(comm, make)
+    path = Path(everyone(comm, "" if made is None else str(made.path.resolve()))[0])
 
     def look() -> None:
         if not is_seen(path):
@@ -138,24 +139,23 @@ def make_folder(world: World, make: Callable[[], RunFolder]) -> RunFolder:
                 "all ranks see, because each writes its part of a checkpoint there"
             )
 
-    on_every_rank(world, look)
+    on_every_rank(comm, look)
     return SilentFolder.at(path) if made is None else made
 
 
 @contextmanager
-def _claimed(world: World, folder: RunFolder) -> Iterator[RunFolder]:
+def _claimed(comm: Communicator, folder: RunFolder) -> Iterator[RunFolder]:
     """Reserves the folder for this run on the first rank; yields it, and on others one that writes nothing."""
     with ExitStack() as stack:
-        on_first_rank(world, lambda: stack.enter_context(folder.claimed()))
-        yield SilentFolder.at(folder.path) if world.rank else folder
+        on_first_rank(comm, lambda: stack.enter_context(folder.claimed()))
+        yield SilentFolder.at(folder.path) if comm.rank else folder
 
 
-def _check_same(setup: Setup) -> None:
+def _check_same(comm: Communicator, setup: Setup) -> None:
     """Raises ValueError on every rank if ranks differ in what changes results."""
-    world = setup.world
-    check_same(world, facts_of(setup.config, checksum=setup.dataset.checksum, micro_batches=world.micro_batches))
+    check_same(comm, facts_of(setup.config, checksum=setup.dataset.checksum, micro_batches=setup.ranks.micro_batches))
     # These follow from the facts above, and would only hide which of them differ.
-    check_same(world, {f"who holds rows of table {name!r}": asdict(shard) for name, shard in setup.shards.items()})
+    check_same(comm, {f"who holds rows of table {name!r}": asdict(shard) for name, shard in setup.shards.items()})
 
 
 def _check_vocabularies(dataset: PackedDataset) -> None:
@@ -190,48 +190,48 @@ def resume(
     overrides: Sequence[str] = (),
     *,
     quiet: bool = False,
-    world: World | None = None,
+    comm: Communicator | None = None,
     until_s: float = math.inf,
 ) -> RunFolder:
     """Continues the run at `path` from its newest checkpoint, to the bits it would have reached without the stop.
 
-    overrides: `a.b=v` for the options in RESUMABLE. A finished run with nothing left to do is returned as it is. world:
+    overrides: `a.b=v` for the options in RESUMABLE. A finished run with nothing left to do is returned as it is. comm:
     as for `train`; any number of ranks up to `train.micro_batches` of the run may continue it. until_s: as for `train`.
     Raises ValueError if another process trains there.
     """
-    world = world or World()
-    interrupt = Interrupt(quiet=quiet or world.rank > 0, until_s=until_s)
-    with Heartbeat(world, cure="Start it again") as heartbeat:
+    comm = comm or Communicator()
+    interrupt = Interrupt(quiet=quiet or comm.rank > 0, until_s=until_s)
+    with Heartbeat(comm, cure="Start it again") as heartbeat:
         return _resume(Path(path), overrides, heartbeat, interrupt)
 
 
 def _resume(path: Path, overrides: Sequence[str], heartbeat: Heartbeat, interrupt: Interrupt) -> RunFolder:
-    found = on_every_rank(heartbeat.world, lambda: RunFolder.open(path))
-    with _claimed(heartbeat.world, found) as folder:
+    found = on_every_rank(heartbeat.comm, lambda: RunFolder.open(path))
+    with _claimed(heartbeat.comm, found) as folder:
         # What it says may have changed until it was claimed.
-        folder.record = on_every_rank(heartbeat.world, lambda: RunFolder.open(folder.path).record)
+        folder.record = on_every_rank(heartbeat.comm, lambda: RunFolder.open(folder.path).record)
         return _go_on(folder, overrides, heartbeat, interrupt)
 
 
 def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, interrupt: Interrupt) -> RunFolder:
-    world = heartbeat.world
-    if folder.record.status == "interrupted" and everyone(world, was_restarted())[0]:
+    comm = heartbeat.comm
+    if folder.record.status == "interrupted" and everyone(comm, was_restarted())[0]:
         return folder  # it was asked to stop, and torchrun takes that for a failure
-    config = on_every_rank(world, lambda: _resumed_config(folder, overrides))
+    config = on_every_rank(comm, lambda: _resumed_config(folder, overrides))
     if folder.record.status == "finished" and not overrides:
         return folder
-    newest = _newest_checkpoint(folder, world)
-    if world.local_rank == 0:
+    newest = _newest_checkpoint(folder, comm)
+    if comm.ranks.local_rank == 0:
         remove_left_rows(folder)  # the run may go on with its rows elsewhere, and nobody would look there again
 
     def decide() -> Setup:
         _check_is_there(config, folder)
         dataset = PackedDataset.open(config.data, verify="sizes")
-        return _decided(config, dataset, folder.path, world)
+        return _decided(config, dataset, folder.path, comm.ranks)
 
     with noting(lambda text: folder.count_shown([text])):
-        setup = on_every_rank(world, decide)
-    _check_same(setup)
+        setup = on_every_rank(comm, decide)
+    _check_same(comm, setup)
     return _run(setup, folder, newest, heartbeat, interrupt)
 
 
@@ -290,18 +290,18 @@ def remove_left_rows(folder: RunFolder) -> list[Path]:
     return removed
 
 
-def _newest_checkpoint(folder: RunFolder, world: World) -> Path | None:
+def _newest_checkpoint(folder: RunFolder, comm: Communicator) -> Path | None:
     """Returns the newest whole checkpoint, as rank 0 sees it, and says if a newer one has lost its manifest."""
     checkpoints = list_checkpoints(folder.checkpoints)
     newest = checkpoints[max(checkpoints)] if checkpoints else None
     lost = [step for step in steps_without_manifest(folder.checkpoints) if step > max(checkpoints, default=-1)]
-    if lost and world.rank == 0:
+    if lost and comm.rank == 0:
         taken = f"step {max(checkpoints)}" if checkpoints else "the beginning"
         text = f"the checkpoint of step {lost[-1]} has lost its manifest; the run goes on from {taken}"
         folder.warn("checkpoint_lost", text)
         folder.log(text)
         print(f"hotrow: warning: {text}", file=sys.stderr)
-    name = everyone(world, None if newest is None else newest.name)[0]
+    name = everyone(comm, None if newest is None else newest.name)[0]
     return None if name is None else folder.checkpoints / name
 
 
@@ -321,13 +321,13 @@ def _run(
         folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder.path)}"
     )
     # `full` is outermost: on a full disk the folder cannot record the failure either.
-    world = setup.world
-    team = threads(setup.config.train.threads, pin=setup.config.train.pin, world=world)
+    comm = heartbeat.comm.with_micro_batches(setup.ranks.micro_batches)
+    team = threads(setup.config.train.threads, pin=setup.config.train.pin, ranks=comm.ranks)
     failing, progress = _explain_failure(setup, folder), ProgressLine(quiet=interrupt.quiet)
     heartbeat.cure, heartbeat.last_words = how_to_go_on(folder.path), folder.fail
-    forecast = foretell(setup, what_helps=also is None and world.rank == 0)
+    forecast = foretell(setup, what_helps=also is None and comm.rank == 0)
     with full, folder, failing, team, interrupt, progress:
-        training = Training(setup, folder, interrupt, progress, also, forecast)
+        training = Training(setup, folder, interrupt, progress, also, forecast, comm)
         heartbeat.step = lambda: training.state.step
         with closing(training):
             _train(training, checkpoint)
@@ -340,7 +340,7 @@ def _train(training: Training, checkpoint: Path | None) -> None:
         training.restore(checkpoint)
     if training.writes_files:
         _begin(training)
-    if guessed := unnamed_interface(training.world):
+    if guessed := unnamed_interface(training.comm):
         training.warn("guessed_interface", guessed)
     if training.state.ended:
         step, asked = training.state.step, training.num_steps
@@ -396,12 +396,12 @@ def _begin(training: Training) -> None:
     if training.setup.shards:
         if (one := change_of(ONE_PROCESS, training.forecast.predicted)) and one[1] > BLIND_ERROR:
             training.say(f"{one[0]} is predicted to be {1 + one[1]:.3g} times as fast: start hotrow without torchrun")
-        training.say(f"{shards_line(emb.tables, training.setup.shards, training.world.size)}; of rank 0:")
+        training.say(f"{shards_line(emb.tables, training.setup.shards, training.comm.size)}; of rank 0:")
         if (wire_dtype := config.parallel.wire_dtype) != "fp32":
             text = f"rows and gradients of tables travel as {wire_dtype}, which rounds them: results are inexact, and "
             training.warn("inexact_wire", f"{text}depend on the number of ranks (parallel.wire_dtype)")
     predicted = training.forecast.predicted
-    training.say(f"{describe_threads(training.world.local_size, predicted)}; {where_rows_lie}")
+    training.say(f"{describe_threads(training.comm.ranks.local_size, predicted)}; {where_rows_lie}")
     folder.write_config(config.to_yaml())  # only now, when all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
     folder.open_tensorboard(step=training.state.step)
@@ -451,18 +451,18 @@ def _begin(training: Training) -> None:
 
 
 @contextmanager
-def threads(number: int | Literal["auto"], *, pin: Pin = "off", world: World | None = None) -> Iterator[int]:
+def threads(number: int | Literal["auto"], *, pin: Pin = "off", ranks: Ranks | None = None) -> Iterator[int]:
     """Makes torch and the kernels use `number` threads inside the block; "auto": `default_threads`.
 
-    pin: see `cores_to_pin`; if the system refuses to pin, a warning says so. world: the ranks of this machine share its
+    pin: see `cores_to_pin`; if the system refuses to pin, a warning says so. ranks: the ranks of this machine share its
     cores. Afterwards the old number holds again.
     """
-    before, world = torch.get_num_threads(), world or World()
-    torch.set_num_threads(default_threads(world.local_size) if number == "auto" else number)
+    before, ranks = torch.get_num_threads(), ranks or Ranks()
+    torch.set_num_threads(default_threads(ranks.local_size) if number == "auto" else number)
     used = torch.get_num_threads()
     nodes = numa_nodes()
-    cores, free = cores_to_pin(pin, used * world.local_size, nodes), sorted(core for node in nodes for core in node)
-    cores = cores and cores[world.local_rank * used : (world.local_rank + 1) * used]
+    cores, free = cores_to_pin(pin, used * ranks.local_size, nodes), sorted(core for node in nodes for core in node)
+    cores = cores and cores[ranks.local_rank * used : (ranks.local_rank + 1) * used]
     if cores and ops.pin_threads([[core] for core in cores]) < used:
         warnings.warn(
             f"the system did not pin all {used} threads to cores {cores}; they run wherever it puts them", stacklevel=3

@@ -14,21 +14,21 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.kernels.tree import Node
 from hotrow.optim import SparseOptimizer, nonfinite_gradient
+from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.dense import Sums, sum_over_ranks
-from hotrow.parallel.world import World
 
 Total: TypeAlias = Callable[[Mapping[Node, Sums], Sequence[nn.Parameter]], Tensor]
 """Given the sums of this rank's nodes, returns the loss of all micro-batches, and sees to the weights' gradients."""
 
 
-class Ranks:
-    """Joins the ranks of `world`. signal: returns the signal that asks this rank to stop, if one does.
+class DenseExchange:
+    """Adds up the dense gradients and losses of all ranks.
 
-    length: how many dense weights there are.
+    signal: returns the signal that asks this rank to stop, if one does. length: how many dense weights there are.
     """
 
-    def __init__(self, world: World, signal: Callable[[], int | None], *, length: int) -> None:
-        self.world, self._signal, self._length = world, signal, length
+    def __init__(self, comm: Communicator, signal: Callable[[], int | None], *, length: int) -> None:
+        self.comm, self._signal, self._length = comm, signal, length
         self.found = ""
         """What the first rank found, at the last step, that is not finite; empty if none did."""
         self._arriving: tuple[Sequence[nn.Parameter], Callable[[], Tensor]] | None = None
@@ -45,7 +45,7 @@ class Ranks:
         def over_ranks(nodes: Mapping[Node, Sums], weights: Sequence[nn.Parameter]) -> Tensor:
             found = self._nonfinite(embedding, batch, [float(sums.loss) for sums in nodes.values()])
             told = sum_over_ranks(
-                self.world,
+                self.comm,
                 nodes,
                 length=self._length,
                 found=found,
@@ -74,7 +74,7 @@ class Ranks:
         found = nonfinite_gradient(embedding)
         if found is None and all(map(math.isfinite, losses)):
             return ""
-        first, _ = self.world.samples(batch.num_samples)
+        first, _ = self.comm.ranks.samples(batch.num_samples)
         where = f"its sample 0 is number {first} of the batch"
         return "; ".join([found or "its loss is not finite", *nonfinite_inputs(batch), where])
 

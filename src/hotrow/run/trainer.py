@@ -38,7 +38,7 @@ from hotrow.models.layers import Network
 from hotrow.objectives.objective import Objective
 from hotrow.optim import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.parallel.agreement import MOST_NAMED, StillSame, everyone
-from hotrow.parallel.world import World
+from hotrow.parallel.communicator import Communicator
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
 from hotrow.run.build import Parts, build, look_up
@@ -50,7 +50,7 @@ from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepC
 from hotrow.run.micro import backward_in_parts, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
 from hotrow.run.storage import close_tiers
-from hotrow.run.together import Ranks, nonfinite_inputs
+from hotrow.run.together import DenseExchange, nonfinite_inputs
 from hotrow.run.trace import NAME as TRACE
 from hotrow.run.trace import Trace
 from hotrow.run.usual import usual_of
@@ -79,7 +79,7 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     parts.schedule.apply(step)
     parts.dense_optimizer.zero_grad()
     parts.sparse_optimizer.zero_grad()
-    batch = cut(batch, parts.world)
+    batch = cut(batch, parts.ranks)
     rows = look_up(parts.model, parts.embedding, batch.sparse)
     clock.lap("lookup")
     with parts.dense.arithmetic():
@@ -88,27 +88,27 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
             loss = parts.objective.loss(outputs_B, batch.labels.to(outputs_B.device), batch.num_samples)
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         else:
-            ranks = parts.ranks
-            total = None if ranks is None else ranks.total(parts.embedding, batch, parts.sparse_optimizer)
+            exchange = parts.exchange
+            total = None if exchange is None else exchange.total(parts.embedding, batch, parts.sparse_optimizer)
             loss = backward_in_parts(parts, batch, rows, total)
     check_finite(parts, batch, loss.detach())
-    if parts.ranks is None:
+    if parts.exchange is None:
         parts.dense_optimizer.step()
         clock.lap("dense")
         parts.sparse_optimizer.step()
         clock.lap("update")
     else:
-        _step_together(parts, parts.ranks, clock)
+        _step_together(parts, parts.exchange, clock)
     return loss.detach()
 
 
-def _step_together(parts: Parts, ranks: Ranks, clock: StepClock) -> None:
+def _step_together(parts: Parts, exchange: DenseExchange, clock: StepClock) -> None:
     """Takes the steps of both optimizers; the total gradient of the dense layers arrives while rows are updated."""
     clock.lap("dense")
     try:
         parts.sparse_optimizer.step()
     finally:
-        ranks.finish()
+        exchange.finish()
     clock.lap("update")
     parts.dense_optimizer.step()
     clock.lap("dense")
@@ -116,11 +116,11 @@ def _step_together(parts: Parts, ranks: Ranks, clock: StepClock) -> None:
 
 def check_finite(parts: Parts, batch: Batch, loss: Tensor) -> None:
     """Raises NonFiniteError if `loss` or a gradient is not finite, naming the first of the model and of the tables."""
-    of_rows = nonfinite_gradient(parts.embedding) if parts.ranks is None else parts.ranks.found
+    of_rows = nonfinite_gradient(parts.embedding) if parts.exchange is None else parts.exchange.found
     found = [nonfinite_parameter_gradient(parts.model), of_rows]
     if math.isfinite(float(loss)) and not any(found):
         return
-    if parts.ranks is None:
+    if parts.exchange is None:
         found += nonfinite_inputs(batch)
     raise NonFiniteError("; ".join([f"the loss is {float(loss)}", *(text for text in found if text)]))
 
@@ -134,38 +134,38 @@ def evaluate(
     *,
     num_batches: int | None = None,
     dense: DenseDevice | None = None,
-    world: World | None = None,
+    comm: Communicator | None = None,
 ) -> dict[str, Any]:
     """Returns the metrics of `objective` over a split; an undefined metric is None.
 
     num_batches: how many batches of EVAL_BATCH_SIZE to evaluate, from the first; None: all. dense: where the model
-    computes; None: on the CPU. world: the ranks that share the tables; each scores whole batches, and all return what
+    computes; None: on the CPU. comm: the ranks that share the tables; each scores whole batches, and all return what
     one process returns.
     """
-    dense, world = dense or DenseDevice(), world or World()
+    dense, comm = dense or DenseDevice(), comm or Communicator()
     metrics = objective.metrics()
-    for outputs_B, label_B in islice(_scored(embedding, model, split, dense, world), num_batches):
+    for outputs_B, label_B in islice(_scored(embedding, model, split, dense, comm), num_batches):
         metrics.update(outputs_B, label_B)
     return metrics.figures()
 
 
 def _scored(
-    embedding: EmbeddingCollection, model: Network, split: Split, dense: DenseDevice, world: World
+    embedding: EmbeddingCollection, model: Network, split: Split, dense: DenseDevice, comm: Communicator
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields outputs and labels of batch after batch of EVAL_BATCH_SIZE, on every rank.
 
     Of R batches in a row, each rank scores one, because a product's bits may depend on the rows it has.
     """
-    first = world.rank * EVAL_BATCH_SIZE
+    first = comm.rank * EVAL_BATCH_SIZE
 
     def own(num_samples: int) -> tuple[int, int]:
         return min(first, num_samples), min(first + EVAL_BATCH_SIZE, num_samples)
 
-    for batch in Loader(split, world.size * EVAL_BATCH_SIZE, shuffle_seed=None, part=own).epoch(0):
+    for batch in Loader(split, comm.size * EVAL_BATCH_SIZE, shuffle_seed=None, part=own).epoch(0):
         rows = look_up(model, embedding, batch.sparse)
         outputs_B = dense.outputs(model, batch.dense, rows).cpu() if len(batch) else batch.label
         del rows  # before those of the next batch come beside them
-        for scored in world.gather(torch.cat([outputs_B, batch.label]), purpose="evaluation"):
+        for scored in comm.gather(torch.cat([outputs_B, batch.label]), purpose="evaluation"):
             if len(scored):
                 yield scored[: len(scored) // 2], scored[len(scored) // 2 :]
 
@@ -226,10 +226,11 @@ class Training:
         progress: ProgressLine,
         also: MakeMeter | None = None,
         forecast: Forecast | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         config, dataset, options = setup.config, setup.dataset, setup.config.train
         self.setup, self.config, self.dataset, self.folder = setup, config, dataset, folder
-        self.world, self.forecast = setup.world, forecast or Forecast()
+        self.comm, self.forecast = comm or Communicator(setup.ranks), forecast or Forecast()
         self.interrupt, self.progress = interrupt, progress
         shuffle_seed = options.seed if options.shuffle else None
         self.turns = Turns(
@@ -239,21 +240,21 @@ class Training:
             batch_size=options.batch_size,
             shuffle_seed=shuffle_seed,
             seed=options.seed,
-            part=None if self.world.size == 1 else self.world.samples,
-            micro_batches=self.world.micro_batches,
+            part=None if self.comm.size == 1 else self.comm.ranks.samples,
+            micro_batches=self.comm.ranks.micro_batches,
         )
         self.steps_per_epoch = self.turns.order.num_batches
         self.session = Session(self.steps_per_epoch)
         self.num_steps = min(options.epochs * self.steps_per_epoch, options.max_steps or math.inf)
         self.eval_steps = interval_steps(options.eval_every, steps_per_epoch=self.steps_per_epoch)
         self.save_steps = interval_steps(config.checkpoint.every, steps_per_epoch=self.steps_per_epoch)
-        self._still_same = StillSame(self.world)
-        self.parts = build(setup)
-        in_parts = self.world.micro_batches > 1 and self.parts.dense.device.type == "cpu"
+        self._still_same = StillSame(self.comm)
+        self.parts = build(setup, self.comm)
+        in_parts = self.comm.ranks.micro_batches > 1 and self.parts.dense.device.type == "cpu"
         self._first_part = FirstPart(self.parts.model) if in_parts else None
-        if self.world.size > 1:
+        if self.comm.size > 1:
             length = sum(weight.numel() for weight in self.parts.model.parameters() if weight.requires_grad)
-            self.parts.ranks = Ranks(self.world, lambda: interrupt.signal, length=length)
+            self.parts.exchange = DenseExchange(self.comm, lambda: interrupt.signal, length=length)
         self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, device=setup.copies_on)
         embedding, memory = self.parts.embedding, config.memory
         wanted = memory.lookahead if isinstance(memory, MemoryConfig) else LOOKAHEAD
@@ -264,7 +265,7 @@ class Training:
         if options.trace is not None:
             self.trace = Trace(folder.path / TRACE, options.trace, self.session, embedding.placement)
         dtype = config.parallel.wire_dtype
-        wire = [WireMeter(self.world, self.session, wire_dtype=dtype)] if self.world.size > 1 else []
+        wire = [WireMeter(self.comm, self.session, wire_dtype=dtype)] if self.comm.size > 1 else []
         self.clock = StepClock(self.session, [*wire, *([] if self.trace is None else [self.trace])])
         self.writes = WriteMeter(embedding.placement.find(Tiers), ledger, self.session, checkpoint_bytes=most)
         hot = HotMeter(self.turns, folder.measurements, self.parts.objective.loss_figure)
@@ -286,12 +287,12 @@ class Training:
     @property
     def writes_files(self) -> bool:
         """Whether this is the rank that writes the run's folder."""
-        return self.world.rank == 0
+        return self.comm.rank == 0
 
     @property
     def signal(self) -> int | None:
         """The signal by which the run is to stop; the same on all ranks, as the last step told them."""
-        return self.interrupt.signal if self.parts.ranks is None else self.parts.ranks.stop
+        return self.interrupt.signal if self.parts.exchange is None else self.parts.exchange.stop
 
     def _has(self, split: str) -> bool:
         return split in self.dataset.splits and self.dataset.split(split).num_rows > 0
@@ -357,7 +358,7 @@ class Training:
             return
         first, self._first_part = self._first_part, None
         with self._aside():
-            each = everyone(self.world, first.differing(self.parts.dense))
+            each = everyone(self.comm, first.differing(self.parts.dense))
         if found := list(dict.fromkeys(itertools.chain(*each))):
             more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
             advice = ADVICE if self.config.train.dense_dtype == "fp32" else ADVICE_FOR_BFLOAT16
@@ -383,7 +384,7 @@ class Training:
                 parts.objective,
                 num_batches=num_batches,
                 dense=parts.dense,
-                world=self.world,
+                comm=self.comm,
             )
 
     def _skip(self, found: str) -> None:
@@ -509,7 +510,7 @@ class Training:
     def save(self) -> Path:
         """Saves a checkpoint, and removes older ones as the config says."""
         path = self.folder.checkpoints / f"step-{self.state.step}"
-        if not everyone(self.world, path.exists())[0]:
+        if not everyone(self.comm, path.exists())[0]:
             self._check_ranks(now=True)
             self.writes.total_bytes()
             self.state.turns = self.turns.state()

@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from hotrow.parallel.agreement import everyone
-from hotrow.parallel.world import World
+from hotrow.parallel.communicator import Communicator
 from hotrow.run.meters import Meter, Session
 from hotrow.run.record import PHASES, State
 
@@ -26,8 +26,8 @@ class WireMeter(Meter):
     figures are no part of a step.
     """
 
-    def __init__(self, world: World, session: Session, *, wire_dtype: str) -> None:
-        self._world, self._session, self._wire_dtype = world, session, wire_dtype
+    def __init__(self, comm: Communicator, session: Session, *, wire_dtype: str) -> None:
+        self._comm, self._session, self._wire_dtype = comm, session, wire_dtype
         self._in_steps: Counter[str] = Counter()
         self._seen = self._now()
         self._logged: Counter[str] | None = None
@@ -49,12 +49,12 @@ class WireMeter(Meter):
 
     @override
     def record(self) -> dict[str, Any]:
-        parts, figures = self._world.micro_batches, self._figures(self._counted() - _steps(self._session.before))
-        facts = {"num_ranks": self._world.size, "micro_batches": parts, "wire_dtype": self._wire_dtype}
+        parts, figures = self._comm.ranks.micro_batches, self._figures(self._counted() - _steps(self._session.before))
+        facts = {"num_ranks": self._comm.size, "micro_batches": parts, "wire_dtype": self._wire_dtype}
         return {"ranks": {**facts, **figures}}
 
     def _now(self) -> Counter[str]:
-        return Counter({**self._world.sent_bytes, "exchange": int(1e9 * self._world.exchange_s)})
+        return Counter({**self._comm.counts.sent_bytes, "exchange": int(1e9 * self._comm.counts.exchange_s)})
 
     def _counted(self) -> Counter[str]:
         """Returns what this rank sent in steps of this session, and what its steps took, over all sessions."""
@@ -62,7 +62,7 @@ class WireMeter(Meter):
 
     def _figures(self, own: Counter[str]) -> dict[str, Any]:
         """Returns figures of all ranks; own: what this rank counted."""
-        found = everyone(self._world, {"host": socket.gethostname(), **own})
+        found = everyone(self._comm, {"host": socket.gethostname(), **own})
         steps = max(1, own["steps"])
         sent = sorted({name for each in found for name in each} - {"host", "steps", *_TIMES})
         means = {name: round(sum(each.get(name, 0) for each in found) / len(found) / steps) for name in sent}

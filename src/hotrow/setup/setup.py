@@ -19,9 +19,9 @@ from hotrow.costs.hardware import known_hardware
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.calibrate import Calibration
 from hotrow.hot.turns import check_hot, choose_rows
+from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import part_of
 from hotrow.parallel.shards import Shard, pooled_tables
-from hotrow.parallel.world import World
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.setup.beside import beside_bytes
 from hotrow.setup.device import DenseDevice, device_of_copies
@@ -50,7 +50,7 @@ class Setup:
     """The device that holds copies of hot rows; None: no device does."""
     folder: Path
     """The run's folder, or the folder in which it will be made."""
-    world: World = field(default_factory=World)
+    ranks: Ranks = field(default_factory=Ranks)
     """The processes of the run, and the micro-batches that they share."""
     shards: Mapping[str, Shard] = field(default_factory=dict)
     """By table, which ranks hold which rows; empty if there is one rank."""
@@ -69,27 +69,27 @@ class Setup:
         folder: Path,
         *,
         training: bool = True,
-        world: World | None = None,
+        ranks: Ranks | None = None,
     ) -> Setup:
         """Decides what `config` leaves open, for this machine and this dataset.
 
         folder: the run's folder, or where it will be. training: if False, the model only scores: tables have no
-        optimizer state, and rows that do not fit in DRAM go to disk even if the config says `memory: dram`. world: the
-        ranks that train together; None: this process alone.
+        optimizer state, and rows that do not fit in DRAM go to disk even if the config says `memory: dram`. ranks:
+        those that train together; if None, this process trains alone.
         Raises ValueError, with the cure, for what this machine, the dataset or a budget does not allow.
         """
-        world = world or World()
-        world = world.in_parts(config.train.micro_batches or world.size)
-        config = config.with_micro_batches(world.micro_batches)
+        ranks = ranks or Ranks()
+        ranks = ranks.with_micro_batches(config.train.micro_batches or ranks.size)
+        config = config.with_micro_batches(ranks.micro_batches)
         tables, dense = tables_of(config, dataset), DenseDevice.of(config)
-        if world.size > 1:
+        if ranks.size > 1:
             check_ranks(config, dense)
         copies_on = device_of_copies(config, dense) if training else None
         hot = hot_rows_of(config, tables, dataset, device=copies_on) if training else None
         hardware = known_hardware() if training else None
-        shards = _shards(config, tables, dataset, world, hot) if world.size > 1 else {}
+        shards = _shards(config, tables, dataset, ranks.size, hot) if ranks.size > 1 else {}
         beside = beside_bytes(config, dataset, tables, training=training)
-        held = _held(tables, shards, world)
+        held = _held(tables, shards, ranks)
         memory, division = place_tables(
             config,
             held,
@@ -98,13 +98,13 @@ class Setup:
             dataset=dataset,
             training=training,
             hardware=hardware,
-            local_size=world.local_size,
+            local_size=ranks.local_size,
             beside_bytes=beside,
         )
         if shards:
-            division = replace(division, sharing=sharing_of(config, tables, shards, world))
-        short = shortage(config, held, beside_bytes=beside, local_size=world.local_size) if training else None
-        return cls(config, dataset, tables, dense, memory, copies_on, folder, world, shards, hot, division, short)
+            division = replace(division, sharing=sharing_of(config, tables, shards, ranks))
+        short = shortage(config, held, beside_bytes=beside, local_size=ranks.local_size) if training else None
+        return cls(config, dataset, tables, dense, memory, copies_on, folder, ranks, shards, hot, division, short)
 
     def in_folder(self, folder: Path) -> Setup:
         """Returns the same decisions for a run whose folder is now known to be `folder`."""
@@ -128,11 +128,11 @@ class Setup:
     @property
     def held(self) -> tuple[TableConfig, ...]:
         """What this rank holds of the tables."""
-        return _held(self.tables, self.shards, self.world)
+        return _held(self.tables, self.shards, self.ranks)
 
 
-def _held(tables: tuple[TableConfig, ...], shards: Mapping[str, Shard], world: World) -> tuple[TableConfig, ...]:
-    return tuple(part_of(table, shards[table.name], world) for table in tables) if shards else tables
+def _held(tables: tuple[TableConfig, ...], shards: Mapping[str, Shard], ranks: Ranks) -> tuple[TableConfig, ...]:
+    return tuple(part_of(table, shards[table.name], ranks) for table in tables) if shards else tables
 
 
 def hot_rows_of(
@@ -145,12 +145,12 @@ def hot_rows_of(
 
 
 def _shards(
-    config: Config, tables: Sequence[TableConfig], dataset: PackedDataset, world: World, hot: Calibration | None
+    config: Config, tables: Sequence[TableConfig], dataset: PackedDataset, num_ranks: int, hot: Calibration | None
 ) -> dict[str, Shard]:
     """Returns by table which ranks hold which rows: if hot batches have phases, every rank holds the hot rows."""
     if hot is None or not config.hot.takes_turns:
-        return shards_of(config, tables, dataset, world.size)
-    shards = shards_of(config, tables, dataset, world.size, hot=hot.hot.prefixes(ranked=dataset.has_counts))
+        return shards_of(config, tables, dataset, num_ranks)
+    shards = shards_of(config, tables, dataset, num_ranks, hot=hot.hot.prefixes(ranked=dataset.has_counts))
     _check_merging(config, shards, hot.hot.num_beyond({name: shard.prefix for name, shard in shards.items()}))
     return shards
 
@@ -194,13 +194,13 @@ def check_ranks(config: Config, dense: DenseDevice) -> None:
             raise ValueError(f"{option} is {value!r}, which does not work on several ranks yet: set it to {cure}")
 
 
-def sharing_of(config: Config, tables: Sequence[TableConfig], shards: Mapping[str, Shard], world: World) -> Sharing:
-    """Returns what predictions know of the ranks of `world`."""
+def sharing_of(config: Config, tables: Sequence[TableConfig], shards: Mapping[str, Shard], ranks: Ranks) -> Sharing:
+    """Returns what predictions know of `ranks`."""
     return Sharing(
         tables=tables,
         shards=shards,
-        num_ranks=world.size,
-        micro_batches=world.micro_batches,
-        local_size=world.local_size,
+        num_ranks=ranks.size,
+        micro_batches=ranks.micro_batches,
+        local_size=ranks.local_size,
         wire_dtype=config.parallel.wire_dtype,
     )

@@ -88,7 +88,7 @@ class Loader:
     group. `window_rows` is then a multiple of W * batch_size.
     drop_last: "keep" hands out the shorter last batch, "drop" does not.
     start: where to begin.
-    part: which samples [start, stop) of a batch of so many are handed out, such as `World.samples`; it may be none.
+    part: which samples [start, stop) of a batch of so many are handed out, such as `Ranks.samples`; it may be none.
     Batches, their order and their number are those of the whole. None: all samples.
     micro_batches: V, the parts of a batch that have streams of their own. Stored order, and `front`, have one stream.
 

@@ -83,9 +83,10 @@ from hotrow.data.sources.schema import SPLITS
 from hotrow.data.sources.synthetic import SyntheticSource
 from hotrow.data.transforms import Transform, fitted, is_fitted
 from hotrow.kernels import ops
-from hotrow.parallel.agreement import CommonError, check_same, everyone, on_every_rank, unnamed_interface
+from hotrow.parallel.agreement import CommonError, check_same, everyone, on_every_rank
+from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.gloo import unnamed_interface
 from hotrow.parallel.heartbeat import Heartbeat
-from hotrow.parallel.world import World
 
 SHARED_SOURCES = (CriteoSource, ColumnsSource, SyntheticSource)
 """Sources of which ranks can read a part each."""
@@ -140,12 +141,12 @@ def prepare(
     *,
     progress: ProgressCallback | None = None,
     announce: Callable[[str], None] | None = None,
-    world: World | None = None,
+    comm: Communicator | None = None,
 ) -> PackedDataset:
     """Prepares `opened` into the folder `out` and returns the dataset; see the module's docstring.
 
     progress: called with a `Progress` a few times a second. announce: called with lines for the user: what was found,
-    what it will take, what was resumed or skipped. world: ranks that share the work and see the same files and the same
+    what it will take, what was resumed or skipped. comm: ranks that share the work and see the same files and the same
     `out`; all call this with equal arguments, but for the two before. None: this process alone.
 
     Raises ValueError if the source has a bad row or file, if `out` holds a dataset or other work, or if the disk is too
@@ -153,12 +154,12 @@ def prepare(
     two, and after a bad row that came later than a snapshot, the same call continues where it stopped; otherwise
     nothing is left behind.
     """
-    world, options = world or World(), options or Options()
+    comm, options = comm or Communicator(), options or Options()
     kept = f"What was finished is kept in {Path(out) / WORK_FOLDER}."
     # What is left behind is removed last: a rank that has failed has little time to tell the others.
-    heartbeat = Heartbeat(world, cure="Run the same command again", kept=kept, together=(CommonError, Interrupted))
+    heartbeat = Heartbeat(comm, cure="Run the same command again", kept=kept, together=(CommonError, Interrupted))
     with ExitStack() as last, heartbeat:
-        stages = _begun(opened, Path(out), options, progress, announce or (lambda line: None), world)
+        stages = _begun(opened, Path(out), options, progress, announce or (lambda line: None), comm)
         last.enter_context(stages.cleaning())
         with explain_full_disk(Path(out), "preparing", kept):
             return _stoppable(stages.run, Path(out) / WORK_FOLDER)
@@ -170,38 +171,38 @@ def _begun(
     options: Options,
     progress: ProgressCallback | None,
     say: Callable[[str], None],
-    world: World,
+    comm: Communicator,
 ) -> _Stages:
     """Returns the stages of new or unfinished work in `out`, whose state the first rank keeps. Collective."""
 
     def scout() -> SourceInfo:
         """What cannot work is refused before anything is made."""
         check_split(opened)
-        if world.size > 1 and not isinstance(opened.source, SHARED_SOURCES):
+        if comm.size > 1 and not isinstance(opened.source, SHARED_SOURCES):
             raise ValueError("histories are made by one process: prepare them without torchrun")
         return opened.source.scout()
 
     def begin() -> WorkFolder | None:
-        return _begin(opened, out, options, source_info, say) if world.rank == 0 else None
+        return _begin(opened, out, options, source_info, say) if comm.rank == 0 else None
 
-    source_info = on_every_rank(world, scout)
-    _check_same(world, _identity(opened, options, source_info), say)
-    work = on_every_rank(world, begin)
-    known = everyone(world, None if work is None else asdict(work.results))[0]
+    source_info = on_every_rank(comm, scout)
+    _check_same(comm, _identity(opened, options, source_info), say)
+    work = on_every_rank(comm, begin)
+    known = everyone(comm, None if work is None else asdict(work.results))[0]
     if work is None:
         work = SilentWork(out, checked(RESULTS, known, where="what rank 0 says", cure=CURE))
-    return _Stages(opened, work, options, source_info, progress, say, world)
+    return _Stages(opened, work, options, source_info, progress, say, comm)
 
 
-def _check_same(world: World, identity: Mapping[str, Any], say: Callable[[str], None]) -> None:
+def _check_same(comm: Communicator, identity: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Raises ValueError on every rank if ranks differ in what they are to prepare; warns of a guessed network."""
-    if world.size == 1:
+    if comm.size == 1:
         return
     facts = {f"file {name}": found for name, found in identity["files"].items()}
     facts |= {name: value for name, value in identity.items() if name != "files"}
     facts |= {"the version of hotrow": versions()["hotrow"], "the instruction set": ops.backend().isa}
-    check_same(world, facts, cure="start every rank with the same command, where all see the same files")
-    if (guessed := unnamed_interface(world)) and world.rank == 0:
+    check_same(comm, facts, cure="start every rank with the same command, where all see the same files")
+    if (guessed := unnamed_interface(comm)) and comm.rank == 0:
         say(f"warning: {guessed}")
 
 
@@ -299,13 +300,13 @@ class _Stages:
         info: SourceInfo,
         progress: ProgressCallback | None,
         say: Callable[[str], None],
-        world: World,
+        comm: Communicator,
     ) -> None:
-        self._opened, self._work, self._options, self._world = opened, work, options, world
+        self._opened, self._work, self._options, self._comm = opened, work, options, comm
         self._source, self._schema = opened.source, opened.schema
         self._info, self._progress, self._say = info, progress, say
         self._rows_total = min(info.num_rows, options.rows or info.num_rows)
-        memory_bytes = options.memory_bytes or available_memory_bytes() // 2 // world.local_size
+        memory_bytes = options.memory_bytes or available_memory_bytes() // 2 // comm.ranks.local_size
         self._memory_bytes = max(memory_bytes - BUFFER_BYTES, memory_bytes // 2)
         self._stop = threading.Event()
         self._share, self._rows_per_file = Share(), list[int]()
@@ -326,7 +327,7 @@ class _Stages:
         saved."""
         self._stop = stop
         with ExitStack() as stack:
-            threads = self._options.threads or min(8, max(1, usable_cores() // self._world.local_size))
+            threads = self._options.threads or min(8, max(1, usable_cores() // self._comm.ranks.local_size))
             executor = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="hotrow-encode"))
             if self._work.results.tables is None:
                 self._find_share()
@@ -343,14 +344,14 @@ class _Stages:
 
     def _find_share(self) -> None:
         """Finds which rows this rank counts. With --rows the first one counts them all: it is for a first look."""
-        if self._world.size == 1:
+        if self._comm.size == 1:
             return
         assert isinstance(self._source, SHARED_SOURCES), "others were refused"
         limit = self._options.rows
         is_whole = limit is not None and not (self._info.num_rows_exact and limit >= self._info.num_rows)
         numbered = self._split_kind != "time" or self._options.sample < 1
         self._share, self._rows_per_file = find_share(
-            self._world, self._source, self._stop, is_whole=is_whole, numbered=numbered
+            self._comm, self._source, self._stop, is_whole=is_whole, numbered=numbered
         )
 
     def _plan(self) -> SplitPlan:
@@ -360,9 +361,9 @@ class _Stages:
             return RandomPlan(split.seed, split.fractions)
         if self._split_kind == "reference":
             return reference_plan(_first_rows(self._rows_per_file or self._count_files(), self._options.rows))
-        histogram = together(self._world, self._scan, self._stop)
-        found = everyone(self._world, [histogram.shift, histogram.buckets.tolist(), histogram.counts.tolist()])
-        for shift, buckets, counts in found[: self._world.rank] + found[self._world.rank + 1 :]:
+        histogram = together(self._comm, self._scan, self._stop)
+        found = everyone(self._comm, [histogram.shift, histogram.buckets.tolist(), histogram.counts.tolist()])
+        for shift, buckets, counts in found[: self._comm.rank] + found[self._comm.rank + 1 :]:
             histogram.merge(shift, np.array(buckets, np.int64), np.array(counts, np.int64))
         return histogram.plan(split.fractions)
 
@@ -370,9 +371,9 @@ class _Stages:
         """Counts the rows of each file, on the first rank."""
 
         def count() -> list[int]:
-            return rows_per_file(self._opened) if self._world.rank == 0 else []
+            return rows_per_file(self._opened) if self._comm.rank == 0 else []
 
-        found: list[int] = everyone(self._world, together(self._world, count, self._stop))[0]
+        found: list[int] = everyone(self._comm, together(self._comm, count, self._stop))[0]
         return found
 
     def _scan(self) -> TimeHistogram:
@@ -388,7 +389,7 @@ class _Stages:
     def _meter(self, stage: str, row: int = 0) -> ProgressMeter:
         """Returns what reports on a stage that begins at `row`; several ranks count from their own first rows."""
         total = self._work.results.rows_total or self._rows_total
-        return ProgressMeter(self._progress, stage, total // self._world.size, row if self._world.size == 1 else 0)
+        return ProgressMeter(self._progress, stage, total // self._comm.size, row if self._comm.size == 1 else 0)
 
     def _times(self) -> Iterator[NDArray[np.int64]]:
         if isinstance(self._source, ColumnsSource | SyntheticSource):
@@ -402,7 +403,7 @@ class _Stages:
         self, plan: SplitPlan, start: Position | None, row: int, meter: ProgressMeter, *, stop: Position | None = None
     ) -> Iterator[Piece]:
         """Yields the data set's rows from source row `row` on, before `stop`; `start` is that row's position."""
-        options, first = self._options, row if self._world.size > 1 else 0
+        options, first = self._options, row if self._comm.size > 1 else 0
         if stop is None:
             chunks = self._source.chunks(start, rows_per_chunk=options.rows_per_chunk)
         else:
@@ -425,17 +426,17 @@ class _Stages:
 
     def _count(self, plan: SplitPlan, executor: Executor) -> None:
         """Counts the training rows; writes vocabularies, counts and transforms."""
-        world, share = self._world, self._share
+        comm, share = self._comm, self._share
         start, folder = share.start or Position(), self._work.folder / COUNTS
-        if world.size > 1:  # what is kept holds for the same share only
-            folder = folder.with_name(f"{COUNTS}-{world.rank}-of-{world.size}-{share.row}-{start.num_skipped}")
+        if comm.size > 1:  # what is kept holds for the same share only
+            folder = folder.with_name(f"{COUNTS}-{comm.rank}-of-{comm.size}-{share.row}-{start.num_skipped}")
         with (
             ThreadPoolExecutor(1, thread_name_prefix="hotrow-checksum") as beside,
-            CounterPool(folder, memory_bytes=self._memory_bytes, executor=executor, rank=world.rank) as counters,
+            CounterPool(folder, memory_bytes=self._memory_bytes, executor=executor, rank=comm.rank) as counters,
         ):
             # In its own thread: if the executor has only one, it would hold up the counting there.
             paths = [f.path for f in self._info.files]
-            checksums = beside.submit(_checksums, paths[world.rank :: world.size], self._stop)
+            checksums = beside.submit(_checksums, paths[comm.rank :: comm.size], self._stop)
             for table in self._schema.table_names:
                 for feature in self._schema.features_of(table):
                     cap = self._schema.table(table).hash_cap or 0
@@ -447,7 +448,7 @@ class _Stages:
             def count() -> _Counted:
                 return state if state.done else self._count_rows(plan, counters, state)
 
-            states = self._states_of_ranks(together(world, count, self._stop))
+            states = self._states_of_ranks(together(comm, count, self._stop))
             if not any(each.train_rows for each in states):
                 raise ValueError("no row is in the training split; use more rows, a larger sample or another split")
             cells = CellCounts()
@@ -455,19 +456,19 @@ class _Stages:
                 cells = cells.merged(each.cells)
             cells.check(self._schema.odd_share)
             results = {"transforms": self._transforms(states), "tables": self._build_tables(counters), "cells": cells}
-            of_ranks = everyone(world, together(world, checksums.result, self._stop))
-            in_order = tuple(of_ranks[i % world.size][i // world.size] for i in range(len(paths)))
+            of_ranks = everyone(comm, together(comm, checksums.result, self._stop))
+            in_order = tuple(of_ranks[i % comm.size][i // comm.size] for i in range(len(paths)))
             self._work.save(**results, checksums=in_order, **self._rows_of(states))
 
     def _states_of_ranks(self, state: _Counted) -> list[_Counted]:
-        if self._world.size == 1:
+        if self._comm.size == 1:
             return [state]
-        found = everyone(self._world, asdict(state))
+        found = everyone(self._comm, asdict(state))
         return [checked(_COUNTED, each, where=f"what rank {rank} says", cure=CURE) for rank, each in enumerate(found)]
 
     def _rows_of(self, states: Sequence[_Counted]) -> dict[str, Any]:
         """Returns the number of rows of the source and, if ranks shared it, the marks of all of them."""
-        if self._world.size == 1:
+        if self._comm.size == 1:
             return {"rows_total": states[0].row}
         marks = joined_marks([(state.first, state.marks) for state in states])
         return {"rows_total": marks[-1].row, "chunk_marks": tuple(marks)}
@@ -484,20 +485,20 @@ class _Stages:
 
     def _build_tables(self, counters: CounterPool) -> dict[str, Table]:
         """Writes the vocabularies and counts of all tables; ranks take turns in them."""
-        world, names = self._world, self._schema.table_names
+        comm, names = self._comm, self._schema.table_names
         folder = counters.folder.name
-        runs = everyone(world, {name: [f"{folder}/{run.name}" for run in counters.runs(name)] for name in names})
-        others = [own for rank, own in enumerate(runs) if rank != world.rank]
+        runs = everyone(comm, {name: [f"{folder}/{run.name}" for run in counters.runs(name)] for name in names})
+        others = [own for rank, own in enumerate(runs) if rank != comm.rank]
 
         def build() -> dict[str, Any]:
             built = {}
-            for name in names[world.rank :: world.size]:
+            for name in names[comm.rank :: comm.size]:
                 counted = [self._work.folder / run for own in others for run in own[name]]
                 built[name] = asdict(self._build(counters, name, counted))
             return built
 
-        of_ranks = everyone(world, together(world, build, self._stop))
-        return {name: Table(**of_ranks[i % world.size][name]) for i, name in enumerate(names)}
+        of_ranks = everyone(comm, together(comm, build, self._stop))
+        return {name: Table(**of_ranks[i % comm.size][name]) for i, name in enumerate(names)}
 
     def _count_rows(self, plan: SplitPlan, counters: CounterPool, state: _Counted) -> _Counted:
         fitted_columns = [i for i, d in enumerate(self._schema.dense) if is_fitted(d.transform)]
@@ -510,7 +511,7 @@ class _Stages:
         def snapshot(*, done: bool) -> _Counted:
             by_name = {name: m.to_record() for name, m in zip(names, moments, strict=True)}
             counted = _Counted(position, row, train_rows, by_name, cells, done, self._share.row, list(marks))
-            counters.snapshot(asdict(counted), most_runs=1 if done and self._world.size > 1 else MAX_RUNS)
+            counters.snapshot(asdict(counted), most_runs=1 if done and self._comm.size > 1 else MAX_RUNS)
             return counted
 
         clock = _Clock(self._options.snapshot_every_s)
@@ -522,7 +523,7 @@ class _Stages:
             cells = cells.with_chunk(piece.chunk, self._schema.dense_names)
             position, row = piece.chunk.position, piece.next_row
             train_rows += int(is_train.sum())
-            if self._world.size > 1:
+            if self._comm.size > 1:
                 rows = {split: rows[split] + int((piece.codes == code).sum()) for code, split in enumerate(SPLITS)}
                 marks.append(Mark(row, position, rows))
             if self._stop.is_set():
@@ -532,7 +533,7 @@ class _Stages:
                 with clock:
                     snapshot(done=False)
         position = replace(position, num_skipped=self._num_skipped(row, position))
-        marks += [Mark(row, position, rows)] if self._world.size > 1 else []
+        marks += [Mark(row, position, rows)] if self._comm.size > 1 else []
         return snapshot(done=True)
 
     def _num_skipped(self, row: int, position: Position) -> int:
@@ -570,7 +571,7 @@ class _Stages:
     def _encode(self, plan: SplitPlan, executor: Executor) -> PackedDataset:
         """Writes every row, then dataset.json."""
         info = self._dataset_info(plan)
-        if self._world.size > 1:
+        if self._comm.size > 1:
             return self._encode_together(plan, info, executor)
         with self._encoders(info) as encoders, self._writer(info) as writer:
             mark = self._work.last_mark({split: writer.finished_rows(split) for split in SPLITS})
@@ -627,15 +628,15 @@ class _Stages:
 
     def _encode_together(self, plan: SplitPlan, info: DatasetInfo, executor: Executor) -> PackedDataset:
         """Writes the parts of this rank; the first rank then writes dataset.json."""
-        world, out, marks = self._world, self._work.out, self._work.results.chunk_marks
+        comm, out, marks = self._comm, self._work.out, self._work.results.chunk_marks
         if not marks:
             raise ValueError(
                 f"{out} holds unfinished work of one process, which has counted all rows: run the same command without "
                 "torchrun to finish it, or with --overwrite to start again"
             )
-        ranges = part_ranges(world, marks, self._options.rows_per_part)
+        ranges = part_ranges(comm, marks, self._options.rows_per_part)
         first_rows = {split: first for split, (first, _) in ranges.items()}
-        noted_in = f"parts-{world.rank}-of-{world.size}.json"
+        noted_in = f"parts-{comm.rank}-of-{comm.size}.json"
         writer = self._writer(info, first_rows=first_rows, noted_in=noted_in)
 
         def write() -> list[Any]:
@@ -645,7 +646,7 @@ class _Stages:
             def pieces(meter: ProgressMeter) -> Iterator[Piece]:
                 return rows_within(self._pieces(plan, mark.start, mark.row, meter), mark, left)
 
-            with self._encoders(info, f"-{world.rank}") as encoders, writer:
+            with self._encoders(info, f"-{comm.rank}") as encoders, writer:
                 self._note_occurrences(pieces, encoders)
                 encode = self._row_encoder(info, encoders, executor)
                 for piece in pieces(self._meter("encode")):
@@ -655,18 +656,18 @@ class _Stages:
                 parts = {split: [asdict(part) for part in own] for split, own in writer.finish().items()}
             return [parts, self._source.skipped.examples]
 
-        found = everyone(world, together(world, write, self._stop))
+        found = everyone(comm, together(comm, write, self._stop))
         skipped = max(mark.position.num_skipped for mark in marks)
         self._say_skipped(skipped, list(dict.fromkeys(text for _, examples in found for text in examples)))
 
         def complete() -> None:
-            if world.rank == 0:
+            if comm.rank == 0:
                 of_ranks = [checked(_PARTS, own, where="what ranks say", cure=CURE) for own, _ in found]
                 parts = {split: [part for own in of_ranks for part in own.get(split, ())] for split in SPLITS}
                 whole = {split: own for split, own in parts.items() if own}
                 writer.complete(whole, self._summary(self._work.results.rows_total or 0, skipped))
 
-        on_every_rank(world, complete)
+        on_every_rank(comm, complete)
         self._work.remove()
         return PackedDataset.open(out)
 

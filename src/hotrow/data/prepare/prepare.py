@@ -44,7 +44,7 @@ from hotrow.data.sources.schema import Schema, check_options, load_schema, parse
 from hotrow.data.sources.tabular import TextReader
 from hotrow.data.transforms import Transform
 from hotrow.parallel.agreement import on_every_rank
-from hotrow.parallel.world import World
+from hotrow.parallel.communicator import Communicator
 
 KEPT_ROWS = 1 << 16
 SCORE = "score"
@@ -71,7 +71,7 @@ def run_prepare(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
     announce: Callable[[str], None] | None = None,
-    world: World | None = None,
+    comm: Communicator | None = None,
 ) -> PackedDataset:
     """Prepares raw logs into the packed dataset `out`; called again with the same arguments, it continues after a stop.
 
@@ -87,7 +87,7 @@ def run_prepare(
     rows: only the first rows; for a synthetic preset, how many to make. sample: keep this share of the rows.
     memory: bytes or text such as "4GiB" for counters, vocabularies and buffers (the libraries take some 0.4 GB more);
     None: half of what is free. threads: tables counted or encoded at a time. Neither of the two changes a byte.
-    progress, announce, world: see `pipeline.prepare`.
+    progress, announce, comm: see `pipeline.prepare`.
 
     Raises ValueError naming the field, file, row or option that is wrong; OSError when the disk is full, and
     `pipeline.Interrupted` on Ctrl-C: after these two the same call continues.
@@ -98,19 +98,19 @@ def run_prepare(
     )
     changes = {"split": split, "fractions": fractions, "seed": seed, "min_count": min_count, "hash_cap": hash_cap}
     check_options(**changes)
-    world = world or World()
+    comm = comm or Communicator()
 
     def opened() -> OpenedSource:
-        if world.rank == 0:
+        if comm.rank == 0:
             check_out(Path(out), overwrite=overwrite)
         given = load_schema(schema) if isinstance(schema, str | Path) else schema
         return open_source(source, paths, schema=given, rows=rows, **vars(read)).with_options(**changes)
 
-    if world.size > 1 and any(map(is_pipe, paths if isinstance(paths, list | tuple) else [paths])):
+    if comm.size > 1 and any(map(is_pipe, paths if isinstance(paths, list | tuple) else [paths])):
         raise ValueError("a pipe gives its rows to one process: write them to a file, or prepare without torchrun")
     with spooled(paths, Path(out).absolute().parent) as paths:
-        found = on_every_rank(world, opened)
-        return prepare(found, out, options, progress=progress, announce=announce, world=world)
+        found = on_every_rank(comm, opened)
+        return prepare(found, out, options, progress=progress, announce=announce, comm=comm)
 
 
 def _memory_bytes(memory: int | str | None) -> int | None:

@@ -22,7 +22,7 @@ from hotrow.data.prepare.split import Codes
 from hotrow.data.prepare.workfolder import Mark
 from hotrow.data.sources.schema import SPLITS
 from hotrow.parallel.agreement import everyone, on_every_rank
-from hotrow.parallel.world import World
+from hotrow.parallel.communicator import Communicator
 
 T = TypeVar("T")
 TELL_S = 0.2
@@ -56,13 +56,13 @@ class Piece:
     """Number of the source's first row after the chunk."""
 
 
-def together(world: World, work: Callable[[], T], stop: threading.Event) -> T:
+def together(comm: Communicator, work: Callable[[], T], stop: threading.Event) -> T:
     """Returns what `work` returns here, when it has ended on all ranks. Collective.
 
     If it raises ValueError or OSError on one, `stop` is set on all others, and all raise ValueError, which names the
     rank. work: raises Interrupted soon after `stop` is set; if that was on request, all raise it.
     """
-    if world.size == 1:
+    if comm.size == 1:
         return work()
     with ThreadPoolExecutor(1, thread_name_prefix="hotrow-share") as executor:
         future = executor.submit(work)
@@ -71,7 +71,7 @@ def together(world: World, work: Callable[[], T], stop: threading.Event) -> T:
             error = future.exception() if future.done() else None
             if error is not None and not isinstance(error, Interrupted | ValueError | OSError):
                 raise error
-            states = everyone(world, [future.done(), isinstance(error, Interrupted), error is not None])
+            states = everyone(comm, [future.done(), isinstance(error, Interrupted), error is not None])
             if any(failed for _, _, failed in states):
                 stop.set()
             if all(done for done, _, _ in states):
@@ -80,7 +80,7 @@ def together(world: World, work: Callable[[], T], stop: threading.Event) -> T:
         if any(failed for _, _, failed in states):
             raise Interrupted
         return future.result()
-    return on_every_rank(world, lambda: _unless_stopped(future.result))
+    return on_every_rank(comm, lambda: _unless_stopped(future.result))
 
 
 def _unless_stopped(result: Callable[[], T]) -> T:
@@ -91,7 +91,7 @@ def _unless_stopped(result: Callable[[], T]) -> T:
 
 
 def find_share(
-    world: World, source: SharedSource, stop: threading.Event, *, is_whole: bool, numbered: bool
+    comm: Communicator, source: SharedSource, stop: threading.Event, *, is_whole: bool, numbered: bool
 ) -> tuple[Share, list[int]]:
     """Returns the rows that this rank reads, and how many lines of rows each file has. Collective.
 
@@ -99,15 +99,15 @@ def find_share(
     skipped, or if one rank reads all, nothing is read and there are no counts of lines. Rows that may be left out are
     counted by reading all.
     """
-    found = everyone(world, [asdict(position) for position in source.cuts(world.size)] if world.rank == 0 else None)
+    found = everyone(comm, [asdict(position) for position in source.cuts(comm.size)] if comm.rank == 0 else None)
     cuts = [Position(**fields) for fields in found[0]]
     if is_whole:
-        cuts[1:] = cuts[-1:] * world.size
-    start, end = cuts[world.rank], cuts[world.rank + 1]
+        cuts[1:] = cuts[-1:] * comm.size
+    start, end = cuts[comm.rank], cuts[comm.rank + 1]
     if is_whole or not (numbered or source.skip_bad_rows):
         return Share(start, end), []
-    lines = everyone(world, together(world, lambda: source.count_rows(start, end), stop))
-    before = _sums(lines[: world.rank], len(lines[0]))
+    lines = everyone(comm, together(comm, lambda: source.count_rows(start, end), stop))
+    before = _sums(lines[: comm.rank], len(lines[0]))
     rows_before = before[start.file_index] if start.file_index < len(before) else 0
     start, row = source.with_lines(start, rows_before=rows_before), sum(before)
     if source.skip_bad_rows or source.leaves_out:
@@ -120,7 +120,7 @@ def find_share(
                     raise Interrupted
             return num_rows, source.skipped.num_rows
 
-        row, skipped = _sums(everyone(world, together(world, read, stop))[: world.rank], 2)
+        row, skipped = _sums(everyone(comm, together(comm, read, stop))[: comm.rank], 2)
         start = replace(start, num_skipped=skipped)
     return Share(start, end, row), _sums(lines, len(lines[0]))
 
@@ -145,7 +145,7 @@ def joined_marks(of_ranks: Sequence[tuple[int, Sequence[Mark]]]) -> list[Mark]:
     return marks
 
 
-def part_ranges(world: World, marks: Sequence[Mark], rows_per_part: int) -> dict[str, tuple[int, int]]:
+def part_ranges(comm: Communicator, marks: Sequence[Mark], rows_per_part: int) -> dict[str, tuple[int, int]]:
     """Returns first and end of the rows of each split that this rank writes, numbered within the split: whole parts.
 
     Only the split's last part may be shorter. marks: of the whole source; the last one is at its end. If the first row
@@ -156,14 +156,14 @@ def part_ranges(world: World, marks: Sequence[Mark], rows_per_part: int) -> dict
 
     def begins(rank: int, split: str) -> int:
         """Returns the first part of `split` that begins in the share of `rank`, or later."""
-        at = int(np.searchsorted(rows, total.row * rank // world.size, side="right"))
+        at = int(np.searchsorted(rows, total.row * rank // comm.size, side="right"))
         before = marks[at - 1].rows[split] if at else 0
         return -(-before // rows_per_part) * rows_per_part
 
     ranges = {}
     for split in SPLITS:
-        first = begins(world.rank, split) if world.rank else 0
-        last = begins(world.rank + 1, split) if world.rank + 1 < world.size else total.rows[split]
+        first = begins(comm.rank, split) if comm.rank else 0
+        last = begins(comm.rank + 1, split) if comm.rank + 1 < comm.size else total.rows[split]
         ranges[split] = first, min(last, total.rows[split])
     return ranges
 

@@ -43,7 +43,7 @@ from hotrow.lab.study.runner import Plan
 from hotrow.lab.study.scaling import modelled_of
 from hotrow.lab.study.study import Cell, Study, expand
 from hotrow.lab.study.worker import LEAST_ROUNDS, Spec, write_spec
-from hotrow.parallel.world import World
+from hotrow.parallel.ranks import Ranks
 from hotrow.placement.budget import Memory
 from hotrow.run.folder import RUN, RunFolder
 from hotrow.setup.divide import slots_of, threads_of
@@ -173,10 +173,10 @@ class Studied:
     def predicted(self, cell: Cell, hardware: Hardware, folder: Path, *, threads: int | None = None) -> dict[str, Any]:
         """Returns the step's predicted time on a machine, or why there is none. threads: instead of the config's."""
         dataset = prepared(cell.data, folder / "data")
-        world = World(0, cell.ranks, cell.ranks, local_size=cell.ranks)
+        ranks = Ranks(0, cell.ranks, cell.ranks, local_size=cell.ranks)
         try:
             config = self.config_of(cell, dataset, folder / "work")
-            setup = Setup.decide(config, dataset, folder, world=world)
+            setup = Setup.decide(config, dataset, folder, ranks=ranks)
             warm = WARM_PASSES_IN_TIERS if setup.in_tiers else WARM_PASSES
             passes = warm + cell.rounds
             config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": passes})})
@@ -193,7 +193,7 @@ class Studied:
                 work = replace(work, folder=str(settled.folder), writes=settled.writes)
             if cell.ranks > 1:
                 hardware = hardware if cell.link is None else replace(hardware, network=network_over(cell.link))
-                sharing = sharing_of(config, setup.tables, setup.shards, setup.world)
+                sharing = sharing_of(config, setup.tables, setup.shards, setup.ranks)
                 work, shared = sharing.share(counted(setup.tables), work, announced=slots is not None)
             found = predict(work, hardware, slots, shared)
         except ValueError as error:

@@ -32,8 +32,8 @@ from hotrow.bench import Rounds, cleanest, wants_more
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.agreement import everyone
+from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.launch import joined
-from hotrow.parallel.world import World
 from hotrow.run.folder import RunFolder
 from hotrow.run.meters import Meter, Session
 from hotrow.run.record import PHASES
@@ -81,13 +81,13 @@ class Passes(Meter):
         slow_s: float,
         of_disk: bool = False,
         keep: Callable[[dict[str, Any]], None] = lambda figures: None,
-        world: World | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         """of_disk: see `Disturbance`. keep: receives the figures after every round, in case that the process does not
-        live to see the last. world: the ranks that train together; each has such a meter.
+        live to see the last. comm: the ranks that train together; each has such a meter.
         """
-        self._world = world or World()
-        self._others = [pid for pid in everyone(self._world, os.getpid()) if pid != os.getpid()]
+        self._comm = comm or Communicator()
+        self._others = [pid for pid in everyone(self._comm, os.getpid()) if pid != os.getpid()]
         self._session, self._warm_passes, self._rounds, self._most_s = session, warm_passes, rounds, most_s
         self._slow_s, self._of_disk, self._keep = slow_s, of_disk, keep
         self.taken: list[tuple[float, dict[str, float]]] = []
@@ -99,21 +99,21 @@ class Passes(Meter):
         state = self._session.state
         self._before, self._step, self._samples = dict(state.seconds), state.step, state.num_samples
         self._stall_s = state.stall_s
-        self._sent, self._exchange_s = dict(self._world.sent_bytes), self._world.exchange_s
+        self._sent, self._exchange_s = dict(self._comm.counts.sent_bytes), self._comm.counts.exchange_s
         self._disturbance, self._start = Disturbance(self._others, of_disk=self._of_disk), time.perf_counter()
 
     def _agreed(self, decision: bool) -> bool:  # noqa: FBT001
         """Returns what the first rank decides; all ranks ask at the same step. It counts as no part of a step."""
-        before = self._world.exchange_s
-        decided = bool(everyone(self._world, decision)[0])
-        self._exchange_s += self._world.exchange_s - before
+        before = self._comm.counts.exchange_s
+        decided = bool(everyone(self._comm, decision)[0])
+        self._exchange_s += self._comm.counts.exchange_s - before
         return decided
 
     @override
     def end_step(self, batch: Batch) -> None:
         """Ends a round with the pass that makes it long enough. Raises MeasuredEnough after the last one."""
         state, now = self._session.state, time.perf_counter()
-        slow = now - self._start > self._slow_s and self._world.size == 1
+        slow = now - self._start > self._slow_s and self._comm.size == 1
         if state.batch and not slow:
             return
         if self._first_s is None:
@@ -137,14 +137,14 @@ class Passes(Meter):
 
     def _exchanged(self, num_steps: int) -> dict[str, float]:
         """Returns what this rank sent in a step of the round, and how long its exchanges took; {} if it is alone."""
-        if self._world.size == 1:
+        if self._comm.size == 1:
             return {}
         sent = sum(
             num_bytes - self._sent.get(purpose, 0)
-            for purpose, num_bytes in self._world.sent_bytes.items()
+            for purpose, num_bytes in self._comm.counts.sent_bytes.items()
             if purpose != "agreement"
         )
-        exchange_ms = 1e3 * (self._world.exchange_s - self._exchange_s) / num_steps
+        exchange_ms = 1e3 * (self._comm.counts.exchange_s - self._exchange_s) / num_steps
         return {"exchange_ms": exchange_ms, "wire_bytes": sent / num_steps}
 
     def figures(self) -> dict[str, Any]:
@@ -183,9 +183,9 @@ def measure(spec: Spec) -> dict[str, Any]:
         return _scored(train(config, folder=RunFolder.create(spec.run, name="cell"), quiet=True))
     meters: list[Passes] = []
     config = config.model_copy(update={"run": spec.run})
-    with joined() as joined_world:
-        # The very world that the run uses counts its exchanges.
-        world = joined_world.in_parts(config.train.micro_batches or joined_world.size)
+    with joined() as joined_comm:
+        # The run's own communicator counts its exchanges.
+        comm = joined_comm.with_micro_batches(config.train.micro_batches or joined_comm.size)
 
         def passes(session: Session) -> Meter:
             made = Passes(
@@ -195,21 +195,21 @@ def measure(spec: Spec) -> dict[str, Any]:
                 most_s=spec.most_s,
                 slow_s=spec.slow_s,
                 of_disk=not isinstance(config.memory, str),
-                keep=partial(_keep, spec, world),
-                world=world,
+                keep=partial(_keep, spec, comm),
+                comm=comm,
             )
             meters.append(made)
             return made
 
         with suppress(MeasuredEnough):
-            train(config, quiet=True, also=passes, world=world)
+            train(config, quiet=True, also=passes, comm=comm)
     lines = [line for line in RunFolder.open(spec.run).measurements() if line["kind"] == "train"]
     hits = lines[-1].get("hits_per_lookup") if lines else None
     return {**meters[0].figures(), **({} if hits is None else {"hits_per_lookup": hits})}
 
 
-def _keep(spec: Spec, world: World, figures: dict[str, Any]) -> None:
-    if world.rank == 0:
+def _keep(spec: Spec, comm: Communicator, figures: dict[str, Any]) -> None:
+    if comm.rank == 0:
         write_json(spec.result, figures)
 
 

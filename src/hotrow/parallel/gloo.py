@@ -1,4 +1,4 @@
-"""How the processes of a run meet: torch's process group of gloo, made of what torchrun or another launcher says."""
+"""The transport over torch's gloo, and how the ranks of a run meet, by what torchrun or another launcher says."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from hotrow.parallel.agreement import interfaces, namespace_id
+from hotrow.parallel.agreement import everyone
+from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.hosts import interfaces, namespace_id
+from hotrow.parallel.ranks import Ranks
+from hotrow.parallel.transport import TransportError
 
 T = TypeVar("T")
 MEET_S = 300.0
@@ -28,6 +34,49 @@ MORE_S = 5.0
 CONNECT_S = 120.0
 """Time in which gloo must have connected ranks that have met."""
 _POLL_S = 0.05
+
+
+@dataclass
+class Gloo:
+    """A `Transport` between the ranks of a process group that has gloo. If `group` is None, torch's default group."""
+
+    group: Any = None
+
+    def send(self, message: Tensor, to: int, tag: int) -> _InFlight:
+        with _transport_errors():
+            return _InFlight(dist.isend(message, group=self.group, group_dst=to, tag=tag))
+
+    def receive(self, into: Tensor, source: int, tag: int) -> _InFlight:
+        with _transport_errors():
+            return _InFlight(dist.irecv(into, group=self.group, group_src=source, tag=tag))
+
+
+class _InFlight:
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        with _transport_errors():
+            self._work.wait()
+
+
+@contextmanager
+def _transport_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(str(error)) from error
+
+
+def communicator(group: Any = None, micro_batches: int | None = None) -> Communicator:
+    """Returns the communicator of a process group of torch.distributed.
+
+    group: if None, torch's default group. micro_batches: if None, one for each rank. Raises ValueError if there are
+    fewer micro-batches than ranks.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    ranks = Ranks(rank, size, size).with_micro_batches(size if micro_batches is None else micro_batches)
+    return Communicator(ranks, Gloo(group))
 
 
 def begin_group() -> None:
@@ -178,3 +227,27 @@ def explaining_no_group() -> Iterator[None]:
                 "MASTER_ADDR is the host of rank 0, that no other program uses the port, and that no firewall closes it"
             ) from error
         raise
+
+
+def unnamed_interface(comm: Communicator) -> str | None:
+    """Returns a warning if gloo has to guess its network interface on some rank, otherwise None. Collective.
+
+    gloo guesses if ranks run on several hosts (or network namespaces), GLOO_SOCKET_IFNAME is not set, and a host has
+    several interfaces: it takes the address that the host's own name resolves to.
+    """
+    unset = not os.environ.get("GLOO_SOCKET_IFNAME")
+    mine = {"host": socket.gethostname(), "net": namespace_id("net"), "interfaces": interfaces() if unset else {}}
+    found = everyone(comm, mine)
+    if len({each["net"] for each in found}) == 1:
+        return None
+    several = {each["net"]: each for each in found if len(each["interfaces"]) > 1}
+    if not several:
+        return None
+    hosts = "; ".join(
+        f"{each['host']} has {', '.join(f'{name} ({address})' for name, address in each['interfaces'].items())}"
+        for each in several.values()
+    )
+    return (
+        f"GLOO_SOCKET_IFNAME is not set, and {hosts}: gloo takes the interface that the host's name resolves to, which "
+        "may be a slow one or one that other hosts cannot reach. Set GLOO_SOCKET_IFNAME to the name of the fast one"
+    )
