@@ -58,9 +58,14 @@ class Arriving:
     def wait(self) -> list[Tensor]:
         """Returns what each rank sent here, by rank, when all of it is here and what this rank sent has left."""
         start = time.perf_counter()
+        self.finish()
+        self._counts.exchange_s += time.perf_counter() - start
+        return self._received
+
+    def finish(self) -> list[Tensor]:
+        """As `wait`, in time that somebody else counts."""
         for message in self._in_flight:
             message.wait()
-        self._counts.exchange_s += time.perf_counter() - start
         self._in_flight, self._sent = (), ()
         return self._received
 
@@ -169,7 +174,7 @@ class Communicator:
         mark = self.counts.num_exchanges << 32 | zlib.crc32(purpose.encode())
         self.counts.num_exchanges += 1
         told = torch.tensor([[count, mark] for count in counts])
-        come = torch.stack(self._send([*told], [2] * self.size, tag=_COUNTS_TAG).wait())
+        come = torch.stack(self._send([*told], [2] * self.size, tag=_COUNTS_TAG).finish())
         self.counts.add("counts", COUNT_BYTES * (self.size - 1))
         lengths, marks = come.T.tolist()
         if (other := next((rank for rank, own in enumerate(marks) if own != mark), None)) is not None:

@@ -1,0 +1,175 @@
+"""A transport between threads of one process, which touches no other file; on it law 2 over ranks holds as on gloo."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import Empty, Queue
+from typing import Any
+
+import pytest
+import torch
+from test_worlds import Case, check
+from torch import Tensor
+
+import hotrow
+from hotrow.batch import Batch, KeyedJaggedTensor
+from hotrow.embedding import EmbeddingCollection
+from hotrow.models.dlrm import DLRM
+from hotrow.parallel import sharded
+from hotrow.parallel.agreement import everyone
+from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.ranks import Ranks
+from hotrow.parallel.sharded import Shards
+from hotrow.parallel.transport import TransportError
+from hotrow.run.build import Parts
+from hotrow.run.meters import StepClock
+from hotrow.run.schedule import Schedule
+from hotrow.run.together import DenseExchange
+from hotrow.run.trainer import train_step
+from hotrow.tables import TableConfig
+
+LIMIT_S = 60.0
+
+
+@dataclass
+class Mail:
+    """Messages on their way between threads, in a queue for each sender, receiver and tag."""
+
+    queues: defaultdict[tuple[int, int, int], Queue[Tensor]] = field(default_factory=lambda: defaultdict(Queue))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def of(self, sender: int, receiver: int, tag: int) -> Queue[Tensor]:
+        with self.lock:
+            return self.queues[sender, receiver, tag]
+
+
+@dataclass
+class Threads:
+    """A `Transport` of one rank, which is a thread."""
+
+    rank: int
+    mail: Mail
+
+    def send(self, message: Tensor, to: int, tag: int) -> Sent:
+        self.mail.of(self.rank, to, tag).put(message.clone())
+        return Sent()
+
+    def receive(self, into: Tensor, source: int, tag: int) -> Coming:
+        return Coming(self.mail.of(source, self.rank, tag), into)
+
+
+class Sent:
+    def wait(self) -> None:
+        pass
+
+
+@dataclass
+class Coming:
+    queue: Queue[Tensor]
+    into: Tensor
+
+    def wait(self) -> None:
+        try:
+            message = self.queue.get(timeout=LIMIT_S)
+        except Empty:
+            raise TransportError(f"no message has come in {LIMIT_S} s") from None
+        assert (message.dtype, message.shape) == (self.into.dtype, self.into.shape)
+        self.into.copy_(message)
+
+
+class ThreadPool:
+    """Ranks as threads: called as a RankPool."""
+
+    def run(self, function: Callable[..., Any], *arguments: Any, num_ranks: int, micro_batches: int) -> list[Any]:
+        mail = Mail()
+
+        def on(rank: int) -> Any:
+            return function(Communicator(Ranks(rank, num_ranks, micro_batches), Threads(rank, mail)), *arguments)
+
+        with ThreadPoolExecutor(num_ranks) as threads:
+            return list(threads.map(on, range(num_ranks)))
+
+
+@pytest.mark.filterwarnings("ignore:3 batches wait")
+@pytest.mark.parametrize("pooled", [False, True])
+def test_tables_over_threads_have_the_bits_of_one_process(monkeypatch: pytest.MonkeyPatch, pooled: bool) -> None:
+    monkeypatch.setattr(sharded, "SMALL_BYTES", sharded.SMALL_BYTES)  # what it becomes in the threads ends here
+    check(ThreadPool(), Case("adagrad", 4, pooled=pooled), (1, 2, 3))  # type: ignore[arg-type]
+
+
+NAMES, ROWS, SAMPLES = ("a", "b"), 40, 24
+
+
+def trained(comm: Communicator) -> dict[str, Tensor]:
+    """Takes whole steps; returns losses, weights and rows."""
+    tables = [TableConfig(name=n, num_embeddings=ROWS, embedding_dim=4, feature_names=(n,)) for n in NAMES]
+    emb = EmbeddingCollection(tables, memory=Shards(comm=comm), seed=1)
+    drawn = torch.Generator().manual_seed(2)
+    model = DLRM(num_dense=3, num_features=2, embedding_dim=4, bottom_mlp=[8], top_mlp=[8], generator=drawn)
+    dense, rows = torch.optim.SGD(model.parameters(), 0.5), hotrow.RowWiseAdagrad(emb, 0.5, nonfinite=None)
+    length = sum(weight.numel() for weight in model.parameters())
+    exchange = DenseExchange(comm, lambda: None, length=length) if comm.size > 1 else None
+    parts = Parts(emb, model, dense, rows, Schedule([]), ranks=comm.ranks, exchange=exchange)
+    own, found = slice(*comm.ranks.samples(SAMPLES)), {}
+    for step in range(3):
+        ids = torch.randint(0, ROWS, (SAMPLES, len(NAMES)), generator=drawn)
+        inputs, labels = torch.randn(SAMPLES, 3, generator=drawn), torch.rand(SAMPLES, generator=drawn).round()
+        sparse = KeyedJaggedTensor.from_dense(NAMES, ids[own])
+        batch = Batch(inputs[own], sparse, labels[own], of_samples=SAMPLES)
+        found[f"loss {step}"] = train_step(parts, batch, step, StepClock())
+    return found | model.state_dict() | {name: emb.rows(name).read(slice(0, ROWS)) for name in NAMES}
+
+
+def test_steps_over_threads_have_the_bits_of_one_process() -> None:
+    (truth,) = ThreadPool().run(trained, num_ranks=1, micro_batches=6)
+    for num_ranks in (2, 3):
+        for found in ThreadPool().run(trained, num_ranks=num_ranks, micro_batches=6):
+            assert found.keys() == truth.keys()
+            for name, want in truth.items():
+                assert torch.equal(found[name].view(torch.int32), want.view(torch.int32)), (num_ranks, name)
+
+
+def fails(comm: Communicator) -> list[str]:
+    """Returns what rank 1 raised for all ranks; then that the ranks go on together."""
+
+    def message() -> Tensor:
+        if comm.rank == 1:
+            raise ValueError("no such row")
+        return torch.arange(3)
+
+    with pytest.raises(ValueError, match="rank 1: no such row") as raised:
+        comm.gather(message, purpose="test")
+    return [str(raised.value), *everyone(comm, comm.rank)]
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    told = ThreadPool().run(fails, num_ranks=3, micro_batches=3)
+    assert told == [["rank 1: no such row", 0, 1, 2]] * 3
+
+
+def go_apart(comm: Communicator) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        comm.tell(1, purpose="one" if comm.rank else "other")
+    return str(raised.value)
+
+
+def test_ranks_at_different_exchanges_are_told() -> None:
+    for told in ThreadPool().run(go_apart, num_ranks=2, micro_batches=2):
+        assert "of something else" in told
+
+
+def count(comm: Communicator) -> tuple[dict[str, int], dict[str, int], int]:
+    fewer = comm.with_micro_batches(2)
+    fewer.gather(torch.zeros(5), purpose="more")
+    comm.gather(torch.zeros(5), purpose="less")
+    return comm.counts.sent_bytes, fewer.counts.sent_bytes, comm.counts.num_exchanges
+
+
+def test_communicators_of_the_same_ranks_count_together() -> None:
+    for own, fewer, num_exchanges in ThreadPool().run(count, num_ranks=2, micro_batches=4):
+        assert own == fewer == {"counts": 32, "ids": 0, "more": 20, "less": 20}
+        assert num_exchanges == 2
