@@ -2,9 +2,9 @@
 
     Work of all samples, who holds which rows  --share_of-->  Work of one rank's samples, and what sharing adds: Shared
 
-Everything that parallel/ sends is counted here, by the purposes of `ExchangeCounts.sent_bytes`; cost.py says what it
-takes. With R ranks, a row that p of them look up in a step, each in its samples, and q of all of them together
-(0 to 1), sends, over all ranks,
+What parallel/ sends is counted here, by the purposes of `ExchangeCounts.sent_bytes`, with the functions that stand
+beside the code that sends it; cost.py says what it takes. With R ranks, a row that p of them look up in a step, each in
+its samples, and q of all of them together (0 to 1), sends, over all ranks,
 
     held by one rank    its number and its weights to each other rank that looks it up, and back a number and a sum
     replicated          a sum from each rank to the row's home, and from there the total to all others
@@ -24,27 +24,28 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from hotrow.costs.work import TableWork, Work
 from hotrow.kernels import tree
-from hotrow.parallel.exchange import WIRE_TYPES, WireDtype
+from hotrow.parallel.communicator import COUNT_BYTES
+from hotrow.parallel.dense import bytes_of_heads
+from hotrow.parallel.exchange import (
+    GAP_BYTES,
+    KEYS_HEAD_BYTES,
+    LARGE_GAP,
+    LARGE_GAP_BYTES,
+    WIRE_TYPES,
+    WireDtype,
+    bytes_of_gaps,
+    row_type,
+)
+from hotrow.parallel.pooled import bytes_of_bag_heads, bytes_of_bags
+from hotrow.parallel.sharded import REQUEST_HEAD_BYTES
 from hotrow.parallel.shards import Shard
 from hotrow.tables import TableConfig
 
-ID_BYTES, LARGE_BYTES = 2, 8
-"""On the wire: of a row's number, the gap to the one before it; and what a gap of LARGE_GAP rows takes beside. See
-parallel/exchange.py."""
-LARGE_GAP = 0xFFFF
-KEYS_HEAD_BYTES, REQUEST_HEAD_BYTES = 8, 12
-"""Before the numbers of a message, and of one that asks for rows: parallel/exchange.py `pack`, sharded.py `_ask`."""
-SUMS_HEAD_BYTES, NODE_HEAD_BYTES = 12, 12
-"""Before the dense sums of a message, and for each subtree in it: parallel/dense.py."""
-BAG_HEAD_BYTES, LENGTH_BYTES, WIDE_ROWS = 12, 4, 1 << 31
-"""Before the bags of a feature that another rank pools; of each length, if bags differ; and up to how many rows of a
-table an id takes 4 bytes, not 8. See parallel/pooled.py."""
-COUNT_BYTES = 16
-"""That an exchange sends to each rank before its message, and that `Communicator.tell` sends."""
 Floats = NDArray[np.float64]
 
 
@@ -99,13 +100,11 @@ class Bytes(NamedTuple):
     """Of a row's weights."""
     sum: int
     """Of a gradient, and of a pooled vector."""
-    pooled_id: int
 
     @classmethod
     def of(cls, table: TableConfig, wire_dtype: WireDtype = "fp32") -> Bytes:
-        number = WIRE_TYPES[wire_dtype].itemsize
-        row = table.embedding_dim * (number if table.dtype == "float32" else 2)
-        return cls(row, table.embedding_dim * number, 4 if table.num_embeddings <= WIDE_ROWS else 8)
+        row = row_type(getattr(torch, table.dtype), wire_dtype)
+        return cls(table.embedding_dim * row.itemsize, table.embedding_dim * WIRE_TYPES[wire_dtype].itemsize)
 
 
 class Wire(NamedTuple):
@@ -139,10 +138,10 @@ class Wire(NamedTuple):
         looks up, and all together. jagged: bags differ in length."""
         own, others = Bytes.of(table, wire_dtype), num_ranks - 1
         bags = _Bags.of(table, batch_size, lookups, wire_dtype, jagged=jagged)
-        large_bytes = 2 * LARGE_BYTES * of_one.large_gaps
+        large_bytes = 2 * LARGE_GAP_BYTES * of_one.large_gaps
         return cls(
-            split_bytes=others * (of_one.split * (2 * ID_BYTES + own.row + own.sum) + large_bytes),
-            replicated_bytes=others * (of_one.split + of_all.split) * (ID_BYTES + own.sum),
+            split_bytes=others * (of_one.split * (2 * GAP_BYTES + own.row + own.sum) + large_bytes),
+            replicated_bytes=others * (of_one.split + of_all.split) * (GAP_BYTES + own.sum),
             rows=of_all.split,
             pooled_bytes=others * (bags.head_bytes + (bags.id_bytes + 2 * bags.vector_bytes) / num_ranks),
             lookups=lookups,
@@ -162,8 +161,8 @@ class _Bags(NamedTuple):
     def of(cls, table: TableConfig, batch_size: int, lookups: float, wire_dtype: WireDtype, *, jagged: bool) -> _Bags:
         num_features, own = len(table.feature_names), Bytes.of(table, wire_dtype)
         num_bags = batch_size * num_features
-        ids = own.pooled_id * lookups + LENGTH_BYTES * num_bags * jagged
-        return cls(float(BAG_HEAD_BYTES * num_features), ids, own.sum * num_bags)
+        ids = bytes_of_bags(table, lookups, num_bags, jagged=jagged)
+        return cls(float(bytes_of_bag_heads(num_features)), ids, own.sum * num_bags)
 
 
 def wire_of_table(
@@ -198,7 +197,7 @@ def wire_of_work(own: TableWork, batch_size: int, num_ranks: int, *, wire_dtype:
 
 
 class Event(NamedTuple):
-    """What a rank does at one moment of a step, in the order of run/trainer.py."""
+    """What a rank does at one moment of a step. tests/laws/test_wire.py compares their order with real steps."""
 
     phase: str
     kind: Literal["send", "wait", "work"]
@@ -282,7 +281,7 @@ def _events(work: Work, found: _Counted, *, announced: bool) -> list[Event]:
     if found.pools:
         events += exchange("lookup", "pooled", {"pooled": bags.vector_bytes})
     # parallel/dense.py: slices travel while the sums of rows are made, and totals while rows are updated.
-    heads = others * (SUMS_HEAD_BYTES + NODE_HEAD_BYTES * num_nodes)
+    heads = others * bytes_of_heads(num_nodes)
     slices = {"dense": heads + away * 4 * work.num_weights * num_nodes, "counts": counts}
     events.append(Event("dense", "send", "slices", slices, 1.0))
     if found.pools:
@@ -410,8 +409,7 @@ class _Counted:
             total = np.zeros(len(_Rows._fields))
             for each, accesses, prefix in self._tables:
                 rows = accesses.distinct(share, self.num_ranks, prefix)
-                keys = ID_BYTES * rows.split + LARGE_BYTES * rows.large_gaps
-                common = ID_BYTES * rows.replicated
+                keys, common = bytes_of_gaps(rows.split, rows.large_gaps), bytes_of_gaps(rows.replicated)
                 both = each.sum * (rows.split + rows.replicated)
                 total += [keys, rows.split * each.row, keys + common, both, common, each.sum * rows.replicated]
             self._known[share] = total

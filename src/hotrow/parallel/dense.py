@@ -27,6 +27,8 @@ PURPOSE = "dense"
 """What `ExchangeCounts.sent_bytes` counts the bytes of this exchange under."""
 _HEAD = 3
 """Words before the nodes of a message: the number of nodes, the bytes of `found`, and `stop`."""
+_NODE = 3
+"""Words for each node before its slice: its first micro-batch, its size, and its loss."""
 
 
 class Sums(NamedTuple):
@@ -87,6 +89,11 @@ def sum_over_ranks(
     lengths = [last - first for first, last in pairwise(cuts)]
     totals = comm.begin([own] * comm.size, purpose=PURPOSE, lengths=lengths)
     return Told(loss, *_agreed(heard), finite, lambda: _joined(totals.wait()))
+
+
+def bytes_of_heads(num_nodes: float) -> float:
+    """Returns the bytes of a message before its slices, if nothing was found."""
+    return 4 * _HEAD + 4 * _NODE * num_nodes
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

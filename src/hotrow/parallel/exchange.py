@@ -22,8 +22,15 @@ from hotrow.parallel.shards import Numbers
 
 WireDtype = Literal["fp32", "bf16", "fp16"]
 WIRE_TYPES: dict[WireDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_LARGE = 0xFFFF
+LARGE_GAP = 0xFFFF
 """Stands for a gap that does not fit in 16 bits."""
+GAP_BYTES, LARGE_GAP_BYTES, KEYS_HEAD_BYTES = 2, 8, 8
+"""What `pack` makes of each key, what of a large gap beside, and what stands before them."""
+
+
+def row_type(stored: torch.dtype, wire_dtype: WireDtype) -> torch.dtype:
+    """Returns in which type weights travel to the ranks that look up their rows. Sums travel as `wire_dtype`."""
+    return WIRE_TYPES[wire_dtype] if stored == torch.float32 else stored
 
 
 class Chosen(NamedTuple):
@@ -153,12 +160,17 @@ def _starts(counts: Numbers) -> list[int]:
     return [0, *counts.cumsum().tolist()]
 
 
+def bytes_of_gaps(num_keys: float, num_large: float = 0.0) -> float:
+    """Returns the bytes of packed keys after their head, without padding; num_large: how many have a large gap."""
+    return GAP_BYTES * num_keys + LARGE_GAP_BYTES * num_large
+
+
 def pack(keys: Numbers) -> Tensor:
     """Returns rising keys, none below 0, as int32 words: two numbers, the large gaps, the gaps."""
     gaps = np.diff(keys, prepend=0)
-    large = gaps[gaps >= _LARGE]
+    large = gaps[gaps >= LARGE_GAP]
     small: NDArray[np.uint16] = np.zeros(len(gaps) + len(gaps) % 2, np.uint16)
-    small[: len(gaps)] = np.minimum(gaps, _LARGE)
+    small[: len(gaps)] = np.minimum(gaps, LARGE_GAP)
     head = np.array([len(gaps), len(large)], np.int32)
     return torch.from_numpy(np.concatenate([head, large.view(np.int32), small.view(np.int32)]))
 
@@ -170,5 +182,5 @@ def unpack(words: Tensor) -> tuple[Numbers, int]:
     start = 2 + 2 * num_large
     stop = start + (num + 1) // 2
     gaps = numbers[start:stop].view(np.uint16)[:num].astype(np.int64)
-    gaps[gaps == _LARGE] = np.frombuffer(numbers[2:start].tobytes(), np.int64)  # words need not lie aligned
+    gaps[gaps == LARGE_GAP] = np.frombuffer(numbers[2:start].tobytes(), np.int64)  # words need not lie aligned
     return np.cumsum(gaps), stop

@@ -35,6 +35,8 @@ Bundle = tuple[Feature, ...]
 """Features of one owner that it looks up together, at most one of each table."""
 _HEAD = 3
 """Words before the bags of a feature: number of ids, length of each bag (-1: they differ), and 1 if weights follow."""
+_WIDE_ROWS = 1 << 31
+"""Ids of tables with more rows take two words each."""
 
 
 class Bags(NamedTuple):
@@ -143,7 +145,7 @@ class Pooled:
         return [torch.cat(words) for words in found]
 
     def _wide(self, feature: Feature) -> bool:
-        return self._configs[feature.table].num_embeddings > 1 << 31
+        return _is_wide(self._configs[feature.table])
 
     def _check_weights(self, sparse: KeyedJaggedTensor, weights: Tensor, *, training: bool) -> None:
         if weights.requires_grad and torch.is_grad_enabled():
@@ -383,6 +385,19 @@ def _spread(vectors: Tensor, features: Bundle, out: Tensor) -> None:
 
 
 # ---- bags as words of 32 bits
+
+
+def bytes_of_bags(table: TableConfig, num_ids: float, num_bags: float, *, jagged: bool) -> float:
+    """Returns the bytes of bags of a table after their heads. jagged: their lengths differ, and travel too."""
+    return 4 * (1 + _is_wide(table)) * num_ids + 4 * num_bags * jagged
+
+
+def bytes_of_bag_heads(num_features: float) -> float:
+    return 4 * _HEAD * num_features
+
+
+def _is_wide(table: TableConfig) -> bool:
+    return table.num_embeddings > _WIDE_ROWS
 
 
 def _pack(sparse: KeyedJaggedTensor, name: str, *, wide: bool) -> Tensor:

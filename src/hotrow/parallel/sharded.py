@@ -30,7 +30,7 @@ from hotrow.parallel.agreement import everyone
 from hotrow.parallel.alone import Alone
 from hotrow.parallel.buffers import Buffers, ShardLease
 from hotrow.parallel.communicator import Arriving, Communicator
-from hotrow.parallel.exchange import WIRE_TYPES, Chosen, Keys, WireDtype, pack, recast, unpack
+from hotrow.parallel.exchange import KEYS_HEAD_BYTES, Chosen, Keys, WireDtype, pack, recast, row_type, unpack
 from hotrow.parallel.hosts import namespace_id
 from hotrow.parallel.pooled import Pooled, Served, only
 from hotrow.parallel.ranks import Ranks
@@ -44,6 +44,8 @@ from hotrow.tables import TableConfig
 
 SMALL_BYTES = 1 << 17
 """Sums of this size are copied in the time that a lookup of their own takes."""
+REQUEST_HEAD_BYTES = 4 + KEYS_HEAD_BYTES
+"""What a request for rows has before their keys: the number of samples, and the head of the keys."""
 HELD = 0
 """The group of rows that the rank itself holds, in `Asked`; group 1 + r is what it asks of rank r."""
 
@@ -190,7 +192,7 @@ class Sharded(Placement):
         self._rows_travel = any(s.exchange == "rows" and s.prefix < table.num_embeddings for table, s in each)
         """Whether some table has rows that ranks ask each other for in lookups of bags."""
         self._stored = [self.weights[table.name].dtype for table in tables]
-        self._sent = [WIRE_TYPES[wire_dtype] if dtype == torch.float32 else dtype for dtype in self._stored]
+        self._sent = [row_type(dtype, wire_dtype) for dtype in self._stored]
         """By table, the types of its rows and of those that travel."""
         self._row_bytes = self._keys.dims * [dtype.itemsize for dtype in self._stored]
         self.all_held = False
