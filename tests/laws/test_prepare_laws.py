@@ -99,18 +99,17 @@ class StopAfter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: str, count: int) -> None:
         self.left = count
-        original = pipeline._Stages._pieces
+        original = pipeline._Stages._reported
 
-        def stopping(stages: Any, *args: Any, **stop: Any) -> Iterator[Any]:
-            meter = args[-1]
-            for piece in original(stages, *args, **stop):
+        def stopping(stages: Any, begun: str, row: int, pieces: Iterator[Any]) -> Iterator[Any]:
+            for piece in original(stages, begun, row, pieces):
                 yield piece
-                if meter.stage == stage:
+                if begun == stage:
                     self.left -= 1
                     if self.left == 0:
                         stages._stop.set()
 
-        monkeypatch.setattr(pipeline._Stages, "_pieces", stopping)
+        monkeypatch.setattr(pipeline._Stages, "_reported", stopping)
 
 
 @pytest.mark.parametrize("stage", ["count", "encode"])

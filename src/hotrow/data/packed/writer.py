@@ -244,7 +244,6 @@ class PackedWriter:
         self._finished: dict[str, list[Part]] = self._read_finished()
         self._buffers: dict[str, _BlockBuffer] = {}
         self._open: dict[str, _PartWriter] = {}
-        self._skip: dict[str, int] = {}
 
     def finished_parts(self, split: str) -> tuple[Part, ...]:
         return tuple(self._finished.get(split, ()))
@@ -253,19 +252,6 @@ class PackedWriter:
         """Returns the number of rows of `split` in finished parts: where an interrupted preparation continues."""
         before = self._first_parts.get(split, 0) * self._rows_per_part
         return before + sum(part.num_rows for part in self.finished_parts(split))
-
-    def seek(self, split: str, row: int) -> None:
-        """Announces that the next row appended to `split` is its row `row`; rows that are on disk are then skipped.
-
-        Rows must come in the order of the interrupted run. Raises ValueError if `row` is beyond the finished rows,
-        or if rows of `split` were already appended.
-        """
-        done = self.finished_rows(split)
-        if not 0 <= row <= done:
-            raise ValueError(f"split {split!r}: row is {row}; finished parts hold {done} rows, go back to one of them")
-        if split in self._buffers:
-            raise ValueError(f"split {split!r}: seek before the first append, not after")
-        self._skip[split] = done - row
 
     def append(
         self,
@@ -281,10 +267,7 @@ class PackedWriter:
         """
         label, dense = np.asarray(label), np.asarray(dense)
         ids = self._check_shapes(label, dense, split_columns(self.info, sparse))
-        start = min(self._skip.get(split, 0), len(label))
-        if start:
-            self._skip[split] -= start
-        buffer = self._buffer(split)
+        buffer, start = self._buffer(split), 0
         while start < len(label):
             stop = min(len(label), start + buffer.capacity - buffer.num_rows)
             rows = slice(start, stop)
@@ -301,9 +284,6 @@ class PackedWriter:
 
     def finish(self) -> dict[str, list[Part]]:
         """Writes buffered rows; returns the parts that were written here, by split."""
-        for split, missing in self._skip.items():
-            if missing:
-                raise ValueError(f"{self.path}: split {split!r} ended {missing} rows before its finished parts do")
         with self._explain_full_disk():
             for split, buffer in self._buffers.items():
                 if buffer.num_rows:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotrow.base.files import disk_free_bytes, size
+from hotrow.base.progress import duration
 from hotrow.data.chunk import Chunk, Keys, SourceInfo
 from hotrow.data.native import Counter
 from hotrow.data.packed.format import ROWS_PER_BLOCK
@@ -57,14 +58,15 @@ class Estimate:
         return (
             f"{about}{self.rows:,} rows, {size(self.input_bytes)} of input; needs about {size(self.packed_bytes)} of "
             f"disk and {size(self.spill_bytes)} temporarily ({size(self.free_bytes)} free), and about "
-            f"{_duration(self.seconds)}"
+            f"{duration(self.seconds)}"
         )
 
 
 def estimate_work(
     opened: OpenedSource, info: SourceInfo, out: Path, *, rows: int | None = None, sample: float = 1.0
 ) -> Estimate:
-    """Estimates what preparing `rows` rows (None: all) into `out` needs, by reading and counting the first rows."""
+    """Estimates what preparing `rows` rows into `out` needs, by reading and counting the first rows. If None, all
+    rows are prepared."""
     num_rows = min(info.num_rows, rows or info.num_rows)
     started = time.perf_counter()
     chunks = _first_chunks(opened, num_rows)
@@ -119,10 +121,3 @@ def _row_bytes(opened: OpenedSource, chunks: list[Chunk]) -> int:
 
 def _id_bytes(keys: Keys) -> int:
     return 4 * keys.num_keys + (0 if keys.row_splits is None else 8 * keys.num_rows)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(seconds, 1):.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

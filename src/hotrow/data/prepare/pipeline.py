@@ -108,14 +108,14 @@ class Options:
     """What the caller may choose besides source, schema and folder; the second group changes no byte of the result."""
 
     rows: int | None = None
-    """Only the first rows of the source; None: all."""
+    """Number of first rows of the source to prepare. If None, all are prepared."""
     sample: float = 1.0
     """Share of rows to keep, chosen by a hash of the row number."""
 
     memory_bytes: int | None = None
-    """Memory for counters, vocabularies and rows in flight; None: half of what this process may use."""
+    """Memory for counters, vocabularies and rows in flight. If None, half of what this process may use."""
     threads: int | None = None
-    """Tables counted or encoded at a time; None: as many as this process has cores, at most 8."""
+    """Tables counted or encoded at a time. If None, as many as this process has cores, at most 8."""
     rows_per_chunk: int = ROWS_PER_CHUNK
     snapshot_every_s: float = SNAPSHOT_EVERY_S
     overwrite: bool = False
@@ -147,7 +147,7 @@ def prepare(
 
     progress: called with a `Progress` a few times a second. announce: called with lines for the user: what was found,
     what it will take, what was resumed or skipped. comm: ranks that share the work and see the same files and the same
-    `out`; all call this with equal arguments, but for the two before. None: this process alone.
+    `out`; all call this with equal arguments, but for the two before. If None, this process works alone.
 
     Raises ValueError if the source has a bad row or file, if `out` holds a dataset or other work, or if the disk is too
     small; OSError when the disk is full (with several ranks, ValueError on all); Interrupted on Ctrl-C. After the last
@@ -278,7 +278,7 @@ class _Counted:
     first: Count = 0
     """`row` at the beginning."""
     marks: list[Mark] = Field(default_factory=list)
-    """If ranks share the source: the ends of this rank's chunks."""
+    """The ends of this rank's chunks, and of its share."""
 
     def moments_of(self, column: str) -> Moments:
         """Returns the moments of a column so far."""
@@ -399,11 +399,20 @@ class _Stages:
             assert chunk.time is not None, "the schema has a time column"
             yield chunk.time
 
+    def _reported(self, stage: str, row: int, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Yields the pieces of a stage that begins at `row`, and reports how far it has got."""
+        meter, first = self._meter(stage, row), row if self._comm.size > 1 else 0
+        for piece in pieces:
+            yield piece
+            row = piece.next_row
+            meter.update(row - first)
+        meter.finish(row - first)
+
     def _pieces(
-        self, plan: SplitPlan, start: Position | None, row: int, meter: ProgressMeter, *, stop: Position | None = None
+        self, plan: SplitPlan, start: Position | None, row: int, *, stop: Position | None = None
     ) -> Iterator[Piece]:
         """Yields the data set's rows from source row `row` on, before `stop`; `start` is that row's position."""
-        options, first = self._options, row if self._comm.size > 1 else 0
+        options = self._options
         if stop is None:
             chunks = self._source.chunks(start, rows_per_chunk=options.rows_per_chunk)
         else:
@@ -413,16 +422,13 @@ class _Stages:
             if options.rows is not None and row + chunk.num_rows > options.rows:
                 chunk = select_rows(chunk, np.arange(chunk.num_rows) < options.rows - row)
             codes = plan.assign(row, chunk.num_rows, chunk.time)
-            next_row = row + chunk.num_rows
+            first, row = row, row + chunk.num_rows
             if options.sample < 1:
-                kept = sample_mask(self._schema.split.seed, row, chunk.num_rows, fraction=options.sample)
+                kept = sample_mask(self._schema.split.seed, first, chunk.num_rows, fraction=options.sample)
                 chunk, codes = select_rows(chunk, kept), codes[kept]
-            yield Piece(chunk, codes, next_row)
-            row = next_row
-            meter.update(row - first)
+            yield Piece(chunk, codes, row)
             if row == options.rows:
                 break
-        meter.finish(row - first)
 
     def _count(self, plan: SplitPlan, executor: Executor) -> None:
         """Counts the training rows; writes vocabularies, counts and transforms."""
@@ -467,11 +473,9 @@ class _Stages:
         return [checked(_COUNTED, each, where=f"what rank {rank} says", cure=CURE) for rank, each in enumerate(found)]
 
     def _rows_of(self, states: Sequence[_Counted]) -> dict[str, Any]:
-        """Returns the number of rows of the source and, if ranks shared it, the marks of all of them."""
-        if self._comm.size == 1:
-            return {"rows_total": states[0].row}
+        """Returns the number of rows of the source, and the marks of all ranks."""
         marks = joined_marks([(state.first, state.marks) for state in states])
-        return {"rows_total": marks[-1].row, "chunk_marks": tuple(marks)}
+        return {"rows_total": marks[-1].row, "marks": tuple(marks)}
 
     def _transforms(self, states: Sequence[_Counted]) -> tuple[str, ...]:
         transforms = []
@@ -515,7 +519,7 @@ class _Stages:
             return counted
 
         clock = _Clock(self._options.snapshot_every_s)
-        for piece in self._pieces(plan, start, row, self._meter("count", row), stop=self._share.stop):
+        for piece in self._reported("count", row, self._pieces(plan, start, row, stop=self._share.stop)):
             is_train = piece.codes == TRAIN
             self._count_piece(counters, piece.chunk, is_train)
             for i, sums in zip(fitted_columns, moments, strict=True):
@@ -523,9 +527,8 @@ class _Stages:
             cells = cells.with_chunk(piece.chunk, self._schema.dense_names)
             position, row = piece.chunk.position, piece.next_row
             train_rows += int(is_train.sum())
-            if self._comm.size > 1:
-                rows = {split: rows[split] + int((piece.codes == code).sum()) for code, split in enumerate(SPLITS)}
-                marks.append(Mark(row, position, rows))
+            rows = {split: rows[split] + int((piece.codes == code).sum()) for code, split in enumerate(SPLITS)}
+            marks.append(Mark(row, position, rows))
             if self._stop.is_set():
                 snapshot(done=False)
                 raise Interrupted
@@ -533,7 +536,7 @@ class _Stages:
                 with clock:
                     snapshot(done=False)
         position = replace(position, num_skipped=self._num_skipped(row, position))
-        marks += [Mark(row, position, rows)] if self._comm.size > 1 else []
+        marks.append(Mark(row, position, rows))
         return snapshot(done=True)
 
     def _num_skipped(self, row: int, position: Position) -> int:
@@ -568,26 +571,7 @@ class _Stages:
             vocabulary=Vocabulary.open(path, verify="header").id,
         )
 
-    def _encode(self, plan: SplitPlan, executor: Executor) -> PackedDataset:
-        """Writes every row, then dataset.json."""
-        info = self._dataset_info(plan)
-        if self._comm.size > 1:
-            return self._encode_together(plan, info, executor)
-        with self._encoders(info) as encoders, self._writer(info) as writer:
-            mark = self._work.last_mark({split: writer.finished_rows(split) for split in SPLITS})
-            for split in SPLITS:
-                if writer.finished_rows(split):
-                    writer.seek(split, mark.rows[split])
-            self._note_occurrences(lambda meter: self._pieces(plan, mark.start, mark.row, meter), encoders, mark.row)
-            encode = self._row_encoder(info, encoders, executor)
-            rows_read, skipped = self._write_rows(plan, encode, writer, mark)
-            self._check_files_unchanged()
-            self._say_skipped(skipped, self._source.skipped.examples)
-            dataset = writer.close(self._summary(rows_read, skipped))
-        self._work.remove()
-        return dataset
-
-    def _encoders(self, info: DatasetInfo, suffix: str = "") -> EncoderPool:
+    def _encoders(self, info: DatasetInfo, suffix: str) -> EncoderPool:
         paths = {table.name: self._work.out / table.vocabulary_file for table in info.tables}
         return EncoderPool(paths, self._work.fresh(f"encode{suffix}"), memory_bytes=self._memory_bytes)
 
@@ -600,58 +584,40 @@ class _Stages:
         tables = {table: encoders[table] for table in self._schema.table_names}
         return RowEncoder(self._schema, transforms, tables, executor)
 
-    def _note_occurrences(
-        self, pieces: Callable[[ProgressMeter], Iterator[Piece]], encoders: EncoderPool, row: int = 0
-    ) -> None:
+    def _note_occurrences(self, pieces: Iterator[Piece], encoders: EncoderPool) -> None:
         """Makes the separate pass over `pieces` that vocabularies larger than memory need."""
-        if not encoders.needs_occurrences:
-            return
-        for piece in pieces(self._meter("match", row)):
+        for piece in pieces:
             for spec in self._schema.categorical:
                 encoders[spec.table_name].add(spec.column, piece.chunk.keys[spec.column])
             self._check_stop()
         encoders.finish()
 
-    def _write_rows(self, plan: SplitPlan, encode: RowEncoder, writer: PackedWriter, mark: Mark) -> tuple[int, int]:
-        """Appends all rows after `mark`; returns how many source rows were read and skipped, from the first row on."""
-        rows, row, position = dict(mark.rows), mark.row, mark.position
-        finished = {split: writer.finished_rows(split) for split in SPLITS}
-        marks = [mark]
-        for piece in self._pieces(plan, mark.start, row, self._meter("encode", row)):
-            self._check_stop()
-            self._write_piece(piece, encode, writer, rows)
-            row, position = piece.next_row, piece.chunk.position
-            marks.append(Mark(row, position, dict(rows)))
-            if (now := {split: writer.finished_rows(split) for split in SPLITS}) != finished:
-                finished, marks = now, self._work.save_marks(marks, now)
-        return row, self._num_skipped(row, position)
-
-    def _encode_together(self, plan: SplitPlan, info: DatasetInfo, executor: Executor) -> PackedDataset:
-        """Writes the parts of this rank; the first rank then writes dataset.json."""
-        comm, out, marks = self._comm, self._work.out, self._work.results.chunk_marks
+    def _encode(self, plan: SplitPlan, executor: Executor) -> PackedDataset:
+        """Writes the parts of this rank that are not finished; the first rank then writes dataset.json."""
+        comm, out, marks, info = self._comm, self._work.out, self._work.results.marks, self._dataset_info(plan)
         if not marks:
-            raise ValueError(
-                f"{out} holds unfinished work of one process, which has counted all rows: run the same command without "
-                "torchrun to finish it, or with --overwrite to start again"
-            )
+            raise ValueError(f"{out} holds unfinished work of an earlier version of hotrow; {CURE}")
         ranges = part_ranges(comm, marks, self._options.rows_per_part)
         first_rows = {split: first for split, (first, _) in ranges.items()}
-        noted_in = f"parts-{comm.rank}-of-{comm.size}.json"
-        writer = self._writer(info, first_rows=first_rows, noted_in=noted_in)
+        ours = f"-{comm.rank}-of-{comm.size}" if comm.size > 1 else ""
+        writer = self._writer(info, first_rows=first_rows, noted_in=f"parts{ours}.json")
 
         def write() -> list[Any]:
             left = {split: (writer.finished_rows(split), last) for split, (_, last) in ranges.items()}
             mark = mark_before(marks, left)
 
-            def pieces(meter: ProgressMeter) -> Iterator[Piece]:
-                return rows_within(self._pieces(plan, mark.start, mark.row, meter), mark, left)
+            def pieces(stage: str) -> Iterator[Piece]:
+                rows = self._pieces(plan, mark.start, mark.row)
+                rows = rows_within(rows, mark, left, to_end=comm.rank + 1 == comm.size)
+                return self._reported(stage, mark.row, rows)
 
-            with self._encoders(info, f"-{comm.rank}") as encoders, writer:
-                self._note_occurrences(pieces, encoders)
+            with self._encoders(info, ours) as encoders, writer:
+                if encoders.needs_occurrences:
+                    self._note_occurrences(pieces("match"), encoders)
                 encode = self._row_encoder(info, encoders, executor)
-                for piece in pieces(self._meter("encode")):
+                for piece in pieces("encode"):
                     self._check_stop()
-                    self._write_piece(piece, encode, writer, dict(mark.rows))
+                    self._write_piece(piece, encode, writer)
                 self._check_files_unchanged()
                 parts = {split: [asdict(part) for part in own] for split, own in writer.finish().items()}
             return [parts, self._source.skipped.examples]
@@ -687,8 +653,8 @@ class _Stages:
         return counts | ({"notes": notes} if notes else {})
 
     @staticmethod
-    def _write_piece(piece: Piece, encode: RowEncoder, writer: PackedWriter, rows: dict[str, int]) -> None:
-        """Appends the rows of a piece to their splits and adds their numbers to `rows`."""
+    def _write_piece(piece: Piece, encode: RowEncoder, writer: PackedWriter) -> None:
+        """Appends the rows of a piece to their splits."""
         dense, ids = encode(piece.chunk)
         label = piece.chunk.label
         assert label is not None, "a source for preparation has labels"
@@ -697,7 +663,6 @@ class _Stages:
             if chosen.any():
                 part = {name: select_ids(column, chosen) for name, column in ids.items()}
                 writer.append(split, label[chosen], dense[chosen], part)
-                rows[split] += int(chosen.sum())
 
     def _dataset_info(self, plan: SplitPlan) -> DatasetInfo:
         found, schema = self._work.results, self._schema

@@ -78,15 +78,16 @@ def run_prepare(
     source: one of `SOURCE_NAMES`, as docs/prepare.md lists them; auto decides by the first line. paths: files, folders,
     patterns, URIs, pipes, or one Arrow-capable frame; for synthetic, a preset's name, a YAML file or a
     `SyntheticConfig`. schema: a path or a `Schema` for tables without a published layout (`hotrow init` writes one);
-    None: guessed, with the help of what you say about columns:
+    If None, it is guessed, with the help of what you say about columns:
     {read}
-    split: time, random or reference; None: reference for criteo, else time if there is a time column, else random.
+    split: time, random or reference. If None, it is reference for criteo, else time if there is a time column, else
+    random.
     fractions: shares of train, val and test (0.8, 0.1, 0.1) for time and random. seed: for the random split and
     `sample`. min_count: ids seen fewer times in training rows share row 0. hash_cap: ids are taken modulo this. Both
     apply to all tables.
     rows: only the first rows; for a synthetic preset, how many to make. sample: keep this share of the rows.
     memory: bytes or text such as "4GiB" for counters, vocabularies and buffers (the libraries take some 0.4 GB more);
-    None: half of what is free. threads: tables counted or encoded at a time. Neither of the two changes a byte.
+    if None, half of what is free. threads: tables counted or encoded at a time. Neither of the two changes a byte.
     progress, announce, comm: see `pipeline.prepare`.
 
     Raises ValueError naming the field, file, row or option that is wrong; OSError when the disk is full, and
@@ -149,7 +150,7 @@ class RawRows:
 
 
 def raw_rows(dataset: PackedDataset) -> RawRows | None:
-    """Returns what dataset.json says about raw rows; None if there were none. Raises ValueError naming file, field."""
+    """Returns what dataset.json says about raw rows; None if there were none. Raises ValueError naming the field."""
     info, where = dataset.info, f"{dataset.path / MANIFEST}"
     if "schema" not in info.ids:
         return None

@@ -1,4 +1,4 @@
-"""How ranks share a preparation: who reads which rows, who writes which parts, and how one's failure stops all.
+"""How ranks share a preparation: who reads which rows, who writes which parts, and how the failure of one stops all.
 
     input     |  rank 0  |  rank 1  |  rank 2  |     read and counted; counts are merged into one vocabulary a table
     a split   |part 0|part 1|part 2|part 3|part|     a part is written by the rank in whose rows it begins
@@ -25,8 +25,8 @@ from hotrow.parallel.agreement import everyone, on_every_rank
 from hotrow.parallel.communicator import Communicator
 
 T = TypeVar("T")
-TELL_S = 0.2
-"""Ranks tell each other so often whether they are still at work."""
+REPORT_S = 0.2
+"""Seconds between two reports of a rank to the others, which say whether it is still at work."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -38,9 +38,9 @@ class Share:
     """The rows of a source that one rank reads first."""
 
     start: Position | None = None
-    """None: from the first row on."""
+    """Where they begin. If None, at the first row."""
     stop: Position | None = None
-    """None: to the end."""
+    """Where they end. If None, with the source."""
     row: int = 0
     """The number of its first row; 0 if no stage needs to know it."""
 
@@ -67,7 +67,7 @@ def together(comm: Communicator, work: Callable[[], T], stop: threading.Event) -
     with ThreadPoolExecutor(1, thread_name_prefix="hotrow-share") as executor:
         future = executor.submit(work)
         while True:
-            wait([future], timeout=TELL_S)
+            wait([future], timeout=REPORT_S)
             error = future.exception() if future.done() else None
             if error is not None and not isinstance(error, Interrupted | ValueError | OSError):
                 raise error
@@ -174,12 +174,17 @@ def mark_before(marks: Sequence[Mark], ranges: dict[str, tuple[int, int]]) -> Ma
     return next(m for m in [*reversed(marks), Mark()] if all(m.rows[split] <= row for split, row in wanted.items()))
 
 
-def rows_within(pieces: Iterator[Piece], mark: Mark, ranges: dict[str, tuple[int, int]]) -> Iterator[Piece]:
-    """Yields, of pieces that begin at `mark`, the rows in `ranges`; ends when there are no more."""
+def rows_within(
+    pieces: Iterator[Piece], mark: Mark, ranges: dict[str, tuple[int, int]], *, to_end: bool
+) -> Iterator[Piece]:
+    """Yields, of pieces that begin at `mark`, the rows in `ranges`; ends when there are no more.
+
+    to_end: reads all pieces, so that bad rows after the last good one are seen too.
+    """
     before = dict(mark.rows)
 
     def is_over() -> bool:
-        return all(last <= max(first, before[split]) for split, (first, last) in ranges.items())
+        return not to_end and all(last <= max(first, before[split]) for split, (first, last) in ranges.items())
 
     if is_over():
         return

@@ -114,7 +114,7 @@ class _Add(NamedTuple):
 def _occurrences(
     features: Sequence[Keys | CodedKeys], row_mask: NDArray[np.bool_] | None
 ) -> tuple[Keys, NDArray[np.uint32] | None]:
-    """Returns the keys of a table's features in the order of the rows, and how often each comes (None: once)."""
+    """Returns the keys of a table's features in the order of the rows, and how often each comes; if None, once."""
     if len(features) == 1 and isinstance(features[0], CodedKeys):
         return features[0].distinct(row_mask)
     keys = interleave([f.written_out() if isinstance(f, CodedKeys) else f for f in features])
@@ -127,7 +127,8 @@ class CounterPool:
     A folder with a snapshot is resumed: `progress` is then what the last `snapshot` was given, else None. Leaving the
     `with` block normally empties the folder; leaving it by an exception keeps the last snapshot.
 
-    executor: its threads count, each table in one thread at a time; None: the caller's thread. The counts are the same.
+    executor: its threads count, each table in one thread at a time. If None, the caller's thread counts; the counts are
+    the same.
     rank: the place of these rows among those of other pools, which are counted elsewhere at the same time.
     """
 

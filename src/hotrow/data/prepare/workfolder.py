@@ -10,7 +10,6 @@ If several ranks prepare together (shares.py), each has the last three for itsel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ class Mark:
 
 @record(frozen=True, config=STRICT)
 class Results:
-    """The content of prepare.json: what was asked for, and the results of finished stages; None: not finished."""
+    """The content of prepare.json: what was asked for, and the results of stages; None if a stage is not finished."""
 
     identity: dict[str, JsonValue]
     plan: SplitPlan | None = None
@@ -71,8 +70,7 @@ class Results:
     cells: CellCounts | None = None
     """What was missing or odd, once counted."""
     marks: tuple[Mark, ...] = ()
-    chunk_marks: tuple[Mark, ...] = ()
-    """If several ranks have counted: the ends of all chunks, and of the source."""
+    """The ends of all chunks, and of the source, once counted."""
 
     def __post_init__(self) -> None:
         for text in self.transforms or ():
@@ -133,17 +131,6 @@ class WorkFolder:
         self.results = replace(self.results, **results)
         _DOCUMENT.write(self.folder / STATE, self.results)
 
-    def save_marks(self, marks: Sequence[Mark], finished_rows: Mapping[str, int]) -> list[Mark]:
-        """Saves and returns the marks that a resume may need: the last one that finished rows cover, and later ones."""
-        kept = list(marks[max(i for i, mark in enumerate(marks) if _covered(mark, finished_rows)) :])
-        self.save(marks=tuple(kept))
-        return kept
-
-    def last_mark(self, finished_rows: Mapping[str, int]) -> Mark:
-        """Returns the last mark before which no row is missing from the finished parts."""
-        marks = [Mark(), *self.results.marks]
-        return next(mark for mark in reversed(marks) if _covered(mark, finished_rows))
-
     def fresh(self, name: str) -> Path:
         """Returns the folder `name` for files of a stage; what an interrupted run left there is removed."""
         remove(self.folder / name, within=self.out)
@@ -195,10 +182,6 @@ def check_out(out: Path, *, overwrite: bool) -> None:
 def _is_ours(out: Path) -> bool:
     """Returns whether `out` is a dataset or the unfinished work on one."""
     return is_taken(out / MANIFEST) or is_taken(out / WORK_FOLDER / STATE)
-
-
-def _covered(mark: Mark, finished_rows: Mapping[str, int]) -> bool:
-    return all(mark.rows[split] <= finished_rows[split] for split in SPLITS)
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
