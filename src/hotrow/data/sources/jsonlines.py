@@ -26,16 +26,15 @@ from hotrow.data.sources.tabular import (
     CSV_BLOCK_BYTES,
     ESTIMATE_BYTES,
     Rows,
-    estimate_lines,
+    TableReader,
     naming,
     partition_types,
-    partition_values,
     with_partition,
 )
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 READ_BYTES = 1 << 20
-MANY_LINES, MOST_FILES = 1000, 200
+MANY_LINES, MAX_FILES = 1000, 200
 """Lines, and files, in which columns are looked for beside the first lines of the first file."""
 ROWS_AT_ONCE = 8192
 """Lines, bad ones included, held as Python objects at a time: some tens of MB."""
@@ -47,7 +46,7 @@ def is_json_lines(file: InputFile) -> bool:
     return file.first_line().lstrip().startswith(("{", "[{"))
 
 
-class JsonReader:
+class JsonReader(TableReader):
     """Reads files of JSON Lines, with hive partition columns from their folders.
 
     null_values: texts that mean a missing value, as in delimited text. values: "any": an array in a column of single
@@ -70,23 +69,7 @@ class JsonReader:
         self._partition_types = {name: pa.string() for name in partition_types(files) if name not in kinds}
         self.schema = pa.schema([*kinds.items(), *self._partition_types.items()])
 
-    def partition_values(self) -> dict[str, pa.Array]:
-        """Returns the value of each partition column in each file."""
-        return partition_values(self._files, self._partition_types)
-
-    def check_drift(self, columns: Sequence[str]) -> None:
-        """Checks nothing: a line may lack any member."""
-
-    def count_rows(self) -> tuple[int, bool]:
-        """Estimates the number from the first lines of each file and its stored size."""
-        return sum(map(estimate_lines, self._files)), False
-
-    def num_rows_in(self, file_index: int) -> int | None:
-        """Returns None: lines are found one after the other."""
-        return None
-
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """Yields the rows of one file after position `first`, which counts lines, bad ones included."""
         file = self._files[file_index]
         stored = [name for name in columns if name not in self._partition_types]
         with naming(file):
@@ -181,7 +164,7 @@ def _columns_of(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
     kinds: dict[str, type[str] | type[list[str]] | None] = {}
     if fault := _note_members(files[0], kinds):
         raise ValueError(f"{files[0].name} {fault}; write one object a line, as jq -c '.[]' does from an array")
-    chosen = [files[i] for i in np.linspace(0, len(files) - 1, min(len(files), MOST_FILES)).astype(int).tolist()]
+    chosen = [files[i] for i in np.linspace(0, len(files) - 1, min(len(files), MAX_FILES)).astype(int).tolist()]
     for file in chosen:
         _note_members(excerpt(file, num_rows=MANY_LINES, num_places=8, most_bytes=ESTIMATE_BYTES // len(chosen)), kinds)
     return {name: pa.list_(pa.string()) if kind is list else pa.string() for name, kind in kinds.items()}

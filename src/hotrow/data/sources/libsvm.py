@@ -26,7 +26,7 @@ from hotrow.data.chunk import RowError
 from hotrow.data.sources.inputs import InputFile
 from hotrow.data.sources.jsonlines import ROWS_AT_ONCE, text_lines
 from hotrow.data.sources.schema import Schema, parse_schema
-from hotrow.data.sources.tabular import ESTIMATE_BYTES, Rows, estimate_lines, naming
+from hotrow.data.sources.tabular import ESTIMATE_BYTES, Rows, TableReader, naming
 
 NUM = r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?"
 LIBSVM = re.compile(rf"({NUM}[ \t]+)?(qid:\d+[ \t]+)?\d+:{NUM}([ \t]+\d+:{NUM})*[ \t]*(#.*)?")
@@ -48,7 +48,7 @@ def tell_libsvm(line: str) -> Literal["libsvm", "libffm"] | None:
     return "libsvm" if LIBSVM.fullmatch(line) else None
 
 
-class LibsvmReader:
+class LibsvmReader(TableReader):
     """Reads files of libsvm or libffm text; every column is text, several ids are joined by SEPARATOR."""
 
     def __init__(self, files: Sequence[InputFile]) -> None:
@@ -71,26 +71,13 @@ class LibsvmReader:
         value = {"label": LABEL, "dense": [n for n in names if n.startswith("value_")], "categorical": ids}
         return parse_schema(value, where=self.files[0].path)
 
-    def partition_values(self) -> dict[str, pa.Array]:
-        """Returns nothing: folders name no columns of such files."""
-        return {}
-
     def check_drift(self, columns: Sequence[str]) -> None:
         """Adds columns that the first lines lack: a row may lack any."""
         for name in columns:
             if name not in self.schema.names:
                 self.schema = self.schema.append(pa.field(name, pa.string()))
 
-    def count_rows(self) -> tuple[int, bool]:
-        """Estimates the number from the first lines of each file and its stored size."""
-        return sum(map(estimate_lines, self._files)), False
-
-    def num_rows_in(self, file_index: int) -> int | None:
-        """Returns None: lines are found one after the other."""
-        return None
-
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """Yields the rows of one file after position `first`, which counts lines, bad ones included."""
         file, wanted = self._files[file_index], frozenset(columns)
         with naming(file):
             lines = text_lines(file, first)

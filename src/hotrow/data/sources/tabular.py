@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -53,32 +53,32 @@ class Rows:
     """Lines before `end` that could not be split into columns."""
 
 
-class TableReader(Protocol):
-    """Reads the files of one table."""
+class TableReader:
+    """Reads the files of one table. What is written out here holds for files whose lines are found one by one."""
 
-    @property
-    def files(self) -> tuple[FileInfo, ...]:
-        """The files as they are now."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Name and type of every column, partition columns included."""
-
-    def partition_values(self) -> dict[str, pa.Array]:
-        """Returns the value of each partition column in each file."""
+    files: tuple[FileInfo, ...]
+    """The files as they are now."""
+    schema: pa.Schema
+    """Name and type of every column, partition columns included."""
+    _files: Sequence[InputFile]
 
     def check_drift(self, columns: Sequence[str]) -> None:
         """Raises ValueError naming file and column if a file lacks one of `columns` or has another type for it."""
 
     def count_rows(self) -> tuple[int, bool]:
-        """Returns the number of rows, and whether it is exact."""
+        """Returns the number of rows, and whether it is exact; else it is estimated from the first lines of files."""
+        return sum(map(estimate_lines, self._files)), False
 
     def num_rows_in(self, file_index: int) -> int | None:
         """Returns the rows of a file that can be read from any row on; None if reading begins at its first line."""
+        return None
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """Yields the rows of one file after position `first`. Raises ValueError naming the file if it cannot be
-        read."""
+        """Yields the rows of one file after position `first`, which counts bad ones too.
+
+        Raises ValueError naming the file if it cannot be read.
+        """
+        raise NotImplementedError
 
 
 def has_suffix(path: str, suffixes: Sequence[str]) -> bool:
@@ -94,7 +94,7 @@ def columnar_format(file: InputFile) -> ColumnarFormat | None:
     return None if has_suffix(file.path, TEXT_SUFFIXES) else told_by_bytes(file)
 
 
-class FrameReader:
+class FrameReader(TableReader):
     """Reads any frame in memory with Arrow's C stream (pandas, polars, pyarrow, duckdb relations).
 
     The frame is read once into an Arrow table, so that both passes see the same rows; without a copy if its layout
@@ -111,14 +111,7 @@ class FrameReader:
                 for buffer in chunk.buffers():
                     digest = digest if buffer is None else zlib.crc32(buffer, digest)
         # A frame has no modification time; a checksum of its bytes tells a resumed run that it is the same frame.
-        self.files: tuple[FileInfo, ...] = (FileInfo(FRAME_NAME, self.table.nbytes, digest),)
-
-    def partition_values(self) -> dict[str, pa.Array]:
-        """Returns nothing: a frame has no folder."""
-        return {}
-
-    def check_drift(self, columns: Sequence[str]) -> None:
-        """Checks nothing: a frame is one file."""
+        self.files = (FileInfo(FRAME_NAME, self.table.nbytes, digest),)
 
     def count_rows(self) -> tuple[int, bool]:
         return self.table.num_rows, True
@@ -182,7 +175,7 @@ def _to_table(frame: Any) -> pa.Table:
     raise ValueError(f"{type(frame).__name__} is not a path and not an Arrow-capable frame; {cure}")
 
 
-class ColumnarReader:
+class ColumnarReader(TableReader):
     """Reads Parquet, Feather or ORC files that share a schema, with hive partition columns from their folders."""
 
     def __init__(self, files: Sequence[InputFile]) -> None:
@@ -208,11 +201,6 @@ class ColumnarReader:
             if name not in schema.names:
                 schema = schema.append(pa.field(name, kind))
         return schema
-
-    def partition_values(self) -> dict[str, pa.Array]:
-        """Returns the columns that folders name: their value in each file."""
-        stored = self._opened(0).schema.names
-        return partition_values(self._files, {n: k for n, k in self._partition_types.items() if n not in stored})
 
     def check_drift(self, columns: Sequence[str]) -> None:
         for index in range(len(self._files)):
@@ -283,12 +271,6 @@ def partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
     return {n: pa.int64() if v and all(str(_as_int(x)) == x for x in v) else pa.string() for n, v in values.items()}
 
 
-def partition_values(files: Sequence[InputFile], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
-    """Returns the value of each partition column in each file."""
-    values = [dict(file.partition) for file in files]
-    return {n: pa.array([row.get(n) for row in values], pa.string()).cast(kind) for n, kind in types.items()}
-
-
 def with_partition(
     batch: pa.RecordBatch, file: InputFile, columns: Sequence[str], types: dict[str, pa.DataType]
 ) -> pa.RecordBatch:
@@ -317,7 +299,7 @@ def _same_meaning(got: pa.DataType, want: pa.DataType) -> bool:
     return bool(got == want or signed or numbers or pa.types.is_null(got) or (is_text(got) and is_text(want)))
 
 
-class TextReader:
+class TextReader(TableReader):
     """Reads delimited text, every column as text, with hive partition columns from the files' folders.
 
     Columns are found by the header of each file or by given names. Blanks around a header's names are left out
@@ -396,10 +378,6 @@ class TextReader:
             raise ValueError(f"{file.name}: the first {len(raw):,} bytes have {cure}")
         return lines
 
-    def partition_values(self) -> dict[str, pa.Array]:
-        """Returns the columns that folders name: their value in each file."""
-        return partition_values(self._files, self._partition_types)
-
     def _stored(self, columns: Sequence[str]) -> list[str]:
         """Returns the columns among `columns` that are in the files' lines."""
         return [name for name in columns if name not in self._partition_types]
@@ -424,12 +402,8 @@ class TextReader:
         has_header = self._spec.column_names is None
         return sum(max(0, estimate_lines(file) - has_header) for file in self._files), False
 
-    def num_rows_in(self, file_index: int) -> int | None:
-        """Returns None: where a record begins depends on the quotes before it."""
-        return None
-
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
-        """Yields the rows of one file after position `first`; it counts lines after the header, bad ones included."""
+        """Yields the rows of one file after position `first`, which counts lines after the header."""
         file = self._files[file_index]
         header_lines = int(self._spec.column_names is None)
         places = _LinePlaces(file.name, header_lines)
@@ -626,7 +600,7 @@ class _LinePlaces:
         return rows + 1 + self._header_lines + np.searchsorted(np.array(self._rows_before), rows, side="right")
 
     def take_bad(self, last_line: int | None, *, after: int) -> tuple[RowError, ...]:
-        """Returns errors not taken yet, of lines up to `last_line` (None: all), but not of lines up to `after`."""
+        """Returns errors not taken yet, of lines after `after` up to `last_line`; if None, to the end."""
         start = self._num_taken
         while self._num_taken < len(self._bad) and (last_line is None or self._bad[self._num_taken].line <= last_line):
             self._num_taken += 1
