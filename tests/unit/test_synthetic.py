@@ -88,12 +88,10 @@ def test_chunks_of_any_size_from_anywhere_hold_the_same_rows(whole: Chunk, start
 
 def test_what_a_source_says_of_itself(whole: Chunk) -> None:
     source = SyntheticSource(make_config())
-    assert source.dense_names == ("n", "m") and source.key_kinds == dict.fromkeys(
-        ("user", "site", "tags", "past"), "int"
-    )
+    assert source.key_kinds == dict.fromkeys(("user", "site", "tags", "past"), "int")
     info = source.scout()
     assert (info.num_rows, info.num_rows_exact) == (40_000, True)
-    assert info.fingerprint != SyntheticSource(make_config(seed=1)).scout().fingerprint
+    assert info.files != SyntheticSource(make_config(seed=1)).scout().files
     assert whole.label.dtype == whole.dense.dtype == np.float32 and whole.keys["user"].values.dtype == np.uint32
     assert whole.time[0] == 1_577_836_800 and 0 <= 7 * 86_400 - (whole.time[-1] - whole.time[0]) <= 16
     assert (np.diff(whole.time) >= 0).all()

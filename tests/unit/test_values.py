@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hotrow.data.chunk import LEAST_ODD, RowError, most_odd
+from hotrow.data.chunk import FEW_ODD, RowError, most_odd
 from hotrow.data.prepare.init import run_init
 from hotrow.data.prepare.prepare import RawEncoder, run_prepare
 from hotrow.data.sources.columns import ColumnsSource
@@ -264,7 +264,7 @@ def test_more_odd_cells_than_the_share_are_refused_with_a_cure_that_works(tmp_pa
     path = write(tmp_path / "x.csv", {**columns, "price": prices})
     schema = {"label": "click", "dense": ["price"], "categorical": ["item"], "split": {"kind": "random"}}
     allowed = most_odd(N, Schema.model_fields["odd_share"].default)
-    assert allowed == LEAST_ODD
+    assert allowed == FEW_ODD
     with pytest.raises(RowError, match=rf"x.csv:{202 + allowed} \(price\): 'call us'") as error:
         run_prepare("csv", path, tmp_path / "a", schema=parse_schema(schema, where="test"))
     for option in ("null_values", "odd_share", "skip_bad_rows"):

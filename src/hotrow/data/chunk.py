@@ -12,7 +12,6 @@ where each row's keys begin:
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,10 +59,10 @@ class Keys:
 
     values: uint32 or int64 ids [num_keys] (kind "int"), or uint8 UTF-8 bytes (kind "bytes").
     offsets: int64 byte offsets [num_keys + 1] of kind "bytes", else None.
-    valid: bool [num_keys], False = missing value (an id of its own); None = no value is missing.
-    row_splits: int64 [num_rows + 1] if rows hold lists; None = exactly one key per row.
+    valid: bool [num_keys], False = missing value (an id of its own). If None, no value is missing.
+    row_splits: int64 [num_rows + 1] if rows hold lists. If None, each row has one key.
     unknown: bool [num_keys], True = a value that cannot be an id of the column, whose key is meaningless and whose row
-    is 0; None = there is none. Only rows to score have such values.
+    is 0. If None, there is no such value. Only rows to score have them.
     """
 
     values: NDArray[Any]
@@ -105,17 +104,17 @@ class Position:
     """Bad rows skipped so far in all files: the limit `skip_bad_rows` holds across a resume."""
 
 
-LEAST_ODD, LEAST_ODD_SHARE = 10, 0.01
-"""In data of few rows, so many cells of a column may be odd if they are at most this share of the rows."""
+FEW_ODD, FEW_ODD_SHARE = 10, 0.01
+"""In data of few rows, up to FEW_ODD cells of a column may be odd if they are at most this share of the rows."""
 
 
 def most_odd(num_rows: int, share: float) -> int:
     """Returns how many of a column's cells in `num_rows` rows may be odd, if `share` of them may be.
 
     One odd cell in 1,000 comes of slips; a column with more of them holds something else as well. A share says little
-    of few rows, so up to LEAST_ODD cells may be odd there.
+    of few rows, so up to FEW_ODD cells may be odd there.
     """
-    return max(int(share * num_rows), min(LEAST_ODD, int(LEAST_ODD_SHARE * num_rows))) if share else 0
+    return max(int(share * num_rows), min(FEW_ODD, int(FEW_ODD_SHARE * num_rows))) if share else 0
 
 
 @dataclass(frozen=True)
@@ -184,12 +183,6 @@ class SourceInfo:
         """Size of all files as stored."""
         return sum(f.num_bytes for f in self.files)
 
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest of every file's path, size and modification time; a resume is refused if it has changed."""
-        text = "\n".join(f"{f.path}\0{f.num_bytes}\0{f.mtime_ns}" for f in self.files)
-        return hashlib.sha256(text.encode()).hexdigest()
-
 
 @dataclass
 class SkippedRows:
@@ -218,10 +211,6 @@ class Source(Protocol):
         """Name of the source in messages and in dataset.json, e.g. "criteo"."""
 
     @property
-    def dense_names(self) -> tuple[str, ...]:
-        """Names of the columns of `Chunk.dense`, in order."""
-
-    @property
     def key_kinds(self) -> Mapping[str, KeyKind]:
         """Kind of each feature's keys, in column order."""
 
@@ -237,7 +226,7 @@ class Source(Protocol):
         """
 
     def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
-        """Yields chunks of at most `rows_per_chunk` rows from `start` (None: the first row) to the end.
+        """Yields chunks of at most `rows_per_chunk` rows from `start` to the end; if None, from the first row.
 
         Raises RowError for a bad row beyond the number that may be skipped, ValueError for an unreadable file.
         """
@@ -269,7 +258,7 @@ class SharedSource(Source, Protocol):
     def chunks(
         self, start: Position | None = None, *, rows_per_chunk: int = 65536, stop: Position | None = None
     ) -> Iterator[Chunk]:
-        """Yields chunks as `Source.chunks`, up to `stop`, which is one of the `cuts`; None: to the end."""
+        """Yields chunks as `Source.chunks`, up to `stop`, which is one of the `cuts`; if None, to the end."""
 
 
 def cut_files(num_bytes: Sequence[int], num_parts: int) -> list[tuple[int, int]]:
@@ -287,7 +276,8 @@ def cut_files(num_bytes: Sequence[int], num_parts: int) -> list[tuple[int, int]]
 
 
 def file_spans(start: Position, stop: Position | None, num_files: int) -> Iterator[tuple[int, int, int | None]]:
-    """Yields index, begin and end of the span in each file between two positions; None ends it with the file."""
+    """Yields index, begin and end of the span in each file between two positions; if the end is None, it is that of
+    the file."""
     for index in range(start.file_index, num_files):
         first = start.offset if index == start.file_index else 0
         if stop is None or index < stop.file_index:

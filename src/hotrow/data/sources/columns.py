@@ -81,9 +81,9 @@ class ColumnsSource:
     data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required"; "made": made
     elsewhere, so that only the time is read; "alone": read without the time; "ignored": for rows to predict, whose
     label and time may be absent or hold anything. encodings: how ids were held when a data set was prepared
-    (feature -> `IdEncoding`); None: the columns' types decide. values: "any": a value that is not of its column's kind
-    is an unknown id or a missing number and no fault, for rows to score (`lenient.py`). skip_bad_rows: how many bad
-    rows may be skipped before one is an error.
+    (feature -> `IdEncoding`); if None, the columns' types decide. values: "any": a value that is not of its column's
+    kind is an unknown id or a missing number and no fault, for rows to score (`lenient.py`). skip_bad_rows: how many
+    bad rows may be skipped before one is an error.
 
     Raises ValueError naming file and column if a column is missing, differs between files or has a type that does not
     fit its use.
@@ -127,10 +127,6 @@ class ColumnsSource:
                 }
         self.encodings: dict[str, IdEncoding] = dict(encodings or found)
         self._time_reader = self._make_time_reader()
-
-    @property
-    def dense_names(self) -> tuple[str, ...]:
-        return self.schema.dense_names
 
     @property
     def key_kinds(self) -> Mapping[str, KeyKind]:
@@ -411,7 +407,7 @@ def too_odd(error: RowError, most: int) -> RowError:
 
 
 def _up_to(last: int | None, found: Iterator[Rows]) -> Iterator[Rows]:
-    """Yields rows of a file up to position `last` (None: all); every row before it has one position."""
+    """Yields rows of a file up to position `last`, or all if it is None; every row before it has one position."""
     if last is None:
         yield from found
         return

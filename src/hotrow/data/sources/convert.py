@@ -140,7 +140,7 @@ def to_numbers(array: pa.Array, column: str, spec: DenseSpec | None = None) -> t
     """Returns float64 per row, NaN = missing. Text is parsed. Faults: infinity in the data, and text that is not a
     number; a NaN that is not text is a missing value.
 
-    spec: how numbers are written in text; None: plainly. Raises ValueError for a column of another type (time, list,
+    spec: how numbers are written in text; if None, plainly. Raises ValueError for a column of another type (time, list,
     struct).
     """
     source = array = plain(array)
@@ -336,8 +336,8 @@ def to_keys(
 ) -> tuple[Keys, Fault | None]:
     """Returns the keys of one feature. A missing value is a missing key; a missing list is an empty one.
 
-    flat: reads the values, without lists; None: `flat_keys`. Raises ValueError if the column's shape does not fit
-    `spec.kind`.
+    flat: reads the values, without lists; if None, `flat_keys` does. Raises ValueError if the column's shape does not
+    fit `spec.kind`.
     """
     source = array = plain(array)
     flat = flat or flat_keys
@@ -596,7 +596,7 @@ class _Seen:
     dictionary: pa.Array
     entries: Keys
     lost: NDArray[np.bool_] | None
-    """Which entries mean a missing value; None: none."""
+    """Which entries mean a missing value. If None, none does."""
 
 
 def column_of(keys: Mapping[str, Keys], name: str) -> Keys | CodedKeys:

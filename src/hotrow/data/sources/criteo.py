@@ -80,7 +80,6 @@ class CriteoSource:
     """
 
     name = "criteo"
-    dense_names = DENSE_NAMES
     leaves_out = False
 
     def __init__(
@@ -188,9 +187,8 @@ class CriteoSource:
                     if result.fault is not None:
                         raw = _first_line(text[at:])
                         at, line = at + len(raw), line + 1
-                        if _parsed_without_missing(raw, layout, columns, row):
-                            row += 1
-                        elif self._values == "any" and (found := _mend(raw, layout, columns, row)) is not None:
+                        found = _mend(raw, layout, columns, row, lenient=self._values == "any")
+                        if found is not None:
                             mended += [(row, column) for column in found]
                             row += 1
                         else:
@@ -233,38 +231,28 @@ def _chunk(
     return Chunk(num_rows, label, columns.dense[:num_rows], keys, position, unreadable=unreadable)
 
 
-def _mend(raw: bytes, layout: RowLayout, columns: RowColumns, row: int) -> list[int] | None:
-    """Parses a faulty line into row `row`, with values that cannot be read as empty; returns their columns.
+def _mend(raw: bytes, layout: RowLayout, columns: RowColumns, row: int, *, lenient: bool) -> list[int] | None:
+    """Parses a faulty line into row `row`, with texts that mean missing as empty.
 
-    None if its label is wrong, or if it has another number of columns: then nobody can say which value is which.
+    lenient: values that cannot be read are empty too. Returns their columns; None if the line cannot be mended, or if
+    its label is wrong, or if it has another number of columns: then nobody can say which value is which.
     """
     fields, unreadable = raw.rstrip(b"\r\n").split(layout.delimiter.encode()), list[int]()
     if len(fields) != len(layout.column_names):
         return None
+    fields = [b"" if field.strip() in MISSING_BYTES else field for field in fields]
     while True:
         text = np.frombuffer(layout.delimiter.encode().join(fields) + b"\n", np.uint8)
         result = parse_rows(text, layout, columns, first_row=row, num_rows=row + 1)
         if result.fault is None:
             return unreadable
         column = result.column
-        if result.fault is Fault.LABEL or not fields[column]:
+        if not lenient or result.fault is Fault.LABEL or not fields[column]:
             return None
-        if (stripped := fields[column].strip()) in MISSING_BYTES:
-            stripped = b""
-        elif stripped == fields[column]:
+        if (stripped := fields[column].strip()) == fields[column]:
             unreadable.append(column)
             stripped = b""
         fields[column] = stripped
-
-
-def _parsed_without_missing(raw: bytes, layout: RowLayout, columns: RowColumns, row: int) -> bool:
-    """Parses a faulty line into row `row`, with texts that mean missing as empty; returns whether it is good."""
-    fields = raw.rstrip(b"\r\n").split(layout.delimiter.encode())
-    if len(fields) != len(layout.column_names):
-        return False
-    fields = [b"" if field.strip() in MISSING_BYTES else field for field in fields]
-    text = np.frombuffer(layout.delimiter.encode().join(fields) + b"\n", np.uint8)
-    return parse_rows(text, layout, columns, first_row=row, num_rows=row + 1).fault is None
 
 
 def _line_blocks(stream: ByteStream, num_bytes: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:

@@ -132,10 +132,6 @@ class HistoriesSource:
                 )
 
     @property
-    def dense_names(self) -> tuple[str, ...]:
-        return ()
-
-    @property
     def key_kinds(self) -> Mapping[str, KeyKind]:
         return dict.fromkeys(self.schema.feature_names, "int")
 

@@ -260,7 +260,7 @@ def _spool(pipe: Path, folder: Path) -> Path:
 
 
 class ByteStream:
-    """The decompressed bytes of a file from `offset` on, before `stop` (None: to its end).
+    """The decompressed bytes of a file from `offset` on, before `stop`; if None, to its end.
 
     Raises ValueError naming the file and the decompressed byte if the data is truncated or damaged.
     """

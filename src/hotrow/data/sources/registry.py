@@ -1,44 +1,20 @@
 """The raw sources by name, as `hotrow prepare SOURCE` knows them: how each is opened, and its schema.
 
-Criteo and synthetic data have files of their own. Three other published logs are plain tables: each is a schema for
-`ColumnsSource`.
+Criteo and synthetic data have files of their own. Three other published logs are plain tables, each with a schema for
+`ColumnsSource`; docs/prepare.md has the layouts.
 
-Avazu click-through rate prediction: ten days of mobile ads, from the Kaggle competition of 2014. train.csv has a
-header and is comma-separated:
+    avazu      train.csv of the Kaggle competition of 2014, with a header. Ids are eight hex digits or small integers;
+               both are kept as text. `id` is unique for each row and left out. test.csv lacks `click`: rows to predict.
+    taobao     UserBehavior.csv of Alibaba's Tianchi platform, without a header, sorted by user and time. It has events
+               and no impressions, so an event is positive if the user did more than look (cart, fav, buy).
+    movielens  ratings of the 100k, 1M, 10M, 20M, 25M and 32M archives of GroupLens; the first line tells the layout:
+               u.data (tabs), ratings.dat ('::'), ratings.csv (a header and commas). From 4 up a rating is positive.
 
-    id, click, hour (YYMMDDHH), C1, banner_pos, site_id, site_domain, site_category, app_id, app_domain, app_category,
-    device_id, device_ip, device_model, device_type, device_conn_type, C14 .. C21
-
-Ids are eight hex digits or small integers; both are kept as text. `hour` is the time of the split, not a feature; `id`
-is unique per row and left out. test.csv lacks `click`: rows to predict.
-
-Taobao UserBehavior: one event per line, from Alibaba's Tianchi platform. UserBehavior.csv has no header and is
-comma-separated, five columns:
-
-    user id, item id, category id, behaviour (pv, cart, fav or buy), unix time in seconds
-
-The file is sorted by user, and by time within a user. There are no impressions without a click, so the click task is
-made from the events themselves: an event is positive if the user did more than look (cart, fav, buy) and negative if it
-is a page view (pv); any other behaviour is a bad row. A schema with another `label.positive` changes that. The split is
-by time over all users.
-
-Source `taobao-histories` makes TBSM's task from the same file instead: which item comes next, after the up to 20 items
-and categories before it? The reference (facebookresearch/tbsm, with MIMN's preparation before it) keeps a user's last
-200 events. From a user with 40 or more it draws up to 10 targets, from others fewer, and as many negatives; a
-negative's item is drawn uniformly from all distinct items that are not in that user's history. The 30 % of users whose
-last event is latest are the test, with one row each, whose target is the last event or, by a coin toss, a random item.
-Here, too, items of negatives are uniform over distinct items, but only over those seen before the target, because later
-ones would reveal the future; one in ten of a user's events is a target, whatever comes later; the split is by the
-target's time; test rows come in pairs. As in the reference, all behaviours count as events. `histories.py` says how.
-
-MovieLens ratings of the 100k, 1M, 10M, 20M, 25M and 32M archives, from GroupLens at the University of Minnesota. The
-first line tells the layouts apart:
-
-    ml-100k  u.data        no header, tab-separated:    user, movie, rating, unix time
-    ml-1m    ratings.dat   no header, '::' between:     user, movie, rating, unix time     (ml-10m the same)
-    ml-20m   ratings.csv   header, comma-separated:     userId,movieId,rating,timestamp    (ml-25m, ml-32m the same)
-
-A rating of 4 or more is positive, one below is negative. The split is by time over all users.
+`taobao-histories` makes TBSM's task of the same events: which item comes next? The reference (facebookresearch/tbsm,
+with MIMN's preparation before it) draws up to 10 targets from the last 200 events of users with 40 or more, fewer from
+others, and negatives from all items outside the user's history; the 30 % of users whose last event is latest are the
+test. Here negatives are drawn from items seen before the target, because later ones would reveal the future; one in ten
+of a user's events is a target, whatever comes later; and the split is by the target's time (`histories.py`).
 """
 
 from __future__ import annotations
@@ -271,7 +247,8 @@ def open_source(
 ) -> OpenedSource:
     """Opens the source called `name` on `data`: paths, or an Arrow-capable frame.
 
-    schema: how to read columns; None: the source's own schema, or for csv, parquet, jsonl and frame a guess.
+    schema: how to read columns. If None, the source's own schema is taken, or for csv, parquet, jsonl and frame a
+    guess.
     {read}
     labels: "alone": without times, to evaluate a model; "ignored": for rows to predict, whose label and time may be
     absent or hold anything. encodings: how ids were held when a data set was prepared. values: "any", for rows to

@@ -76,7 +76,7 @@ class TimeSpec(_Column):
     """The time of an event: timestamps, dates, numbers that rise with time, or text."""
 
     format: str | None = None
-    """strptime format of times in text; None: ISO 8601."""
+    """strptime format of times in text. If None, they are in ISO 8601."""
 
 
 class DenseSpec(_Column):
@@ -88,9 +88,9 @@ class DenseSpec(_Column):
     decimal: Literal[".", ","] = "."
     """The sign before the decimals of numbers in text."""
     thousands: Literal[",", ".", " ", "'"] | None = None
-    """The sign between groups of digits of numbers in text; None: digits are not grouped."""
+    """The sign between groups of digits of numbers in text. If None, digits are not grouped."""
     unit: str | None = Field(default=None, min_length=1, pattern=r"^[^\d\s.,+\-']+$")
-    """Text before or after a number, such as "$", "EUR" or "%"; None: there is none."""
+    """Text before or after a number, such as "$", "EUR" or "%". If None, there is none."""
 
     @field_validator("transform")
     @classmethod
@@ -112,15 +112,16 @@ class CategoricalSpec(_Column):
     kind: FeatureKind = "one_hot"
     """one_hot: one id per row. multi_hot: a set of ids. sequence: ids in order."""
     table: str | None = None
-    """Embedding table to look up in; None: a table with the column's name. Features that name one table share it."""
+    """Embedding table to look up in. If None, it has the column's name. Features that name one table share it."""
     type: IdType | None = None
     """int: reads text ids as 64-bit integers, which is faster; "007" is an error, since it would become 7. text: reads
-    numbers as their decimal text. None: as stored, which for CSV is text."""
+    numbers as their decimal text. If None, ids are as stored, which for CSV is text."""
     separator: str | None = Field(default=None, min_length=1)
-    """Text that separates the ids of a multi_hot or sequence feature, or JSON_LISTS; None: the column holds lists."""
+    """Text that separates the ids of a multi_hot or sequence feature, or JSON_LISTS. If None, the column holds
+    lists."""
     buckets: Annotated[tuple[float, ...], Field(strict=False, min_length=1)] | None = None
     """Rising numbers that cut a column of numbers into buckets. A bucket is an id: how many of them are at most the
-    value. None: the values are the ids."""
+    value. If None, the values are the ids."""
 
     @model_validator(mode="after")
     def _separator_needs_list(self) -> CategoricalSpec:
@@ -191,7 +192,8 @@ class TableSpec(_Strict):
     min_count: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Ids seen fewer times in the training split share row 0."""
     hash_cap: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Integer ids become id mod hash_cap (text: 64-bit hash mod hash_cap) before counting; None: exact ids."""
+    """Integer ids become id mod hash_cap (text: 64-bit hash mod hash_cap) before counting. If None, ids are
+    exact."""
 
 
 class SplitSpec(_Strict):
@@ -199,7 +201,7 @@ class SplitSpec(_Strict):
 
     kind: SplitKind | None = None
     """time: oldest rows train. random: by hash of (seed, row number). reference: the source's published split.
-    None: reference if the source has one, else time if there is a time column, else random."""
+    If None, it is reference if the source has one, else time if there is a time column, else random."""
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
     """Shares of train, val and test for time and random; their sum is 1."""
     seed: int = Field(default=0, ge=0)
@@ -238,9 +240,9 @@ class CsvSpec(_Strict):
     """How text files are split into columns."""
 
     delimiter: str | None = Field(default=None, min_length=1, max_length=1)
-    """Character between columns; None: found from the first lines."""
+    """Character between columns. If None, it is found from the first lines."""
     column_names: tuple[str, ...] | None = None
-    """Column names for files without a header line; None: the first line has them."""
+    """Column names for files without a header line. If None, the first line has them."""
     null_values: tuple[str, ...] = MISSING
     """Texts that mean "missing", in files of every format and in frames."""
 
@@ -261,7 +263,7 @@ class Schema(_Strict):
     """Options of tables by name; tables that are not listed have the defaults."""
     split: SplitSpec = SplitSpec()
     histories: HistoriesSpec | None = None
-    """How rows are made from events; None: each row of the files is a row."""
+    """How rows are made from events. If None, each row of the files is a row."""
     csv: CsvSpec = CsvSpec()
     odd_share: float = Field(default=0.001, ge=0, le=1)
     """A cell that is not of its column's kind is missing, and a row without a readable time is left out, if a column

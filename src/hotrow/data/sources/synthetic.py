@@ -339,10 +339,6 @@ class SyntheticSource:
         return self.config.name
 
     @property
-    def dense_names(self) -> tuple[str, ...]:
-        return tuple(column.name for column in self.config.dense)
-
-    @property
     def key_kinds(self) -> Mapping[str, KeyKind]:
         return {table.name: "int" for table in self.config.tables}
 

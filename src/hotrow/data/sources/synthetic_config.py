@@ -48,17 +48,8 @@ class SyntheticTable:
     max_length: int = 50
 
     def __post_init__(self) -> None:
-        check_name(self.name, what="table name")
-        for what, value, low, high in (
-            ("num_embeddings", self.num_embeddings, 1, MAX_ROWS_PER_TABLE),
-            ("zipf", self.zipf, 0, 5),
-            ("missing", self.missing, 0, 0.999),
-            ("drift", self.drift, 0, 1),
-            ("mean_length", self.mean_length, 0, 10_000),
-            ("max_length", self.max_length, 1, 100_000),
-        ):
-            if not low <= value <= high:
-                raise ValueError(f"table {self.name!r}: {what} is {value}; it must be from {low} to {high}")
+        ends = {"num_embeddings": (1, MAX_ROWS_PER_TABLE), "zipf": (0, 5), "missing": (0, 0.999), "drift": (0, 1)}
+        _check("table", self, {**ends, "mean_length": (0, 10_000), "max_length": (1, 100_000)})
         if self.kind not in ("one_hot", "multi_hot", "sequence"):
             raise ValueError(f"table {self.name!r}: kind is {self.kind!r}; choose one_hot, multi_hot or sequence")
 
@@ -76,14 +67,15 @@ class SyntheticDense:
     """Share of rows without a value, in [0, 1)."""
 
     def __post_init__(self) -> None:
-        check_name(self.name, what="dense column name")
-        for what, value, low, high in (
-            ("mean", self.mean, 0, 20),
-            ("sd", self.sd, 0, 20),
-            ("missing", self.missing, 0, 0.999),
-        ):
-            if not low <= value <= high:
-                raise ValueError(f"dense column {self.name!r}: {what} is {value}; it must be from {low} to {high}")
+        _check("dense column", self, {"mean": (0, 20), "sd": (0, 20), "missing": (0, 0.999)})
+
+
+def _check(what: str, given: SyntheticTable | SyntheticDense, ends: Mapping[str, tuple[float, float]]) -> None:
+    """Raises ValueError if a field is outside its `ends`."""
+    check_name(given.name, what=f"{what} name")
+    for field, (low, high) in ends.items():
+        if not low <= (value := getattr(given, field)) <= high:
+            raise ValueError(f"{what} {given.name!r}: {field} is {value}; it must be from {low} to {high}")
 
 
 @dataclass(frozen=True, kw_only=True)
