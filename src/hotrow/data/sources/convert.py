@@ -501,8 +501,18 @@ def _whole_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 def cast_each(array: pa.Array, target: pa.DataType) -> pa.Array:
     """Casts value by value, to null if a value does not cast; for the rare chunk with bad rows."""
     encoded = array.dictionary_encode()
-    values = [v.cast(target).as_py() if _castable(pa.array([v]), target) else None for v in encoded.dictionary]
-    return pa.array(values, target).take(encoded.indices)
+    return pa.concat_arrays(_cast_parts(encoded.dictionary, target)).take(encoded.indices)
+
+
+def _cast_parts(array: pa.Array, target: pa.DataType) -> list[pa.Array]:
+    """Casts an array as a whole, else each of its halves: a few bad values need few casts."""
+    try:
+        return [pc.cast(array, target)]
+    except pa.ArrowInvalid:
+        if len(array) == 1:
+            return [pa.nulls(1, target)]
+    middle = len(array) // 2
+    return [*_cast_parts(array[:middle], target), *_cast_parts(array[middle:], target)]
 
 
 def _castable(array: pa.Array, target: pa.DataType) -> bool:
