@@ -23,6 +23,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.criteo_text import write_criteo
+from forked import COMMAND, start_forked
 from hotrow.cli import app as cli
 from hotrow.cli import tools as verbs
 from hotrow.data.packed.reader import PackedDataset
@@ -471,15 +472,15 @@ def test_a_signal_saves_says_how_to_go_on_and_resumes(
     tools = {"capsys": capsys, "monkeypatch": monkeypatch}
     hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
     options = ["--set", "train.epochs=1000", "--set", "train.log_every=1", "--json"]
-    command = [sys.executable, "-m", "hotrow", "train", "small.yaml", *options]
-    training = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = Path("runs/packed-dlrm-001/metrics.jsonl")
-    deadline = time.monotonic() + 120
-    while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    training.send_signal(signal.SIGUSR1)
-    out, err = training.communicate(timeout=120)
-    assert training.returncode == 128 + signal.SIGUSR1, err
+    with start_forked(COMMAND, "train", "small.yaml", *options) as training:
+        deadline = time.monotonic() + 120
+        while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(training.pid, signal.SIGUSR1)
+        done = training.finish()
+    out, err = done.stdout, done.stderr
+    assert done.returncode == 128 + signal.SIGUSR1, err
     told = "because its time is over; continue with: hotrow train --resume runs/packed-dlrm-001"
     assert told in err
     stopped = json.loads(out.splitlines()[-1])

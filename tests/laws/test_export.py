@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 import hotrow
 from benchmarks.criteo_text import write_criteo
 from expanded import expanded
+from forked import run_forked
 from hotrow.cli import tools
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data import transforms
@@ -474,8 +475,7 @@ def test_memory_does_not_grow_with_a_table(tmp_path: Path) -> None:
         emb = hotrow.EmbeddingCollection([table], memory=memory, seed=0)
         hotrow.save_checkpoint(tmp_path / name, {"embedding": emb})
         del emb
-    command = [sys.executable, "-c", MEMORY_CHECK, str(tmp_path), str(rows)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_forked(MEMORY_CHECK, tmp_path, rows)
     assert done.returncode == 0, done.stderr
     # 57 or 69 MiB, mapped pages of the files among them, by which of them the system maps at once.
     assert int(done.stdout) < 80 << 20, f"{int(done.stdout) / 2**20:.0f} MiB for a table of 96"

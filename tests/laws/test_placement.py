@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from test_resume import BASE, VARIANTS, outcome, signal_at
 
 import hotrow
 from expanded import expanded
+from forked import run_forked
 from hotrow.base.machine import lacks_bfloat16_products
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.costs import solve
@@ -245,8 +244,7 @@ def test_killed_again_and_again(data: Path, tmp_path: Path, kills: int) -> None:
     path = tmp_path / "config.yaml"
     changes.append("checkpoint.every=2")
     path.write_text(config(data, tmp_path / "run", changes, tiers(data, changes)).to_yaml())
-    command = [sys.executable, "-c", KILLED, str(path), str(tmp_path / "run"), str(kills)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100 + 5 * kills, check=False)
+    done = run_forked(KILLED, path, tmp_path / "run", kills, timeout_s=100 + 5 * kills)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     assert int(done.stdout.split()[-1]) == kills, "the run ended before"
@@ -292,9 +290,8 @@ def test_killed_while_a_checkpoint_is_saved(data: Path, tmp_path: Path, what: st
     expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
     path = tmp_path / "config.yaml"
     path.write_text(config(data, tmp_path / "run", changes, tiers(data, changes)).to_yaml())
-    command = [sys.executable, "-c", KILLED_AT, str(path), what, str(call)]
-    killed = subprocess.run(command, capture_output=True, timeout=120, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    killed = run_forked(KILLED_AT, path, what, call)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert max(list_checkpoints(tmp_path / "run" / "checkpoints")) == newest
     assert outcome(runs.resume(tmp_path / "run")) == expected
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1, "leftovers"

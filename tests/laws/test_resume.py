@@ -12,8 +12,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 import pytest
 
 from expanded import expanded
+from forked import run_forked
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
@@ -215,9 +214,8 @@ def test_killed_between_checkpoints(data: Path, tmp_path: Path) -> None:
     expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
     path = tmp_path / "config.yaml"
     path.write_text(config(data, tmp_path / "run", changes).to_yaml())
-    command = [sys.executable, "-c", KILLED, str(path), "27"]
-    killed = subprocess.run(command, capture_output=True, timeout=120, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    killed = run_forked(KILLED, path, 27)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert max(list_checkpoints(tmp_path / "run" / "checkpoints")) == 21  # steps 22 to 26 are lost, a metrics line too
     assert RunFolder.open(tmp_path / "run").record.status == "running"
     (tmp_path / "run" / "metrics.jsonl").open("a").write('{"kind": "train", "st')  # a line cut off by the kill

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 from test_resume import BASE, outcome, signal_at
 
+from forked import run_forked
 from hotrow.base.files import folder_bytes
 from hotrow.cli import app as cli
 from hotrow.config.load import apply_overrides, make_config
@@ -177,8 +176,7 @@ def test_kills_are_not_forgotten(data: Path, tmp_path: Path, budget: str | None)
     path.write_text(config(data, run, budget, *changes, file=str(tmp_path / "rows")).to_yaml())
     rows = 0
     for at in ("23", "15"):
-        command = [sys.executable, "-c", KILLED, str(path), at]
-        killed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        killed = run_forked(KILLED, path, at)
         assert killed.returncode == 9, killed.stderr
         rows += int(killed.stdout.split()[-1])
         written = rows + sum(

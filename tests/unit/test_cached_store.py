@@ -8,8 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forked import run_forked
 from hotrow.kernels import ops
 from hotrow.placement.stores import Engines, Kind, Store, StoreError, TableRows, open_cached_store, open_store
 
@@ -255,8 +254,7 @@ for path, kind, table, num_rows in (sys.argv[1:5], sys.argv[5:]):
 def test_two_processes_cannot_open_its_files(tmp_path: Path) -> None:
     with cached(tmp_path, 16, before="mapped"):
         files = [tmp_path / "rows", "block", ROWS.table, 1000, tmp_path / "middle", "mapped", TIER.table, 16]
-        line = [sys.executable, "-c", OPEN, *map(str, files)]
-        done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60)
+        done = run_forked(OPEN, *files)
         assert re.fullmatch(r".*/rows is open already.*\n.*/middle is open already.*\n", done.stdout)
     cached(tmp_path, 16, before="mapped").close()  # both locks were given back
 
@@ -373,8 +371,7 @@ open_store(rows, kind="block", path=sys.argv[2], engines=Engines(io="threads")).
 
 @pytest.mark.parametrize("before", BEFORE)
 def test_a_forked_child_is_told(tmp_path: Path, before: Kind) -> None:
-    line = [sys.executable, "-c", FORK, before, str(tmp_path / "t")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    done = run_forked(FORK, before, tmp_path / "t")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3

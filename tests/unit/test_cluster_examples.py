@@ -18,6 +18,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
+from forked import COMMAND, run_forked
 from hotrow.parallel.communicator import Communicator
 from rank_pool import RankPool
 
@@ -149,7 +150,7 @@ def test_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "clicks.csv").write_text("\n".join(["user,item,ts,click", *rows]) + "\n")
     monkeypatch.chdir(tmp_path)
     prepare = ["prepare", "csv", "clicks.csv", "--out", "data", "--label", "click", "--time", "ts"]
-    subprocess.run([sys.executable, "-m", "hotrow", *prepare], check=True, capture_output=True, timeout=120)
+    assert run_forked(COMMAND, *prepare).returncode == 0
     (tmp_path / "recipe.yaml").write_text(
         "data: data\ntrain: {batch_size: 32, max_steps: 4}\nmodel: {embedding_dim: 4, bottom_mlp: [4], top_mlp: [4]}\n"
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from forked import run_forked
 from hotrow.kernels import ops
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
@@ -51,20 +51,19 @@ print("went on")
 @needs_native
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the file's descriptors in /proc")
 @pytest.mark.parametrize(
-    ("how", "cause", "options"),
-    [("read", "cut", []), ("write", "cut", ["-X", "faulthandler"]), ("read", "medium", [])],
+    ("how", "cause", "before"),
+    [("read", "cut", ""), ("write", "cut", "import faulthandler; faulthandler.enable()"), ("read", "medium", "")],
 )
-def test_rows_lost_while_they_are_copied_are_named(tmp_path: Path, how: str, cause: str, options: list[str]) -> None:
+def test_rows_lost_while_they_are_copied_are_named(tmp_path: Path, how: str, cause: str, before: str) -> None:
     """The signal is told and stays the end: exit status, and what faulthandler says, are the system's."""
-    command = [sys.executable, *options, "-c", CUT_WHILE_COPIED, str(tmp_path / "t"), how, cause]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_forked(before + CUT_WHILE_COPIED, tmp_path / "t", how, cause)
     assert (done.returncode, done.stdout) == (-signal.SIGBUS, ""), done.stderr
     first, *rest = done.stderr.splitlines()
     assert first.startswith(f"hotrow: rows 98 to 99 of table 'item' in {tmp_path / 't'} are lost"), "a page of 4096"
     assert ("something cut the file short" if cause == "cut" else "its medium failed") in first
     assert "hotrow train --resume" in first
-    assert bool(rest) == bool(options), done.stderr
-    assert not options or ("Bus error" in rest[0] and any("placement/stores.py" in line for line in rest))
+    assert bool(rest) == bool(before), done.stderr
+    assert not before or ("Bus error" in rest[0] and any("placement/stores.py" in line for line in rest))
 
 
 OTHER_FAULTS = """
@@ -108,8 +107,7 @@ for what in ("other", "traced", "closed", "child", "sent", "ignored", "handled")
 
 @needs_native
 def test_other_faults_are_left_alone(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OTHER_FAULTS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_forked(OTHER_FAULTS, tmp_path)
     bus = signal.SIGBUS.value
     killed = [f"{what} {-bus}" for what in ("other", "traced", "closed")] + [f"child {bus}", f"sent {-bus}"]
     assert done.stdout.splitlines() == [*killed, "ignored 0", "handled, handled 0"], done.stderr

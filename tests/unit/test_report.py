@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -18,6 +16,7 @@ import pytest
 
 import hotrow
 from browser import Browser
+from forked import COMMAND, run_forked
 from hotrow import draw
 from hotrow.cli import tools
 from hotrow.config.load import make_config
@@ -389,8 +388,7 @@ def test_the_verb(
     with pytest.raises(ValueError, match=r"keep\.yaml exists and is not a report of hotrow; name another file"):
         tools.report([tmp_path / "a"], out=tmp_path / "keep.yaml")
     assert (tmp_path / "keep.yaml").read_text() == "mine: true\n"
-    line = [sys.executable, "-m", "hotrow", "report", str(tmp_path / "none")]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    done = run_forked(COMMAND, "report", tmp_path / "none")
     assert done.returncode == 2 and "is not a run" in done.stderr and "Traceback" not in done.stderr
 
 

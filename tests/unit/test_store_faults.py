@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import run_forked
 from hotrow.placement.stores import Engines, Kind, Store, StoreError, io_uring_refused, open_store
 from store_rig import FILE_KINDS, each_io, needs_native, read_rows, table_rows, write_rows
 
@@ -155,8 +155,7 @@ for name, call in calls.items():
     except StoreError:
         print(name, "closed")
 """
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_forked(program, tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), "SIGBUS is -7"
     lines = done.stdout.splitlines()
     assert len(lines) == 3 * 6
@@ -257,13 +256,7 @@ if sys.argv[1] != "gathered":
 @each_io
 @pytest.mark.parametrize("kind", [*FILE_KINDS, "gathered"])
 def test_a_forked_child_is_told(tmp_path: Path, kind: Kind, io: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORK, kind, str(tmp_path / "t"), io],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_forked(FORK, kind, tmp_path / "t", io)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3
@@ -296,8 +289,7 @@ store.close()
 
 
 def test_a_child_forked_while_rows_are_read_does_not_wait_for_them(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FORK_WHILE_READING, str(tmp_path / "t")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_forked(FORK_WHILE_READING, tmp_path / "t")
     assert done.returncode == 0, done.stderr
     *said, status = done.stdout.splitlines()
     assert status == "0"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import run_forked
 from hotrow.base import files
 from hotrow.cli import tools
 from hotrow.kernels import ops
@@ -97,9 +98,7 @@ for store in stores.values():
 @each_io
 def test_large_records_beside_small_ones(tmp_path: Path, io: str) -> None:
     """Memory for one record of more than 2 MiB, which comes in huge pages, holds thousands of small ones beside it."""
-    done = subprocess.run(
-        [sys.executable, "-c", MIXED, str(tmp_path), io], capture_output=True, text=True, timeout=20, check=False
-    )
+    done = run_forked(MIXED, tmp_path, io, timeout_s=20)
     assert done.returncode == 0, done.stderr
 
 
@@ -188,8 +187,7 @@ def become(user):
 
 def run_as_another(script: str, *arguments: object) -> str:
     """What the script prints, which may call `become(user)`; skips where that is refused."""
-    line = [sys.executable, "-c", BECOME + script, *map(str, arguments)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    done = run_forked(BECOME + script, *arguments)
     if done.returncode == NOT_ANOTHER_USER:
         pytest.skip(f"root may not become another user here: {done.stdout.strip()}")
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,6 @@ import ctypes
 import json
 import mmap
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forked import run_forked
 from hotrow.kernels.ops import native_module
 from hotrow.placement import store_file
 from hotrow.placement.stores import Engines, Kind, TableRows, open_store
@@ -180,10 +180,7 @@ def test_two_processes_cannot_open_one_file(tmp_path: Path, kind: Kind) -> None:
             "try: open_store(rows, kind=sys.argv[1], path=sys.argv[2])\n"
             "except BlockingIOError as error: print(error)"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", program, kind, str(path)], capture_output=True, text=True, check=True, timeout=60
-        )
-        assert "is open already" in done.stdout
+        assert "is open already" in run_forked(program, kind, path).stdout
     open_store(table_rows(), kind=kind, path=path, engines=Engines(io="threads")).close()
 
 

@@ -1,0 +1,87 @@
+"""Python programs in processes of their own that need not import torch, which takes a new interpreter seconds.
+
+    done = run_forked(PROGRAM, "argument")            # as subprocess.run([sys.executable, "-c", PROGRAM, "argument"])
+    with start_forked(COMMAND, "train", "a.yaml") as child:   # as subprocess.Popen; COMMAND: hotrow itself
+        os.kill(child.pid, signal.SIGUSR1)
+        done = child.finish()
+
+They are forked from the server of benchmarks.rank_runs. A test whose subject is an import, the memory of a process, the
+end of an interpreter, or a variable that is read when a library is loaded starts an interpreter instead.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.rank_runs import CONTEXT
+
+COMMAND = "from hotrow.__main__ import main; main()"
+
+
+class Child:
+    """A process that was forked; its standard output and error go to files in `folder`."""
+
+    def __init__(
+        self, program: str, arguments: tuple[object, ...], folder: Path, environment: Mapping[str, str] | None
+    ) -> None:
+        self._folder, self._words = folder, ["-c", *map(str, arguments)]
+        environ = dict(os.environ if environment is None else environment)
+        given = (program, self._words, str(Path.cwd()), environ, folder)
+        self._process = CONTEXT.Process(target=_run, args=given)
+        with pytest.MonkeyPatch.context() as patch:  # for the server, if this is its first child
+            patch.setenv("OMP_NUM_THREADS", "1")
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def said(self) -> str:
+        """Returns the standard output so far."""
+        path = self._folder / "out"
+        return path.read_text() if path.exists() else ""
+
+    def finish(self, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        """Waits for the end; returncode: as of subprocess, so minus a signal that ended it."""
+        self._process.join(timeout_s)
+        code = self._process.exitcode
+        assert code is not None, f"the child has not ended in {timeout_s:g} s; it printed: {self.said()}"
+        return subprocess.CompletedProcess(self._words, code, self.said(), (self._folder / "err").read_text())
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+@contextmanager
+def start_forked(program: str, *arguments: object, env: Mapping[str, str] | None = None) -> Iterator[Child]:
+    """program: Python source, run as __main__ in this folder, with this environment if `env` is None."""
+    with tempfile.TemporaryDirectory(prefix="hotrow-forked-") as folder:
+        child = Child(program, arguments, Path(folder), env)
+        try:
+            yield child
+        finally:
+            child.end()
+
+
+def run_forked(
+    program: str, *arguments: object, env: Mapping[str, str] | None = None, timeout_s: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    with start_forked(program, *arguments, env=env) as child:
+        return child.finish(timeout_s)
+
+
+def _run(program: str, words: list[str], folder: str, environ: dict[str, str], output: Path) -> None:
+    for name, descriptor in (("out", 1), ("err", 2)):
+        os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), descriptor)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    sys.argv = words
+    exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})  # a test's own program
