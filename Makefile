@@ -14,7 +14,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*.cpp native/*.h nati
 CORE := $(if $(filter 0,$(NATIVE)),$(or $(wildcard $(VENV)/.core-1),$(VENV)/.core-0),$(VENV)/.core-1)
 PYTEST := $(BIN)/python -m pytest
 # Test files run in parallel and share the cores, so threads that wait sleep. ARGS='-n 0' runs them one after another.
-SIDE_BY_SIDE := OMP_WAIT_POLICY=passive $(PYTEST) -n auto --maxprocesses 4 --dist loadfile
+# Compiled modules are kept, also where the caller's environment says otherwise: tests start dozens of interpreters.
+SIDE_BY_SIDE := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder
 ISA_TESTS := tests/laws/test_kernels.py tests/laws/test_kernels_truth.py tests/laws/test_dense.py tests/laws/test_resume.py
 # Tools are run through Python: if .venv sees the caller's packages, their scripts are in the caller's bin.
 RUFF := $(BIN)/python -m ruff
@@ -22,7 +23,7 @@ CLANG_FORMAT := $(BIN)/python -c 'from clang_format import clang_format; clang_f
 PYTHON_FILES := src tests benchmarks scripts examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-isas test-all sanitize lint format bench docs build size clean preflight
+.PHONY: help demo test test-isas test-package test-all sanitize lint format bench docs build size clean preflight
 
 help: ## print this list
 	@echo 'hotrow: recommendation models whose tables are larger than memory. Targets:'
@@ -38,12 +39,15 @@ demo: $(VENV)/.run $(CORE) ## train a DLRM on synthetic clicks, or your own logs
 	@$(BIN)/hotrow demo $(if $(DATA),--data '$(DATA)') $(if $(LABEL),--label '$(LABEL)') $(if $(TIME),--time '$(TIME)') $(DEMO)
 	@echo '(hotrow is $(BIN)/hotrow; on your path after: . $(BIN)/activate)'
 
-test: $(VENV)/.test $(CORE) ## run the tests, except the slow ones
-	@$(SIDE_BY_SIDE) -m 'not slow' $(ARGS)
+test: $(VENV)/.test $(CORE) ## run the tests, except the slow ones and those of test-package
+	@$(SIDE_BY_SIDE) -m 'not slow and not package' $(ARGS)
 
 test-isas: $(VENV)/.test $(CORE) ## run the kernels' law tests and a training test under every instruction set of this machine
 	@for isa in $$($(BIN)/python -c 'from hotrow.kernels import ops; print(*ops.isas())'); do \
 	  echo "instruction set $$isa" && HOTROW_ISA=$$isa $(SIDE_BY_SIDE) -q $(ISA_TESTS) $(ARGS) || exit; done
+
+test-package: $(VENV)/.test $(CORE) ## run the tests of what is around the library: installation, README, examples
+	@$(SIDE_BY_SIDE) -m 'not slow and package' $(ARGS)
 
 test-all: $(VENV)/.test $(CORE) ## run all tests
 	@$(PYTEST) $(ARGS)

@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from hotrow.base import files
+from hotrow.base.machine import usable_cores
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
@@ -35,6 +36,24 @@ NO_REAL_ROWS = "the real rows are not"
 def pytest_configure() -> None:
     """Ctrl-C works in tests of it even where the tests run in the background, which shells start with it ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores, because tests also wait: for processes, signals and clocks."""
+    return min(usable_cores(), 4) + 1
+
+
+LONGEST = (
+    "test_device_rows", "test_placement", "test_torchrun", "test_faults_of_ranks", "test_export", "test_api",
+    "test_plan", "test_store_law", "test_tiers", "test_kernels", "test_cli", "test_sweeps", "test_bench",
+    "test_prepare", "test_scoring", "test_hot_placement", "test_three_tiers", "test_worlds", "test_resume",
+)  # fmt: skip
+"""Test files that take longest; they go first, so that no worker still has one of them when the others are done."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 def pytest_collection_finish() -> None:

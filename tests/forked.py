@@ -54,6 +54,9 @@ class Child:
         assert code is not None, f"the child has not ended in {timeout_s:g} s; it printed: {self.said()}"
         return subprocess.CompletedProcess(self._words, code, self.said(), (self._folder / "err").read_text())
 
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
     def end(self) -> None:
         self._process.kill()
         self._process.join()

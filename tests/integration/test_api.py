@@ -32,6 +32,7 @@ from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from hotrow.run.runs import resume
 from prepare_data import file_hashes
+from sampled import sampled
 
 OPTIONS = {"batch_size": 32, "epochs": 6, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
 
@@ -157,8 +158,7 @@ def test_fit_on_a_packed_dataset(run: hotrow.Run, tmp_path: Path) -> None:
         hotrow.fit(run.path / "data", label="click")
 
 
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("kind", ["frame", "file"])
+@pytest.mark.parametrize(("kind", "named"), sampled(["frame", "file"], [False, True], pairs=False))
 def test_fit_stopped_in_preparation_goes_on_by_the_same_call(
     kind: str, named: bool, run: hotrow.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

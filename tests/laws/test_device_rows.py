@@ -172,9 +172,9 @@ def make_sides(dtype: str, optimizer: str, **memory: Any) -> list[Side]:
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "depth"),
     [
-        *[(name, "float32", 2) for name in OPTIMIZERS],
-        *[("sgd", "float16", 0), ("adagrad", "float16", 3)],
-        *[("ftrl", "bfloat16", 1), ("row_wise_adagrad", "bfloat16", 2)],
+        *[("adam", "float32", 2), ("sgd", "float16", 0), ("adagrad", "float16", 3), ("ftrl", "bfloat16", 1)],
+        *[pytest.param(name, "float32", 2, marks=pytest.mark.slow) for name in OPTIMIZERS if name != "adam"],
+        pytest.param("row_wise_adagrad", "bfloat16", 2, marks=pytest.mark.slow),
     ],
 )
 def test_every_optimizer_and_storage(optimizer: str, dtype: str, depth: int) -> None:
@@ -190,8 +190,11 @@ def test_every_optimizer_and_storage(optimizer: str, dtype: str, depth: int) -> 
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "depth", "kind"),
     [
-        *[(name, "float32", 4 - k, ("ssd", "both")[k % 2]) for k, name in enumerate(OPTIMIZERS)],
-        *[("adagrad", "bfloat16", 3, "ssd"), ("sgd", "float16", 2, "file")],
+        *[("row_wise_adagrad", "float32", 2, "both"), ("adagrad", "bfloat16", 3, "ssd"), ("sgd", "float16", 2, "file")],
+        *[
+            pytest.param(name, "float32", 4 - k, ("ssd", "both")[k % 2], marks=pytest.mark.slow)
+            for k, name in enumerate(OPTIMIZERS)
+        ],
     ],
 )
 def test_every_optimizer_before_tiers(tmp_path: Path, optimizer: str, dtype: str, depth: int, kind: str) -> None:
@@ -208,7 +211,7 @@ def test_every_optimizer_before_tiers(tmp_path: Path, optimizer: str, dtype: str
     assert (rows.announced.foreseen > 0) == (depth > 0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1))])
 def test_random_schedules_before_tiers(tmp_path: Path, seed: int) -> None:
     """From caches that hold fewer rows than a batch to all in DRAM; waits for room, and pins."""
     rng = np.random.default_rng(seed)
@@ -221,7 +224,7 @@ def test_random_schedules_before_tiers(tmp_path: Path, seed: int) -> None:
     check(*sides)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [1, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2))])
 def test_random_schedules_and_sizes(seed: int) -> None:
     """From slots that two batches fill to all rows on the device; rows on their way go in pieces at times."""
     rng = np.random.default_rng(seed)
@@ -248,7 +251,7 @@ def test_a_tiny_cache_serves_as_many_batches_as_fit() -> None:
     assert all(directory.num_free == 24 for directory in rows.directories[:2]), "rows are still held"
 
 
-@pytest.mark.parametrize("seed", [0, 3, 4])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4))])
 def test_an_evaluation_may_look_up_more_rows_than_there_are_slots(seed: int) -> None:
     """Jagged, one-hot and weighted batches, in halves until they fit."""
     sides = make_sides("float32", "sgd", plan=plan_for(22, pinned=3))

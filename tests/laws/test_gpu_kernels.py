@@ -18,6 +18,7 @@ from hotrow.kernels import reference
 from hotrow.kernels.reference import ALGORITHMS, Algorithm, Layout, Rule
 from hotrow.kernels.triton_ops import Arrays, Kernels
 from hotrow.tables import Dtype
+from sampled import sampled
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = [
@@ -68,18 +69,19 @@ def check_update(case: Case, algorithm: Algorithm, what: object, *, runs: int = 
         first = results
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(1, "float32"), *((33, dtype) for dtype in DTYPES)])
-def test_lookup_and_gradient_of_sample_weights(dim: int, dtype: Dtype) -> None:
-    for kind in KINDS:
-        check_lookup(make_case(1, dim=dim, dtype=dtype, **kind), (dim, dtype, kind))
+@pytest.mark.parametrize(
+    ("rows", "kind"), sampled([(1, "float32"), *((33, dtype) for dtype in DTYPES)], range(len(KINDS)), pairs=False)
+)
+def test_lookup_and_gradient_of_sample_weights(rows: tuple[int, Dtype], kind: int) -> None:
+    dim, dtype = rows
+    check_lookup(make_case(1, dim=dim, dtype=dtype, **KINDS[kind]), (dim, dtype, KINDS[kind]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_update(algorithm: Algorithm, dtype: Dtype) -> None:
-    for dim, kind in zip((3, 33, 130), (KINDS[1], KINDS[2], KINDS[5]), strict=True):
-        case = make_case(3, dim=dim, dtype=dtype, num_samples=7, **kind)
-        check_update(case, algorithm, (dim, dtype, kind), runs=1 + (dim == 33))
+@pytest.mark.parametrize(("algorithm", "dtype", "dim"), sampled(ALGORITHMS, DTYPES, [3, 33, 130]))
+def test_update(algorithm: Algorithm, dtype: Dtype, dim: int) -> None:
+    kind = {3: KINDS[1], 33: KINDS[2], 130: KINDS[5]}[dim]
+    case = make_case(3, dim=dim, dtype=dtype, num_samples=7, **kind)
+    check_update(case, algorithm, (dim, dtype, kind), runs=1 + (dim == 33))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -26,6 +26,7 @@ from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.turns import HotCopies
 from hotrow.run import runs, trainer
 from hotrow.run.folder import RunFolder
+from sampled import sampled
 
 OPTIMIZERS = {  # and the bytes of a row with its states
     "sgd": (32, ["optimizer.sparse.name=sgd"]),
@@ -93,8 +94,9 @@ def stopped_and_resumed(
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
-@pytest.mark.parametrize(("record_bytes", "changes"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_copies_are_invisible(data: Path, tmp_path: Path, record_bytes: int, changes: list[str]) -> None:
+@pytest.mark.parametrize(("data", "optimizer"), sampled([True, False], OPTIMIZERS, pairs=False), indirect=["data"])
+def test_copies_are_invisible(data: Path, tmp_path: Path, optimizer: str) -> None:
+    record_bytes, changes = OPTIMIZERS[optimizer]
     changes = [*changes, f"hot.budget={record_bytes * HOT_ROWS}"]
     plain = trained(data, tmp_path / "plain", *changes)
     with copies_in_dram() as steps:
@@ -107,8 +109,7 @@ def test_copies_are_invisible(data: Path, tmp_path: Path, record_bytes: int, cha
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
-@pytest.mark.parametrize("place", ["ssd", "file"])
-@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize(("place", "counts"), sampled(["ssd", "file"], [True, False], pairs=False))
 def test_copies_of_rows_in_tiers(
     tmp_path: Path, place: str, counts: bool, make_dataset: Callable[..., PackedDataset]
 ) -> None:
@@ -332,7 +333,9 @@ def test_flushing_what_has_not_changed_copies_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
-@pytest.mark.parametrize("schedule", ["fae", "fixed", "window"])
+@pytest.mark.parametrize(
+    ("data", "schedule"), sampled([True, False], ["fae", "fixed", "window"], pairs=False), indirect=["data"]
+)
 def test_interrupted_at_any_step_of_a_turn(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, in_dram: list[int]
 ) -> None:

@@ -27,6 +27,7 @@ from hotrow import KeyedJaggedTensor
 from hotrow.kernels import ops, reference
 from hotrow.kernels.reference import ALGORITHMS, Algorithm, Layout, Rule
 from hotrow.tables import Dtype, TableConfig
+from sampled import sampled
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
 
@@ -153,9 +154,7 @@ def test_weight_gradient(dim: int, dtype: Dtype) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("dim", "algorithm", "dtype"), sampled(DIMS, ALGORITHMS, DTYPES))
 def test_update(dim: int, algorithm: str, dtype: Dtype) -> None:
     for what, case in kinds(3, dim, dtype):
         check_update(case, algorithm, what)
@@ -175,18 +174,21 @@ def make_large_case(*, crowded: bool = False, dtype: Dtype = "float32") -> Case:
 
 @needs_native
 @pytest.mark.parametrize(
-    ("algorithm", "dtype"), [*((a, "float32") for a in ALGORITHMS), ("sgd", "float16"), ("sgd", "bfloat16")]
+    ("case", "crowded"),
+    sampled(
+        [*((a, "float32") for a in ALGORITHMS), ("sgd", "float16"), ("sgd", "bfloat16")], [False, True], pairs=False
+    ),
 )
-@pytest.mark.parametrize("crowded", [False, True])
-def test_work_cut_into_many_tasks(crowded: bool, algorithm: str, dtype: Dtype) -> None:
+def test_work_cut_into_many_tasks(case: tuple[Algorithm, Dtype], crowded: bool) -> None:
     """Large enough that sorts and updates are shared among threads, in pieces that split no row.
 
     Evenly drawn ids let SGD sort by leading bits alone; crowded ones make the first of 256 ranges of rows too much for
     one thread, and it sorts in full. Of float16, whose rows must be written once, it always does.
     """
-    case = make_large_case(crowded=crowded, dtype=dtype)
-    assert case.batches[0].bags("a")[0].numel() > 1 << 15, "too small for several threads to share a sort"
-    check_update(case, algorithm, "large batch", threads=(1, 2, 3))
+    algorithm, dtype = case
+    large = make_large_case(crowded=crowded, dtype=dtype)
+    assert large.batches[0].bags("a")[0].numel() > 1 << 15, "too small for several threads to share a sort"
+    check_update(large, algorithm, "large batch", threads=(1, 2, 3))
 
 
 @needs_native

@@ -29,6 +29,7 @@ from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RunFolder
 from packed_data import OF_TOY_ROWS
+from sampled import sampled
 
 TIMES = {"seconds", "samples_per_s", "step_ms", "window_ms", "stall_s", "stall_share"}
 PLACED = {"drive_written_bytes", "hits_per_lookup", "hits_per_row"}
@@ -89,33 +90,57 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, step_number: int, number: signal.
     monkeypatch.setattr(trainer, "train_step", step)
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.fixture(scope="module")
+def truth(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], dict[str, Any]]:
+    """What the run that was left alone has; it is trained once for all tests that interrupt it."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def outcome_of(changes: list[str]) -> dict[str, Any]:
+        if (key := str(changes)) not in found:
+            found[key] = outcome(runs.train(config(data, tmp_path_factory.mktemp("whole") / "run", changes)))
+        return found[key]
+
+    return outcome_of
+
+
+Truth = Callable[[list[str]], dict[str, Any]]
+STOPS = {6: signal.SIGINT, 14: signal.SIGUSR1, -1: signal.SIGTERM}
+"""Of 14 steps per epoch one within a log window, the last of an epoch, and the last but one of the run."""
+
+
+@pytest.mark.parametrize(("variant", "stop"), sampled(VARIANTS, STOPS, pairs=False))
 def test_interrupted_at_any_step(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], capsys: pytest.CaptureFixture[str]
+    data: Path,
+    truth: Truth,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variant: str,
+    stop: int,
 ) -> None:
-    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
-    # 14 steps per epoch: one within a log window, the last of an epoch, the last but one of the run
+    changes, sent = VARIANTS[variant], STOPS[stop]
+    expected = truth(changes)
     last = expected["state"]["step"]
     assert last > 15
-    for stop, sent in ((6, signal.SIGINT), (14, signal.SIGUSR1), (last - 1, signal.SIGTERM)):
-        with monkeypatch.context() as patch:
-            signal_at(patch, stop, sent)
-            run = runs.train(config(data, tmp_path / f"stopped-{stop}", changes))
-        assert (run.record.status, run.record.signal) == ("interrupted", sent)
-        assert run.record.steps == stop
-        assert f"continue with: hotrow train --resume {run.path}" in capsys.readouterr().err
-        run = runs.resume(run.path)
-        assert run.record.status == "finished"
-        assert set(run.record.warnings) <= {"reference_backend", "slow_bfloat16", *OF_TOY_ROWS}
-        assert outcome(run) == expected, f"stopped after step {stop}"
+    stop = stop if stop > 0 else last + stop
+    with monkeypatch.context() as patch:
+        signal_at(patch, stop, sent)
+        run = runs.train(config(data, tmp_path / "run", changes))
+    assert (run.record.status, run.record.signal) == ("interrupted", sent)
+    assert run.record.steps == stop
+    assert f"continue with: hotrow train --resume {run.path}" in capsys.readouterr().err
+    run = runs.resume(run.path)
+    assert run.record.status == "finished"
+    assert set(run.record.warnings) <= {"reference_backend", "slow_bfloat16", *OF_TOY_ROWS}
+    assert outcome(run) == expected
 
 
 def test_stopped_when_its_time_is_over(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each session takes a step at least, however little time it has."""
     changes = ["train.max_steps=9"]
-    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
+    expected = truth(changes)
     run = runs.train(config(data, tmp_path / "run", changes), until_s=time.monotonic() - 1)
     for steps in (1, 2):
         assert (run.record.status, run.record.signal, run.record.steps) == ("interrupted", signal.SIGUSR1, steps)
@@ -130,11 +155,11 @@ def test_stopped_when_its_time_is_over(
 
 
 def test_a_run_folder_without_locks_works_and_is_counted(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on Lustre, unless it is mounted with them. Nobody can tell then whether another process trains there."""
     changes = ["train.max_steps=9"]
-    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
+    expected = truth(changes)
 
     def flock(descriptor: int, how: int) -> None:
         raise OSError(errno.ENOTSUP, "Operation not supported")
@@ -184,9 +209,9 @@ def test_interrupted_around_skipped_steps(data: Path, tmp_path: Path, monkeypatc
     assert run.record.warnings["nonfinite_step_skipped"]["count"] == 3, "steps taken again are not counted twice"
 
 
-def test_interrupted_again_and_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_again_and_again(data: Path, truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = VARIANTS["adagrad"]
-    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
+    expected = truth(changes)
     for stop in (3, 4, 18, 33):
         with monkeypatch.context() as patch:
             signal_at(patch, stop, signal.SIGINT)
@@ -209,9 +234,9 @@ runs.train(load_config(sys.argv[1]), quiet=True)
 """
 
 
-def test_killed_between_checkpoints(data: Path, tmp_path: Path) -> None:
+def test_killed_between_checkpoints(data: Path, truth: Truth, tmp_path: Path) -> None:
     changes = [*VARIANTS["adagrad"], "checkpoint.every=20"]
-    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
+    expected = truth(changes)
     path = tmp_path / "config.yaml"
     path.write_text(config(data, tmp_path / "run", changes).to_yaml())
     killed = run_forked(KILLED, path, 27)
@@ -222,9 +247,11 @@ def test_killed_between_checkpoints(data: Path, tmp_path: Path) -> None:
     assert outcome(runs.resume(tmp_path / "run")) == expected
 
 
-def test_failed_before_the_first_checkpoint(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_before_the_first_checkpoint(
+    data: Path, truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes = VARIANTS["sgd"]
-    expected = outcome(runs.train(config(data, tmp_path / "whole", changes)))
+    expected = truth(changes)
     plain = trainer.train_step
 
     def step(parts: Any, batch: Any, step: int, clock: Any) -> Any:

@@ -47,6 +47,7 @@ from benchmarks import (
     tiers,
     updates,
 )
+from forked import start_forked
 from hotrow.base import machine
 from hotrow.kernels import ops
 
@@ -186,19 +187,23 @@ main()
     ["memory.Worker = InThisProcess", pytest.param("", marks=pytest.mark.slow)],
     ids=["one process", "workers of their own"],
 )
-def test_a_benchmark_that_is_ended_leaves_no_files(worker: str, tmp_path: Path) -> None:
+def test_a_benchmark_that_is_ended_leaves_no_files(
+    worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ended as soon as files of tables are there."""
     folder = tmp_path / "files"
     code = KILLED.format(entry=str(tmp_path / "procs"), folder=str(folder), worker=worker)
-    with subprocess.Popen([sys.executable, "-c", code], cwd=claims.ROOT, stderr=subprocess.PIPE) as process:
+    monkeypatch.chdir(claims.ROOT)
+    with start_forked(code) as child:
         while not [*folder.glob("hotrow-*/*")]:
-            assert process.poll() is None, process.communicate()[1].decode()
+            assert child.is_alive(), child.finish().stderr
             time.sleep(0.05)
-        process.terminate()
-        assert process.wait() == 128 + signal.SIGTERM
+        os.kill(child.pid, signal.SIGTERM)
+        assert child.finish().returncode == 128 + signal.SIGTERM
     assert [*folder.iterdir()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ops.isas(), reason="tables in tiers need the native module")
 def test_a_benchmark_in_a_process_of_its_own_is_ended_with_the_one_who_asked(tmp_path: Path) -> None:
     folder = tmp_path / "files"

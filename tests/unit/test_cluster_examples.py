@@ -22,6 +22,7 @@ from forked import COMMAND, run_forked
 from hotrow.parallel.communicator import Communicator
 from rank_pool import RankPool
 
+pytestmark = pytest.mark.package
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "cluster"
 SAYS = """#!/bin/bash
 { printf '%s ' "$RANK" "$WORLD_SIZE" "$LOCAL_RANK" "$LOCAL_WORLD_SIZE" "$MASTER_ADDR" "$MASTER_PORT" "$@"; echo; } \

@@ -6,11 +6,10 @@ Every case runs in a process of its own with a time limit, so that one that hang
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 
 import pytest
 
+from forked import run_forked
 from hotrow.kernels import ops
 
 pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
@@ -63,9 +62,7 @@ def digest(seed=0):
 
 
 def run(program: str, timeout: float = 60) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", COMMON + program], capture_output=True, text=True, timeout=timeout, check=False
-    )
+    done = run_forked(COMMON + program, timeout_s=timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

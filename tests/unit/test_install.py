@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+pytestmark = pytest.mark.package
 ROOT = Path(__file__).resolve().parents[2]
 PINS = "numpy==2.0.0\ntorch==2.13.0\ntriton==3.5.0\nrich==14.0.0\n"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.package
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("sh", "awk", "tr", "mktemp", "rm", "cat", "dirname")
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+pytestmark = pytest.mark.package
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)

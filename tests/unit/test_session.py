@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from forked import run_forked
 from hotrow.api import Run
 from hotrow.base.machine import _cgroup_quota, default_threads, nodes_of, numa_nodes, usable_cores
 from hotrow.base.records import write_sealed
@@ -182,7 +183,7 @@ for rows in (64, 50_000):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads")
 def test_a_short_region_wakes_no_other_thread() -> None:
     """A thread that sleeps takes longer to wake up than 64 rows take."""
-    done = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, check=True, timeout=120)
+    done = run_forked(SHORT)
     assert done.stdout.split() == ["0", "2"]
 
 

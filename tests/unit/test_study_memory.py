@@ -281,6 +281,7 @@ def test_a_checkpoint_is_timed_some_steps_after_another(wanted: int, stretches: 
     assert found == ({"checkpoint_s": len(asked)} if wanted else {})
 
 
+@pytest.mark.slow
 def test_a_worker_enters_its_group_trains_and_says_why_it_ends(tmp_path: Path) -> None:
     group = NoGroup(tmp_path / "procs")
     with Worker("dram", WORK, Settings(dram_bytes=0, folder=""), threads=1, group=group) as worker:  # type: ignore[arg-type]

@@ -493,15 +493,16 @@ def test_a_cell_ends_with_the_study_that_began_it() -> None:
                 time.sleep(0.01)
 
 
-def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real trainings in processes of their own."""
+@pytest.mark.parametrize("sizes", [[32], pytest.param([16, 32], marks=pytest.mark.slow)])
+def test_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
+    """Real trainings, each in a process of its own."""
     monkeypatch.setattr(cells, "MOST_S", 0.1)
-    path = write_study(tmp_path, groups={"batch": TINY["groups"]["batch"]}, keep="runs")
+    path = write_study(tmp_path, groups={"batch": {"axes": {"train.batch_size": sizes}}}, keep="runs")
     said: list[str] = []
     start = time.perf_counter()
     result = run_study(str(path), tmp_path / "out", say=said.append)
     elapsed_ms = 1e3 * (time.perf_counter() - start)
-    assert [row["axes"]["train.batch_size"] for row in result["cells"]] == ["16", "32"]
+    assert [row["axes"]["train.batch_size"] for row in result["cells"]] == [str(size) for size in sizes]
     for row in result["cells"]:
         assert (
             row["status"] == "measured"
@@ -518,10 +519,10 @@ def test_two_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert row["peak_bytes"] > row["table_bytes"] > 0
     names = [Path(file).name for file in result["files"]]
     assert names == ["results.json", "results.csv", "batch.svg", "report.html"]
-    assert re.search(r"tiny: 2 of 2 cells to measure, about 0:00:\d\d", said[1])
+    assert re.search(rf"tiny: {len(sizes)} of {len(sizes)} cells to measure, about 0:00:\d\d", said[1])
     assert not (tmp_path / "out" / "work").exists()
     kept = [RunFolder.open(tmp_path / "out" / row["run"]) for row in result["cells"]]
-    assert [run.measurements()[0]["kind"] for run in kept] == ["train", "train"]
+    assert [run.measurements()[0]["kind"] for run in kept] == ["train"] * len(sizes)
 
 
 @pytest.mark.parametrize("keep", ["figures", "runs"])

@@ -11,6 +11,7 @@ import mmap
 import os
 import pickle
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -23,7 +24,6 @@ import pytest
 import torch
 
 import hotrow
-from forked import run_forked
 from hotrow import KeyedJaggedTensor, Memory, TableConfig
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
@@ -485,7 +485,9 @@ print(sum(len(files) for _, _, files in os.walk(sys.argv[2])))
 @pytest.mark.skipif(not ops.isas(), reason="the native module is absent: these are its threads")
 @pytest.mark.parametrize("kind", ["ssd", "file"])
 def test_a_forked_child_is_told_and_takes_nothing_away(folder: Path, kind: str) -> None:
-    done = run_forked(FORK, kind, folder)
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, kind, str(folder)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 5 and lines[-1] == "2", "the parent's files are still there"
