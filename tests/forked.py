@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -87,4 +88,5 @@ def _run(program: str, words: list[str], folder: str, environ: dict[str, str], o
     os.environ.update(environ)
     os.chdir(folder)
     sys.argv = words
-    exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})  # a test's own program
+    main = sys.modules["__main__"] = ModuleType("__main__")  # where pickle looks for the program's functions
+    exec(compile(program, "<program>", "exec"), main.__dict__)  # a test's own program
