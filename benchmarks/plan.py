@@ -48,7 +48,7 @@ from hotrow.optim import SGD
 from hotrow.placement.budget import METADATA_BYTES, Memory, TableDemand, TableSlots, num_bytes, plan_slots
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
-from hotrow.setup.divide import miss_s
+from hotrow.setup.slots import miss_s
 from hotrow.tables import TableConfig
 
 SEED, DEPTH = 1, 4

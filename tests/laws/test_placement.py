@@ -29,7 +29,7 @@ from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from hotrow.run.folder import RunFolder
 from hotrow.setup import memory as placement
-from hotrow.setup import setup
+from hotrow.setup import room, setup
 from packed_data import OF_TOY_ROWS
 from sampled import sampled
 
@@ -210,7 +210,7 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
     needed = placement.required_bytes(
         config(data, run.path, changes), setup.tables_of(config(data, run.path, []), PackedDataset.open(data))
     )
-    monkeypatch.setattr(placement, "available_memory_bytes", lambda: needed)
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: needed)
     monkeypatch.setattr(setup, "beside_bytes", lambda *_, **__: 0)
     loaded = hotrow.load(run.path)
     assert loaded.evaluate("test") == expected

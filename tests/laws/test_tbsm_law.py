@@ -23,7 +23,7 @@ from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
 from hotrow.run import runs
 from hotrow.setup import memory as placement
-from hotrow.setup import setup
+from hotrow.setup import room, setup
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 SCHEMA = parse_schema(
@@ -165,7 +165,7 @@ def test_scoring_what_does_not_fit(data: Path, tmp_path: Path, monkeypatch: pyte
     needed = placement.required_bytes(
         config(data, run.path, changes), setup.tables_of(config(data, run.path, []), PackedDataset.open(data))
     )
-    monkeypatch.setattr(placement, "available_memory_bytes", lambda: needed)
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: needed)
     monkeypatch.setattr(setup, "beside_bytes", lambda *_, **__: 0)
     again = hotrow.load(run.path)
     assert again.evaluate("test") == expected

@@ -21,7 +21,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.lab.study.group import GroupError, MemoryGroup, enter_and
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
-from hotrow.setup import memory as placement
+from hotrow.setup import room
 from hotrow.setup.beside import FIXED_BYTES, beside_bytes
 from hotrow.setup.memory import choose, shortage
 
@@ -89,10 +89,10 @@ def test_auto_leaves_what_the_process_will_hold(
     needed, beside = required_bytes(config, tables), beside_bytes(config, data, tables)
 
     def place(available: int, memory: Any = "auto", **options: Any) -> Any:
-        monkeypatch.setattr(placement, "available_memory_bytes", lambda: available)
+        monkeypatch.setattr(room, "available_memory_bytes", lambda: available)
         asked = config.model_copy(update={"memory": make_config({"data": "d", "memory": memory}).memory})
         return choose(asked, tables, tmp_path, dataset=data, beside_bytes=beside, **options)[0], shortage(
-            asked, tables, beside_bytes=beside
+            asked, tables, room.Room.here(), beside_bytes=beside
         )
 
     assert place(needed + beside) == (None, None)
@@ -119,7 +119,7 @@ def test_a_run_says_that_memory_may_run_out(
     tmp_path: Path, make_dataset: Callable[..., PackedDataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = make_dataset(tmp_path / "data")
-    monkeypatch.setattr(placement, "available_memory_bytes", lambda: FIXED_BYTES)
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: FIXED_BYTES)
     raw = {"data": str(data.path), "memory": "dram", "train": {"max_steps": 1}, "run": str(tmp_path / "run")}
     runs.train(make_config(raw), quiet=True)
     assert RunFolder.open(tmp_path / "run").record.warnings["memory_may_run_out"]["count"] == 1

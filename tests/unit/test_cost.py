@@ -37,6 +37,7 @@ from hotrow.run.meters import Session, StepClock
 from hotrow.run.trainer import LOOKAHEAD, train_step
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
+from hotrow.setup.slots import SlotPlanner
 
 ROWS, BATCH = 16_000, 500
 TRAFFIC_TOLERANCE = 0.1
@@ -357,7 +358,8 @@ def test_traffic_against_a_run_of_tiers(dataset: PackedDataset, tmp_path: Path) 
     tables, per_epoch = tables_of(config, dataset), ROWS // batch_size
     slots = [TableSlots(50, 0), TableSlots(100, 1200), TableSlots(30_000, 0)]
     memory = Memory(dram=64 << 20, ssd=tmp_path, writes="in_place", plan=lambda *_: slots, force=True)
-    parts = build(Setup(config, dataset, tables, DenseDevice(), memory, None, tmp_path))
+    planner = SlotPlanner(config=config, tables=tables, memory=memory or Memory(dram=1, ssd=tmp_path))
+    parts = build(Setup(config, dataset, tables, DenseDevice(), memory, planner, None, tmp_path))
     tiers = parts.embedding.placement.find(Tiers)
     assert tiers is not None and tiers.slots == slots
     loader, clock, counted = Loader(dataset.split("train"), batch_size, shuffle_seed=3), StepClock(Session(1)), []

@@ -31,8 +31,9 @@ from hotrow.placement.budget import Memory, TableDemand
 from hotrow.placement.tiers import Tiers
 from hotrow.run import runs, trainer
 from hotrow.setup import setup
-from hotrow.setup.divide import Division, miss_s
+from hotrow.setup.room import Room
 from hotrow.setup.shards import shards_of
+from hotrow.setup.slots import SlotPlanner, miss_s
 from resealed import reseal
 
 MODEL = {"name": "dlrm", "embedding_dim": 16, "bottom_mlp": [8], "top_mlp": [8]}
@@ -140,9 +141,8 @@ def test_a_step_on_a_declared_machine(plan: Any, write: Any, measured: Hardware,
 def test_another_machine_has_its_own_threads_and_memory(
     plan: Any, write: Any, measured: Hardware, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("forecast.explain", "setup.memory"):
-        monkeypatch.setattr(f"hotrow.{module}.available_memory_bytes", lambda: MIB)
-    monkeypatch.setattr("hotrow.forecast.explain.beside_bytes", lambda *_: 0)
+    monkeypatch.setattr("hotrow.setup.room.available_memory_bytes", lambda: MIB)
+    monkeypatch.setattr(setup, "beside_bytes", lambda *_, **__: 0)
     declared = tmp_path / "declared.yaml"
     declared.write_text("price_per_hour: {value: 2, note: a list of prices}")
     config = write(threads="auto")
@@ -160,12 +160,12 @@ def test_another_machine_has_its_own_disk(write: Any, dataset: PackedDataset, ha
     def writes(capacity: float | None) -> str:
         (disk,) = hardware.disks
         disk = replace(disk, capacity_bytes=None if capacity is None else Figure(capacity))
-        division = Division(
+        division = SlotPlanner(
             config=config,
             tables=[replace(tables_of(config, dataset)[2], num_embeddings=40_000)],
             memory=Memory(dram=64 * MIB, ssd="/tmp", writes="auto"),
             hardware=replace(hardware, disks=[disk]),
-            elsewhere=True,
+            room=Room.of(replace(hardware, disks=[disk])),
         )
         return division.settled(division.memory).writes
 
@@ -277,7 +277,7 @@ def test_a_second_machine_and_a_gpu_are_modelled(
 
 def test_other_exchanges_of_ranks(plan: Any, write: Any, hardware: Hardware, dataset: PackedDataset) -> None:
     linked, config = replace(hardware, network=NETWORK), load_config(write(), ())
-    alone = Division(
+    alone = SlotPlanner(
         config=config,
         tables=tables_of(config, dataset),
         memory=Memory(dram=64 * MIB, ssd="/tmp"),
@@ -423,7 +423,7 @@ def test_training_does_not_fail_for_want_of_a_prediction(
         raise ZeroDivisionError("a fault of the model")
 
     if fault == "the model fails":
-        monkeypatch.setattr("hotrow.setup.divide.predict", fail)
+        monkeypatch.setattr("hotrow.setup.slots.predict", fail)
     else:
         hardware = replace(hardware, kernels={})
     monkeypatch.setattr(setup, "known_hardware", lambda: hardware)
@@ -462,7 +462,7 @@ def test_of_two_divisions_the_one_with_the_faster_step_is_taken(
     (disk,) = hardware.disks
     slow = replace(disk, sector_bytes=16, read_bytes_per_s=Figure(1e4), write_bytes_per_s=Figure(1e4))
     tables = dataset.table_configs({"t0": 4, "t1": 128, "t2": 4})
-    division = Division(
+    division = SlotPlanner(
         config=load_config(write({"dram": "900KiB"}), ()),
         tables=tables,
         memory=Memory(dram=900 << 10, ssd="/tmp"),
@@ -482,8 +482,8 @@ def test_of_two_divisions_the_one_with_the_faster_step_is_taken(
 
     config = load_config(write(), ())
     work = work_of(config, tables_of(config, dataset), dataset)
-    monkeypatch.setattr("hotrow.setup.divide.work_of", lambda *_, **__: work)
-    monkeypatch.setattr("hotrow.setup.divide.predict", step)
+    monkeypatch.setattr("hotrow.setup.slots.work_of", lambda *_, **__: work)
+    monkeypatch.setattr("hotrow.setup.slots.predict", step)
     memory, _, slots = division.divide(900 << 10, "in_place")
     assert division.plan is not None
     equal = division.plan(demands, memory.slots_bytes)

@@ -20,6 +20,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory, TableDemand, plan_slots
 from hotrow.placement.store_file import no_disk
 from hotrow.setup import memory as placement
+from hotrow.setup import room
 from hotrow.tables import WHOLE, Births, TableConfig
 
 TABLES = [
@@ -32,7 +33,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "available_memory_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: 100 * MIB)
 
 
 def choose(*arguments: Any, **options: Any) -> Memory | None:
@@ -50,9 +51,9 @@ def test_auto_takes_up_to_60_percent(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert isinstance(chosen, Memory)
     assert 0.8 * 60 * MIB < chosen.dram_bytes < 60 * MIB, "a part is set aside for checkpoints and evaluations"
     assert chosen.folder == tmp_path / "memory" and not chosen.folder.exists()
-    monkeypatch.setattr(placement, "available_memory_bytes", lambda: int(NEEDED / 0.6) - 8)
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: int(NEEDED / 0.6) - 8)
     assert choose(config("auto"), TABLES, tmp_path) is not None
-    monkeypatch.setattr(placement, "available_memory_bytes", lambda: int(NEEDED / 0.6) + 8)
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: int(NEEDED / 0.6) + 8)
     assert choose(config("auto"), TABLES, tmp_path) is None
 
 
@@ -106,10 +107,10 @@ def test_less_than_a_batch_is_refused_with_what_suffices(tmp_path: Path, counted
 
 
 def test_a_small_shortfall_is_said_in_small_units(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(placement, "available_memory_bytes", lambda: NEEDED - 10_000)
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: NEEDED - 10_000)
     with pytest.raises(ValueError, match=r"take 122\.\d MiB of DRAM, 9\.8 KiB more than"):
         choose(config("dram"), TABLES, tmp_path)
-    monkeypatch.setattr(placement, "available_memory_bytes", lambda: NEEDED - 8)
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: NEEDED - 8)
     with pytest.raises(ValueError, match=r"of DRAM, 8 bytes more than"):
         choose(config("dram"), TABLES, tmp_path)
     memory = Memory(dram=100, file=tmp_path)
@@ -227,14 +228,14 @@ def test_counts_of_a_part_are_those_of_its_rows() -> None:
 def test_a_rank_needs_memory_for_its_part_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And shares the machine's with the other ranks there."""
     parts = [table.part(table.num_embeddings // 4, Births(first=1, step=4)) for table in TABLES]
-    monkeypatch.setattr(placement, "available_memory_bytes", lambda: NEEDED)
+    monkeypatch.setattr(room, "available_memory_bytes", lambda: NEEDED)
     assert choose(config("auto"), TABLES, tmp_path) is not None, "60 % are too little for all"
-    assert choose(config("auto"), parts, tmp_path, local_size=2) is None
-    memory = choose(config("auto"), parts, tmp_path, local_size=4)
+    assert choose(config("auto"), parts, tmp_path, room=room.Room.here(2)) is None
+    memory = choose(config("auto"), parts, tmp_path, room=room.Room.here(4))
     assert memory is not None and 0.8 * 0.15 * NEEDED < memory.dram_bytes < 0.15 * NEEDED
-    assert choose(config("dram"), parts, tmp_path, local_size=3) is None
+    assert choose(config("dram"), parts, tmp_path, room=room.Room.here(3)) is None
     with pytest.raises(ValueError, match=r"more than the .* each of the 5 processes on this machine may use; set mem"):
-        choose(config("dram"), parts, tmp_path, local_size=5)
+        choose(config("dram"), parts, tmp_path, room=room.Room.here(5))
 
 
 def test_slots_of_a_part_follow_its_counts(tmp_path: Path) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hotrow.base.files import size
 from hotrow.config.load import load_config
-from hotrow.costs.demand import tables_of
 from hotrow.costs.hardware import another_machine, known_hardware, this_host
 from hotrow.costs.modelled import read_machine
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.forecast.explain import Explanation, TablePlan, bind, explain
 from hotrow.forecast.ranks import OverRanks
-from hotrow.setup.device import DenseDevice
+from hotrow.parallel.ranks import Ranks
+from hotrow.setup.room import Room
+from hotrow.setup.setup import Setup
 
 MOST_LINES = 40
 """Tables that are shown to people; --json has all."""
@@ -35,19 +37,23 @@ def plan(
         raise ValueError("--target asks about one machine; give it without --ranks")
     parsed = load_config(config, overrides)
     dataset = PackedDataset.open(parsed.data, verify="sizes")
-    parsed.model.check(dataset)
-    DenseDevice.of(parsed)
+    ranks = None
+    if num_ranks is not None:
+        if not 2 <= num_ranks <= parsed.train.batch_size:
+            raise ValueError(
+                f"--ranks is {num_ranks}; give a number from 2 to train.batch_size, {parsed.train.batch_size}"
+            )
+        ranks = Ranks(0, num_ranks, num_ranks)
     machine = known_hardware() if hardware is None else read_machine(hardware)
-    return explain(
-        parsed,
-        tables_of(parsed, dataset),
-        dataset,
-        Path(parsed.run or "runs"),
-        hardware=machine,
-        elsewhere=machine is not None and another_machine(machine, this_host()) is not None,
-        num_ranks=num_ranks,
-        target=target,
-    )
+    described = machine is not None and another_machine(machine, this_host()) is not None
+    room = Room.of(machine) if machine is not None and described else None
+    folder = Path(parsed.run or "runs")
+    setup = Setup.decide(parsed, dataset, folder, ranks=ranks, room=room, hardware=machine)
+    alone = None
+    if ranks is not None:
+        with suppress(ValueError):  # one machine may be too small
+            alone = Setup.decide(parsed, dataset, folder, room=room, hardware=machine)
+    return explain(setup, target=target, alone=alone)
 
 
 def lines_of(found: Explanation) -> Iterator[str]:

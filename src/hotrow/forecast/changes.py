@@ -19,7 +19,7 @@ from hotrow.costs.modelled import modelled_by
 from hotrow.forecast.ranks import rank_of
 from hotrow.parallel.shards import pooled_tables
 from hotrow.placement.budget import Memory
-from hotrow.setup.divide import Division, looks_at_accesses, threads_of
+from hotrow.setup.slots import SlotPlanner, looks_at_accesses, threads_of
 
 FASTER = 2
 """How many times as fast the other disk is about which we say what it buys."""
@@ -48,17 +48,17 @@ Question = tuple[str, bool, Callable[[], float]]
 """A change, whether it is modelled, and what returns its samples per second or raises ValueError."""
 
 
-def changes(division: Division, memory: Memory | None, *, most_rows: float = math.inf) -> list[Change]:
+def changes(planner: SlotPlanner, memory: Memory | None, *, most_rows: float = math.inf) -> list[Change]:
     """Returns what each change would do to the speed of a run whose rows lie in `memory`, the best first.
 
     memory: None: all in DRAM. most_rows: if tables have more, nothing is asked for which all accesses are looked at
     anew, which takes seconds. Raises ValueError if the run itself cannot be predicted.
     """
-    assert division.hardware is not None
-    now = division.predict(None if memory is None else division.slots_in(memory)[1], memory)
-    before, all_modelled = division.work.batch_size / now.step_s, modelled_by(division.hardware) is not None
+    assert planner.hardware is not None
+    now = planner.predict(None if memory is None else planner.slots_in(memory)[1], memory)
+    before, all_modelled = planner.work.batch_size / now.step_s, modelled_by(planner.hardware) is not None
     found = []
-    for what, modelled, speed in [*_machines(division, memory, now, most_rows), *_options(division, memory, most_rows)]:
+    for what, modelled, speed in [*_machines(planner, memory, now, most_rows), *_options(planner, memory, most_rows)]:
         samples_per_s = gain = cannot = None
         try:
             samples_per_s = round(speed(), 1)
@@ -84,26 +84,26 @@ def change_of(kind: str, predicted: Mapping[str, object] | None) -> tuple[str, f
     return None
 
 
-def step_at(division: Division, budget: int) -> float:
+def step_at(planner: SlotPlanner, budget: int) -> float:
     """Returns a step's seconds with `budget` bytes of DRAM. Raises ValueError if a step does not fit in them."""
-    if budget >= division.needed_bytes:
-        return division.predict(None).step_s
-    writes = division.writes(budget)
-    if reason := division.short(budget, writes):
+    if budget >= planner.needed_bytes:
+        return planner.predict(None).step_s
+    writes = planner.writes(budget)
+    if reason := planner.short(budget, writes):
         raise ValueError(reason)
-    memory, _, slots = division.divide(budget, writes)
-    return division.predict(slots, memory).step_s
+    memory, _, slots = planner.divide(budget, writes)
+    return planner.predict(slots, memory).step_s
 
 
 # ---- other options
 
 
-def _options(division: Division, memory: Memory | None, most_rows: float) -> Iterator[Question]:
+def _options(planner: SlotPlanner, memory: Memory | None, most_rows: float) -> Iterator[Question]:
     """Yields the options that may make a run faster on the same machines."""
-    assert division.hardware is not None and division.dataset is not None
-    config, work, sharing = division.config, division.work, division.sharing
+    assert planner.hardware is not None and planner.dataset is not None
+    config, work, sharing = planner.config, planner.work, planner.sharing
     num_threads = threads_of(config, 1 if sharing is None else sharing.local_size)
-    threads = max(int(point.sizes["threads"]) for point in division.hardware.kernels["dense"])
+    threads = max(int(point.sizes["threads"]) for point in planner.hardware.kernels["dense"])
     batch_size, lookahead = 2 * config.train.batch_size, min(MOST_LOOKAHEAD, max(4, 2 * work.lookahead))
     alone, in_fp32 = sharing is None, work.precision == "fp32"
     exchange = None if sharing is None else "rows" if pooled_tables(sharing.shards) else "pooled"
@@ -111,7 +111,7 @@ def _options(division: Division, memory: Memory | None, most_rows: float) -> Ite
         f"train.threads={threads}": (MORE_THREADS, alone and num_threads < threads),
         f"train.batch_size={batch_size}": (
             "larger batches, which train another model",
-            batch_size <= division.dataset.split("train").num_rows,
+            batch_size <= planner.dataset.split("train").num_rows,
         ),
         "train.precision=fp16": ("rows in half the bytes, rounded", in_fp32),
         "train.precision=split_bf16": ("lookups that read half of a row", in_fp32),
@@ -122,73 +122,73 @@ def _options(division: Division, memory: Memory | None, most_rows: float) -> Ite
     }
     for option, (what, applies) in asked.items():
         if applies:
-            yield f"{what} ({option})", False, lambda option=option: _speed_with(division, memory, option, most_rows)  # type: ignore[misc]
+            yield f"{what} ({option})", False, lambda option=option: _speed_with(planner, memory, option, most_rows)  # type: ignore[misc]
     if sharing is not None and sharing.local_size == sharing.num_ranks and memory is None:
         what = f"{ONE_PROCESS} of {num_of(threads, 'thread')} instead of {sharing.num_ranks} ranks"
-        yield what, False, lambda: _speed_of_one(division, threads, most_rows)
+        yield what, False, lambda: _speed_of_one(planner, threads, most_rows)
 
 
-def _speed_of_one(division: Division, threads: int, most_rows: float) -> float:
+def _speed_of_one(planner: SlotPlanner, threads: int, most_rows: float) -> float:
     """Returns samples per second of one process that holds the rows of all ranks, in DRAM as they do."""
-    assert division.sharing is not None
-    _check_few(division, most_rows)
-    train = division.config.train.model_copy(update={"threads": threads})
-    config = division.config.model_copy(update={"train": train})
-    tables = division.sharing.tables
-    alone = replace(division, config=config, tables=tables, sharing=None, _uses={}, _weighted={})
+    assert planner.sharing is not None
+    _check_few(planner, most_rows)
+    train = planner.config.train.model_copy(update={"threads": threads})
+    config = planner.config.model_copy(update={"train": train})
+    tables = planner.sharing.tables
+    alone = replace(planner, config=config, tables=tables, sharing=None, _uses={}, _weighted={})
     return alone.work.batch_size / alone.predict(None).step_s
 
 
-def _speed_with(division: Division, memory: Memory | None, option: str, most_rows: float) -> float:
+def _speed_with(planner: SlotPlanner, memory: Memory | None, option: str, most_rows: float) -> float:
     """Returns samples per second of the run with this option, in as much DRAM; all rows are there if they are now."""
-    config, sharing = make_config(apply_overrides(division.config.model_dump(mode="json"), [option])), division.sharing
+    config, sharing = make_config(apply_overrides(planner.config.model_dump(mode="json"), [option])), planner.sharing
     if sharing is not None:
-        _check_few(division, most_rows)
-        other = rank_of(division, config, sharing.num_ranks, local_size=sharing.local_size)
+        _check_few(planner, most_rows)
+        other = rank_of(planner, config, sharing.num_ranks, local_size=sharing.local_size)
     else:
-        if looks_at_accesses(division.config, config):
-            _check_few(division, most_rows)
-        other = division.with_config(config)
-    step_s = other.predict(None).step_s if memory is None else step_at(other, division.budget)
+        if looks_at_accesses(planner.config, config):
+            _check_few(planner, most_rows)
+        other = planner.with_config(config)
+    step_s = other.predict(None).step_s if memory is None else step_at(other, planner.budget)
     return other.work.batch_size / step_s
 
 
-def _check_few(division: Division, most_rows: float) -> None:
-    if (num_rows := sum(table.num_embeddings for table in division.tables)) > most_rows:
+def _check_few(planner: SlotPlanner, most_rows: float) -> None:
+    if (num_rows := sum(table.num_embeddings for table in planner.tables)) > most_rows:
         raise ValueError(f"with {num_rows:,} rows it takes seconds, which a run does not wait for: ask hotrow plan")
 
 
 # ---- other machines
 
 
-def _machines(division: Division, memory: Memory | None, now: Prediction, most_rows: float) -> Iterator[Question]:
+def _machines(planner: SlotPlanner, memory: Memory | None, now: Prediction, most_rows: float) -> Iterator[Question]:
     """Yields more memory, and what another machine has."""
-    hardware, batch_size, budget = division.hardware, division.work.batch_size, division.budget
+    hardware, batch_size, budget = planner.hardware, planner.work.batch_size, planner.budget
     assert hardware is not None
     if memory is not None:
-        missing, faster = division.needed_bytes - budget, replace(hardware, disks=[*map(_faster, hardware.disks)])
-        slots = division.slots_in(memory)[1]
+        missing, faster = planner.needed_bytes - budget, replace(hardware, disks=[*map(_faster, hardware.disks)])
+        slots = planner.slots_in(memory)[1]
         if missing > GIB:
-            yield "1 GiB more of DRAM", False, lambda: batch_size / step_at(division, budget + GIB)
+            yield "1 GiB more of DRAM", False, lambda: batch_size / step_at(planner, budget + GIB)
         every = f"{size(missing)} more of DRAM, which hold every row"
-        yield every, False, lambda: batch_size / division.predict(None).step_s
+        yield every, False, lambda: batch_size / planner.predict(None).step_s
         disk = f"a disk {FASTER} times as fast"
-        yield disk, True, lambda: batch_size / division.predict(slots, memory, faster).step_s
-    if division.sharing is not None:
+        yield disk, True, lambda: batch_size / planner.predict(slots, memory, faster).step_s
+    if planner.sharing is not None:
         return
     for gpu in hardware.gpus:
         on_gpu = f"dense layers on {gpu.name}, at most"
-        yield on_gpu, True, lambda gpu=gpu: batch_size / _on_gpu(division, now, gpu)  # type: ignore[misc]
-    yield "a second machine like this", True, lambda: _speed_of_two(division, most_rows)
+        yield on_gpu, True, lambda gpu=gpu: batch_size / _on_gpu(planner, now, gpu)  # type: ignore[misc]
+    yield "a second machine like this", True, lambda: _speed_of_two(planner, most_rows)
 
 
-def _speed_of_two(division: Division, most_rows: float) -> float:
-    assert division.hardware is not None
-    network_of(division.hardware)
-    _check_few(division, most_rows)
-    config = division.config.with_micro_batches(max(2, division.config.train.micro_batches or 0))
-    other = rank_of(division, config, 2)
-    return other.work.batch_size / step_at(other, division.budget)
+def _speed_of_two(planner: SlotPlanner, most_rows: float) -> float:
+    assert planner.hardware is not None
+    network_of(planner.hardware)
+    _check_few(planner, most_rows)
+    config = planner.config.with_micro_batches(max(2, planner.config.train.micro_batches or 0))
+    other = rank_of(planner, config, 2)
+    return other.work.batch_size / step_at(other, planner.budget)
 
 
 def _faster(disk: Disk) -> Disk:
@@ -204,13 +204,13 @@ def _faster(disk: Disk) -> Disk:
     )
 
 
-def _on_gpu(division: Division, now: Prediction, gpu: Gpu) -> float:
+def _on_gpu(planner: SlotPlanner, now: Prediction, gpu: Gpu) -> float:
     """Returns the least that the step takes if dense layers run on the GPU, at its rate of large products.
 
     Tables stay on the CPU. Pooled rows go there and their gradients come back. Raises ValueError if the GPU's rate is
     not known.
     """
-    work = division.work
+    work = planner.work
     rates = [figure.value for name, figure in gpu.product_flops_per_s.items() if name == "fp32"]
     if not rates:
         raise ValueError(f"{gpu.name} has no product_flops_per_s of fp32")

@@ -9,24 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from hotrow.base.files import size
-from hotrow.base.machine import available_memory_bytes
-from hotrow.config.schema import Config
 from hotrow.costs.cost import Prediction
-from hotrow.costs.hardware import Hardware
+from hotrow.costs.demand import required_bytes
 from hotrow.costs.modelled import modelled_by
 from hotrow.costs.solve import expected_hits, most_saved
-from hotrow.data.packed.reader import PackedDataset
 from hotrow.forecast.changes import Change, changes, step_at
 from hotrow.forecast.ranks import OverRanks, over_ranks
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableSlots
-from hotrow.setup.beside import beside_bytes
-from hotrow.setup.divide import Division, Step, step_of
-from hotrow.setup.memory import FOLDER, choose, dram_budget
-from hotrow.tables import TableConfig
+from hotrow.setup.setup import Setup
+from hotrow.setup.slots import SlotPlanner, Step, step_of
 
 TARGET_STEPS = 12
 """Halvings of the range in which the least memory for a speed lies: to 1/4096 of it."""
@@ -95,91 +89,48 @@ class Explanation:
         return asdict(self)
 
 
-def explain(
-    config: Config,
-    tables: Sequence[TableConfig],
-    dataset: PackedDataset,
-    folder: Path,
-    *,
-    hardware: Hardware | None = None,
-    elsewhere: bool = False,
-    num_ranks: int | None = None,
-    target: float | None = None,
-) -> Explanation:
-    """Returns the plan of a run, and what would change it.
+def explain(setup: Setup, *, target: float | None = None, alone: Setup | None = None) -> Explanation:
+    """Returns the plan of a run of `setup`, and what would change it; of several machines, if it has several ranks.
 
-    folder: where the run would be. hardware: the machine; elsewhere: it is not this one, so its own threads, memory and
-    disk count. num_ranks: machines like it that train together. target: wanted samples per second.
-    Raises ValueError if the config does not fit, by how much, and if what is asked for needs figures that are missing.
+    target: wanted samples per second. alone: the same run on one of several machines; None: it does not fit there.
+    Raises ValueError if several ranks or a target need figures that are missing.
     """
-    beside = 0 if elsewhere else beside_bytes(config, dataset, tables)
-    available = available_memory_bytes()
-    if elsewhere:
-        assert hardware is not None
-        config, available = with_threads_of(hardware, config), int(hardware.dram_bytes.value)
-    memory = None
-    if num_ranks is None:
-        memory, division = choose(
-            config,
-            tables,
-            folder,
-            dataset=dataset,
-            hardware=hardware,
-            elsewhere=elsewhere,
-            beside_bytes=beside,
-        )
-    else:  # one machine may be too small
-        budget = dram_budget(config, available, beside)
-        division = Division(
-            config=config,
-            tables=tables,
-            memory=Memory(dram=max(1, budget), ssd=folder / FOLDER),
-            budget=budget,
-            dataset=dataset,
-            hardware=hardware,
-            elsewhere=elsewhere,
-        )
-    slots = None if memory is None else division.slots_in(memory)[1]
-    predicted, reason = _predicted(division, memory, slots)
-    if reason and (target is not None or num_ranks is not None):
+    planner, memory, dataset = setup.planner, setup.below, setup.dataset
+    slots = None if memory is None else planner.slots_in(memory)[1]
+    one = setup.ranks.size == 1
+    predicted, reason = _predicted(planner, memory, slots)
+    if reason and (target is not None or not one):
         raise ValueError(f"--target and --ranks need a prediction, and there is none: {reason}")
-    batch_size = min(config.train.batch_size, dataset.split("train").num_rows)
-    per_day = None if predicted is None else 86400 * division.written_bytes(slots, memory) / predicted.step_s
-    rated = None if division.disk is None else division.disk.endurance_bytes
+    batch_size = min(setup.config.train.batch_size, dataset.split("train").num_rows)
+    per_day = None if predicted is None else 86400 * planner.written_bytes(slots, memory) / predicted.step_s
+    rated = None if planner.disk is None else planner.disk.endurance_bytes
+    needed, hardware = required_bytes(setup.config, setup.tables), planner.hardware
     return Explanation(
-        needed_bytes=division.needed_bytes,
-        dram_bytes=division.budget if memory is not None else division.needed_bytes,
+        needed_bytes=needed,
+        dram_bytes=planner.budget if memory is not None else needed,
         disk=None if memory is None else str(memory.folder),
-        tables=[] if num_ranks is not None else _table_plans(division, slots),
-        hits_missed=None if slots is None or memory is None else _hits_missed(division, memory, slots),
+        tables=_table_plans(planner, slots) if one else [],
+        hits_missed=None if slots is None or memory is None else _hits_missed(planner, memory, slots),
         hardware=None if hardware is None else {"name": hardware.name, "date": hardware.date},
         modelled=None if hardware is None else modelled_by(hardware),
-        threads=None if predicted is None else division.work.threads,
-        predicted=None if predicted is None or num_ranks is not None else step_of(predicted, batch_size),
+        threads=None if predicted is None else planner.work.threads,
+        predicted=step_of(predicted, batch_size) if predicted is not None and one else None,
         not_predicted=reason,
         written_bytes_per_day=per_day,
         rated_days=rated.value / per_day if rated is not None and per_day else None,
-        changes=[] if predicted is None or num_ranks is not None else changes(division, memory),
-        target=None if target is None or num_ranks is not None else _target(division, target),
-        ranks=None if num_ranks is None else over_ranks(division, num_ranks, division.budget, folder),
+        changes=changes(planner, memory) if predicted is not None and one else [],
+        target=_target(planner, target) if target is not None and one else None,
+        ranks=None if one else over_ranks(setup, alone),
     )
 
 
-def with_threads_of(hardware: Hardware, config: Config) -> Config:
-    """Returns the config with the most threads that the machine's steps are known for, if it says "auto"."""
-    threads = [int(point.sizes.get("threads", 1)) for points in hardware.kernels.values() for point in points]
-    if config.train.threads != "auto" or not threads:
-        return config
-    return config.model_copy(update={"train": config.train.model_copy(update={"threads": max(threads)})})
-
-
 def _predicted(
-    division: Division, memory: Memory | None, slots: Sequence[TableSlots] | None
+    planner: SlotPlanner, memory: Memory | None, slots: Sequence[TableSlots] | None
 ) -> tuple[Prediction | None, str | None]:
-    if division.hardware is None:
+    if planner.hardware is None:
         return None, "no figures of this machine are known: measure it with hotrow probe, or name a file (--hardware)"
     try:
-        return division.predict(slots, memory), None
+        return planner.predict(slots, memory), None
     except ValueError as error:
         return None, str(error)
 
@@ -187,10 +138,10 @@ def _predicted(
 # ---- tables
 
 
-def _table_plans(division: Division, slots: Sequence[TableSlots] | None) -> list[TablePlan]:
-    uses = None if division.plan is None else division.uses(division.plain)
+def _table_plans(planner: SlotPlanner, slots: Sequence[TableSlots] | None) -> list[TablePlan]:
+    uses = None if planner.plan is None else planner.uses(planner.plain)
     plans = []
-    for t, own in enumerate(division.plain):
+    for t, own in enumerate(planner.plain):
         pinned, cached = TableSlots(own.num_rows, 0) if slots is None else slots[t]
         rows = None if uses is None else uses[t].rows_per_step
         hits = None if uses is None else uses[t].hits_in_flight(TableSlots(pinned, cached))
@@ -204,19 +155,19 @@ def _table_plans(division: Division, slots: Sequence[TableSlots] | None) -> list
                 on_disk=own.num_rows - pinned - cached,
                 rows_per_step=rows,
                 hit_rate=None if rows is None or hits is None else hits / rows if rows else 1.0,
-                why=_why(division, t, TableSlots(pinned, cached)),
+                why=_why(planner, t, TableSlots(pinned, cached)),
             )
         )
     return plans
 
 
-def _why(division: Division, t: int, slots: TableSlots) -> str:
-    own = division.plain[t]
+def _why(planner: SlotPlanner, t: int, slots: TableSlots) -> str:
+    own = planner.plain[t]
     if slots.pinned == own.num_rows:
         return "whole in DRAM"
-    if division.plan is None:
+    if planner.plan is None:
         return "no access counts: as many cached rows as every other table that does not lie in DRAM whole"
-    floor = max(LEAST_ROWS, division.plan.least_cached[own.name])
+    floor = max(LEAST_ROWS, planner.plan.least_cached[own.name])
     if slots.pinned == 0 and slots.cached <= floor:
         return "room for the batches in flight alone: its bytes save less here than in other tables"
     cache = "a cache for batches in flight" if slots.cached <= 2 * floor else "a cache for rows that come again"
@@ -224,12 +175,12 @@ def _why(division: Division, t: int, slots: TableSlots) -> str:
     return f"{first}{cache}; one row more would save less than in other tables"
 
 
-def _hits_missed(division: Division, memory: Memory, slots: Sequence[TableSlots]) -> float | None:
-    if division.plan is None:
+def _hits_missed(planner: SlotPlanner, memory: Memory, slots: Sequence[TableSlots]) -> float | None:
+    if planner.plan is None:
         return None
-    taken = division.settled(memory)
-    demands = taken.with_places(division.plain)
-    uses = division.uses(demands)
+    taken = planner.settled(memory)
+    demands = taken.with_places(planner.plain)
+    uses = planner.uses(demands)
     rows = sum(use.rows_per_step for use in uses)
     most = most_saved(uses, taken.budget_bytes(demands))
     return max(0.0, most - expected_hits(uses, slots)) / rows if rows else 0.0
@@ -243,14 +194,14 @@ def bind(what: str) -> str:
     return f"{what} {'bind' if what.startswith('rows') or what.endswith('reads') or ' and ' in what else 'binds'}"
 
 
-def _target(division: Division, samples_per_s: float) -> Target:
+def _target(planner: SlotPlanner, samples_per_s: float) -> Target:
     """Returns the least DRAM with which the predicted speed is at least `samples_per_s`."""
-    batch_size, needed = division.work.batch_size, division.needed_bytes
+    batch_size, needed = planner.work.batch_size, planner.needed_bytes
 
     def speed(budget: int) -> float:
-        return batch_size / step_at(division, budget)
+        return batch_size / step_at(planner, budget)
 
-    whole = division.predict(None)
+    whole = planner.predict(None)
     fastest = batch_size / whole.step_s
     if fastest < samples_per_s:
         text = (
@@ -258,7 +209,7 @@ def _target(division: Division, samples_per_s: float) -> Target:
             f"{samples_per_s - fastest:,.0f} too few, and {bind(whole.binds)}"
         )
         return Target(samples_per_s=samples_per_s, reached=False, memory_bytes=None, text=text)
-    low, high = division.least_bytes(1 << 16, "in_place"), needed
+    low, high = planner.least_bytes(1 << 16, "in_place"), needed
     if low < needed and speed(low) >= samples_per_s:
         high = low
     for _ in range(TARGET_STEPS if low < high else 0):

@@ -65,15 +65,15 @@ def foretell(setup: Setup, *, what_helps: bool = False) -> Forecast:
 
     what_helps: whether to predict what would make it faster, too. A run does not fail for want of a forecast.
     """
-    division = setup.division
-    if division is None or division.hardware is None:
+    planner = setup.planner
+    if planner is None or planner.hardware is None:
         return Forecast(not_predicted=why_unknown())
     try:
-        found = division.step(setup.below)
-        others = changes(division, setup.below, most_rows=QUICK_ROWS) if what_helps else []
+        found = planner.step(setup.below)
+        others = changes(planner, setup.below, most_rows=QUICK_ROWS) if what_helps else []
     except Exception as error:
         return Forecast(not_predicted=str(error) or type(error).__name__)
     fields = {name: value for name, value in asdict(found).items() if value is not None}
     fields |= {"error": BLIND_ERROR, "changes": [asdict(each) for each in others]}
-    machine = {"name": division.hardware.name, "date": division.hardware.date}
+    machine = {"name": planner.hardware.name, "date": planner.hardware.date}
     return Forecast({**fields, "hardware": machine})  # type: ignore[arg-type]  # the fields are those of Step

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from hotrow.config.schema import Config
-from hotrow.costs.demand import tables_of
+from hotrow.costs.demand import demands_of, tables_of
 from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import part_of
 from hotrow.parallel.shards import Shard
-from hotrow.placement.budget import Memory
-from hotrow.setup.divide import Division, Sharing, Step
-from hotrow.setup.memory import choose
+from hotrow.setup.setup import Setup
 from hotrow.setup.shards import shards_of
+from hotrow.setup.slots import Sharing, SlotPlanner, Step
 from hotrow.tables import TableConfig
 
 
@@ -36,47 +34,32 @@ class OverRanks:
     """The speed over that of one machine, less 1; None if nothing is predicted of one."""
 
 
-def over_ranks(division: Division, num_ranks: int, capacity_bytes: int, folder: Path) -> OverRanks:
-    """Returns the step of `num_ranks` machines like the one of `division`, as `hotrow train` shares the tables.
+def over_ranks(setup: Setup, alone: Setup | None) -> OverRanks:
+    """Returns the step of the ranks of `setup`, a machine each. alone: the same run on one; None: it does not fit.
 
-    Raises ValueError if tables do not fit, or the network is not known.
+    Raises ValueError if the network is not known.
     """
-    config, whole = division.config, division.tables
-    assert division.hardware is not None and division.dataset is not None
-    if num_ranks < 2 or num_ranks > config.train.batch_size:
-        raise ValueError(f"--ranks is {num_ranks}; give a number from 2 to train.batch_size, {config.train.batch_size}")
-    memory, rank = _on_one_of(division, num_ranks, folder)
-    assert rank.sharing is not None
-    shards = rank.sharing.shards
-    sizes = {own.name: own.record_bytes for own in division.plain}
+    num_ranks, planner, shards = setup.ranks.size, setup.planner, setup.shards
+    sizes = {own.name: own.record_bytes for own in demands_of(setup.config, setup.tables, training=True)}
     held_bytes = [
-        sum(shards[t.name].num_local(t.num_embeddings, r, num_ranks) * sizes[t.name] for t in whole)
+        sum(shards[t.name].num_local(t.num_embeddings, r, num_ranks) * sizes[t.name] for t in setup.tables)
         for r in range(num_ranks)
     ]
-    step = rank.step(memory)
+    step = planner.step(setup.below)
     return OverRanks(
         num_ranks=num_ranks,
-        capacity_bytes=capacity_bytes,
-        owners={table.name: _owner(table, shards[table.name]) for table in whole},
+        capacity_bytes=planner.budget,
+        owners={table.name: _owner(table, shards[table.name]) for table in setup.tables},
         held_bytes=held_bytes,
-        disk=None if memory is None else str(memory.folder),
+        disk=None if setup.below is None else str(setup.below.folder),
         step=step,
-        gain=_gain(division, step, folder),
+        gain=_gain(step, alone),
     )
 
 
-def _on_one_of(division: Division, num_ranks: int, folder: Path) -> tuple[Memory | None, Division]:
-    """Returns where the rows of the first of several machines lie, and its division."""
-    rank = rank_of(division, division.config, num_ranks)
-    memory, own = choose(
-        rank.config, rank.tables, folder, dataset=rank.dataset, hardware=rank.hardware, elsewhere=rank.elsewhere
-    )
-    return memory, replace(own, sharing=rank.sharing)
-
-
-def rank_of(division: Division, config: Config, num_ranks: int, *, local_size: int = 1) -> Division:
-    """Returns the division of the first of several ranks, in as much DRAM. local_size: ranks on a machine."""
-    dataset = division.dataset
+def rank_of(planner: SlotPlanner, config: Config, num_ranks: int, *, local_size: int = 1) -> SlotPlanner:
+    """Returns the planner of the first of several ranks, in as much DRAM. local_size: ranks on a machine."""
+    dataset = planner.dataset
     assert dataset is not None
     whole = tables_of(config, dataset)
     ranks = Ranks(0, num_ranks, num_ranks).with_micro_batches(config.train.micro_batches or num_ranks)
@@ -90,21 +73,14 @@ def rank_of(division: Division, config: Config, num_ranks: int, *, local_size: i
         wire_dtype=config.parallel.wire_dtype,
     )
     held = [part_of(table, shards[table.name], ranks) for table in whole]
-    return replace(division, config=config, tables=held, sharing=sharing, _uses={}, _weighted={})
+    return replace(planner, config=config, tables=held, sharing=sharing, _uses={}, _weighted={})
 
 
-def _gain(division: Division, step: Step, folder: Path) -> float | None:
-    """Returns how much faster the step is than one machine's; None if the tables do not fit there."""
+def _gain(step: Step, alone: Setup | None) -> float | None:
+    if alone is None:
+        return None
     try:
-        memory, alone = choose(
-            division.config,
-            division.tables,
-            folder,
-            dataset=division.dataset,
-            hardware=division.hardware,
-            elsewhere=division.elsewhere,
-        )
-        return round(step.samples_per_s / alone.step(memory).samples_per_s - 1, 4)
+        return round(step.samples_per_s / alone.planner.step(alone.below).samples_per_s - 1, 4)
     except ValueError:
         return None
 

@@ -51,6 +51,7 @@ from hotrow.run.meters import Session, StepClock
 from hotrow.run.trainer import LOOKAHEAD, train_step
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
+from hotrow.setup.slots import SlotPlanner
 from hotrow.tables import TableConfig, Uniform
 
 SEED = 20_260_727
@@ -336,8 +337,9 @@ def build_shape(
     if shape.in_tiers is not None:
         memory = _memory(shape, config, tables, Path(folder or tempfile.gettempdir()))
     dataset = cast(Any, _Described(info))
+    planner = SlotPlanner(config=config, tables=tables, memory=memory or Memory(dram=1, ssd=Path()))
     comm = comm or Communicator()
-    setup = Setup(config, dataset, tables, DenseDevice(), memory, None, Path(), comm.ranks, shards or {})
+    setup = Setup(config, dataset, tables, DenseDevice(), memory, planner, None, Path(), comm.ranks, shards or {})
     parts = build(setup, comm)
     for states in parts.sparse_optimizer.state.values() if memory is None else ():
         for state in states.values():

@@ -101,8 +101,6 @@ def _train_new(
         """What cannot work is refused before a folder is made."""
         dataset = PackedDataset.open(config.data, verify="sizes")
         known = config.model_copy(update={"data": str(dataset.path.resolve())})
-        _check_vocabularies(dataset)
-        config.model.check(dataset)
         return _decided(known, dataset, runs, comm.ranks)
 
     with noting(shown.append):  # there is no folder yet
@@ -156,17 +154,6 @@ def _check_same(comm: Communicator, setup: Setup) -> None:
     check_same(comm, facts_of(setup.config, checksum=setup.dataset.checksum, micro_batches=setup.ranks.micro_batches))
     # These follow from the facts above, and would only hide which of them differ.
     check_same(comm, {f"who holds rows of table {name!r}": asdict(shard) for name, shard in setup.shards.items()})
-
-
-def _check_vocabularies(dataset: PackedDataset) -> None:
-    """Raises ValueError if a vocabulary that the run would keep has the wrong size or header.
-
-    Training does not read vocabularies, and reading all of them takes a second per GB, so their contents are left to
-    `hotrow check` and `predict`. Preparing the same data again makes the same vocabulary.
-    """
-    for table in dataset.info.tables:
-        if table.vocabulary_file in dataset.info.files:
-            dataset.vocabulary(table.name)
 
 
 RESUMABLE = (

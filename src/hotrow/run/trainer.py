@@ -298,11 +298,6 @@ class Training:
         return split in self.dataset.splits and self.dataset.split(split).num_rows > 0
 
     def _without_validation(self) -> None:
-        if self.config.train.early_stopping is not None:
-            raise ValueError(
-                f"train.early_stopping is {self.config.train.early_stopping}, but {self.dataset.path} has no rows in a "
-                "split 'val' to stop by; prepare the data with one, or set it to null"
-            )
         if self.eval_steps is not None:
             self.folder.warn("no_validation", f"{self.dataset.path} has no rows in a split 'val': nothing is evaluated")
             self.eval_steps = None

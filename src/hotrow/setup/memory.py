@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from hotrow.base.files import size
-from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.costs.demand import demands_of, most_rows, required_bytes
 from hotrow.costs.hardware import Hardware
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.store_file import no_disk, takes_no_files
-from hotrow.setup.divide import Division, without_pieces
+from hotrow.setup.room import Room
+from hotrow.setup.slots import SlotPlanner, without_pieces
 from hotrow.tables import TableConfig
 
 AUTO_SHARE = 0.6
@@ -39,33 +39,31 @@ def choose(
     tables: Sequence[TableConfig],
     run: Path,
     *,
+    room: Room | None = None,
     dataset: PackedDataset | None = None,
     training: bool = True,
     hardware: Hardware | None = None,
-    elsewhere: bool = False,
-    local_size: int = 1,
     beside_bytes: int = 0,
-) -> tuple[Memory | None, Division]:
-    """Returns the tiers that `config.memory` asks for on this machine now, and what divided DRAM among the tables.
+) -> tuple[Memory | None, SlotPlanner]:
+    """Returns the tiers that `config.memory` asks for, and the planner that divided DRAM among the tables.
 
-    The tiers are None if everything lies in DRAM. The division has read the counts, and can predict a step.
+    The tiers are None if everything lies in DRAM. The planner has read the counts, and can predict a step.
 
-    run: the run's folder, or where it will be. dataset: what is trained on; its access counts, if it has them, say
-    which rows are worth their memory. training: if False, tables are only read, without optimizer state, and what does
-    not fit goes to disk even if the config says "dram". hardware: figures of this machine, by which the plan with the
-    fastest step is taken. elsewhere: these figures are of another machine, whose memory and disk count. local_size:
-    processes of the run on this machine, which share its memory alike; each has tables of its own, parts of the run's.
-    beside_bytes: what this process will take beside its tables (beside.py); "auto" leaves it free.
+    run: the run's folder, or where it will be. room: what there is; None: what this machine has now. dataset: what is
+    trained on; its access counts, if it has them, say which rows are worth their memory. training: if False, tables are
+    only read, without optimizer state, and what does not fit goes to disk even if the config says "dram". hardware:
+    figures of the machine, by which the plan with the fastest step is taken. beside_bytes: what this process will take
+    beside its tables (beside.py); "auto" leaves it free.
     Raises ValueError with the shortfall if memory is too small, and for a folder that is not on a disk.
     """
     needed = required_bytes(config, tables, training=training)
-    machine = int(hardware.dram_bytes.value) if hardware is not None and elsewhere else available_memory_bytes()
-    available = machine // local_size
+    room = room or Room.here()
+    available = room.dram_bytes
     chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
     budget = dram_budget(config, available, beside_bytes)
     known = 0 if config.hbm is None else SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
     available, budget = available - known, budget - known
-    division = Division(
+    planner = SlotPlanner(
         config=config,
         tables=tables,
         memory=Memory(dram=max(1, budget), ssd=run / FOLDER),
@@ -73,34 +71,34 @@ def choose(
         dataset=dataset,
         training=training,
         hardware=hardware,
-        elsewhere=elsewhere,
+        room=room,
     )
     if config.memory == "dram" and training:
-        _check_available(config, needed, available, local_size)
-        return None, division
+        _check_available(config, needed, available, room)
+        return None, planner
     if not training:
         budget = min(budget, int(AUTO_SHARE * available), available - beside_bytes)
     if budget <= 0 and beside_bytes >= available:
         cure = _SMALLER if training else "give it more memory"
-        raise ValueError(f"no memory is left for tables: {_beside_words(available, beside_bytes, local_size)}: {cure}")
+        raise ValueError(f"no memory is left for tables: {_beside_words(available, beside_bytes, room)}: {cure}")
     if budget <= 0:
         raise ValueError(
             f"to know which rows lie in memory.hbm takes {size(known)} of DRAM, and there are {size(budget + known)} "
             f"for that and the tables: raise memory.dram ({chosen.dram}), or set memory.hbm to null"
         )
-    _check_available(config, min(needed, budget), available, local_size)
+    _check_available(config, min(needed, budget), available, room)
     if needed <= budget:
-        return None, division
+        return None, planner
     memory = _memory(chosen, budget, run)
-    if not elsewhere:
+    if room.machine is None:
         _check_folders(chosen, memory, run)
-    division = replace(division, memory=memory)
+    planner = replace(planner, memory=memory)
     try:
-        return division.check(budget, beside=known), division
+        return planner.check(budget, beside=known), planner
     except ValueError as error:
         if budget < available - beside_bytes:
             raise
-        raise ValueError(f"{error}; {_beside_words(available, beside_bytes, local_size)}: {_SMALLER}") from None
+        raise ValueError(f"{error}; {_beside_words(available, beside_bytes, room)}: {_SMALLER}") from None
 
 
 def dram_budget(config: Config, available_bytes: int, beside_bytes: int = 0) -> int:
@@ -111,40 +109,36 @@ def dram_budget(config: Config, available_bytes: int, beside_bytes: int = 0) -> 
     return min(int(AUTO_SHARE * available_bytes), available_bytes - beside_bytes) if given is None else given
 
 
-def shortage(config: Config, tables: Sequence[TableConfig], *, beside_bytes: int, local_size: int = 1) -> str | None:
+def shortage(config: Config, tables: Sequence[TableConfig], room: Room, *, beside_bytes: int) -> str | None:
     """Returns why memory may run out in training although the config says how much of it tables take.
 
     tables: what this process holds. None if there is enough, and if the config leaves it to `choose`.
     """
-    needed, available = required_bytes(config, tables), available_memory_bytes() // local_size
+    needed, available = required_bytes(config, tables), room.dram_bytes
     given = needed if config.memory == "dram" else dram_budget(config, 0)
     taken = min(needed, given)
     if taken + beside_bytes <= available or taken <= 0:
         return None
     return (
         f"memory may run out: tables and optimizer state take {size(taken)} of DRAM as the config says (memory), and "
-        f"{_beside_words(available, beside_bytes, local_size)}: {_SMALLER}, or set memory.dram to auto or to at most "
+        f"{_beside_words(available, beside_bytes, room)}: {_SMALLER}, or set memory.dram to auto or to at most "
         f"{size(max(0, available - beside_bytes))}"
     )
 
 
-def _beside_words(available: int, beside_bytes: int, local_size: int) -> str:
+def _beside_words(available: int, beside_bytes: int, room: Room) -> str:
     return (
-        f"{_who(local_size)} may use {size(available)} more, of which batches, dense layers and evaluations take about "
+        f"{room.owner} may use {size(available)} more, of which batches, dense layers and evaluations take about "
         f"{size(beside_bytes)}"
     )
 
 
-def _who(local_size: int) -> str:
-    return "this process" if local_size == 1 else f"each of the {local_size} processes on this machine"
-
-
-def _check_available(config: Config, num_bytes: int, available: int, local_size: int) -> None:
+def _check_available(config: Config, num_bytes: int, available: int, room: Room) -> None:
     if num_bytes > available:
         what = config.memory if isinstance(config.memory, str) else f"dram: {config.memory.dram}"
         raise ValueError(
             f"memory is {what!r}: tables and optimizer state take {size(num_bytes)} of DRAM, "
-            f"{size(num_bytes - available)} more than the {size(available)} {_who(local_size)} may use; "
+            f"{size(num_bytes - available)} more than the {size(available)} {room.owner} may use; "
             f"set memory to auto, which lays the rest on disk, or {_CURES}"
         )
 
@@ -183,33 +177,33 @@ def place_tables(
     run: Path,
     device: str,
     *,
+    room: Room,
     dataset: PackedDataset,
     training: bool,
     hardware: Hardware | None = None,
-    local_size: int = 1,
     beside_bytes: int = 0,
-) -> tuple[Memory | DeviceMemory | None, Division]:
+) -> tuple[Memory | DeviceMemory | None, SlotPlanner]:
     """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`.
 
     tables: the run's, or the parts of them that this process holds. Raises ValueError as `choose` does, and if the
     slots cannot hold the rows of a step, with the bytes that would do.
     """
-    below, division = choose(
+    below, planner = choose(
         config,
         tables,
         run,
+        room=room,
         dataset=dataset,
         training=training,
         hardware=hardware,
-        local_size=local_size,
         beside_bytes=beside_bytes,
     )
     if config.hbm is None:
-        return below, division
+        return below, planner
     memory = DeviceMemory(hbm=config.hbm, below=below, device=device)
     if training:
         _check_a_step_fits(config, tables, memory)
-    return memory, division
+    return memory, planner
 
 
 def _check_a_step_fits(config: Config, tables: Sequence[TableConfig], memory: DeviceMemory) -> None:

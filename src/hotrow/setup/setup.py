@@ -15,7 +15,7 @@ import torch
 
 from hotrow.config.schema import Config
 from hotrow.costs.demand import demands_of, tables_of
-from hotrow.costs.hardware import known_hardware
+from hotrow.costs.hardware import Hardware, known_hardware
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.calibrate import Calibration
 from hotrow.hot.turns import check_hot, choose_rows
@@ -25,9 +25,10 @@ from hotrow.parallel.shards import Shard, pooled_tables
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.setup.beside import beside_bytes
 from hotrow.setup.device import DenseDevice, device_of_copies
-from hotrow.setup.divide import Division, Sharing
 from hotrow.setup.memory import moved, place_tables, shortage
+from hotrow.setup.room import Room
 from hotrow.setup.shards import shards_of
+from hotrow.setup.slots import Sharing, SlotPlanner
 from hotrow.tables import TableConfig
 
 MERGED = ("sgd", "adagrad", "row_wise_adagrad")
@@ -46,6 +47,8 @@ class Setup:
     """Where dense layers compute."""
     memory: Memory | DeviceMemory | None
     """Where rows lie; None: all in DRAM."""
+    planner: SlotPlanner
+    """What divided DRAM among the tables. It has the work of a step, and the machine whose figures forecasts use."""
     copies_on: torch.device | None
     """The device that holds copies of hot rows; None: no device does."""
     folder: Path
@@ -56,8 +59,6 @@ class Setup:
     """By table, which ranks hold which rows; empty if there is one rank."""
     hot: Calibration | None = None
     """The hot rows; None without a schedule of them."""
-    division: Division | None = None
-    """How DRAM was divided among the tables; it has the work of a step and the machine that forecasts ask for."""
     short_of_memory: str | None = None
     """Why memory may run out, if the config says how much of it tables take."""
 
@@ -70,15 +71,22 @@ class Setup:
         *,
         training: bool = True,
         ranks: Ranks | None = None,
+        room: Room | None = None,
+        hardware: Hardware | None = None,
     ) -> Setup:
-        """Decides what `config` leaves open, for this machine and this dataset.
+        """Decides what `config` leaves open, for a machine and this dataset.
 
         folder: the run's folder, or where it will be. training: if False, the model only scores: tables have no
         optimizer state, and rows that do not fit in DRAM go to disk even if the config says `memory: dram`. ranks:
-        those that train together; if None, this process trains alone.
+        those that train together; if None, this process trains alone. room: if None, what this machine has now.
+        hardware: figures of the machine; if None, those that `hotrow probe` kept for this one, if there are any.
         Raises ValueError, with the cure, for what this machine, the dataset or a budget does not allow.
         """
         ranks = ranks or Ranks()
+        if training:
+            check_data(config, dataset)
+        if room is not None and room.machine is not None:
+            config = with_threads_of(room.machine, config)
         ranks = ranks.with_micro_batches(config.train.micro_batches or ranks.size)
         config = config.with_micro_batches(ranks.micro_batches)
         tables, dense = tables_of(config, dataset), DenseDevice.of(config)
@@ -86,25 +94,27 @@ class Setup:
             check_ranks(config, dense)
         copies_on = device_of_copies(config, dense) if training else None
         hot = hot_rows_of(config, tables, dataset, device=copies_on) if training else None
-        hardware = known_hardware() if training else None
+        hardware = (hardware or known_hardware()) if training else None
         shards = _shards(config, tables, dataset, ranks.size, hot) if ranks.size > 1 else {}
-        beside = beside_bytes(config, dataset, tables, training=training)
+        # First: it imports modules, whose memory this process then holds.
+        beside = beside_bytes(config, dataset, tables, training=training) if room is None else 0
+        room = room or Room.here(ranks.local_size)
         held = _held(tables, shards, ranks)
-        memory, division = place_tables(
+        memory, planner = place_tables(
             config,
             held,
             folder,
             str(dense.device),
+            room=room,
             dataset=dataset,
             training=training,
             hardware=hardware,
-            local_size=ranks.local_size,
             beside_bytes=beside,
         )
         if shards:
-            division = replace(division, sharing=sharing_of(config, tables, shards, ranks))
-        short = shortage(config, held, beside_bytes=beside, local_size=ranks.local_size) if training else None
-        return cls(config, dataset, tables, dense, memory, copies_on, folder, ranks, shards, hot, division, short)
+            planner = replace(planner, sharing=sharing_of(config, tables, shards, ranks))
+        short = shortage(config, held, room, beside_bytes=beside) if training else None
+        return cls(config, dataset, tables, dense, memory, planner, copies_on, folder, ranks, shards, hot, short)
 
     def in_folder(self, folder: Path) -> Setup:
         """Returns the same decisions for a run whose folder is now known to be `folder`."""
@@ -129,6 +139,30 @@ class Setup:
     def held(self) -> tuple[TableConfig, ...]:
         """What this rank holds of the tables."""
         return _held(self.tables, self.shards, self.ranks)
+
+
+def check_data(config: Config, dataset: PackedDataset) -> None:
+    """Raises ValueError, with the cure, if the dataset lacks what training with `config` needs."""
+    for table in dataset.info.tables:
+        # Training reads no vocabulary, and reading all takes a second per GB, so this looks at sizes and headers alone;
+        # the contents are left to `hotrow check` and `predict`. Preparing the same data again makes the same ones.
+        if table.vocabulary_file in dataset.info.files:
+            dataset.vocabulary(table.name)
+    config.model.check(dataset)
+    patience = config.train.early_stopping
+    if patience is not None and not ("val" in dataset.splits and dataset.split("val").num_rows):
+        raise ValueError(
+            f"train.early_stopping is {patience}, but {dataset.path} has no rows in a split 'val' to stop by; prepare "
+            "the data with one, or set it to null"
+        )
+
+
+def with_threads_of(hardware: Hardware, config: Config) -> Config:
+    """Returns the config with the most threads that the machine's steps are known for, if it says "auto"."""
+    threads = [int(point.sizes.get("threads", 1)) for points in hardware.kernels.values() for point in points]
+    if config.train.threads != "auto" or not threads:
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"threads": max(threads)})})
 
 
 def _held(tables: tuple[TableConfig, ...], shards: Mapping[str, Shard], ranks: Ranks) -> tuple[TableConfig, ...]:

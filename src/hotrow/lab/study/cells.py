@@ -46,8 +46,8 @@ from hotrow.lab.study.worker import LEAST_ROUNDS, Spec, write_spec
 from hotrow.parallel.ranks import Ranks
 from hotrow.placement.budget import Memory
 from hotrow.run.folder import RUN, RunFolder
-from hotrow.setup.divide import slots_of, threads_of
 from hotrow.setup.setup import Setup, sharing_of
+from hotrow.setup.slots import slots_of, threads_of
 from hotrow.tables import TableConfig
 
 START_S = 3.0

@@ -7,12 +7,11 @@ miss costs on this disk, the division with the fastest predicted step is taken; 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from hotrow.base.files import disk_free_bytes, size
+from hotrow.base.files import size
 from hotrow.base.machine import default_threads
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.costs.cost import Prediction, predict
@@ -26,6 +25,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.exchange import WireDtype
 from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
+from hotrow.setup.room import Room
 from hotrow.tables import TableConfig
 
 
@@ -74,12 +74,12 @@ class Sharing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class SlotPlanner:
     """Divides DRAM among tables; counts are read once for all amounts.
 
     memory: folders and options; its `dram` is not used. budget: bytes of DRAM that there are for tables. hardware: what
-    a miss costs, and what a step takes; None: all misses cost the same, and nothing is predicted. elsewhere: it is of
-    another machine, whose disk counts. sharing: the ranks of which one holds `tables`, parts of the run's; None: this
+    a miss costs, and what a step takes; None: all misses cost the same, and nothing is predicted. room: of which the
+    disk counts. sharing: the ranks of which one holds `tables`, parts of the run's; None: this
     process trains alone.
     """
 
@@ -90,7 +90,7 @@ class Division:
     dataset: PackedDataset | None = None
     training: bool = True
     hardware: Hardware | None = None
-    elsewhere: bool = False
+    room: Room = field(default_factory=Room.here)
     sharing: Sharing | None = None
     _uses: dict[tuple[TableDemand, ...], list[TableUse]] = field(default_factory=dict, repr=False)
     _weighted: dict[tuple[TableDemand, ...], CountsPlan] = field(default_factory=dict, repr=False)
@@ -125,8 +125,8 @@ class Division:
             least_cached={t.name: max(LEAST_ROWS, most_rows(self.config, t)) for t in self.tables},
         )
 
-    def with_config(self, config: Config) -> Division:
-        """Returns the division of a run with another config, in as much DRAM; of one process.
+    def with_config(self, config: Config) -> SlotPlanner:
+        """Returns the planner of a run with another config, in as much DRAM; of one process.
 
         Accesses are looked at anew only if steps come to other rows: in other batches, or other ones ahead.
         """
@@ -319,10 +319,7 @@ class Division:
 
     @cached_property
     def _free_bytes(self) -> int:
-        if not self.elsewhere:
-            return disk_free_bytes(self.memory.folder)
-        declared = None if self.disk is None else self.disk.capacity_bytes
-        return sys.maxsize if declared is None else int(declared.value)  # nobody said: enough
+        return self.room.free_bytes(self.memory.folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,7 +360,7 @@ def threads_of(config: Config, local_size: int) -> int:
 
 def slots_of(config: Config, tables: Sequence[TableConfig], memory: Memory) -> tuple[Memory, Sequence[TableSlots]]:
     """Returns how rows are written, and the slots that a collection gives its tables, if they train with `memory`."""
-    return Division(config=config, tables=tables, memory=memory).slots_in(memory)
+    return SlotPlanner(config=config, tables=tables, memory=memory).slots_in(memory)
 
 
 def miss_s(demand: TableDemand, disk: Disk) -> float:
