@@ -140,12 +140,12 @@ def configs() -> dict[str, Options]:
             memory = {"dram": NEEDED // 10, "writes": writes, "lookahead": lookahead}
             add(f"{writes} {lookahead}", memory=memory, model=DCN)
     for schedule in ("fae", "fixed", "window"):
-        add(f"hot {schedule}", hot__schedule=schedule, hot__budget="200KiB", hot__small_table=0)
+        add(f"hot {schedule}", hot__schedule=schedule, hot__budget="200KiB", hot__small_table="1KiB")
         add(
             f"hot {schedule} in tiers",
             hot__schedule=schedule,
             hot__budget="20KiB",
-            hot__small_table=0,
+            hot__small_table="1KiB",
             memory__dram=NEEDED // 3,
         )
     for length in ({"epochs": 3}, {"max_steps": 1}, {"max_steps": 7}, {"epochs": 50}, {"shuffle": False}):
