@@ -342,7 +342,7 @@ def test_a_measured_curve_comes_before_independence() -> None:
 def test_a_curve_that_says_what_independence_does_changes_nothing() -> None:
     counts = zipf_counts(20_000, 1.05, 256.0 * 10**6)
     plain = TableUse(TableDemand("t", 20_000, 64), counts, num_steps=1e6)
-    sizes = np.unique(np.geomspace(1, 20_000, 150).astype(int))
+    sizes = np.unique(np.geomspace(1, 20_000, 300).astype(int))
     missed = [1 - hits_by_che(counts, 1e6, TableSlots(0, int(size))) / plain.rows_per_step for size in sizes]
     curve = MissRatioCurve(np.r_[0, sizes], np.r_[1.0, missed])
     measured = TableUse(TableDemand("t", 20_000, 64), counts, num_steps=1e6, curve=curve)
