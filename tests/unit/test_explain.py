@@ -179,8 +179,8 @@ def test_the_plan_of_tiers_is_that_of_training(
     slots: list[Any] = []
     begin = trainer.build
 
-    def build(decided: Any) -> Any:
-        parts = begin(decided)
+    def build(*decided: Any) -> Any:
+        parts = begin(*decided)
         tiers = parts.embedding.placement.find(Tiers)
         assert tiers is not None
         slots.extend(tiers.slots)
