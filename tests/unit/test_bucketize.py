@@ -86,6 +86,17 @@ def test_from_raw_rows_to_an_export(tmp_path: Path) -> None:
     np.testing.assert_allclose(scorer.score({"user": new["user"], "age": new["age"]}), scores, rtol=0, atol=1e-5)
 
 
+def test_a_stored_column_is_not_replaced(tmp_path: Path) -> None:
+    """Rows to score may hold anything under its name."""
+    rows = people(200, 0)
+    packed = run_prepare("frame", pa.table(rows), tmp_path / "packed", schema=parse_schema(SCHEMA, where="test"))
+    double = pa.table({**rows, "age_bucket": [7] * 200})
+    with pytest.raises(ValueError, match=r"<frame>: column 'age_bucket' is also the `into`"):
+        run_prepare("frame", double, tmp_path / "other", schema=parse_schema(SCHEMA, where="test"))
+    batches = [next(RawEncoder(packed).batches(data)) for data in (pa.table(rows), double)]
+    np.testing.assert_array_equal(*(batch.sparse.values for batch in batches))
+
+
 def test_against_searchsorted() -> None:
     x = np.concatenate([np.random.default_rng(0).normal(25, 20, 1000), BOUNDARIES, [np.nan, np.inf, -np.inf]])
     found = Transform("bucketize", {"boundaries": BOUNDARIES})(x)

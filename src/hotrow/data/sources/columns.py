@@ -113,6 +113,10 @@ class ColumnsSource:
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels in ("required", "made")
         self._computed = schema.computed
+        if labels == "required" and (double := sorted(self._computed.keys() & {*self._reader.schema.names})):
+            # Rows to score may have such a column, as a file of earlier scores has; it is not read.
+            path = self._reader.files[0].path
+            raise ValueError(f"{path}: column {double[0]!r} is also the `into` of a transform; rename one of them")
         self._columns = self._wanted_columns()
         self._reader.check_drift(self._columns)
         types = {n: self._reader.schema.field(n).type for n in self._columns}

@@ -292,9 +292,9 @@ class Schema(_Strict):
     def _computed_fit(self) -> Schema:
         made = [spec for entry in self.transforms for spec in entry.values()]
         stored = {self.label.column, *(() if self.time is None else (self.time.column,))}
+        stored |= {column for spec in made for column in spec.inputs}
         for spec in made:
-            read = {column for each in made for column in each.inputs}
-            if spec.into in stored | read or [each.into for each in made].count(spec.into) > 1:
+            if spec.into in stored or [each.into for each in made].count(spec.into) > 1:
                 raise ValueError(
                     f"transforms: into {spec.into!r} names two columns, a computed one and another; rename it"
                 )
@@ -361,9 +361,10 @@ class Schema(_Strict):
     @property
     def input_names(self) -> tuple[str, ...]:
         """Every column of the files that inputs are made of, once: dense, categorical, what transforms take."""
-        taken = [column for entry in self.transforms for spec in entry.values() for column in spec.inputs]
+        computed = self.computed
+        taken = [column for _, columns in computed.values() for column in columns]
         names = dict.fromkeys((*self.dense_names, *self.feature_names, *taken))
-        return tuple(name for name in names if name not in self.computed)
+        return tuple(name for name in names if name not in computed)
 
     @property
     def column_names(self) -> tuple[str, ...]:
