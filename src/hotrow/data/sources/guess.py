@@ -31,6 +31,7 @@ from hotrow.data.sources.convert import (
     TimeReader,
     is_list,
     is_text,
+    mask_of,
     plain,
     to_label,
     to_numbers,
@@ -40,7 +41,7 @@ from hotrow.data.sources.evidence import CLEAR, Tally, weigh
 from hotrow.data.sources.kinds import Kind, as_dense, tell_kind
 from hotrow.data.sources.leaks import find_leaks
 from hotrow.data.sources.options import ReadOptions, Role, with_read_options
-from hotrow.data.sources.readings import ODD_SHARE, read_as, time_formats
+from hotrow.data.sources.readings import ODD_SHARE, Counts, read_as, time_formats
 from hotrow.data.sources.sample import sample_rows
 from hotrow.data.sources.schema import (
     JSON_LISTS,
@@ -395,10 +396,10 @@ def look_at(name: str, column: pa.ChunkedArray, missing: Sequence[str] = MISSING
     array = plain(array)
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
-    counts = np.empty(0) if pa.types.is_nested(array.type) else _value_counts(array)
+    values, counts = _distinct(array)
     facts: dict[str, Any] = {"num_distinct": len(counts), "num_once": int((counts == 1).sum())}
-    facts["share_binary"] = _share_binary(array)
-    read = read_as(array)
+    facts["share_binary"] = counts[_is_binary(values)].sum() / max(len(array), 1)
+    read = read_as(values, counts, len(array))
     kind, numbers = read.kind, read.numbers
     facts |= {"num_odd": read.num_odd, "odd": read.odd, "written": read.written}
     if numbers is not None and len(numbers):
@@ -409,53 +410,49 @@ def look_at(name: str, column: pa.ChunkedArray, missing: Sequence[str] = MISSING
             facts["share_ones"] = float(numbers.mean())
     elif kind == "text" and facts["share_binary"] == 1:
         facts["share_ones"] = float(np.mean(to_label(array, LabelSpec(column=name))[0]))
-    separator = _separator(array) if kind == "text" else None
+    separator = _separator(values, counts) if kind == "text" else None
     if kind == "text" and 2 <= len(counts) <= SHOWN_VALUES:
-        facts["values"] = tuple(_values_of(array))
+        facts["values"] = tuple(str(values[i].as_py()) for i in np.argsort(-counts, kind="stable").tolist())
     if kind == "time" and is_text(array.type):
-        facts["time_formats"] = time_formats(array.drop_null(), most_odd(len(array), ODD_SHARE))
+        facts["time_formats"] = time_formats(values, most_odd(len(array), ODD_SHARE))
     return ColumnFacts(name, kind, stored, len(array), array.null_count, separator=separator, **facts)
 
 
-def _value_counts(array: pa.Array) -> np.ndarray[Any, Any]:
-    counts: np.ndarray[Any, Any] = pc.value_counts(array.drop_null()).field("counts").to_numpy()
-    return counts
+def _distinct(array: pa.Array) -> tuple[pa.Array, Counts]:
+    """Returns the distinct values by first appearance, missing ones left out, and the rows of each."""
+    if pa.types.is_nested(array.type):
+        return array[:0], np.empty(0, np.int64)
+    found = pc.value_counts(array.drop_null())
+    return found.field("values"), found.field("counts").to_numpy()
 
 
-def _values_of(array: pa.Array) -> list[str]:
-    found = pc.value_counts(array.drop_null()).to_pylist()
-    return [str(value["values"]) for value in sorted(found, key=lambda value: -value["counts"])]
-
-
-def _share_binary(array: pa.Array) -> float:
-    """Returns the share of rows, missing ones among them, that hold 0 or 1, or in text true or false."""
-    kind = array.type
+def _is_binary(values: pa.Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Returns which values are 0 or 1, or in text true or false."""
+    kind = values.type
     if is_text(kind):
-        hits = pc.match_substring_regex(array, r"^\s*([01](\.0+)?|(?i:true|false))\s*$")
-    elif pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        hits = pc.is_in(array.cast(pa.float64(), safe=False), pa.array([0.0, 1.0]))
-    else:
-        return 0.0
-    return (pc.sum(hits).as_py() or 0) / max(len(array), 1)
+        return mask_of(pc.match_substring_regex(values, r"^\s*([01](\.0+)?|(?i:true|false))\s*$"))
+    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return mask_of(pc.is_in(values.cast(pa.float64(), safe=False), pa.array([0.0, 1.0])))
+    return np.zeros(len(values), np.bool_)
 
 
-def _separator(array: pa.Array) -> str | None:
+def _separator(values: pa.Array, counts: Counts) -> str | None:
     """Returns what joins several values in most rows of a text column: a character, or JSON_LISTS."""
     for separator in ("|", ";", "^"):
-        share = pc.mean(pc.cast(pc.match_substring(array, separator), pa.float64())).as_py()
-        if share is not None and share > 0.3:
+        if counts[mask_of(pc.match_substring(values, separator))].sum() > 0.3 * counts.sum():
             return separator
-    if pc.all(pc.match_substring_regex(array, r"^\s*\[.*\]\s*$")).as_py():
+    if pc.all(pc.match_substring_regex(values, r"^\s*\[.*\]\s*$")).as_py():
         return JSON_LISTS
-    return " " if _is_joined_by_blanks(array.drop_null()) else None
+    return " " if _is_joined_by_blanks(values, counts) else None
 
 
-def _is_joined_by_blanks(texts: pa.Array) -> bool:
+def _is_joined_by_blanks(values: pa.Array, counts: Counts) -> bool:
     """Returns whether texts are ids with blanks between: short words that end in digits, and no grouped numbers."""
-    joined = texts.filter(pc.match_substring(texts, " "))
-    ids = pc.all(pc.match_substring_regex(texts, JOINED_IDS)).as_py()
-    grouped = pc.all(pc.match_substring_regex(joined, r"^[+-]?\d{1,3}( \d{3})+$")).as_py()
-    return bool(len(joined) > 0.3 * len(texts) and ids and not grouped)
+    joined = mask_of(pc.match_substring(values, " "))
+    if counts[joined].sum() <= 0.3 * counts.sum():
+        return False
+    grouped = pc.match_substring_regex(values.filter(pa.array(joined)), r"^[+-]?\d{1,3}( \d{3})+$")
+    return bool(pc.all(pc.match_substring_regex(values, JOINED_IDS)).as_py() and not pc.all(grouped).as_py())
 
 
 def _find_label(

@@ -10,12 +10,13 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from hotrow.data.chunk import most_odd
 from hotrow.data.sources.convert import (
@@ -23,11 +24,15 @@ from hotrow.data.sources.convert import (
     NUMBER,
     WHOLE_FLOAT,
     is_text,
+    mask_of,
     parse_written,
     with_plain_blanks,
     written_pattern,
 )
 from hotrow.data.sources.schema import DenseSpec, Schema
+
+Counts: TypeAlias = NDArray[np.int64]
+Mask: TypeAlias = NDArray[np.bool_]
 
 DATE_FORMATS = (
     *("%Y/%m/%d", "%Y.%m.%d", "%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%m.%d.%Y", "%d-%m-%Y", "%m-%d-%Y"),
@@ -64,21 +69,24 @@ class Reading:
     """The signs in numbers, as in a schema, if they are not plain."""
 
 
-def read_as(array: pa.Array) -> Reading:
-    """Returns what kind the values are, but for as many odd ones as preparation takes for missing."""
-    values = array.drop_null()
+def read_as(values: pa.Array, counts: Counts, num_rows: int) -> Reading:
+    """Returns what kind the values of a column are, but for as many odd ones as preparation takes for missing.
+
+    values: the distinct values that are not missing, by first appearance. counts: the rows of each. num_rows: all rows,
+    those without a value among them.
+    """
     if not len(values) or pa.types.is_nested(values.type):
         return Reading("other")
     if is_text(values.type):
-        return _read_text(pc.utf8_trim_whitespace(values), most_odd(len(array), ODD_SHARE))
+        return _read_text(pc.utf8_trim_whitespace(values), counts, most_odd(num_rows, ODD_SHARE))
     if pa.types.is_boolean(values.type):
-        return Reading("bool", values.cast(pa.uint8()).to_numpy(zero_copy_only=False))
+        return Reading("bool", np.repeat(values.cast(pa.uint8()).to_numpy(zero_copy_only=False), counts))
     if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
         return Reading("time")
     if pa.types.is_integer(values.type) or (pa.types.is_decimal(values.type) and values.type.scale == 0):
-        return Reading("int", values.cast(pa.float64(), safe=False).to_numpy())
+        return Reading("int", np.repeat(values.cast(pa.float64(), safe=False).to_numpy(), counts))
     if pa.types.is_floating(values.type) or pa.types.is_decimal(values.type):
-        numbers = values.cast(pa.float64()).to_numpy()
+        numbers = np.repeat(values.cast(pa.float64()).to_numpy(), counts)
         numbers = numbers[np.isfinite(numbers)]
         # Integers with missing values arrive from pandas as floats.
         is_whole = len(numbers) and bool((np.floor(numbers) == numbers).all())
@@ -87,55 +95,61 @@ def read_as(array: pa.Array) -> Reading:
     return Reading("text" if is_bytes else "other")
 
 
-def _read_text(values: pa.Array, most: int) -> Reading:
-    """Returns what texts without blanks around them are, but for at most `most` odd ones."""
-    is_integer = pc.or_(pc.match_substring_regex(values, INTEGER), pc.match_substring_regex(values, WHOLE_FLOAT))
-    whole = pc.cast(pc.if_else(is_integer, values, pa.scalar(None, values.type)), pa.float64())
+def _read_text(values: pa.Array, counts: Counts, most: int) -> Reading:
+    """Returns what distinct texts without blanks around them are, but for at most `most` odd rows."""
+
+    def most_are(good: Mask) -> bool:
+        return bool(good.any()) and int(counts[~good].sum()) <= most
+
+    def reading(kind: str, good: Mask, numbers: NDArray[np.float64] | None = None) -> Reading:
+        odd = values.filter(pa.array(~good))
+        of_rows = None if numbers is None else np.repeat(numbers[good], counts[good])
+        return Reading(kind, of_rows, int(counts[~good].sum()), odd[0].as_py() if len(odd) else "")
+
+    is_whole = _fit(values, WHOLE_FLOAT, _fit(values, INTEGER))
+    whole = _as_numbers(values, is_whole)
     # More digits than 64 bits hold: no number, and an id only as text.
-    is_long = pc.fill_null(pc.greater_equal(pc.abs(whole), 2.0**63), fill_value=False)
-    if pc.sum(is_long).as_py() > most:
+    is_integer = is_whole & (np.abs(whole) < 2.0**63)
+    if counts[is_whole & ~is_integer].sum() > most:
         return Reading("text")
-    is_integer = pc.and_not(is_integer, is_long)
-    if read := _if_most(values, is_integer, most, kind="int", written=DenseSpec(column="")):
-        return read
-    is_word = pc.match_substring_regex(values, NO_NUMBERS)
-    is_number = pc.match_substring_regex(values, NUMBER)
-    if pc.any(is_number).as_py() and pc.sum(pc.or_(is_word, is_number)).as_py() >= len(values) - most:
-        is_padded = pc.sum(pc.match_substring_regex(values, r"^0\d")).as_py() > most
-        if is_padded or pc.all(pc.or_(is_integer, is_word)).as_py():
+    if most_are(is_integer):
+        return reading("int", is_integer, whole)
+    is_word, is_number = _fit(values, NO_NUMBERS), _fit(values, NUMBER, is_whole)
+    if is_number.any() and counts[is_word | is_number].sum() >= counts.sum() - most:
+        is_padded = counts[_fit(values, r"^0\d")].sum() > most
+        if is_padded or (is_integer | is_word).all():
             return Reading("text")
-        return _if_most(values, is_number, len(values), kind="float", written=DenseSpec(column="")) or Reading("text")
-    spaced = with_plain_blanks(values)
-    for spec in _ways_to_write(spaced):
-        good = pc.match_substring_regex(spaced, written_pattern(spec))
-        if read := _if_most(values, good, most, kind="float", written=spec):
-            return read
-    is_time = pc.match_substring_regex(values, r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")
-    return _if_most(values, is_time, most, kind="time") or Reading("time" if time_formats(values, most) else "text")
+        return reading("float", is_number, _as_numbers(values, is_number))
+    for spec in _ways_to_write(with_plain_blanks(values)):
+        numbers, bad = parse_written(values, spec)
+        if most_are(~bad):
+            signs = {name: sign for name, sign in spec.model_dump(exclude_defaults=True).items() if name != "column"}
+            return replace(reading("float", ~bad, numbers.to_numpy(zero_copy_only=False)), written=signs)
+    if most_are(is_time := _fit(values, r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")):
+        return reading("time", is_time)
+    return Reading("time" if time_formats(values, most) else "text")
 
 
-def _if_most(
-    values: pa.Array, good: pa.Array, most: int, *, kind: str, written: DenseSpec | None = None
-) -> Reading | None:
-    """Returns the reading of a column whose `good` values are of `kind`; None if more than `most` are not.
+def _fit(values: pa.Array, pattern: str, known: Mask | None = None) -> Mask:
+    """Returns which texts a regular expression finds. known: texts that are known to fit."""
+    if known is None:
+        return mask_of(pc.match_substring_regex(values, pattern))
+    known = known.copy()
+    known[~known] = _fit(values.filter(pa.array(~known)), pattern)
+    return known
 
-    written: how they are written, if they are numbers.
-    """
-    odd = values.filter(pc.invert(good))
-    if len(odd) > most or len(odd) == len(values):
-        return None
-    first = odd[0].as_py() if len(odd) else ""
-    if written is None:
-        return Reading(kind, None, len(odd), first)
-    numbers = parse_written(values.filter(good), written)[0].to_numpy(zero_copy_only=False)
-    signs = {name: value for name, value in written.model_dump(exclude_defaults=True).items() if name != "column"}
-    return Reading(kind, numbers, len(odd), first, signs)
+
+def _as_numbers(values: pa.Array, good: Mask) -> NDArray[np.float64]:
+    """Returns texts as numbers, those that are not `good` as NaN."""
+    numbers = np.full(len(values), np.nan)
+    numbers[good] = pc.cast(values.filter(pa.array(good)), pa.float64()).to_numpy()
+    return numbers
 
 
 def _ways_to_write(values: pa.Array) -> list[DenseSpec]:
     """Returns the ways in which numbers may be written in a column of text, the likeliest first; none if it holds
     something else."""
-    texts = pc.unique(values.slice(0, 20 * LOOKED_AT)).to_pylist()[:LOOKED_AT]
+    texts = pc.unique(values.slice(0, 2 * LOOKED_AT)).to_pylist()[:LOOKED_AT]
     rests = Counter(re.sub(r"[\d\s.,'+-]|(?<=\d)[eE](?=[+-]?\d)", "", text) for text in texts)
     unit = next((rest for rest, _ in rests.most_common(2) if rest and _is_unit(rest)), None)
     num_fit = rests[""] + (rests[unit] if unit else 0)
