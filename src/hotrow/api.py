@@ -14,9 +14,10 @@ import json
 import re
 import reprlib
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -164,10 +165,10 @@ class Run:
         """Returns the score of each row of `data`, in its order: float32 [num_rows].
 
         A score is what `model.objective` makes of the model's output: for clicks the probability of a positive label.
-        data: raw rows with the columns that training had; label and time are not read. Paths, globs or URIs; an
-        Arrow-capable frame, a polars LazyFrame, a dict of columns or a list of dicts. Every row gets a score: ids that
-        training never saw score through row 0, as rare ids do, and so does a value that is no id of its column; what is
-        no number is missing. `seen` counts these by column, and a warning names what stands out.
+        data: raw rows with the columns that training had; label and time are not read. Paths, globs, URIs or
+        pipes; an Arrow-capable frame, a polars LazyFrame, a dict of columns or a list of dicts. Every row gets a score:
+        ids that training never saw score through row 0, as rare ids do; a value that is no id or number of its column
+        is missing, as in training. `seen` counts these by column, and a warning names what stands out.
         strict: refuse a value that is not of its column's kind. Raises ValueError if columns are missing, naming file
         and column, and RowError naming a line that cannot be cut into columns.
         """
@@ -185,17 +186,17 @@ class Run:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields outputs and labels of raw rows, piece by piece. labels: "alone": labels are read, but not times."""
         embedding, model, dense, _ = self._network
-        data, first_row, seen = _table_of(data, strict=strict), 0, seen_of(self.record)
-        raw = RawEncoder(self.folder.vocabulary)
+        first_row, seen, raw = 0, seen_of(self.record), RawEncoder(self.folder.vocabulary)
         values: Literal["strict", "any"] = "strict" if strict else "any"
-        for batch in raw.batches(data, batch_size=EVAL_BATCH_SIZE, labels=labels, values=values, seen=seen):
-            try:
-                outputs_B = dense.outputs(model, batch.dense, look_up(model, embedding, batch.sparse))
-            except SampleError as error:
-                row = first_row + error.sample
-                raise ValueError(f"row {row:,} of the data, from 0: {error.feature} has {error.reason}") from None
-            first_row += len(outputs_B)
-            yield outputs_B, batch.label
+        with _readable(data, strict=strict) as rows:
+            for batch in raw.batches(rows, batch_size=EVAL_BATCH_SIZE, labels=labels, values=values, seen=seen):
+                try:
+                    outputs_B = dense.outputs(model, batch.dense, look_up(model, embedding, batch.sparse))
+                except SampleError as error:
+                    row = first_row + error.sample
+                    raise ValueError(f"row {row:,} of the data, from 0: {error.feature} has {error.reason}") from None
+                first_row += len(outputs_B)
+                yield outputs_B, batch.label
         self._tell_of(seen)
 
     def _tell_of(self, seen: Seen) -> None:
@@ -221,7 +222,6 @@ class Run:
         as for `predict`. The file appears when it is complete. Raises ValueError if it exists already or has another
         suffix, or if a column to keep is missing or called `score`; OSError naming the file if the disk is full.
         """
-        data = _table_of(data, strict=strict)
         if not isinstance(out, str | Path):
             return self._write_scores(data, out, pyarrow.csv.CSVWriter, keep, strict=strict)
         out = Path(out)
@@ -237,12 +237,16 @@ class Run:
 
     def _write_scores(self, data: Any, file: BinaryIO, make: Any, keep: Sequence[str], *, strict: bool) -> int:
         """Writes kept columns and scores to an open file, with the writer that `make` makes."""
-        kept, num_rows = RawEncoder(self.folder.vocabulary).kept(data, keep), 0
-        schema = pa.schema([*kept.schema, pa.field("score", pa.float32(), nullable=False)])
-        with closing(kept), make(file, schema) as writer:
-            for scores in self.predict_batches(data, strict=strict):
-                writer.write_batch(pa.record_batch([*kept.next(len(scores)), pa.array(scores)], schema=schema))
-                num_rows += len(scores)
+        num_rows = 0
+        with (
+            _readable(data, strict=strict) as rows,
+            closing(RawEncoder(self.folder.vocabulary).kept(rows, keep)) as kept,
+        ):
+            schema = pa.schema([*kept.schema, pa.field("score", pa.float32(), nullable=False)])
+            with make(file, schema) as writer:
+                for scores in self.predict_batches(rows, strict=strict):
+                    writer.write_batch(pa.record_batch([*kept.next(len(scores)), pa.array(scores)], schema=schema))
+                    num_rows += len(scores)
         return num_rows
 
     def evaluate_rows(self, data: Any, *, strict: bool = False) -> dict[str, Any]:
@@ -437,9 +441,8 @@ def fit(
                 f"{comm.size} processes are to train together, which take a packed dataset: prepare {_name_of(data)} "
                 "before, on one process (hotrow prepare), and pass its folder as data"
             )
-    data = _table_of(data, strict=True)
     with ExitStack() as spool:
-        rows = spool.enter_context(spooled(data, Path("runs") if run is None else Path(run).parent))
+        rows = spool.enter_context(_readable(data, Path("runs") if run is None else Path(run).parent, strict=True))
         opened = open_source("auto" if _is_paths(data) else "frame", rows, schema=schema, **vars(read))
         opened = opened.with_options(**changed)
         with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
@@ -527,9 +530,13 @@ def _split_options(split: str | Mapping[str, Any] | None) -> dict[str, Any]:
     return {"split": given.pop("kind", None), **given}
 
 
-def _table_of(data: Any, *, strict: bool) -> Any:
-    """Returns paths as they are, and a frame, columns or rows as an Arrow table."""
-    return data if _is_paths(data) else frame_to_arrow(data, values="strict" if strict else "any")
+def _readable(data: Any, folder: Path | None = None, *, strict: bool) -> AbstractContextManager[Any]:
+    """Returns paths, with a file for each pipe, or a frame, columns or rows as an Arrow table.
+
+    folder: holds the files of pipes until the end. If None, it is the folder for temporary files.
+    """
+    rows = data if _is_paths(data) else frame_to_arrow(data, values="strict" if strict else "any")
+    return spooled(rows, folder or Path(tempfile.gettempdir()))
 
 
 def _is_paths(data: Any) -> bool:

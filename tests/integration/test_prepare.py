@@ -236,6 +236,17 @@ def test_criteo_days_split_by_file(tmp_path: Path) -> None:
     assert {name: limited.split(name).num_rows for name in limited.splits} == {"train": 30, "test": 5, "val": 5}
 
 
+@pytest.mark.parametrize("missing", ["NA", "null", "\\N", ""])
+def test_criteo_is_recognised_by_a_row_with_missing_texts(missing: str, tmp_path: Path) -> None:
+    fields = ["1", *["2"] * 13, *["68fd1e64"] * 26]
+    fields[3] = fields[20] = fields[39] = missing
+    (tmp_path / "x.txt").write_text("\t".join(fields) + "\n")
+    assert recognise(tmp_path / "x.txt") == "criteo"
+    fields[20] = "NAN"
+    (tmp_path / "y.txt").write_text("\t".join(fields) + "\n")
+    assert recognise(tmp_path / "y.txt") is None
+
+
 @pytest.mark.parametrize("source", ["taobao", "movielens", "avazu"])
 def test_other_published_layouts(tmp_path: Path, source: str) -> None:
     rng = np.random.default_rng(0)

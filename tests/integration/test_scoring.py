@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,16 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from test_prepare import rows_of
 from test_verbs import command
 
 import hotrow
 from benchmarks.criteo_text import write_criteo
 from hotrow.data.chunk import RowError
+from hotrow.data.prepare.prepare import RawEncoder, run_prepare
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES
 from hotrow.data.sources.lenient import lenient_keys
-from hotrow.data.sources.schema import CategoricalSpec
+from hotrow.data.sources.schema import CategoricalSpec, parse_schema
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.run.folder import RunFolder
 
@@ -214,14 +218,47 @@ def test_a_whole_number_is_an_id_however_it_is_written(run: hotrow.Run, value: A
     "value",
     ["guest", "12.5", 12.5, math.inf, "1e999999999", "9" * 5000, "\uff11\uff12", "1_2", "0x0c", "-", 2**80, "12 3"],
 )
-def test_what_is_no_id_is_an_unknown_one(run: hotrow.Run, value: Any) -> None:
+def test_what_is_no_id_is_missing(run: hotrow.Run, value: Any) -> None:
     found = scores_of(run, one(user=value))
     assert run.seen is not None
-    assert run.seen.columns["user"]["unreadable"] == run.seen.columns["user"]["unknown"] == 1
-    np.testing.assert_array_equal(found, scores_of(run, one(user=1_000_000)))
-    assert run.seen.columns["user"] == {"values": 1, "unknown": 1, "missing": 0, "unreadable": 0}
+    assert run.seen.columns["user"] == {"values": 1, "unknown": 0, "missing": 1, "unreadable": 1}
+    np.testing.assert_array_equal(found, scores_of(run, one(user=None)))
+    assert run.seen.columns["user"] == {"values": 1, "unknown": 0, "missing": 1, "unreadable": 0}
     with pytest.raises((RowError, ValueError), match=r":1 \(user\)"):
         run.predict(one(user=value if not isinstance(value, int) else str(value)), strict=True)
+
+
+def test_an_odd_id_uses_the_row_in_scoring_that_it_used_in_training(tmp_path: Path) -> None:
+    data = {**rows(), "user": [str(user) for user in rows()["user"]]}
+    data["user"][::700] = ["guest", " 7", "012", "", "12.5"]
+    pyarrow.csv.write_csv(pa.table(data), tmp_path / "x.csv")
+    schema = {
+        **SCHEMA,
+        "categorical": [{"column": "user", "type": "int"}],
+        "split": {"kind": "random"},
+        "odd_share": 0.01,
+    }
+    dataset = run_prepare("csv", tmp_path / "x.csv", tmp_path / "out", schema=parse_schema(schema, where="test"))
+    assert dataset.info.summary["odd"]["user"]["cells"] == 2  # type: ignore[call-overload, index]
+    packed = [row for split in dataset.splits for row in rows_of(dataset, split)["user"]]
+    (batch,) = RawEncoder(dataset).batches(tmp_path / "x.csv")
+    assert sorted(packed) == sorted(batch.sparse.values.tolist())
+    cells = ["guest", "12.5", "", " 7", "7", "012", "12"]
+    (odd,) = RawEncoder(dataset).batches(pa.table({"user": cells, "price": [1.0] * len(cells)}))
+    found = odd.sparse.values.tolist()
+    assert 0 != found[0] == found[1] == found[2] and found[3] == found[4] and found[5] == found[6]
+
+
+def test_rows_come_through_a_pipe(run: hotrow.Run, tmp_path: Path) -> None:
+    pyarrow.csv.write_csv(pa.table(rows(50)), tmp_path / "x.csv")
+    text, pipes = (tmp_path / "x.csv").read_bytes(), [tmp_path / name for name in ("one", "two", "three")]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+        threading.Thread(target=pipe.write_bytes, args=(text,), daemon=True).start()
+    np.testing.assert_array_equal(scores_of(run, pipes[0]), scores_of(run, tmp_path / "x.csv"))
+    assert run.evaluate_rows(pipes[1]) == run.evaluate_rows(tmp_path / "x.csv")
+    assert run.write_scores(pipes[2], tmp_path / "scores.csv", keep=["item"]) == 50
+    assert pyarrow.csv.read_csv(tmp_path / "scores.csv")["item"].to_pylist() == rows(50)["item"]
 
 
 @pytest.mark.parametrize(("value", "unreadable"), [("x", 1), (math.nan, 0), (math.inf, 1), ("1e400", 1), (None, 0)])
@@ -429,7 +466,7 @@ def test_a_run_is_not_lost_if_its_splits_cannot_be_counted(tmp_path: Path, monke
 def test_text_of_integers_is_cast_at_once_unless_a_value_is_odd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Value by value it would take many times as long, for every file of text."""
     looked_at: list[str] = []
-    monkeypatch.setattr("hotrow.data.sources.lenient.integer_of", lambda text, _: looked_at.append(text))
+    monkeypatch.setattr("hotrow.data.sources.convert.integer_of", lambda text, _: looked_at.append(text))
     spec = CategoricalSpec(column="user")
     lenient_keys(pa.array(["12", "7", None] * 100), spec, "int")
     assert not looked_at

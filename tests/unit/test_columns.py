@@ -19,10 +19,11 @@ import pytest
 from hotrow.data.chunk import RowError
 from hotrow.data.sources import tabular
 from hotrow.data.sources.columns import ColumnsSource, open_table
-from hotrow.data.sources.convert import CodedKeys, column_of
+from hotrow.data.sources.convert import CodedKeys, IdEncoding, column_of, to_keys
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.inputs import InputFile, find_files
-from hotrow.data.sources.schema import CsvSpec, Schema, parse_schema
+from hotrow.data.sources.lenient import lenient_keys
+from hotrow.data.sources.schema import JSON_LISTS, CategoricalSpec, CsvSpec, Schema, parse_schema
 from raw_rows import read
 
 
@@ -88,6 +89,50 @@ def test_lists_become_jagged_keys(array: pa.Array, kind: str, want: list[Any]) -
     assert read_column(array.slice(1), {"kind": kind}) == want[1:]
 
 
+@pytest.mark.parametrize("encoding", ["int", "uint64", "hex"])
+@pytest.mark.parametrize(
+    ("cell", "want"),
+    [
+        *((text, 12) for text in ("12", " 12", "012", "+12", "12.0", "1.2e1", "12.")),
+        *((text, None) for text in ("guest", "12.5", "0x1f", "1_2", "9" * 30, "12 3", "\uff11\uff12", "1e999999999")),
+    ],
+)
+def test_a_text_is_the_same_integer_id_in_training_and_scoring(
+    cell: str, want: int | None, encoding: IdEncoding
+) -> None:
+    """Training reports what is no id; both read it as missing. Beside other values it is read as by itself."""
+    if encoding == "hex":
+        want = int(cell, 16) if re.fullmatch("[0-9a-f]{1,8}", cell.strip()) else None
+    for others in ([], ["7", "8"]):
+        for spec, array in (
+            (CategoricalSpec(column="a", type="int"), pa.array([cell, *others])),
+            (
+                CategoricalSpec(column="a", type="int", kind="multi_hot"),
+                pa.array([["7", cell], *([o] for o in others)]),
+            ),
+        ):
+            keys, fault = to_keys(array, spec, encoding)
+            scored, num_bad = lenient_keys(array, spec, encoding)
+            place = 0 if spec.kind == "one_hot" else 1
+            for found in (keys, scored):
+                valid = np.ones(found.num_keys, np.bool_) if found.valid is None else found.valid
+                assert (int(found.values[place]) if valid[place] else None) == want
+                assert found.values[valid].tolist().count(7) == place + len(others) // 2
+            assert num_bad == int(want is None)
+            assert (None if fault is None else fault.rows.tolist()) == (
+                None if want else [True, *(False for _ in others)]
+            )
+
+
+def test_one_bad_json_list_leaves_the_others_as_they_are() -> None:
+    spec = CategoricalSpec(column="a", type="int", kind="multi_hot", separator=JSON_LISTS)
+    keys, fault = to_keys(pa.array(['["1", 2]', "[1", "[3]", '["x"]', None]), spec, "int")
+    assert keys.row_splits is not None and keys.row_splits.tolist() == [0, 2, 2, 3, 4, 4]
+    assert keys.values[:3].tolist() == [1, 2, 3]
+    assert fault is not None and fault.rows.tolist() == [False, True, False, True, False]
+    assert "is not a JSON array" in fault.describe(1) and "is not an exact integer id" in fault.describe(3)
+
+
 def test_null_lists_drop_what_lies_beneath_them() -> None:
     values = pa.array([1, 2, 3, 4])
     array = pa.ListArray.from_arrays(pa.array([0, 2, 4]), values, mask=pa.array([True, False]))
@@ -112,8 +157,8 @@ def test_numbers_in_buckets(array: pa.Array) -> None:
         (pa.array([1.0, 2.5]), {}, r"<frame>:2 \(a\): 2.5 is not an exact integer id; an id must be a whole number"),
         (pa.array([1.0, 2.0**53]), {}, r"<frame>:2 \(a\): 9007199254740992.0 is not an exact integer id"),
         (pa.array([float("inf")]), {}, r"<frame>:1 \(a\): inf is not an exact integer id"),
-        (pa.array(["1", "007"]), {"type": "int"}, r"<frame>:2 \(a\): '007' is not an exact integer id; set type: text"),
-        (pa.array(["-0"]), {"type": "int"}, "'-0' is not an exact integer id"),
+        (pa.array(["1", "0x7"]), {"type": "int"}, r"<frame>:2 \(a\): '0x7' is not an exact integer id; set type: text"),
+        (pa.array(["-0", "1.5"]), {"type": "int"}, "'1.5' is not an exact integer id"),
         (pa.array(["1", "x"]), {"type": "int"}, r"<frame>:2 \(a\): 'x' is not an exact integer id"),
         (pa.array(["99999999999999999999"]), {"type": "int"}, "'99999999999999999999' is not an exact integer id"),
         (pa.array([[1], [2, 3]]).cast(pa.list_(pa.float64())), {"kind": "sequence"}, None),

@@ -49,7 +49,7 @@ Strict = Annotated[
     bool,
     typer.Option(
         "--strict",
-        help="Refuse a value that is not of its column's kind, naming its row; else it is an unknown id or missing.",
+        help="Refuse a value that is not of its column's kind, naming its row; else it is missing.",
     ),
 ]
 Fractions = Annotated[str | None, typer.Option(help="Shares of train, val and test, e.g. 0.8,0.1,0.1.")]
@@ -616,12 +616,9 @@ def clean(
 
 @contextmanager
 def _standard_input(paths: list[str]) -> Iterator[list[str]]:
-    """Yields `paths`; what is a pipe, or standard input as "-", as a temporary file, because rows are read twice."""
-    from hotrow.data.sources.inputs import spooled
-
+    """Yields `paths`; standard input, "-", as a temporary file, because rows are read twice."""
     if paths != ["-"]:
-        with spooled(paths, Path(tempfile.gettempdir())) as rows:
-            yield rows
+        yield paths
         return
     with tempfile.NamedTemporaryFile(prefix="standard-input-", suffix=".csv") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)

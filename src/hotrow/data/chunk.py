@@ -61,15 +61,12 @@ class Keys:
     offsets: int64 byte offsets [num_keys + 1] of kind "bytes", else None.
     valid: bool [num_keys], False = missing value (an id of its own). If None, no value is missing.
     row_splits: int64 [num_rows + 1] if rows hold lists. If None, each row has one key.
-    unknown: bool [num_keys], True = a value that cannot be an id of the column, whose key is meaningless and whose row
-    is 0. If None, there is no such value. Only rows to score have them.
     """
 
     values: NDArray[Any]
     offsets: NDArray[np.int64] | None = None
     valid: NDArray[np.bool_] | None = None
     row_splits: NDArray[np.int64] | None = None
-    unknown: NDArray[np.bool_] | None = None
 
     @property
     def kind(self) -> KeyKind:
@@ -347,10 +344,10 @@ def _concatenate(features: Sequence[Keys]) -> Keys:
 
 def take_keys(keys: Keys, order: NDArray[np.int64]) -> Keys:
     """Returns the keys at indices `order` [any length], without row splits."""
-    valid, unknown = (None if mask is None else mask[order] for mask in (keys.valid, keys.unknown))
+    valid = None if keys.valid is None else keys.valid[order]
     if keys.offsets is None:
-        return Keys(keys.values[order], None, valid, unknown=unknown)
-    return replace(_from_arrow(_as_arrow(keys).take(pa.array(order))), valid=valid, unknown=unknown)
+        return Keys(keys.values[order], None, valid)
+    return replace(_from_arrow(_as_arrow(keys).take(pa.array(order))), valid=valid)
 
 
 def _as_arrow(keys: Keys) -> pa.Array:

@@ -4,8 +4,8 @@
     seen.add_ids("user", rows, missing)                 # for every batch that is scored
     seen.warnings()                                     # {"unknown_ids": "ids that ...: user 100 % (validation 3.1 %)"}
 
-Every value gets a score: an id that training never saw uses row 0, and what cannot be read as its column's kind is such
-an id, or a missing number. So nothing fails if the ids of new rows are written in another way, and the scores are
+Every value gets a score: an id that training never saw uses row 0, and what cannot be read as its column's kind is
+missing. So nothing fails if the ids of new rows are written in another way, and the scores are
 worthless; these counts are what shows it. An export copies this file, so it imports NumPy alone.
 """
 
@@ -76,7 +76,7 @@ class Seen:
         self.columns: dict[str, dict[str, int]] = {}
         """By column. values: ids of a feature, or rows of a number column. unknown: ids that use row 0. missing.
         outside: numbers outside `ranges`. unreadable: values that are no id or number of the column's kind; they count
-        as unknown ids or as missing numbers too."""
+        as missing too."""
 
     def add_ids(
         self, name: str, rows: NDArray[Any], missing: NDArray[np.bool_] | None = None, *, unreadable: int = 0
@@ -139,9 +139,7 @@ class Seen:
         unreadable = {name: own["unreadable"] for name, own in self.columns.items() if own.get("unreadable")}
         if unreadable:
             columns = _listed([f"{name} {count:,}" for name, count in sorted(unreadable.items())])
-            told["unreadable_values"] = (
-                f"values that are not of their column's kind were scored as unknown ids or missing numbers: {columns}"
-            )
+            told["unreadable_values"] = f"values that are not of their column's kind were scored as missing: {columns}"
         if self.usual is None and any(own["values"] for own in self.columns.values()):
             told["nothing_to_compare_with"] = (
                 "the run keeps no counts of validation rows, so nothing says whether these rows hold more unknown ids, "

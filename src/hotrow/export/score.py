@@ -8,7 +8,7 @@ beside it is the network, transforms/ are functions of numbers, and seen.py coun
 be read and to be taken over into other systems. They read export.json, the weights and the vocabularies, and nothing
 else, and hold whole tables and vocabularies in memory.
 
-Any value gets a score: what is no id of its column is an unknown one, and what is no number is missing.
+Any value gets a score: what is no id or number of its column is missing.
 """
 
 from __future__ import annotations
@@ -152,12 +152,12 @@ class Scorer:
                 unreadable += 1
                 bags.append([])
         for value in (value for bag in bags for value in bag):
-            missing.append(is_missing(value))
             try:
                 rows.append(self._row(feature, value))
             except UnreadableError:
-                unreadable += 1
-                rows.append(int(self.tables[feature["table"]]["vocabulary"]["unknown_row"]))
+                unreadable, value = unreadable + 1, None
+                rows.append(self._row(feature, None))
+            missing.append(is_missing(value))
         if self.tables[feature["table"]]["vocabulary"] is not None:  # else row 0 is a row like any other
             self.seen.add_ids(feature["name"], np.array(rows), np.array(missing, bool), unreadable=unreadable)
         offsets = np.cumsum([0, *map(len, bags)])

@@ -335,8 +335,7 @@ class Vocabulary:
         return hashlib.sha256(self.header.pack()).hexdigest()[:32]
 
     def lookup(self, keys: Keys, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Returns the exact row numbers [num_keys] of `keys`: 0 if unseen in training or unknown, `missing_row` if
-        missing.
+        """Returns the exact row numbers [num_keys] of `keys`: 0 if unseen in training, `missing_row` if missing.
 
         out: int32 or int64, contiguous; None makes one of `row_dtype`. Raises ValueError for keys of the other kind.
         """
@@ -346,8 +345,6 @@ class Vocabulary:
             out = np.empty(keys.num_keys, self.row_dtype)
         hashes = hash_keys(keys, hash_cap=self.header.hash_cap)
         lookup_rows(self._table, keys, hashes, missing_row=self.missing_row, out=out)
-        if keys.unknown is not None:
-            out[keys.unknown] = 0
         return out
 
     def lookup_hashes(self, hashes: NDArray[np.uint64]) -> NDArray[Any]:

@@ -180,7 +180,7 @@ class RawEncoder:
 
     Ids that no training row had, and ids too rare for a row of their own, become row 0; so do missing values, unless
     training rows had missing values too, which then have a row. Missing dense values are 0 after the transform. A value
-    that is no id of its column is such an id, and one that is no number is missing, so that every row has inputs.
+    that is no id or number of its column is missing, so that every row has inputs.
     """
 
     def __init__(self, dataset: PackedDataset | Path | str, *, threads: int | None = None) -> None:

@@ -82,8 +82,8 @@ class ColumnsSource:
     elsewhere, so that only the time is read; "alone": read without the time; "ignored": for rows to predict, whose
     label and time may be absent or hold anything. encodings: how ids were held when a data set was prepared
     (feature -> `IdEncoding`); if None, the columns' types decide. values: "any": a value that is not of its column's
-    kind is an unknown id or a missing number and no fault, for rows to score (`lenient.py`). skip_bad_rows: how many
-    bad rows may be skipped before one is an error.
+    kind is missing and no fault, for rows to score (`lenient.py`). skip_bad_rows: how many bad rows may be skipped
+    before one is an error.
 
     Raises ValueError naming file and column if a column is missing, differs between files or has a type that does not
     fit its use.

@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,6 +32,8 @@ IdEncoding = Literal["int", "uint64", "hex", "bytes"]
 do; UTF-8 text."""
 
 MAX_EXACT_FLOAT = 2**53
+MAX_DIGITS = 20
+"""No id of 64 bits has more."""
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 INTEGER = r"^(0|-?[1-9]\d*)$"
 WHOLE_FLOAT = r"^(0|-?[1-9]\d*)\.0+$"
@@ -340,13 +344,10 @@ def to_keys(
     fit `spec.kind`.
     """
     source = array = plain(array)
-    flat = flat or flat_keys
+    flat, no_list = flat or flat_keys, None
     if spec.separator == JSON_LISTS and is_text(array.type):
         array, bad = json_lists(array)
-        if bad.any():
-            cure = "is not a JSON array of ids; correct the row"
-            none = Keys(np.empty(0, np.int64), None, None, np.zeros(len(array) + 1, np.int64))
-            return none, _fault(spec.column, bad, source, cure)
+        no_list = _fault(spec.column, bad, source, "is not a JSON array of ids; correct the row")
     elif spec.separator is not None and is_text(array.type):
         array = pc.split_pattern(pc.if_else(pc.equal(array, ""), pa.scalar(None, array.type), array), spec.separator)
     if is_list(array.type) == (spec.kind == "one_hot"):
@@ -364,7 +365,14 @@ def to_keys(
         first = dict(zip(bad_rows.tolist(), np.flatnonzero(fault.rows)[first_keys].tolist(), strict=True))
         bad, describe = np.isin(np.arange(len(lengths)), bad_rows), fault.describe
         fault = Fault(spec.column, bad, lambda row: describe(first[row]))
-    return keys, fault
+    return keys, _either(no_list, fault)
+
+
+def _either(one: Fault | None, other: Fault | None) -> Fault | None:
+    """Returns the fault of the rows of two faults in one column."""
+    if one is None or other is None:
+        return one or other
+    return Fault(one.column, one.rows | other.rows, lambda row: (one if one.rows[row] else other).describe(row))
 
 
 def json_lists(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
@@ -426,7 +434,7 @@ def flat_keys(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys,
         array = pc.if_else(pa.array(bad), pa.scalar(None, array.type), array) if bad.any() else array
         return text_keys(array), _fault(column, bad, source, f"is not an exact id; {cure}")
     if is_text(array.type):
-        array, bad = _parse_hex(array) if encoding == "hex" else _parse_ids(array)
+        array, bad = _integers_in(array, encoding)
     valid = None if array.null_count == 0 else mask_of(array.is_valid())
     values = _integers(array)
     if (values.dtype == np.uint64) != (encoding == "uint64"):
@@ -466,27 +474,34 @@ def text_keys(array: pa.Array) -> Keys:
     return Keys(text, offsets - offsets[0], valid)
 
 
-def _parse_hex(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Returns text of hex digits as int64, and a mask of text that is not 1 to 8 of them."""
+def _integers_in(array: pa.Array, encoding: IdEncoding) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Returns text as integers, and a mask of text that means none."""
+    if encoding == "int":
+        with suppress(pa.ArrowInvalid):
+            numbers = pc.cast(array, pa.int64())
+            padded = pc.and_(pc.starts_with(array, "0"), pc.greater(pc.binary_length(array), 1))
+            if not pc.any(padded).as_py():  # Arrow also reads 0x1f
+                return numbers, np.zeros(len(array), np.bool_)
     encoded = array.dictionary_encode()
-    found = [int(text, 16) if re.fullmatch(HEX, text) else None for text in encoded.dictionary.to_pylist()]
-    numbers = pa.array(found, pa.int64()).take(encoded.indices)
-    return numbers, mask_of(pc.and_(array.is_valid(), numbers.is_null()))
+    found = [integer_of(text.as_py(), encoding) for text in encoded.dictionary]
+    numbers = pa.array(found, pa.uint64() if encoding == "uint64" else pa.int64()).take(encoded.indices)
+    return numbers, mask_of(array.is_valid()) & mask_of(numbers.is_null())
 
 
-def _parse_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Returns text as int64, and a mask of text that is not the canonical form of an integer, perhaps with ".0"."""
-    try:
-        numbers = pc.cast(array, pa.int64())
-    except pa.ArrowInvalid:
-        array = pc.utf8_trim_whitespace(array)
-        is_float = pc.match_substring_regex(array, WHOLE_FLOAT)
-        array = pc.if_else(is_float, pc.replace_substring_regex(array, r"\.0+$", ""), array)
-        canonical = pc.if_else(pc.match_substring_regex(array, INTEGER), array, pa.scalar(None, array.type))
-        numbers = cast_each(canonical, pa.int64())
-        return numbers, mask_of(pc.and_(array.is_valid(), numbers.is_null()))
-    padded = pc.and_(pc.starts_with(array, "0"), pc.greater(pc.binary_length(array), 1))
-    return numbers, mask_of(pc.and_(array.is_valid(), pc.or_(padded, pc.starts_with(array, "-0"))))
+def integer_of(text: str, encoding: IdEncoding) -> int | None:
+    """Returns the integer id that a text means beyond doubt, to training as to scoring: to a column of integers " 12",
+    "012" and "12.0" are 12. None if it means none, or one that has too many bits."""
+    text = text.strip()
+    if encoding == "hex":
+        return int(text, 16) if re.fullmatch(HEX, text) else None
+    if re.fullmatch(INTEGER, text):
+        number = int(text) if len(text) <= MAX_DIGITS else None
+    elif re.fullmatch(NUMBER, text, re.ASCII) and (decimal := Decimal(text)).adjusted() < MAX_DIGITS:
+        number = int(decimal) if decimal == decimal.to_integral_value() else None
+    else:
+        return None
+    low, high = (0, 2**64) if encoding == "uint64" else (-(2**63), 2**63)
+    return number if number is not None and low <= number < high else None
 
 
 def _whole_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:

@@ -221,12 +221,8 @@ def _chunk(
     unreadable = Counter(layout.column_names[column] for _, column in mended)
     keys = {}
     for c, name in enumerate(layout.category_names):
-        valid, unknown = columns.valid[c, :num_rows], None
-        if name in unreadable:
-            unknown = np.zeros(num_rows, np.bool_)
-            unknown[[row for row, column in mended if layout.column_names[column] == name]] = True
-            valid = valid | unknown
-        keys[name] = Keys(columns.keys[c, :num_rows], valid=None if valid.all() else valid, unknown=unknown)
+        valid = columns.valid[c, :num_rows]
+        keys[name] = Keys(columns.keys[c, :num_rows], valid=None if valid.all() else valid)
     label = columns.label[:num_rows] if layout.has_label else None
     return Chunk(num_rows, label, columns.dense[:num_rows], keys, position, unreadable=unreadable)
 

@@ -1,16 +1,11 @@
-"""Reads columns of rows to score, where any value is something: an id, an unknown id, a number, or a missing number.
+"""Reads columns of rows to score, where any value is something: an id, a number, or missing.
 
-The strict converters (`convert.py`) do the reading; here their arrays are prepared and their faults are answered. Ids
-that were written in another way than for training are read if there is no doubt: to a column of integers " 12", "012"
-and 12.0 are 12. What is no id of its column is unknown and uses row 0, what is no number is missing, and both are
-counted.
+The strict converters (`convert.py`) do the reading, by one rule for training and scoring; here arrays of any type are
+prepared for them and their faults are answered: what is no id or number of its column is missing, and counted.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -20,10 +15,7 @@ from numpy.typing import NDArray
 
 from hotrow.data.chunk import Keys
 from hotrow.data.sources.convert import (
-    HEX,
-    INTEGER,
     MAX_EXACT_FLOAT,
-    NUMBER,
     Fault,
     IdEncoding,
     flat_keys,
@@ -36,9 +28,6 @@ from hotrow.data.sources.convert import (
     to_numbers,
 )
 from hotrow.data.sources.schema import JSON_LISTS, CategoricalSpec, DenseSpec
-
-MAX_DIGITS = 20
-"""No id of 64 bits has more."""
 
 
 def lenient_numbers(array: pa.Array, column: str, spec: DenseSpec | None = None) -> tuple[NDArray[np.float64], int]:
@@ -63,7 +52,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def lenient_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -> tuple[Keys, int]:
-    """Returns the keys of one feature, and how many values cannot be ids of it; those are `Keys.unknown`."""
+    """Returns the keys of one feature, and how many values cannot be ids of it; those are missing."""
     array = plain(array)
     num_bad = 0
     if spec.separator == JSON_LISTS and is_text(array.type):
@@ -73,61 +62,34 @@ def lenient_keys(array: pa.Array, spec: CategoricalSpec, encoding: IdEncoding) -
         array = _as_text(array)
     elif spec.kind != "one_hot" and not is_list(array.type) and (spec.separator is None or not is_text(array.type)):
         array = _as_lists(array)
-    keys, fault = to_keys(array, spec, encoding, flat=_flat)
-    assert fault is None, "_flat has none"
-    return keys, num_bad + (0 if keys.unknown is None else int(keys.unknown.sum()))
+
+    def counted(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys, None]:
+        nonlocal num_bad
+        keys, fault = _flat(array, column, encoding)
+        num_bad += 0 if fault is None else int(fault.rows.sum())
+        return keys, None
+
+    keys, fault = to_keys(array, spec, encoding, flat=counted)
+    assert fault is None, "counted has none"
+    return keys, num_bad
 
 
 def _flat(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
-    """Returns a key for each value, as `flat_keys`, with unknown ones instead of a fault."""
-    if is_text(array.type):
-        keys, fault = flat_keys(array, column, encoding)
-        if fault is None:
-            return keys, None  # the usual case, many times as fast
-    unknown = np.zeros(len(array), np.bool_)
+    """Returns a key for each value, as `flat_keys`, of any type."""
     kind = array.type
-    if pa.types.is_nested(kind) or pa.types.is_duration(kind) or pa.types.is_interval(kind):
+    is_span = pa.types.is_duration(kind) or pa.types.is_interval(kind)
+    if is_span or pa.types.is_nested(kind) or not (encoding == "bytes" or is_text(kind) or _is_whole(kind)):
         array = _as_text(array)
-    if encoding != "bytes" and not _is_whole(array.type):
-        array, unknown = _integers_in(array if is_text(array.type) else _as_text(array), encoding)
     keys, fault = flat_keys(array, column, encoding)
     if fault is not None and encoding == "bytes":
-        keys, fault = flat_keys(_as_text(array), column, encoding)  # 12.5 is a text like any other
-    if fault is not None:
-        unknown = unknown | fault.rows
-    if not unknown.any():
-        return keys, None
-    return replace(keys, unknown=unknown, valid=None if keys.valid is None else keys.valid | unknown), None
+        return flat_keys(_as_text(array), column, encoding)  # 12.5 is a text like any other
+    return keys, fault
 
 
 def _is_whole(kind: pa.DataType) -> bool:
     """Returns whether `flat_keys` can take every value of a type as an integer, or say that it is none."""
     is_known = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     return bool(is_known or pa.types.is_null(kind) or pa.types.is_temporal(kind))
-
-
-def _integers_in(array: pa.Array, encoding: IdEncoding) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Returns text as integers, and a mask of what is none. Every different text is looked at once."""
-    encoded = array.dictionary_encode()
-    found = [integer_of(text.as_py(), encoding) for text in encoded.dictionary]
-    kind = pa.uint64() if encoding == "uint64" else pa.int64()
-    numbers = pa.array(found, kind).take(encoded.indices)
-    return numbers, mask_of(array.is_valid()) & mask_of(numbers.is_null())
-
-
-def integer_of(text: str, encoding: IdEncoding) -> int | None:
-    """Returns the integer id that a text means beyond doubt; None if it means none, or one that has too many bits."""
-    text = text.strip()
-    if encoding == "hex":
-        return int(text, 16) if re.fullmatch(HEX, text) else None
-    if re.fullmatch(INTEGER, text):
-        number = int(text) if len(text) <= MAX_DIGITS else None
-    elif re.fullmatch(NUMBER, text, re.ASCII) and (decimal := Decimal(text)).adjusted() < MAX_DIGITS:
-        number = int(decimal) if decimal == decimal.to_integral_value() else None
-    else:
-        return None
-    low, high = (0, 2**64) if encoding == "uint64" else (-(2**63), 2**63)
-    return number if number is not None and low <= number < high else None
 
 
 def _as_text(array: pa.Array) -> pa.Array:

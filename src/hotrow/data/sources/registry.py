@@ -29,14 +29,14 @@ from typing import Any, Literal
 from hotrow.base.records import MAX_COUNT, nearest
 from hotrow.data.chunk import Source
 from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, is_paths, left_out
-from hotrow.data.sources.convert import IdEncoding
+from hotrow.data.sources.convert import HEX, IdEncoding
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.histories import HistoriesSource, open_columns
 from hotrow.data.sources.inputs import find_files
 from hotrow.data.sources.libsvm import LibsvmReader, tell_libsvm
 from hotrow.data.sources.options import ReadOptions, with_read_options
-from hotrow.data.sources.schema import Schema, parse_schema
+from hotrow.data.sources.schema import MISSING, Schema, parse_schema
 from hotrow.data.sources.synthetic import open_synthetic
 from hotrow.data.sources.tabular import columnar_format
 
@@ -66,7 +66,9 @@ def looks_like_criteo(line: str) -> bool:
     names = [*DENSE_NAMES, *CATEGORY_NAMES]
     if [field.upper() for field in fields[-len(names) :]] == names:
         return True
-    return len(fields) in (39, 40) and all(re.fullmatch("[0-9a-fA-F]{0,8}", field) for field in fields[-26:])
+    return len(fields) in (39, 40) and all(
+        field.strip() in MISSING or re.fullmatch(HEX, field) for field in fields[-26:]
+    )
 
 
 AVAZU_FEATURES = (
@@ -252,7 +254,7 @@ def open_source(
     {read}
     labels: "alone": without times, to evaluate a model; "ignored": for rows to predict, whose label and time may be
     absent or hold anything. encodings: how ids were held when a data set was prepared. values: "any", for rows to
-    score: what is not of its column's kind is an unknown id or a missing number. rows: how many a synthetic preset
+    score: what is not of its column's kind is missing. rows: how many a synthetic preset
     makes.
 
     Raises ValueError naming an unknown source, or what is wrong with the data.
