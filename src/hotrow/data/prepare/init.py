@@ -20,7 +20,8 @@ from hotrow.base.files import atomic_write, check_writable
 from hotrow.config.recipe import choose_recipe
 from hotrow.data.packed.format import MANIFEST, read_info
 from hotrow.data.sources.columns import left_out
-from hotrow.data.sources.guess import Guess, SchemaGuess, guess_columns
+from hotrow.data.sources.facts import Guess
+from hotrow.data.sources.guess import SchemaGuess, guess_columns
 from hotrow.data.sources.inputs import spooled
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import open_source, recognise, tell_format
