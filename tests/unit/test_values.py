@@ -246,6 +246,18 @@ def test_one_row_without_a_time_is_left_out_and_the_split_is_by_time(cell: str, 
     assert dataset.info.summary["odd"]["ts"]["cells"] == 1  # type: ignore[call-overload, index]
 
 
+def test_times_with_blanks_around_them_split_the_rows() -> None:
+    """Text files lose such blanks when they are read; Parquet and frames keep them."""
+    times = [f" {1_700_000_000 + i} " for i in range(400)]
+    table = pa.table(
+        {"click": [int(i % 3 == 0) for i in range(400)], "ts": times, "item": [f"i{i % 7}" for i in range(400)]}
+    )
+    schema = guess_columns(table, label="click").schema()
+    assert schema.time is not None and schema.time.column == "ts"
+    source = ColumnsSource(table, schema)
+    assert np.concatenate(list(source.times())).tolist() == [1_700_000_000 + i for i in range(400)]
+
+
 def test_a_time_with_gaps_is_named_with_what_splits_by_it(tmp_path: Path) -> None:
     columns = logs()
     path = write(tmp_path / "x.csv", {**columns, "ts": ["" if i % 20 == 3 else t for i, t in enumerate(columns["ts"])]})

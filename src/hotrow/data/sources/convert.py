@@ -290,6 +290,7 @@ class TimeReader:
         sample = plain(sample).drop_null()
         if not is_text(sample.type) or format is not None or not len(sample):
             return TimeReader(format=format)
+        sample = pc.utf8_trim_whitespace(sample)
         # Most of the values decide: a bad first value must not make good ones bad.
         targets = (pa.int64(), pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC"))
         counts = [sum(_castable(sample[i : i + 1], target) for i in range(len(sample))) for target in targets]

@@ -69,6 +69,8 @@ def _told_by_time(f: ColumnFacts, sample: pa.Table, labels: Labels) -> float:
     spec, array = _time_spec(f), sample.column(f.name).combine_chunks()
     times, fault = TimeReader.for_column(array.slice(0, 1024), spec.get("format"))(array, f.name)
     good = labels.good if fault is None else labels.good & ~fault.rows
+    if not good.any():
+        return 0.0
     tally = Tally.of(times[good], labels.positive[good])
     found = weigh(tally, as_dense(tally, "standardize"))
     share = 0.0 if found is None else 1 - found.values / found.base
