@@ -432,8 +432,7 @@ def overlap_table(cells: list[dict[str, Any]]) -> list[str]:
         "Work that could be taken out of a step, and what happens if it is: above 1 the plain step is faster. Ids "
         "are ordered for the update of row-wise Adagrad. If a second thread does it, the step still orders its own, "
         "so the saving would be at most what the note says. None of this pays if every core computes already. So "
-        "hotrow orders ids inline, makes batches inline, and pins threads only on machines with several NUMA nodes "
-        "(`train.pin`)."
+        "hotrow orders ids and makes batches inline."
     )
     head = {"cell": "left", "beside": "left", "that / plain": "right", "plain, ms": "right", "note": "left"}
     rows = [[c["name"], c["peer"], factor(c), f"{c['ours_ms']:.3g}", c.get("note", "")] for c in cells]

@@ -18,7 +18,6 @@ which the hypervisor took processor time away counts for none.
     quality_taobao_window              the same of windows of four batches, of which the hot ones come first
     quality_synthetic                  the same on synthetic rows; the rate begins at the paper's 50,
     quality_synthetic_10               or at 10
-    quality_synthetic_end              a tenth of the samples at the end, in shuffled order
     quality_synthetic_decay            learning rates fall over the second half; twenty seeds
     quality_synthetic_narrow           hidden layers of 64; a hundred seeds
     link                               what crosses the link to a fast device, by budget (the same; nothing is timed)
@@ -324,7 +323,7 @@ def track(num_rounds: int, *, quick: bool) -> dict[str, Any]:
 
 
 REAL_ROWS = (*(f"quality_{name}" for name in hot_quality.REAL), "quality_taobao_window")
-SYNTHETIC = tuple(f"quality_synthetic{setting}" for setting in ("", "_10", "_end", "_decay", "_narrow"))
+SYNTHETIC = tuple(f"quality_synthetic{setting}" for setting in ("", "_10", "_decay", "_narrow"))
 QUALITY = (*REAL_ROWS, *SYNTHETIC, "link")
 CELLS = ("classify_prefix", "classify_listed", "classify_first", "calibrate", "track", "trackers", *QUALITY)
 

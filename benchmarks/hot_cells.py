@@ -86,8 +86,6 @@ class HotCell:
     schedule: str = "none"
     rate: float = 50
     """Percent of the hot or cold samples in one turn; for fae in the first."""
-    shuffled_end: float = 0.0
-    """Share of the samples that is kept for the end of the epoch and trained on in shuffled order."""
     batch_size: int = 2048
     decay: float = 0.0
     """Share of the steps, at the end, over which the learning rates fall as in the reference DLRM."""
@@ -113,10 +111,9 @@ class HotCell:
     def key(self) -> str:
         """The name of the cell in files."""
         shape = f"{self.num_samples}x{self.scale:g}" if self.source in SHAPES else "all"
-        end = f"+{self.shuffled_end:g}" if self.shuffled_end else ""
         decay = f"-{self.decay:g}" if self.decay else ""
         width = f"/{self.width} wide" if self.width else ""
-        schedule = f"/{self.schedule}{self.rate:g}{end}{decay}x{self.seeds}/{self.batch_size}{width}"
+        schedule = f"/{self.schedule}{self.rate:g}{decay}x{self.seeds}/{self.batch_size}{width}"
         schedule = schedule if self.kind == "quality" else ""
         return f"{self.group}/{self.name}/{shape}/{self.rows}/{self.amount:g}/{self.embedding_dim}{schedule}"
 

@@ -24,13 +24,11 @@ SMALL_TABLE = "32KiB"
 """Of 80,000 rows: FAE's megabyte is for 45 million."""
 BUDGETS = (0.1, 0.25, 0.5, 0.75, 0.9)
 """Shares of the tables' bytes."""
-END = 0.1
-"""Of the samples, in shuffled order at the end of the epoch: the cell quality_synthetic_end."""
 DECAY = 0.5
 """Of the steps, in which learning rates fall: the cell quality_synthetic_decay."""
 WIDTH = 64
 """Of the hidden layers: the cell quality_synthetic_narrow."""
-SYNTHETIC_SEEDS = {"_end": 5, "_decay": 20, "_narrow": 100}
+SYNTHETIC_SEEDS = {"_decay": 20, "_narrow": 100}
 """Others take 3. Differences deviate by 0.002, also where rates fall and with narrow layers, which train in a third of
 the time: it takes some hundred seeds to tell 0.0005."""
 TURNS, SLOTS = ("exact", "covering"), "slots"
@@ -42,7 +40,7 @@ TAOBAO_SEEDS = 20
 """A TBSM's starts differ far more than a DLRM's: twelve left a difference of 0.036 at two standard errors."""
 WINDOW = 4
 """Batches: the default of hot.window."""
-SETTINGS = ("rows", "amount", "batch_size", "schedule", "rate", "shuffled_end", "decay", "width")
+SETTINGS = ("rows", "amount", "batch_size", "schedule", "rate", "decay", "width")
 MOST_DIFFERENCE, LEAST_RATIO = 0.0005, 4.0
 
 
@@ -70,8 +68,7 @@ def measure(name: str, data: Path, folder: Path, *, quick: bool) -> dict[str, An
     if name.startswith("quality_synthetic"):
         num_samples, scale = (50_000, 0.01) if quick else (2_500_000, 0.1)
         shape = {"source": "kaggle", "num_samples": num_samples, "scale": scale, "small_table": "100KiB"}
-        shape |= {"rate": 10.0 if name.endswith("_10") else 50.0, "shuffled_end": END if name.endswith("_end") else 0.0}
-        shape |= {"decay": DECAY if name.endswith("_decay") else 0.0}
+        shape |= {"rate": 10.0 if name.endswith("_10") else 50.0, "decay": DECAY if name.endswith("_decay") else 0.0}
         shape |= {"width": WIDTH if name.endswith("_narrow") else None}
         packed = folder / f"kaggle-{num_samples}"
         if not (packed / "dataset.json").exists():
@@ -132,7 +129,7 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
     for cell in cells:
         difference, error = cell["auc_difference"], cell["auc_difference_se"]
         name = cell["name"].removeprefix("hot_quality_")
-        for setting in ("_10", "_end", "_decay", "_narrow", "_window"):
+        for setting in ("_10", "_decay", "_narrow", "_window"):
             name = name.removesuffix(setting)
         low, high = interval(difference, error, cell["seeds"])
         if name in REAL:
@@ -145,8 +142,7 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
         shares = [f"{cell['hot_samples']:.1%}", " / ".join(clicks), f"{cell['num_swaps']:.0f}"]
         name += f", layers of {cell['width']}" if cell.get("width") else ""
         first = f"window of {WINDOW}" if cell.get("schedule") == "window" else f"{cell['rate']:g}"
-        ends = [f"{cell.get(setting, 0):.0%}" for setting in ("shuffled_end", "decay")]
-        what = [name, f"{cell['samples']:,}", first, *ends, cell["seeds"]]
+        what = [name, f"{cell['samples']:,}", first, f"{cell.get('decay', 0):.0%}", cell["seeds"]]
         told = f"{difference:+.5f} ({low:+.5f} to {high:+.5f})"
         rows.append([*what, *shares, auc, told, promise, loss])
     text = (
@@ -160,7 +156,7 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
         "fall: the share of the steps, at the end, over which learning rates fall as in the reference DLRM. Clicks: "
         "the share of hot samples and of cold ones with a click."
     )
-    head = ("data", "samples", "first rate", "shuffled end", "rates fall", "seeds", "hot samples")
+    head = ("data", "samples", "first rate", "rates fall", "seeds", "hot samples")
     head = (*head, "clicks, hot / cold", "swaps", "AUC", "difference", "promised", "LogLoss")
     return [text, "", *table(heads(head, left=(0, 11)), rows)]
 

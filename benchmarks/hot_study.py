@@ -159,7 +159,7 @@ def config_of(cell: HotCell, dataset: PackedDataset, budget_bytes: int, schedule
     if schedule != "none":
         hot |= {"budget": budget_bytes, "rows": cell.rows, "small_table": cell.small_table}
     if schedule in ("fae", "fixed"):
-        hot |= {"rate": cell.rate, "shuffled_end": cell.shuffled_end}
+        hot |= {"rate": cell.rate}
     return make_config(
         {
             "data": str(dataset.path),

@@ -126,11 +126,10 @@ def shown_quality(row: Row) -> dict[str, str]:
 
 
 def schedule_of(row: Row) -> str:
-    """Returns the schedule in words: name, first rate, end, learning rates, and width of the layers."""
-    end = f", {row['shuffled_end']:.0%} shuffled at the end" if row["shuffled_end"] else ""
+    """Returns the schedule in words: name, first rate, learning rates, and width of the layers."""
     falling = f", learning rates falling over the last {row['decay']:.0%}" if row.get("decay") else ""
     width = f", hidden layers of {row['width']}" if row.get("width") else ""
-    return str(row["schedule"]) + ("" if row["schedule"] == "window" else f" R({row['rate']:g}){end}") + falling + width
+    return str(row["schedule"]) + ("" if row["schedule"] == "window" else f" R({row['rate']:g})") + falling + width
 
 
 SHOWN = {"coverage": shown_coverage, "cached": shown_cached, "quality": shown_quality}
@@ -163,7 +162,7 @@ TABLES = {"coverage": (COVERAGE,), "cached": (CACHED,), "quality": (QUALITY, COS
 KEPT = (
     "key", "group", "kind", "name", "rows", "amount", "small_table", "budget_bytes", "hot_bytes", "hot_rows",
     "hot_samples", "table_bytes", "calibrate_s", "classify_s", "link_bytes", "sync_bytes", "hybrid_bytes",
-    "hybrid_ratio", "hit_rows", "schedule", "rate", "shuffled_end", "decay", "width", "seeds", "num_steps",
+    "hybrid_ratio", "hit_rows", "schedule", "rate", "decay", "width", "seeds", "num_steps",
     "unlearned_seeds", "auc_baseline", "auc_fae", "auc_difference", "auc_difference_se", "auc_baseline_sd",
     "logloss_baseline", "logloss_fae", "logloss_difference", "logloss_difference_se", "accuracy_baseline",
     "accuracy_fae", "target_auc", "epochs_to_auc_baseline", "epochs_to_auc_fae", "num_swaps", "sync_share",

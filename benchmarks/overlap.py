@@ -1,4 +1,4 @@
-"""What could run ahead of a training step, and what it gains: ordering ids for the update, the loader, pinned threads.
+"""What could run ahead of a training step, and what it gains: ordering ids for the update, the loader.
 
     python -m benchmarks.overlap --out docs/benchmarks.json [--quick] [CELL ...]
 
@@ -7,9 +7,8 @@ orders the ids of the next batch. That step still orders its own: its note says 
 all that running ahead could save. `loader_ahead_*`: a step whose batch comes from a shuffled packed dataset, made
 inline, beside the same with the next batch made in a second thread. `lookups_beside_*`: lookups and the dense part
 of as many batches as there are threads, all threads on each part, beside a thread for each batch, every other of which
-looks up while its neighbour multiplies: what a step could gain by looking up the next batch meanwhile. `pinned_*`: a
-step with threads where the system puts them beside one with a core for each. A ratio above 1 says that the plain way,
-ours, is the faster.
+looks up while its neighbour multiplies: what a step could gain by looking up the next batch meanwhile. A ratio above 1
+says that the plain way, ours, is the faster.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import argparse
 import ctypes
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,14 +33,12 @@ from benchmarks.compiled import compiled
 from benchmarks.results import run_as_script
 from benchmarks.step_peers import Step, make_ours
 from benchmarks.step_shapes import SHAPES, Setting, StepShape, make_setting
-from hotrow.base.machine import numa_nodes
 from hotrow.batch import Batch
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.data.sources.inputs import prefetch
-from hotrow.kernels import ops
 from hotrow.kernels.reference import ALGORITHMS
 from hotrow.models.dlrm import DLRM
 from hotrow.optim import SparseOptimizer
@@ -181,33 +178,6 @@ def beside_cell(shape: StepShape) -> bench.Cell:
     )  # fmt: skip
 
 
-class Placed(Silent):
-    """The step with its threads on given cores, moved there beforehand."""
-
-    def __init__(self, step: Step, cores: Sequence[Sequence[int]]) -> None:
-        super().__init__(step)
-        self.cores = cores
-
-    def prepare(self, batch: int) -> None:
-        """Choose the batch, and move the threads."""
-        super().prepare(batch)
-        assert ops.pin_threads(self.cores) == len(self.cores), "the system does not pin threads"
-
-
-def pinned_cell(shape: StepShape) -> bench.Cell:
-    """The step with free threads beside the step with pinned ones."""
-
-    def build() -> tuple[bench.Contender, bench.Contender]:
-        step, _ = make_ours(make_setting(shape), "sgd")
-        number, every = torch.get_num_threads(), [core for node in numa_nodes() for core in node]
-        return Placed(step, [every] * number), Placed(step, [[core] for core in every[:number]])
-
-    return bench.Cell(
-        name=f"pinned_{shape.name}", peer="the same step, a core for each thread", build=build,
-        limit_s=lambda threads: None,
-    )  # fmt: skip
-
-
 class FromDataset(Silent):
     """A step whose batch a loader makes within the time of the step."""
 
@@ -271,7 +241,6 @@ def overlap_cells(options: argparse.Namespace) -> list[bench.Cell]:
         *(ids_cell(shapes[name]) for name in IDS_SHAPES),
         loader_cell(shapes["kaggle"]),
         *(beside_cell(shapes[name]) for name in ("embedding-bound", "sc20-small")),
-        *(pinned_cell(shapes[name]) for name in ("kaggle", "embedding-bound")),
     ]
 
 

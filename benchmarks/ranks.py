@@ -36,11 +36,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import bench
+from benchmarks.links import Link, LinkError
 from benchmarks.rank_sides import RankWork
 from benchmarks.rank_worker import Group
 from benchmarks.results import end_on_signals, record
 from benchmarks.step_shapes import NUM_BATCHES, SHAPES
-from hotrow.lab.study.links import Link, LinkError
 
 MOST_OVER_LEAST = 1.05
 """Bytes on the wire over the least there are, by our own promise."""

@@ -7,7 +7,6 @@
 #include <hotrow/limit.h>
 #include <hotrow/memory.h>
 #include <hotrow/parallel.h>
-#include <hotrow/pin.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -611,7 +610,6 @@ NB_MODULE(_native, m) {
   m.def("isas", isas);
   m.def("num_runnable", num_runnable);
   m.def("in_forked_child", in_forked_child);
-  m.def("pin_threads", pin_threads, nb::call_guard<nb::gil_scoped_release>());
   m.def("isa", [] { return std::string(kernels().isa); });
   m.def("use_isa", [](int index) {
     require(0 <= index && index < num_kernels(), "no such instruction set on this machine");

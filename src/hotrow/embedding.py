@@ -8,11 +8,9 @@ Next: optim.py for the step, reference.py for the arithmetic.
 from __future__ import annotations
 
 import itertools
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -393,7 +391,6 @@ class EmbeddingCollection(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for copies: everything but native handles and steps under way."""
-        _refuse_averaging()
         self.placement.check("copy")
         passing = ("newest_optimizer", "_pending", "_waiting", "_forwards", "_leaf", "_frozen_leaf")
         return {name: value for name, value in self.__dict__.items() if name not in passing}
@@ -433,26 +430,6 @@ class Waiting:
             return False
         self._said = True
         return True
-
-
-AVERAGING = {
-    "torch.optim.swa_utils": "torch.optim.swa_utils.AveragedModel",
-    "lightning.pytorch.callbacks.stochastic_weight_avg": "Lightning's StochasticWeightAveraging",
-    "pytorch_lightning.callbacks.stochastic_weight_avg": "Lightning's StochasticWeightAveraging",
-}
-"""Classes that copy a module to average its parameters, by the Python module that defines them."""
-
-
-def _refuse_averaging() -> None:
-    """Raises TypeError if one of AVERAGING makes the copy: it averages parameters(), and no table is among them."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if (what := AVERAGING.get(frame.f_globals.get("__name__", ""))) is not None:
-            raise TypeError(
-                f"{what} averages parameters(), and the tables of an EmbeddingCollection are not among them: average "
-                "the module without them, AveragedModel(model.head); docs/python.md shows how to average tables"
-            )
-        frame = frame.f_back
 
 
 def _beyond_float16(table: Rows, weights: Tensor) -> tuple[int, float] | None:

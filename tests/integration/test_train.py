@@ -24,7 +24,7 @@ from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot import turns
 from hotrow.kernels import ops
-from hotrow.run import runs, trainer, wear
+from hotrow.run import build, runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
 from hotrow.run.meters import Meter, Notice
@@ -459,8 +459,8 @@ def test_everything_before_the_first_step_is_decided_once(
 ) -> None:
     """By `train`, by `resume`, and by a run that scores."""
     calls: list[str] = []
-    decided = {"tables_of", "place_tables", "device_of_copies", "check_write_budget", "check_hot"}
-    for module, name in [*((setup, name) for name in decided), (turns, "check_hot"), (wear, "check_write_budget")]:
+    decided = {"tables_of", "place_tables", "device_of_copies", "check_hot"}
+    for module, name in [*((setup, name) for name in decided), (turns, "check_hot"), (build, "tables_of")]:
         plain = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, n=name, f=plain, **k: (calls.append(n), f(*a, **k))[1])
     run = train(dataset, tmp_path / "run", "train.max_steps=3")

@@ -20,7 +20,6 @@ import pytest
 from test_prepare_laws import StopAfter
 
 import hotrow
-from hotrow.base.files import parse_byte_rate
 from hotrow.base.progress import ProgressLine
 from hotrow.base.records import CHECKSUM, write_sealed
 from hotrow.cli import tools
@@ -33,7 +32,6 @@ from hotrow.kernels.ops import backend
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from hotrow.run.trainer import Interrupt, Training
-from hotrow.run.wear import WriteLedger
 from hotrow.setup.setup import Setup
 from mutate_sealed import Change, changed, changes
 from prepare_data import SCHEMA, make_rows, to_table
@@ -68,8 +66,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("altered")
     opened = open_source("frame", to_table(make_rows(600)), schema=SCHEMA)
     prepare(opened, folder / "data", Options(rows_per_part=200, rows_per_block=100))
-    hot = {"schedule": "fixed", "budget": "20KB", "small_table": 0, "shuffled_end": 0.2}
-    memory = {"dram": "60KB", "ssd": str(folder), "force": True, "write_budget": "1GB/day"}
+    hot = {"schedule": "fixed", "budget": "20KB", "small_table": 0}
+    memory = {"dram": "60KB", "ssd": str(folder), "force": True}
     for name, more in (("plain", {"hot": hot}), ("tiered", {"memory": memory})):
         (folder / f"{name}.yaml").write_text(json.dumps(config_of(folder / "data", folder / name, **more)))
         runs.train(load_config(folder / f"{name}.yaml"), quiet=True)
@@ -152,7 +150,7 @@ def cases(made: Path) -> dict[str, Case]:
     data, plain, tiered, export, count, encode = (
         made / name for name in ("data", "plain", "tiered", "export", "count", "encode")
     )
-    budget, out = parse_byte_rate("1GB/day"), made / "out"
+    out = made / "out"
     work = ".prepare/prepare.json"
     return {
         "dataset": Case(data, data / "dataset.json", lambda: read_dataset(data)),
@@ -164,7 +162,6 @@ def cases(made: Path) -> dict[str, Case]:
         "run": Case(plain, plain / "run.json", lambda: tell(plain)),
         "run in tiers": Case(tiered, tiered / "run.json", lambda: tell(tiered)),
         "export": Case(export, export / "export.json", lambda: tools.check(export)),
-        "writes": Case(tiered, tiered / "writes.json", lambda: WriteLedger(tiered / "writes.json", budget).written()),
         "counters": Case(count, count / ".prepare/counts/counters.json", lambda: go_on(made, "count")),
         "work, counting": Case(count, count / work, lambda: go_on(made, "count")),
         "work, encoding": Case(encode, encode / work, lambda: go_on(made, "encode")),
@@ -174,7 +171,7 @@ def cases(made: Path) -> dict[str, Case]:
 
 NAMES = [
     *("dataset", "vocabulary", "manifest", "manifest, resumed", "chains", "chains, resumed", "run", "run in tiers"),
-    *("export", "writes", "counters", "work, counting", "work, encoding", "parts"),
+    *("export", "counters", "work, counting", "work, encoding", "parts"),
 ]
 
 
@@ -232,7 +229,7 @@ def faults(case: Case, num_forged: int, num_plain: int) -> list[str]:
     return found
 
 
-FORGED = {"dataset": 20, "export": 60, "writes": 60, "run": 12, "manifest": 10}
+FORGED = {"dataset": 20, "export": 60, "run": 12, "manifest": 10}
 """Changes of the quick test with the checksum made right; of others 4, which take up to a tenth of a second each."""
 
 

@@ -18,12 +18,13 @@ import torch
 from test_resume import BASE, outcome, signal_at
 
 import hotrow
-from hot_rig import copies_in_dram
+from hot_rig import InDram, copies_in_dram
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.turns import HotCopies
+from hotrow.placement import copies as copies_module
 from hotrow.run import runs, trainer
 from hotrow.run.folder import RunFolder
 from sampled import sampled
@@ -67,6 +68,12 @@ def in_dram() -> Iterator[list[int]]:
     """As `copies_in_dram`, for the whole test."""
     with copies_in_dram() as steps:
         yield steps
+
+
+@pytest.fixture
+def dram_as_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies for the device "cpu" lie in DRAM and need no Triton."""
+    monkeypatch.setattr(copies_module, "OnDevice", InDram)
 
 
 def without_cost(found: dict[str, Any]) -> dict[str, Any]:
@@ -141,8 +148,6 @@ def test_what_cannot_be_is_refused_and_what_is_done_is_said(
         trained(without, tmp_path / "unvalidated")
     assert not (tmp_path / "small").exists() and not (tmp_path / "unvalidated").exists(), "before there is a folder"
     trained(without, tmp_path / "fixed", "hot.schedule=fixed", "train.max_steps=2", "train.eval_every=null")
-    with pytest.raises(ValueError, match=r"hot\.shuffled_end is 0\.01: of [\d,]+ training samples .* one batch of 37"):
-        trained(data, tmp_path / "end", "hot.shuffled_end=0.01")
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
@@ -213,6 +218,7 @@ def everything(emb: hotrow.EmbeddingCollection, optimizer: Any) -> list[torch.Te
     return [t.clone() for t in (*emb.weights.values(), *emb.low.values(), *states)]
 
 
+@pytest.mark.usefixtures("dram_as_device")
 @pytest.mark.parametrize("one_hot", [True, False])
 @pytest.mark.parametrize("name", ["SGD", "RowWiseAdagrad", "Adam"])
 def test_any_turns_of_a_library_user(name: str, one_hot: bool) -> None:
@@ -223,7 +229,7 @@ def test_any_turns_of_a_library_user(name: str, one_hot: bool) -> None:
     plain_optimizer = getattr(hotrow, name)(plain, lr=0.1)
     emb = copy.deepcopy(plain)
     optimizer = getattr(hotrow, name)(emb, lr=0.1)
-    copies = HotCopies(emb, optimizer, HOT_SET)
+    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
     for _ in range(12):
         hot = bool(generator.random() < 0.6)
         copies.fetch() if hot else copies.give_back()
@@ -240,10 +246,11 @@ def test_any_turns_of_a_library_user(name: str, one_hot: bool) -> None:
     assert copies.num_copied > 6
 
 
+@pytest.mark.usefixtures("dram_as_device")
 def test_one_side_is_live_at_a_time() -> None:
     emb = hotrow.EmbeddingCollection(TABLES, seed=3)
     optimizer = hotrow.SGD(emb, lr=0.1)
-    copies = HotCopies(emb, optimizer, HOT_SET)
+    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
     generator = np.random.default_rng(5)
     copies.fetch()
     cold = KeyedJaggedTensor(list(FEATURES), torch.tensor([1, 39, 3, 29, 29, 0, 0]).repeat(4)[:28])
@@ -271,6 +278,7 @@ def test_one_side_is_live_at_a_time() -> None:
     assert emb.state_dict() and not copies.live and not Path("never").exists()
 
 
+@pytest.mark.usefixtures("dram_as_device")
 def test_sides_change_between_forward_and_backward() -> None:
     """What was flushed meanwhile is flushed again after the step; rows of one side are never taken for the other's."""
     batch = random_batch(np.random.default_rng(5), hot=True, one_hot=True)
@@ -279,7 +287,7 @@ def test_sides_change_between_forward_and_backward() -> None:
     (plain_optimizer := hotrow.SGD(plain, lr=0.1)).step()
     emb = hotrow.EmbeddingCollection(TABLES, seed=3)
     optimizer = hotrow.SGD(emb, lr=0.1)
-    copies = HotCopies(emb, optimizer, HOT_SET)
+    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
     copies.fetch()
     out = emb(batch).sum()
     with copies.flushed():
@@ -298,10 +306,11 @@ def test_sides_change_between_forward_and_backward() -> None:
         out.backward()
 
 
+@pytest.mark.usefixtures("dram_as_device")
 def test_copies_that_cannot_be_written_back_stay_live(monkeypatch: pytest.MonkeyPatch) -> None:
     emb = hotrow.EmbeddingCollection(TABLES, seed=3)
     optimizer = hotrow.SGD(emb, lr=0.1)
-    copies = HotCopies(emb, optimizer, HOT_SET)
+    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
     copies.fetch()
     emb(random_batch(np.random.default_rng(5), hot=True, one_hot=True)).sum().backward()
     optimizer.step()
@@ -317,9 +326,10 @@ def test_copies_that_cannot_be_written_back_stay_live(monkeypatch: pytest.Monkey
         emb.state_dict()
 
 
+@pytest.mark.usefixtures("dram_as_device")
 def test_flushing_what_has_not_changed_copies_nothing() -> None:
     emb = hotrow.EmbeddingCollection(TABLES, seed=3)
-    copies = HotCopies(emb, hotrow.SGD(emb, lr=0.1), HOT_SET)
+    copies = HotCopies(emb, hotrow.SGD(emb, lr=0.1), HOT_SET, device="cpu")
     copies.fetch()
     with torch.no_grad():
         emb(random_batch(np.random.default_rng(5), hot=True, one_hot=True))
@@ -340,7 +350,7 @@ def test_interrupted_at_any_step_of_a_turn(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, in_dram: list[int]
 ) -> None:
     """Law 3: within a turn, at its last step and its first, at the end of an epoch."""
-    changes = [f"hot.schedule={schedule}", *(["hot.shuffled_end=0.2"] if schedule == "fae" else [])]
+    changes = [f"hot.schedule={schedule}"]
     whole = trained(data, tmp_path / "whole", *changes)
     swaps = [line["step"] for line in whole.measurements() if line["kind"] == "swap"]
     assert bool(swaps) == (schedule != "window")

@@ -59,7 +59,7 @@ VARIANTS = {
     "hot window": ["hot.schedule=window", "hot.budget=4KiB", "hot.small_table=0"],
     "hot phases of vectors": [*PHASES, "parallel.exchange={t2: pooled}"],
     "hot phases of a sample": [
-        *("hot.schedule=fixed", "hot.rows=sampled", "hot.small_table=0", "hot.shuffled_end=0.2"),
+        *("hot.schedule=fixed", "hot.rows=sampled", "hot.small_table=0"),
         *("optimizer.dense.name=adam", "optimizer.sparse.name=adam"),
     ],
     "copies of hot rows": ["parallel.hot_rows=0.2", "parallel.sharding={t0: row, t1: row, t2: row}"],

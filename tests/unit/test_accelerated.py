@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hotrow.costs.accelerated import LIKELY, USABLE, with_gpus
+from hotrow.costs.declared import LIKELY, USABLE, with_gpus
 from hotrow.costs.hardware import Figure, Gpu, Hardware
 from hotrow.costs.work import TableWork, Work
 from hotrow.tables import TableConfig

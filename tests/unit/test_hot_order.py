@@ -16,7 +16,7 @@ from hotrow.batch import Batch
 from hotrow.config.schema import HotConfig
 from hotrow.data.packed.reader import Split
 from hotrow.hot import order as hot_order
-from hotrow.hot.order import BatchOrder, Rate, Turn, batch_order, mixed_samples
+from hotrow.hot.order import BatchOrder, Rate, Turn, batch_order
 from packed_data import make_rows, write_dataset
 
 NUM_ROWS, BATCH = 517, 10
@@ -76,15 +76,10 @@ def test_every_sample_once_per_epoch_in_batches_of_one_class(split: Split, sched
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.5])
-@pytest.mark.parametrize("shuffled_end", [0, 0.1])
-def test_classes_share_one_window(
-    split: Split, monkeypatch: pytest.MonkeyPatch, share: float, shuffled_end: float
-) -> None:
+def test_classes_share_one_window(split: Split, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Together they hold as many rows as one class alone would, and each mixes rows of as long a stretch."""
     monkeypatch.setattr(hot_order, "WINDOW_ROWS", 200)
-    config = HotConfig(schedule="fixed", rate=20, shuffled_end=shuffled_end)
-    mixed = mixed_samples(NUM_ROWS, shuffled_end, batch_size=BATCH, seed=0)
-    order = batch_order(config, split, mark(share), batch_size=BATCH, shuffle_seed=4, mixed=mixed)
+    order = order_of(split, mark(share), schedule="fixed", rate=20)
     windows = {name: loader.window_rows for name, loader in order.loaders.items()}
     assert 200 <= sum(windows.values()) < 200 + len(windows)
     for name, loader in order.loaders.items():
@@ -97,28 +92,6 @@ def test_a_fixed_rate_takes_so_many_percent_of_each_class_in_turn(split: Split) 
     found = turns(order_of(split, mark(0.5), schedule="fixed", rate=25), 0)
     assert [name for name, _ in found] == ["cold", "hot"] * 4
     assert [name for name, _ in turns(order_of(split, mark(0.5), schedule="fixed", rate=100), 0)] == ["cold", "hot"]
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_an_epoch_may_end_in_shuffled_order(split: Split, share: float) -> None:
-    """On the samples that were drawn, of both classes, after all others, whatever the rate does."""
-    is_hot, mixed = mark(share), mixed_samples(NUM_ROWS, 0.25, batch_size=BATCH, seed=1)
-    assert mixed is not None and mixed.sum() == NUM_ROWS // 4 // BATCH * BATCH
-    config = HotConfig.model_validate({"schedule": "fae", "rate": 40})
-    order = batch_order(config, split, is_hot, batch_size=BATCH, shuffle_seed=4, mixed=mixed)
-    seen = []
-    for epoch in (0, 1):
-        found = turns(order, epoch, [0.5, 0.6, 0.55, 0.6])
-        rows = [row for _, batches in found for batch in batches for row in batch]
-        assert Counter(rows) == Counter(range(NUM_ROWS))
-        names = [name for name, _ in found]
-        assert names.count("mixed") == 1 and names[-1] == "mixed"
-        assert all(mixed[row] for batch in found[-1][1] for row in batch)
-        assert share in (0.0, 1.0) or {"cold", "hot"} < set(names)
-        seen.append(rows)
-    assert seen[0] != seen[1]
-    assert mixed_samples(NUM_ROWS, 0.0, batch_size=BATCH, seed=1) is None
-    assert mixed_samples(BATCH, 0.9, batch_size=BATCH, seed=1) is None, "not a batch of them"
 
 
 def test_the_last_class_with_batches_goes_to_its_end(split: Split) -> None:

@@ -1,4 +1,4 @@
-"""hotrow.costs.modelled: steps on a machine that is not here, against the machine that they were measured on."""
+"""hotrow.costs.declared: steps on a machine that is not here, against the machine that they were measured on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from hotrow.config.load import make_config
-from hotrow.costs import modelled as module
+from hotrow.costs import declared as module
 from hotrow.costs.cost import PHASES, CostModel, amounts_of
+from hotrow.costs.declared import RATES, faster, modelled, rate_of, read_machine
 from hotrow.costs.demand import tables_of
 from hotrow.costs.hardware import MACHINES, Figure, Hardware, Point
-from hotrow.costs.modelled import RATES, faster, modelled, rate_of, read_machine
 from hotrow.costs.traffic import traffic_of
 from hotrow.costs.wire import sharing_amounts
 from hotrow.costs.work import work_of

@@ -42,12 +42,6 @@ def test_backend_says_what_runs() -> None:
     assert backend.threads == torch.get_num_threads()
 
 
-@needs_native
-def test_set_isa_refuses_what_is_not_there() -> None:
-    with pytest.raises(ValueError, match="'sse9' is not available here; choose one of baseline"):
-        ops.set_isa("sse9")
-
-
 FACTS = """
 import json
 from hotrow.kernels import ops

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import rank_laws, ranks
+from benchmarks import links, rank_laws, ranks
 from benchmarks.rank_sides import (
     RankWork,
     Seat,
@@ -31,7 +31,6 @@ from benchmarks.rank_sides import (
 from benchmarks.rank_worker import Group, sent_bytes
 from benchmarks.ranks_page import ranks_table
 from benchmarks.step_shapes import make_setting
-from hotrow.lab.study import links
 from hotrow.parallel.ranks import Ranks
 
 

@@ -28,6 +28,7 @@ from hotrow.report.page import report_page, sentences, summary
 from hotrow.run import folder as run_folder
 from hotrow.run import runs, trainer
 from hotrow.run.folder import RunFolder
+from hotrow.run.record import PHASES
 
 HOSTILE = "<script>alert(1)</script><b>&\"'"
 MOST_BYTES = 1_500_000
@@ -403,35 +404,24 @@ def test_a_killed_run_is_told_from_one_that_trains(dataset: PackedDataset, tmp_p
 # ---- traces
 
 
+def spans(run: RunFolder) -> list[str]:
+    """The names of the spans that are not torch's own, in order."""
+    events = json.loads((run.path / "trace.json").read_text())["traceEvents"]
+    found = [event for event in events if event.get("cat") == "user_annotation" and event["ph"] == "X"]
+    return [event["name"] for event in sorted(found, key=lambda event: float(event["ts"]))]
+
+
 def test_a_trace_has_the_phases_of_the_steps_it_names(dataset: PackedDataset, tmp_path: Path) -> None:
     run = runs.train(config_for(dataset, tmp_path / "run", trace="3:4"), quiet=True)
     plain = runs.train(config_for(dataset, tmp_path / "plain"), quiet=True)
-    events = [event for event in json.loads((run.path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
-    phases = [(event["args"]["step"], event["name"]) for event in events if event["name"] != "between steps"]
-    named = ("data", "lookup", "dense", "update")
-    assert phases == [(step, name) for step in range(3, 7) for name in (*named, f"step {step}")]
-    for event in events:
-        if event["name"] in named:
-            (whole,) = [e for e in events if e["name"] == f"step {event['args']['step']}"]
-            assert whole["ts"] <= event["ts"] and event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 0.01
+    own = [name for name in spans(run) if name in (*PHASES, "between steps")]
+    assert own == [*PHASES, "between steps"] * 4
+    assert run.path.joinpath("trace.json").stat().st_mode & 0o777 == 0o600
     assert not (plain.path / "trace.json").exists()
     last = runs.train(config_for(dataset, tmp_path / "last", trace="16:9"), quiet=True)
-    events_of_last = json.loads((last.path / "trace.json").read_text())["traceEvents"]
-    assert {event["args"].get("step", 16) for event in events_of_last} == {16}, "there are 16 steps, counted from 1"
+    assert spans(last).count("update") == 1, "there are 16 steps, counted from 1"
     rows = [RunFolder.open(folder.path).record.metrics for folder in (run, plain)]
     assert rows[0] == rows[1], "a trace changes no result"
-
-
-@pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
-def test_a_trace_of_tiers_has_the_waits(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
-    large = make_dataset(tmp_path / "data", rows={"train": 256}, table_rows=(50, 20, 40_000))
-    config = config_for(large, tmp_path / "run", trace="1:16")
-    config = make_config({**config.model_dump(mode="json"), "memory": {"dram": "300KiB", "lookahead": 0}})
-    run = runs.train(config, quiet=True)
-    events = json.loads((run.path / "trace.json").read_text())["traceEvents"]
-    waits = sum(event["args"].get("waited_for_rows_ms", 0.0) for event in events if event["ph"] == "X")
-    record_s = RunFolder.open(run.path).record.memory["stall_s"]  # type: ignore[index]
-    assert waits == pytest.approx(1e3 * record_s, abs=0.02)
 
 
 def test_a_trace_that_names_no_step_is_said(dataset: PackedDataset, tmp_path: Path) -> None:

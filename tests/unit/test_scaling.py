@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from hotrow.costs.work import work_of
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.lab.study import cells, scaling
 from hotrow.lab.study.data import SyntheticRows
-from hotrow.lab.study.links import Link, LinkError
 from hotrow.lab.study.run import run_study
 from hotrow.lab.study.study import Cell, expand, read_study
 
@@ -119,7 +117,6 @@ def test_sentences_say_that_they_are_modelled() -> None:
     [
         ({"ranks": 0}, "ranks is 0; it must be a whole number from 1"),
         ({"ranks": 2.0}, "ranks is 2.0; it must be a whole number"),
-        ({"ranks": 3, "link": 1}, "link is 1 with ranks 3; it joins two ranks"),
         ({"batch_per_rank": "x"}, "batch_per_rank is 'x'"),
     ],
 )
@@ -162,33 +159,3 @@ def test_two_ranks_and_a_modelled_cell_end_to_end(
     assert "predicted exchanges, ms" in page and (tmp_path / "out" / "many.svg").exists()
     again = run_study(str(path), tmp_path / "out")
     assert [row.get("measured_at") for row in again["cells"]] == [row.get("measured_at") for row in result["cells"]]
-
-
-def test_a_link_that_cannot_be_made_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else f"/sbin/{name}")
-    path = study(tmp_path, links={"base": {"ranks": 2}, "axes": {"link": [1.0]}})
-    result = run_study(str(path), tmp_path / "out")
-    assert result["cells"] == [] and (result["measured"], result["skipped"]) == (0, 1)
-    assert (
-        "two namespaces with a link cannot be made here: not installed here: tc"
-        in (tmp_path / "out" / "results.json").read_text()
-    )
-
-
-@pytest.mark.slow
-def test_two_ranks_over_a_slow_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        with Link() as link:
-            link.limit(1e9)
-    except LinkError as error:
-        pytest.skip(str(error))
-    slow_net, fast_net = cells.network_over(0.1), cells.network_over(1.0)
-    assert slow_net.bytes_per_s.value < min(1.2 * 12.5e6, fast_net.bytes_per_s.value)
-    monkeypatch.setattr(cells, "MOST_S", 0.5)
-    result = run_study(
-        str(study(tmp_path, links={"base": {"ranks": 2}, "axes": {"link": [0.001, 1.0]}})), tmp_path / "o"
-    )
-    slow, fast = result["cells"]
-    assert slow["wire_bytes"] == pytest.approx(fast["wire_bytes"], rel=0.05)
-    assert slow["step_ms"] > 8e3 * slow["wire_bytes"] / 0.001e9 * 0.8, "what its bytes take on the link, about"
-    assert slow["exchange_ms"] > fast["exchange_ms"]

@@ -1,4 +1,4 @@
-"""Threads of a session: their number, their cores, and that all is as before afterwards; how it is gone on with."""
+"""Threads of a session: their number, and that all is as before afterwards; how it is gone on with."""
 
 from __future__ import annotations
 
@@ -15,32 +15,11 @@ import torch
 
 from forked import run_forked
 from hotrow.api import Run
-from hotrow.base.machine import _cgroup_quota, default_threads, nodes_of, numa_nodes, usable_cores
+from hotrow.base.machine import _cgroup_quota, default_threads, usable_cores
 from hotrow.base.records import write_sealed
 from hotrow.kernels import ops
 from hotrow.run.folder import RunFolder, _new_folder, resume_command
-from hotrow.run.runs import cores_to_pin, describe_threads, threads
-
-TWO_NODES = [[0, 1, 4, 5], [2, 3, 6, 7]]
-
-
-def affinities() -> list[set[int]]:
-    """The cores of every thread of this process."""
-    return [os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()]
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no thread affinity")
-@pytest.mark.skipif(not ops.isas(), reason="pinning needs the native module")
-def test_each_thread_gets_a_core_of_its_own_and_gives_it_back() -> None:
-    before, number = affinities(), len(os.sched_getaffinity(0))
-    with threads(number, pin="cores") as used:
-        assert used == number == torch.get_num_threads()
-        alone = [next(iter(cores)) for cores in affinities() if len(cores) == 1]
-        assert sorted(alone) == sorted(os.sched_getaffinity(0) | set(alone)), "two threads share a core"
-        assert len(alone) >= number
-        assert os.sched_getaffinity(0) == {numa_nodes()[0][0]}, "thread 0 is the caller"
-        assert usable_cores() == number, "a pinned thread still knows the cores of its process"
-    assert all(cores == before[0] for cores in affinities())
+from hotrow.run.runs import describe_threads
 
 
 def test_cpu_quotas_of_both_versions_and_of_parents(tmp_path: Path) -> None:
@@ -63,57 +42,6 @@ def test_cpu_quotas_of_both_versions_and_of_parents(tmp_path: Path) -> None:
     group(tmp_path / "v1" / "cpu", cfs_quota_us="-1", cfs_period_us="100000")
     assert _cgroup_quota(tmp_path / "v1", member) == 3
     assert _cgroup_quota(tmp_path / "v1", tmp_path / "absent") is None
-
-
-def test_a_refusal_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "pin_threads", lambda cores: 0)
-    with pytest.warns(UserWarning, match="did not pin all 1 threads to cores"), threads(1, pin="cores"):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("pin", "num_threads", "nodes", "cores"),
-    [
-        ("off", 2, TWO_NODES, None),
-        ("auto", 4, [[0, 1, 2, 3]], None),
-        ("auto", 6, TWO_NODES, [0, 1, 4, 5, 2, 3]),
-        ("auto", 9, TWO_NODES, None),
-        ("cores", 2, [[0, 1, 2, 3]], [0, 1]),
-    ],
-)
-def test_cores_to_pin(pin: str, num_threads: int, nodes: list[list[int]], cores: list[int] | None) -> None:
-    assert cores_to_pin(pin, num_threads, nodes) == cores  # type: ignore[arg-type]  # a parameter is a str
-
-
-def test_more_threads_than_cores() -> None:
-    with pytest.raises(
-        ValueError, match=r"train\.pin is 'cores', but there are 9 threads and 8 cores; lower train\.threads"
-    ):
-        cores_to_pin("cores", 9, TWO_NODES)
-
-
-def write_system(folder: Path, nodes: dict[str, str], siblings: dict[int, str]) -> Path:
-    for name, cores in nodes.items():
-        (folder / "node" / name).mkdir(parents=True)
-        (folder / "node" / name / "cpulist").write_text(cores + "\n")
-    for core, text in siblings.items():
-        (folder / "cpu" / f"cpu{core}" / "topology").mkdir(parents=True)
-        (folder / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list").write_text(text + "\n")
-    return folder
-
-
-def test_nodes_as_linux_describes_them(tmp_path: Path) -> None:
-    siblings = {core: f"{core % 4},{core % 4 + 4}" for core in range(8)}
-    system = write_system(tmp_path, {"node10": "2-3,6-7", "node9": "0-1,4-5"}, siblings)
-    assert nodes_of(set(range(8)), system) == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert nodes_of({1, 3, 5}, system) == [[1, 5], [3]], "only what this process may use"
-    assert nodes_of({2, 6}, system) == [[2, 6]]
-
-
-def test_a_machine_that_says_nothing_is_one_node(tmp_path: Path) -> None:
-    assert nodes_of({3, 1}, tmp_path) == [[1, 3]]
-    system = write_system(tmp_path, {"node0": "0"}, {})
-    assert nodes_of({0, 1}, system) == [[0, 1]], "a core of no node"
 
 
 def test_commands_to_go_on_with_are_those_a_shell_takes(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from hotrow.lab.study.run import run_study
 from hotrow.lab.study.study import STUDIES, Cell, Draw, Range, expand, find_study, read_study
 from hotrow.run.folder import RunFolder
 from hotrow.run.meters import Session
+from hotrow.setup import slots
 
 NAME = "Tiny <script>alert(1)</script> & 50 %"
 TINY: dict[str, Any] = {
@@ -557,7 +558,7 @@ def predicting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         phases = {"data": 0.0, "lookup": 0.0, "dense": made[-1], "update": 0.0}
         return Prediction(seconds=phases, wait_s=0.0, binds="dense")
 
-    monkeypatch.setattr(cells, "predict", predict)
+    monkeypatch.setattr(slots, "predict", predict)
     monkeypatch.setattr("hotrow.lab.study.run.known_hardware", lambda: HARDWARE)
     return made
 
@@ -603,7 +604,7 @@ def test_a_study_whose_cells_cannot_be_predicted_measures_nothing(
     def fail(work: Any, hardware: Any, slots: Any = None, shared: Any = None) -> Prediction:
         raise ValueError(fault)
 
-    monkeypatch.setattr(cells, "predict", fail)
+    monkeypatch.setattr(slots, "predict", fail)
     with pytest.raises(ValueError, match=rf"6 of 6 cells cannot be predicted: {fault}: {cure}"):
         run_study(str(write_study(tmp_path, predicts=True)), tmp_path / "out")
     assert not trained
@@ -612,7 +613,7 @@ def test_a_study_whose_cells_cannot_be_predicted_measures_nothing(
 def test_cells_without_a_prediction_are_told_and_predicted_again(
     tmp_path: Path, trained: list[str], predicting: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_predict, real_run, said, calls = cells.predict, cells.run_cell, [], []
+    real_predict, real_run, said, calls = slots.predict, cells.run_cell, [], []
     out, path = tmp_path / "out", write_study(tmp_path, predicts=True)
 
     def predict(work: Any, hardware: Any, slots: Any = None, shared: Any = None) -> Prediction:
@@ -626,7 +627,7 @@ def test_cells_without_a_prediction_are_told_and_predicted_again(
             raise KeyboardInterrupt
         return real_run(cell, config, work)
 
-    monkeypatch.setattr(cells, "predict", predict)
+    monkeypatch.setattr(slots, "predict", predict)
     with monkeypatch.context() as patch:
         patch.setattr(cells, "run_cell", stop)
         with pytest.raises(KeyboardInterrupt):
@@ -673,7 +674,7 @@ def test_modelled_speed_has_a_column_of_its_own(
         assert (machine.name, threads, own) == ("fast", 8, 1), "a cell of one thread"
         return {"one thread": 1.0, "threads": 4.0, "flops_per_s": 2.0}
 
-    monkeypatch.setattr(cells, "predict", predict)
+    monkeypatch.setattr(slots, "predict", predict)
     monkeypatch.setattr(cells, "faster", faster)
     result = run_study(str(write_study(tmp_path, machines=["fast", "odd"])), tmp_path / "out")
     first = result["cells"][0]
@@ -692,7 +693,6 @@ def test_modelled_speed_has_a_column_of_its_own(
     assert "with_gpus" not in first.get("predicted", {})
     assert "533.3 (declared)" in page and "samples_per_unit" not in first, "what nobody declares is absent"
     assert "modelled.fast.samples_per_j" in (tmp_path / "out" / "results.csv").read_text()
-    assert (tmp_path / "out" / "batch-1-j.svg").exists()
 
 
 def test_a_machine_named_later_is_modelled_without_measuring_again(

@@ -13,7 +13,7 @@ import platform
 import re
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def _features() -> set[str] | None:
 
 def usable_cores() -> int:
     """Returns the number of cores this process may use: its affinity, limited by the CPU quotas of its cgroups."""
-    affinity = len(process_cores())
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return affinity if quota is None else max(1, min(affinity, int(quota)))
 
@@ -109,45 +109,6 @@ def default_threads(num_processes: int = 1) -> int:
         return max(1, usable_cores() // num_processes)
     own = torch.get_num_threads()
     return own if given is not None else min(own, usable_cores())
-
-
-@functools.cache
-def process_cores() -> frozenset[int]:
-    """Returns the cores this process may use. Asked once, at the start, because pinned threads see only their own."""
-    if not hasattr(os, "sched_getaffinity"):
-        return frozenset(range(os.cpu_count() or 1))
-    return frozenset(os.sched_getaffinity(0))
-
-
-def numa_nodes() -> list[list[int]]:
-    """Returns the cores this process may use by NUMA node; second hardware threads come last within a node."""
-    return nodes_of(process_cores(), Path("/sys/devices/system"))
-
-
-def nodes_of(mine: Set[int], system: Path) -> list[list[int]]:
-    """Returns the cores `mine` by node, as the folder `system` describes them; one node if it does not."""
-    folders = sorted((system / "node").glob("node[0-9]*"), key=lambda folder: int(folder.name.removeprefix("node")))
-    nodes = [mine & _core_list(folder / "cpulist") for folder in folders]
-    if set().union(*nodes) != mine:
-        nodes = [set(mine)]
-    return [_siblings_last(node, system) for node in nodes if node]
-
-
-def _siblings_last(cores: Set[int], system: Path) -> list[int]:
-    def place(core: int) -> tuple[int, int]:
-        siblings = _core_list(system / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list") | {core}
-        return sorted(siblings & cores).index(core), core
-
-    return sorted(cores, key=place)
-
-
-def _core_list(path: Path) -> set[int]:
-    """Reads a list such as "0-3,8"; an absent file is an empty set."""
-    try:
-        parts = [part.split("-") for part in path.read_text().strip().split(",") if part]
-    except OSError:
-        return set()
-    return {core for part in parts for core in range(int(part[0]), int(part[-1]) + 1)}
 
 
 def _cgroup_quota(root: Path, membership: Path) -> float | None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hotrow.base.files import size
 from hotrow.config.load import load_config
+from hotrow.costs.declared import read_machine
 from hotrow.costs.hardware import another_machine, known_hardware, this_host
-from hotrow.costs.modelled import read_machine
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.forecast.explain import Explanation, TablePlan, bind, explain
 from hotrow.forecast.ranks import OverRanks

@@ -47,7 +47,6 @@ from hotrow.run.folder import CONFIG, METRICS, RUN, RunFolder
 from hotrow.run.record import read_extra
 from hotrow.run.restart import LAUNCH, read_launch
 from hotrow.run.runs import remove_left_rows, train
-from hotrow.run.wear import LEDGER, WriteLedger
 from hotrow.setup.memory import FOLDER
 
 NUM_ROWS = 600_000
@@ -182,9 +181,6 @@ def _check_notes(run: RunFolder) -> int:
     if is_taken(run.path / CONFIG):
         load_config(run.path / CONFIG)
         notes.append(run.path / CONFIG)
-    if is_taken(run.path / LEDGER):
-        WriteLedger(run.path / LEDGER, None)
-        notes.append(run.path / LEDGER)
     if is_taken(run.path / LAUNCH):
         read_launch(run.path)
         notes.append(run.path / LAUNCH)

@@ -184,10 +184,6 @@ class TrainConfig(_Section):
     `torch.set_num_threads`, otherwise one for each physical core), but no more than the cores this process may use,
     unless `OMP_NUM_THREADS` is set. Processes of a run on one machine divide its cores, unless `OMP_NUM_THREADS` is
     above 1."""
-    pin: Literal["auto", "cores", "off"] = "auto"
-    """Whether each thread is kept on one core. `cores`: yes; cores are filled NUMA node by NUMA node. `auto`: as
-    `cores` on a machine with several NUMA nodes, otherwise `off`, because another process on a pinned core delays every
-    step."""
     precision: Literal["fp32", "fp16", "split_bf16"] = "fp32"
     """How weights are stored. Tables always compute in float32; `dense_dtype` decides how dense layers compute. `fp16`:
     tables are float16, rounded at every update, and take half the memory. `split_bf16`: tables are float32 in two
@@ -205,8 +201,8 @@ class TrainConfig(_Section):
     log_every: Count = 50
     """Steps between two lines of metrics.jsonl; each line has means over these steps."""
     trace: Annotated[str, AfterValidator(_check_trace)] | None = None
-    """Steps whose phases are written to trace.json in the run's folder, for Perfetto or chrome://tracing: START:COUNT,
-    such as 100:20 for the steps 100 to 119. null: no trace."""
+    """Steps that torch.profiler follows: START:COUNT, such as 100:20 for the steps 100 to 119. Their phases and torch's
+    operations are written to trace.json in the run's folder, for Perfetto or chrome://tracing. null: no trace."""
 
 
 class CheckpointConfig(_Section):
@@ -249,9 +245,9 @@ class MemoryConfig(_Section):
     force: bool = False
     """Whether `ssd` may lie on a network file system or in memory (tmpfs), which is refused otherwise."""
     write_budget: str | None = None
-    """Bytes that this run may write to its drive, rows and checkpoints, in any 24 hours or any hour: text such as
-    200GB/day or 10GiB/hour, for instance the endurance a drive is rated for. Before the budget is spent, training saves
-    a checkpoint and ends with an error that says when it can be resumed. null means no limit."""
+    """Bytes that a run should write to its drive, rows and checkpoints, in a day or an hour: text such as 200GB/day or
+    10GiB/hour, for instance the endurance a drive is rated for. The run's report has the share that is used, and a run
+    that writes more warns once; it goes on. null: no budget."""
 
     @model_validator(mode="after")
     def _a_size_and_a_folder(self) -> MemoryConfig:
@@ -299,10 +295,6 @@ class HotConfig(_Section):
     rate: Annotated[float, Field(ge=1, le=100)] = 50
     """Percent of a class of batches, cold or hot, that one phase trains. `fae` starts with it, halves it if the loss
     did not fall, and doubles it after four falls in a row. Only for `fae` and `fixed`."""
-    shuffled_end: Share = 0
-    """Share of the samples, drawn from both classes, that every epoch keeps for its end, in shuffled order. Without
-    them an epoch ends on one class, whose rate of clicks the model learns last. 0 is as published. Only for `fae` and
-    `fixed`."""
     window: Annotated[int, Field(ge=2, le=1024)] = 4
     """Batches within which samples are reordered. Only for `window`."""
     eval_samples: Count = 65536
@@ -327,7 +319,7 @@ class HotConfig(_Section):
     def unused(self) -> list[str]:
         """Returns the options that differ from their default but do nothing with this schedule."""
         used = {"schedule"} | (set() if self.schedule == "none" else {"budget", "small_table", "rows"})
-        used |= {"rate", "shuffled_end", "merge_every"} if self.takes_turns else set()
+        used |= {"rate", "merge_every"} if self.takes_turns else set()
         used |= {"fae": {"eval_samples"}, "window": {"window"}}.get(self.schedule, set())
         fields = type(self).model_fields
         return [f"hot.{name}" for name in fields if name not in used and getattr(self, name) != fields[name].default]
@@ -424,7 +416,7 @@ class Config(_Section):
 
     @property
     def write_budget(self) -> ByteRate | None:
-        """`memory.write_budget` in numbers; None: no limit."""
+        """`memory.write_budget` in numbers; None: no budget."""
         text = None if isinstance(self.memory, str) else self.memory.write_budget
         return None if text is None else parse_byte_rate(text)
 

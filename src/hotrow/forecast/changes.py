@@ -14,8 +14,8 @@ from hotrow.base.files import size
 from hotrow.base.progress import num_of
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.costs.cost import Prediction, network_of
+from hotrow.costs.declared import modelled_by
 from hotrow.costs.hardware import Disk, Figure, Gpu
-from hotrow.costs.modelled import modelled_by
 from hotrow.forecast.ranks import rank_of
 from hotrow.parallel.shards import pooled_tables
 from hotrow.placement.budget import Memory

@@ -13,8 +13,8 @@ from typing import Any
 
 from hotrow.base.files import size
 from hotrow.costs.cost import Prediction
+from hotrow.costs.declared import modelled_by
 from hotrow.costs.demand import required_bytes
-from hotrow.costs.modelled import modelled_by
 from hotrow.costs.solve import expected_hits, most_saved
 from hotrow.forecast.changes import Change, changes, step_at
 from hotrow.forecast.ranks import OverRanks, over_ranks

@@ -8,8 +8,7 @@
 
 A `BatchOrder` has a few classes of batches, each with its own loader, and alternates between them. One stretch of
 batches of one class is a phase of the schedule, called `Turn` in the code. `none` and `window` have one class, and an
-epoch is one phase. `fixed` and `fae` may keep some samples of both classes for a last phase in shuffled order, so that
-an epoch does not end on one class. Every sample comes once per epoch, even if the rate changes.
+epoch is one phase. Every sample comes once per epoch, even if the rate changes.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ from hotrow.data.packed.reader import Split
 
 FALLS = 4
 """The rate is doubled after the loss has fallen this many times in a row."""
-MIXED = "mixed"
-"""The class whose phase comes when the others have no batches left."""
 LOWEST, HIGHEST = 1.0, 100.0
 """Bounds of the rate, in percent."""
 
@@ -83,7 +80,7 @@ class _Reading:
 
 
 class BatchOrder:
-    """Alternates between classes of batches, `rate` percent of a class at a time; the first begins, MIXED ends.
+    """Alternates between classes of batches, `rate` percent of a class at a time; the first begins.
 
     loaders: by class; a class without rows is left out. rate: percent, from LOWEST to HIGHEST.
     """
@@ -104,7 +101,7 @@ class BatchOrder:
         """Begins a phase of the class `name`; if no other class has batches left, it takes all the rest."""
         total, taken = self._total(name), self.turn.taken.get(name, 0)
         share = math.ceil(total * self.turn.rate.percent / 100 - 1e-9)  # 0.29 * 100 is above 29
-        alone = not any(self._has_more(other) for other in self.loaders if other not in (name, MIXED))
+        alone = not any(self._has_more(other) for other in self.loaders if other != name)
         self.turn = replace(self.turn, name=name, stop=total if alone else min(total, taken + share))
 
     def _total(self, name: str) -> int:
@@ -132,8 +129,7 @@ class BatchOrder:
         """The class of the next phase, which may belong to the next epoch."""
         names = [*self.loaders]
         at = names.index(self.turn.name)
-        left = [name for name in names[at + 1 :] + names[: at + 1] if self._has_more(name)]
-        return next((name for name in left if name != MIXED), left[0] if left else names[0])
+        return next((name for name in names[at + 1 :] + names[: at + 1] if self._has_more(name)), names[0])
 
     def end_turn(self, loss: float | None = None) -> None:
         """Goes to the next phase. loss: on validation rows, for the rate to follow."""
@@ -166,14 +162,12 @@ def batch_order(
     *,
     batch_size: int,
     shuffle_seed: int | None,
-    mixed: NDArray[np.bool_] | None = None,
     part: Callable[[int], tuple[int, int]] | None = None,
     micro_batches: int = 1,
 ) -> BatchOrder:
     """Makes the order that `config.schedule` asks for.
 
-    is_hot: bool [rows of the split]; None if the schedule is none. mixed: bool [rows of the split], samples of both
-    classes that the phased schedules keep for the end of the epoch. part, micro_batches: see `Loader`; a schedule of
+    is_hot: bool [rows of the split]; None if the schedule is none. part, micro_batches: see `Loader`; a schedule of
     hot batches has one stream for each class.
     """
     if is_hot is None:
@@ -185,8 +179,6 @@ def batch_order(
         )
         return BatchOrder({"all": loader})
     classes = {"cold": ~is_hot, "hot": is_hot}  # cold first: it touches more rows
-    if mixed is not None:
-        classes = {**{name: own & ~mixed for name, own in classes.items()}, MIXED: mixed}
     loaders = {
         name: Loader(split, batch_size, shuffle_seed=shuffle_seed, only=only, window_rows=_window_rows(only), part=part)
         for name, only in classes.items()
@@ -201,13 +193,3 @@ def _window_rows(only: NDArray[np.bool_]) -> int:
     rows are mixed over the same distance.
     """
     return max(1, -(-WINDOW_ROWS * int(only.sum()) // max(1, len(only))))
-
-
-def mixed_samples(num_samples: int, share: float, *, batch_size: int, seed: int) -> NDArray[np.bool_] | None:
-    """Draws whole batches of samples to keep for the end of an epoch: bool [num_samples], or None for no batch."""
-    count = int(num_samples * share) // batch_size * batch_size
-    if not count:
-        return None
-    kept = np.zeros(num_samples, np.bool_)
-    kept[np.random.default_rng(seed).permutation(num_samples)[:count]] = True
-    return kept

@@ -23,7 +23,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.calibrate import Calibration, FoundHot, calibrate, find_hot
 from hotrow.hot.hot_set import HotSet, check_budget
-from hotrow.hot.order import Turn, batch_order, mixed_samples
+from hotrow.hot.order import Turn, batch_order
 from hotrow.optim import SparseOptimizer
 from hotrow.parallel.sharded import Sharded
 from hotrow.placement.copies import Copies, room_bytes
@@ -89,7 +89,7 @@ class HotCopies:
         give_back   copies --copy--> tables
 
     optimizer: the only one of `emb`. device: where the copies lie, so that hot batches are looked up and updated there,
-    their pooled rows included; None: in DRAM, beside the tables. Raises as `Copies`.
+    their pooled rows included. Raises as `Copies`.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class HotCopies:
         optimizer: SparseOptimizer,
         hot: HotSet,
         *,
-        device: torch.device | str | None = None,
+        device: torch.device | str,
     ) -> None:
         self.emb, self.hot = emb, hot
-        rows, where = [hot.rows[table.name] for table in emb.tables], None if device is None else torch.device(device)
+        rows = [hot.rows[table.name] for table in emb.tables]
         self.tables = emb.placement
-        self.copies = Copies(emb.placement, optimizer.attached_to(emb), rows, device=where)
+        self.copies = Copies(emb.placement, optimizer.attached_to(emb), rows, device=torch.device(device))
         self.seconds = 0.0
         """Seconds spent copying rows, either way."""
         self.num_copied = 0
@@ -202,8 +202,7 @@ class TurnsState:
 class Turns:
     """The batches of the training split, phase by phase.
 
-    hot: of `choose_rows`. seed: draws the samples of `shuffled_end`. part, micro_batches: see `Loader`. Raises
-    ValueError for a `shuffled_end` of less than one batch.
+    hot: of `choose_rows`. part, micro_batches: see `Loader`.
     """
 
     def __init__(
@@ -214,27 +213,17 @@ class Turns:
         *,
         batch_size: int,
         shuffle_seed: int | None,
-        seed: int,
         part: Callable[[int], tuple[int, int]] | None = None,
         micro_batches: int = 1,
     ) -> None:
         self.config = config
         self.found: FoundHot | None = None if hot is None else find_hot(dataset, hot)
-        share = config.shuffled_end if config.takes_turns else 0.0
-        num_samples = dataset.split("train").num_rows
-        mixed = mixed_samples(num_samples, share, batch_size=batch_size, seed=seed)
-        if share and mixed is None:
-            raise ValueError(
-                f"hot.shuffled_end is {share:g}: of {num_samples:,} training samples that is less than one batch of "
-                f"{batch_size}; raise it, lower train.batch_size, or set it to 0"
-            )
         self.order = batch_order(
             config,
             dataset.split("train"),
             None if self.found is None else self.found.is_hot,
             batch_size=batch_size,
             shuffle_seed=shuffle_seed,
-            mixed=mixed,
             part=part,
             micro_batches=micro_batches,
         )

@@ -12,7 +12,7 @@ the first tenth of the batches covers in each later tenth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -85,17 +85,12 @@ class MissRatioCurve:
         return list(zip(ends.tolist(), shares.tolist(), strict=True))
 
     def to_json(self) -> dict[str, list[float]]:
-        """Returns `capacity_rows` and `miss_ratio`, thinned to 16 points per doubling; `from_json` reads them."""
+        """Returns `capacity_rows` and `miss_ratio`, thinned to 16 points per doubling."""
         octave = np.round(np.log2(self.capacities + 1) * POINTS_PER_OCTAVE)
         kept = np.flatnonzero(np.diff(octave, prepend=-1.0) != 0)
         if kept[-1] != len(octave) - 1:
             kept = np.append(kept, len(octave) - 1)
         return {"capacity_rows": self.capacities[kept].tolist(), "miss_ratio": self.ratios[kept].tolist()}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Sequence[float]]) -> MissRatioCurve:
-        """Reads the curve that `to_json` wrote."""
-        return cls(np.array(value["capacity_rows"], np.int64), np.array(value["miss_ratio"], np.float64))
 
 
 def native() -> Any:

@@ -166,17 +166,6 @@ def isas() -> tuple[str, ...]:
     return available[: available.index(limit) + 1] if limit in available else available
 
 
-def set_isa(name: str) -> None:
-    """Switches the whole process to the native kernels of `name`. Results do not change (law 1).
-
-    Raises ValueError if this machine or build does not have it.
-    """
-    available = isas()
-    if name not in available:
-        raise ValueError(f"instruction set {name!r} is not available here; choose one of {', '.join(available) or '-'}")
-    _native().use_isa(available.index(name))
-
-
 def bfloat16_products() -> bool:
     """Returns whether hotrow's own products of bfloat16 run here.
 
@@ -194,16 +183,6 @@ def isa_of(dense_dtype: str) -> str:
     """
     isa = backend().isa
     return f"{isa} with avx512_bf16" if dense_dtype == "bf16" and bfloat16_products() else isa
-
-
-def pin_threads(cores: Sequence[Sequence[int]]) -> int:
-    """Binds thread i of the team that torch and the kernels share to the cores `cores[i]`; returns how many moved.
-
-    Thread 0 is the caller, and threads that it starts later inherit its cores. Fewer than `len(cores)` move if the
-    system or the build cannot move them; none without the native module.
-    """
-    module = _native()
-    return 0 if module is None else int(module.pin_threads([list(each) for each in cores]))
 
 
 def allocate(*shape: int, dtype: torch.dtype = torch.float32, sparse: bool = False) -> Tensor:

@@ -28,6 +28,7 @@ from hotrow.base.files import disk_free_bytes, explain_full_disk, size
 from hotrow.base.machine import available_memory_bytes, default_threads, usable_cores, versions
 from hotrow.base.progress import ProgressLine
 from hotrow.bench import clean_rounds, how_clean, is_disturbed
+from hotrow.costs.declared import modelled
 from hotrow.costs.hardware import (
     COST_VERSION,
     HARDWARE,
@@ -41,7 +42,6 @@ from hotrow.costs.hardware import (
     table_of,
     this_host,
 )
-from hotrow.costs.modelled import modelled
 from hotrow.kernels import ops
 from hotrow.placement.store_file import DIRECT, HEADER_BYTES, SUFFIX, OwnFolder, TableRows, direct_io, takes_no_files
 from hotrow.placement.stores import NUM_THREADS, Engines, Store, io_uring_refused, open_store

@@ -80,28 +80,15 @@ def measure_ranks(*, seconds: float, progress: Callable[[str], object]) -> Mappi
     return vars(found)
 
 
-def measure_network(before: Sequence[Sequence[str]]) -> Network:
-    """Returns what exchanges take between two processes elsewhere. before: by rank, the words that start it there.
-
-    Raises OSError if they fail.
-    """
-    with tempfile.TemporaryDirectory(prefix="hotrow-ranks-") as folder:
-        if (reason := _run_both(Path(folder), 0.0, before)) is not None:
-            raise OSError(f"exchanges between two processes could not be measured: {reason}")
-        return TypeAdapter(Network).validate_json((Path(folder) / "result.json").read_bytes())
-
-
-def _run_both(folder: Path, seconds: float, before: Sequence[Sequence[str]] = ((), ())) -> str | None:
-    """Runs the two processes; returns why they failed, None if they did not. seconds: for steps; 0: takes none."""
+def _run_both(folder: Path, seconds: float) -> str | None:
+    """Runs the two processes; returns why they failed, None if they did not. seconds: for steps."""
     command = [sys.executable, "-m", "hotrow.lab.rank_probe", str(folder)]
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     wait_passively(environ)  # as the ranks of a run do
     outputs: dict[str, Any] = {"env": environ, "stdout": subprocess.DEVNULL}
     with (folder / "errors").open("wb") as errors, ExitStack() as stack:
         ranks = [
-            stack.enter_context(
-                subprocess.Popen([*before[rank], *command, str(rank), str(seconds)], stderr=errors, **outputs)
-            )
+            stack.enter_context(subprocess.Popen([*command, str(rank), str(seconds)], stderr=errors, **outputs))
             for rank in (0, 1)
         ]
         until_s = time.monotonic() + seconds + SLACK_S
@@ -136,11 +123,9 @@ def main(arguments: Sequence[str]) -> None:
     comm = communicator()
     pids = [pid for pid in everyone(comm, os.getpid()) if pid != os.getpid()]
     network = _network(comm, pids)
-    found = asdict(network)
-    if float(seconds):
-        crowding, kernels = _steps(comm, pids, until_s)
-        points = {phase: [asdict(point) for point in own] for phase, own in kernels.items()}
-        found = {"network": asdict(network), "crowding": asdict(crowding), "kernels": points}
+    crowding, kernels = _steps(comm, pids, until_s)
+    points = {phase: [asdict(point) for point in own] for phase, own in kernels.items()}
+    found = {"network": asdict(network), "crowding": asdict(crowding), "kernels": points}
     if comm.rank == 0:
         write_json(Path(folder, "result.json"), found)
     dist.barrier()

@@ -24,7 +24,7 @@ T = TypeVar("T")
 CHECK_EVERY = 100
 """Steps between two checks while training. One costs an exchange of 32 bytes a rank and a checksum of the dense
 weights, about a millisecond for each 2 MiB of them."""
-PER_RANK = ("data", "run", "memory", "train.threads", "train.pin")
+PER_RANK = ("data", "run", "memory", "train.threads")
 """Options that may differ between ranks: paths on a rank's machine, and how much of it a rank uses. They change no bit;
 threads do so only if torch computes products in bfloat16, or a model is not built of hotrow's layers.
 `memory.lookahead` is compared all the same, because ranks announce batches together."""

@@ -4,8 +4,8 @@
     save   copies --copy, scatter--> tables
 
 Rows of a prefix keep their numbers as slots; listed rows follow them. Every copy is exact, so that a run with copies
-has the bits of one without (law 2). The copies lie in DRAM beside the tables, or on a device, whose lookups and updates
-are those of kernels/triton_ops.py. Which rows are copied, and when, is for hot/ to say.
+has the bits of one without (law 2). The copies lie on a device, whose lookups and updates are those of
+kernels/triton_ops.py. Which rows are copied, and when, is for hot/ to say.
 """
 
 from __future__ import annotations
@@ -50,21 +50,20 @@ class CopiedRows(Protocol):
 class Copies(Placement):
     """Copies of `rows`, by table, of the placement `below`, in front of it; `attached`: its optimizer's states.
 
-    device: where the copies lie, so that batches are looked up and updated there; None: in DRAM, beside the tables.
-    Raises MemoryError, or torch's OutOfMemoryError, if the copies find no memory, ImportError if they are to lie on a
-    device and Triton is not installed, ValueError if `below` has slots on a device already and for a device that the
-    kernels do not run on.
+    device: where the copies lie, so that batches are looked up and updated there.
+    Raises torch's OutOfMemoryError if the copies find no memory, ImportError if Triton is not installed, ValueError if
+    `below` has slots on a device already and for a device that the kernels do not run on.
     """
 
     def __init__(
-        self, below: Placement, attached: Attached, rows: Sequence[CopiedRows], *, device: torch.device | None = None
+        self, below: Placement, attached: Attached, rows: Sequence[CopiedRows], *, device: torch.device
     ) -> None:
         below.check("hot_copies")
         self.below: Placement = below
         self.tables, self.weights, self.low = below.tables, below.weights, below.low
         self._attached, self._rows = attached, rows
         self._table_of = {name: t for t, table in enumerate(below.tables) for name in table.feature_names}
-        self._fast: InDram | OnDevice = InDram(below) if device is None else OnDevice(below, device)
+        self._fast = OnDevice(below, device)
         self.device, self.kernels = self._fast.device, self._fast.kernels
         nums = [own.prefix + len(own.listed) for own in rows]
         room = self._fast.room
@@ -142,8 +141,7 @@ class Copies(Placement):
                     yield table, copies, rows, slots
 
     def _pieces(self, own: CopiedRows, piece_rows: int, dim: int) -> Iterator[tuple[RowIds, slice]]:
-        most = self._fast.piece_bytes
-        step = piece_rows if most is None else max(1, min(piece_rows, most // (4 * dim)))
+        step = max(1, min(piece_rows, PIECE_BYTES // (4 * dim)))
         for start in range(0, own.prefix, step):
             span = slice(start, min(start + step, own.prefix))
             yield span, span
@@ -165,42 +163,11 @@ def _move(feature: str, own: CopiedRows, beyond: Tensor, ids: Tensor) -> None:
     ids[beyond] = (own.prefix + places).to(ids.dtype)
 
 
-class InDram:
-    """Memory of this machine beside the tables, for copies; nothing that is asked for here is done later."""
-
-    device = torch.device("cpu")
-    piece_bytes: int | None = None
-    """The most bytes of rows of one array on their way; None: any number."""
-
-    def __init__(self, below: Placement) -> None:
-        self.kernels = below.kernels
-
-    def room(self, num_rows: int, like: Tensor) -> Tensor:
-        """Returns memory for so many rows of an array. Raises MemoryError if there is none."""
-        return ops.allocate(num_rows, *like.shape[1:], dtype=like.dtype)
-
-    def arrays(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> Any:
-        return ops.Arrays(tensors, low)
-
-    def over(self, values: Tensor) -> Tensor:
-        """Returns `values`, which lie in DRAM, where copies lie."""
-        return values
-
-    def back(self, values: Tensor) -> Tensor:
-        """Returns `values`, which lie where copies do, in DRAM; they hold until the next call."""
-        return values
-
-    def wait(self) -> None:
-        """Sleeps until everything that was asked for is done."""
-
-
 class OnDevice:
     """Memory of a device with the kernels of triton_ops.py, for copies; of the CPU only if Triton's interpreter runs.
 
-    The methods are those of `InDram`. Raises ImportError if Triton is not installed.
+    Raises ImportError if Triton is not installed.
     """
-
-    piece_bytes: int | None = PIECE_BYTES
 
     def __init__(self, below: Placement, device: torch.device) -> None:
         triton = ops.triton("copies of hot rows on a device")
@@ -212,9 +179,11 @@ class OnDevice:
         self.kernels = ops.KernelSet(Layout.of(below.tables), triton.Kernels)
 
     def room(self, num_rows: int, like: Tensor) -> Tensor:
+        """Returns memory for so many rows of an array. Raises torch's OutOfMemoryError if there is none."""
         return torch.empty(num_rows, *like.shape[1:], dtype=like.dtype, device=self.device)
 
     def over(self, values: Tensor) -> Tensor:
+        """Returns `values`, which lie in DRAM, where copies lie."""
         # Through pinned memory, so that the host goes on meanwhile.
         staged = self._buffers.take(values.nbytes)
         staged.view(values.dtype).view(values.shape).copy_(values)
@@ -223,6 +192,7 @@ class OnDevice:
         return found.view(values.dtype).view(values.shape)
 
     def back(self, values: Tensor) -> Tensor:
+        """Returns `values`, which lie where copies do, in DRAM; they hold until the next call."""
         staged = self._buffers.take(values.nbytes)
         found = staged.view(values.dtype).view(values.shape)
         found.copy_(values, non_blocking=True)
@@ -232,6 +202,7 @@ class OnDevice:
         return found
 
     def wait(self) -> None:
+        """Sleeps until everything that was asked for is done."""
         self._streams.moment().wait()
 
 

@@ -145,12 +145,6 @@ class Store:
         return None if self._file is None else self._file.path
 
     @property
-    def write_bytes(self) -> float:
-        """The fewest bytes that are written to the medium for one row: its sector, or what the row takes."""
-        sector = None if self._file is None else self._file.sector
-        return max(float(sector or 0), self.padded_record_bytes)
-
-    @property
     def padded_record_bytes(self) -> float:
         """The most that a record takes on its medium, with padding and places that are kept free."""
         return store_file.padded_record_bytes(self.rows, None if self._file is None else self._file.sector, self.kind)

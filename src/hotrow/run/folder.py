@@ -8,7 +8,6 @@ runs/criteo-dlrm-001/
   log.txt         what the user was told, with times
   vocab/          dataset.json and vocabularies, to score raw rows without the dataset
   checkpoints/    step-N folders (checkpoint.py)
-  writes.json     when the run wrote how much to its drive, for memory.write_budget (wear.py)
   data/           the dataset, if the run prepared its own (hotrow.fit)
   memory/         while it trains: rows of tables that do not fit in DRAM (hotrow.placement)
   tensorboard/    event files, if tensorboard is installed
@@ -48,7 +47,7 @@ from hotrow.run.checkpoint_rows import link_or_copy
 from hotrow.run.record import ALL_DONE, Counted, RunRecord
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
-_FILES = (RUN, CONFIG, METRICS, LOG, REPORT, "trace.json", "launch.json", "writes.json", LOCK)
+_FILES = (RUN, CONFIG, METRICS, LOG, REPORT, "trace.json", "launch.json", LOCK)
 _FOLDERS = ("checkpoints", "vocab", "data", "memory", "tensorboard")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """What could end a line of log.txt, or change how a terminal shows it."""

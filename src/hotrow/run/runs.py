@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
@@ -20,7 +19,7 @@ import torch
 
 from hotrow.base.door import is_taken, read_file
 from hotrow.base.files import disk_free_bytes, explain_full_disk, is_seen, size
-from hotrow.base.machine import default_threads, lacks_bfloat16_products, numa_nodes, usable_cores
+from hotrow.base.machine import default_threads, lacks_bfloat16_products, usable_cores
 from hotrow.base.progress import ProgressLine, num_of
 from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
@@ -52,13 +51,10 @@ from hotrow.run.folder import CONFIG, RunFolder, SilentFolder, noting, resume_co
 from hotrow.run.restart import how_to_go_on, mark_launch, restart_folder, was_restarted
 from hotrow.run.storage import describe, disk_shortfall, full_device
 from hotrow.run.trainer import Interrupt, MakeMeter, Training
-from hotrow.run.wear import check_write_budget
 from hotrow.setup.device import storage_line
 from hotrow.setup.memory import FOLDER
 from hotrow.setup.setup import Setup
 from hotrow.setup.shards import shards_line
-
-Pin = Literal["auto", "cores", "off"]
 
 
 def train(
@@ -101,7 +97,7 @@ def _train_new(
         """What cannot work is refused before a folder is made."""
         dataset = PackedDataset.open(config.data, verify="sizes")
         known = config.model_copy(update={"data": str(dataset.path.resolve())})
-        return _decided(known, dataset, runs, comm.ranks)
+        return Setup.decide(known, dataset, runs, ranks=comm.ranks)
 
     with noting(shown.append):  # there is no folder yet
         setup = on_every_rank(comm, decide)
@@ -114,12 +110,6 @@ def _train_new(
             mark_launch(folder.path, config)
         folder.keep_vocabulary(setup.dataset.path)
         return _run(setup.in_folder(folder.path), folder, None, heartbeat, interrupt, also)
-
-
-def _decided(config: Config, dataset: PackedDataset, folder: Path, ranks: Ranks) -> Setup:
-    setup = Setup.decide(config, dataset, folder, ranks=ranks)
-    check_write_budget(setup.config, setup.tables, in_tiers=setup.in_tiers)
-    return setup
 
 
 def make_folder(comm: Communicator, make: Callable[[], RunFolder]) -> RunFolder:
@@ -158,7 +148,6 @@ def _check_same(comm: Communicator, setup: Setup) -> None:
 
 RESUMABLE = (
     "train.threads",
-    "train.pin",
     "train.epochs",
     "train.max_steps",
     "train.nonfinite",
@@ -214,7 +203,7 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, in
     def decide() -> Setup:
         _check_is_there(config, folder)
         dataset = PackedDataset.open(config.data, verify="sizes")
-        return _decided(config, dataset, folder.path, comm.ranks)
+        return Setup.decide(config, dataset, folder.path, ranks=comm.ranks)
 
     with noting(lambda text: folder.count_shown([text])):
         setup = on_every_rank(comm, decide)
@@ -309,7 +298,7 @@ def _run(
     )
     # `full` is outermost: on a full disk the folder cannot record the failure either.
     comm = heartbeat.comm.with_micro_batches(setup.ranks.micro_batches)
-    team = threads(setup.config.train.threads, pin=setup.config.train.pin, ranks=comm.ranks)
+    team = threads(setup.config.train.threads, ranks=comm.ranks)
     failing, progress = _explain_failure(setup, folder), ProgressLine(quiet=interrupt.quiet)
     heartbeat.cure, heartbeat.last_words = how_to_go_on(folder.path), folder.fail
     forecast = foretell(setup, what_helps=also is None and comm.rank == 0)
@@ -336,9 +325,6 @@ def _train(training: Training, checkpoint: Path | None) -> None:
     training.run()
     if training.state.ended:
         training.finish()
-    elif training.signal is None:
-        folder.update(**training.figures())
-        raise training.writes.ended(training.state.step, resume_command(folder.path))
     else:
         folder.update(status="interrupted", signal=training.signal, **training.figures())
         why = ", because its time is over" if training.signal == Interrupt.TIME_IS_OVER else ""
@@ -412,8 +398,6 @@ def _begin(training: Training) -> None:
     _warn_of_tiers(training)
     _warn_of_little_disk(training)
     _warn_of_slow_products(training)
-    if short := training.writes.too_little_to_resume():
-        training.warn("write_budget_too_small_to_resume", short)
     folder.update(
         status="running",
         error=None,  # these are of a session before
@@ -438,27 +422,16 @@ def _begin(training: Training) -> None:
 
 
 @contextmanager
-def threads(number: int | Literal["auto"], *, pin: Pin = "off", ranks: Ranks | None = None) -> Iterator[int]:
+def threads(number: int | Literal["auto"], *, ranks: Ranks | None = None) -> Iterator[int]:
     """Makes torch and the kernels use `number` threads inside the block; "auto": `default_threads`.
 
-    pin: see `cores_to_pin`; if the system refuses to pin, a warning says so. ranks: the ranks of this machine share its
-    cores. Afterwards the old number holds again.
+    ranks: the ranks of this machine share its cores. Afterwards the old number holds again.
     """
     before, ranks = torch.get_num_threads(), ranks or Ranks()
     torch.set_num_threads(default_threads(ranks.local_size) if number == "auto" else number)
-    used = torch.get_num_threads()
-    nodes = numa_nodes()
-    cores, free = cores_to_pin(pin, used * ranks.local_size, nodes), sorted(core for node in nodes for core in node)
-    cores = cores and cores[ranks.local_rank * used : (ranks.local_rank + 1) * used]
-    if cores and ops.pin_threads([[core] for core in cores]) < used:
-        warnings.warn(
-            f"the system did not pin all {used} threads to cores {cores}; they run wherever it puts them", stacklevel=3
-        )
     try:
-        yield used
+        yield torch.get_num_threads()
     finally:
-        if cores:
-            ops.pin_threads([free] * used)
         torch.set_num_threads(before)
 
 
@@ -475,25 +448,6 @@ def describe_threads(num_processes: int = 1, predicted: Predicted | None = None)
     if found := change_of(MORE_THREADS, predicted):
         more = f"{found[0]}: {found[1]:+.1%} predicted"
     return f"{num_of(used, 'thread')} of {cores} cores ({more})"
-
-
-def cores_to_pin(pin: Pin, num_threads: int, nodes: Sequence[Sequence[int]]) -> list[int] | None:
-    """Returns the core of each thread, or None if threads are not pinned.
-
-    nodes: `numa_nodes()`. "off": not pinned. "cores": one core each, node after node, so that neighbours share a
-    memory. "auto": as "cores" if there are several nodes and a core for each thread, because a thread that moves to
-    another node leaves its memory behind; else not pinned, because with one node pinning gains nothing and harms as
-    soon as another process wants the core. Raises ValueError for "cores" with more threads than cores.
-    """
-    cores = [core for node in nodes for core in node]
-    if pin == "off" or (pin == "auto" and (len(nodes) == 1 or num_threads > len(cores))):
-        return None
-    if num_threads > len(cores):
-        raise ValueError(
-            f"train.pin is 'cores', but there are {num_threads} threads and {len(cores)} cores; lower train.threads or "
-            "set train.pin to off"
-        )
-    return cores[:num_threads]
 
 
 def _say_what_is_hot(training: Training) -> None:

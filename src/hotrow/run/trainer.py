@@ -54,7 +54,7 @@ from hotrow.run.together import DenseExchange, nonfinite_inputs
 from hotrow.run.trace import NAME as TRACE
 from hotrow.run.trace import Trace
 from hotrow.run.usual import usual_of
-from hotrow.run.wear import LEDGER, WriteLedger, WriteMeter, checkpoint_bytes
+from hotrow.run.wear import WriteMeter, checkpoint_bytes
 from hotrow.run.wire import WireMeter
 from hotrow.setup.beside import EVAL_BATCH_SIZE
 from hotrow.setup.device import DenseDevice
@@ -239,7 +239,6 @@ class Training:
             setup.hot,
             batch_size=options.batch_size,
             shuffle_seed=shuffle_seed,
-            seed=options.seed,
             part=None if self.comm.size == 1 else self.comm.ranks.samples,
             micro_batches=self.comm.ranks.micro_batches,
         )
@@ -259,15 +258,15 @@ class Training:
         embedding, memory = self.parts.embedding, config.memory
         wanted = memory.lookahead if isinstance(memory, MemoryConfig) else LOOKAHEAD
         self.lookahead = wanted if embedding.placement.looks_ahead else 0
-        ledger = WriteLedger(folder.path / LEDGER if self.writes_files else None, config.write_budget)
         most = checkpoint_bytes(config, setup.tables, self.parts.model, in_tiers=setup.in_tiers)
         self.trace = None
         if options.trace is not None:
-            self.trace = Trace(folder.path / TRACE, options.trace, self.session, embedding.placement)
+            self.trace = Trace(folder.path / TRACE, options.trace, self.session)
         dtype = config.parallel.wire_dtype
         wire = [WireMeter(self.comm, self.session, wire_dtype=dtype)] if self.comm.size > 1 else []
         self.clock = StepClock(self.session, [*wire, *([] if self.trace is None else [self.trace])])
-        self.writes = WriteMeter(embedding.placement.find(Tiers), ledger, self.session, checkpoint_bytes=most)
+        tiers = embedding.placement.find(Tiers)
+        self.writes = WriteMeter(tiers, config.write_budget, self.session, checkpoint_bytes=most)
         hot = HotMeter(self.turns, folder.measurements, self.parts.objective.loss_figure)
         self.meters: list[Meter] = [self.clock, hot, self.writes]
         self.meters += meters_of_rows(embedding, self.session, drive_written_bytes=self.writes.total_bytes)
@@ -335,9 +334,9 @@ class Training:
             self.turns.count()
             self._count(batch, loss)
             self._check_ranks()
-            stop = self.signal is not None or self.writes.spent
+            stop = self.signal is not None
             self._do_what_is_due(stop=stop)
-            if stop or self.state.ended or self.writes.spent:  # by the checkpoint that was due
+            if stop or self.state.ended:
                 return False
             self.clock.lap(None)
         return True
@@ -540,7 +539,7 @@ class Training:
         self._check_metrics(state, where)
         if state.turns is None or (state.best is not None and state.best[self.config.monitor] is None):
             raise ValueError(f"{where}: state.turns, or the {self.config.monitor} of state.best, is null; {CURE}")
-        with self._aside(), self.writes.restoring(path):
+        with self._aside():
             load_checkpoint(path, self.parts.with_state())
         isa = ops.isa_of(self.config.train.dense_dtype)
         for name, now in (("threads", torch.get_num_threads()), ("isa", isa), ("device", device)):
@@ -584,7 +583,7 @@ class Training:
         if self.config.train.early_stopping is not None:
             chosen, val = state.best_step, state.best
             best = self.folder.checkpoints / f"step-{chosen}"
-            with self._aside(), self.writes.restoring(best):
+            with self._aside():
                 load_checkpoint(best, {"embedding": self.parts.embedding, "model": self.parts.model})
         metrics = {
             split: self.score(split, step=chosen)
@@ -635,7 +634,6 @@ class Training:
         last = [notice for meter in self.meters for notice in meter.close()]
         # First: on a full disk this makes room for what is to be said.
         close_tiers(self.parts.embedding, self.folder.path)
-        self.writes.settle()
         self._tell(last)
 
     def say(self, text: str) -> None:

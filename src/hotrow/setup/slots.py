@@ -79,8 +79,8 @@ class SlotPlanner:
 
     memory: folders and options; its `dram` is not used. budget: bytes of DRAM that there are for tables. hardware: what
     a miss costs, and what a step takes; None: all misses cost the same, and nothing is predicted. room: of which the
-    disk counts. sharing: the ranks of which one holds `tables`, parts of the run's; None: this
-    process trains alone.
+    disk counts. sharing: the ranks of which one holds `tables`, parts of the run's; None: this process trains alone.
+    warmup: the first steps of the run, which predictions leave out.
     """
 
     config: Config
@@ -92,6 +92,7 @@ class SlotPlanner:
     hardware: Hardware | None = None
     room: Room = field(default_factory=Room.here)
     sharing: Sharing | None = None
+    warmup: int = 0
     _uses: dict[tuple[TableDemand, ...], list[TableUse]] = field(default_factory=dict, repr=False)
     _weighted: dict[tuple[TableDemand, ...], CountsPlan] = field(default_factory=dict, repr=False)
 
@@ -202,7 +203,7 @@ class SlotPlanner:
     def work(self) -> Work:
         """What a step does; there must be a dataset. Raises ValueError if `work_of` does."""
         assert self.dataset is not None
-        return work_of(self.config, self.tables, self.dataset, counted=self.counted)
+        return work_of(self.config, self.tables, self.dataset, warmup=self.warmup, counted=self.counted)
 
     def predict(
         self, slots: Sequence[TableSlots] | None, memory: Memory | None = None, hardware: Hardware | None = None
@@ -215,12 +216,12 @@ class SlotPlanner:
         machine = hardware or self.hardware
         assert machine is not None
         work = self._with_rows_in(memory)
-        own, shared = self._shared(work, announced=slots is not None)
+        own, shared = self.shared(work, announced=slots is not None)
         found = predict(own, machine, slots, shared)
         traffic = None if slots is None or found.binds != "disk reads" else traffic_of(work, slots)
         return replace(found, binds="disk") if traffic is not None and traffic.writes > 0 else found
 
-    def _shared(self, held: Work, *, announced: bool) -> tuple[Work, Shared | None]:
+    def shared(self, held: Work, *, announced: bool) -> tuple[Work, Shared | None]:
         """Returns the work of a rank's samples and what sharing adds. held: what all samples ask of its rows."""
         if self.sharing is None:
             return held, None
@@ -230,7 +231,7 @@ class SlotPlanner:
     def _whole(self) -> Work:
         """What a step of all ranks does."""
         assert self.sharing is not None and self.dataset is not None
-        work = work_of(self.config, self.sharing.tables, self.dataset)
+        work = work_of(self.config, self.sharing.tables, self.dataset, warmup=self.warmup)
         return replace(work, threads=threads_of(self.config, self.sharing.local_size))
 
     def _with_rows_in(self, memory: Memory | None) -> Work:
@@ -241,7 +242,7 @@ class SlotPlanner:
         """Returns the predicted step of a run whose rows lie in `memory`, or all in DRAM; raises as `predict` does."""
         slots = None if memory is None else self.slots_in(memory)[1]
         found = step_of(self.predict(slots, memory), self.work.batch_size)
-        _, shared = self._shared(self.work, announced=slots is not None)
+        _, shared = self.shared(self.work, announced=slots is not None)
         return found if shared is None else replace(found, wire_bytes_per_step=rounded(shared.by_purpose))
 
     def written_bytes(self, slots: Sequence[TableSlots] | None, memory: Memory | None = None) -> float:
@@ -250,14 +251,11 @@ class SlotPlanner:
         return 0.0 if traffic is None else traffic.written_bytes
 
     def _step_s(self, slots: Sequence[TableSlots], memory: Memory) -> float:
-        """Returns what a step takes, or what its writes take of `memory.write_budget`, whichever is more."""
-        budget = self.config.write_budget
+        """Returns what a step takes."""
         try:
-            seconds = self.predict(slots, memory).step_s
-            written = 0.0 if budget is None else self.written_bytes(slots, memory) * budget.seconds / budget.num_bytes
+            return self.predict(slots, memory).step_s
         except Exception:  # no run fails for want of a prediction: all plans are alike, and the first is taken
             return math.inf
-        return max(seconds, written)
 
     def _lacks(self, slots: Sequence[TableSlots]) -> str | None:
         """Returns which table's cache would not hold the rows of a batch; None if all do."""
@@ -356,11 +354,6 @@ def step_of(predicted: Prediction, batch_size: int) -> Step:
 def threads_of(config: Config, local_size: int) -> int:
     """Returns the threads of a process, if so many of the run share this machine's cores."""
     return default_threads(local_size) if config.train.threads == "auto" else config.train.threads
-
-
-def slots_of(config: Config, tables: Sequence[TableConfig], memory: Memory) -> tuple[Memory, Sequence[TableSlots]]:
-    """Returns how rows are written, and the slots that a collection gives its tables, if they train with `memory`."""
-    return SlotPlanner(config=config, tables=tables, memory=memory).slots_in(memory)
 
 
 def miss_s(demand: TableDemand, disk: Disk) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -27,28 +26,22 @@ from hotrow.base.records import read_sealed, write_sealed
 from hotrow.base.waiting import wait_passively
 from hotrow.bench import how_clean
 from hotrow.config.schema import Config, MemoryConfig
-from hotrow.costs.accelerated import with_gpus
-from hotrow.costs.cost import predict
+from hotrow.costs.declared import faster, with_gpus
 from hotrow.costs.demand import required_bytes, tables_of
-from hotrow.costs.hardware import Figure, Hardware, Network
-from hotrow.costs.modelled import faster
-from hotrow.costs.work import Work, work_of
+from hotrow.costs.hardware import Figure, Hardware
+from hotrow.costs.work import Work
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.lab.rank_probe import measure_network
 from hotrow.lab.study.data import NotHere, prepared
 from hotrow.lab.study.group import GroupError, MemoryGroup, enter_and
-from hotrow.lab.study.links import Link, LinkError
 from hotrow.lab.study.results import files_of, summary_of
 from hotrow.lab.study.runner import Plan
 from hotrow.lab.study.scaling import modelled_of
 from hotrow.lab.study.study import Cell, Study, expand
 from hotrow.lab.study.worker import LEAST_ROUNDS, Spec, write_spec
 from hotrow.parallel.ranks import Ranks
-from hotrow.placement.budget import Memory
 from hotrow.run.folder import RUN, RunFolder
-from hotrow.setup.setup import Setup, sharing_of
-from hotrow.setup.slots import slots_of, threads_of
-from hotrow.tables import TableConfig
+from hotrow.setup.setup import Setup
+from hotrow.setup.slots import threads_of
 
 START_S = 3.0
 """A process's start: mostly the import of torch."""
@@ -66,7 +59,6 @@ PREDICTIONS = "predictions.json"
 MODEL_VERSION = 2
 """Of what is said of machines that are not here: rows with an older one are modelled again."""
 UNKNOWN = "this machine's figures are missing, from which it would be modelled: run hotrow probe"
-NO_LINK = "two namespaces with a link cannot be made here"
 _CURE = "remove the folder, or pass another --out"
 
 
@@ -178,24 +170,13 @@ class Studied:
             config = self.config_of(cell, dataset, folder / "work")
             setup = Setup.decide(config, dataset, folder, ranks=ranks)
             warm = WARM_PASSES_IN_TIERS if setup.in_tiers else WARM_PASSES
-            passes = warm + cell.rounds
-            config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": passes})})
-            per_pass = math.ceil(dataset.split("train").num_rows / config.train.batch_size)
-
-            def counted(tables: Sequence[TableConfig]) -> Work:
-                work = work_of(config, tables, dataset, warmup=warm * per_pass)
-                wanted = threads or threads_of(config, cell.ranks)
-                return replace(work, threads=wanted)
-
-            work, slots, shared = counted(setup.held), None, None
-            if isinstance(setup.memory, Memory):
-                settled, slots = slots_of(config, setup.held, setup.memory)
-                work = replace(work, folder=str(settled.folder), writes=settled.writes)
-            if cell.ranks > 1:
-                hardware = hardware if cell.link is None else replace(hardware, network=network_over(cell.link))
-                sharing = sharing_of(config, setup.tables, setup.shards, setup.ranks)
-                work, shared = sharing.share(counted(setup.tables), work, announced=slots is not None)
-            found = predict(work, hardware, slots, shared)
+            warmup = warm * math.ceil(dataset.split("train").num_rows / config.train.batch_size)
+            train = {"epochs": warm + cell.rounds, "threads": threads or threads_of(config, cell.ranks)}
+            config = config.model_copy(update={"train": config.train.model_copy(update=train)})
+            planner = replace(setup.planner, config=config, hardware=hardware, warmup=warmup)
+            slots = None if setup.below is None else planner.slots_in(setup.below)[1]
+            found, work = planner.predict(slots, setup.below), planner.work
+            _, shared = planner.shared(work, announced=slots is not None)
         except ValueError as error:
             return {"reason": str(error)}
         phases = {f"{phase}_ms": 1e3 * seconds for phase, seconds in found.seconds.items()}
@@ -367,20 +348,6 @@ def _cell_s(cell: Cell) -> float:
     return QUALITY_S if cell.measures == "quality" else CELL_S + RANK_S * (cell.ranks - 1)
 
 
-@functools.cache
-def network_over(gbit: float) -> Network:
-    """Returns what exchanges take over a link of so many Gbit/s, as `hotrow probe` measures them over loopback.
-
-    Raises ValueError if there can be no such link here.
-    """
-    try:
-        with Link() as link:
-            link.limit(1e9 * gbit)
-            return measure_network([link.before(rank) for rank in (0, 1)])
-    except (LinkError, OSError) as error:
-        raise ValueError(f"{NO_LINK}: {error}") from None
-
-
 def now() -> str:
     """Returns the time in UTC; of two, the text of the earlier comes first."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
@@ -449,23 +416,15 @@ def run_cell(cell: Cell, config: Config, work: Path) -> dict[str, Any]:
 
 
 def _started(cell: Cell, work: Path, group: MemoryGroup | None, stack: ExitStack) -> list[subprocess.Popen[str]]:
-    """Starts the processes of a cell, one for each rank. Raises CellError if there can be no such link here."""
-    link: Link | None = None
-    if cell.link is not None:
-        try:
-            link = stack.enter_context(Link())
-            link.limit(1e9 * cell.link)
-        except LinkError as error:
-            raise CellError(f"{NO_LINK}: {error}") from None
+    """Starts the processes of a cell, one for each rank."""
     environ = dict(os.environ)
     wait_passively(environ)
     if cell.ranks > 1:
-        environ |= {"MASTER_ADDR": "127.0.0.1" if link is None else link.host, "MASTER_PORT": str(_free_port())}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         environ |= {"WORLD_SIZE": str(cell.ranks), "LOCAL_WORLD_SIZE": str(cell.ranks)}
     ranks = []
     for rank in range(cell.ranks):
-        before = [] if link is None else link.before(rank)
-        command = enter_and(group, [*before, sys.executable, "-m", "hotrow.lab.study.worker", str(work / "spec.json")])
+        command = enter_and(group, [sys.executable, "-m", "hotrow.lab.study.worker", str(work / "spec.json")])
         own = environ | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if cell.ranks > 1 else {})
         errors = stack.enter_context((work / ("stderr" if rank == 0 else f"stderr-{rank}")).open("wb"))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hotrow.bench import is_disturbed
@@ -12,10 +12,8 @@ from hotrow.draw import bar_chart, line_chart, load_template
 from hotrow.lab.study.study import MODELLED, Group, Study
 
 Row = Mapping[str, Any]
-COSTS = {"samples/s": "samples_per_s", "samples/J": "samples_per_j", "samples per unit of money": "samples_per_unit"}
-"""What is compared over machines: name of its column, and field."""
-MOST_NAMED, LONGEST_NAMED = 8, 12
-"""Points of a chart that have names instead of numbers, and characters of a name: more would overlap."""
+COSTS = {"samples/J": "samples_per_j", "samples per unit of money": "samples_per_unit"}
+"""What is compared over machines beside the speed: name of its column, and field."""
 BATCH, SEED = "train.batch_size", "train.seed"
 GOOD_SHARE = 0.95
 """A batch size is good for speed if it reaches this share of the highest."""
@@ -192,129 +190,60 @@ def _number(label: str) -> float | None:
         return None
 
 
-def charts_of(name: str, group: Group, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Yields the names and the SVG of a group's charts: speed along its last axis."""
+def charts_of(name: str, group: Group, rows: Sequence[Row]) -> dict[str, str]:
+    """Returns the SVG of a group's chart by its name; {} if there is nothing to draw."""
     if group.measures in MODELLED:
-        yield from _modelled_charts(name, group, rows)
-        return
-    if group.draw is not None:
-        points = {row["key"]: (row["step_ms"], ratio) for row in rows if (ratio := error_of(row)) is not None}
-        lines = {
-            "predicted over measured": sorted(points.values()),
-            "1": [(x, 1.0) for x, _ in sorted(points.values())],
-        }
-        label = "Predicted over measured step time"
-        if points:
-            yield (
-                name,
-                line_chart(
-                    lines,
-                    x_label="measured step, ms",
-                    y_label=label,
-                    dashed=["1"],
-                    dots=["predicted over measured"],
-                    label=label,
-                ),
-            )
-        return
-    if group.measures == "quality":
-        yield from _quality_chart(name, rows)
-        return
-    axis = [*group.axes][-1]
-    lines = {}
+        svg = _modelled_chart(name, rows)
+    elif group.draw is not None:
+        svg = _prediction_chart(rows)
+    else:
+        svg = _quality_chart(name, rows) if group.measures == "quality" else _speed_chart(name, [*group.axes][-1], rows)
+    return {name: svg} if svg else {}
+
+
+def _speed_chart(name: str, axis: str, rows: Sequence[Row]) -> str:
+    """Draws the speed along an axis; bars if its points are not numbers."""
+    lines, label = {}, f"{name}: speed along {axis}"
     for line, own in lines_of(rows, axis).items():
         most = max(row["samples_per_s"] for row in own)
         places = [(_number(row["axes"][axis]), row["samples_per_s"] / most) for row in own]
         if all(x is not None and x > 0 for x, _ in places):
             lines[line] = sorted((float(x), share) for x, share in places if x is not None)
-    label = f"{name}: speed along {axis}"
     if lines:
         ticks = {x: f"{x:g}" for line in lines.values() for x, _ in line}
-        yield name, line_chart(lines, x_label=axis, y_label="speed, of the line's best", ticks=ticks, label=label)
-    else:
-        values = {" ".join(row["axes"].values()): row["samples_per_s"] for row in rows if row.get("samples_per_s")}
-        if chart := bar_chart(values, y_label="samples/s", label=label):
-            yield name, chart
-    for number, (line, own) in enumerate(lines_of(rows, axis).items(), 1):
-        title = f"{name}, {line}" if len(group.axes) > 1 else name
-        for what, field in COSTS.items():
-            if chart := machines_chart(own, axis, field, y_label=what, label=f"{title}: {what} of machines"):
-                yield f"{name}-{number}-{field.removeprefix('samples_per_')}", chart
+        return line_chart(lines, x_label=axis, y_label="speed, of the line's best", ticks=ticks, label=label)
+    values = {" ".join(row["axes"].values()): row["samples_per_s"] for row in rows if row.get("samples_per_s")}
+    return bar_chart(values, y_label="samples/s", label=label)
 
 
-def _quality_chart(name: str, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _prediction_chart(rows: Sequence[Row]) -> str:
+    points = sorted((row["step_ms"], ratio) for row in rows if (ratio := error_of(row)) is not None)
+    if not points:
+        return ""
+    what, label = "predicted over measured", "Predicted over measured step time"
+    lines = {what: points, "1": [(x, 1.0) for x, _ in points]}
+    return line_chart(lines, x_label="measured step, ms", y_label=label, dashed=["1"], dots=[what], label=label)
+
+
+def _quality_chart(name: str, rows: Sequence[Row]) -> str:
     found = quality_by_batch(rows)
     if len(found) < 2:
-        return
-    sizes = [float(one["batch_size"]) for one in found]
-    band = [
-        (size, one["test_ne"] - (one["test_ne_sd"] or 0.0), one["test_ne"] + (one["test_ne_sd"] or 0.0))
-        for size, one in zip(sizes, found, strict=True)
-    ]
+        return ""
+    points = [(float(one["batch_size"]), one["test_ne"], one["test_ne_sd"] or 0.0) for one in found]
     line = f"mean of {found[0]['seeds']} seeds, and their standard deviation" if found[0]["seeds"] > 1 else "one seed"
-    yield (
-        name,
-        line_chart(
-            {line: [(size, one["test_ne"]) for size, one in zip(sizes, found, strict=True)]},
-            x_label=BATCH,
-            y_label="NE on test rows, rate tuned again",
-            y_scale="value",
-            bands={line: band},
-            ticks={size: f"{size:g}" for size in sizes},
-            label=f"{name}: quality along the batch size",
-        ),
-    )
-
-
-def machines_chart(rows: Sequence[Row], axis: str, field: str, *, y_label: str, label: str) -> str:
-    """Returns a chart of a figure along an axis, here (measured) and on declared machines (modelled); else nothing.
-
-    Points without a number on the axis are set side by side, if their names are short and few.
-    """
-    names = [row["axes"][axis] for row in rows]
-    at = [_number(name) for name in names]
-    is_number = all(x is not None and x > 0 for x in at)
-    if not is_number and (len(names) > MOST_NAMED or max(map(len, names)) > LONGEST_NAMED):
-        return ""
-    places = [float(x) for x in at if x is not None] if is_number else [*map(float, range(1, len(names) + 1))]
-    lines: dict[str, list[tuple[float, float]]] = {}
-    bands: dict[str, list[tuple[float, float, float]]] = {}
-    for x, row in zip(places, rows, strict=True):
-        for name, found in {"this machine, measured": row, **_modelled_of(row)}.items():
-            if found.get(field) is not None:
-                lines.setdefault(name, []).append((x, found[field]))
-                if found is not row and is_number:
-                    low, high = (found[field] * end / found["samples_per_s"] for end in found["spread"])
-                    bands.setdefault(name, []).append((x, low, high))
-    modelled = [name for name in lines if name.startswith("modelled")]
-    if not modelled and field == "samples_per_s":
-        return ""
     return line_chart(
-        {name: sorted(line) for name, line in lines.items()},
-        x_label=axis,
-        y_label=y_label,
-        x_scale="log" if is_number else "linear",
+        {line: [(size, ne) for size, ne, _ in points]},
+        x_label=BATCH,
+        y_label="NE on test rows, rate tuned again",
         y_scale="value",
-        dots=() if is_number else [*lines],
-        dashed=modelled,
-        bands={name: sorted(band) for name, band in bands.items()},
-        ticks=dict(zip(places, names, strict=True)),
-        label=label,
+        bands={line: [(size, ne - sd, ne + sd) for size, ne, sd in points]},
+        ticks={size: f"{size:g}" for size, _, _ in points},
+        label=f"{name}: quality along the batch size",
     )
 
 
-def _modelled_of(row: Row) -> dict[str, Row]:
-    found = {}
-    for name, own in row.get("modelled", {}).items():
-        for head, each in {name: own, f"{name} + GPUs": own.get("with_gpus", {})}.items():
-            if "samples_per_s" in each:
-                found[f"modelled: {head}"] = each
-    return found
-
-
-def _modelled_charts(name: str, group: Group, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Yields how many times as fast more ranks are modelled to be, for the first machine, beside ranks that cost
-    nothing."""
+def _modelled_chart(name: str, rows: Sequence[Row]) -> str:
+    """Draws how efficient more ranks are modelled to be on the first machine."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         found: dict[str, Any] = next(iter(row["modelled"].values()), {})
@@ -323,8 +252,7 @@ def _modelled_charts(name: str, group: Group, rows: Sequence[Row]) -> Iterator[t
             lines.setdefault(line, []).append((float(row["ranks"]), found["efficiency"]))
     ticks = {x: f"{x:g}" for line in lines.values() for x, _ in line}
     label = f"{name}: modelled speed of a rank, of that with the fewest ranks that hold the tables"
-    if lines:
-        yield name, line_chart(lines, x_label="ranks", y_label="modelled efficiency", ticks=ticks, label=label)
+    return line_chart(lines, x_label="ranks", y_label="modelled efficiency", ticks=ticks, label=label) if lines else ""
 
 
 # ---- the page
@@ -340,18 +268,27 @@ def files_of(study: Study, report: Mapping[str, Any], *, machines: Sequence[str]
     groups = []
     for name, group in study.groups.items():
         own = [row for row in rows if row["group"] == name]
-        charts = dict(charts_of(name, group, own))
+        charts, modelled = charts_of(name, group, own), group.measures in MODELLED
         files |= {f"{chart}.svg": svg for chart, svg in charts.items()}
-        if group.measures in MODELLED:
-            groups.append(_shown_modelled(name, group, own, charts, machines=machines))
-        else:
-            groups.append(_shown_group(name, group, own, charts, machines=[] if study.models_alone else machines))
-    off = model_error_words(report.get("prediction"))
-    for group, one in zip(study.groups.values(), groups, strict=True):
-        one["off"] = off if group.measures in MODELLED else ""
+        others = machines if modelled or not study.models_alone else []
+        columns = _modelled_columns(group, others) if modelled else _columns(group, own, others)
+        axes = [*(["model"] if group.draw and not modelled else []), *group.axes]
+        shown = {
+            "name": name,
+            "asks": group.asks,
+            "off": model_error_words(report.get("prediction")) if modelled else "",
+            "charts": [*charts.values()],
+            "heads": [*axes, *columns],
+            "num_words": len(axes),
+            "rows": [
+                [row["axes"].get(axis, "") for axis in axes] + [form(row) for form in columns.values()] for row in own
+            ],
+            "best": best_batches(own) if BATCH in axes and group.measures == "speed" else [],
+            "quality": quality_by_batch(own) if group.measures == "quality" else [],
+        }
+        groups.append(shown)
     machine = report["machine"]
-    template = load_template("lab/study/study.html")
-    files["report.html"] = template.render(
+    files["report.html"] = load_template("lab/study/study.html").render(
         title=study.title,
         asks=study.asks,
         command=report["command"],
@@ -376,21 +313,23 @@ def _prediction_words(found: Mapping[str, Any] | None) -> dict[str, str]:
     if not found:
         return {}
     words = {
-        "cells predicted before they were measured": f"{found['cells']}",
-        "geometric mean error": f"{found['geometric_mean_error']:.1%}",
-        "median error": f"{found['median_error']:.1%}",
-        "worst error": f"{found['worst_error']:.0%}",
-        "within 15 %": f"{found['share_within_15_percent']:.0%}",
-        "predictions are too high by (median)": f"{found['median_bias']:+.1%}",
-        "half the range of a cell's own rounds (median)": f"{found['median_noise']:.1%}",
-        "cells that could not be predicted": f"{found['not_predicted']}",
+        "cells predicted before they were measured": "{cells}",
+        "geometric mean error": "{geometric_mean_error:.1%}",
+        "median error": "{median_error:.1%}",
+        "worst error": "{worst_error:.0%}",
+        "within 15 %": "{share_within_15_percent:.0%}",
+        "predictions are too high by (median)": "{median_bias:+.1%}",
+        "half the range of a cell's own rounds (median)": "{median_noise:.1%}",
+        "cells that could not be predicted": "{not_predicted}",
     }
     if "share_placement_chosen_well" in found:
-        words["the placement predicted fastest is the fastest, or within 3 % of it"] = (
-            f"{found['share_placement_chosen_well']:.0%} of {found['models_with_placements']} models"
-        )
-        words["models in which a placement that was measured has no prediction"] = f"{found['models_incomplete']}"
-    return words
+        words |= {
+            "the placement predicted fastest is the fastest, or within 3 % of it": (
+                "{share_placement_chosen_well:.0%} of {models_with_placements} models"
+            ),
+            "models in which a placement that was measured has no prediction": "{models_incomplete}",
+        }
+    return {what: form.format(**found) for what, form in words.items()}
 
 
 def model_error_words(found: Mapping[str, Any] | None) -> str:
@@ -414,79 +353,77 @@ def _when_predicted(found: Mapping[str, Any] | None) -> str:
     )
 
 
-def _shown_group(
-    name: str, group: Group, rows: Sequence[Row], charts: Mapping[str, str], *, machines: Sequence[str]
-) -> dict[str, Any]:
-    quality = group.measures == "quality"
-    axes = [*(["model"] if group.draw else []), *group.axes]
-    columns: dict[str, Callable[[Row], str]] = {}
-    if quality:
-        columns |= {head: _digits(field, "{:.5f}") for head, field in _QUALITY.items()}
-    columns |= {
-        "samples/s": _digits("samples_per_s", "{:,.0f}"),
-        "least to most": lambda row: "{:,.0f} to {:,.0f}".format(*row["spread"]) if "spread" in row else "",
-    }
-    if not quality:
-        columns["step, ms"] = _digits("step_ms", "{:.3f}")
+# ---- columns of its tables
+
+Columns = dict[str, Callable[[Row], str]]
+
+
+def _figure(form: str, *path: str, why: bool = False) -> Callable[[Row], str]:
+    """Returns what shows the figure at `path` of a row; its neighbours may be in `form`, too.
+
+    why: whether the reason stands in its place if there is none.
+    """
+
+    def text(row: Row) -> str:
+        found: Any = row
+        for name in path[:-1]:
+            found = found.get(name, {})
+        if found.get(path[-1]) is not None:
+            return form.format(found[path[-1]], **found)
+        return str(found.get("reason", "")) if why else ""
+
+    return text
+
+
+def _with_source(*path: str) -> Callable[[Row], str]:
+    def text(row: Row) -> str:
+        found: Any = row
+        for name in path[:-1]:
+            found = found.get(name, {})
+        value = found.get(path[-1])
+        form = "{:.4g} ({})" if value is None or value < 1000 else "{:,.0f} ({})"
+        return "" if value is None else form.format(value, found[f"{path[-1]}_source"])
+
+    return text
+
+
+def _columns(group: Group, rows: Sequence[Row], machines: Sequence[str]) -> Columns:
+    """Returns what the table of a measured group shows beside its axes."""
+    of_spread = "{spread[0]:,.0f} to {spread[1]:,.0f}"
+    columns: Columns = {}
+    if group.measures == "quality":
+        heads = {"validation NE": "val_ne", "test NE": "test_ne", "test AUC": "test_auc"}
+        columns |= {head: _figure("{:.5f}", field) for head, field in heads.items()}
+    columns |= {"samples/s": _figure("{:,.0f}", "samples_per_s"), "least to most": _figure(of_spread, "spread")}
+    if group.measures == "speed":
+        columns["step, ms"] = _figure("{:.3f}", "step_ms")
     if any("exchange_ms" in row for row in rows):
         columns |= {
-            "of it in exchanges, ms": _digits("exchange_ms", "{:.3f}"),
-            "predicted exchanges, ms": lambda row: _predicted_field(row, "exchange_ms", "{:.3f}"),
-            "bytes sent by a rank": _digits("wire_bytes", "{:,.0f}"),
-            "predicted bytes": lambda row: _predicted_field(row, "wire_bytes", "{:,.0f}"),
+            "of it in exchanges, ms": _figure("{:.3f}", "exchange_ms"),
+            "predicted exchanges, ms": _figure("{:.3f}", "predicted", "exchange_ms"),
+            "bytes sent by a rank": _figure("{:,.0f}", "wire_bytes"),
+            "predicted bytes": _figure("{:,.0f}", "predicted", "wire_bytes"),
         }
-    for head, field in [*COSTS.items()][1:]:
-        if any(field in row for row in rows):
-            columns[head] = _with_source(field)
+    columns |= {head: _with_source(field) for head, field in COSTS.items() if any(field in row for row in rows)}
     if any("predicted" in row for row in rows):
         columns |= {
-            "predicted, ms": _predicted,
-            "predicted / measured": _ratio,
-            "own noise": _digits("noise", "±{:.1%}"),
+            "predicted, ms": _figure("{:.3f}", "predicted", "step_ms", why=True),
+            "predicted / measured": lambda row: "" if (ratio := error_of(row)) is None else f"{ratio:.2f}",
+            "own noise": _figure("±{:.1%}", "noise"),
         }
     for machine in machines:
-        columns[f"modelled: {machine}, its processors alone, samples/s (range)"] = _modelled(machine)
-        if any("with_gpus" in row.get("modelled", {}).get(machine, {}) for row in rows):
-            columns[f"modelled: {machine}, with its GPUs, samples/s (range), and where rows lie"] = _with_gpus(machine)
-        for head, field in [*COSTS.items()][1:]:
-            if any(field in row.get("modelled", {}).get(machine, {}) for row in rows):
-                columns[f"modelled: {machine}, {head}"] = _modelled(machine, field)
+        found, head = [row.get("modelled", {}).get(machine, {}) for row in rows], f"modelled: {machine}"
+        speed, form = ("modelled", machine, "samples_per_s"), f"{{:,.0f}} ({of_spread})"
+        columns[f"{head}, its processors alone, samples/s (range)"] = _figure(form, *speed, why=True)
+        if any("with_gpus" in own for own in found):
+            columns[f"{head}, with its GPUs, samples/s (range), and where rows lie"] = _figure(
+                form + ", {rows_on}", "modelled", machine, "with_gpus", "samples_per_s", why=True
+            )
+        for cost, field in COSTS.items():
+            if any(field in own for own in found):
+                columns[f"{head}, {cost}"] = _with_source("modelled", machine, field)
     columns["how clean, or why not measured"] = lambda row: str(row.get("note") or row.get("reason") or row["status"])
-    return {
-        "name": name,
-        "asks": group.asks,
-        "charts": [*charts.values()],
-        "heads": [*axes, *columns],
-        "num_words": len(axes),
-        "rows": [
-            [row["axes"].get(axis, "") for axis in axes] + [form(row) for form in columns.values()] for row in rows
-        ],
-        "best": best_batches(rows) if BATCH in axes and not quality else [],
-        "quality": quality_by_batch(rows) if quality else [],
-    }
-
-
-def _shown_modelled(
-    name: str, group: Group, rows: Sequence[Row], charts: Mapping[str, str], *, machines: Sequence[str]
-) -> dict[str, Any]:
-    """Returns a group of which nothing was measured."""
-    axes = [*group.axes]
-    columns: dict[str, Callable[[Row], str]] = {}
-    figures = _NODES if group.measures == "nodes" else _SCALING
-    for machine in machines:
-        columns |= {f"modelled: {machine}, {head}": _of_model(machine, *what) for head, what in figures.items()}
-    return {
-        "name": name,
-        "asks": group.asks,
-        "charts": [*charts.values()],
-        "heads": [*axes, *columns],
-        "num_words": len(axes),
-        "rows": [
-            [row["axes"].get(axis, "") for axis in axes] + [form(row) for form in columns.values()] for row in rows
-        ],
-        "best": [],
-        "quality": [],
-    }
+    return columns
 
 
 _SCALING = {
@@ -505,67 +442,11 @@ _NODES = {
 }
 
 
-def _of_model(machine: str, field: str, form: str) -> Callable[[Row], str]:
-    last = field in ("binds", "target_samples_per_s")
-
-    def text(row: Row) -> str:
-        found = row["modelled"].get(machine, {})
-        if field in found:
-            return form.format(found[field])
-        return str(found.get("reason", "")) if last else ""
-
-    return text
-
-
-_QUALITY = {"validation NE": "val_ne", "test NE": "test_ne", "test AUC": "test_auc"}
-
-
-def _digits(field: str, form: str) -> Callable[[Row], str]:
-    return lambda row: "" if row.get(field) is None else form.format(row[field])
-
-
-def _with_source(field: str) -> Callable[[Row], str]:
-    def text(row: Row) -> str:
-        if field not in row:
-            return ""
-        value = f"{row[field]:,.0f}" if row[field] >= 1000 else f"{row[field]:.4g}"
-        return f"{value} ({row[f'{field}_source']})"
-
-    return text
-
-
-def _predicted(row: Row) -> str:
-    found = row.get("predicted", {})
-    return f"{found['step_ms']:.3f}" if "step_ms" in found else str(found.get("reason", ""))
-
-
-def _predicted_field(row: Row, field: str, form: str) -> str:
-    found = row.get("predicted", {})
-    return form.format(found[field]) if field in found else ""
-
-
-def _ratio(row: Row) -> str:
-    ratio = error_of(row)
-    return "" if ratio is None else f"{ratio:.2f}"
-
-
-def _with_gpus(machine: str) -> Callable[[Row], str]:
-    def text(row: Row) -> str:
-        found = row.get("modelled", {}).get(machine, {}).get("with_gpus", {})
-        if "samples_per_s" not in found:
-            return str(found.get("reason", ""))
-        return "{:,.0f} ({:,.0f} to {:,.0f}), {}".format(found["samples_per_s"], *found["spread"], found["rows_on"])
-
-    return text
-
-
-def _modelled(machine: str, field: str = "samples_per_s") -> Callable[[Row], str]:
-    def text(row: Row) -> str:
-        found = row.get("modelled", {}).get(machine, {})
-        if "samples_per_s" not in found:
-            return str(found.get("reason", "")) if field == "samples_per_s" else ""
-        if field != "samples_per_s":
-            return _with_source(field)(found)
-        return "{:,.0f} ({:,.0f} to {:,.0f})".format(found[field], *found["spread"])
-
-    return text
+def _modelled_columns(group: Group, machines: Sequence[str]) -> Columns:
+    """Returns what the table of a group shows of which nothing was measured."""
+    columns: Columns = {}
+    for machine in machines:
+        for head, (field, form) in (_NODES if group.measures == "nodes" else _SCALING).items():
+            why = head.endswith("why nothing is said")
+            columns[f"modelled: {machine}, {head}"] = _figure(form, "modelled", machine, field, why=why)
+    return columns

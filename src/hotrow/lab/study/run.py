@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hotrow.base.files import disk_free_bytes, size
+from hotrow.costs.declared import modelled
 from hotrow.costs.hardware import Hardware, another_machine, known_hardware, read_hardware, this_host
-from hotrow.costs.modelled import modelled
 from hotrow.lab.study.cells import UNKNOWN, Studied
 from hotrow.lab.study.data import NotHere
 from hotrow.lab.study.runner import Sweep, run_sweep

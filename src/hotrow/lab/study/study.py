@@ -13,8 +13,8 @@
             narrow: {model.bottom_mlp: [64], model.top_mlp: [64]}
             wide: {model.bottom_mlp: [512, 256], model.top_mlp: [512, 256]}
 
-Beside fields of a config and of `data`, `ranks` says how many processes train, `link` the Gbit/s of a link between two
-of them, and `batch_per_rank` the samples of each.
+Beside fields of a config and of `data`, `ranks` says how many processes train, and `batch_per_rank` the samples of
+each.
 
 A group may instead, or besides, draw random models; every draw then meets every point of the axes. Sizes of
 `memory.dram` and `memory.file_bytes` may be shares of the tables with their optimizer state: "25%".
@@ -175,8 +175,6 @@ class Cell:
     rounds: int = 9
     ranks: int = 1
     """Processes that train together."""
-    link: float | None = None
-    """Gbit/s between two namespaces that stand for two machines; None: all ranks are on this one."""
     batch_per_rank: int | None = None
     """Samples of each rank, if their number grows with the ranks."""
 
@@ -198,7 +196,7 @@ class Cell:
     def fingerprint(self) -> str:
         """Returns what changes if anything changes that the cell's figure depends on."""
         fields = asdict(self)
-        usual = {"ranks": 1, "link": None, "batch_per_rank": None, "sizes": None, "generated": 0, "buckets": 1024}
+        usual = {"ranks": 1, "batch_per_rank": None, "sizes": None, "generated": 0, "buckets": 1024}
         for own in (fields, fields["data"]):  # cells keep the keys that they had before there were such fields
             for name in usual.keys() & own.keys():
                 if own[name] == usual[name]:
@@ -335,14 +333,10 @@ def _cell(group: str, labels: dict[str, str], raw: dict[str, Any], measures: str
 
 def _ranks_of(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """Returns the fields of a cell about its ranks, which no config has, and sets the batch that they ask for."""
-    ranks, link, each = raw.pop("ranks", 1), raw.pop("link", None), raw.pop("batch_per_rank", None)
+    ranks, each = raw.pop("ranks", 1), raw.pop("batch_per_rank", None)
     for name, value in {"ranks": ranks, "batch_per_rank": each}.items():
         if value is not None and (type(value) is not int or not 1 <= value <= _MOST_RANKS):
             raise ValueError(f"{where}: {name} is {value!r}; it must be a whole number from 1 to {_MOST_RANKS:,}")
-    if link is not None and (type(link) not in (int, float) or not 0.001 <= link <= 1000 or ranks != 2):
-        raise ValueError(
-            f"{where}: link is {link!r} with ranks {ranks}; it joins two ranks, by 0.001 to 1000 Gbit/s: set ranks to 2"
-        )
     if each is not None:
         raw.setdefault("train", {})["batch_size"] = each * ranks
-    return {"ranks": ranks, "link": None if link is None else float(link), "batch_per_rank": each}
+    return {"ranks": ranks, "batch_per_rank": each}
