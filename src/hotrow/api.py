@@ -18,6 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -419,12 +420,18 @@ def fit(
     (hotrow.data.prepare.pipeline). Raises ValueError if the data or an option is wrong.
     """
     recipe, changes = _recipe(config), [f"{_option(name)}={_as_yaml(name, value)}" for name, value in overrides.items()]
-    changes = [*([] if model is None else [f"model.name={_as_yaml('model', model)}"]), *changes]
+    named = {"name": model, "objective": read.objective}
+    given = [f"model.{name}={_as_yaml(name, value)}" for name, value in named.items() if value is not None]
+    changes = [*given, *changes]
     # Options are checked before hours of work.
     checked = make_config(apply_overrides({"data": ""} | (recipe or {}), changes), origin="fit")
     model = checked.model.name
     packed = isinstance(data, str | Path) and is_taken(Path(data) / MANIFEST)
-    told = [*read.given, *(name for name, value in (("schema", schema), ("split", split)) if value)]
+    read = replace(read, objective=checked.model.objective)
+    told = [
+        *(name for name in read.given if name != "objective"),
+        *(name for name, value in (("schema", schema), ("split", split)) if value),
+    ]
     if packed and told:
         raise ValueError(f"{told[0]} is for raw data, but {data} is a packed dataset; leave it out")
     schema, changed = _schema(schema, read), _split_options(split)

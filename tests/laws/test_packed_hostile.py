@@ -69,7 +69,9 @@ def test_the_original_is_read(original: Path) -> None:
     ("field", "value", "message"),
     [
         ("format", "parquet", "format is 'parquet', and this hotrow reads 'hotrow-packed'"),
-        ("version", 2, "version is 2, and this hotrow reads 1"),
+        ("version", 3, "version is 3, and this hotrow reads 1 or 2"),
+        ("version", 2, "label: there is no such field"),
+        ("labels", [{"name": "label"}], "labels: there is no such field in version 1"),
         ("version", "1", "version is '1'"),
         ("version", True, "version is True"),
         (f"{PART}/file", "../part-00000.arrow", "parts.0.file is '../part-00000.arrow'"),

@@ -15,9 +15,11 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+import torch
 
 from hotrow.data.packed import writer as packed_writer
-from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Ragged, Table
+from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Label, Ragged, Table
+from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
 from packed_data import Rows, append_rows_to, counts_file, make_info, make_rows, write_dataset
@@ -338,7 +340,7 @@ def test_names_and_sizes_the_writer_refuses(tmp_path: Path) -> None:
         ({"dense": (DenseColumn("x"), DenseColumn("x"))}, "dense column name 'x' is used twice"),
         ({"dense": (DenseColumn("row"), DenseColumn("row (ids)"))}, r"column name 'row \(ids\)' is used twice"),
         ({"features": (Feature("item", "item"), Feature("item", "row"))}, "feature name 'item' is used twice"),
-        ({"label": "item"}, "column name 'item' is used twice"),
+        ({"labels": (Label("item"),)}, "column name 'item' is used twice"),
         ({"dense": (DenseColumn("label"),)}, "column name 'label' is used twice"),
         ({"tables": (Table("row", 5),)}, "feature 'item' names table 'item'; the tables are: row"),
         ({"tables": (*make_info().tables, Table("more", 5))}, "no feature looks up in table 'more'"),
@@ -360,3 +362,46 @@ def test_a_schema_of_the_wrong_types() -> None:
         Feature("a", "a", kind="onehot")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown"):
         DatasetInfo(name="x", features=(Feature("a", "a"),), tables=(Table("a", 1),), unknown=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "version"), [(["binary"], 1), (["number"], 2), (["binary", "number"], 2), (["binary", "binary"], 2)]
+)
+def test_labels_are_a_matrix_and_the_version_is_the_earliest_that_holds_them(
+    kinds: list[Any], version: int, tmp_path: Path
+) -> None:
+    rows = make_rows(250)
+    labels = np.stack([rows.label, np.linspace(-3, 1e6, 250, dtype=np.float32)], axis=1)
+    labels = labels[:, [int(kind == "number") for kind in kinds]]
+    info = replace(make_info(), labels=tuple(Label(f"label {k}", kind) for k, kind in enumerate(kinds)))
+    with PackedWriter(tmp_path / "data", info, rows_per_part=200, rows_per_block=100) as writer:
+        writer.append("train", labels if len(kinds) > 1 else labels[:, 0], rows.dense, rows.sparse)
+        dataset = writer.close()
+    value = json.loads((tmp_path / "data" / "dataset.json").read_text())
+    assert value["version"] == version and ("label" in value, "labels" in value) == (version == 1, version == 2)
+    assert PackedDataset.open(tmp_path / "data", verify="full").info == dataset.info
+    assert dataset.info.labels == info.labels
+    split = dataset.split("train")
+    found = np.concatenate([np.stack(split.block(k).labels, axis=1) for k in range(split.num_blocks)])
+    np.testing.assert_array_equal(found, labels)
+    batches = list(Loader(split, 64, shuffle_seed=None).epoch(0))
+    np.testing.assert_array_equal(torch.cat([batch.labels for batch in batches]).numpy(), labels)
+    assert batches[0].label.shape == ((64, len(kinds)) if len(kinds) > 1 else (64,)) and len(batches[-1]) == 250 % 64
+
+
+@pytest.mark.parametrize(("kind", "value"), [("binary", 0.5), ("number", np.nan), ("number", np.inf)])
+def test_a_label_that_is_not_of_its_kind_is_refused(kind: Any, value: float, tmp_path: Path) -> None:
+    rows, info = make_rows(20), replace(make_info(), labels=(Label("y", kind),))
+    rows.label[7] = value
+    with PackedWriter(tmp_path / "data", info) as writer, pytest.raises(ValueError, match="column 'y', row 7: label"):
+        writer.append("train", rows.label, rows.dense, rows.sparse)
+        writer.close()
+
+
+def test_labels_of_another_number_are_refused(tmp_path: Path) -> None:
+    rows, info = make_rows(20), replace(make_info(), labels=(Label("a"), Label("b")))
+    with (
+        PackedWriter(tmp_path / "data", info) as writer,
+        pytest.raises(ValueError, match=r"label has shape \(20, 1\); it must be \[20, 2\]"),
+    ):
+        writer.append("train", rows.label, rows.dense, rows.sparse)

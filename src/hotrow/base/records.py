@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -43,27 +43,45 @@ class Document(Generic[T]):
     """One kind of JSON file, which holds a record of type `record`: a dataclass with `STRICT`, or a mapping.
 
     marks: fields that say what the file is and in which version. cure: what a user can do about a file that is refused.
+    earlier: for each earlier `version` that is still read, a function that turns its fields into those of the record.
     """
 
-    def __init__(self, record: type[T], *, marks: Mapping[str, str | int], cure: str) -> None:
-        self.marks, self.cure = dict(marks), cure
+    def __init__(
+        self,
+        record: type[T],
+        *,
+        marks: Mapping[str, str | int],
+        cure: str,
+        earlier: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] | None = None,
+    ) -> None:
+        self.marks, self.cure, self.earlier = dict(marks), cure, dict(earlier or {})
         self._record = TypeAdapter(record)
 
-    def write(self, path: Path | str, record: T | Mapping[str, Any]) -> None:
-        """Writes the file atomically (mode 0600). Raises ValueError for NaN and infinity, and OSError."""
+    def write(self, path: Path | str, record: T | Mapping[str, Any], *, version: int | None = None) -> None:
+        """Writes the file atomically (mode 0600). Raises ValueError for NaN and infinity, and OSError.
+
+        version: an earlier one, whose fields `record` has.
+        """
         fields = asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
         assert isinstance(fields, Mapping)
-        write_sealed(path, {**self.marks, **fields})
+        write_sealed(path, {**self.marks, **({} if version is None else {"version": version}), **fields})
 
     def read(self, path: Path | str) -> T:
         """Returns the record in the file. Raises ValueError, which names the file, the wrong field and the cure."""
-        fields = read_sealed(path, cure=self.cure)
-        for name, wanted in self.marks.items():
-            if (found := fields.pop(name, None)) != wanted or isinstance(found, bool):
+        fields, upgrade = read_sealed(path, cure=self.cure), None
+        for name, newest in self.marks.items():
+            found, allowed = fields.pop(name, None), [*(self.earlier if name == "version" else ()), newest]
+            if found not in allowed or isinstance(found, bool):
                 raise ValueError(
-                    f"{path}: {name} is {short(found)}, and this hotrow reads {wanted!r}; use the hotrow that wrote "
-                    f"the file, or {self.cure}"
+                    f"{path}: {name} is {short(found)}, and this hotrow reads {' or '.join(map(repr, allowed))}; use "
+                    f"the hotrow that wrote the file, or {self.cure}"
                 )
+            upgrade = self.earlier.get(found) if name == "version" else upgrade
+        if upgrade is not None:
+            try:
+                fields = upgrade(fields)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
         return checked(self._record, fields, where=str(path), cure=self.cure)
 
 

@@ -120,7 +120,7 @@ class Drawn:
         ids = tuple(
             _ids(shape.zipf, n, num_rows, mean, generator) for n, mean in zip(shape.rows, shape.lengths, strict=True)
         )
-        self._block = Block(label, dense, ids)
+        self._block = Block((label,), dense, ids)
 
     def block(self, index: int) -> Block:
         """Returns all rows."""

@@ -111,12 +111,25 @@ class ModelSpec(BaseModel):
 
     def check(self, dataset: Dataset) -> None:
         """Raises ValueError, before a run has a folder, if the model cannot be trained on `dataset`."""
+        self._check_labels(dataset)
         dims = self.dims_of(dataset)
         if self.equal_dims and len(set(dims.values())) > 1:
             listed = ", ".join(f"{name} {dim}" for name, dim in dims.items())
             raise ValueError(
                 f"model.embedding_dim gives tables different numbers of columns ({listed}), but {self.name} multiplies "
                 "rows of all tables with each other: set it to one number, or choose a model that takes any"
+            )
+
+    def _check_labels(self, dataset: Dataset) -> None:
+        labels = dataset.info.labels
+        if len(labels) > 1:
+            names = ", ".join(label.name for label in labels)
+            raise ValueError(f"{dataset.path} has the labels {names}, but model.objective {self.objective} takes one")
+        if self.trained_for.label == "binary" and labels[0].kind == "number":
+            others = [name for name, objective in OBJECTIVES.items() if objective.label == "number"]
+            raise ValueError(
+                f"label {labels[0].name!r} of {dataset.path} is any number, but model.objective {self.objective} takes "
+                f"0 or 1: set model.objective to {' or '.join(others)}"
             )
 
     def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> Network:

@@ -24,9 +24,11 @@ from hotrow import __version__
 from hotrow.base.door import check_folder, is_taken
 from hotrow.base.files import check_name, check_text, file_name
 from hotrow.base.records import MAX_COUNT, STRICT, Count, Document
+from hotrow.objectives.objective import LabelKind
 
 FORMAT = "hotrow-packed"
-VERSION = 1
+VERSION = 2
+"""The newest version. A dataset with one binary label is written in version 1, which earlier hotrows read too."""
 MANIFEST = "dataset.json"
 WORK_FOLDER = ".prepare"
 """Folder of unfinished work inside the dataset's folder; removed when the dataset is complete."""
@@ -37,6 +39,15 @@ RESERVED_SPLITS = frozenset({"vocab", "counts"})
 
 FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
 Crc32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Label:
+    """One label as stored: float32."""
+
+    name: str = "label"
+    kind: LabelKind = "binary"
+    """binary: 0 or 1. number: any finite number."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -162,7 +173,8 @@ class DatasetInfo:
 
     name: str
     """What the rows are, e.g. "criteo"."""
-    label: str = "label"
+    labels: Annotated[tuple[Label, ...], Field(min_length=1)] = (Label(),)
+    """What a model is to predict, in stored order."""
     dense: tuple[DenseColumn, ...] = ()
     features: Annotated[tuple[Feature, ...], Field(min_length=1)]
     tables: tuple[Table, ...]
@@ -201,10 +213,10 @@ class DatasetInfo:
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """Names of the columns of every part: label, dense, features. A feature may have the name of a dense column,
+        """Names of the columns of every part: labels, dense, features. A feature may have the name of a dense column,
         which is made of the same raw column; then it is stored as "NAME (ids)"."""
         features = (f"{name} (ids)" if name in self.dense_names else name for name in self.feature_names)
-        return (self.label, *self.dense_names, *features)
+        return (*(label.name for label in self.labels), *self.dense_names, *features)
 
     @property
     def dense_names(self) -> tuple[str, ...]:
@@ -224,7 +236,7 @@ class DatasetInfo:
     def row_bytes(self) -> int:
         """Stored bytes per row, not counting the ids of lists."""
         sizes = (8 if f.kind != "one_hot" else np.dtype(self.id_dtype(f)).itemsize for f in self.features)
-        return 4 + 4 * len(self.dense) + sum(sizes)
+        return 4 * (len(self.labels) + len(self.dense)) + sum(sizes)
 
     def id_dtype(self, feature: Feature) -> type[np.int32 | np.int64]:
         """Returns the integer type in which ids of `feature` are stored."""
@@ -232,12 +244,32 @@ class DatasetInfo:
 
     def schema_fingerprint(self) -> str:
         """Returns a hex digest of everything that decides the bytes of the parts, and of how ids were made."""
-        value = asdict(replace(self, splits={}, files={}, summary={}))
+        _, value = _written(replace(self, splits={}, files={}, summary={}))
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 MANIFEST_CURE = "restore the file or prepare the data again"
-_DOCUMENT = Document(DatasetInfo, marks={"format": FORMAT, "version": VERSION}, cure=MANIFEST_CURE)
+
+
+def _of_version_1(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a manifest of version 1 as those of version 2: its one label is binary."""
+    if "labels" in fields:
+        raise ValueError(f"labels: there is no such field in version 1; {MANIFEST_CURE}")
+    own = [("labels", [{"name": value}]) if name == "label" else (name, value) for name, value in fields.items()]
+    return dict(own)
+
+
+def _written(info: DatasetInfo) -> tuple[int, dict[str, Any]]:
+    """Returns the version in which `info` is written, the earliest that can hold it, and its fields."""
+    if [label.kind for label in info.labels] != ["binary"]:
+        return 2, asdict(info)
+    own = asdict(info).items()
+    return 1, dict(("label", value[0]["name"]) if name == "labels" else (name, value) for name, value in own)
+
+
+_DOCUMENT = Document(
+    DatasetInfo, marks={"format": FORMAT, "version": VERSION}, cure=MANIFEST_CURE, earlier={1: _of_version_1}
+)
 
 
 def _check_unique(what: str, names: tuple[str, ...] | list[str]) -> None:
@@ -259,7 +291,8 @@ def _check_side_path(path: str) -> None:
 
 def write_info(folder: Path, info: DatasetInfo) -> None:
     """Writes `dataset.json` atomically, which completes the dataset."""
-    _DOCUMENT.write(folder / MANIFEST, info)
+    version, fields = _written(info)
+    _DOCUMENT.write(folder / MANIFEST, fields, version=version)
 
 
 def read_info(folder: Path) -> DatasetInfo:
@@ -276,8 +309,8 @@ def read_info(folder: Path) -> DatasetInfo:
 
 
 def arrow_schema(info: DatasetInfo) -> pa.Schema:
-    """Returns the columns of every part, none of them nullable: label, dense, features, in the manifest's order."""
-    kinds = [pa.float32()] * (1 + len(info.dense))
+    """Returns the columns of every part, none of them nullable: labels, dense, features, in the manifest's order."""
+    kinds = [pa.float32()] * (len(info.labels) + len(info.dense))
     for feature in info.features:
         kind = pa.from_numpy_dtype(info.id_dtype(feature))
         if feature.kind != "one_hot":
@@ -298,11 +331,31 @@ Ids = NDArray[Any] | Ragged
 
 
 class Block(NamedTuple):
-    """The columns of consecutive rows: label [n], dense I x [n], ids by feature [n] or ragged."""
+    """The columns of n consecutive rows: labels L x [n], dense I x [n], ids by feature [n] or ragged."""
 
-    label: NDArray[np.float32]
+    labels: tuple[NDArray[np.float32], ...]
     dense: tuple[NDArray[np.float32], ...]
     ids: tuple[Ids, ...]
+
+    @property
+    def label(self) -> NDArray[np.float32]:
+        """The first label, [n]."""
+        return self.labels[0]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.label)
+
+    @property
+    def columns(self) -> tuple[Ids, ...]:
+        """All columns, in stored order."""
+        return (*self.labels, *self.dense, *self.ids)
+
+
+def columns_of(info: DatasetInfo, columns: Sequence[Any]) -> Block:
+    """Returns columns in stored order as a `Block`."""
+    first, last = len(info.labels), len(info.labels) + len(info.dense)
+    return Block(tuple(columns[:first]), tuple(columns[first:last]), tuple(columns[last:]))
 
 
 def slice_ids(ids: Ids, start: int, stop: int) -> Ids:
@@ -335,18 +388,19 @@ def select_ids(ids: Ids, mask: NDArray[np.bool_]) -> Ids:
 
 
 def check_values(info: DatasetInfo, block: Block) -> None:
-    """Raises ValueError naming column and row unless labels are 0 or 1, dense values finite, ids within their
+    """Raises ValueError naming column and row unless labels are of their kind, dense values finite, ids within their
     tables."""
-    bad = (block.label != 0) & (block.label != 1)
-    if bad.any():
-        row = int(bad.argmax())
-        raise ValueError(f"column {info.label!r}, row {row}: label is {block.label[row]}; it must be 0 or 1")
+    for label, column in zip(info.labels, block.labels, strict=True):
+        good = (column == 0) | (column == 1) if label.kind == "binary" else np.isfinite(column)
+        if not good.all():
+            row, allowed = int((~good).argmax()), "0 or 1" if label.kind == "binary" else "a finite number"
+            raise ValueError(f"column {label.name!r}, row {row}: label is {column[row]}; it must be {allowed}")
     for name, column in zip(info.dense_names, block.dense, strict=True):
         if not np.isfinite(column).all():
             row = int((~np.isfinite(column)).argmax())
             raise ValueError(f"column {name!r}, row {row}: value is {column[row]}; dense values must be finite")
     for feature, ids in zip(info.features, block.ids, strict=True):
-        _check_ids(feature, info.table_by_name[feature.table], ids, len(block.label))
+        _check_ids(feature, info.table_by_name[feature.table], ids, block.num_rows)
 
 
 def _check_ids(feature: Feature, table: Table, ids: Ids, num_rows: int) -> None:

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from hotrow.batch import Batch, KeyedJaggedTensor
-from hotrow.data.packed.format import DatasetInfo, Ids, Ragged, concatenate_ids, slice_ids
+from hotrow.data.packed.format import DatasetInfo, Ids, Ragged, columns_of, concatenate_ids, slice_ids
 from hotrow.data.packed.reader import Split
 from hotrow.kernels import tree
 
@@ -94,8 +94,9 @@ class Loader:
 
     `len(loader)` is the number of batches per epoch, wherever the loader starts.
 
-    Batch: dense float32 [B, I]; label float32 [B]; sparse with one key per feature in the dataset's order, int32 ids
-    (int64 if a table has more than 2^31 rows), without offsets if all features are one-hot.
+    Batch: dense float32 [B, I]; label float32 [B], or [B, L] if the dataset has several; sparse with one key per
+    feature in the dataset's order, int32 ids (int64 if a table has more than 2^31 rows), without offsets if all
+    features are one-hot.
 
     Raises ValueError for arguments out of range, and, from the reader, for a damaged block.
     """
@@ -217,7 +218,7 @@ class Loader:
     def _no_rows(self) -> list[Ids]:
         """Returns the columns without rows, of the types that they have."""
         block = self.split.block(0)
-        return [slice_ids(column, 0, 0) for column in (block.label, *block.dense, *block.ids)]
+        return [slice_ids(column, 0, 0) for column in block.columns]
 
     def _rows_of_batch(self, k: int) -> int:
         return min(self.batch_size, self.num_rows - k * self.batch_size)
@@ -301,7 +302,7 @@ class _Stream:
     def _rows_of_block(self, index: int, first: int, last: int) -> list[Ids]:
         """Returns the columns of a block's rows [first, last), counting only rows that are used."""
         block, only = self._split.block(index), self._loader.only
-        columns = (block.label, *block.dense, *block.ids)
+        columns = block.columns
         if only is None:
             return [slice_ids(column, first, last) for column in columns]
         picked = np.flatnonzero(self._of_block(only, index))[first:last]
@@ -353,11 +354,9 @@ def _joined(pieces: list[list[Ids]]) -> list[Ids]:
 
 
 def _assemble(columns: list[Ids], info: DatasetInfo, of_samples: int | None) -> Batch:
-    """Returns the batch of `columns` (label, dense, ids) in new tensors."""
-    num_dense = len(info.dense)
-    label, dense, ids = columns[0], columns[1 : 1 + num_dense], columns[1 + num_dense :]
-    assert not isinstance(label, Ragged)
-    num_rows = len(label)
+    """Returns the batch of `columns`, in stored order, in new tensors."""
+    labels, dense, ids = columns_of(info, columns)
+    num_rows, num_dense = len(labels[0]), len(dense)
     offsets = None
     if any(isinstance(column, Ragged) for column in ids):
         offsets = torch.zeros(len(ids) * num_rows + 1, dtype=torch.int64)
@@ -366,7 +365,8 @@ def _assemble(columns: list[Ids], info: DatasetInfo, of_samples: int | None) -> 
     # torch transposes in blocks: np.stack, which writes column by column, takes several times as long for many columns.
     stacked = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *dense])).view(num_dense, num_rows).t()
     sparse = KeyedJaggedTensor(info.feature_names, torch.from_numpy(values), offsets=offsets)
-    return Batch(stacked.contiguous(), sparse, torch.from_numpy(label.copy()), of_samples)
+    label = torch.from_numpy(labels[0].copy() if len(labels) == 1 else np.stack(labels, axis=1))
+    return Batch(stacked.contiguous(), sparse, label, of_samples)
 
 
 def _lengths(ids: Ids) -> NDArray[np.int64]:

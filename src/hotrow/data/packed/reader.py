@@ -32,6 +32,7 @@ from hotrow.data.packed.format import (
     Ragged,
     arrow_schema,
     check_values,
+    columns_of,
     read_info,
 )
 from hotrow.data.packed.vocabulary import Vocabulary, open_counts
@@ -156,8 +157,8 @@ class Split:
     def block(self, index: int) -> Block:
         """Returns the columns of block `index` as read-only views of the mapping.
 
-        The first read checks the checksum, the structure, that labels are 0 or 1 and dense values finite, and that ids
-        are below num_embeddings. Raises ValueError naming file, block and byte range if a check fails.
+        The first read checks the checksum, the structure, that labels are of their kind and dense values finite, and
+        that ids are below num_embeddings. Raises ValueError naming file, block and byte range if a check fails.
         """
         part_index = int(np.searchsorted(self._part_first_block, index, "right")) - 1
         part, inner = self._part(part_index), index - int(self._part_first_block[part_index])
@@ -193,9 +194,7 @@ class Split:
         return self._mapped[index]
 
     def _columns(self, batch: pa.RecordBatch) -> Block:
-        columns = [_to_numpy(column) for column in batch.columns]
-        num_dense = len(self.info.dense)
-        return Block(columns[0], tuple(columns[1 : 1 + num_dense]), tuple(columns[1 + num_dense :]))
+        return columns_of(self.info, [_to_numpy(column) for column in batch.columns])
 
 
 def _to_numpy(column: pa.Array) -> Any:
@@ -307,7 +306,7 @@ class PackedDataset:
             row = 0
             for block in map(split.block, range(split.num_blocks)):
                 yield name, row, {feature: _list_lengths(block.ids[place]) for feature, place in places.items()}
-                row += len(block.label)
+                row += block.num_rows
 
     def _table(self, name: str) -> Any:
         if name not in self.info.table_by_name:

@@ -136,12 +136,11 @@ class _PartWriter:
 
     def write(self, block: Block) -> None:
         check_values(self._info, block)
-        columns: list[Ids] = [block.label, *block.dense, *block.ids]
-        arrays = [_to_arrow(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+        arrays = [_to_arrow(column, field.type) for column, field in zip(block.columns, self._schema, strict=True)]
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self._sink.cut()
-        self._block_rows.append(len(block.label))
-        self.num_rows += len(block.label)
+        self._block_rows.append(block.num_rows)
+        self.num_rows += block.num_rows
 
     def finish(self) -> Part:
         self._writer.close()
@@ -171,15 +170,15 @@ class _BlockBuffer:
     def __init__(self, info: DatasetInfo, capacity: int) -> None:
         self.num_rows = 0
         self.capacity = capacity
-        self._label = np.empty(capacity, np.float32)
+        self._labels = np.empty((len(info.labels), capacity), np.float32)
         self._dense = np.empty((len(info.dense), capacity), np.float32)
         self._one_hot = [np.empty(capacity, info.id_dtype(f)) if f.kind == "one_hot" else None for f in info.features]
         self._lists: list[list[Ragged]] = [[] for _ in info.features]
 
-    def append(self, label: NDArray[Any], dense: NDArray[Any], ids: Sequence[Ids]) -> None:
-        """Copies rows, which must fit: label [n], dense [n, I], ids by feature."""
-        rows = slice(self.num_rows, self.num_rows + len(label))
-        self._label[rows] = label
+    def append(self, labels: NDArray[Any], dense: NDArray[Any], ids: Sequence[Ids]) -> None:
+        """Copies rows, which must fit: labels [n, L], dense [n, I], ids by feature."""
+        rows = slice(self.num_rows, self.num_rows + len(labels))
+        self._labels[:, rows] = labels.T
         self._dense[:, rows] = dense.T
         for column, pieces, values in zip(self._one_hot, self._lists, ids, strict=True):
             if isinstance(values, Ragged):
@@ -198,7 +197,7 @@ class _BlockBuffer:
         )
         self._lists = [[] for _ in self._lists]
         self.num_rows = 0
-        return Block(self._label[:n], tuple(column[:n] for column in self._dense), ids)
+        return Block(tuple(column[:n] for column in self._labels), tuple(column[:n] for column in self._dense), ids)
 
 
 class PackedWriter:
@@ -260,18 +259,20 @@ class PackedWriter:
         dense: ArrayLike,
         sparse: Mapping[str, NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]],
     ) -> None:
-        """Adds rows to `split`: label [n], dense [n, I], ids by feature, [n] or `(values, row_splits [n + 1])`.
+        """Adds rows to `split`: label [n], or [n, L] if there are L labels; dense [n, I]; ids by feature, [n] or
+        `(values, row_splits [n + 1])`.
 
         Raises ValueError naming column and row for values that the format does not allow, and if shapes disagree;
         OSError when the disk is full, saying what was kept.
         """
-        label, dense = np.asarray(label), np.asarray(dense)
-        ids = self._check_shapes(label, dense, split_columns(self.info, sparse))
+        labels, dense = np.asarray(label), np.asarray(dense)
+        labels = labels[:, None] if labels.ndim == 1 else labels
+        ids = self._check_shapes(labels, dense, split_columns(self.info, sparse))
         buffer, start = self._buffer(split), 0
-        while start < len(label):
-            stop = min(len(label), start + buffer.capacity - buffer.num_rows)
+        while start < len(labels):
+            stop = min(len(labels), start + buffer.capacity - buffer.num_rows)
             rows = slice(start, stop)
-            buffer.append(label[rows], dense[rows], [slice_ids(column, start, stop) for column in ids])
+            buffer.append(labels[rows], dense[rows], [slice_ids(column, start, stop) for column in ids])
             start = stop
             if buffer.num_rows == buffer.capacity:
                 with self._explain_full_disk():
@@ -315,8 +316,10 @@ class PackedWriter:
     ) -> None:
         self.abort()
 
-    def _check_shapes(self, label: NDArray[Any], dense: NDArray[Any], ids: list[Any]) -> list[Ids]:
-        n = len(label)
+    def _check_shapes(self, labels: NDArray[Any], dense: NDArray[Any], ids: list[Any]) -> list[Ids]:
+        n = len(labels)
+        if labels.shape != (n, len(self.info.labels)):
+            raise ValueError(f"label has shape {labels.shape}; it must be [{n}, {len(self.info.labels)}]")
         if dense.shape != (n, len(self.info.dense)):
             raise ValueError(f"dense has shape {dense.shape}; it must be [{n}, {len(self.info.dense)}]")
         checked: list[Ids] = []

@@ -26,6 +26,8 @@ from hotrow.data.sources.inputs import spooled
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import open_source, recognise, tell_format
 from hotrow.data.sources.schema import Schema
+from hotrow.objectives import DEFAULT, OBJECTIVES
+from hotrow.objectives.objective import LabelKind
 
 SCHEMA_FILE = "schema.yaml"
 RECIPE_FILE = "recipe.yaml"
@@ -98,7 +100,8 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, given: Any) -> Ini
         rows = ", ".join(f"{name} {split.num_rows:,}" for name, split in info.splits.items())
         found = f"a packed dataset of {info.name!r}: rows {rows}; {len(info.dense)} dense, {len(info.features)} sparse"
         num_rows = info.splits["train"].num_rows if "train" in info.splits else 0
-        recipe = render_recipe(str(paths), num_rows, num_features=len(info.features), exact=True)
+        objective = read.objective or _objective_for(info.labels[0].kind)
+        recipe = render_recipe(str(paths), num_rows, num_features=len(info.features), exact=True, objective=objective)
         return InitResult(found, None, None, recipe, (f"hotrow train {RECIPE_FILE}",))
     skip = f" --skip-bad-rows {read.skip_bad_rows}" if read.skip_bad_rows else ""
     source = None if read.hints else recognise(paths)
@@ -107,7 +110,8 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, given: Any) -> Ini
         commands = (f"hotrow prepare {source} {shown} --out {data}{skip}", f"hotrow train {RECIPE_FILE}")
         opened = open_source(source, paths)
         num_rows = _training_rows(opened.source.scout().num_rows, opened.schema)
-        recipe = render_recipe(data, num_rows, num_features=len(opened.schema.feature_names), exact=False)
+        num_features = len(opened.schema.feature_names)
+        recipe = render_recipe(data, num_rows, num_features=num_features, exact=False, objective=read.objective)
         return InitResult(f"{source} in its published layout", source, None, recipe, commands)
     guess = guess_columns(paths, **vars(read))
     data = data or "data/packed"
@@ -118,8 +122,15 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, given: Any) -> Ini
     )
     found = "; ".join(filter(None, [f"a table, guessed from {guess.origin}", left_out(paths)]))
     num_features = len(guess.of("categorical"))
-    recipe = render_recipe(data, int(0.8 * guess.num_rows), num_features=num_features, exact=False)
+    recipe = render_recipe(
+        data, int(0.8 * guess.num_rows), num_features=num_features, exact=False, objective=read.objective
+    )
     return InitResult(found, source, render_schema(guess), recipe, commands)
+
+
+def _objective_for(kind: LabelKind) -> str:
+    """Returns the first objective that takes labels of this kind."""
+    return next(name for name, objective in OBJECTIVES.items() if objective.label in (kind, "number"))
 
 
 def _training_rows(num_rows: int, schema: Schema) -> int:
@@ -184,10 +195,14 @@ def _commented(line: str, comment: str) -> str:
     return f"{line:<{COMMENT_COLUMN}}  # {' '.join(comment.split())}"
 
 
-def render_recipe(data: str, num_rows: int, *, num_features: int, exact: bool) -> str:
-    """Returns the config that `fit` would choose for the packed dataset `data` with `num_rows` training rows."""
+def render_recipe(data: str, num_rows: int, *, num_features: int, exact: bool, objective: str | None = None) -> str:
+    """Returns the config that `fit` would choose for the packed dataset `data` with `num_rows` training rows.
+
+    objective: `model.objective`; None: the default.
+    """
     recipe = choose_recipe(num_rows, num_features=num_features)
-    sections: dict[str, Any] = {"model": {"name": "dlrm"}, "optimizer": {}, "train": {}}
+    model = {"name": "dlrm", **({} if objective in (None, DEFAULT) else {"objective": objective})}
+    sections: dict[str, Any] = {"model": model, "optimizer": {}, "train": {}}
     for name, value in recipe.items():
         *parents, leaf = name.split(".")
         section = sections

@@ -41,6 +41,7 @@ from hotrow.data.packed.format import (
     DatasetInfo,
     DenseColumn,
     Feature,
+    Label,
     Part,
     SourceFile,
     Table,
@@ -677,7 +678,7 @@ class _Stages:
         files = zip(self._info.files, checksums, strict=True)
         return DatasetInfo(
             name=self._source.name,
-            label=schema.label.column,
+            labels=(Label(schema.label.column, schema.label.kind),),
             dense=tuple(DenseColumn(name, transform) for name, transform in dense),
             features=tuple(Feature(c.column, c.table_name, c.kind) for c in schema.categorical),
             tables=tuple(tables[name] for name in schema.table_names),

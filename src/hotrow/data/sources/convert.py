@@ -226,13 +226,16 @@ def parse_written(array: pa.Array, spec: DenseSpec) -> tuple[pa.Array, NDArray[n
 
 
 def to_label(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fault | None]:
-    """Returns float32 0 or 1 per row. Faults: a missing label; without a rule in `spec`, any value but 0 and 1, and in
-    text "true" and "false" in any case."""
+    """Returns a float32 per row, 0 or 1 unless `spec.kind` is number.
+
+    Faults: a missing label; a number that is not finite; of a binary label without a rule in `spec`, any value but 0
+    and 1, and in text "true" and "false" in any case.
+    """
     array = plain(array)
     if spec.positive is not None:
         return _label_by_value(array, spec)
     numbers, fault = to_numbers(array, spec.column)
-    if fault is not None and spec.at_least is None and is_text(array.type):
+    if fault is not None and spec.kind == "binary" and spec.at_least is None and is_text(array.type):
         numbers, fault = to_numbers(_with_digits(array), spec.column)
     bad = np.isnan(numbers) if fault is None else np.isnan(numbers) | fault.rows
     if spec.at_least is not None:
@@ -241,6 +244,9 @@ def to_label(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fau
         return label, _fault(spec.column, bad, array, "is not a number to compare with 'at_least'")
     with np.errstate(invalid="ignore", over="ignore"):
         label = numbers.astype(np.float32)
+    if spec.kind == "number":
+        reason = "is not a finite number; every row needs a label"
+        return label, _fault(spec.column, bad | ~np.isfinite(label), array, reason)
     bad |= ~((label == 0) | (label == 1))
     reason = "is not a label; it must be 0 or 1 (or set label.positive or label.at_least)"
     return label, _fault(spec.column, bad, array, reason)

@@ -129,7 +129,7 @@ def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
     if any(f.num_missing for f in facts):
         csv.setdefault("null_values", list(MISSING))
     candidates = [f for f in facts if f.name == label or roles.get(f.name) != "exclude"]
-    label_guess, question, notes = find_label(candidates, label, made)
+    label_guess, question, notes = find_label(candidates, label, made, read)
     label_name = None if label_guess is None else label_guess.column
     others = [f for f in candidates if f.name != label_name and roles.get(f.name) != "exclude"]
     labels = None if label_guess is None or label_guess.role != "label" else labels_of(sample, label_guess)
@@ -145,7 +145,7 @@ def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
     features = _features([f for f in facts if f.name not in taken], sample, labels, sample.num_rows / num_rows)
     guesses = [g for f in facts for g in ([taken[f.name]] if f.name in taken else features[f.name])]
     guess = SchemaGuess(guesses, csv, found.origin, notes, question, num_rows=num_rows)
-    return _without_leaks(guess, facts, sample, roles) if guess.of("label") else guess
+    return guess if labels is None else _without_leaks(guess, facts, sample, roles)
 
 
 def _look_at_all(rows: pa.Table, names: Sequence[str], missing: Sequence[str]) -> tuple[pa.Table, list[ColumnFacts]]:

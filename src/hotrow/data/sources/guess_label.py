@@ -16,7 +16,9 @@ import pyarrow as pa
 from hotrow.base.records import nearest
 from hotrow.data.sources.convert import INTEGER, to_label
 from hotrow.data.sources.facts import KEEP, SHOWN_VALUES, ColumnFacts, Guess, is_like, shown
+from hotrow.data.sources.options import ReadOptions
 from hotrow.data.sources.schema import LabelSpec
+from hotrow.objectives import OBJECTIVES
 
 LABEL_NAMES = r"(is_?)?(label|click(ed)?|target|y|convert(ed)?|conversion|install(ed)?|purchased?|response)"
 ACTION_NAMES = rf"{LABEL_NAMES}|.*(action|behaviou?r|event|outcome|status).*"
@@ -45,8 +47,12 @@ class Labels:
     """[num_rows], False if the label of a row is bad."""
 
 
-def labels_of(sample: pa.Table, label: Guess) -> Labels:
-    values, fault = to_label(sample.column(label.column).combine_chunks(), LabelSpec.model_validate(label.spec))
+def labels_of(sample: pa.Table, label: Guess) -> Labels | None:
+    """Returns the labels of the sampled rows; None if they are numbers, with which no column is compared."""
+    spec = LabelSpec.model_validate(label.spec)
+    if spec.kind == "number":
+        return None
+    values, fault = to_label(sample.column(label.column).combine_chunks(), spec)
     good = np.ones(len(values), np.bool_) if fault is None else ~fault.rows
     return Labels(label.column, values == 1, good)
 
@@ -61,12 +67,16 @@ def other_labels(facts: Sequence[ColumnFacts], labels: Labels | None) -> list[Gu
 
 
 def find_label(
-    facts: Sequence[ColumnFacts], name: str | None, made: Mapping[str, Any]
+    facts: Sequence[ColumnFacts], name: str | None, made: Mapping[str, Any], read: ReadOptions
 ) -> tuple[Guess | None, str, tuple[str, ...]]:
     """Returns the label or None, what the user must decide about it, and what the user may decide otherwise.
 
     made: how the label is made from the values of column `name`, as in a schema.
     """
+    if read.label_kind == "number" and not made:
+        question = f"objective {read.objective} takes a number as label; say which column (label=..., --label)"
+        named = [f for f in facts if f.name == name]
+        return (_number_label(named[0], read), "", ()) if named else (None, question, ())
     if name is not None:
         return _named_label(next(f for f in facts if f.name == name), made), "", ()
     binary = [f for f in facts if f.share_ones is not None and f.num_distinct == 2 and not f.num_missing]
@@ -92,12 +102,14 @@ def find_label(
 
 def ask_for_rule(facts: ColumnFacts) -> str:
     """Returns the question which numbers in a column are positive, and how to answer it."""
+    for_numbers = [name for name, objective in OBJECTIVES.items() if objective.label == "number"]
     middle = math.ceil((facts.low + facts.high) / 2 + 0.5)
     rule = f"{facts.name} >= {middle}"
     return (
         f"column {facts.name!r} holds {facts.num_distinct} values from {facts.low:g} to {facts.high:g}, not 0 and 1; "
         f"say which are positive, for example from {middle} up: --label {quote(rule)}, in Python label={rule!r}, "
         f"in a schema label: {{column: {json.dumps(facts.name)}, at_least: {middle}}}"
+        + "".join(f"; or, to predict the number itself: --objective {name}" for name in for_numbers[:1])
     )
 
 
@@ -141,6 +153,15 @@ def _label_of_words(facts: ColumnFacts, pair: tuple[str, str], why: str) -> Gues
     rule = {"positive": [pair[1]], "negative": [pair[0]]} if facts.kind == "text" else {"at_least": 1}
     spec = {"column": facts.name, **rule}
     return Guess("label", facts.name, spec, f"{why}; {pair[1].strip()!r} is 1 and {pair[0].strip()!r} is 0")
+
+
+def _number_label(facts: ColumnFacts, read: ReadOptions) -> Guess:
+    if facts.kind not in ("int", "float"):
+        raise ValueError(
+            f"label column {facts.name!r} holds {facts.stored} values, but objective {read.objective} needs numbers"
+        )
+    spec = {"column": facts.name, "kind": "number"}
+    return Guess("label", facts.name, spec, f"numbers from {facts.low:g} to {facts.high:g}")
 
 
 def _named_label(facts: ColumnFacts, made: Mapping[str, Any]) -> Guess:

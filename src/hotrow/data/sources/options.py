@@ -15,6 +15,9 @@ from dataclasses import dataclass, field, fields
 from inspect import Parameter, Signature, signature
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
+from hotrow.objectives import DEFAULT, OBJECTIVES
+from hotrow.objectives.objective import LabelKind
+
 Role = Literal["categorical", "dense", "lists", "text", "exclude"]
 """What a user may say that a column is."""
 Result = TypeVar("Result")
@@ -32,6 +35,9 @@ class ReadOptions:
     """
 
     label: str | None = _option('The 0/1 column, or a rule: "rating >= 4", "action = buy, cart". Guessed if not given.')
+    objective: str | None = _option(
+        f"What the model is for, as in model.objective: {', '.join(OBJECTIVES)}. It says what the label must be.",
+    )
     time: str | None = _option("The column to split by time; guessed if not given.")
     time_format: str | None = _option('strptime format of that column\'s text, e.g. "%d/%m/%Y %H:%M".')
     categorical: Sequence[str] = _option("Columns of ids.", ())
@@ -43,9 +49,10 @@ class ReadOptions:
     skip_bad_rows: int = _option("How many bad rows may be skipped; skipped rows are counted.", 0)
 
     def __post_init__(self) -> None:
-        for name in ("label", "time", "time_format"):
+        for name in ("label", "objective", "time", "time_format"):
             if not isinstance(given := getattr(self, name), str | None):
-                what = "a strptime format" if name == "time_format" else "the name of a column"
+                kinds = {"time_format": "a strptime format", "objective": "its name"}
+                what = kinds.get(name, "the name of a column")
                 raise ValueError(f"{name} is {reprlib.repr(given)}; give {what}")
         for name in (*get_args(Role), "null_values"):
             self._check_list(name, getattr(self, name))
@@ -53,6 +60,8 @@ class ReadOptions:
             raise ValueError("time_format needs time, the column that has this format")
         if isinstance(self.skip_bad_rows, bool) or not isinstance(self.skip_bad_rows, int) or self.skip_bad_rows < 0:
             raise ValueError(f"skip_bad_rows is {self.skip_bad_rows!r}; give a whole number, at least 0")
+        if self.objective is not None and self.objective not in OBJECTIVES:
+            raise ValueError(f"objective is {self.objective!r}; allowed: {', '.join(OBJECTIVES)}")
         self.roles  # noqa: B018  # a column that is listed twice is refused before files are looked at
 
     @staticmethod
@@ -75,9 +84,14 @@ class ReadOptions:
         return roles
 
     @property
+    def label_kind(self) -> LabelKind:
+        """What the objective takes as a label."""
+        return OBJECTIVES[self.objective or DEFAULT].label
+
+    @property
     def hints(self) -> tuple[str, ...]:
         """Names of the options that were given and help to guess a schema."""
-        return tuple(name for name in NAMES if name != "skip_bad_rows" and getattr(self, name))
+        return tuple(name for name in self.given if name not in ("skip_bad_rows", "objective"))
 
     @property
     def given(self) -> tuple[str, ...]:

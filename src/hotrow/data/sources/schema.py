@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from hotrow.base.records import MAX_COUNT, in_words, innermost, nearest, short
 from hotrow.config.load import parse_yaml
 from hotrow.data.transforms import Transform
+from hotrow.objectives.objective import LabelKind
 
 IdType = Literal["int", "text"]
 FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
@@ -51,8 +52,10 @@ class _Column(_Strict):
 
 
 class LabelSpec(_Column):
-    """The label: 0/1 or true/false as stored, or made from other values by either `positive` or `at_least`."""
+    """The label: 0/1 or true/false as stored; made from other values by `positive` or `at_least`; or any number."""
 
+    kind: LabelKind = "binary"
+    """binary: 0 or 1. number: any finite number, for a `model.objective` that predicts numbers."""
     positive: Annotated[tuple[str | int, ...], Field(strict=False, min_length=1)] | None = None
     """Values that mean 1; every other value means 0, or, with `negative`, only the values listed there."""
     negative: Annotated[tuple[str | int, ...], Field(strict=False, min_length=1)] | None = None
@@ -64,6 +67,8 @@ class LabelSpec(_Column):
     def _one_rule(self) -> LabelSpec:
         if self.positive is not None and self.at_least is not None:
             raise ValueError("give either 'positive' or 'at_least', not both")
+        if self.kind == "number" and (self.positive is not None or self.at_least is not None):
+            raise ValueError("kind is number, but 'positive' and 'at_least' make labels of 0 and 1; leave them out")
         if self.negative is not None:
             if self.positive is None:
                 raise ValueError("'negative' needs 'positive': the values that mean 1")
@@ -328,7 +333,7 @@ class Schema(_Strict):
                     f"column {column.column!r} of kind {column.kind}: with `histories` lists are of kind sequence and "
                     f"named after what they repeat: {', '.join(past)}"
                 )
-        if self.time is None or self.dense or self.label.positive is not None or self.label.at_least is not None:
+        if self.time is None or self.dense or self.label != LabelSpec(column=self.label.column):
             raise ValueError("with `histories` name a time, no dense column, and a label without a rule: it is made")
         if self.split.kind not in (None, "time"):
             raise ValueError(
@@ -404,10 +409,16 @@ class Schema(_Strict):
         return parse_schema(value, where="options")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the schema as JSON-ready values, without `histories` and `transforms` if there are none;
-        `parse_schema` reads it."""
+        """Returns the schema as JSON-ready values; `parse_schema` reads it.
+
+        `histories`, `transforms` and `label.kind` are left out if they have their defaults, so that earlier versions
+        read it too.
+        """
         left_out = {name for name in ("histories", "transforms") if not getattr(self, name)}
-        return self.model_dump(mode="json", exclude=left_out)
+        value = self.model_dump(mode="json", exclude=left_out)
+        if self.label.kind == "binary":
+            del value["label"]["kind"]
+        return value
 
 
 def parse_schema(value: Any, *, where: str) -> Schema:
