@@ -11,7 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotrow.objectives import OBJECTIVES
 from hotrow.objectives.binary import BinaryCrossEntropy, auc, entropy
+from hotrow.objectives.objective import Objective
+from hotrow.objectives.squared_error import SquaredError
 
 
 def compute(scores: np.ndarray, labels: np.ndarray) -> dict:
@@ -118,3 +121,51 @@ def test_bad_rows(scores: list, labels: list, message: str) -> None:
 def test_no_rows() -> None:
     with pytest.raises(ValueError, match="no rows were added"):
         BinaryCrossEntropy().metrics().compute()
+
+
+def test_squared_error_against_sklearn() -> None:
+    rng = np.random.default_rng(3)
+    labels = (rng.standard_normal(5000) * 4 + 10).astype(np.float32)
+    outputs = (labels + rng.standard_normal(5000) + 0.5).astype(np.float32)
+    metrics = SquaredError().metrics()
+    for rows in np.array_split(np.arange(5000), 7):
+        metrics.update(torch.from_numpy(outputs[rows]), torch.from_numpy(labels[rows])[:, None])
+    got, wide = metrics.compute(), (labels.astype(np.float64), outputs.astype(np.float64))
+    assert got["num_rows"] == 5000 and got["undefined"] is None
+    assert got["rmse"] == pytest.approx(sklearn.metrics.root_mean_squared_error(*wide), rel=1e-12)
+    assert got["mse"] == pytest.approx(sklearn.metrics.mean_squared_error(*wide), rel=1e-12)
+    assert got["mae"] == pytest.approx(sklearn.metrics.mean_absolute_error(*wide), rel=1e-12)
+    assert got["r2"] == pytest.approx(sklearn.metrics.r2_score(*wide), rel=1e-12)
+    assert got["bias"] == pytest.approx(0.5, abs=0.05) and got["base_mse"] == pytest.approx(wide[0].var(), rel=1e-12)
+    SquaredError().check(got)
+    assert SquaredError().doubts(got, "rows") == {}
+
+
+def test_squared_error_of_equal_labels_and_of_a_model_worse_than_their_mean() -> None:
+    objective = SquaredError()
+    metrics = objective.metrics()
+    metrics.update(np.array([1.0, 3.0]), np.array([2.0, 2.0]))
+    got = metrics.figures()
+    assert got["r2"] is None and "r2" in got["undefined"] and got["rmse"] == 1.0
+    objective.check(got)
+    metrics.update(np.array([9.0, 9.0]), np.array([1.0, 3.0]))
+    assert list(objective.doubts(metrics.figures(), "rows")) == ["worse_than_a_constant"]
+    with pytest.raises(ValueError, match="labels hold inf"):
+        metrics.update(np.array([1.0]), np.array([np.inf]))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_what_an_objective_promises_of_its_names(objective: Objective) -> None:
+    figures = {*objective.figures}
+    assert figures >= {"num_rows", *objective.optional, *objective.measures, *objective.summary, objective.loss_figure}
+    assert objective.monitors and {*objective.monitors} <= {*objective.measures}
+    metrics = objective.metrics()
+    metrics.update(np.array([-1.0, 0.5, 2.0]), np.array([0.0, 1.0, 1.0]))
+    found = metrics.figures()
+    objective.check(found)
+    for measure in objective.measures.values():
+        assert measure.title in objective.line(found)
+    assert all(objective.lines(found)) and objective.verdict(found)
+    for altered in ({**found, "other": 1.0}, {**found, objective.loss_figure: "0"}, {**found, "num_rows": None}):
+        with pytest.raises(ValueError, match=r"other|must be a number"):
+            objective.check(altered)

@@ -32,7 +32,7 @@ N = 400
 SMALL = {"batch_size": 64, "epochs": 1, "embedding_dim": 2, "bottom_mlp": [4], "top_mlp": [4], "threads": 1}
 TOLD: dict[str, Any] = {
     "label": "click",
-    "objective": "binary_cross_entropy",
+    "objective": "squared_error",
     "time": "seen",
     "time_format": "%d/%m/%Y",
     "categorical": ["age"],

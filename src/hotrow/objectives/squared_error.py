@@ -1,0 +1,85 @@
+"""Regression: labels that are numbers, squared error, RMSE, MAE and R2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from hotrow.objectives.objective import Figures, LabelKind, Measure, Objective, shown
+
+
+class SquaredError(Objective):
+    """One label, any finite number. The output is the prediction of it, and the score.
+
+    With s the output and y the label of each of n rows, sums in float64:
+        rmse, mse     the root of mean((s - y)^2), and that mean
+        mae           mean(|s - y|)
+        r2            1 - mse / base_mse; above 0 is better than knowing the mean alone
+        base_mse      the mse of always predicting the mean label, which is the variance of the labels
+        bias          mean(s) - mean(y); above 0 the model overestimates
+        num_rows      n
+
+    If all labels are equal, `r2` is NaN.
+    """
+
+    name: ClassVar = "squared_error"
+    label: ClassVar[LabelKind] = "number"
+    figures: ClassVar = ("num_rows", "rmse", "mse", "mae", "r2", "base_mse", "bias")
+    optional: ClassVar = ("r2",)
+    measures: ClassVar[Mapping[str, Measure]] = {
+        "rmse": Measure("RMSE", "lower"),
+        "mae": Measure("MAE", "lower"),
+        "r2": Measure("R2", "higher", meaning="the share of the labels' variance that the model explains"),
+    }
+    summary: ClassVar = ("rmse", "mae", "r2", "bias", "base_mse")
+    loss_figure: ClassVar = "mse"
+    loss_title: ClassVar = "mean squared error"
+    monitors: ClassVar = ("rmse", "mae")
+    score: ClassVar = "predicted number"
+
+    def summed(self, outputs_B: Tensor, labels_BL: Tensor) -> Tensor:
+        """Returns the sum of the squared errors of at most SERIAL samples, 0-dim."""
+        return mse_loss(outputs_B, labels_BL[:, 0], reduction="sum")
+
+    @staticmethod
+    def scores(outputs_B: Tensor) -> Tensor:
+        """Returns the predicted number for each sample, [B]."""
+        return outputs_B
+
+    def measured(self, outputs_N: NDArray[np.float32], label_N: NDArray[np.float32]) -> dict[str, Any]:
+        """Returns the figures that the class lists."""
+        labels = label_N.astype(np.float64)
+        errors = outputs_N - labels
+        mse, base = float(np.mean(errors**2)), float(np.var(labels))
+        return {
+            "num_rows": len(labels),
+            "rmse": math.sqrt(mse),
+            "mse": mse,
+            "mae": float(np.mean(np.abs(errors))),
+            "r2": 1 - mse / base if base else math.nan,
+            "base_mse": base,
+            "bias": float(np.mean(errors)),
+            "undefined": None if base else f"all {len(labels)} labels are {label_N[0]:g}: r2 needs several values",
+        }
+
+    def doubts(self, figures: Figures, rows: str) -> dict[str, str]:
+        """Returns `worse_than_a_constant`, if it is so."""
+        if figures["r2"] is None or figures["r2"] >= 0:
+            return {}
+        text = (
+            f"RMSE {figures['rmse']:.4g} on {rows} is above {math.sqrt(figures['base_mse']):.4g}, that of always "
+            "predicting their mean. Training was too short, too long or too fast (optimizer.*.lr), or the rows differ "
+            "from those of training; labels far from 0, or far apart, need scaling before preparation"
+        )
+        return {"worse_than_a_constant": text}
+
+    def verdict(self, figures: Mapping[str, float | None]) -> str:
+        """Returns the RMSE, and the share of the variance that the model explains."""
+        explained = "" if figures["r2"] is None else f", and explains {figures['r2']:.1%} of the labels' variance"
+        return f"RMSE {shown(figures['rmse'])}{explained}"
