@@ -67,19 +67,19 @@ format: $(VENV)/.dev ## fix style in place (ruff, clang-format)
 	@$(CLANG_FORMAT) -i $$(git ls-files 'native/*.cpp' 'native/*.h')
 
 bench: $(VENV)/.bench $(CORE) ## measure against every peer (14 GB of RAM, 20 GB of disk, 2 hours) and rewrite the figures in README and docs
-	@$(BIN)/python -m benchmarks.kernels --out docs/benchmarks.json
-	@$(BIN)/python -m benchmarks.updates --out docs/benchmarks.json
-	@$(BIN)/python -m benchmarks.overlap --out docs/benchmarks.json
-	@$(BIN)/python -m benchmarks.end_to_end --out docs/benchmarks.json $(if $(DLRM),--dlrm '$(DLRM)')
-	@$(BIN)/python -m benchmarks.micro_batches --out docs/benchmarks.json
-	@$(BIN)/python -m benchmarks.step_profile --out docs/benchmarks.json
-	@$(BIN)/python -m benchmarks.peak_memory --out docs/benchmarks.json
-	@$(BIN)/python -m benchmarks.parse --out docs/benchmarks.json
-	@$(BIN)/python -m benchmarks.parquet_encode --out docs/benchmarks.json
-	@$(BIN)/python -m benchmarks.block_store --out docs/benchmarks.json
-	@$(BIN)/python -m benchmarks.tiers --out docs/benchmarks.json $(if $(FOLDER),--folder '$(FOLDER)')
-	@$(BIN)/python -m benchmarks.hot --out docs/benchmarks.json
-	@$(BIN)/python -m benchmarks.ranks --out docs/benchmarks.json
+	@$(BIN)/python -m benchmarks.kernels --out docs/measurements/benchmarks.json
+	@$(BIN)/python -m benchmarks.updates --out docs/measurements/benchmarks.json
+	@$(BIN)/python -m benchmarks.overlap --out docs/measurements/benchmarks.json
+	@$(BIN)/python -m benchmarks.end_to_end --out docs/measurements/benchmarks.json $(if $(DLRM),--dlrm '$(DLRM)')
+	@$(BIN)/python -m benchmarks.micro_batches --out docs/measurements/benchmarks.json
+	@$(BIN)/python -m benchmarks.step_profile --out docs/measurements/benchmarks.json
+	@$(BIN)/python -m benchmarks.peak_memory --out docs/measurements/benchmarks.json
+	@$(BIN)/python -m benchmarks.parse --out docs/measurements/benchmarks.json
+	@$(BIN)/python -m benchmarks.parquet_encode --out docs/measurements/benchmarks.json
+	@$(BIN)/python -m benchmarks.block_store --out docs/measurements/benchmarks.json
+	@$(BIN)/python -m benchmarks.tiers --out docs/measurements/benchmarks.json $(if $(FOLDER),--folder '$(FOLDER)')
+	@$(BIN)/python -m benchmarks.hot --out docs/measurements/benchmarks.json
+	@$(BIN)/python -m benchmarks.ranks --out docs/measurements/benchmarks.json
 	@$(BIN)/python -m benchmarks.claims
 
 docs: $(VENV)/.dev ## write the documentation as HTML into site/; fails on a dead link

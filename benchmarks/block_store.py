@@ -1,6 +1,6 @@
 """The block store alone: random rows against a bare io_uring loop, its own thread pool, and RocksDB.
 
-    python -m benchmarks.block_store --out docs/benchmarks.json [--folder DIR] [--quick] [CELL ...]
+    python -m benchmarks.block_store --out docs/measurements/benchmarks.json [--folder DIR] [--quick] [CELL ...]
 
 A table of 1M records of 512 bytes (dim 64 and Adagrad's state), in files under --folder (default: here), which are
 removed at the end; up to 4 GB lie there. Reads go past the page cache, so every row is cold. A round moves 8192 rows,

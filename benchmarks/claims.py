@@ -1,12 +1,10 @@
-"""The pages made from measurements: docs/benchmarks.md, docs/claims.md, and the figures in the README and docs/papers/.
+"""The pages made from measurements: benchmarks.md and claims.md in docs/measurements/, and the figures in the README and docs/papers/.
 
     python -m benchmarks.claims [--check | --missing]
 
-Reads docs/benchmarks.json and docs/*-study.json (what was measured) and benchmarks/claims.yaml (what papers say);
-writes no number of its own.
-With --check it writes nothing, and the exit status says whether the pages are up to date. With --missing it lists the
-cells that are still to be measured, by processor.
-"""
+Reads docs/measurements/benchmarks.json and docs/*-study.json (what was measured) and benchmarks/claims.yaml (what
+papers say); writes no number of its own. With --check it writes nothing, and the exit status says whether the pages are
+up to date. With --missing it lists the cells that are still to be measured, by processor."""
 
 from __future__ import annotations
 
@@ -67,9 +65,9 @@ BENCHMARKS_HEAD = """\
 Read this page if you want to know how fast hotrow is, against what, and how that was measured. To measure your own
 machine run `python -m benchmarks.kernels` (minutes, the kernels alone) or `make bench` (2 hours, everything below).
 
-This page is generated from docs/benchmarks.json, which `make bench` fills. Studies of accuracy are filled by the
-command printed above them. `make bench DLRM=path` also measures a checkout of facebookresearch/dlrm, and torchrec is
-measured if it is installed. A peer that is not there is skipped and named.
+This page is generated from docs/measurements/benchmarks.json, which `make bench` fills. Studies of accuracy are filled
+by the command printed above them. `make bench DLRM=path` also measures a checkout of facebookresearch/dlrm, and
+torchrec is measured if it is installed. A peer that is not there is skipped and named.
 
 **How a ratio is measured.** hotrow and the peer alternate in one process on the same ids, after their outputs were
 compared. A figure is the median over rounds. The ratio is the median of peer / ours over rounds; the range beside it
@@ -108,7 +106,7 @@ CLAIMS_HEAD = """\
 # Claims
 
 What the papers behind hotrow claim, and what we measured of it. The page is generated from
-benchmarks/claims.yaml, docs/benchmarks.json and docs/*-study.json by `python -m benchmarks.claims`.
+benchmarks/claims.yaml, docs/measurements/benchmarks.json and docs/*-study.json by `python -m benchmarks.claims`.
 
 "Not read" means that the paper's body was not at hand, so we print no figure for it. "Not yet" means not built. The two
 figures of a row come from different machines and were taken against different peers. The page of each paper has the
@@ -481,7 +479,7 @@ def measured_elsewhere(report: dict[str, Any]) -> list[str]:
 
 
 def benchmarks_page(reports: Reports) -> str:
-    """docs/benchmarks.md."""
+    """docs/measurements/benchmarks.md."""
     lines = [BENCHMARKS_HEAD, *summary(over_processors(reports)), *binding_table(reports)]
     for name, by_processor in reports.items():
         lines += ["", f"## {name}", *over_table({name: by_processor})]
@@ -567,10 +565,16 @@ CLAIM_COLUMNS = ("claim", "the paper's figure", "ours", "command", "machine", "d
 
 
 def claims_page(papers: list[dict[str, Any]], cells: dict[str, ByProcessor]) -> str:
-    """docs/claims.md."""
+    """docs/measurements/claims.md."""
     lines = [CLAIMS_HEAD]
     for paper in papers:
-        lines += ["", f"## {paper['paper']}", "", f"[What is built of it, and how to repeat it]({paper['about']}).", ""]
+        lines += [
+            "",
+            f"## {paper['paper']}",
+            "",
+            f"[What is built of it, and how to repeat it](../{paper['about']}).",
+            "",
+        ]
         lines += claims_table(paper["claims"], cells, 3)
     return "\n".join(lines) + "\n"
 
@@ -584,7 +588,7 @@ def claims_table(claims: list[dict[str, Any]], cells: dict[str, ByProcessor], nu
 def paper_page(page: Path, claims: list[dict[str, Any]], cells: dict[str, ByProcessor]) -> str:
     """Returns the text of a paper's page, which lies in a folder of its own, with the whole table of its claims."""
     lines = claims_table(claims, cells, len(CLAIM_COLUMNS))
-    return with_figures(page, re.sub(r"\]\((?=[\w-]+\.md)", "](../", "\n".join(lines) + "\n"))
+    return with_figures(page, re.sub(r"\]\((?=[\w-]+\.md)", "](../measurements/", "\n".join(lines) + "\n"))
 
 
 def with_figures(page: Path, figures: str) -> str:
@@ -646,7 +650,7 @@ def huge_sentence(cell: Cell) -> str:
 
 
 def summary(cells: dict[str, ByProcessor]) -> list[str]:
-    """Returns the section of docs/benchmarks.md that gives the main figures at a glance."""
+    """Returns the section of docs/measurements/benchmarks.md that gives the main figures at a glance."""
     shown = {name: cells[name] for name in SUMMARY_CELLS if name in cells}
     if not shown:
         return []
@@ -675,13 +679,14 @@ def shares(found: ByProcessor) -> str:
 def pages() -> dict[Path, str]:
     """Every generated file and what it must hold."""
     docs, reports = ROOT / "docs", load_reports()
+    measured = docs / "measurements"
     papers = yaml.safe_load(CLAIMS.read_text())
     cells = over_processors(reports)
     known = {**cells, **study_cells()}
     return {
-        docs / "benchmarks.md": benchmarks_page(reports),
-        docs / "claims.md": claims_page(papers, known),
-        docs / "speed-by-memory.svg": memory_chart(cells),
+        measured / "benchmarks.md": benchmarks_page(reports),
+        measured / "claims.md": claims_page(papers, known),
+        measured / "speed-by-memory.svg": memory_chart(cells),
         ROOT / "README.md": with_figures(ROOT / "README.md", readme_figures(cells)),
         **{docs / paper["about"]: paper_page(docs / paper["about"], paper["claims"], known) for paper in papers},
     }
@@ -689,7 +694,7 @@ def pages() -> dict[Path, str]:
 
 def load_reports() -> Reports:
     """What was measured, on every processor."""
-    results = ROOT / "docs" / "benchmarks.json"
+    results = ROOT / "docs" / "measurements" / "benchmarks.json"
     return json.loads(results.read_text()) if results.exists() else {}
 
 

@@ -1,6 +1,7 @@
 """Whole training steps of a DLRM: hotrow's against its peers', at the shapes of benchmarks.step_shapes.
 
-    python -m benchmarks.end_to_end --out docs/benchmarks.json [--shape NAME] [--peer NAME] [--dlrm PATH] [--quick]
+    python -m benchmarks.end_to_end --out docs/measurements/benchmarks.json [--shape NAME] [--peer NAME] [--dlrm PATH]
+    [--quick]
 
 Both sides of a cell start from the same weights and see the same batches, made beforehand. Losses and probabilities are
 compared first, five updates deep; then the steps alternate in one process, on huge pages both. SGD on everything, but

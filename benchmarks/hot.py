@@ -1,6 +1,6 @@
 """What finding hot rows and hot samples takes: classification, the ways to calibrate, tracking, and who tracks best.
 
-    python -m benchmarks.hot --out docs/benchmarks.json [--folder DIR] [--quick] [CELL ...]
+    python -m benchmarks.hot --out docs/measurements/benchmarks.json [--folder DIR] [--quick] [CELL ...]
 
 The data are synthetic clicks of Criteo Kaggle's shape (26 one-hot columns, 13 dense), 1.2M of them, prepared once into
 DIR, or into a temporary folder. Contenders take turns in one process after their answers were compared; a round in

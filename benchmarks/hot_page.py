@@ -1,4 +1,4 @@
-"""The part of docs/benchmarks.md on hot rows: what benchmarks.hot measured, in its own tables."""
+"""The part of benchmarks.md on hot rows: what benchmarks.hot measured, in its own tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages of the study `hot`: the HTML file of a run, and docs/hot-study.md, from the preset and the rows."""
+"""The pages of the study `hot`: the HTML file of a run, and hot-study.md, from the preset and the rows."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ HEAD = """\
 
 For readers who ask whether hot batches are worth it. This page shows how few rows serve whole samples, what that
 saves on the link to a fast device, and what training hot and cold batches in turns does to quality. How it was
-measured, and what each field means, is in [Studies](study.md#hot).
+measured, and what each field means, is in [Studies](../study.md#hot).
 
 - `kaggle`, `terabyte` and `avazu` are synthetic samples over tables of those cardinalities, cut to the scale that
   the study names. `criteo` and `taobao` are the real rows of [Locality](locality.md). They are few, so a share of

@@ -2,7 +2,7 @@
 
 For each tenth of a stream each way names k rows, from what it saw before; asked is how many of them are among the k
 rows of most accesses so far, how many among those of the tenth before, and which share of the tenth's accesses they
-take, beside the most that any k rows take. benchmarks.hot puts the figures into docs/benchmarks.json.
+take, beside the most that any k rows take. benchmarks.hot puts the figures into docs/measurements/benchmarks.json.
 
     tracker      hotrow's: Misra and Gries' counters in buckets of four, scores halved
     hot_sketch   CAFE's HotSketch, by accesses: SpaceSaving in as many buckets of four, scores halved alike

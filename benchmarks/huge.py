@@ -1,6 +1,6 @@
 """Tables of 600 GB on this machine: made, trained, and checked bit for bit against the same rows in DRAM.
 
-    python -m benchmarks.huge --folder DIR [--out docs/benchmarks.json] [--quick]
+    python -m benchmarks.huge --folder DIR [--out docs/measurements/benchmarks.json] [--quick]
 
 The tables are as many and as wide as those of MLPerf training v6.1's dlrm_v4: 11 tables of dim 512, 293,051,712 rows
 together, 600 GB in float32. How the rows are shared among the tables, the ids (Zipf 1.05 over each table's rows) and

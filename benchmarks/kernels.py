@@ -1,6 +1,6 @@
 """The kernels' cells: embeddings against torch, a DLRM's dense parts, and embeddings against FBGEMM's CPU kernels.
 
-    python -m benchmarks.kernels --out docs/benchmarks.json [--quick] [CELL ...]
+    python -m benchmarks.kernels --out docs/measurements/benchmarks.json [--quick] [CELL ...]
 
 The MLP stands against torch.compile too. FBGEMM's one parallel CPU optimizer is row-wise Adagrad, so that is what it
 is compared in on the pooled shape.

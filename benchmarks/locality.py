@@ -1,4 +1,4 @@
-"""The page docs/locality.md and its plots: two observations about embedding accesses, on real data.
+"""The page docs/measurements/locality.md and its plots: two observations about embedding accesses, on real data.
 
     python -m benchmarks.locality [--data FOLDER] [--check] [--speed]
 
@@ -45,7 +45,7 @@ observations, which the abstract of MTrainS (arXiv 2305.01515) states: the bandw
 and temporal locality is high. This page checks both on three real files. The paper's own figures were not read, so
 none are printed here.
 
-Every number and plot is made by `python -m benchmarks.locality`. How each is defined is in [Inspect](inspect.md).
+Every number and plot is made by `python -m benchmarks.locality`. How each is defined is in [Inspect](../inspect.md).
 
 | data | what | order |
 |---|---|---|
@@ -291,12 +291,16 @@ def main() -> None:
             print_speed(found["access trace"])
             return
         files = make(found)
-    stale = [name for name, text in files.items() if not _same(ROOT / "docs" / name, text)]
+    stale = [name for name, text in files.items() if not _same(ROOT / "docs" / "measurements" / name, text)]
     if options.check:
-        print(f"not what the data makes: {', '.join(stale)}" if stale else "docs/locality.md is what the data makes")
+        print(
+            f"not what the data makes: {', '.join(stale)}"
+            if stale
+            else "docs/measurements/locality.md is what the data makes"
+        )
         sys.exit(bool(stale))
     for name, text in files.items():
-        (ROOT / "docs" / name).write_text(text, encoding="utf-8")
+        (ROOT / "docs" / "measurements" / name).write_text(text, encoding="utf-8")
         print(f"wrote docs/{name}")
 
 

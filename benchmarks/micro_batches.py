@@ -1,6 +1,6 @@
 """What micro-batches cost on one process: a training step in four parts against the same step in one.
 
-    python -m benchmarks.micro_batches --out docs/benchmarks.json [--quick] [CELL ...]
+    python -m benchmarks.micro_batches --out docs/measurements/benchmarks.json [--quick] [CELL ...]
 
 The steps are those of `hotrow train` (run/trainer.py), at the shapes of benchmarks.step_shapes, with row-wise Adagrad
 for the tables; both sides start from the same weights and see the same batches.

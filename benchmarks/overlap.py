@@ -1,6 +1,6 @@
 """What could run ahead of a training step, and what it gains: ordering ids for the update, the loader.
 
-    python -m benchmarks.overlap --out docs/benchmarks.json [--quick] [CELL ...]
+    python -m benchmarks.overlap --out docs/measurements/benchmarks.json [--quick] [CELL ...]
 
 `ids_ahead_*`: a step with row-wise Adagrad, whose update sorts its ids, beside the same step while a second thread
 orders the ids of the next batch. That step still orders its own: its note says how long that takes by itself, which is

@@ -1,6 +1,6 @@
 """Parquet to row numbers: the two passes of preparation beside pyarrow's read + dictionary_encode of the same columns.
 
-    python -m benchmarks.parquet_encode --out docs/benchmarks.json [--quick] [CELL ...]
+    python -m benchmarks.parquet_encode --out docs/measurements/benchmarks.json [--quick] [CELL ...]
 
 The file has a label, two numbers, and six id columns of Zipf-distributed integers and text, as pyarrow writes it by
 default. Both sides use every thread they like and read from the page cache. Outputs are compared as "which rows hold

@@ -1,6 +1,6 @@
 """Raw Criteo rows to columns and to row numbers: ours beside pyarrow's and polars' CSV readers, in one interleaved run.
 
-    python -m benchmarks.parse --out docs/benchmarks.json [--rows 1000000] [--keys 33762577] [--rounds 5]
+    python -m benchmarks.parse --out docs/measurements/benchmarks.json [--rows 1000000] [--keys 33762577] [--rounds 5]
 
 Makes a file of Criteo's shape (13 integers, 26 categories, Zipf-distributed ids over Kaggle's cardinalities scaled to
 --keys in all, about a tenth of the fields empty), compares what the readers give, then times them in turn:
@@ -307,7 +307,7 @@ def name_of(ours: str, peer: str) -> str:
 
 
 def compared(rounds: bench.Rounds[Times], ours: str, peer: str, num_rows: int) -> dict[str, Any]:
-    """One cell of docs/benchmarks.json, and rows per second of CPU."""
+    """One cell of docs/measurements/benchmarks.json, and rows per second of CPU."""
 
     def median(name: str, clock: int) -> float:
         return statistics.median(one[name][clock] for one in rounds.results)

@@ -1,6 +1,6 @@
 """Peak memory of training beyond what must be there anyway: hotrow's DLRM and plain PyTorch's at the Kaggle shape.
 
-    python -m benchmarks.peak_memory --out docs/benchmarks.json [--shape NAME] [--quick]
+    python -m benchmarks.peak_memory --out docs/measurements/benchmarks.json [--shape NAME] [--quick]
 
 Each side trains in a process of its own. Before the first step everything that stays is resident: imports, batches,
 model, every row of every table, optimizer state; freed memory is given back; then the kernel's high-water mark is reset

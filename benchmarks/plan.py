@@ -1,6 +1,7 @@
 """How fast tables train under the plan, beside simpler ways to divide the same DRAM: docs/memory-plan.md.
 
-    python -m benchmarks.plan --out docs/benchmarks.json [--folder DIR] [--hardware FILE] [--quick] [CELL ...]
+    python -m benchmarks.plan --out docs/measurements/benchmarks.json [--folder DIR] [--hardware FILE] [--quick] [CELL
+    ...]
 
 Four models, each with 1/4, 1/10 and 1/32 of its tables in DRAM and the rest on disk. Steps look rows up, sum them,
 and update them by SGD, four batches ahead; there are no dense layers, in whose shadow reads would hide. Every row lies

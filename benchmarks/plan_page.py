@@ -1,4 +1,4 @@
-"""The part of docs/benchmarks.md on the plan: what benchmarks.plan measured, beside simpler ways to divide DRAM."""
+"""The part of benchmarks.md on the plan: what benchmarks.plan measured, beside simpler ways to divide DRAM."""
 
 from __future__ import annotations
 

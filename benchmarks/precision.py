@@ -1,6 +1,7 @@
 """What storing and multiplying in fewer bits costs in accuracy, over five seeds on real and on synthetic rows.
 
-    python -m benchmarks.precision [--out docs/benchmarks.json] [--data criteo_terabyte_80k.tsv.gz] [VARIANT ...]
+    python -m benchmarks.precision [--out docs/measurements/benchmarks.json] [--data criteo_terabyte_80k.tsv.gz]
+    [VARIANT ...]
 
 Real rows: recipes/criteo-small.yaml trains on rows 1 to 64,000 and is scored on the 8,000 that follow. The file's last
 8,000 rows, the test, are not read. The recipe trains tables by SGD and MLPs by Adagrad, which keeps the MLPs float32;

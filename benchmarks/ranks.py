@@ -1,6 +1,6 @@
 """Several processes that train one model: what they send, and how fast they are beside torchrec's.
 
-    python -m benchmarks.ranks --out docs/benchmarks.json [--quick] [CELL ...]
+    python -m benchmarks.ranks --out docs/measurements/benchmarks.json [--quick] [CELL ...]
 
 `wire_*`: bytes that R ranks send in a training step, by the kernel's count of each TCP connection (tcpi_bytes_sent: all
 data of the process, without headers of TCP and IP), less what they send when idle. They stand beside the least there

@@ -1,4 +1,4 @@
-"""The part of docs/benchmarks.md on several processes: what benchmarks.ranks measured, in its own tables."""
+"""The part of benchmarks.md on several processes: what benchmarks.ranks measured, in its own tables."""
 
 from __future__ import annotations
 

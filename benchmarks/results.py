@@ -1,4 +1,4 @@
-"""The file of results, docs/benchmarks.json: benchmark -> processor -> report, with its machine, versions and commit.
+"""The file of results, benchmarks.json: benchmark -> processor -> report, with its machine, versions and commit.
 
 A ratio that one processor gives says little of another, so each keeps its report. `over_processors` gathers them by
 cell; `missing` names the cells that a processor still lacks.

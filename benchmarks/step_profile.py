@@ -1,14 +1,13 @@
 """Where the time of our own steps goes, part by part, each beside the limit of that part.
 
-    python -m benchmarks.step_profile --out docs/benchmarks.json [--quick] [PROFILE ...]
+    python -m benchmarks.step_profile --out docs/measurements/benchmarks.json [--quick] [PROFILE ...]
 
-For promises that are not held (docs/benchmarks.md says which): what of a step is left to win. Parts are read off the
-clock within one step, so they add up to it. A step of embeddings of one id per bag stands beside a bare loop too
-(bare_step.cpp): what a lookup and an exact SGD update take with nothing around them; both begin with caches that hold
-nothing of theirs, as they do beside a peer. Whole training steps are those of
-benchmarks.end_to_end; there the dense part stands beside what its matrix products take as fast as this machine
-multiplies at all, which is to be at least 85 % of it.
-"""
+For promises that are not held (docs/measurements/benchmarks.md says which): what of a step is left to win. Parts are
+read off the clock within one step, so they add up to it. A step of embeddings of one id per bag stands beside a bare
+loop too (bare_step.cpp): what a lookup and an exact SGD update take with nothing around them; both begin with caches
+that hold nothing of theirs, as they do beside a peer. Whole training steps are those of benchmarks.end_to_end; there
+the dense part stands beside what its matrix products take as fast as this machine multiplies at all, which is to be at
+least 85 % of it."""
 
 from __future__ import annotations
 

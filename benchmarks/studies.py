@@ -5,9 +5,8 @@
     python -m benchmarks.studies memory --data data/criteo     # measures the cells that are left
     python -m benchmarks.studies memory --docs FOLDER/memory.json
 
-With --docs nothing is measured: docs/NAME-study.md and its charts are made from that file, or, if no file is given,
-from docs/NAME-study.json, which holds what the page shows of an earlier one.
-"""
+With --docs nothing is measured: docs/measurements/NAME-study.md and its charts are made from that file, or, if no file
+is given, from docs/measurements/NAME-study.json, which holds what the page shows of an earlier one."""
 
 from __future__ import annotations
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from benchmarks.markdown import table
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "measurements"
 CIRCUMSTANCES = ("machine", "backend", "versions", "skipped")
 """Fields of a study's file that are kept, beside its cells."""
 
 
 @dataclass(frozen=True)
 class StudyDocs:
-    """One study's page: `docs/NAME-study.md`, its charts, and `docs/NAME-study.json`, which holds what they show."""
+    """One study's page: `NAME-study.md`, its charts, and `NAME-study.json`, which holds what they show."""
 
     name: str
     """The name that `python -m benchmarks.studies` takes."""
@@ -62,7 +62,7 @@ class StudyDocs:
             self.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         for name, text in self.files().items():
             (DOCS / name).write_text(text, encoding="utf-8")
-            print(f"wrote docs/{name}")
+            print(f"wrote docs/measurements/{name}")
 
 
 def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, str]], words: Sequence[str]) -> list[str]:

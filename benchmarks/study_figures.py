@@ -1,4 +1,4 @@
-"""What the studies in docs/NAME-study.json found, as cells that claims.yaml can quote like benchmarks.json's.
+"""What the studies in NAME-study.json found, as cells that claims.yaml can quote like benchmarks.json's.
 
 Such a cell holds a sentence, `told`, made of the study's rows, beside the command, machine and date of the study. For
 studies of `hotrow study` the file is the results.json that it wrote.
@@ -86,7 +86,7 @@ OF_BENCHMARKS = ("memory", "hot")
 def study_cells() -> dict[str, dict[str, Cell]]:
     """Returns cell -> processor -> the sentence with its circumstances, for each study that docs/ has results of.
 
-    Results of a second processor are docs/NAME-study-PROCESSOR.json.
+    Results of a second processor are docs/measurements/NAME-study-PROCESSOR.json.
     """
     found: dict[str, dict[str, Cell]] = {}
     for study, figures in FIGURES.items():

@@ -1,4 +1,4 @@
-"""Studies of `hotrow study` in a sentence each, for docs/claims.md: what their results.json says."""
+"""Studies of `hotrow study` in a sentence each, for docs/measurements/claims.md: what their results.json says."""
 
 from __future__ import annotations
 

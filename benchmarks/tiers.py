@@ -1,7 +1,7 @@
 """Training with a part of the tables in DRAM, beside all of them there: the cells of issue "tables of any size".
 
-    python -m benchmarks.tiers --out docs/benchmarks.json [--folder DIR] [--quick] [CELL ...]
-    python -m benchmarks.tiers --large --out docs/benchmarks.json --folder DIR
+    python -m benchmarks.tiers --out docs/measurements/benchmarks.json [--folder DIR] [--quick] [CELL ...]
+    python -m benchmarks.tiers --large --out docs/measurements/benchmarks.json --folder DIR
 
 A DLRM with Criteo Kaggle's MLPs and 26 tables of its cardinalities (33.8M rows), dim 64, batches of 2048, SGD, ids Zipf
 over each table's ranks. DRAM is a part of the tables' bytes; every row lies on disk before anything is timed, and files

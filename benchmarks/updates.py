@@ -1,6 +1,6 @@
 """Why rows are sorted and owned: hotrow's SGD update against other ways to apply the same gradients.
 
-    python -m benchmarks.updates --out docs/benchmarks.json [--quick] [CELL ...]
+    python -m benchmarks.updates --out docs/measurements/benchmarks.json [--quick] [CELL ...]
 
 2 tables of 1M rows, dim 64, 2048 bags of 50 ids, uniform and skewed. The variants are those of the literature (one
 thread; unprotected; atomic; locks; every thread scans all ids for the rows it owns), in updates.cpp, compiled here with

@@ -1,4 +1,4 @@
-"""The pages of the study `memory`: the HTML file of a run, and docs/memory-study.md, from the preset and the rows."""
+"""The pages of the study `memory`: the HTML file of a run, and memory-study.md, from the preset and the rows."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ HEAD = """\
 
 For readers who ask how much DRAM they need. This page shows the training speed with DRAM for 1/2 to 1/32 of the
 tables' bytes and the rest on disk, beside mapped files and RocksDB. How it was measured, and what each field means,
-is in [Studies](study.md#memory).
+is in [Studies](../study.md#memory).
 
 - Speed is samples per second relative to all tables in DRAM, in stretches that alternate: the median, and the range
   of all rounds. Every loss equals that in DRAM to the bit.

@@ -78,8 +78,8 @@ def test_links_lead_somewhere() -> None:
 
 def test_docs_render(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(ROOT / "scripts" / "docs.py"), str(tmp_path)], check=True, capture_output=True)
-    assert 'href="docs/claims.html"' in (tmp_path / "index.html").read_text()
-    assert "<table>" in (tmp_path / "docs" / "claims.html").read_text()
+    assert 'href="docs/measurements/claims.html"' in (tmp_path / "index.html").read_text()
+    assert "<table>" in (tmp_path / "docs" / "measurements" / "claims.html").read_text()
 
 
 OTHERS = {"own_model.py", "with_lightning.py", "with_accelerate.py"}

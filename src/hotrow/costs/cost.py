@@ -45,7 +45,8 @@ SORTED_BITS = 11
 """Bits of a row number by which one pass of the update's sort orders (batch_update.cpp)."""
 BLIND_ERROR = 0.2
 """By how much predictions were wrong that were written before their step was measured: the geometric mean over the
-random models of `hotrow study prediction` (docs/prediction-study*.json). Of the ratio of two steps it is the same."""
+random models of `hotrow study prediction` (docs/measurements/prediction-study*.json). Of the ratio of two steps it is
+the same."""
 LONGER = "measure the machine again with a longer probe (hotrow probe --seconds 50), with nothing else running"
 Amounts = dict[str, float]
 
