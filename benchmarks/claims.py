@@ -1,4 +1,4 @@
-"""The pages made from measurements: benchmarks.md and claims.md in docs/measurements/, and the figures in the README and docs/papers/.
+"""The pages made from measurements: benchmarks.md and claims.md in docs/measurements/, and figures in other pages.
 
     python -m benchmarks.claims [--check | --missing]
 
