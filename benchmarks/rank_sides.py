@@ -24,15 +24,15 @@ from hotrow.costs.wire import Wire as TableWire
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.parallel.communicator import Arriving, Communicator, Messages
+from hotrow.parallel.dense import OverRanks
 from hotrow.parallel.gloo import Gloo
 from hotrow.parallel.ranks import Ranks
-from hotrow.parallel.sharded import Shards
+from hotrow.parallel.sharded import ShardedMemory
 from hotrow.parallel.shards import Shard
 from hotrow.run.build import Parts
 from hotrow.run.meters import StepClock
 from hotrow.run.micro import cut
 from hotrow.run.schedule import Schedule
-from hotrow.run.together import DenseExchange
 from hotrow.run.trainer import train_step
 from hotrow.setup.shards import pooled_owners
 from hotrow.tables import TableConfig
@@ -144,12 +144,12 @@ class Wire(Communicator):
             self.heard[self.batch].append([part.clone() for part in arriving.wait()])
         return arriving
 
-    def tell(self, number: int, *, purpose: str) -> list[int]:
+    def gather_number(self, number: int, *, purpose: str) -> list[int]:
         """See Communicator."""
         if self._answers is not None:
             answer: list[int] = next(self._answers)
             return answer
-        found = super().tell(number, purpose=purpose)
+        found = super().gather_number(number, purpose=purpose)
         if self.batch is not None:
             self.heard[self.batch].append(found)
         return found
@@ -168,12 +168,12 @@ class OurRank:
             self.shards |= pooled_shards(self.tables, setting.batches[0], work.num_ranks)
         elif seat.pooled == "all":
             self.shards = all_pooled(self.tables, self.shards, work.num_ranks)
-        memory = Shards(comm=self.comm, shards=self.shards)
+        memory = ShardedMemory(comm=self.comm, shards=self.shards)
         emb = EmbeddingCollection(self.tables, memory=memory, seed=SEED)
         model = make_model(setting)
         sparse, dense = SGD(emb, shape.lr, nonfinite=None), dense_sgd([model], shape.lr)
         self.num_weights = sum(weight.numel() for weight in model.parameters())
-        exchange = DenseExchange(self.comm, lambda: None, length=self.num_weights)
+        exchange = OverRanks(self.comm, lambda: None, length=self.num_weights)
         ranks = self.comm.ranks
         self.parts = Parts(emb, model, dense, sparse, Schedule([dense, sparse]), ranks=ranks, exchange=exchange)
         self.batches = [part_of(batch, ranks) for batch in setting.batches]

@@ -12,7 +12,7 @@ import torch
 
 from hotrow.kernels import tree
 from hotrow.parallel.communicator import Communicator
-from hotrow.parallel.dense import PURPOSE, Sums, Told, sum_over_ranks
+from hotrow.parallel.dense import PURPOSE, Outcome, Sums, sum_over_ranks
 from rank_pool import RankPool
 
 
@@ -45,7 +45,7 @@ class Found(NamedTuple):
     finite: bool
 
 
-def found_of(told: Told) -> Found:
+def found_of(told: Outcome) -> Found:
     return Found(Sums(told.gradient().clone(), told.loss), told.found, told.stop, told.finite)
 
 
@@ -118,7 +118,7 @@ def overflowed(comm: Communicator, place: int) -> tuple[Found, list[int], list[i
     gradient[place] = 3e38
     told = sum_over_ranks(comm, {(comm.rank, 1): Sums(gradient, torch.ones(()))}, length=9)
     between = [own.tolist() for own in comm.gather(torch.tensor([comm.rank]), purpose="other")]
-    return found_of(told), [*chain(*between)], comm.tell(7 + comm.rank, purpose="other")
+    return found_of(told), [*chain(*between)], comm.gather_number(7 + comm.rank, purpose="other")
 
 
 @pytest.mark.parametrize("place", [0, 4, 8])

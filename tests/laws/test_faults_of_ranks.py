@@ -37,7 +37,7 @@ from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.gloo import Gloo, explaining_no_group, fresh
 from hotrow.parallel.heartbeat import LIMIT_S, LOST, START_S, Heartbeat
 from hotrow.parallel.ranks import Ranks
-from hotrow.parallel.sharded import Shards
+from hotrow.parallel.sharded import ShardedMemory
 from hotrow.run import checkpoint
 
 RANKS = 3
@@ -264,7 +264,7 @@ def dies_before_the_manifest(comm: Communicator, folder: Path) -> None:
     """Saves a checkpoint; rank 1 is killed when it has written its files of the next one."""
     table = TableConfig(name="t", num_embeddings=300, embedding_dim=4, feature_names=("a",))
     memory = Memory(dram="64KiB", file=str(folder / "rows"), force=True)
-    emb = EmbeddingCollection([table], memory=Shards(comm=comm, below=memory), seed=5)
+    emb = EmbeddingCollection([table], memory=ShardedMemory(comm=comm, below=memory), seed=5)
     plain = checkpoint._write_files
 
     def write(*given: Any) -> Any:

@@ -36,11 +36,11 @@ from hotrow.models.layers import sigmoid
 from hotrow.objectives import OBJECTIVES
 from hotrow.objectives.objective import Objective
 from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.dense import OverRanks
 from hotrow.run import runs, trainer
 from hotrow.run.build import Parts, build, look_up
 from hotrow.run.exact import CODE, FirstPart
 from hotrow.run.meters import Session
-from hotrow.run.together import DenseExchange
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
 from rank_pool import RankPool
@@ -212,7 +212,7 @@ def trained(
     parts = build(setup, comm)
     if comm.size > 1:
         length = sum(weight.numel() for weight in parts.model.parameters())
-        parts.exchange = DenseExchange(comm, lambda: None, length=length)
+        parts.exchange = OverRanks(comm, lambda: None, length=length)
     session = Session(len(sizes))
     whole, losses = batch_of(data, sum(sizes)), []
     for step, (first, last) in enumerate(itertools.pairwise(itertools.accumulate(sizes, initial=0))):

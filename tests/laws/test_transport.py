@@ -22,13 +22,13 @@ from hotrow.models.dlrm import DLRM
 from hotrow.parallel import sharded
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.dense import OverRanks
 from hotrow.parallel.ranks import Ranks
-from hotrow.parallel.sharded import Shards
+from hotrow.parallel.sharded import ShardedMemory
 from hotrow.parallel.transport import TransportError
 from hotrow.run.build import Parts
 from hotrow.run.meters import StepClock
 from hotrow.run.schedule import Schedule
-from hotrow.run.together import DenseExchange
 from hotrow.run.trainer import train_step
 from hotrow.tables import TableConfig
 
@@ -107,12 +107,12 @@ NAMES, ROWS, SAMPLES = ("a", "b"), 40, 24
 def trained(comm: Communicator) -> dict[str, Tensor]:
     """Takes whole steps; returns losses, weights and rows."""
     tables = [TableConfig(name=n, num_embeddings=ROWS, embedding_dim=4, feature_names=(n,)) for n in NAMES]
-    emb = EmbeddingCollection(tables, memory=Shards(comm=comm), seed=1)
+    emb = EmbeddingCollection(tables, memory=ShardedMemory(comm=comm), seed=1)
     drawn = torch.Generator().manual_seed(2)
     model = DLRM(num_dense=3, num_features=2, embedding_dim=4, bottom_mlp=[8], top_mlp=[8], generator=drawn)
     dense, rows = torch.optim.SGD(model.parameters(), 0.5), hotrow.RowWiseAdagrad(emb, 0.5, nonfinite=None)
     length = sum(weight.numel() for weight in model.parameters())
-    exchange = DenseExchange(comm, lambda: None, length=length) if comm.size > 1 else None
+    exchange = OverRanks(comm, lambda: None, length=length) if comm.size > 1 else None
     parts = Parts(emb, model, dense, rows, Schedule([]), ranks=comm.ranks, exchange=exchange)
     own, found = slice(*comm.ranks.samples(SAMPLES)), {}
     for step in range(3):
@@ -153,7 +153,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
 
 def go_apart(comm: Communicator) -> str:
     with pytest.raises(RuntimeError) as raised:
-        comm.tell(1, purpose="one" if comm.rank else "other")
+        comm.gather_number(1, purpose="one" if comm.rank else "other")
     return str(raised.value)
 
 

@@ -17,7 +17,7 @@ from hotrow.config.load import make_config
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.parallel.communicator import Communicator
-from hotrow.parallel.sharded import Shards
+from hotrow.parallel.sharded import ShardedMemory
 from hotrow.parallel.shards import Shard
 from hotrow.setup.shards import wire_of
 from hotrow.tables import TableConfig
@@ -35,7 +35,7 @@ def pool() -> Iterator[RankPool]:
 
 def train_unlike(comm: Communicator, case: Case) -> dict[str, Any]:
     memory = memory_of(case) if comm.rank == 1 else None
-    shared = Shards(comm=comm, shards=shards_of(comm.size), below=memory)
+    shared = ShardedMemory(comm=comm, shards=shards_of(comm.size), below=memory)
     return train(EmbeddingCollection(TABLES, memory=shared, seed=3), case, comm)
 
 
@@ -70,7 +70,7 @@ def counts() -> np.ndarray:
 
 def send(comm: Communicator, shard: Shard) -> int:
     """Returns the bytes of rows or vectors, their numbers and gradients that this rank sends in STEPS steps."""
-    memory = Shards(comm=comm, shards={"item": shard})
+    memory = ShardedMemory(comm=comm, shards={"item": shard})
     emb = EmbeddingCollection([TABLE], memory=memory, seed=1)
     optimizer = hotrow.SGD(emb, lr=0.1)
     rng, cumulated = np.random.default_rng(2), counts().cumsum() / SAMPLES

@@ -21,13 +21,13 @@ from hotrow.costs.work import TableWork, Work
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models.dlrm import DLRM
 from hotrow.parallel.communicator import Arriving, Communicator
-from hotrow.parallel.exchange import WireDtype
-from hotrow.parallel.sharded import Shards
+from hotrow.parallel.dense import OverRanks
+from hotrow.parallel.messages import WireDtype
+from hotrow.parallel.sharded import ShardedMemory
 from hotrow.parallel.shards import Shard
 from hotrow.run.build import Parts
 from hotrow.run.meters import StepClock
 from hotrow.run.schedule import Schedule
-from hotrow.run.together import DenseExchange
 from hotrow.run.trainer import train_step
 from hotrow.tables import TableConfig
 
@@ -65,9 +65,9 @@ class Noting(Communicator):
         arriving.wait = noted  # type: ignore[method-assign]
         return arriving
 
-    def tell(self, number: int, *, purpose: str) -> list[int]:
+    def gather_number(self, number: int, *, purpose: str) -> list[int]:
         self.noted.append(("send", "counts"))
-        return super().tell(number, purpose=purpose)
+        return super().gather_number(number, purpose=purpose)
 
 
 def stepped(
@@ -75,12 +75,12 @@ def stepped(
 ) -> tuple[list[tuple[str, str]], dict[str, int], int, int]:
     """Takes a step; returns what was noted, bytes by purpose, and how many weights and tensors the model has."""
     comm = Noting(plain.ranks, plain.transport)
-    memory = Shards(comm=comm, shards=shards, wire_dtype=wire_dtype)
+    memory = ShardedMemory(comm=comm, shards=shards, wire_dtype=wire_dtype)
     emb, drawn = EmbeddingCollection(TABLES, memory=memory, seed=1), torch.Generator().manual_seed(2)
     model = DLRM(num_dense=3, num_features=4, embedding_dim=DIM, bottom_mlp=[8], top_mlp=[8], generator=drawn)
     weights = [*model.parameters()]
     length = sum(weight.numel() for weight in weights)
-    exchange = DenseExchange(comm, lambda: None, length=length)
+    exchange = OverRanks(comm, lambda: None, length=length)
     sgd, rows = torch.optim.SGD(weights, 0.1), hotrow.SGD(emb, 0.1, nonfinite=None)
     parts = Parts(emb, model, sgd, rows, Schedule([]), ranks=comm.ranks, exchange=exchange)
     first, end = comm.ranks.samples(OF_RANK * MICRO_BATCHES)

@@ -23,11 +23,11 @@ import hotrow
 from expanded import expanded
 from hotrow import EmbeddingCollection, KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops, reference, tree
-from hotrow.parallel import sharded, shared_rows
+from hotrow.parallel import sharded, sharded_rows
 from hotrow.parallel.communicator import Communicator
-from hotrow.parallel.exchange import WireDtype
+from hotrow.parallel.messages import WireDtype
 from hotrow.parallel.ranks import Ranks
-from hotrow.parallel.sharded import Sharded, Shards
+from hotrow.parallel.sharded import Sharded, ShardedMemory
 from hotrow.parallel.shards import Shard
 from hotrow.placement.base import Attached
 from hotrow.placement.budget import TableDemand, TableSlots
@@ -180,7 +180,7 @@ def memory_of(case: Case, rank: int = 1) -> hotrow.Memory | None:
 def train_shared(comm: Communicator, case: Case) -> dict[str, Any]:
     sharded.SMALL_BYTES = 60  # some of these sums are less, and some more
     shards, below = shards_of(comm.size, pooled=case.pooled), memory_of(case, comm.rank)
-    memory = Shards(comm=comm, shards=shards, below=below)
+    memory = ShardedMemory(comm=comm, shards=shards, below=below)
     emb = EmbeddingCollection(TABLES, memory=memory, seed=3)
     return train(emb, case, comm)
 
@@ -268,7 +268,7 @@ def test_shards_in_tiers_have_the_bits_of_one_process(
 
 def count_rows(comm: Communicator, folder: str) -> tuple[list[int], list[int]]:
     """Returns by table how many rows of the shard exist after scoring a batch, and after training it."""
-    memory = Shards(comm=comm, shards=shards_of(comm.size), below=memory_of(Case("sgd", 4, folder), comm.rank))
+    memory = ShardedMemory(comm=comm, shards=shards_of(comm.size), below=memory_of(Case("sgd", 4, folder), comm.rank))
     emb = EmbeddingCollection(TABLES, memory=memory)
     optimizer = hotrow.SGD(emb, lr=0.1)
     tiers = emb.placement.find(Tiers)
@@ -327,7 +327,9 @@ def make(comm: Communicator | None, *, seed: int, tiers: str | None = None) -> S
     if comm is None:
         emb = alone(seed)
     else:
-        memory = Shards(comm=comm, shards=shards_of(comm.size), below=memory_of(Case("adam", 4, tiers), comm.rank))
+        memory = ShardedMemory(
+            comm=comm, shards=shards_of(comm.size), below=memory_of(Case("adam", 4, tiers), comm.rank)
+        )
         emb = EmbeddingCollection(TABLES, memory=memory, seed=seed)
     return Saved(emb, hotrow.Adam(emb, lr=0.02))
 
@@ -349,11 +351,13 @@ class Kept(NamedTuple):
 
 def placed(comm: Communicator, kept: Kept) -> Saved:
     """A model of a rank; writes go in small pieces, so that there are several of them."""
-    shared_rows.PIECE_BYTES, checkpoint_together.STRIDE_BYTES = 256, 600
+    sharded_rows.PIECE_BYTES, checkpoint_together.STRIDE_BYTES = 256, 600
     plain, sharded.namespace_id = sharded.namespace_id, lambda _: str(comm.rank % kept.machines)
     case = Case("adam", 4, kept.tiers, first_in_dram=kept.first_in_dram)
     try:
-        memory = Shards(comm=comm, shards=shards_of(comm.size, pooled=kept.pooled), below=memory_of(case, comm.rank))
+        memory = ShardedMemory(
+            comm=comm, shards=shards_of(comm.size, pooled=kept.pooled), below=memory_of(case, comm.rank)
+        )
         emb = EmbeddingCollection(TABLES, memory=memory, seed=kept.seed)
     finally:
         sharded.namespace_id = plain
@@ -471,7 +475,7 @@ def test_a_save_that_one_rank_cannot_finish_leaves_the_one_before(
 def undo(comm: Communicator, folder: Path, tiers: str) -> Tensor:
     """Trains rows 20 to 39, of which every rank has a copy, and loads a checkpoint that has no row above 19."""
     table = TableConfig(name="t", num_embeddings=60, embedding_dim=4, feature_names=("a",))
-    memory = Shards(comm=comm, shards={"t": Shard(prefix=50)}, below=memory_of(Case("sgd", 4, tiers), comm.rank))
+    memory = ShardedMemory(comm=comm, shards={"t": Shard(prefix=50)}, below=memory_of(Case("sgd", 4, tiers), comm.rank))
     emb = EmbeddingCollection([table], memory=memory)
     saved = Saved(emb, hotrow.Adam(emb, lr=0.1))
     for ids in torch.arange(40).split(10):
@@ -501,7 +505,7 @@ class Read(NamedTuple):
 def read_own(comm: Communicator, folder: Path, tiers: str | None) -> Read:
     """Saves a table dealt out by row, loads it again, and returns what was read."""
     table = TableConfig(name="t", num_embeddings=4001, embedding_dim=16, feature_names=("a",))
-    memory = Shards(comm=comm, below=memory_of(Case("sgd", 4, tiers), comm.rank))
+    memory = ShardedMemory(comm=comm, below=memory_of(Case("sgd", 4, tiers), comm.rank))
     emb = EmbeddingCollection([table], memory=memory)
     saved = Saved(emb, hotrow.Adam(emb, lr=0.1))
     for ids in torch.arange(3000).split(300):
@@ -575,7 +579,7 @@ def test_state_dicts_are_those_of_one_process(pool: RankPool) -> None:
 def train_counted(comm: Communicator) -> tuple[dict[str, int], list[int]]:
     """Returns bytes sent in a training step by purpose, and what rows, sums and totals are to take."""
     table = TableConfig(name="t", num_embeddings=400, embedding_dim=16, feature_names=("a", "b"))
-    emb = EmbeddingCollection([table], memory=Shards(comm=comm, shards={"t": Shard(prefix=40)}))
+    emb = EmbeddingCollection([table], memory=ShardedMemory(comm=comm, shards={"t": Shard(prefix=40)}))
     optimizer = hotrow.RowWiseAdagrad(emb, lr=0.1)
     generator = torch.Generator().manual_seed(1)
     ids = (torch.rand(64, 2, generator=generator) ** 4 * 400).long()
@@ -612,7 +616,7 @@ def train_pooled(comm: Communicator) -> tuple[dict[str, int], int, int, int]:
         TableConfig(name="two", num_embeddings=400, embedding_dim=3, feature_names=("c",)),
     ]
     shards = {name: Shard(kind="table", owner=owner, exchange="pooled") for name, owner in owners.items()}
-    emb = EmbeddingCollection(tables, memory=Shards(comm=comm, shards=shards))
+    emb = EmbeddingCollection(tables, memory=ShardedMemory(comm=comm, shards=shards))
     optimizer = hotrow.RowWiseAdagrad(emb, lr=0.1)
     lengths = torch.randint(0, 9, (3 * 50,), generator=torch.Generator().manual_seed(1))
     batch = KeyedJaggedTensor(("a", "b", "c"), torch.arange(int(lengths.sum())) % 400, lengths=lengths)
@@ -659,7 +663,7 @@ def train_rounded(comm: Communicator | None, wire_dtype: WireDtype, sign: int = 
     """Takes a step of gradients that do not depend on what was looked up, nearly too small for float16. sign: 0 makes
     all of them positive."""
     shards = {"vectors": Shard(kind="table", owner=1, exchange="pooled"), "copies": Shard(prefix=30)}
-    memory = None if comm is None else Shards(comm=comm, shards=shards, wire_dtype=wire_dtype)
+    memory = None if comm is None else ShardedMemory(comm=comm, shards=shards, wire_dtype=wire_dtype)
     emb = EmbeddingCollection(rounded_tables(), memory=memory, seed=3)
     optimizer = hotrow.SGD(emb, lr=1e6)
     generator = torch.Generator().manual_seed(4)
@@ -716,7 +720,7 @@ def batch_of_phase(step: int) -> KeyedJaggedTensor:
 def train_phases(comm: Communicator | None) -> tuple[list[Tensor], list[Tensor], list[int]]:
     """Returns outputs, whole tables, and the number of exchanges of each hot lookup."""
     shards = {"rows": Shard(prefix=10), "vectors": Shard(kind="table", exchange="pooled")}
-    memory = None if comm is None else Shards(comm=comm, shards=shards)
+    memory = None if comm is None else ShardedMemory(comm=comm, shards=shards)
     emb = alone(3, HOT) if comm is None else EmbeddingCollection(HOT, memory=memory, seed=3)
     optimizer, shared = hotrow.Adam(emb, lr=0.02), emb.placement.find(Sharded)
     outputs, exchanges = list[Tensor](), list[int]()
@@ -749,7 +753,7 @@ def test_hot_batches_beside_pooled_vectors_have_the_bits_of_one_process(pool: Ra
 
 def look_up_cold(comm: Communicator) -> str:
     shards = {"rows": Shard(prefix=10), "vectors": Shard(prefix=20)}
-    emb = EmbeddingCollection(HOT, memory=Shards(comm=comm, shards=shards))
+    emb = EmbeddingCollection(HOT, memory=ShardedMemory(comm=comm, shards=shards))
     shared = emb.placement.find(Sharded)
     assert shared is not None
     shared.all_held = True
@@ -784,7 +788,7 @@ def update_alone(comm: Communicator, merge_every: int, num_steps: int, folder: s
     """Returns weights and states of this rank's copies after the last merge; folder: of tiers, in which they lie."""
     everywhere = {table.name: Shard(prefix=table.num_embeddings) for table in TWO}
     below = memory_of(Case("adagrad", 6, folder))
-    emb = EmbeddingCollection(TWO, memory=Shards(comm=comm, shards=everywhere, below=below), seed=3)
+    emb = EmbeddingCollection(TWO, memory=ShardedMemory(comm=comm, shards=everywhere, below=below), seed=3)
     optimizer, shared = OPTIMIZERS["adagrad"](emb), emb.placement.find(Sharded)
     assert shared is not None
     shared.all_held, shared.merge_every = True, merge_every
@@ -843,7 +847,7 @@ def test_ranks_that_update_alone_add_up_their_changes(pool: RankPool, tmp_path: 
 def fail(comm: Communicator, folder: str) -> list[Told]:
     """What each bad call raises here; between them the ranks go on together."""
     case = Case("sgd", 4, folder, first_in_dram=True)
-    memory = Shards(comm=comm, shards=shards_of(comm.size), below=memory_of(case, comm.rank))
+    memory = ShardedMemory(comm=comm, shards=shards_of(comm.size), below=memory_of(case, comm.rank))
     emb = EmbeddingCollection(TABLES, memory=memory)
     optimizer = hotrow.SGD(emb, lr=0.1)
     good = KeyedJaggedTensor.from_dense(FEATURES, torch.ones(len(FEATURES) * 2, dtype=torch.int64).view(2, -1))
@@ -889,7 +893,7 @@ def test_an_error_on_one_rank_is_raised_on_all(pool: RankPool, tmp_path: Path) -
 def fail_pooled(comm: Communicator) -> list[Told]:
     """What a batch raises of which one rank has something wrong in a table that sends pooled vectors."""
     shards = shards_of(comm.size, pooled=True)
-    emb = EmbeddingCollection(TABLES, memory=Shards(comm=comm, shards=shards))
+    emb = EmbeddingCollection(TABLES, memory=ShardedMemory(comm=comm, shards=shards))
     optimizer, features = hotrow.SGD(emb, lr=0.1), len(FEATURES)
     ids, weights = torch.ones(2 * features, dtype=torch.int64), torch.ones(2 * features)
     found = []
@@ -929,7 +933,7 @@ def test_an_error_of_a_pooled_table_is_raised_on_all(pool: RankPool) -> None:
 
 def pinned(comm: Communicator, memory: hotrow.Memory) -> list[int]:
     shards = shards_of(comm.size)
-    tiers = Shards(comm=comm, shards=shards, below=memory).place(TABLES, seed=0).find(Tiers)
+    tiers = ShardedMemory(comm=comm, shards=shards, below=memory).place(TABLES, seed=0).find(Tiers)
     assert tiers is not None and tiers.memory.pins is not None
     return shards["half"].rows(np.asarray(tiers.memory.pins["half"]), comm.rank, comm.size).tolist()
 
@@ -943,11 +947,13 @@ def test_each_rank_pins_the_rows_that_it_holds(pool: RankPool, tmp_path: Path) -
 def test_what_is_refused() -> None:
     comm = Communicator(Ranks(micro_batches=2))
     with pytest.raises(ValueError, match="there is no table 'user' to share; the tables are rows, half"):
-        EmbeddingCollection(TABLES, memory=Shards(comm=comm, shards={"user": Shard()}))
-    emb = EmbeddingCollection(TABLES, memory=Shards(comm=comm))
+        EmbeddingCollection(TABLES, memory=ShardedMemory(comm=comm, shards={"user": Shard()}))
+    emb = EmbeddingCollection(TABLES, memory=ShardedMemory(comm=comm))
     with pytest.raises(ValueError, match="table 'rows' is shared by 1 ranks and cannot grow: save a checkpoint"):
         emb.grow("rows", 100)
     with pytest.raises(ValueError, match="shared by ranks lie in DRAM or in tiers: pass Memory or None"):
-        EmbeddingCollection(TABLES, memory=Shards(comm=comm, below=hotrow.DeviceMemory(hbm="1GiB", device="cpu")))
+        EmbeddingCollection(
+            TABLES, memory=ShardedMemory(comm=comm, below=hotrow.DeviceMemory(hbm="1GiB", device="cpu"))
+        )
     with pytest.raises(TypeError, match="over several ranks cannot be copied"):
         copy.deepcopy(emb)

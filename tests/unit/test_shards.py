@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hotrow.kernels.reference import FlatSums, RowSums
-from hotrow.parallel.exchange import Chosen, Keys, WireDtype, narrow, pack, unpack, widen
-from hotrow.parallel.shards import Division, Shard
+from hotrow.parallel.messages import Chosen, Keys, WireDtype, narrow, pack, unpack, widen
+from hotrow.parallel.shards import Homes, Shard
 
 CASES = [
     (num_rows, num_ranks, Shard(prefix=prefix, kind=kind, owner=owner))
@@ -49,7 +49,7 @@ def test_numbers_of_rows_against_dealing_them_out(num_rows: int, num_ranks: int,
 
 def test_tables_side_by_side() -> None:
     shards = [shard for num_rows, num_ranks, shard in CASES if (num_rows, num_ranks) == (12, 3)]
-    division = Division(shards, 3)
+    division = Homes(shards, 3)
     tables, rows = (each.ravel() for each in np.indices((len(shards), 12)))
     for name in ("homes", "local"):
         each = np.concatenate([getattr(shard, name)(np.arange(12), 3) for shard in shards])

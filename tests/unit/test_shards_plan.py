@@ -13,7 +13,7 @@ import torch
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.config.load import make_config
 from hotrow.costs.wire import Distinct, Wire
-from hotrow.parallel.exchange import WireDtype, narrow
+from hotrow.parallel.messages import WireDtype, narrow
 from hotrow.parallel.pooled import _pack
 from hotrow.parallel.shards import Shard
 from hotrow.setup.shards import MOST_UNEVEN, SMALL_SHARE, hot_prefixes, shards_line, shards_of, wire_of

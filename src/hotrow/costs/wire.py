@@ -31,7 +31,7 @@ from hotrow.costs.work import TableWork, Work
 from hotrow.kernels import tree
 from hotrow.parallel.communicator import COUNT_BYTES
 from hotrow.parallel.dense import bytes_of_heads
-from hotrow.parallel.exchange import (
+from hotrow.parallel.messages import (
     GAP_BYTES,
     KEYS_HEAD_BYTES,
     LARGE_GAP,

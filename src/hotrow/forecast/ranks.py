@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hotrow.config.schema import Config
 from hotrow.costs.demand import demands_of, tables_of
 from hotrow.parallel.ranks import Ranks
-from hotrow.parallel.sharded import part_of
+from hotrow.parallel.sharded import table_of_rank
 from hotrow.parallel.shards import Shard
 from hotrow.setup.setup import Setup
 from hotrow.setup.shards import shards_of
@@ -72,7 +72,7 @@ def rank_of(planner: SlotPlanner, config: Config, num_ranks: int, *, local_size:
         local_size=local_size,
         wire_dtype=config.parallel.wire_dtype,
     )
-    held = [part_of(table, shards[table.name], ranks) for table in whole]
+    held = [table_of_rank(table, shards[table.name], ranks) for table in whole]
     return replace(planner, config=config, tables=held, sharing=sharing, _uses={}, _weighted={})
 
 

@@ -44,11 +44,11 @@ from hotrow.data.packed.reader import Split
 from hotrow.lab.step_probe import PARTS, Drawn, Shape, build_shape, point_of, shapes, work_of_steps
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.dense import OverRanks
 from hotrow.parallel.gloo import communicator
 from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.shards import Shard
 from hotrow.run.build import Parts
-from hotrow.run.together import DenseExchange
 from hotrow.run.trainer import train_step
 
 SMALL, LARGE_BYTES = 50, 2 << 20
@@ -204,7 +204,7 @@ class _Sides:
         self.lonely = build_shape(shape, stack, alone, shards=self.shards[alone.size])
         self.together = build_shape(shape, stack, comm, shards=self.shards[comm.size])
         length = sum(weight.numel() for weight in self.together.model.parameters() if weight.requires_grad)
-        self.together.exchange = DenseExchange(comm, lambda: None, length=length)
+        self.together.exchange = OverRanks(comm, lambda: None, length=length)
 
     def measure(self, batch_size: int, *, seed: int) -> _Found:
         """Takes steps on this rank's part of batches; both ranks call it."""

@@ -28,7 +28,7 @@ PER_RANK = ("data", "run", "memory", "train.threads")
 """Options that may differ between ranks: paths on a rank's machine, and how much of it a rank uses. They change no bit;
 threads do so only if torch computes products in bfloat16, or a model is not built of hotrow's layers.
 `memory.lookahead` is compared all the same, because ranks announce batches together."""
-MOST_NAMED = 3
+MAX_NAMED = 3
 """Differences that an error names; it counts the rest."""
 _PURPOSE = "agreement"
 
@@ -122,9 +122,9 @@ def check_same(comm: Communicator, facts: Mapping[str, Any], *, cure: str = _CON
             told.append(f"{name} is " + ", ".join(f"{value} on {_named(on, found)}" for value, on in ranks.items()))
             cures.append(_CURES.get(name, cure))
     if told:
-        more = f"; and {len(told) - MOST_NAMED} more differences" if len(told) > MOST_NAMED else ""
-        all_cures = "; ".join(dict.fromkeys(cures[:MOST_NAMED]))
-        raise CommonError(f"the ranks of a run must agree, but {'; '.join(told[:MOST_NAMED])}{more}: {all_cures}")
+        more = f"; and {len(told) - MAX_NAMED} more differences" if len(told) > MAX_NAMED else ""
+        all_cures = "; ".join(dict.fromkeys(cures[:MAX_NAMED]))
+        raise CommonError(f"the ranks of a run must agree, but {'; '.join(told[:MAX_NAMED])}{more}: {all_cures}")
 
 
 def _named(ranks: Sequence[int], found: Sequence[Mapping[str, Any]]) -> str:

@@ -21,7 +21,7 @@ from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.transport import InFlight, Transport
 
 COUNT_BYTES = 16
-"""What an exchange sends to each rank before its message, and `tell` in all."""
+"""What an exchange sends to each rank before its message, and `gather_number` in all."""
 MAX_ERROR_BYTES = 1 << 14
 """Bytes of an error's text that other ranks get."""
 _COUNTS_TAG, _MAX_TAG = 0, (1 << 31) - 1
@@ -139,7 +139,7 @@ class Communicator:
         self.counts.add(purpose, sum(made[rank].nbytes for rank in away) - heads)
         return arriving
 
-    def tell(self, number: int, *, purpose: str) -> list[int]:
+    def gather_number(self, number: int, *, purpose: str) -> list[int]:
         """Sends a number, 0 or more, to all ranks; returns theirs, by rank."""
         return [number] if self.size == 1 else self._exchange_counts([number] * self.size, purpose)
 

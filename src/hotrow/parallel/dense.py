@@ -5,19 +5,22 @@
 
 With R ranks whose micro-batches are whole subtrees, a rank sends 2 (R - 1) / R of a gradient's bytes. gloo's own
 all-reduce sends as many, but its order of sums depends on the number of ranks and on a value's place in the buffer.
-The first message also says each rank's losses, whether it found something that is not finite, and whether it has to
-stop, so that all ranks skip, stop and log alike. Then they say whether their slices are finite: if so, rows may be
+The first message also carries each rank's losses, what it found that is not finite, and whether it has to stop, so that
+all ranks skip, stop and log alike. Then the ranks compare whether their slices are finite. If all are, rows may be
 updated while the totals are on their way.
+
+`OverRanks` does this for the weights of a model; `OneProcess` stands in its place if there is one rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hotrow.kernels import ops, tree
 from hotrow.kernels.tree import Node
@@ -31,16 +34,139 @@ _NODE = 3
 """Words for each node before its slice: its first micro-batch, its size, and its loss."""
 
 
+class DenseExchange(Protocol):
+    """Adds up what micro-batches sum, over all ranks, and agrees on what comes next.
+
+    loss = exchange.total(nodes, weights, found="", meanwhile=rows.prepare)
+    rows.step()                        # if nothing was found that is not finite
+    exchange.finish()                  # from here on the weights have their gradients
+    dense.step()
+    """
+
+    @property
+    def found(self) -> str:
+        """What the first rank that found something not finite found at the last step; empty if none did."""
+
+    @property
+    def stop(self) -> int | None:
+        """The signal that asked a rank to stop before the last step; the same on all ranks."""
+
+    def total(
+        self,
+        nodes: Mapping[Node, list[Tensor]],
+        weights: Sequence[nn.Parameter],
+        *,
+        found: str = "",
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Returns the loss of all micro-batches, 0-dim. Collective.
+
+        nodes: as `sum_over_ranks` takes them, but each a list: the loss, then a gradient for each of `weights`. They
+        are not needed any more. found: what this rank found that is not finite, in words. meanwhile: what to do while
+        messages travel.
+        """
+
+    def finish(self) -> None:
+        """Waits until the weights have the gradients of all micro-batches. They have them at once if something, the
+        loss among it, is not finite."""
+
+
+class OneProcess:
+    """The exchange of a process that trains alone. signal: returns the signal that asks it to stop, if one does."""
+
+    def __init__(self, signal: Callable[[], int | None], *, micro_batches: int) -> None:
+        self._signal, self._whole = signal, (0, tree.width(micro_batches))
+        self.found = ""
+
+    @property
+    def stop(self) -> int | None:
+        return self._signal()
+
+    def total(
+        self,
+        nodes: Mapping[Node, list[Tensor]],
+        weights: Sequence[nn.Parameter],
+        *,
+        found: str = "",
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """See DenseExchange. `meanwhile` is for messages, and there are none."""
+        self.found, sums = found, tree.total(nodes, self._whole, add_in_place)
+        assert sums is not None, "a batch has samples"
+        loss, *grads = sums
+        _give(weights, grads)
+        return loss
+
+    def finish(self) -> None:
+        """See DenseExchange."""
+
+
+class OverRanks:
+    """The exchange of ranks that train together. signal: returns the signal that asks this rank to stop, if one does.
+
+    length: how many dense weights there are.
+    """
+
+    def __init__(self, comm: Communicator, signal: Callable[[], int | None], *, length: int) -> None:
+        self.comm, self._signal, self._length = comm, signal, length
+        self.found = ""
+        self.stop: int | None = None
+        self._arriving: tuple[Sequence[nn.Parameter], Callable[[], Tensor]] | None = None
+
+    def total(
+        self,
+        nodes: Mapping[Node, list[Tensor]],
+        weights: Sequence[nn.Parameter],
+        *,
+        found: str = "",
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """See DenseExchange."""
+        outcome = sum_over_ranks(
+            self.comm,
+            {node: Sums(_joined([grad.view(-1) for grad in grads]), loss) for node, (loss, *grads) in nodes.items()},
+            length=self._length,
+            found=found,
+            stop=self._signal() or 0,
+            meanwhile=meanwhile,
+        )
+        self.found, self.stop = outcome.found, outcome.stop or None
+        self._arriving = weights, outcome.gradient
+        if outcome.found or not outcome.finite or not math.isfinite(float(outcome.loss)):
+            self.finish()
+        return outcome.loss
+
+    def finish(self) -> None:
+        """See DenseExchange."""
+        if self._arriving is not None:
+            (weights, gradient), self._arriving = self._arriving, None
+            _give(weights, torch.split(gradient(), [weight.numel() for weight in weights]))
+
+
+def _give(weights: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
+    for weight, grad in zip(weights, grads, strict=True):
+        weight.grad = grad.view_as(weight)
+
+
+def add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    """Returns left + right, in the memory of `left`, which is not needed any more."""
+    torch._foreach_add_(left, right)
+    return left
+
+
+# ---- messages
+
+
 class Sums(NamedTuple):
-    """What is added up over micro-batches."""
+    """What a rank has summed over some micro-batches."""
 
     gradient: Tensor
-    """Of all dense weights, one after the other, float32 [n]."""
+    """The gradients of all dense weights, one after the other, float32 [n]."""
     loss: Tensor
     """float32, 0-dim."""
 
 
-class Told(NamedTuple):
+class Outcome(NamedTuple):
     """What all ranks know after the exchange; it is the same on each."""
 
     loss: Tensor
@@ -63,13 +189,13 @@ def sum_over_ranks(
     found: str = "",
     stop: int = 0,
     meanwhile: Callable[[], None] = lambda: None,
-) -> Told:
+) -> Outcome:
     """Returns the total over all ranks, in the order of `kernels.tree`. All ranks call it together.
 
     The gradient may arrive later: slices travel while their ranks do something else.
 
     nodes: this rank's sums, of disjoint subtrees that are its micro-batches, as few as there can be; one without
-    samples is left out. length: of a gradient. found, stop: as in `Told`, of this rank. meanwhile: what to do while the
+    samples is left out. length: of a gradient. found, stop: this rank's, see `Outcome`. meanwhile: what to do while the
     slices travel.
     """
     head = _header({node: sums.loss for node, sums in nodes.items()}, found, stop)
@@ -79,16 +205,16 @@ def sum_over_ranks(
     own_length = cuts[comm.rank + 1] - cuts[comm.rank]
     arriving = comm.begin(messages, purpose=PURPOSE)
     meanwhile()
-    heard = [_Heard.of(words, own_length) for words in arriving.wait()]
+    heard = [_Message.of(words, own_length) for words in arriving.wait()]
     everything = (0, tree.width(comm.ranks.micro_batches))
     own = tree.total({node: part for each in heard for node, part in each.slices.items()}, everything, _added)
     loss = tree.total({node: part for each in heard for node, part in each.losses.items()}, everything, _added)
     assert own is not None and loss is not None, "a batch has samples"
     own_finite = not len(own) or ops.first_nonfinite(own) is None
-    finite = all(comm.tell(own_finite, purpose=PURPOSE))
+    finite = all(comm.gather_number(own_finite, purpose=PURPOSE))
     lengths = [last - first for first, last in pairwise(cuts)]
     totals = comm.begin([own] * comm.size, purpose=PURPOSE, lengths=lengths)
-    return Told(loss, *_agreed(heard), finite, lambda: _joined(totals.wait()))
+    return Outcome(loss, *_agreed(heard), finite, lambda: _joined(totals.wait()))
 
 
 def bytes_of_heads(num_nodes: float) -> float:
@@ -118,7 +244,7 @@ def _words_of(num_bytes: int) -> int:
     return -(-num_bytes // 4)
 
 
-class _Heard(NamedTuple):
+class _Message(NamedTuple):
     """A message, taken apart."""
 
     slices: dict[Node, Tensor]
@@ -127,7 +253,7 @@ class _Heard(NamedTuple):
     stop: int
 
     @classmethod
-    def of(cls, words: Tensor, length: int) -> _Heard:
+    def of(cls, words: Tensor, length: int) -> _Message:
         """length: of a slice."""
         num_nodes, num_bytes, stop = words[:_HEAD].tolist()
         sizes = [_HEAD, 2 * num_nodes, num_nodes, _words_of(num_bytes), num_nodes * length]
@@ -141,7 +267,7 @@ class _Heard(NamedTuple):
         )
 
 
-def _agreed(heard: Sequence[_Heard]) -> tuple[str, int]:
+def _agreed(heard: Sequence[_Message]) -> tuple[str, int]:
     """Returns `found` and `stop` of the first rank that has them."""
     found = next((f"rank {rank}: {each.found}" for rank, each in enumerate(heard) if each.found), "")
     return found, next((each.stop for each in heard if each.stop), 0)

@@ -59,9 +59,9 @@ LAST_S = 1.0
 """At most so long a process that ends waits: for `last_words`, and for the others to have read why."""
 LOST = 3
 """Exit code of every rank after one was lost."""
-MOST_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 16
 """Longest line of the protocol."""
-MOST_TEXT = 8_000
+MAX_TEXT = 8_000
 """Characters of an error's text that other ranks are told."""
 
 Message = dict[str, Any]
@@ -94,14 +94,14 @@ class Peer:
     def receive(self) -> tuple[list[Message], bool]:
         """Returns the lines that have come, and whether the connection is still open."""
         try:
-            data = self.socket.recv(MOST_BYTES)
+            data = self.socket.recv(MAX_LINE_BYTES)
         except TimeoutError:
             return [], True
         except OSError:
             data = b""
         *lines, self.received = (self.received + data).split(b"\n")
         messages = list(_parsed(lines))
-        is_open = bool(data) and len(self.received) < MOST_BYTES and len(messages) == len(lines)
+        is_open = bool(data) and len(self.received) < MAX_LINE_BYTES and len(messages) == len(lines)
         return messages, is_open
 
 
@@ -177,7 +177,7 @@ class Heartbeat:
                 # Some rank was lost or failed. The watching thread ends this process as soon as it knows which.
                 self._over.wait(LIMIT_S + 2 * BEAT_S)
             self._failed.set()
-            told = " ".join(f"{type(error).__name__}: {error}".split())[:MOST_TEXT]
+            told = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_TEXT]
             self._send({"end": f"rank {self.comm.rank}: {told}", "code": code})
             self._thread.join(LAST_S)
             self._hang_up()
@@ -305,7 +305,7 @@ class Heartbeat:
             with suppress(OSError):
                 while (left_s := until_s - time.monotonic()) > 0:
                     peer.socket.settimeout(left_s)
-                    if not peer.socket.recv(MOST_BYTES):
+                    if not peer.socket.recv(MAX_LINE_BYTES):
                         break
 
 
@@ -456,7 +456,7 @@ def _first_line(connection: socket.socket, *, until_s: float) -> tuple[Message, 
     """Returns the first message of a connection ({}: none came by then), and what came after it."""
     data = b""
     with suppress(OSError):
-        while b"\n" not in data and len(data) < MOST_BYTES:
+        while b"\n" not in data and len(data) < MAX_LINE_BYTES:
             connection.settimeout(max(until_s - time.monotonic(), 0.01))
             if not (more := connection.recv(4096)):
                 break

@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from hotrow.parallel.communicator import Communicator
-from hotrow.parallel.exchange import WireDtype
 from hotrow.parallel.gloo import begin_group, communicator
-from hotrow.parallel.sharded import Shards
+from hotrow.parallel.messages import WireDtype
+from hotrow.parallel.sharded import ShardedMemory
 from hotrow.parallel.shards import Shard
 from hotrow.placement import AnyMemory
 
@@ -60,7 +60,7 @@ def shard(
     group: Any = None,
     micro_batches: int | None = None,
     wire_dtype: WireDtype = "fp32",
-) -> Shards:
+) -> ShardedMemory:
     """Returns what `EmbeddingCollection(memory=...)` takes to share its tables among the ranks of a process group.
 
         torch.distributed.init_process_group("gloo")
@@ -78,7 +78,7 @@ def shard(
     so that results depend on the number of ranks.
     """
     comm = communicator(group, micro_batches)
-    return Shards(comm=comm, shards=dict(shards or {}), below=memory, wire_dtype=wire_dtype)
+    return ShardedMemory(comm=comm, shards=dict(shards or {}), below=memory, wire_dtype=wire_dtype)
 
 
 def _on_machine(comm: Communicator, environ: Mapping[str, str]) -> Communicator:

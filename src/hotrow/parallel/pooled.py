@@ -25,7 +25,7 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
 from hotrow.kernels.reference import Feature, Layout
 from hotrow.parallel.communicator import Arriving, Communicator
-from hotrow.parallel.exchange import WireDtype, widen, words_of
+from hotrow.parallel.messages import WireDtype, widen, words_of
 from hotrow.parallel.shards import Numbers, Shard
 from hotrow.placement.base import Lease, Placement
 from hotrow.placement.slots import check_ids, spans_of

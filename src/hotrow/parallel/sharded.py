@@ -27,15 +27,15 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
 from hotrow.kernels.reference import Distinct, FlatSums, Layout, RowSums, Rule
 from hotrow.parallel.agreement import everyone
-from hotrow.parallel.alone import Alone
 from hotrow.parallel.buffers import Buffers, ShardLease
 from hotrow.parallel.communicator import Arriving, Communicator
-from hotrow.parallel.exchange import KEYS_HEAD_BYTES, Chosen, Keys, WireDtype, pack, recast, row_type, unpack
 from hotrow.parallel.hosts import namespace_id
+from hotrow.parallel.local_steps import LocalSteps
+from hotrow.parallel.messages import KEYS_HEAD_BYTES, Chosen, Keys, WireDtype, pack, recast, row_type, unpack
 from hotrow.parallel.pooled import Pooled, Served, only
 from hotrow.parallel.ranks import Ranks
-from hotrow.parallel.shards import Division, Numbers, Shard
-from hotrow.parallel.shared_rows import SharedChanges, SharedRows
+from hotrow.parallel.sharded_rows import ShardedChanges, ShardedRows
+from hotrow.parallel.shards import Homes, Numbers, Shard
 from hotrow.placement import AnyMemory, place
 from hotrow.placement.base import Attached, Lease, Placement, Rows, TableState, Use
 from hotrow.placement.budget import DeviceMemory, Memory
@@ -51,7 +51,7 @@ HELD = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shards:
+class ShardedMemory:
     """What `EmbeddingCollection(memory=...)` takes to share the rows of its tables among ranks.
 
     shards: by table; a table that is not named is dealt out row by row. below: where each rank keeps its own rows, None
@@ -88,7 +88,7 @@ class Shards:
         return Sharded(self.comm, tables, shards, placed, seed=seed, wire_dtype=self.wire_dtype)
 
 
-def part_of(table: TableConfig, shard: Shard, ranks: Ranks) -> TableConfig:
+def table_of_rank(table: TableConfig, shard: Shard, ranks: Ranks) -> TableConfig:
     """Returns the table of the rows that this rank holds, with one row at least."""
     num_rows = max(1, shard.num_local(table.num_embeddings, ranks.rank, ranks.size))
     return table.part(num_rows, shard.births(ranks.rank, ranks.size))
@@ -96,7 +96,7 @@ def part_of(table: TableConfig, shard: Shard, ranks: Ranks) -> TableConfig:
 
 def _local_table(table: TableConfig, shard: Shard, ranks: Ranks) -> TableConfig:
     """Returns the table of a rank's own rows; their ids are looked up under the table's name."""
-    return replace(part_of(table, shard, ranks), feature_names=(table.name,), pooling="sum")
+    return replace(table_of_rank(table, shard, ranks), feature_names=(table.name,), pooling="sum")
 
 
 def _own_pins(
@@ -183,8 +183,8 @@ class Sharded(Placement):
         self.looks_ahead = any(looks_ahead)
         # Whole tables are written by several ranks into one file, whose pages only processes of one machine share.
         whole = not any(knows_changes) and len(set(where)) == 1
-        self._changes = None if whole else SharedChanges(comm, tables, shards, below.changes, seed=seed)
-        self._shares = Division(shards, comm.size).shares(comm.rank)
+        self._changes = None if whole else ShardedChanges(comm, tables, shards, below.changes, seed=seed)
+        self._homes = Homes(shards, comm.size).of_rank(comm.rank)
         self._num_rows = [table.num_embeddings for table in tables]
         self._keys = Keys(self._num_rows, [table.embedding_dim for table in tables], wire_dtype)
         self._pooled = Pooled(comm, tables, shards, below, wire_dtype=wire_dtype)
@@ -201,7 +201,7 @@ class Sharded(Placement):
         self.merge_every = 1
         """1: ranks add up their gradients at every step. If above, and `all_held`, each rank updates its copies alone,
         and after so many steps all add up what each has changed, which is not exact."""
-        self._alone = Alone(comm, self.tables, shards, below)
+        self._local_steps = LocalSteps(comm, self.tables, shards, below)
         self._announced: dict[int, Asked] = {}
         self._buffers = Buffers(self._keys.dims.tolist(), self._stored)
         self._sums_under_way: UnderWay | None = None
@@ -220,7 +220,7 @@ class Sharded(Placement):
         return {table.name: shard.prefix for table, shard in zip(self.tables, self.shards, strict=True)}
 
     @property
-    def changes(self) -> SharedChanges | None:
+    def changes(self) -> ShardedChanges | None:
         """See Placement. None, so that checkpoints write whole tables, if all ranks are in DRAM of one machine."""
         return self._changes
 
@@ -387,7 +387,7 @@ class Sharded(Placement):
 
     def _distinct(self, sparse: KeyedJaggedTensor, spans: list[Span]) -> Distinct:
         """Returns the distinct rows of a batch. Raises ValueError for an id outside its table."""
-        found = ops.distinct_rows(sparse.values, spans, self._num_rows, self._shares)
+        found = ops.distinct_rows(sparse.values, spans, self._num_rows, self._homes)
         if found is None:
             check_ids(self.layout, self.tables, sparse, spans)
         assert found is not None, "an id is outside its table"
@@ -452,7 +452,7 @@ class Sharded(Placement):
     def _starts(self, strides: Sequence[int], parts: Sequence[int] | None) -> Sequence[int]:
         """Returns where the rank's micro-batches begin among its samples, and the end of the last.
 
-        parts: what the batch says of it. That counts if all rows are held, as ranks do not tell each other their
+        parts: what the batch says of it. That counts if all rows are held, as ranks do not send each other their
         `strides` then.
         """
         if self.all_held:
@@ -480,7 +480,7 @@ class Sharded(Placement):
         """
         if not lookups:
             return
-        alone = self._trains_alone
+        alone = self._steps_locally
         pooled, come = ([], self._own_sums(lookups)) if alone else self._sums_of(lookups)
         found = come if alone else self._with_replicated(come)
         T = len(self.tables)
@@ -488,23 +488,23 @@ class Sharded(Placement):
         each = [tables[t].rows.numpy() for t in range(T) for _, tables in found]
         rows = np.concatenate([np.empty(0, np.int64), *each])
         if alone:
-            self._alone.keep(attached, np.split(rows, counts.sum(1).cumsum()[:-1]))
+            self._local_steps.keep(attached, np.split(rows, counts.sum(1).cumsum()[:-1]))
         lease, slots = self.below.take(self._lookup_below(rows, counts.sum(1)), training=False)
         by_slot = iter(torch.split(slots.values, counts.ravel().tolist()))
         tables = [[own[t]._replace(rows=next(by_slot)) for _, own in found] for t in range(T)]
         of_nodes = [Subtree(leaf, list(own)) for (leaf, _), own in zip(found, zip(*tables, strict=True), strict=True)]
         self.below.update([*self._lookups_below(of_nodes), *pooled], attached, rules)
         lease.release(updated=True)
-        if self._alone.num_steps == self.merge_every:
+        if self._local_steps.num_steps == self.merge_every:
             self.merge()
 
     @property
-    def _trains_alone(self) -> bool:
+    def _steps_locally(self) -> bool:
         return self.all_held and self.merge_every > 1
 
     def merge(self) -> None:
         """Gives all ranks the same rows again, if each has updated its copies alone. Collective."""
-        self._alone.merge()
+        self._local_steps.merge()
 
     def _with_rows(self, lookups: ops.Lookups, tables: frozenset[int]) -> ops.Lookups:
         """Adds, behind each lookup of pooled vectors, one of the rows that were pooled, for sums by row of `tables`."""
@@ -548,7 +548,7 @@ class Sharded(Placement):
         """Sends what `update` needs of other ranks: gradients of pooled vectors, and sums of the rows' gradients. Other
         exchanges may follow before they have come."""
         self._drop_sums()
-        if lookups and not self._trains_alone:
+        if lookups and not self._steps_locally:
             self._sums_under_way = self._begin_sums(lookups)
 
     def _drop_sums(self) -> None:
@@ -607,7 +607,7 @@ class Sharded(Placement):
     def _by_home(self, by_slot: FlatSums) -> list[Chosen]:
         """Returns what goes to each rank of a node's sums, with the keys of rows in its shard."""
         first_keys, row_of = self._keys.first.tolist(), self._buffers.row_of
-        found = ops.rows_by_home(row_of, by_slot.counts, by_slot.rows, first_keys, self._shares)
+        found = ops.rows_by_home(row_of, by_slot.counts, by_slot.rows, first_keys, self._homes)
         if len(self._buffers.live) > 1:  # rows rise within each group of the slots of one batch
             orders = [np.argsort(keys) for keys, _ in found]
             found = [(keys[order], places[order]) for (keys, places), order in zip(found, orders, strict=True)]
@@ -664,7 +664,7 @@ class Sharded(Placement):
     def rows(self, table: str, state: TableState | None = None) -> Rows:
         """Returns whole tables by row: every rank reads the same rows at the same time, and gets all of them."""
         t = next(t for t, each in enumerate(self.tables) if each.name == table)
-        return SharedRows(self.comm, self.shards[t], self.tables[t].num_embeddings, self.below.rows(table, state))
+        return ShardedRows(self.comm, self.shards[t], self.tables[t].num_embeddings, self.below.rows(table, state))
 
     def grow(self, table: TableConfig) -> None:
         raise ValueError(

@@ -60,7 +60,7 @@ class Shard:
 
     def homes(self, rows: Numbers, num_ranks: int) -> Numbers:
         """Returns the home of each row."""
-        return Division([self], num_ranks).homes(np.zeros_like(rows), rows)
+        return Homes([self], num_ranks).homes(np.zeros_like(rows), rows)
 
     def held(self, rows: Numbers, rank: int, num_ranks: int) -> NDArray[np.bool_]:
         """Returns whether a rank holds each row."""
@@ -69,7 +69,7 @@ class Shard:
 
     def local(self, rows: Numbers, num_ranks: int) -> Numbers:
         """Returns the number of each row in the shard of a rank that holds it."""
-        return Division([self], num_ranks).local(np.zeros_like(rows), rows)
+        return Homes([self], num_ranks).local(np.zeros_like(rows), rows)
 
     def num_local(self, num_rows: int, rank: int, num_ranks: int) -> int:
         """Returns how many of a table's rows a rank holds."""
@@ -96,16 +96,16 @@ def pooled_tables(shards: Mapping[str, Shard]) -> list[str]:
     return [name for name, shard in shards.items() if shard.exchange == "pooled"]
 
 
-class Division:
-    """The shards of several tables side by side, for rows of any of them at once."""
+class Homes:
+    """Where rows of several tables lie, for rows of any of them at once."""
 
     def __init__(self, shards: Sequence[Shard], num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._prefix = np.array([shard.prefix for shard in shards], np.int64)
         self._owner = np.array([shard.owner if shard.kind == "table" else -1 for shard in shards], np.int64)
 
-    def shares(self, rank: int) -> Shares:
-        """Returns the same for kernels, as `rank` sees it."""
+    def of_rank(self, rank: int) -> Shares:
+        """Returns the same for the kernels of one rank."""
         return Shares(self._prefix.tolist(), self._owner.tolist(), rank, self.num_ranks)
 
     def homes(self, tables: Numbers, rows: Numbers) -> Numbers:

@@ -26,14 +26,14 @@ from hotrow.models.layers import Network
 from hotrow.objectives import DEFAULT, OBJECTIVES
 from hotrow.objectives.objective import Objective
 from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.dense import OverRanks
 from hotrow.parallel.ranks import Ranks
-from hotrow.parallel.sharded import Shards
+from hotrow.parallel.sharded import ShardedMemory
 from hotrow.placement import AnyMemory
 from hotrow.run.checkpoint import Part
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.run.record import read_extra
 from hotrow.run.schedule import Schedule
-from hotrow.run.together import DenseExchange
 from hotrow.setup.device import DenseDevice, splits_dense
 from hotrow.setup.setup import Setup
 from hotrow.tables import TableConfig
@@ -63,7 +63,7 @@ class Parts:
     """Where the model computes."""
     objective: Objective = OBJECTIVES[DEFAULT]
     ranks: Ranks = field(default_factory=Ranks)
-    exchange: DenseExchange | None = None
+    exchange: OverRanks | None = None
     """The exchange between ranks in each step; None: this process trains alone."""
 
     def with_state(self) -> dict[str, Part]:
@@ -84,7 +84,7 @@ def build_network(setup: Setup, comm: Communicator | None = None) -> tuple[Embed
     memory: AnyMemory = setup.memory
     if setup.shards:
         comm, wire_dtype = comm or Communicator(setup.ranks), config.parallel.wire_dtype
-        memory = Shards(comm=comm, shards=setup.shards, below=setup.memory, wire_dtype=wire_dtype)
+        memory = ShardedMemory(comm=comm, shards=setup.shards, below=setup.memory, wire_dtype=wire_dtype)
     return EmbeddingCollection(tables, memory=memory, seed=seed), model.to(setup.dense.device)
 
 

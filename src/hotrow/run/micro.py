@@ -10,7 +10,7 @@ them. The rows' own gradients are summed by part in the update: ops.Kernels.upda
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise, repeat
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hotrow.batch import Batch
 from hotrow.kernels import ops, tree
-from hotrow.parallel.dense import Sums
+from hotrow.parallel.dense import OneProcess, add_in_place
 from hotrow.parallel.ranks import Ranks
 from hotrow.run.build import Parts
 from hotrow.run.together import Total
@@ -48,32 +48,10 @@ def backward_in_parts(parts: Parts, batch: Batch, rows: Any, total: Total | None
     lo, hi = ranks.held
     end = tree.width(hi) if hi == ranks.micro_batches else hi  # leaves beyond the last one are absent
     with ops.weights_stay():
-        nodes = tree.sums(chain(each, repeat(None)), lo, end, _add)
+        nodes = tree.sums(chain(each, repeat(None)), lo, end, add_in_place)
     looked_up.backward()
-    if total is not None:
-        return total({node: _flat(own) for node, own in nodes.items()}, weights)
-    loss, *grads = _all_of(nodes, ranks)
-    for weight, grad in zip(weights, grads, strict=True):
-        weight.grad = grad.view_as(weight)
-    return loss
-
-
-def _flat(sums: list[Tensor]) -> Sums:
-    loss, *grads = sums
-    gradient = ops.empty(sum(grad.numel() for grad in grads))
-    return Sums(torch.cat([grad.view(-1) for grad in grads], out=gradient), loss)
-
-
-def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-    """left + right, in the memory of `left`, which is not needed any more."""
-    torch._foreach_add_(left, right)
-    return left
-
-
-def _all_of(nodes: Mapping[tree.Node, list[Tensor]], ranks: Ranks) -> list[Tensor]:
-    found = tree.total(nodes, (0, tree.width(ranks.micro_batches)), _add)
-    assert found is not None, "a batch has samples"
-    return found
+    total = total or OneProcess(lambda: None, micro_batches=ranks.micro_batches).total
+    return total(nodes, weights)
 
 
 def _sums_of_part(

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from hotrow.batch import Batch
@@ -14,69 +13,36 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.kernels.tree import Node
 from hotrow.optim import SparseOptimizer, nonfinite_gradient
-from hotrow.parallel.communicator import Communicator
-from hotrow.parallel.dense import Sums, sum_over_ranks
+from hotrow.parallel.dense import OverRanks
 
-Total: TypeAlias = Callable[[Mapping[Node, Sums], Sequence[nn.Parameter]], Tensor]
+Total: TypeAlias = Callable[[Mapping[Node, list[Tensor]], Sequence[nn.Parameter]], Tensor]
 """Given the sums of this rank's nodes, returns the loss of all micro-batches, and sees to the weights' gradients."""
 
 
-class DenseExchange:
-    """Adds up the dense gradients and losses of all ranks.
+def total_over_ranks(
+    exchange: OverRanks, embedding: EmbeddingCollection, batch: Batch, optimizer: SparseOptimizer
+) -> Total:
+    """Returns what adds up the sums of all ranks for their parts of a batch.
 
-    signal: returns the signal that asks this rank to stop, if one does. length: how many dense weights there are.
+    optimizer: of the embedding; what its next step needs of other ranks travels with these sums.
+    The weights get their gradients in `exchange.finish`, or at once if something is not finite.
     """
 
-    def __init__(self, comm: Communicator, signal: Callable[[], int | None], *, length: int) -> None:
-        self.comm, self._signal, self._length = comm, signal, length
-        self.found = ""
-        """What the first rank found, at the last step, that is not finite; empty if none did."""
-        self._arriving: tuple[Sequence[nn.Parameter], Callable[[], Tensor]] | None = None
-        self.stop: int | None = None
-        """The signal that asked some rank to stop before the last exchange."""
+    def total(nodes: Mapping[Node, list[Tensor]], weights: Sequence[nn.Parameter]) -> Tensor:
+        found = _nonfinite(exchange, embedding, batch, [float(loss) for loss, *_ in nodes.values()])
+        return exchange.total(nodes, weights, found=found, meanwhile=optimizer.prepare)
 
-    def total(self, embedding: EmbeddingCollection, batch: Batch, optimizer: SparseOptimizer) -> Total:
-        """Returns what adds up the sums of all ranks for their parts of a batch, and sets `found` and `stop`.
+    return total
 
-        optimizer: of the embedding; what its next step needs of other ranks travels with these sums.
-        The weights get their gradients in `finish`, or at once if something is not finite.
-        """
 
-        def over_ranks(nodes: Mapping[Node, Sums], weights: Sequence[nn.Parameter]) -> Tensor:
-            found = self._nonfinite(embedding, batch, [float(sums.loss) for sums in nodes.values()])
-            told = sum_over_ranks(
-                self.comm,
-                nodes,
-                length=self._length,
-                found=found,
-                stop=self._signal() or 0,
-                meanwhile=optimizer.prepare,
-            )
-            self.found, self.stop = told.found, told.stop or None
-            self._arriving = weights, told.gradient
-            if told.found or not told.finite or not math.isfinite(float(told.loss)):
-                self.finish()
-            return told.loss
-
-        return over_ranks
-
-    def finish(self) -> None:
-        """Waits for the total gradient of the last `total`, and gives it to the weights."""
-        if self._arriving is None:
-            return
-        (weights, gradient), self._arriving = self._arriving, None
-        each = torch.split(gradient(), [weight.numel() for weight in weights])
-        for weight, grad in zip(weights, each, strict=True):
-            weight.grad = grad.view_as(weight)
-
-    def _nonfinite(self, embedding: EmbeddingCollection, batch: Batch, losses: list[float]) -> str:
-        """Returns what of this rank is not finite, but for gradients of dense layers, which all ranks will have."""
-        found = nonfinite_gradient(embedding)
-        if found is None and all(map(math.isfinite, losses)):
-            return ""
-        first, _ = self.comm.ranks.samples(batch.num_samples)
-        where = f"its sample 0 is number {first} of the batch"
-        return "; ".join([found or "its loss is not finite", *nonfinite_inputs(batch), where])
+def _nonfinite(exchange: OverRanks, embedding: EmbeddingCollection, batch: Batch, losses: list[float]) -> str:
+    """Returns what of this rank is not finite, but for gradients of dense layers, which all ranks will have."""
+    found = nonfinite_gradient(embedding)
+    if found is None and all(map(math.isfinite, losses)):
+        return ""
+    first, _ = exchange.comm.ranks.samples(batch.num_samples)
+    where = f"its sample 0 is number {first} of the batch"
+    return "; ".join([found or "its loss is not finite", *nonfinite_inputs(batch), where])
 
 
 def nonfinite_inputs(batch: Batch) -> list[str]:

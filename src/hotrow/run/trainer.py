@@ -37,8 +37,9 @@ from hotrow.kernels import ops
 from hotrow.models.layers import Network
 from hotrow.objectives.objective import Objective
 from hotrow.optim import nonfinite_gradient, nonfinite_parameter_gradient
-from hotrow.parallel.agreement import MOST_NAMED, StillSame, everyone
+from hotrow.parallel.agreement import MAX_NAMED, StillSame, everyone
 from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.dense import OverRanks
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
 from hotrow.run.build import Parts, build, look_up
@@ -50,7 +51,7 @@ from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepC
 from hotrow.run.micro import backward_in_parts, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
 from hotrow.run.storage import close_tiers
-from hotrow.run.together import DenseExchange, nonfinite_inputs
+from hotrow.run.together import nonfinite_inputs, total_over_ranks
 from hotrow.run.trace import NAME as TRACE
 from hotrow.run.trace import Trace
 from hotrow.run.usual import usual_of
@@ -89,7 +90,8 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         else:
             exchange = parts.exchange
-            total = None if exchange is None else exchange.total(parts.embedding, batch, parts.sparse_optimizer)
+            args = parts.embedding, batch, parts.sparse_optimizer
+            total = None if exchange is None else total_over_ranks(exchange, *args)
             loss = backward_in_parts(parts, batch, rows, total)
     check_finite(parts, batch, loss.detach())
     if parts.exchange is None:
@@ -102,7 +104,7 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     return loss.detach()
 
 
-def _step_together(parts: Parts, exchange: DenseExchange, clock: StepClock) -> None:
+def _step_together(parts: Parts, exchange: OverRanks, clock: StepClock) -> None:
     """Takes the steps of both optimizers; the total gradient of the dense layers arrives while rows are updated."""
     clock.lap("dense")
     try:
@@ -253,7 +255,7 @@ class Training:
         self._first_part = FirstPart(self.parts.model) if in_parts else None
         if self.comm.size > 1:
             length = sum(weight.numel() for weight in self.parts.model.parameters() if weight.requires_grad)
-            self.parts.exchange = DenseExchange(self.comm, lambda: interrupt.signal, length=length)
+            self.parts.exchange = OverRanks(self.comm, lambda: interrupt.signal, length=length)
         self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, device=setup.copies_on)
         embedding, memory = self.parts.embedding, config.memory
         wanted = memory.lookahead if isinstance(memory, MemoryConfig) else LOOKAHEAD
@@ -354,10 +356,10 @@ class Training:
         with self._aside():
             each = everyone(self.comm, first.differing(self.parts.dense))
         if found := list(dict.fromkeys(itertools.chain(*each))):
-            more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+            more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
             advice = ADVICE if self.config.train.dense_dtype == "fp32" else ADVICE_FOR_BFLOAT16
             text = (
-                f"model {self.config.model.name}: {', '.join(found[:MOST_NAMED])}{more} has other bits at another "
+                f"model {self.config.model.name}: {', '.join(found[:MAX_NAMED])}{more} has other bits at another "
                 f"address or on another number of threads; {advice}"
             )
             self.folder.warn(CODE, text, count=1)

@@ -20,7 +20,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.calibrate import Calibration
 from hotrow.hot.turns import check_hot, choose_rows
 from hotrow.parallel.ranks import Ranks
-from hotrow.parallel.sharded import part_of
+from hotrow.parallel.sharded import table_of_rank
 from hotrow.parallel.shards import Shard, pooled_tables
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.setup.beside import beside_bytes
@@ -166,7 +166,7 @@ def with_threads_of(hardware: Hardware, config: Config) -> Config:
 
 
 def _held(tables: tuple[TableConfig, ...], shards: Mapping[str, Shard], ranks: Ranks) -> tuple[TableConfig, ...]:
-    return tuple(part_of(table, shards[table.name], ranks) for table in tables) if shards else tables
+    return tuple(table_of_rank(table, shards[table.name], ranks) for table in tables) if shards else tables
 
 
 def hot_rows_of(

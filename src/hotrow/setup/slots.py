@@ -22,7 +22,7 @@ from hotrow.costs.traffic import traffic_of
 from hotrow.costs.wire import Shared, share_of
 from hotrow.costs.work import Work, read_counts, work_of
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.parallel.exchange import WireDtype
+from hotrow.parallel.messages import WireDtype
 from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.setup.room import Room

@@ -22,7 +22,7 @@ PIECE_BYTES = 16 << 20
 """Rows are read by their numbers in pieces of about this size: all ranks must choose the same."""
 
 
-class SharedRows(Rows):
+class ShardedRows(Rows):
     """One array of a table of `num_rows` rows over the ranks of `comm`. below: the rows of this rank's shard."""
 
     def __init__(self, comm: Communicator, shard: Shard, num_rows: int, below: Rows) -> None:
@@ -70,7 +70,7 @@ class SharedRows(Rows):
             yield local[start : start + step], slice(start, start + step)
 
 
-class SharedChanges:
+class ShardedChanges:
     """What this rank knows of the rows of shared tables that changed: `Changes` by rows of whole tables.
 
     below: by rows of its shards; None if it has them in DRAM, where every row counts as changed.

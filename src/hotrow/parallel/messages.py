@@ -1,4 +1,4 @@
-"""What ranks tell each other of rows, as words of 32 bits: which rows, and a sum of gradients for each. Numbers may
+"""What ranks send each other of rows, as words of 32 bits: which rows, and a sum of gradients for each. Numbers may
 travel in fewer bits.
 
 Rows have keys: a number for each row of all tables of a shard, rising with the table and with the row's number in it. A

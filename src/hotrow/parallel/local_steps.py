@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hotrow.kernels.reference import FlatSums, RowSums
 from hotrow.parallel.communicator import Communicator
-from hotrow.parallel.exchange import Chosen, Keys
+from hotrow.parallel.messages import Chosen, Keys
 from hotrow.parallel.shards import Numbers, Shard
 from hotrow.placement.base import Attached, Placement, Rows
 from hotrow.tables import TableConfig
@@ -28,7 +28,7 @@ PURPOSE = "merged"
 """What `ExchangeCounts.sent_bytes` counts the bytes of a merge under."""
 
 
-class Alone:
+class LocalSteps:
     """What this rank has changed since the last merge in the first rows of `tables`, which lie in `below`."""
 
     def __init__(
