@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,8 +17,11 @@ from hotrow.placement.base import Lease
 class ShardLease:
     """Keeps the rows of one batch in their slots until the batch is over."""
 
-    def __init__(self, live: weakref.WeakSet[ShardLease], below: Lease) -> None:
-        self._live, self._below = live, below
+    def __init__(
+        self, live: weakref.WeakSet[ShardLease], below: Lease, ended: Callable[[], object] = lambda: None
+    ) -> None:
+        """ended: what else is to be done when the batch is over."""
+        self._live, self._below, self._ended = live, below, ended
         self.released = False
         live.add(self)
 
@@ -29,6 +32,7 @@ class ShardLease:
         if not self.released:
             self.released = True
             self._live.discard(self)
+            self._ended()
             self._below.release(updated=updated)
 
 
@@ -36,7 +40,8 @@ class Buffers:
     """An array of slots for each table; batches that wait for a step have slots one behind another."""
 
     def __init__(self, dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
-        """dtypes: of what lookups read; of split tables, bfloat16, the lower halves are never read."""
+        """dtypes: by table, the type in which lookups read weights. That is bfloat16 of split tables, whose lower
+        halves are not read."""
         self.weights: list[Tensor] = [torch.zeros(0, dim, dtype=dtype) for dim, dtype in zip(dims, dtypes, strict=True)]
         self.row_of: list[Numbers] = [np.zeros(0, np.int64) for _ in dims]
         """By table, the row in each slot."""
@@ -72,7 +77,7 @@ class Buffers:
         self.arrays = ops.Arrays(self.weights, low)
 
     def one_slot_each(self) -> list[Numbers] | None:
-        """Returns by table, for each slot, the first one that holds the same row; None if no two do."""
+        """Returns by table, for each slot, the first slot that holds the same row; None if no two slots do."""
         if len(self.live) < 2:
             return None
         found = []

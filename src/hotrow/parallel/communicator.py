@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeAlias
 
@@ -21,11 +22,23 @@ from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.transport import InFlight, Transport
 
 COUNT_BYTES = 16
-"""What an exchange sends to each rank before its message, and `gather_number` in all."""
+"""What an exchange sends to each rank before its message; `gather_number` sends no more."""
 MAX_ERROR_BYTES = 1 << 14
 """Bytes of an error's text that other ranks get."""
 _COUNTS_TAG, _MAX_TAG = 0, (1 << 31) - 1
 Messages: TypeAlias = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
+
+
+class TransportError(RuntimeError):
+    """Raised if messages cannot be exchanged, as after another rank has ended."""
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a transport raises
+        raise TransportError(str(error)) from error
 
 
 @dataclass
@@ -64,8 +77,9 @@ class Arriving:
 
     def finish(self) -> list[Tensor]:
         """As `wait`, in time that somebody else counts."""
-        for message in self._in_flight:
-            message.wait()
+        with _named_errors():
+            for message in self._in_flight:
+                message.wait()
         self._in_flight, self._sent = (), ()
         return self._received
 
@@ -162,10 +176,11 @@ class Communicator:
         tag = 1 + self.counts.num_exchanges % _MAX_TAG if tag is None else tag
         for rank, (message, length) in enumerate(zip(messages, lengths, strict=True)):
             received.append(message if rank == self.rank else ops.empty(length, dtype=message.dtype))
-            if rank != self.rank and length:
-                in_flight.append(self.transport.receive(received[-1], rank, tag))
-            if rank != self.rank and len(message):
-                in_flight.append(self.transport.send(message, rank, tag))
+            with _named_errors():
+                if rank != self.rank and length:
+                    in_flight.append(self.transport.receive(received[-1], rank, tag))
+                if rank != self.rank and len(message):
+                    in_flight.append(self.transport.send(message, rank, tag))
         return Arriving(self.counts, received, in_flight, messages)
 
     def _exchange_counts(self, counts: Sequence[int], purpose: str) -> list[int]:

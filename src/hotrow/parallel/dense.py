@@ -9,7 +9,7 @@ The first message also carries each rank's losses, what it found that is not fin
 all ranks skip, stop and log alike. Then the ranks compare whether their slices are finite. If all are, rows may be
 updated while the totals are on their way.
 
-`OverRanks` does this for the weights of a model; `OneProcess` stands in its place if there is one rank.
+`OverRanks` does this for the weights of a model; `DenseExchange` stands in its place if there is one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hotrow.kernels import ops, tree
 from hotrow.kernels.tree import Node
 from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.ranks import Ranks
 
 PURPOSE = "dense"
 """What `ExchangeCounts.sent_bytes` counts the bytes of this exchange under."""
@@ -34,22 +35,27 @@ _NODE = 3
 """Words for each node before its slice: its first micro-batch, its size, and its loss."""
 
 
-class DenseExchange(Protocol):
-    """Adds up what micro-batches sum, over all ranks, and agrees on what comes next.
+class DenseExchange:
+    """Adds up what micro-batches sum, and agrees on what comes next: here for one process, which has all of them.
 
-    loss = exchange.total(nodes, weights, found="", meanwhile=rows.prepare)
-    rows.step()                        # if nothing was found that is not finite
-    exchange.finish()                  # from here on the weights have their gradients
-    dense.step()
+        loss = exchange.total(nodes, weights, found="", meanwhile=rows.prepare)
+        rows.step()                        # unless something was found that is not finite
+        exchange.finish()                  # from here on the weights have their gradients
+        dense.step()
+
+    signal: returns the signal that asks this process to stop, if one does.
     """
 
-    @property
-    def found(self) -> str:
-        """What the first rank that found something not finite found at the last step; empty if none did."""
+    found = ""
+    """What the first rank that found something not finite found at the last step; empty if none did."""
+
+    def __init__(self, ranks: Ranks, signal: Callable[[], int | None] = lambda: None) -> None:
+        self.ranks, self._signal = ranks, signal
 
     @property
     def stop(self) -> int | None:
-        """The signal that asked a rank to stop before the last step; the same on all ranks."""
+        """The signal that asked a rank to stop; the same on all ranks."""
+        return self._signal()
 
     def total(
         self,
@@ -63,55 +69,31 @@ class DenseExchange(Protocol):
 
         nodes: as `sum_over_ranks` takes them, but each a list: the loss, then a gradient for each of `weights`. They
         are not needed any more. found: what this rank found that is not finite, in words. meanwhile: what to do while
-        messages travel.
+        messages travel, if there are any.
         """
-
-    def finish(self) -> None:
-        """Waits until the weights have the gradients of all micro-batches. They have them at once if something, the
-        loss among it, is not finite."""
-
-
-class OneProcess:
-    """The exchange of a process that trains alone. signal: returns the signal that asks it to stop, if one does."""
-
-    def __init__(self, signal: Callable[[], int | None], *, micro_batches: int) -> None:
-        self._signal, self._whole = signal, (0, tree.width(micro_batches))
-        self.found = ""
-
-    @property
-    def stop(self) -> int | None:
-        return self._signal()
-
-    def total(
-        self,
-        nodes: Mapping[Node, list[Tensor]],
-        weights: Sequence[nn.Parameter],
-        *,
-        found: str = "",
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> Tensor:
-        """See DenseExchange. `meanwhile` is for messages, and there are none."""
-        self.found, sums = found, tree.total(nodes, self._whole, add_in_place)
+        self.found, sums = found, tree.total(nodes, (0, tree.width(self.ranks.micro_batches)), add_in_place)
         assert sums is not None, "a batch has samples"
         loss, *grads = sums
         _give(weights, grads)
         return loss
 
     def finish(self) -> None:
-        """See DenseExchange."""
+        """Waits until the weights have the gradients of all micro-batches. They have them at once if something, the
+        loss among it, is not finite."""
 
 
-class OverRanks:
-    """The exchange of ranks that train together. signal: returns the signal that asks this rank to stop, if one does.
-
-    length: how many dense weights there are.
-    """
+class OverRanks(DenseExchange):
+    """The same for ranks that train together. length: how many dense weights there are."""
 
     def __init__(self, comm: Communicator, signal: Callable[[], int | None], *, length: int) -> None:
-        self.comm, self._signal, self._length = comm, signal, length
-        self.found = ""
-        self.stop: int | None = None
+        super().__init__(comm.ranks, signal)
+        self._comm, self._length = comm, length
+        self._stop: int | None = None
         self._arriving: tuple[Sequence[nn.Parameter], Callable[[], Tensor]] | None = None
+
+    @property
+    def stop(self) -> int | None:
+        return self._stop
 
     def total(
         self,
@@ -121,23 +103,21 @@ class OverRanks:
         found: str = "",
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """See DenseExchange."""
         outcome = sum_over_ranks(
-            self.comm,
+            self._comm,
             {node: Sums(_joined([grad.view(-1) for grad in grads]), loss) for node, (loss, *grads) in nodes.items()},
             length=self._length,
             found=found,
             stop=self._signal() or 0,
             meanwhile=meanwhile,
         )
-        self.found, self.stop = outcome.found, outcome.stop or None
+        self.found, self._stop = outcome.found, outcome.stop or None
         self._arriving = weights, outcome.gradient
         if outcome.found or not outcome.finite or not math.isfinite(float(outcome.loss)):
             self.finish()
         return outcome.loss
 
     def finish(self) -> None:
-        """See DenseExchange."""
         if self._arriving is not None:
             (weights, gradient), self._arriving = self._arriving, None
             _give(weights, torch.split(gradient(), [weight.numel() for weight in weights]))

@@ -24,7 +24,6 @@ from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.hosts import interfaces, namespace_id
 from hotrow.parallel.ranks import Ranks
-from hotrow.parallel.transport import TransportError
 
 T = TypeVar("T")
 MEET_S = 300.0
@@ -42,30 +41,11 @@ class Gloo:
 
     group: Any = None
 
-    def send(self, message: Tensor, to: int, tag: int) -> _InFlight:
-        with _transport_errors():
-            return _InFlight(dist.isend(message, group=self.group, group_dst=to, tag=tag))
+    def send(self, message: Tensor, to: int, tag: int) -> Any:
+        return dist.isend(message, group=self.group, group_dst=to, tag=tag)
 
-    def receive(self, into: Tensor, source: int, tag: int) -> _InFlight:
-        with _transport_errors():
-            return _InFlight(dist.irecv(into, group=self.group, group_src=source, tag=tag))
-
-
-class _InFlight:
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        with _transport_errors():
-            self._work.wait()
-
-
-@contextmanager
-def _transport_errors() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise TransportError(str(error)) from error
+    def receive(self, into: Tensor, source: int, tag: int) -> Any:
+        return dist.irecv(into, group=self.group, group_src=source, tag=tag)
 
 
 def communicator(group: Any = None, micro_batches: int | None = None) -> Communicator:
@@ -148,7 +128,7 @@ def check_addresses(store: Store, rank: int, size: int) -> None:
 
 
 def _address() -> str | None:
-    """Returns the address that gloo will take; None: that of the interface it was told."""
+    """Returns the address that gloo will take. If None, that of the interface in GLOO_SOCKET_IFNAME."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
     with suppress(OSError):

@@ -36,9 +36,8 @@ from types import TracebackType
 from typing import Any
 
 from hotrow.parallel.agreement import CommonError, everyone
-from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.communicator import Communicator, TransportError
 from hotrow.parallel.hosts import interfaces, namespace_id
-from hotrow.parallel.transport import TransportError
 
 BEAT_S = 0.5
 """Time between two beats."""
@@ -62,7 +61,7 @@ LOST = 3
 MAX_LINE_BYTES = 1 << 16
 """Longest line of the protocol."""
 MAX_TEXT = 8_000
-"""Characters of an error's text that other ranks are told."""
+"""Characters of an error's text that other ranks get."""
 
 Message = dict[str, Any]
 

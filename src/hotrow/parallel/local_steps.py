@@ -44,7 +44,8 @@ class LocalSteps:
         """By table, rows that changed, and what they were before: float32 [n, width]."""
 
     def keep(self, attached: Attached, rows: Sequence[Numbers]) -> None:
-        """Counts a step, and keeps what its rows, by table, are before it; attached: the states that change too."""
+        """Counts a step, and keeps its rows, by table, as they are before it. attached: with the states, which change
+        too."""
         if not self.num_steps:
             self._arrays = [
                 [self._below.rows(name, state) for state in (None, *states)] for name, states in attached.states.items()
@@ -107,7 +108,7 @@ class LocalSteps:
 
 
 def _pieces(array: Rows, rows: Numbers) -> Iterator[tuple[Tensor, slice]]:
-    """Yields as many of `rows` as to read or write at once, and which of them they are."""
+    """Yields pieces of `rows` that are read or written at once, and where in `rows` each is."""
     ids = torch.from_numpy(rows)
     for start in range(0, len(ids), array.piece_rows):
         yield ids[start : start + array.piece_rows], slice(start, start + array.piece_rows)

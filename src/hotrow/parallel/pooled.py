@@ -27,7 +27,7 @@ from hotrow.kernels.reference import Feature, Layout
 from hotrow.parallel.communicator import Arriving, Communicator
 from hotrow.parallel.messages import WireDtype, widen, words_of
 from hotrow.parallel.shards import Numbers, Shard
-from hotrow.placement.base import Lease, Placement
+from hotrow.placement.base import Placement
 from hotrow.placement.slots import check_ids, spans_of
 from hotrow.tables import TableConfig
 
@@ -239,11 +239,11 @@ class Pooled:
             self._kernels[key] = ops.Kernels(Layout(named, ends[-1]), among=self._below.kernels.pooled.layout)
         return self._kernels[key]
 
-    def keep(self, batch: PooledBatch, slots: KeyedJaggedTensor, lease: Lease) -> Lease:
-        """Keeps a batch, whose slots the lookup gets, until it is over; returns a lease that also ends this."""
+    def keep(self, batch: PooledBatch, slots: KeyedJaggedTensor) -> Callable[[], object]:
+        """Keeps a batch, whose slots the lookup gets; returns what to call when it is over."""
         batch.slots = slots.values
         self._batches[id(slots.values)] = batch
-        return _Kept(lease, partial(self._batches.pop, id(slots.values), None))
+        return partial(self._batches.pop, id(slots.values), None)
 
     def taken(self, slots: KeyedJaggedTensor) -> Tensor | None:
         """Returns the output of a lookup with the columns of pooled features, once; None if it looks up rows."""
@@ -328,21 +328,6 @@ class _Waiting(NamedTuple):
 
     def of(self, bundle: Bundle) -> Bundle:
         return tuple(feature for feature in bundle if feature.name in self.wanted)
-
-
-class _Kept:
-    """A lease, and what else ends with it."""
-
-    def __init__(self, below: Lease, ended: Callable[[], object]) -> None:
-        self._below, self._ended = below, ended
-
-    @property
-    def released(self) -> bool:
-        return self._below.released
-
-    def release(self, *, updated: bool) -> None:
-        self._ended()
-        self._below.release(updated=updated)
 
 
 def only(sparse: KeyedJaggedTensor, names: Sequence[str]) -> KeyedJaggedTensor:

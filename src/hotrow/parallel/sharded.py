@@ -310,9 +310,8 @@ class Sharded(Placement):
         assert lease is not None
         bags = sparse if batch is None else self._pooled.without(sparse)
         slots = bags.with_values(self._fill(asked, come, firsts)).in_parts(starts)
-        if batch is not None:
-            lease = self._pooled.keep(batch, slots, lease)
-        own = ShardLease(self._buffers.live, lease)
+        ended = (lambda: None) if batch is None else self._pooled.keep(batch, slots)
+        own = ShardLease(self._buffers.live, lease, ended)
         self._waited_s += training * (self.comm.counts.exchange_s - before)
         return own, slots
 
@@ -336,7 +335,7 @@ class Sharded(Placement):
         return same and (asked.served is None or self._pooled.is_of(asked.served, sparse))
 
     def _ask(self, batch: KeyedJaggedTensor, *, training: bool, rows: bool = False) -> Asked:
-        """Tells each rank what this one needs of its rows, and is told what they need of this one's.
+        """Sends each rank what this one needs of its rows, and receives what they need of this one's.
 
         rows: of all tables; if not, of those without pooled vectors.
         """

@@ -7,15 +7,12 @@ from typing import Protocol
 from torch import Tensor
 
 
-class TransportError(RuntimeError):
-    """Raised if a message cannot be sent or does not come, as after another rank has ended."""
-
-
 class InFlight(Protocol):
     """A message that is being sent or received."""
 
     def wait(self) -> object:
-        """Returns when the message is here, or when its memory may be used again. Raises TransportError."""
+        """Returns when the message is here, or when its memory may be used again. Raises any error if that cannot be,
+        as after another rank has ended."""
 
 
 class Transport(Protocol):
@@ -27,7 +24,7 @@ class Transport(Protocol):
     """
 
     def send(self, message: Tensor, to: int, tag: int) -> InFlight:
-        """Begins to send; `message` must stay as it is until the caller has waited. Raises TransportError."""
+        """Begins to send; `message` must stay as it is until the caller has waited."""
 
     def receive(self, into: Tensor, source: int, tag: int) -> InFlight:
-        """Begins to receive a message of rank `source` into the memory of `into`. Raises TransportError."""
+        """Begins to receive a message of rank `source` into the memory of `into`."""

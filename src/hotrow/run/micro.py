@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hotrow.batch import Batch
 from hotrow.kernels import ops, tree
-from hotrow.parallel.dense import OneProcess, add_in_place
+from hotrow.parallel.dense import DenseExchange, add_in_place
 from hotrow.parallel.ranks import Ranks
 from hotrow.run.build import Parts
 from hotrow.run.together import Total
@@ -50,7 +50,7 @@ def backward_in_parts(parts: Parts, batch: Batch, rows: Any, total: Total | None
     with ops.weights_stay():
         nodes = tree.sums(chain(each, repeat(None)), lo, end, add_in_place)
     looked_up.backward()
-    total = total or OneProcess(lambda: None, micro_batches=ranks.micro_batches).total
+    total = total or DenseExchange(ranks).total
     return total(nodes, weights)
 
 

@@ -13,14 +13,14 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.kernels.tree import Node
 from hotrow.optim import SparseOptimizer, nonfinite_gradient
-from hotrow.parallel.dense import OverRanks
+from hotrow.parallel.dense import DenseExchange
 
 Total: TypeAlias = Callable[[Mapping[Node, list[Tensor]], Sequence[nn.Parameter]], Tensor]
 """Given the sums of this rank's nodes, returns the loss of all micro-batches, and sees to the weights' gradients."""
 
 
 def total_over_ranks(
-    exchange: OverRanks, embedding: EmbeddingCollection, batch: Batch, optimizer: SparseOptimizer
+    exchange: DenseExchange, embedding: EmbeddingCollection, batch: Batch, optimizer: SparseOptimizer
 ) -> Total:
     """Returns what adds up the sums of all ranks for their parts of a batch.
 
@@ -35,12 +35,12 @@ def total_over_ranks(
     return total
 
 
-def _nonfinite(exchange: OverRanks, embedding: EmbeddingCollection, batch: Batch, losses: list[float]) -> str:
+def _nonfinite(exchange: DenseExchange, embedding: EmbeddingCollection, batch: Batch, losses: list[float]) -> str:
     """Returns what of this rank is not finite, but for gradients of dense layers, which all ranks will have."""
     found = nonfinite_gradient(embedding)
     if found is None and all(map(math.isfinite, losses)):
         return ""
-    first, _ = exchange.comm.ranks.samples(batch.num_samples)
+    first, _ = exchange.ranks.samples(batch.num_samples)
     where = f"its sample 0 is number {first} of the batch"
     return "; ".join([found or "its loss is not finite", *nonfinite_inputs(batch), where])
 
