@@ -29,7 +29,7 @@ PER_RANK = ("data", "run", "memory", "train.threads")
 threads do so only if torch computes products in bfloat16, or a model is not built of hotrow's layers.
 `memory.lookahead` is compared all the same, because ranks announce batches together."""
 MAX_NAMED = 3
-"""Differences that an error names; it counts the rest."""
+"""How many differences an error names; it counts the others."""
 _PURPOSE = "agreement"
 
 
@@ -67,7 +67,7 @@ def on_every_rank(comm: Communicator, function: Callable[[], T]) -> T:
 
 
 def on_first_rank(comm: Communicator, function: Callable[[], T]) -> T | None:
-    """Returns what `function` returns on the first rank, elsewhere None; an error there is raised on every rank."""
+    """Returns what `function` returns on the first rank, and None on others. If it raises, every rank raises."""
     return on_every_rank(comm, lambda: function() if comm.rank == 0 else None)
 
 
@@ -157,7 +157,7 @@ class StillSame:
         self.comm, self.every = comm, every
 
     def check(self, step: int, position: tuple[int, int], weights: Iterable[Tensor], *, now: bool = False) -> None:
-        """Does nothing if `step` is not a multiple of `every`, unless `now` says so. Collective otherwise.
+        """Compares the ranks if `step` is a multiple of `every`, or if `now`. Collective.
 
         position: epoch and batch that come next. weights: the dense weights, in the same order on every rank.
         Raises ValueError on every rank if one differs from rank 0; it names these ranks and what differs.

@@ -72,10 +72,10 @@ def shard(
     a sample: `forward`, `sequence`, `step`, `state_dict`, `read_rows` and checkpoints wait for the other ranks.
 
     memory: where each rank keeps its own rows, as `EmbeddingCollection` takes it. shards: by table; a table that is not
-    named is dealt out row by row. group: of torch.distributed; None means its default one. micro_batches: the number of
-    parts of a global batch, since any number of ranks up to it gives the same bits; None means the number of ranks.
-    wire_dtype: "fp32", or "bf16" and "fp16", in which numbers of float32 travel in half as many bytes and are rounded,
-    so that results depend on the number of ranks.
+    named is dealt out row by row. group: a process group of torch.distributed; if None, its default group.
+    micro_batches: how many parts a global batch is cut into. Any number of ranks up to it gives the same bits; if None,
+    the number of ranks. wire_dtype: "fp32"; or "bf16" or "fp16", in which numbers of float32 are rounded and travel in
+    half as many bytes, so that results depend on the number of ranks.
     """
     comm = communicator(group, micro_batches)
     return ShardedMemory(comm=comm, shards=dict(shards or {}), below=memory, wire_dtype=wire_dtype)

@@ -61,7 +61,7 @@ class Served(NamedTuple):
 
     @property
     def ids(self) -> dict[int, Numbers]:
-        """The ids by table, those of its features one after another."""
+        """By table, the ids of its features one after another."""
         return {t: np.concatenate([self.bags[name].ids for name in names]) for t, names in self.names.items()}
 
     def cut(self, slots: Mapping[int, Tensor]) -> dict[str, Tensor]:
@@ -80,11 +80,11 @@ class PooledBatch:
     """The ids of this rank's samples."""
     strides: list[int]
     out: Tensor | None
-    """The lookup's output, with the columns of pooled features; None once it was taken."""
+    """The lookup's output, with the columns of pooled features. None after it was taken."""
     served: list[KeyedJaggedTensor]
     """By bundle of this rank, the bags of all ranks, by the names of their tables, with slots for ids."""
     slots: Tensor | None = None
-    """What the batch is known by: kept, so that no other tensor gets its id."""
+    """The slots by whose identity the batch is known: kept, so that no other tensor gets the same identity."""
 
 
 class Pooled:
@@ -114,7 +114,7 @@ class Pooled:
         """By owner."""
         self._kernels: dict[tuple[str, ...], ops.Kernels] = {}
         self._batches: dict[int, PooledBatch] = {}
-        """Those that are not over, by the identity of their slots."""
+        """The batches that are not over, by the identity of their slots."""
 
     # ---- lookups
 
@@ -187,7 +187,7 @@ class Pooled:
     ) -> PooledBatch:
         """Pools for all ranks, and gets the vectors of this rank's samples.
 
-        slots: returns by table those of the ids below; what it raises is raised on all ranks.
+        slots: returns by table the slots of the ids below. If it raises, all ranks raise.
         """
         starts = tree.starts(sum(served.strides), self._comm.ranks.micro_batches) if training else None
         found = list[KeyedJaggedTensor]()
@@ -246,7 +246,7 @@ class Pooled:
         return partial(self._batches.pop, id(slots.values), None)
 
     def taken(self, slots: KeyedJaggedTensor) -> Tensor | None:
-        """Returns the output of a lookup with the columns of pooled features, once; None if it looks up rows."""
+        """Returns the output of a lookup with the columns of pooled features, once. None if the lookup is of rows."""
         batch = self._batches.get(id(slots.values))
         if batch is None:
             return None
@@ -255,7 +255,7 @@ class Pooled:
         return out
 
     def of(self, slots: KeyedJaggedTensor) -> KeyedJaggedTensor | None:
-        """Returns the ids of a batch whose pooled vectors came; None if its rows did."""
+        """Returns the ids of a batch if its pooled vectors came here, None if its rows did."""
         batch = self._batches.get(id(slots.values))
         return None if batch is None else batch.sparse
 

@@ -1,4 +1,4 @@
-"""Tables whose rows lie on several ranks, as a placement: it stands in front of that of the rank's own rows.
+"""Tables whose rows lie on several ranks, as a placement in front of the placement of the rank's own rows.
 
     take     ids of the rank's samples -> distinct rows; those of other ranks are asked for, come, and lie beside
              copies of its own in a buffer of slots -> lookup
@@ -132,7 +132,7 @@ class Asked(NamedTuple):
     """By table, the rows of this rank's shard that it and the others need: own ones, then those for rank 0, 1, ...;
     then what it pools for all."""
     served: Served | None
-    """What this rank pools for all; None if only rows travel."""
+    """What this rank pools for all ranks. None if only rows travel."""
 
 
 class Subtree(NamedTuple):
@@ -151,7 +151,7 @@ class UnderWay(NamedTuple):
     pooled: Callable[[], ops.Lookups]
     """Waits for gradients of pooled vectors, and returns them as lookups below."""
     sums: Arriving | None
-    """Of rows; None if there are none to send."""
+    """Sums of rows. None if there are none to send."""
 
 
 class Sharded(Placement):
@@ -199,8 +199,8 @@ class Sharded(Placement):
         """Whether every rank holds all rows of the batches that come now, as in a phase of hot batches: then nobody
         asks for rows, and lookups are not collective."""
         self.merge_every = 1
-        """1: ranks add up their gradients at every step. If above, and `all_held`, each rank updates its copies alone,
-        and after so many steps all add up what each has changed, which is not exact."""
+        """If 1, ranks add up their gradients at every step. If above, and `all_held`, each rank updates its copies
+        alone; after so many steps all ranks add up what each has changed, which is not exact."""
         self._local_steps = LocalSteps(comm, self.tables, shards, below)
         self._announced: dict[int, Asked] = {}
         self._buffers = Buffers(self._keys.dims.tolist(), self._stored)

@@ -73,7 +73,7 @@ class ShardedRows(Rows):
 class ShardedChanges:
     """What this rank knows of the rows of shared tables that changed: `Changes` by rows of whole tables.
 
-    below: by rows of its shards; None if it has them in DRAM, where every row counts as changed.
+    below: the changes by rows of this rank's shards. If None, the rows lie in DRAM, where every row counts as changed.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ShardedChanges:
     ) -> None:
         self.saved: Saved | None = None
         self.states: Mapping[str, Sequence[TableState]] = {}
-        """By table, those of the optimizer, once there is one."""
+        """By table, the states of the optimizer, if there is one."""
         self._comm, self._below, self._seed = comm, below, seed
         self._tables = {table.name: table for table in tables}
         self._shards = dict(zip(self._tables, shards, strict=True))

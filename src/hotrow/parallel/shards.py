@@ -32,9 +32,9 @@ class Shard:
     prefix: Count = 0
     """Rows below it are on every rank; all rows of the table if it has no more."""
     kind: Kind = "row"
-    """What becomes of the others: dealt out one by one, or all given to one rank."""
+    """How the other rows are divided: "row" deals them out one by one, "table" gives all to one rank."""
     owner: Count = 0
-    """That rank; 0 for kind "row"."""
+    """The rank that gets them all; 0 for kind "row"."""
     exchange: Exchange = "rows"
     """What travels: rows to the ranks that look them up, and sums of their gradients back; or vectors that the owner
     has pooled, and their gradients. "pooled" is for tables of which one rank holds all rows."""
@@ -79,13 +79,13 @@ class Shard:
         return self.prefix + (rest - rank + num_ranks - 1) // num_ranks
 
     def rows(self, local: Numbers, rank: int, num_ranks: int) -> Numbers:
-        """Returns which rows those of a shard are, by their numbers there: what `local` undoes."""
+        """Returns which rows of the table the rows of a shard are, by their numbers there. `local` is the reverse."""
         if self.kind == "table":
             return local
         return np.where(local < self.prefix, local, self.prefix + rank + (local - self.prefix) * num_ranks)
 
     def births(self, rank: int, num_ranks: int) -> Births:
-        """Returns as which rows of the table those of a rank's shard start."""
+        """Returns which rows of the table the rows of a rank's shard have the initial values of."""
         if self.kind == "table":
             return WHOLE
         return Births(prefix=self.prefix, first=self.prefix + rank, step=num_ranks)
