@@ -26,7 +26,7 @@ from hotrow.models.layers import Network
 from hotrow.objectives import DEFAULT, OBJECTIVES
 from hotrow.objectives.objective import Objective
 from hotrow.parallel.communicator import Communicator
-from hotrow.parallel.dense import OverRanks
+from hotrow.parallel.dense import DenseExchange
 from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import ShardedMemory
 from hotrow.placement import AnyMemory
@@ -63,8 +63,11 @@ class Parts:
     """Where the model computes."""
     objective: Objective = OBJECTIVES[DEFAULT]
     ranks: Ranks = field(default_factory=Ranks)
-    exchange: OverRanks | None = None
-    """The exchange between ranks in each step; None: this process trains alone."""
+    exchange: DenseExchange = None  # type: ignore[assignment]  # made in __post_init__ of `ranks`
+    """Adds up what micro-batches sum, over all ranks."""
+
+    def __post_init__(self) -> None:
+        self.exchange = self.exchange or DenseExchange(self.ranks)
 
     def with_state(self) -> dict[str, Part]:
         """Returns the parts that a checkpoint holds, by the names of their files."""

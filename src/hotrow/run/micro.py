@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from hotrow.batch import Batch
 from hotrow.kernels import ops, tree
-from hotrow.parallel.dense import DenseExchange, add_in_place
+from hotrow.parallel.dense import add_in_place
 from hotrow.parallel.ranks import Ranks
 from hotrow.run.build import Parts
-from hotrow.run.together import Total
+from hotrow.run.together import Total, total_over_ranks
 
 
 def cut(batch: Batch, ranks: Ranks) -> Batch:
@@ -35,11 +35,27 @@ def cut(batch: Batch, ranks: Ranks) -> Batch:
     return replace(batch, sparse=batch.sparse.in_parts([start - starts[0] for start in starts]))
 
 
-def backward_in_parts(parts: Parts, batch: Batch, rows: Any, total: Total | None = None) -> Tensor:
+def backward(parts: Parts, batch: Batch, rows: Any) -> Tensor:
+    """Leaves the gradients of weights and of `rows`; returns the loss of all ranks' samples, detached, 0-dim.
+
+    batch: from `cut`. rows: what `look_up` returned for it. If several ranks train, the weights' gradients may arrive
+    only with `parts.exchange.finish`.
+    """
+    if batch.sparse.parts is None:
+        outputs_B = parts.dense.outputs(parts.model, batch.dense, rows)
+        loss = parts.objective.loss(outputs_B, batch.labels.to(outputs_B.device), batch.num_samples)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return loss.detach()
+    if parts.ranks.size == 1:
+        return backward_in_parts(parts, batch, rows, parts.exchange.total)
+    total = total_over_ranks(parts.exchange, parts.embedding, batch, parts.sparse_optimizer)
+    return backward_in_parts(parts, batch, rows, total)
+
+
+def backward_in_parts(parts: Parts, batch: Batch, rows: Any, total: Total) -> Tensor:
     """Leaves the gradients that `loss.backward()` leaves, of weights and of `rows`; returns the loss, 0-dim.
 
-    batch: from `cut`. rows: what `look_up` returned for it. total: None if this process holds all micro-batches; it may
-    leave the weights' gradients for later.
+    batch: from `cut`. rows: what `look_up` returned for it. total: sees to the weights' gradients, at once or later.
     """
     ranks = parts.ranks
     weights = [weight for weight in parts.model.parameters() if weight.requires_grad]
@@ -50,7 +66,6 @@ def backward_in_parts(parts: Parts, batch: Batch, rows: Any, total: Total | None
     with ops.weights_stay():
         nodes = tree.sums(chain(each, repeat(None)), lo, end, add_in_place)
     looked_up.backward()
-    total = total or DenseExchange(ranks).total
     return total(nodes, weights)
 
 

@@ -293,42 +293,55 @@ def _run(
     interrupt: Interrupt,
     also: MakeMeter | None = None,
 ) -> RunFolder:
-    full = explain_full_disk(
-        folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder.path)}"
-    )
-    # `full` is outermost: on a full disk the folder cannot record the failure either.
+    """Foretells, builds, trains and finishes what was decided, from `checkpoint` on; None: from the first step."""
     comm = heartbeat.comm.with_micro_batches(setup.ranks.micro_batches)
-    team = threads(setup.config.train.threads, ranks=comm.ranks)
-    failing, progress = _explain_failure(setup, folder), ProgressLine(quiet=interrupt.quiet)
     heartbeat.cure, heartbeat.last_words = how_to_go_on(folder.path), folder.fail
     forecast = foretell(setup, what_helps=also is None and comm.rank == 0)
-    with full, folder, failing, team, interrupt, progress:
+    with _surroundings(setup, folder, interrupt, comm) as progress:
         training = Training(setup, folder, interrupt, progress, also, forecast, comm)
         heartbeat.step = lambda: training.state.step
         with closing(training):
-            _train(training, checkpoint)
+            _begin(training, checkpoint)
+            training.loop()
+            _end(training)
     return folder
 
 
-def _train(training: Training, checkpoint: Path | None) -> None:
-    folder = training.folder
+@contextmanager
+def _surroundings(setup: Setup, folder: RunFolder, interrupt: Interrupt, comm: Communicator) -> Iterator[ProgressLine]:
+    """Inside the block threads are as the config says, signals are noted, and a failure says how to go on."""
+    full = explain_full_disk(
+        folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder.path)}"
+    )
+    team, progress = threads(setup.config.train.threads, ranks=comm.ranks), ProgressLine(quiet=interrupt.quiet)
+    # `full` is outermost: on a full disk the folder cannot record the failure either.
+    with full, folder, _explain_failure(setup, folder), team, interrupt, progress:
+        yield progress
+
+
+def _begin(training: Training, checkpoint: Path | None) -> None:
+    """Takes up the state of a checkpoint, and says and records what was decided."""
     if checkpoint is not None:
         training.restore(checkpoint)
     if training.writes_files:
-        _begin(training)
+        _say_what_was_decided(training)
     if guessed := unnamed_interface(training.comm):
         training.warn("guessed_interface", guessed)
     if training.state.ended:
         step, asked = training.state.step, training.num_steps
         wanted = f" of {asked}" if step <= asked else f", past the {asked} steps that the config now asks for"
         training.say(f"nothing to train: the run ended at step {step}{wanted} ({training.state.ended})")
-    training.run()
+
+
+def _end(training: Training) -> None:
+    """Scores and records a run that has ended, or records by which signal it was stopped."""
     if training.state.ended:
         training.finish()
-    else:
-        folder.update(status="interrupted", signal=training.signal, **training.figures())
-        why = ", because its time is over" if training.signal == Interrupt.TIME_IS_OVER else ""
-        training.say(f"stopped at step {training.state.step}{why}; continue with: {resume_command(folder.path)}")
+        return
+    training.folder.update(status="interrupted", signal=training.signal, **training.figures())
+    why = ", because its time is over" if training.signal == Interrupt.TIME_IS_OVER else ""
+    command = resume_command(training.folder.path)
+    training.say(f"stopped at step {training.state.step}{why}; continue with: {command}")
 
 
 @contextmanager
@@ -358,7 +371,7 @@ def _explain_failure(setup: Setup, folder: RunFolder) -> Iterator[None]:
         raise MemoryError(f"memory ran out while training ({str(error).strip()[:200]}): {cure}. {kept()}") from error
 
 
-def _begin(training: Training) -> None:
+def _say_what_was_decided(training: Training) -> None:
     folder, config, dataset, backend = training.folder, training.setup.config, training.setup.dataset, ops.backend()
     emb = training.parts.embedding
     where = training.turns.device

@@ -39,7 +39,7 @@ from hotrow.objectives.objective import Objective
 from hotrow.optim import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.parallel.agreement import MAX_NAMED, StillSame, everyone
 from hotrow.parallel.communicator import Communicator
-from hotrow.parallel.dense import OverRanks
+from hotrow.parallel.dense import DenseExchange, OverRanks
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
 from hotrow.run.build import Parts, build, look_up
@@ -48,10 +48,10 @@ from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.exact import ADVICE, ADVICE_FOR_BFLOAT16, CODE, FirstPart
 from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepClock, merged, meters_of_rows
-from hotrow.run.micro import backward_in_parts, cut
+from hotrow.run.micro import backward, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
 from hotrow.run.storage import close_tiers
-from hotrow.run.together import nonfinite_inputs, total_over_ranks
+from hotrow.run.together import nonfinite_inputs
 from hotrow.run.trace import NAME as TRACE
 from hotrow.run.trace import Trace
 from hotrow.run.usual import usual_of
@@ -84,45 +84,27 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     rows = look_up(parts.model, parts.embedding, batch.sparse)
     clock.lap("lookup")
     with parts.dense.arithmetic():
-        if batch.sparse.parts is None:
-            outputs_B = parts.dense.outputs(parts.model, batch.dense, rows)
-            loss = parts.objective.loss(outputs_B, batch.labels.to(outputs_B.device), batch.num_samples)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        else:
-            exchange = parts.exchange
-            args = parts.embedding, batch, parts.sparse_optimizer
-            total = None if exchange is None else total_over_ranks(exchange, *args)
-            loss = backward_in_parts(parts, batch, rows, total)
-    check_finite(parts, batch, loss.detach())
-    if parts.exchange is None:
-        parts.dense_optimizer.step()
-        clock.lap("dense")
-        parts.sparse_optimizer.step()
-        clock.lap("update")
-    else:
-        _step_together(parts, parts.exchange, clock)
-    return loss.detach()
-
-
-def _step_together(parts: Parts, exchange: OverRanks, clock: StepClock) -> None:
-    """Takes the steps of both optimizers; the total gradient of the dense layers arrives while rows are updated."""
+        loss = backward(parts, batch, rows)
+    check_finite(parts, batch, loss)
     clock.lap("dense")
     try:
         parts.sparse_optimizer.step()
     finally:
-        exchange.finish()
+        parts.exchange.finish()  # the dense gradients of other ranks arrive while rows are updated
     clock.lap("update")
     parts.dense_optimizer.step()
     clock.lap("dense")
+    return loss
 
 
 def check_finite(parts: Parts, batch: Batch, loss: Tensor) -> None:
     """Raises NonFiniteError if `loss` or a gradient is not finite, naming the first of the model and of the tables."""
-    of_rows = nonfinite_gradient(parts.embedding) if parts.exchange is None else parts.exchange.found
+    alone = parts.ranks.size == 1
+    of_rows = nonfinite_gradient(parts.embedding) if alone else parts.exchange.found
     found = [nonfinite_parameter_gradient(parts.model), of_rows]
     if math.isfinite(float(loss)) and not any(found):
         return
-    if parts.exchange is None:
+    if alone:
         found += nonfinite_inputs(batch)
     raise NonFiniteError("; ".join([f"the loss is {float(loss)}", *(text for text in found if text)]))
 
@@ -253,6 +235,7 @@ class Training:
         self.parts = build(setup, self.comm)
         in_parts = self.comm.ranks.micro_batches > 1 and self.parts.dense.device.type == "cpu"
         self._first_part = FirstPart(self.parts.model) if in_parts else None
+        self.parts.exchange = DenseExchange(self.comm.ranks, lambda: interrupt.signal)
         if self.comm.size > 1:
             length = sum(weight.numel() for weight in self.parts.model.parameters() if weight.requires_grad)
             self.parts.exchange = OverRanks(self.comm, lambda: interrupt.signal, length=length)
@@ -293,7 +276,7 @@ class Training:
     @property
     def signal(self) -> int | None:
         """The signal by which the run is to stop; the same on all ranks, as the last step told them."""
-        return self.interrupt.signal if self.parts.exchange is None else self.parts.exchange.stop
+        return self.parts.exchange.stop
 
     def _has(self, split: str) -> bool:
         return split in self.dataset.splits and self.dataset.split(split).num_rows > 0
@@ -303,9 +286,9 @@ class Training:
             self.folder.warn("no_validation", f"{self.dataset.path} has no rows in a split 'val': nothing is evaluated")
             self.eval_steps = None
 
-    def run(self) -> None:
+    def loop(self) -> None:
         """Trains until the run has ended or a signal asks to stop; the state is then on disk."""
-        while self._train_turn():
+        while self._phase():
             if swap := self.turns.end(self.parts.objective.loss_figure, self._turn_loss):
                 self.folder.measure("swap", step=self.state.step, epoch=self.epochs, **swap)
                 if swap["rate"] != swap["next_rate"]:
@@ -318,7 +301,7 @@ class Training:
         self.folder.warn(code, text, count=count)
         self.say(f"warning: {text}")
 
-    def _train_turn(self) -> bool:
+    def _phase(self) -> bool:
         """Trains the rest of the phase (without a hot schedule: of the epoch); returns whether another may follow."""
         if self.state.ended is not None:
             return False
