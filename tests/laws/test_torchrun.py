@@ -245,7 +245,7 @@ def test_one_process_four_ranks_two_and_three_go_on_with_one_chain(pool: RankPoo
 def skipping(comm: Communicator | None, raw: dict[str, Any], steps: list[int]) -> int | None:
     """Trains; on the last rank gradients of these steps, from 1, seem to be infinite. Returns the steps skipped."""
     trainer.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
-    module, number = together, [0]
+    module, number = (trainer if comm is None else together), [0]
     plain = module.nonfinite_gradient  # type: ignore[attr-defined]
 
     def found(embedding: Any) -> str | None:
