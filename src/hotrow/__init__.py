@@ -1,9 +1,9 @@
 """hotrow trains recommendation models whose embedding tables are larger than memory, at the speed of that memory."""
 
-__version__ = "0.1.0"
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from hotrow.base.version import __version__
 
 if TYPE_CHECKING:
     from hotrow.api import Run, fit, load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,41 +12,12 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "hotrow"
 
-# The rooms, from the ground up: a module imports from its own room and from those before it, never from later ones. A
-# folder is a room; each module in the package's root is one of its own.
-ROOMS = (
-    "base",
-    "tables",
-    "batch",
-    "kernels",
-    "objectives",
-    "models",
-    "config",
-    "draw",
-    "placement",
-    "torch_tables",
-    "embedding",
-    "optim",
-    "parallel",
-    "bench",
-    "data",
-    "data/transforms",
-    "data/packed",
-    "data/sources",
-    "data/prepare",
-    "costs",
-    "hot",
-    "setup",
-    "forecast",
-    "report",
-    "run",
-    "lab",
-    "lab/study",
-    "inspect",
-    "export",
-    "api",
-    "cli",
-)
+# The table "Rooms" in CONTRIBUTING.md, from the top down: a module imports from its own room and from rooms below it.
+# A folder is a room; each module in the package's root is one of its own.
+CONTRIBUTING = SOURCE.parents[1] / "CONTRIBUTING.md"
+TABLE = re.findall(r"^\| `([a-z_/]+)` \| ([\d,]+) \|", CONTRIBUTING.read_text(encoding="utf-8"), re.MULTILINE)
+ROOMS = [room for room, _ in reversed(TABLE)]
+MAX_GROWTH = 0.05
 LEVELS = {room: level for level, room in enumerate(ROOMS)}
 MAY_IMPORT_NATIVE = {"kernels/ops.py", "data/native.py"}
 MODULES = sorted(
@@ -82,8 +54,17 @@ def test_imports_point_down(path: Path) -> None:
         top = name.split(".")[0]
         if top == "_native":
             assert relative.as_posix() in MAY_IMPORT_NATIVE, f"{relative} imports the native module"
-        elif top != "__version__":
+        else:
             assert LEVELS[room_of(name)] <= LEVELS[own], f"{relative} imports {name}, of a higher room"
+
+
+@pytest.mark.parametrize(("room", "stated"), TABLE)
+def test_rooms_are_as_large_as_their_table_says(room: str, stated: str) -> None:
+    """A room that has grown needs a reason: the commit that raises its number says who gains."""
+    path, lines = SOURCE / room, int(stated.replace(",", ""))
+    files = path.glob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+    found = sum(len(each.read_text(encoding="utf-8").splitlines()) for each in files)
+    assert abs(found - lines) <= MAX_GROWTH * lines, f"{room} has {found:,} lines: write so in CONTRIBUTING.md"
 
 
 @pytest.mark.parametrize("name", ["embedding", "optim", *(p.stem for p in SOURCE.glob("run/checkpoint*.py"))])

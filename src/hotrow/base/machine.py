@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotrow.base.version import __version__
+
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 ISAS = ("baseline", "avx2", "avx512")
@@ -28,8 +30,6 @@ ISAS = ("baseline", "avx2", "avx512")
 
 def versions() -> dict[str, str]:
     """Returns the versions of hotrow, Python, torch and numpy."""
-    from hotrow import __version__
-
     names = {"hotrow": __version__, "python": platform.python_version(), "torch": torch.__version__}
     return {**names, "numpy": np.__version__}
 

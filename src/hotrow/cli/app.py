@@ -29,6 +29,7 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from hotrow.base.version import __version__
 from hotrow.data.sources.options import NAMES, ReadOptions, spread, with_read_options
 
 app = typer.Typer(
@@ -147,8 +148,6 @@ def saying_interruptions() -> Iterator[None]:
 
 def _version(value: bool) -> None:
     if value:
-        from hotrow import __version__
-
         print(f"hotrow {__version__}")
         raise typer.Exit
 

@@ -34,7 +34,6 @@ from pydantic import JsonValue
 from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
-from hotrow import __version__
 from hotrow.base.door import check_folder, check_real, is_there, remove
 from hotrow.base.files import (
     PARTIAL_SUFFIX,
@@ -47,6 +46,7 @@ from hotrow.base.files import (
 )
 from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, Document
+from hotrow.base.version import __version__
 from hotrow.config.schema import Config
 from hotrow.data.chunk import Keys
 from hotrow.data.packed.format import DenseColumn, Feature, Table

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass
 
-from hotrow import __version__
 from hotrow.base.door import check_folder, is_taken
 from hotrow.base.files import check_name, check_text, file_name
 from hotrow.base.records import MAX_COUNT, STRICT, Count, Document
+from hotrow.base.version import __version__
 from hotrow.objectives.objective import LabelKind
 
 FORMAT = "hotrow-packed"
