@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.bench import (  # noqa: F401  # benchmarks take these from here
     CLEAN_SHARE,
-    MOST_ROUNDS,
+    MAX_ROUNDS,
     Disturbance,
     Rounds,
     circumstances,

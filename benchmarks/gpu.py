@@ -58,7 +58,7 @@ from hotrow.models.dlrm import DLRM
 NUM_DENSE, DEPTH, LR, SEED = 13, 4, 0.05, 1
 MEMORY_SHARE = 0.6
 """Of the memory this process may use, for tables."""
-PROMISED, LEAST_OF_ALL = ("10%", 1.05), 0.7
+PROMISED, MIN_OF_ALL = ("10%", 1.05), 0.7
 """With so many of the rows in slots and that skew, `cached` is to reach this share of the speed of `all_in_hbm`."""
 PARTS = 2
 """Turns of each class in a stretch: half of it at a time, the rate with which FAE begins."""
@@ -470,7 +470,7 @@ def lines(cell: Cell, modes: Sequence[str], found: dict[str, Any] | None) -> lis
     text = [f"{head}: {facts}", *(mode_line(name, found, next(iter(found["modes"]))) for name in modes)]
     share = found["modes"].get("cached", {}).get("of_all_in_hbm")
     if share is not None and (cell.hbm, cell.zipf) == PROMISED:
-        text.append(f"  cached, {held(f'at least {LEAST_OF_ALL:.0%} of all_in_hbm', holds=share >= LEAST_OF_ALL)}")
+        text.append(f"  cached, {held(f'at least {MIN_OF_ALL:.0%} of all_in_hbm', holds=share >= MIN_OF_ALL)}")
     return text
 
 

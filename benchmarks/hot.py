@@ -59,7 +59,7 @@ BUDGET_SHARE = 0.25
 """Of the bytes of tables above 1 MiB; the small ones are hot whole."""
 SLICE = 20_000
 """Samples that FAE's idiom is tried on."""
-TARGET_SAMPLES_PER_S, MOST_OF_EPOCH, MOST_OF_STEP = 5e6, 0.05, 0.02
+TARGET_SAMPLES_PER_S, MAX_OF_EPOCH, MAX_OF_STEP = 5e6, 0.05, 0.02
 
 
 class Data:
@@ -265,7 +265,7 @@ def calibrations(data: Data, threads: int, num_rounds: int, *, quick: bool) -> d
         "step_ms": 1e3 * step_s,
         "epoch_extrapolated_s": epoch_s,
         "classify_s": classify_s,
-        "most": MOST_OF_EPOCH,
+        "most": MAX_OF_EPOCH,
         "ways": {
             how: {
                 "seconds": statistics.median(found[how]),
@@ -313,7 +313,7 @@ def track(num_rounds: int, *, quick: bool) -> dict[str, Any]:
         "observe_ms": 1e3 * statistics.median(found["observe"]),
         "share": statistics.median(shares),
         "spread": bench.spread(shares),
-        "most": MOST_OF_STEP,
+        "most": MAX_OF_STEP,
         "lookups": sum(len(ids) for ids in batches[0].values()),
         "tracker_bytes": tracker.num_bytes,
         "hot_set_s": time.perf_counter() - start,

@@ -41,7 +41,7 @@ TAOBAO_SEEDS = 20
 WINDOW = 4
 """Batches: the default of hot.window."""
 SETTINGS = ("rows", "amount", "batch_size", "schedule", "rate", "decay", "width")
-MOST_DIFFERENCE, LEAST_RATIO = 0.0005, 4.0
+MAX_DIFFERENCE, MIN_RATIO = 0.0005, 4.0
 
 
 def criteo(data: Path, folder: Path) -> Path:
@@ -82,7 +82,7 @@ def measure(name: str, data: Path, folder: Path, *, quick: bool) -> dict[str, An
         shape["schedule"] = "window" if name.endswith("_window") else "fae"
         seeds = 2 if quick else TAOBAO_SEEDS if is_taobao else 5
         return quality(packed, folder, {**shape, "rows": "covering", "amount": 0.5, "batch_size": 128, "seeds": seeds})
-    return {"budgets": budgets(packed, shape), "least_ratio": LEAST_RATIO}
+    return {"budgets": budgets(packed, shape), "least_ratio": MIN_RATIO}
 
 
 def quality(packed: Path, folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def quality_table(cells: list[dict[str, Any]]) -> list[str]:
         if name in REAL:
             promise = held("none that seeds show", holds=low <= 0 <= high)
         else:
-            promise = at_most(MOST_DIFFERENCE, low, high)
+            promise = at_most(MAX_DIFFERENCE, low, high)
         auc = f"{cell['auc_baseline']:.4f} / {cell['auc_fae']:.4f}"
         loss = f"{cell['logloss_baseline']:.4f} / {cell['logloss_fae']:.4f}"
         clicks = [f"{cell[of]:.1%}" for of in ("label_rate_hot", "label_rate_cold") if of in cell]

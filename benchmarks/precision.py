@@ -52,7 +52,7 @@ NUM_SYNTHETIC, SYNTHETIC_SCALE = 2_500_000, 0.1
 SEEDS = (1, 2, 3, 4, 5)
 NUM_THREADS = 1  # batches of 64 gain nothing from a second
 KEEP_24_BITS = -(1 << 8)  # as a mask of the int16 lower half
-MOST_DIFFERENCE = 0.0005
+MAX_DIFFERENCE = 0.0005
 """How far the mean AUC and LogLoss of training in bfloat16 may lie from float32's, by our own promise."""
 
 SGD = "optimizer.dense={name: sgd, lr: 0.1}"
@@ -182,7 +182,7 @@ def row_of(name: str, found: Sequence[tuple[float, float]], beside: dict[str, An
             row[f"{prefix}difference"] = statistics.mean(differences)
             row[f"{prefix}difference_sd"] = statistics.stdev(differences)
     if VARIANTS[name].changes[-len(BF16) :] == BF16:
-        row["most_difference"] = MOST_DIFFERENCE
+        row["most_difference"] = MAX_DIFFERENCE
     return row
 
 

@@ -35,7 +35,7 @@ from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import CONFIG, RUN
 
 RANKS = 3
-MOST_RANKS = 4
+MAX_RANKS = 4
 PROMISED_S = 5.0
 """A lost rank is named within."""
 STEPS = 40
@@ -71,7 +71,7 @@ def settings(data: Path, run: Path, *, tiers: bool) -> dict[str, Any]:
             "max_steps": STEPS,
             "eval_every": 15,
             "log_every": 5,
-            "micro_batches": MOST_RANKS,
+            "micro_batches": MAX_RANKS,
             "threads": 1,
         },
         "checkpoint": {"every": 4},
@@ -85,7 +85,7 @@ def one_round(
     """Returns what happened, or None if the run had ended before the signal came. longest_s: of a run, by `tiers`."""
     drawn = random.Random(seed * 1_000_003 + number)
     sent, tiers = drawn.choice([signal.SIGKILL, signal.SIGSTOP]), drawn.choice([False, True])
-    victim, delay_s, ranks = drawn.randrange(RANKS), drawn.uniform(0, longest_s[tiers]), drawn.randint(1, MOST_RANKS)
+    victim, delay_s, ranks = drawn.randrange(RANKS), drawn.uniform(0, longest_s[tiers]), drawn.randint(1, MAX_RANKS)
     others = [rank for rank in range(RANKS) if rank != victim]
     given, problems = settings(data, folder / "run", tiers=tiers), []
     with session(RANKS, given, folder / "first") as first:

@@ -42,13 +42,13 @@ from benchmarks.rank_worker import Group
 from benchmarks.results import end_on_signals, record
 from benchmarks.step_shapes import NUM_BATCHES, SHAPES
 
-MOST_OVER_LEAST = 1.05
+MAX_OVER_LEAST = 1.05
 """Bytes on the wire over the least there are, by our own promise."""
 COUNTED_STEPS, QUICK_STEPS = 8, 2
 POOLED_RANKS, POOLED_BATCH, QUICK_BATCH = 4, 16_384, 256
 PREFIXES = (0.0, 0.01, 0.1)
 """Shares of each table's rows that every rank holds."""
-LEAST_FEWER = 5.0
+MIN_FEWER = 5.0
 """Bytes of pooled vectors over those of rows, by our own promise."""
 TARGETS = {"embedding-bound": 2.0, "kaggle": 1.3}
 """Least ratio torchrec / hotrow that is promised, by shape."""
@@ -65,7 +65,7 @@ TRIED_ROUNDS = 3
 """Rounds in which each way of the peer is tried, to find its fastest."""
 LINK_BITS_PER_S = 1e10
 LINK_ROUNDS = 11
-MOST_NOT_HIDDEN = 0.2
+MAX_NOT_HIDDEN = 0.2
 """Share of a step, by our own promise."""
 STILL_LR = 1e-9
 """A rate at which answers noted at the first step are still those of the last."""
@@ -101,7 +101,7 @@ def wire(name: str, shape: str, num_ranks: int, *, quick: bool) -> dict[str, Any
     told = f"{found['sent_bytes']:,.0f} bytes, {ids_bytes:,.0f} of them ids; at least {found['least_bytes']:,.0f}"
     print(f"{name}: {told}: {over:.4f}x", file=sys.stderr, flush=True)
     facts = {"num_ranks": num_ranks, "batch_size": work.batch_size, "ids_bytes": ids_bytes}
-    return {"name": name, **facts, **found, "over_least": over, "most": MOST_OVER_LEAST}
+    return {"name": name, **facts, **found, "over_least": over, "most": MAX_OVER_LEAST}
 
 
 def rows_vs_pooled(name: str, shape: str, *, quick: bool) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def rows_vs_pooled(name: str, shape: str, *, quick: bool) -> dict[str, Any]:
         print(f"{name}, {prefix:.0%} on every rank: {told}: {by_prefix[-1]['fewer']:.2f}x", file=sys.stderr, flush=True)
     best = max(by_prefix, key=lambda each: each["fewer"])
     facts = {"num_ranks": POOLED_RANKS, "batch_size": batch_size, "by_prefix": by_prefix}
-    return {"name": name, **facts, **best, "least": LEAST_FEWER}
+    return {"name": name, **facts, **best, "least": MIN_FEWER}
 
 
 # ---- beside torchrec
@@ -244,7 +244,7 @@ def not_hidden(name: str, shape: str, *, quick: bool) -> dict[str, Any]:
     ms = {f"{what}_ms": 1e3 * statistics.median(r[what] for r in rounds.results) for what in rounds.results[0]}
     facts = {"num_ranks": 2, "batch_size": batch_size, **speeds, **ms}
     row = {"name": name, **facts, "not_hidden": statistics.median(shares), "spread": bench.spread(shares)}
-    row |= {"most": MOST_NOT_HIDDEN, **rounds.counts()}
+    row |= {"most": MAX_NOT_HIDDEN, **rounds.counts()}
     told = ", ".join(f"{what.removesuffix('_ms')} {value:.1f} ms" for what, value in ms.items())
     print(f"{name}: {row['not_hidden']:.1%} not hidden; {told}; {bench.how_clean(row)}", file=sys.stderr, flush=True)
     return row

@@ -54,15 +54,15 @@ TARGETS = {10: 0.85, 32: 0.5}
 A_NODE_OF = 4
 """The part of DRAM for which ours is measured too: how much fewer machines hold a model nearly at full speed."""
 FULL = {"settle": 10, "warm_up": 100}
-LEAST_STEPS = 1500
+MIN_STEPS = 1500
 """Of all rounds together; see `stretches`."""
 QUICK = {"rounds": 3, "steps": 5, "settle": 4, "warm_up": 4, "turns": 20, "scale": 0.002}
 CHECKPOINT_STEPS, QUICK_CHECKPOINT_STEPS = 500, 10
 """Between two checkpoints, of ours."""
 KAGGLE_DIM, MAPPED_BATCHES, REPEATS = 16, 32, 5
-MOST_ID_SHARE = 0.05
+MAX_ID_SHARE = 0.05
 """Of the kaggle step, that mapping ids to slots may take."""
-OPENED_BYTES, QUICK_OPENED_BYTES, OPENED_DIM, OPENED_ROWS, MOST_OPEN_S = 100 * 10**9, 10**9, 128, 1000, 1.0
+OPENED_BYTES, QUICK_OPENED_BYTES, OPENED_DIM, OPENED_ROWS, MAX_OPEN_S = 100 * 10**9, 10**9, 128, 1000, 1.0
 """A table that is made and opened: its bytes, its records of a whole sector, rows looked up, and what is promised."""
 OPENED_PARTS = 100
 """Of which one is DRAM."""
@@ -81,7 +81,7 @@ def name_of(cell: MemoryCell) -> str:
 def stretches(parts: int) -> dict[str, int]:
     """Rounds, and steps of each: as many as let what waits to be written be a small part of a round."""
     steps = 100 if parts <= 10 else 50
-    return {"rounds": -(-LEAST_STEPS // steps), "steps": steps}
+    return {"rounds": -(-MIN_STEPS // steps), "steps": steps}
 
 
 def step_cells(*, quick: bool, threads: int) -> list[MemoryCell]:
@@ -155,7 +155,7 @@ def id_to_slot(folder: Path, *, quick: bool) -> dict[str, Any]:
     side.build()
     steps = side.train(batches, settle=MAPPED_BATCHES // 4, steps=MAPPED_BATCHES * 3 // 4, ahead=0)["steps_s"]
     ids_ms, step_ms = 1e3 * statistics.median(mapped), 1e3 * statistics.median(steps)
-    row = {"name": "id_to_slot", "ms": ids_ms, "step_ms": step_ms, "share": ids_ms / step_ms, "most": MOST_ID_SHARE}
+    row = {"name": "id_to_slot", "ms": ids_ms, "step_ms": step_ms, "share": ids_ms / step_ms, "most": MAX_ID_SHARE}
     print(f"id_to_slot {ids_ms:.2f} ms of a step's {step_ms:.1f}: {row['share']:.1%}", file=sys.stderr, flush=True)
     return row
 
@@ -184,7 +184,7 @@ def open_table(folder: Path, *, quick: bool) -> dict[str, Any]:
     rounds = [open_once(folder, num_rows, ids) for _ in range(REPEATS)]
     times = {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
     row = {"name": "open_table", "table_bytes": 4 * OPENED_DIM * num_rows, "dim": OPENED_DIM, **times}
-    row |= {"lookups": OPENED_ROWS, "most_s": MOST_OPEN_S, "worst_s": max(max(found.values()) for found in rounds)}
+    row |= {"lookups": OPENED_ROWS, "most_s": MAX_OPEN_S, "worst_s": max(max(found.values()) for found in rounds)}
     told = ", ".join(f"{name} {seconds:.3f}" for name, seconds in times.items())
     print(f"open_table of {row['table_bytes']:,} bytes: {told}", file=sys.stderr, flush=True)
     return row

@@ -39,7 +39,7 @@ CONTENDERS: dict[str, tuple[int, dict[str, str] | None]] = {
     "spin-10000": (2, {"GOMP_SPINCOUNT": "10000"}),
 }
 """Threads, and what the environment says of waiting; None: what hotrow's command sets."""
-MOST_ROWS = 20_000
+MAX_ROWS = 20_000
 SAMPLES = 8_192
 """Samples of a round, at least."""
 
@@ -53,7 +53,7 @@ def work(batch_size: int, num_threads: int) -> None:
 
     torch.set_num_threads(num_threads)
     shape = SHAPES["kaggle"]
-    shape = replace(shape, batch_size=batch_size, rows=tuple(min(rows, MOST_ROWS) for rows in shape.rows))
+    shape = replace(shape, batch_size=batch_size, rows=tuple(min(rows, MAX_ROWS) for rows in shape.rows))
     step, _ = make_ours(make_setting(shape), "sgd")
     digest, number, num_steps = hashlib.sha256(), 0, max(8, SAMPLES // 4 // batch_size)
     print("ready", flush=True)

@@ -37,7 +37,7 @@ ROCKS_BYTES_PER_ROW = 4
 """Memory that RocksDB needs for filters (10 bits a key) and the index (about 40 bytes per block of 4 KiB)."""
 MEMTABLE_BYTES = 8 << 20
 PIDFD_OPEN, PROCESS_MADVISE = 434, 440  # the same on every architecture of Linux
-MADV_WILLNEED, MOST_RANGES = 3, 1024
+MADV_WILLNEED, MAX_RANGES = 3, 1024
 
 
 def initial_rows(table: TableConfig) -> Iterator[tuple[int, Tensor]]:
@@ -96,8 +96,8 @@ class Mapped(Side):
         pages = np.unique(addresses // PAGE_BYTES)
         ranges = np.stack([pages * PAGE_BYTES, np.full_like(pages, PAGE_BYTES)], 1)
         call = ctypes.CDLL(None, use_errno=True).syscall
-        for first in range(0, len(ranges), MOST_RANGES):
-            part = np.ascontiguousarray(ranges[first : first + MOST_RANGES])
+        for first in range(0, len(ranges), MAX_RANGES):
+            part = np.ascontiguousarray(ranges[first : first + MAX_RANGES])
             pointer = ctypes.c_void_p(part.ctypes.data)
             done = call(PROCESS_MADVISE, self.process, pointer, ctypes.c_size_t(len(part)), MADV_WILLNEED, 0)
             self.refused_calls += done < 0

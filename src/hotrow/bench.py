@@ -20,7 +20,7 @@ from hotrow.kernels import ops
 
 CLEAN_SHARE = 0.02
 """A round is clean if other processes had the processors for at most this share of its time."""
-MOST_ROUNDS = 2
+MAX_ROUNDS = 2
 """Limit on the rounds that are taken, as a multiple of the clean rounds that are wanted."""
 T = TypeVar("T")
 
@@ -51,14 +51,14 @@ def cleanest(taken: Sequence[tuple[float, T]], num_rounds: int) -> Rounds[T]:
 
 
 def wants_more(taken: Sequence[tuple[float, T]], num_rounds: int) -> bool:
-    """Returns whether to take another round: not after `num_rounds` clean ones or MOST_ROUNDS times as many in all.
+    """Returns whether to take another round: not after `num_rounds` clean ones or MAX_ROUNDS times as many in all.
 
     Also not after `num_rounds` rounds if so few were clean that as many again would hardly make half of those wanted.
     """
     num_clean = cleanest(taken, num_rounds).num_clean
-    if num_clean >= num_rounds or len(taken) >= MOST_ROUNDS * num_rounds:
+    if num_clean >= num_rounds or len(taken) >= MAX_ROUNDS * num_rounds:
         return False
-    return len(taken) < num_rounds or 2 * MOST_ROUNDS * num_clean >= num_rounds
+    return len(taken) < num_rounds or 2 * MAX_ROUNDS * num_clean >= num_rounds
 
 
 def clean_rounds(one_round: Callable[[int], T], num_rounds: int, *, of_disk: bool = False) -> Rounds[T]:

@@ -26,8 +26,8 @@ WIDTH, HEIGHT = 720, 420
 FEW = 12
 """Lines with at most this many points also get a dot at each point."""
 LEFT, RIGHT, TOP, BOTTOM = 70, 30, 20, 50
-MOST_TICKS = 6
-MOST_LABEL = 60
+MAX_TICKS = 6
+MAX_LABEL = 60
 """Characters of a bar's label."""
 Scale = Literal["linear", "log"]
 Point = tuple[float, float]
@@ -111,8 +111,8 @@ class Axis:
 
 
 def _round_step(low: float, high: float) -> float:
-    """Returns the least round distance of which at most MOST_TICKS lie between `low` and `high`."""
-    least = (high - low) / MOST_TICKS
+    """Returns the least round distance of which at most MAX_TICKS lie between `low` and `high`."""
+    least = (high - low) / MAX_TICKS
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * k for k in (1.0, 2.0, 2.5, 5.0, 10.0, 20.0) if power * k > least * (1 + 1e-9))
 
@@ -268,7 +268,7 @@ def bar_chart(values: Mapping[str, float], *, y_label: str, label: str) -> str:
     if not shown:
         return ""
     bottom = HEIGHT - 120
-    names = {name: _cut(name, MOST_LABEL) for name in shown}
+    names = {name: _cut(name, MAX_LABEL) for name in shown}
     longest = max(map(len, names.values()))
     # Slanted labels that are longer would leave the picture at the left.
     angle, sine, down = (-45, 0.71, 12) if longest <= 16 else (-90, 1.0, 8)

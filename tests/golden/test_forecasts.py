@@ -14,7 +14,7 @@ TOLERANCE = 1e-11
 """For another processor: numpy's exponentials and LAPACK choose their code by it. Without AVX2 and FMA, differences
 of up to 6e-14 were seen."""
 
-MOST_SHOWN = 40
+MAX_SHOWN = 40
 
 
 def differences(wanted: Any, found: Any, tolerance: float, place: str = "") -> Iterator[str]:
@@ -45,7 +45,7 @@ def compare() -> Iterator[Any]:
             found = {name: json.loads(json.dumps(ask(asked[name]))) for name in names}
             wanted = {name: recorded["forecasts"][name] for name in names}
             if found := [*differences(wanted, found, tolerance)]:
-                pytest.fail("\n".join(found[:MOST_SHOWN]), pytrace=False)
+                pytest.fail("\n".join(found[:MAX_SHOWN]), pytrace=False)
 
         yield check
 

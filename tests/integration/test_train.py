@@ -363,7 +363,7 @@ def test_a_window_of_skipped_steps_has_no_loss(
 
 
 def test_skipping_for_ever_is_refused(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "MOST_SKIPPED", 3)
+    monkeypatch.setattr(trainer, "MAX_SKIPPED", 3)
     poison(monkeypatch, {1, 2, 3, 5, 6, 7, 8}, "loss")
     with pytest.raises(
         ValueError, match=r"the loss is nan \(step 8, .* and the 3 steps before it were skipped too.*lower opt"

@@ -83,7 +83,7 @@ def test_saved_pruned_and_resumed_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, dtype: str
 ) -> None:
     """On other placements too, from the newest or an older one, over chains that grow and begin anew."""
-    monkeypatch.setattr(checkpoint_rows, "MOST_LINKS", 4)
+    monkeypatch.setattr(checkpoint_rows, "MAX_LINKS", 4)
     rng = np.random.default_rng(zlib.crc32(f"{optimizer} {dtype}".encode()))
     plain, tiered = (make(where, optimizer, dtype) for where in (None, tmp_path / "rows"))
     here, truths, kept, lengths = tmp_path / "checkpoints", {}, None, set()

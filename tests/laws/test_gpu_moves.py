@@ -94,7 +94,7 @@ def test_buffers_of_copies_under_way_are_not_handed_out() -> None:
     first = buffers.take(100)
     buffers.give_back(first, Moment())
     assert buffers.take(60).data_ptr() == first.data_ptr(), "used again"
-    moments = [_Unreached() for _ in range(moves.MOST_BUFFERS)]
+    moments = [_Unreached() for _ in range(moves.MAX_BUFFERS)]
     taken = [buffers.take(50) for _ in moments]
     for buffer, moment in zip(taken, moments, strict=True):
         buffers.give_back(buffer, moment)

@@ -46,7 +46,7 @@ from hotrow.setup.setup import Setup
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="the reference's products are torch's")
-MOST_RANKS = 4
+MAX_RANKS = 4
 VS, RANKS, THREADS = (1, 3, 8), (1, 2, 3, 4), (1, 2)
 BATCHES = {
     1: (61, 62, 63, 1),
@@ -134,7 +134,7 @@ def batch_of(data: Path, num_samples: int) -> Batch:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(MOST_RANKS) as ranks:
+    with RankPool(MAX_RANKS) as ranks:
         yield ranks
 
 

@@ -48,7 +48,7 @@ KINDS = ["ssd", "file", "both", "gathered", "both gathered"]
 @pytest.fixture(autouse=True)
 def tables_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though they have some hundred rows; only the smallest lies in memory whole."""
-    monkeypatch.setattr(budget, "LEAST_GATHERED_ROWS", 10)
+    monkeypatch.setattr(budget, "MIN_GATHERED_ROWS", 10)
     monkeypatch.setattr(budget, "SMALL_TABLES_SHARE", 0.02)
 
 

@@ -24,12 +24,12 @@ from hotrow.tables import TableConfig
 from rank_pool import RankPool
 
 pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
-MOST_RANKS = 4
+MAX_RANKS = 4
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(MOST_RANKS) as ranks:
+    with RankPool(MAX_RANKS) as ranks:
         yield ranks
 
 

@@ -38,7 +38,7 @@ from hotrow.run.checkpoint_files import read_manifest
 from hotrow.tables import Uniform
 from rank_pool import RankPool
 
-MOST_RANKS, STEPS = 4, 7
+MAX_RANKS, STEPS = 4, 7
 FEATURES = ("a", "b", "c", "d", "e", "f")
 OPTIMIZERS = {
     "sgd": partial(hotrow.SGD, lr=0.3),
@@ -205,7 +205,7 @@ def bits(values: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(MOST_RANKS) as ranks:
+    with RankPool(MAX_RANKS) as ranks:
         yield ranks
 
 

@@ -116,7 +116,7 @@ def test_a_cut_and_an_absent_trace(tmp_path: Path) -> None:
 
 
 def test_row_counts_against_one_count_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.inspect.accesses.LEAST_WAITING", 50)
+    monkeypatch.setattr("hotrow.inspect.accesses.MIN_WAITING", 50)
     ids = np.random.default_rng(0).integers(0, 300, 2000)
     found = RowCounts()
     for piece in np.array_split(ids, 37):

@@ -434,7 +434,7 @@ def test_an_unknown_shape_or_peer_is_refused(shape: str, peer: str, what: str) -
 
 def test_every_promise_names_a_peer() -> None:
     found = {cell.name: cell for cell in kernels.kernel_cells(quick=True)}
-    assert set(kernels.TARGETS) | set(kernels.LEAST_SHARES) <= set(found)
+    assert set(kernels.TARGETS) | set(kernels.MIN_SHARES) <= set(found)
     assert found["fbgemm_sgd_26x1_dim64"].target == 5
     assert found["update_sgd_8x50_uniform"].most_over_limit == 1 / 0.75
     names = {peer.name for peer in step_peers.peers(None)}

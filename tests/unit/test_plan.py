@@ -23,11 +23,11 @@ from hotrow.costs.solve import (
     solve,
 )
 from hotrow.inspect.reuse import MissRatioCurve
-from hotrow.placement.budget import LEAST_ROWS, TableDemand, TableSlots, num_bytes, plan_slots
+from hotrow.placement.budget import MIN_ROWS, TableDemand, TableSlots, num_bytes, plan_slots
 
 
 def draw_uses(
-    rng: np.random.Generator, *, most_rows: int, record_bytes: int | None = None, least_cached: int = LEAST_ROWS
+    rng: np.random.Generator, *, most_rows: int, record_bytes: int | None = None, least_cached: int = MIN_ROWS
 ) -> list[TableUse]:
     uses = []
     for t in range(int(rng.integers(1, 4))):
@@ -151,7 +151,7 @@ def test_within_the_budget_and_never_worse_than_equal_shares(seed: int) -> None:
     for use, floor, (pinned, cached) in zip(uses, floors, found, strict=True):
         assert min(pinned, cached) >= 0 and pinned + cached <= use.demand.num_rows
         assert use.keeps(TableSlots(pinned, cached), floor)
-        assert cached >= min(LEAST_ROWS, use.demand.num_rows - pinned)
+        assert cached >= min(MIN_ROWS, use.demand.num_rows - pinned)
     try:
         equal = plan_slots(demands, budget)
     except ValueError:
@@ -318,7 +318,7 @@ def test_rows_of_a_list_have_slots_beside_those_of_batches(by_counts: bool) -> N
     plain = [TableDemand(name, 50_000, 64) for name in counts]
     listed = [plain[0], plain[1]._replace(listed=3000)]
     before, after = (plan(demands, 1 << 20)[1].cached for demands in (plain, listed))
-    assert after >= 3000 + (min(before, 500) if by_counts else LEAST_ROWS)
+    assert after >= 3000 + (min(before, 500) if by_counts else MIN_ROWS)
 
 
 def test_skew_decides() -> None:

@@ -40,7 +40,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(module, "DRAM_BYTES", 4 << 20)
     monkeypatch.setattr(module, "ROW_BYTES", (64, 512))
     monkeypatch.setattr(module, "DEPTHS", (1, 8))
-    monkeypatch.setattr(module, "MOST_IOS", 256)
+    monkeypatch.setattr(module, "MAX_IOS", 256)
     folder = tmp_path / "disk"
     folder.mkdir()
     if not store_file.direct_io(folder)["direct_io"]:

@@ -114,7 +114,7 @@ def test_ranks_of_one_machine_say_if_one_process_is_faster(
 
 
 def probed(comm: Communicator) -> dict[str, Any]:
-    rank_probe.LEAST_SHAPES, rank_probe.ROUNDS, rank_probe.TIMED = 1, 3, 2
+    rank_probe.MIN_SHAPES, rank_probe.ROUNDS, rank_probe.TIMED = 1, 3, 2
     network = rank_probe._network(comm, [])
     crowding, points = rank_probe._steps(comm, [], time.monotonic())
     everyone(comm, None)

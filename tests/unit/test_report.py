@@ -22,7 +22,7 @@ from hotrow.cli import tools
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
-from hotrow.report.facts import MOST_POINTS, RunFacts, coverage, phase_points, points, read_lines, thin
+from hotrow.report.facts import MAX_POINTS, RunFacts, coverage, phase_points, points, read_lines, thin
 from hotrow.report.help import ideas
 from hotrow.report.page import report_page, sentences, summary
 from hotrow.run import folder as run_folder
@@ -31,7 +31,7 @@ from hotrow.run.folder import RunFolder
 from hotrow.run.record import PHASES
 
 HOSTILE = "<script>alert(1)</script><b>&\"'"
-MOST_BYTES = 1_500_000
+MAX_BYTES = 1_500_000
 
 
 class Elements(HTMLParser):
@@ -127,14 +127,14 @@ def test_thinned_curves_keep_every_extreme_and_the_mean() -> None:
     values[5003] = 99.0
     curve = [(float(step), float(value)) for step, value in enumerate(values, 1)]
     found = thin(curve)
-    assert len(found.curve) <= MOST_POINTS and len(found.band) == len(found.curve)
+    assert len(found.curve) <= MAX_POINTS and len(found.band) == len(found.curve)
     assert max(high for *_, high in found.band) == 99.0 and min(low for _, low, _ in found.band) == values.min()
     size = found.per_point
     wanted = [values[k : k + size].mean() for k in range(0, len(values), size)]
     np.testing.assert_allclose([y for _, y in found.curve], wanted)
     parts = [values[k : k + size] for k in range(0, len(values), size)]
     assert [(low, high) for _, low, high in found.band] == [(part.min(), part.max()) for part in parts]
-    assert thin(curve[:MOST_POINTS]).curve == curve[:MOST_POINTS]
+    assert thin(curve[:MAX_POINTS]).curve == curve[:MAX_POINTS]
 
 
 def test_phases_over_time_are_those_since_the_line_before() -> None:
@@ -162,7 +162,7 @@ def test_coverage_against_sorting_by_hand() -> None:
 
 def test_a_large_run_fits_and_what_is_hostile_stays_text() -> None:
     page = report_page([large()])
-    assert len(page.encode()) <= MOST_BYTES
+    assert len(page.encode()) <= MAX_BYTES
     found = Elements(page)
     assert found.tags.count("script") == 1 and "b" in found.tags, "the script of the page, and the cards' figures"
     assert found.tags.count("b") == 4 and HOSTILE in found.text

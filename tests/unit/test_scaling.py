@@ -139,7 +139,7 @@ def test_two_ranks_and_a_modelled_cell_end_to_end(
     tmp_path: Path, server: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real processes, a real exchange, predicted first; beside them what nothing ran for."""
-    monkeypatch.setattr(cells, "MOST_S", 0.1)
+    monkeypatch.setattr(cells, "MAX_S", 0.1)
     many = {"measures": "scaling", "base": {"data.rows": 10_000}, "axes": {"ranks": [1, 4]}}
     path = study(tmp_path, ranks={"axes": {"ranks": [2]}}, many=many)
     raw = yaml.safe_load(path.read_text()) | {"predicts": True, "machines": ["cpu-server"]}

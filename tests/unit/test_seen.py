@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hotrow.data.seen import LEAST_COUNT, Seen, is_far_more, usual_range
+from hotrow.data.seen import MIN_COUNT, Seen, is_far_more, usual_range
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_counts_are_those_of_all_batches() -> None:
 
 def test_a_few_values_never_stand_out() -> None:
     seen = Seen({"user": {"values": 5000, "unknown": 0, "missing": 0}})
-    seen.add_ids("user", np.zeros(LEAST_COUNT - 1, np.int64))
+    seen.add_ids("user", np.zeros(MIN_COUNT - 1, np.int64))
     assert seen.warnings() == {}
     seen.add_ids("user", np.zeros(1, np.int64))
     assert list(seen.warnings()) == ["unknown_ids"]

@@ -16,7 +16,7 @@ from hotrow.costs.wire import Distinct, Wire
 from hotrow.parallel.messages import WireDtype, narrow
 from hotrow.parallel.pooled import _pack
 from hotrow.parallel.shards import Shard
-from hotrow.setup.shards import MOST_UNEVEN, SMALL_SHARE, hot_prefixes, shards_line, shards_of, wire_of
+from hotrow.setup.shards import MAX_UNEVEN, SMALL_SHARE, hot_prefixes, shards_line, shards_of, wire_of
 from hotrow.tables import Dtype, TableConfig
 
 BATCH, SAMPLES = 1000, 200_000
@@ -211,7 +211,7 @@ def test_a_table_that_would_fill_one_rank_stays_with_all() -> None:
     assert sorted(found[f"t{k}"].owner for k in range(1, 5)) == [0, 1, 2, 3]
     # Of two tables on three ranks one rank would have none: half of the rows on each of two is 1.5 times the mean.
     tables, data = long_bags(300_000, 300_000)
-    assert MOST_UNEVEN < 1.5 and {own.kind for own in shards_of(config(), tables, data, 3).values()} == {"row"}
+    assert MAX_UNEVEN < 1.5 and {own.kind for own in shards_of(config(), tables, data, 3).values()} == {"row"}
 
 
 def test_exchanges_that_are_asked_for() -> None:

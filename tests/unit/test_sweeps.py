@@ -302,7 +302,7 @@ def passes(
     session = Session(steps_per_pass)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker.Disturbance, "share", lambda self: share)
-        patch.setattr(worker, "LEAST_ROUND_S", 0.0)
+        patch.setattr(worker, "MIN_ROUND_S", 0.0)
         meter = worker.Passes(session, warm_passes=warm, rounds=rounds, most_s=100, slow_s=slow_s)
         with suppress(worker.MeasuredEnough):
             for step in range(1000):
@@ -497,7 +497,7 @@ def test_a_cell_ends_with_the_study_that_began_it() -> None:
 @pytest.mark.parametrize("sizes", [[32], pytest.param([16, 32], marks=pytest.mark.slow)])
 def test_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
     """Real trainings, each in a process of its own."""
-    monkeypatch.setattr(cells, "MOST_S", 0.1)
+    monkeypatch.setattr(cells, "MAX_S", 0.1)
     path = write_study(tmp_path, groups={"batch": {"axes": {"train.batch_size": sizes}}}, keep="runs")
     said: list[str] = []
     start = time.perf_counter()
@@ -514,9 +514,9 @@ def test_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes
             sum(row[f"{phase}_ms"] for phase in ("data", "lookup", "dense", "update")), rel=0.5
         )
         assert row["samples_per_s"] == pytest.approx(1e3 * row["batch_size"] / row["step_ms"], rel=0.01)
-        # Rounds take LEAST_ROUND_S each, and were all within the study's time.
+        # Rounds take MIN_ROUND_S each, and were all within the study's time.
         round_ms = row["steps_per_round"] * row["step_ms"]
-        assert 100 * worker.LEAST_ROUND_S < round_ms < elapsed_ms / row["taken_rounds"]
+        assert 100 * worker.MIN_ROUND_S < round_ms < elapsed_ms / row["taken_rounds"]
         assert row["peak_bytes"] > row["table_bytes"] > 0
     names = [Path(file).name for file in result["files"]]
     assert names == ["results.json", "results.csv", "batch.svg", "report.html"]

@@ -27,7 +27,7 @@ _FLAGS = {
 # Opening a named pipe would wait for its other end, and opening a terminal could make it ours.
 _NEVER = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-MOST_LEVELS = 64
+MAX_LEVELS = 64
 """The deepest that folders of an artifact nest. hotrow's nest five deep, and Python walks or removes no tree of a
 thousand levels."""
 _KINDS = (
@@ -117,7 +117,7 @@ def remove(path: Path, *, within: Path | None = None) -> None:
 
 def check_folder(folder: Path, *, files: Collection[str] = (), folders: Collection[str] = ()) -> None:
     """Raises ValueError, naming the first that is not, unless all below `folder` are regular files and real folders,
-    at most MOST_LEVELS deep.
+    at most MAX_LEVELS deep.
 
     files, folders: names that only a file, or only a folder, may have directly in it. `folder` may be a link.
     """
@@ -138,14 +138,14 @@ def check_real(path: Path) -> None:
 
 def _entries(folder: Path) -> Iterator[tuple[str, int]]:
     """Yields the path in `folder` and the kind of each entry; what another process removes meanwhile is left out,
-    and so is what lies in a folder that this process may not read. Raises ValueError beyond MOST_LEVELS.
+    and so is what lies in a folder that this process may not read. Raises ValueError beyond MAX_LEVELS.
     """
     waiting = [""]
     while waiting:
         below = waiting.pop()
-        if below.count("/") > MOST_LEVELS:
+        if below.count("/") > MAX_LEVELS:
             raise ValueError(
-                f"{folder} holds folders that nest more than {MOST_LEVELS} deep, which none of hotrow's do: remove "
+                f"{folder} holds folders that nest more than {MAX_LEVELS} deep, which none of hotrow's do: remove "
                 f"{folder / below.partition('/')[0]}"
             )
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(folder / below) as found:

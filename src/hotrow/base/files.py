@@ -43,14 +43,14 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
-MOST_BYTES = 2**63 - 1
+MAX_BYTES = 2**63 - 1
 """More bytes than any machine has: what a size may say at most."""
 
 
 def parse_bytes(size: int | str, *, what: str = "size") -> int:
     """Returns the bytes in text such as "2GiB", "500 MB" or "4g", or the number itself.
 
-    Raises ValueError, which names `what`, for other text and for a number beyond MOST_BYTES.
+    Raises ValueError, which names `what`, for other text and for a number beyond MAX_BYTES.
     """
     number: float = 0
     if isinstance(size, int):
@@ -61,8 +61,8 @@ def parse_bytes(size: int | str, *, what: str = "size") -> int:
         raise ValueError(
             f"{what} {reprlib.repr(size)} is not understood; write a number and a unit, such as 2GiB or 500MB"
         )
-    if abs(number) > MOST_BYTES:
-        raise ValueError(f"{what} {_short(size)} is more than the {MOST_BYTES:,} bytes that a size may have; lower it")
+    if abs(number) > MAX_BYTES:
+        raise ValueError(f"{what} {_short(size)} is more than the {MAX_BYTES:,} bytes that a size may have; lower it")
     return int(number)
 
 

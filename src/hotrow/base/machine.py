@@ -195,7 +195,7 @@ def _cgroup_folder_bytes(folder: Path, limit: str, use: str, cache: str) -> int 
 
 # ---- what others do to this process
 
-LEAST_COUNTED_S = 0.2
+MIN_COUNTED_S = 0.2
 """The system counts processor time in ticks of 10 ms, too coarse for a shorter time than this."""
 
 
@@ -276,7 +276,7 @@ class Disturbance:
         """
         seconds = time.perf_counter() - self._start
         stolen, waited, others = (now - before for now, before in zip(self._now(), self._before, strict=True))
-        if seconds >= LEAST_COUNTED_S:
+        if seconds >= MIN_COUNTED_S:
             waited = min(waited, others)
         return (stolen + max(0.0, waited)) / seconds
 

@@ -18,7 +18,7 @@ from hotrow.parallel.ranks import Ranks
 from hotrow.setup.room import Room
 from hotrow.setup.setup import Setup
 
-MOST_LINES = 40
+MAX_LINES = 40
 """Tables that are shown to people; --json has all."""
 
 
@@ -66,7 +66,10 @@ def lines_of(found: Explanation) -> Iterator[str]:
     yield ""
     yield from _tables(found.tables)
     if found.hits_missed is not None:
-        yield f"no other division of this DRAM finds more than {found.hits_missed:.2%} of a step's rows more there"
+        yield (
+            "No other way to divide this DRAM would raise the hit rate by more than "
+            f"{100 * found.hits_missed:.2f} percentage points."
+        )
     yield ""
     if (step := found.predicted) is None:
         yield f"no speed is predicted: {found.not_predicted}"
@@ -85,7 +88,7 @@ def lines_of(found: Explanation) -> Iterator[str]:
         written = f"{size(found.written_bytes_per_day)} of rows a day of training"
         yield f"  to the drive: {written}, checkpoints not counted{rated}"
     if found.changes:
-        yield "what would change (predicted; modelled: about what nobody measured)"
+        yield 'What would change the speed (predicted; "modelled" means that the hardware was not measured):'
         for each in found.changes:
             if each.samples_per_s is None:
                 yield f"   cannot  {each.what}: {each.cannot}"
@@ -102,19 +105,19 @@ def _threads(found: Explanation) -> str:
 
 def _tables(tables: Sequence[TablePlan]) -> Iterator[str]:
     largest = sorted(tables, key=lambda own: -own.rows * own.record_bytes)
-    width = max(len(own.name) for own in largest[:MOST_LINES])
+    width = max(len(own.name) for own in largest[:MAX_LINES])
     yield (
         f"{'table':<{width}} {'rows':>13} {'bytes/row':>9} {'pinned':>12} {'cached':>11} {'on disk':>13} "
         f"{'hits':>6}  why"
     )
-    for own in largest[:MOST_LINES]:
+    for own in largest[:MAX_LINES]:
         hits = "" if own.hit_rate is None else f"{own.hit_rate:.1%}"
         yield (
             f"{own.name:<{width}} {own.rows:>13,} {own.record_bytes:>9,} {own.pinned:>12,} {own.cached:>11,} "
             f"{own.on_disk:>13,} {hits:>6}  {own.why}"
         )
-    if len(largest) > MOST_LINES:
-        yield f"and {len(largest) - MOST_LINES} smaller tables (--json has all)"
+    if len(largest) > MAX_LINES:
+        yield f"and {len(largest) - MAX_LINES} smaller tables (--json has all)"
 
 
 def _ranks(found: Explanation, ranks: OverRanks) -> Iterator[str]:
@@ -129,8 +132,8 @@ def _ranks(found: Explanation, ranks: OverRanks) -> Iterator[str]:
     for owner in dict.fromkeys(ranks.owners.values()):
         own = [name for name, each in ranks.owners.items() if each == owner]
         words = {"row": "dealt out row by row", "replicated": "on every rank"}.get(owner, owner)
-        more = f" and {len(own) - MOST_LINES} more" if len(own) > MOST_LINES else ""
-        yield f"  {words}: {', '.join(own[:MOST_LINES])}{more}"
+        more = f" and {len(own) - MAX_LINES} more" if len(own) > MAX_LINES else ""
+        yield f"  {words}: {', '.join(own[:MAX_LINES])}{more}"
     step = ranks.step
     gain = "" if ranks.gain is None else f", {1 + ranks.gain:.2f}x one machine's"
     yield (

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from hotrow.config.schema import Config
 
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number"}
-_MOST_VALUES = 100_000
+_MAX_VALUES = 100_000
 """The most values in one YAML text, in which every alias counts as all that it stands for. A schema of 1,000 columns
 has about 4,000."""
 
@@ -71,8 +71,8 @@ def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
     problem = ""
     if counts[id(node)] == 0:
         problem = "a value contains itself; remove the alias"
-    elif counts[id(node)] > _MOST_VALUES:
-        problem = f"more than {_MOST_VALUES:,} values, aliases counted as what they stand for; write fewer"
+    elif counts[id(node)] > _MAX_VALUES:
+        problem = f"more than {_MAX_VALUES:,} values, aliases counted as what they stand for; write fewer"
     if problem:
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     return counts[id(node)]

@@ -16,14 +16,14 @@ from hotrow.models import MODELS
 FEW_ROWS = 5_000_000
 """With up to this many rows, most ids are seen only a few times. With more, the recipe is that of the published Criteo
 models."""
-LEAST_BATCH, MOST_BATCH = 64, 256
+MIN_BATCH, MAX_BATCH = 64, 256
 ROWS_PER_SAMPLE_OF_BATCH = 1250
 RATE_OF_TABLES = 1.8
-"""The learning rate of SGD at LEAST_BATCH. The gradient is a mean over the batch, so the rate grows with the batch
-size; an id that occurs once in a batch then learns equally fast at every size. Past MOST_BATCH this fails, because
+"""The learning rate of SGD at MIN_BATCH. The gradient is a mean over the batch, so the rate grows with the batch
+size; an id that occurs once in a batch then learns equally fast at every size. Past MAX_BATCH this fails, because
 frequent ids take steps that are too large: on 600,000 rows AUC was 0.79 at batch size 256; at 512 it was 0.74 with the
 rate doubled and 0.77 with the same rate."""
-FEATURES_OF_CRITEO, MOST_FACTOR = 26, 3.0
+FEATURES_OF_CRITEO, MAX_FACTOR = 26, 3.0
 """The rate above is for 26 id features. A step changes a logit by the sum over its features, so with fewer features
 each may take a larger step: by a factor of sqrt(26 / features), at most 3. With Taobao's 3 features this raised AUC by
 0.010 on 110,000 rows."""
@@ -55,7 +55,7 @@ def choose_recipe(
     size = {"train.batch_size": batch_size, "train.epochs": epochs, "train.eval_every": 0.5 if few else 0.25}
     # So small a step gains nothing from a second thread, and loses much if the cores are busy: 300 samples/s instead of
     # 4,500 on two cores that other processes used too.
-    size |= {"train.threads": 1} if few and batch_size <= MOST_BATCH else {}
+    size |= {"train.threads": 1} if few and batch_size <= MAX_BATCH else {}
     stops = {"train.early_stopping": 4} if validated else {}
     return {**(_few(model, num_rows, num_features, batch_size, epochs) if few else _many(model)), **size, **stops}
 
@@ -63,7 +63,7 @@ def choose_recipe(
 def _batch_of_few(num_rows: int) -> int:
     """Returns 64 up to 160,000 rows, 256 from 320,000 rows on, and 128 between."""
     samples = max(1, num_rows // ROWS_PER_SAMPLE_OF_BATCH)
-    return min(MOST_BATCH, max(LEAST_BATCH, 1 << (samples.bit_length() - 1)))
+    return min(MAX_BATCH, max(MIN_BATCH, 1 << (samples.bit_length() - 1)))
 
 
 def _few(model: str, num_rows: int, num_features: int, batch_size: int, epochs: int) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def _few(model: str, num_rows: int, num_features: int, batch_size: int, epochs: 
     - SGD takes small steps for rare ids; Adagrad, whose steps for them are large, costs 0.01.
     - With `first_order` an id has an effect of its own, which is worth 0.004.
     """
-    factor = min(MOST_FACTOR, max(1.0, math.sqrt(FEATURES_OF_CRITEO / max(1, num_features))))
-    rate = round(RATE_OF_TABLES * factor * min(batch_size, MOST_BATCH) / LEAST_BATCH, 2)
+    factor = min(MAX_FACTOR, max(1.0, math.sqrt(FEATURES_OF_CRITEO / max(1, num_features))))
+    rate = round(RATE_OF_TABLES * factor * min(batch_size, MAX_BATCH) / MIN_BATCH, 2)
     return {
         "model.embedding_dim": 8,
         "model.embedding_init": 0.0,

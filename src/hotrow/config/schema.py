@@ -21,16 +21,16 @@ from hotrow.objectives import OBJECTIVES
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-MOST_COUNT = 10**12
+MAX_COUNT = 10**12
 """The most of anything that is counted: more than any run has, and few enough for 64 bits after a multiplication."""
-Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Folder = Annotated[str, AfterValidator(check_path)]
 DenseDtype = Literal["fp32", "tf32", "bf16"]
 Owner = Literal["replicated", "table", "row"]
 """Which ranks hold the rows of a table: all of them, one, or each row another."""
 Exchange = Literal["rows", "pooled"]
 """What ranks send each other of a table that they do not all hold."""
-MOST_TRACED = 10_000
+MAX_TRACED = 10_000
 """Steps that a trace may have; it is kept in memory until it is written."""
 Interval = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """How often something happens in training: a share of an epoch (up to 1), or a whole number of steps (above 1)."""
@@ -110,11 +110,11 @@ class SparseOptimizerConfig(_Section):
 class ScheduleConfig(_Section):
     """The learning rate over the steps, for MLPs and tables: linear warm-up, then constant, then quadratic decay."""
 
-    warmup_steps: Annotated[int, Field(ge=0, le=MOST_COUNT)] = 0
+    warmup_steps: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Steps over which the learning rate rises linearly from lr / warmup_steps to lr."""
     decay_start_step: Count | None = None
     """First step of the decay; null means the step at which the warm-up ends."""
-    decay_steps: Annotated[int, Field(ge=0, le=MOST_COUNT)] = 0
+    decay_steps: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Length of the decay. At its k-th step the rate is lr * (1 - k / decay_steps)^2, at least 1e-7. 0: no decay."""
 
     @model_validator(mode="after")
@@ -138,10 +138,10 @@ class OptimizerConfig(_Section):
 def trace_window(text: str) -> tuple[int, int]:
     """Returns the first step and the number of steps in text such as "100:20". Raises ValueError for anything else."""
     found = re.fullmatch(r"([1-9]\d{0,14}):([1-9]\d{0,4})", text)
-    if found is None or int(found[2]) > MOST_TRACED:
+    if found is None or int(found[2]) > MAX_TRACED:
         raise ValueError(
             f"{text!r} does not name steps; write START:COUNT, such as 100:20 for the steps 100 to 119, with at most "
-            f"{MOST_TRACED:,} steps"
+            f"{MAX_TRACED:,} steps"
         )
     return int(found[1]), int(found[2])
 

@@ -8,8 +8,9 @@ steps of known amounts took there (`hotrow probe`; lab/step_probe.py); `predict`
 kind takes there, and adds up. Units take no less than nothing and amounts only grow with work, so more work is never
 predicted to be faster.
 
-If ranks share the model, a rank's step is that of its own samples, what sharing adds to it on its processor, and the
-waits for its exchanges, some of which travel while it works: wire.py counts, and says in which order things happen.
+For several ranks, the predicted step has three parts: the work on the rank's own samples, the extra processor time that
+sharing costs, and the waits for exchanges that do not overlap with work (wire.py counts these, and says in which order
+things happen).
 Steps of two processes here say what sharing takes (`shared lookup`, and `shared update` for all that follows;
 lab/rank_probe.py).
 
@@ -29,7 +30,7 @@ import numpy as np
 
 from hotrow.costs.fit import unit_seconds
 from hotrow.costs.hardware import Hardware, Network, check_cost_version
-from hotrow.costs.traffic import MOST_IOS, Traffic, disk_of, io_seconds, traffic_of
+from hotrow.costs.traffic import MAX_IOS, Traffic, disk_of, io_seconds, traffic_of
 from hotrow.costs.wire import Shared
 from hotrow.costs.work import TableWork, Work, lines_of
 from hotrow.placement.budget import TableSlots
@@ -313,7 +314,7 @@ class CostModel:
         amounts = amounts_of(work, traffic)
         seconds, wait_s = self._phases(work, amounts), 0.0
         if traffic is not None and traffic.reads + traffic.writes > 0:
-            together = min(MOST_IOS, max(1.0, (traffic.reads + traffic.writes) * max(1, work.lookahead)))
+            together = min(MAX_IOS, max(1.0, (traffic.reads + traffic.writes) * max(1, work.lookahead)))
             io_s = io_seconds(disk_of(held, self.hardware), traffic, together=together)
             if io_s > (busy_s := sum(seconds.values())):
                 amounts = amounts_of(work, traffic, beside=busy_s / io_s)
@@ -454,13 +455,13 @@ def predict(
 
 _MODELS: OrderedDict[int, CostModel] = OrderedDict()
 """By the address of a Hardware, which its model keeps alive."""
-MOST_MODELS = 8
+MAX_MODELS = 8
 
 
 def _model_of(hardware: Hardware) -> CostModel:
     """Returns the model of a machine; it is made once, because a planner asks for thousands of predictions."""
     if id(hardware) not in _MODELS:
         _MODELS[id(hardware)] = CostModel(hardware)
-        if len(_MODELS) > MOST_MODELS:
+        if len(_MODELS) > MAX_MODELS:
             _MODELS.popitem(last=False)
     return _MODELS[id(hardware)]

@@ -56,7 +56,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
 }
 RATES = {kind: rate for rate, kinds in _KINDS.items() for kind in kinds}
 """By which rate each kind of amount scales; "one thread": not at all, however many threads there are."""
-POINT_S, LEAST_S = 1e-3, 1e-12
+POINT_S, MIN_S = 1e-3, 1e-12
 
 
 def read_machine(path: Path | str) -> Hardware:
@@ -91,7 +91,7 @@ def _points(units: Mapping[str, float], faster: Mapping[str, float], threads: in
         by = rate_of(kind)
         seconds = unit_s / faster[by]
         # A unit that costs nothing here costs as good as nothing there.
-        amount = POINT_S / seconds if seconds > LEAST_S**2 else POINT_S / LEAST_S**2
+        amount = POINT_S / seconds if seconds > MIN_S**2 else POINT_S / MIN_S**2
         note = f"{name}'s, {faster[by]:.3g} times faster ({by})"
         yield Point({"threads": float(threads), kind: amount}, Figure(POINT_S, source="assumed", note=note))
 

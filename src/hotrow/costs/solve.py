@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hotrow.placement.budget import LEAST_ROWS, METADATA_BYTES, TableDemand, TableSlots, num_bytes, plan_slots
+from hotrow.placement.budget import METADATA_BYTES, MIN_ROWS, TableDemand, TableSlots, num_bytes, plan_slots
 
 LOOKAHEAD = 4
 """Default number of batches that are announced before their step."""
@@ -41,15 +41,15 @@ WINDOWS = 160
 """Lengths of stay in a cache that are computed: about 5 per doubling, linear between them."""
 EPOCH_PLACES, EPOCH_WINDOWS = 24, 64
 """Places in an epoch, and lengths of stay, that are computed for shuffled epochs."""
-RATES_PER_OCTAVE, LEAST_RATE, MOST_RATE = 16, 2.0**-60, 2.0**40
-MOST_RATES = 2048
+RATES_PER_OCTAVE, MIN_RATE, MAX_RATE = 16, 2.0**-60, 2.0**40
+MAX_RATES = 2048
 """In tables of up to this many rows every rate is kept; larger tables have RATES_PER_OCTAVE rates per doubling."""
 PIECE_ROWS = 1 << 20
 """Rows whose counts are read at a time."""
 POINTS_PER_OCTAVE = 16
 EXACT_POINTS = 64
 """Sizes of a table that are tried: all up to EXACT_POINTS slots, then POINTS_PER_OCTAVE per doubling."""
-LEAST_HITS = 1e-9
+MIN_HITS = 1e-9
 """The least gain, in hits per step, that counts as one; less is rounding."""
 
 Array = NDArray[np.float64]
@@ -121,7 +121,7 @@ class TableUse:
         num_steps: float,
         curve: MissRatio | None = None,
         depth: int = LOOKAHEAD,
-        least_cached: int = LEAST_ROWS,
+        least_cached: int = MIN_ROWS,
         first_epoch: float | None = None,
     ) -> None:
         if not isinstance(counts, Counted):
@@ -205,7 +205,7 @@ class TableUse:
             ]
         )
         hits[cached < floor[:-1, None]] = -np.inf
-        best = np.argmax(hits >= hits.max(axis=0) - LEAST_HITS, axis=0)
+        best = np.argmax(hits >= hits.max(axis=0) - MIN_HITS, axis=0)
         return [
             TableSlots(self.demand.num_rows, 0) if enough else TableSlots(int(cuts[k]), int(cached[k, b]))
             for b, (k, enough) in enumerate(zip(best.tolist(), given >= self.whole_bytes, strict=True))
@@ -245,14 +245,14 @@ def _cuts(num_rows: int) -> NDArray[np.int64]:
 
 def _rates(name: str, counts: NDArray[Any], num_steps: float, cuts: NDArray[np.int64]) -> tuple[Array, Array]:
     """Returns the different rates [K], and how many rows between two cuts have each, [len(cuts) - 1, K]."""
-    if len(counts) <= MOST_RATES:
+    if len(counts) <= MAX_RATES:
         _check(name, counts)
         place = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
         rates, kind = np.unique(counts, return_inverse=True)
         rows = np.zeros((len(cuts) - 1, len(rates)))
         np.add.at(rows, (place, kind), 1.0)
         return rates / num_steps, rows
-    num_kinds = 2 + round(math.log2(MOST_RATE / LEAST_RATE)) * RATES_PER_OCTAVE
+    num_kinds = 2 + round(math.log2(MAX_RATE / MIN_RATE)) * RATES_PER_OCTAVE
     rows, sums = np.zeros((len(cuts) - 1, num_kinds)), np.zeros(num_kinds)
     for start in range(0, len(counts), PIECE_ROWS):
         piece = counts[start : start + PIECE_ROWS]
@@ -261,7 +261,7 @@ def _rates(name: str, counts: NDArray[Any], num_steps: float, cuts: NDArray[np.i
         first = int(np.searchsorted(cuts, start, "right")) - 1
         last = int(np.searchsorted(cuts, start + len(piece), "left"))
         rate = piece / num_steps
-        octaves = np.log2(np.maximum(rate, LEAST_RATE / 2)) - math.log2(LEAST_RATE)
+        octaves = np.log2(np.maximum(rate, MIN_RATE / 2)) - math.log2(MIN_RATE)
         kind = np.clip(np.ceil(octaves * RATES_PER_OCTAVE), 0, num_kinds - 1).astype(np.int64)
         sums += np.bincount(kind, weights=rate, minlength=num_kinds)
         kind += np.repeat(np.arange(last - first) * num_kinds, np.diff(own)[first:last])
@@ -492,7 +492,7 @@ def _concave_hull(num_bytes: Array, hits: Array) -> list[tuple[float, float, int
     hull: list[tuple[float, float, int]] = [(float(num_bytes[0]), float(hits[0]), 0)]
     for k in np.argsort(num_bytes, kind="stable").tolist():
         x, y = float(num_bytes[k]), float(hits[k])
-        if y <= hull[-1][1] + LEAST_HITS:
+        if y <= hull[-1][1] + MIN_HITS:
             continue
         while len(hull) > 1 and _is_below(hull[-2], hull[-1], x, y):
             hull.pop()
@@ -560,7 +560,7 @@ class CountsPlan:
                 num_steps=self.num_steps,
                 curve=self.curves.get(demand.name),
                 depth=self.depth,
-                least_cached=self.least_cached.get(demand.name, LEAST_ROWS),
+                least_cached=self.least_cached.get(demand.name, MIN_ROWS),
             )
             for demand in demands
         ]
@@ -580,7 +580,7 @@ def plan_by_counts(
     popularity, as `hotrow prepare` does; they are read when tables are laid out, one table's after another's.
     num_steps: batches in which they were counted. curves: by table, measured miss ratios per distinct row of a batch
     (Locality.by_row); tables without one have none. depth: batches fetched ahead, whose rows need cached slots.
-    least_cached: by table, rows cached at least (LEAST_ROWS). Raises ValueError for no steps and a negative depth.
+    least_cached: by table, rows cached at least (MIN_ROWS). Raises ValueError for no steps and a negative depth.
     """
     if not num_steps > 0:
         raise ValueError(

@@ -19,7 +19,7 @@ import numpy as np
 
 from hotrow.costs.hardware import Disk, Figure, Hardware
 from hotrow.costs.work import TableWork, Work
-from hotrow.placement.budget import LEAST_GATHERED_ROWS, TableSlots
+from hotrow.placement.budget import MIN_GATHERED_ROWS, TableSlots
 from hotrow.placement.store_file import DEPTH, PLACES_PER_ROW, page_records
 
 SECTOR_BYTES, PAGE_BYTES, LARGE_PAGE_BYTES = 512, 4096, 16384
@@ -30,7 +30,7 @@ FILLED = 0.55
 """The share of a gathered page that is written at once: the page is cut if no frame for all of it is free."""
 LIVE = 1 / PLACES_PER_ROW
 """The share of a page's places whose row has not been written elsewhere since."""
-MOST_IOS = DEPTH
+MAX_IOS = DEPTH
 """I/Os under way together, at most: the depth of the store's queue."""
 
 
@@ -82,7 +82,7 @@ def _of_table(work: Work, own: TableWork, slots: TableSlots) -> Traffic:
     in_steps = 1.0 if math.isinf(end) else max(0.0, end - max(begin, full)) / (end - begin)
     """The share of the steps in which it is."""
     read, evicted = (missed - first) * in_steps, missed * in_steps
-    gathers = work.writes != "in_place" and own.table.num_embeddings >= LEAST_GATHERED_ROWS
+    gathers = work.writes != "in_place" and own.table.num_embeddings >= MIN_GATHERED_ROWS
     page = page_records(own.record_bytes) if gathers else None
     bag = own.lookups / (work.batch_size * len(own.table.feature_names))
     if page is None:

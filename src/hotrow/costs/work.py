@@ -29,7 +29,7 @@ from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.loader import WINDOW_ROWS
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.models.layers import Network
-from hotrow.placement.budget import LEAST_ROWS, TableDemand
+from hotrow.placement.budget import MIN_ROWS, TableDemand
 from hotrow.tables import TableConfig
 
 LINE_BYTES = 64
@@ -58,7 +58,7 @@ class TableWork:
     """The share of the run's steps that are of its first epoch."""
     depth: int = 0
     """Batches whose rows are fetched ahead."""
-    least_cached: int = LEAST_ROWS
+    least_cached: int = MIN_ROWS
 
     @cached_property
     def use(self) -> TableUse:
@@ -327,7 +327,7 @@ def _table_work(
         num_steps=run.per_epoch,
         first_epoch=max(0.0, min(run.last, run.per_epoch) - run.first) / (run.last - run.first),
         depth=depth,
-        least_cached=max(LEAST_ROWS, most_rows(config, table)),
+        least_cached=max(MIN_ROWS, most_rows(config, table)),
         **known,
     )
 

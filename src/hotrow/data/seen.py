@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST_COUNT = 10
+MIN_COUNT = 10
 """Fewer values than this never stand out: a single new user among a few rows is no news."""
-LEAST_SHARE = 0.01
+MIN_SHARE = 0.01
 """A smaller share never stands out: it moves few scores, however sure its difference is."""
-MOST_ERRORS = 5.0
+MAX_ERRORS = 5.0
 """Standard errors by which a share must exceed validation's: chance reaches them in one comparison of 3 million, and
 rows of wide data have hundreds of comparisons."""
-MOST_TIMES = 2.0
+MAX_TIMES = 2.0
 """How many times validation's odds a share's must be: new rows always have somewhat more new ids than the rows that
 validated the model, and with many rows that alone would exceed any number of errors."""
 MANY_UNKNOWN = 1 / 3
@@ -35,7 +35,7 @@ INNER = 0.001
 """The training range of a column leaves out this share of its numbers at either end, so that one wild number cannot
 make all others look usual. Validation is counted by the same range."""
 
-MOST_NAMED = 10
+MAX_NAMED = 10
 """Columns that a sentence names; `to_json` has them all."""
 
 _SENTENCES = {
@@ -109,7 +109,7 @@ class Seen:
         """Yields column and kind ("unknown", "missing" or "outside") of what stands out."""
         for name, own in self.columns.items():
             for kind in _SENTENCES:
-                if kind not in own or own[kind] < LEAST_COUNT:
+                if kind not in own or own[kind] < MIN_COUNT:
                     continue
                 usual = self._usual(name, kind)
                 is_many = kind == "unknown" and own[kind] >= MANY_UNKNOWN * own["values"]
@@ -166,13 +166,13 @@ def is_far_more(count: int, num: int, usual: int, usual_num: int) -> bool:
     share, before = count / num, (usual + 1) / (usual_num + 2)
     both = (count + usual + 1) / (num + usual_num + 2)
     error = math.sqrt(both * (1 - both) * (1 / num + 1 / max(usual_num, 1)))
-    is_sure = share - before > MOST_ERRORS * error
-    return share >= LEAST_SHARE and is_sure and share * (1 - before) > MOST_TIMES * before * (1 - share)
+    is_sure = share - before > MAX_ERRORS * error
+    return share >= MIN_SHARE and is_sure and share * (1 - before) > MAX_TIMES * before * (1 - share)
 
 
 def _listed(columns: Sequence[str]) -> str:
-    more = f" and {len(columns) - MOST_NAMED} more columns" if len(columns) > MOST_NAMED else ""
-    return ", ".join(columns[:MOST_NAMED]) + more
+    more = f" and {len(columns) - MAX_NAMED} more columns" if len(columns) > MAX_NAMED else ""
+    return ", ".join(columns[:MAX_NAMED]) + more
 
 
 def _percent(count: int, num: int) -> str:

@@ -26,7 +26,7 @@ FASTER = 2
 GIB = 1 << 30
 MORE_THREADS, ONE_PROCESS = "more threads", "one process"
 """How changes begin that the first line of a run names too; see `change_of`."""
-MOST_LOOKAHEAD = 64
+MAX_LOOKAHEAD = 64
 """The largest `memory.lookahead`."""
 
 
@@ -104,7 +104,7 @@ def _options(planner: SlotPlanner, memory: Memory | None, most_rows: float) -> I
     config, work, sharing = planner.config, planner.work, planner.sharing
     num_threads = threads_of(config, 1 if sharing is None else sharing.local_size)
     threads = max(int(point.sizes["threads"]) for point in planner.hardware.kernels["dense"])
-    batch_size, lookahead = 2 * config.train.batch_size, min(MOST_LOOKAHEAD, max(4, 2 * work.lookahead))
+    batch_size, lookahead = 2 * config.train.batch_size, min(MAX_LOOKAHEAD, max(4, 2 * work.lookahead))
     alone, in_fp32 = sharing is None, work.precision == "fp32"
     exchange = None if sharing is None else "rows" if pooled_tables(sharing.shards) else "pooled"
     asked = {

@@ -18,7 +18,7 @@ from hotrow.costs.demand import required_bytes
 from hotrow.costs.solve import expected_hits, most_saved
 from hotrow.forecast.changes import Change, changes, step_at
 from hotrow.forecast.ranks import OverRanks, over_ranks
-from hotrow.placement.budget import LEAST_ROWS, Memory, TableSlots
+from hotrow.placement.budget import MIN_ROWS, Memory, TableSlots
 from hotrow.setup.setup import Setup
 from hotrow.setup.slots import SlotPlanner, Step, step_of
 
@@ -167,7 +167,7 @@ def _why(planner: SlotPlanner, t: int, slots: TableSlots) -> str:
         return "whole in DRAM"
     if planner.plan is None:
         return "no access counts: as many cached rows as every other table that does not lie in DRAM whole"
-    floor = max(LEAST_ROWS, planner.plan.least_cached[own.name])
+    floor = max(MIN_ROWS, planner.plan.least_cached[own.name])
     if slots.pinned == 0 and slots.cached <= floor:
         return "room for the batches in flight alone: its bytes save less here than in other tables"
     cache = "a cache for batches in flight" if slots.cached <= 2 * floor else "a cache for rows that come again"

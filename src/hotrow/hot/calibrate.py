@@ -185,7 +185,7 @@ def estimate(is_hot: NDArray[np.bool_], seed: int) -> tuple[float, float]:
 # A sample is hot only if all its rows are, so how much a row is worth depends on the rows that occur with it. Each
 # table contributes a prefix of its rows; single rows are not chosen.
 
-MOST_SAMPLES = 1 << 20
+MAX_SAMPLES = 1 << 20
 """The largest number of training samples looked at."""
 BINS_PER_OCTAVE, FINE_ROWS = 16, 64
 """The prefixes to choose among: every length up to FINE_ROWS, then BINS_PER_OCTAVE lengths per doubling."""
@@ -221,7 +221,7 @@ def _bins_of_samples(
     dataset: PackedDataset, tables: Sequence[TableUse], edges: Sequence[NDArray[np.int64]], seed: int
 ) -> NDArray[np.int16]:
     """Returns [tables, samples]: the index of the shortest prefix that holds all of a sample's rows of a table."""
-    chosen = draw_samples(dataset, MOST_SAMPLES, seed=seed)
+    chosen = draw_samples(dataset, MAX_SAMPLES, seed=seed)
     number = {table.name: t for t, table in enumerate(tables)}
     bins = np.zeros((len(edges), len(chosen)), np.int16)
     start = 0

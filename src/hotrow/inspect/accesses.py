@@ -230,7 +230,7 @@ def _refuse(text: bytes, name: str, line: int) -> None:
     )
 
 
-LEAST_WAITING = 1 << 18
+MIN_WAITING = 1 << 18
 """Ids gathered at least before they are merged in: merging costs a pass over all rows seen."""
 
 
@@ -249,7 +249,7 @@ class RowCounts:
         """Count each of `ids`, integers [n]."""
         self._waiting.append(ids)
         self._num_waiting += len(ids)
-        if self._num_waiting > max(len(self._rows), LEAST_WAITING):
+        if self._num_waiting > max(len(self._rows), MIN_WAITING):
             self._merge()
 
     def sums(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -178,7 +178,7 @@ class ReuseProfile:
 
 AUTO_ROWS = 1 << 20
 """Rows of a table that are followed by default. They take 80 MB for both curves, and a smaller table is exact."""
-LEAST_ROWS = 1 << 13
+MIN_ROWS = 1 << 13
 """Rows followed at least, whatever the rate: the SHARDS paper found this many enough [recall]; fewer are noise."""
 NUM_WINDOWS = 10
 HOT_SHARE = 0.01
@@ -234,7 +234,7 @@ def sampling_rate(num_embeddings: int, requested: float | None) -> float:
     if requested is not None and not 0 < requested <= 1:
         raise ValueError(f"sample is {requested}; the share of rows to follow is above 0 and at most 1")
     wanted = AUTO_ROWS / num_embeddings if requested is None else requested
-    return min(1.0, max(wanted, LEAST_ROWS / num_embeddings))
+    return min(1.0, max(wanted, MIN_ROWS / num_embeddings))
 
 
 def measure_locality(

@@ -23,7 +23,7 @@ ALIGNMENT = 16
 """Blocks of a buffer start at multiples of this many bytes."""
 BLOCK_W = 64
 """Words of a row that a program copies at a time."""
-MOST_BUFFERS = 8
+MAX_BUFFERS = 8
 """Limit of pinned buffers kept for copies under way; the next one waits for the oldest."""
 
 Parts = Sequence[Sequence[Tensor]]
@@ -94,7 +94,7 @@ class Buffers:
             if buffer.numel() >= num_bytes and moment.reached():
                 del self._used[k]
                 return buffer[:num_bytes]
-        if len(self._used) >= MOST_BUFFERS:
+        if len(self._used) >= MAX_BUFFERS:
             buffer, moment = self._used.pop(0)
             moment.wait()
             if buffer.numel() >= num_bytes:

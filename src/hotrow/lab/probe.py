@@ -57,7 +57,7 @@ DEPTHS = (1, 8, 32, 128)
 LARGE_BYTES = 1 << 20
 NUM_LARGE = 4
 """Sequential I/Os of LARGE_BYTES that are under way together."""
-MOST_IOS = 1 << 14
+MAX_IOS = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def probe(
     if kernels is not None:  # the more steps, the better the predictions: they get all that is left
         fields["kernels"] = fields.get("kernels", {}) | kernels(
             threads=_thread_counts(threads),
-            seconds=max(LEAST_KERNELS * seconds, seconds - (time.perf_counter() - started)),
+            seconds=max(MIN_KERNELS * seconds, seconds - (time.perf_counter() - started)),
             progress=tell,
             folder=next(iter(folders), None),
         )
@@ -347,7 +347,7 @@ class _ProbeFile:
         self.io: Literal["io_uring", "threads"] = "threads" if io_uring_refused() else "io_uring"
         self.rows = TableRows(table="probe", parts=(("sector", sector_bytes),), num_rows=FILE_BYTES // sector_bytes)
         self.draw = np.random.default_rng(1)
-        self.memory = torch.zeros(MOST_IOS, sector_bytes, dtype=torch.uint8)
+        self.memory = torch.zeros(MAX_IOS, sector_bytes, dtype=torch.uint8)
         self.store(1).close()  # makes the file
 
     def store(self, depth: int) -> Store:
@@ -383,7 +383,7 @@ class _ProbeFile:
 
     def random(self, store: Store, what: str, round_s: float) -> tuple[Figure, Figure]:
         """Returns I/Os a second and the processor's seconds of each. what: "reads" or "writes" of random sectors."""
-        most = min(MOST_IOS, self.rows.num_rows // 4)
+        most = min(MAX_IOS, self.rows.num_rows // 4)
 
         def one_round(count: int) -> tuple[float, float]:
             rows = np.sort(self.draw.choice(self.rows.num_rows, count, replace=False))
@@ -474,5 +474,5 @@ MEASUREMENTS: Sequence[tuple[float, Measurement]] = ((0.15, measure_dram), (0.2,
 """Shares of the time, and what is measured in it. Memory takes about 6 s however much time there is."""
 RANKS = 0.15
 """The share of the time for two processes that train together; to start them takes 3 s more."""
-LEAST_KERNELS = 0.5
+MIN_KERNELS = 0.5
 """The least share of the time for training steps."""

@@ -56,12 +56,12 @@ SMALL, LARGE_BYTES = 50, 2 << 20
 ROUNDS = 9
 WARMUP, TIMED = 2, 5
 """Steps with each batch size."""
-MOST_TABLE_BYTES = 48 << 20
+MAX_TABLE_BYTES = 48 << 20
 REPLICATED_ROWS = 64
 """Tables of at most so many rows lie on both ranks, as small tables of a run do."""
 PARTS_OF_STEP = {"lookup": ("lookup",), "update": ("dense", "update")}
 """What sharing adds to, by phases."""
-LEAST_SHAPES = 6
+MIN_SHAPES = 6
 """With fewer, there would be fewer points than kinds of amounts."""
 MEET_S, SLACK_S, POLL_S = 30.0, 60.0, 0.05
 """Time in which the processes must have met; what they may take beside what they measure in; between two looks."""
@@ -170,9 +170,9 @@ def _note(disturbance: Disturbance) -> str:
 def _steps(comm: Communicator, pids: Sequence[int], until_s: float) -> tuple[Figure, dict[str, list[Point]]]:
     """Returns how much longer plain steps take beside the other rank's, and points of what sharing takes."""
     times, points = [], {f"shared {name}": [] for name in PARTS_OF_STEP}  # type: ignore[var-annotated]
-    in_dram = (shape for shape in shapes(MOST_TABLE_BYTES) if shape.in_tiers is None)
+    in_dram = (shape for shape in shapes(MAX_TABLE_BYTES) if shape.in_tiers is None)
     for number, shape in enumerate(in_dram):
-        if number >= LEAST_SHAPES and not everyone(comm, time.monotonic() < until_s)[0]:
+        if number >= MIN_SHAPES and not everyone(comm, time.monotonic() < until_s)[0]:
             break
         with ExitStack() as stack:
             sides = _Sides(shape, comm, stack, pools=number % 2 == 1)

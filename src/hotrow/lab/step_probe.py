@@ -61,10 +61,10 @@ WARMUP, TIMED = 2, 7
 PARTS = (1, 3)
 """Batches of a shape are its batch size and a third of it: that takes less time than another shape."""
 BATCH_SIZES = 64, 8192
-MOST_MULTIPLY_ADDS = 2e8
-MOST_VALUES = 3e6
+MAX_MULTIPLY_ADDS = 2e8
+MAX_VALUES = 3e6
 """Limits on a step: multiply-adds of a forward pass, and numbers in the rows that it looks up."""
-MOST_TABLE_BYTES = 3 << 27
+MAX_TABLE_BYTES = 3 << 27
 """384 MiB of weights and optimizer state: several times the caches of most processors."""
 TIERS_EVERY = 6
 """One shape in so many has its tables in tiers."""
@@ -156,7 +156,7 @@ def _chances(zipf: float, num_embeddings: int) -> NDArray[np.float64]:
 # ---- shapes
 
 
-def shapes(most_table_bytes: int = MOST_TABLE_BYTES) -> Iterator[Shape]:
+def shapes(most_table_bytes: int = MAX_TABLE_BYTES) -> Iterator[Shape]:
     """Yields shapes for ever, each a function of its number and the limit on its tables.
 
     The first six have every optimizer, precision and place for rows, so that a short probe lacks none of them.
@@ -195,7 +195,7 @@ def _shape(generator: np.random.Generator, number: int, most_table_bytes: int) -
         pairs = dim + num_tables * (num_tables + 1) // 2
         weights = num_dense * widths[0][0] + widths[0][-1] * dim + pairs * widths[1][0] + num_tables**2 * dim
     weights += sum(a * b for own in widths for a, b in itertools.pairwise(own))
-    most = min(log(*BATCH_SIZES), MOST_MULTIPLY_ADDS / weights, MOST_VALUES / (dim * sum(lengths)))
+    most = min(log(*BATCH_SIZES), MAX_MULTIPLY_ADDS / weights, MAX_VALUES / (dim * sum(lengths)))
     config = {
         "data": "probe",
         "model": {"name": name, "embedding_dim": dim, **wants[name], **extra},
@@ -236,7 +236,7 @@ def measure_kernels(
     try:
         for name, points in _windows(threads, seconds * WINDOWS_SHARE).items():
             found.setdefault(name, []).extend(points)
-        for number, shape in enumerate(shapes(min(MOST_TABLE_BYTES, available_memory_bytes() // 8))):
+        for number, shape in enumerate(shapes(min(MAX_TABLE_BYTES, available_memory_bytes() // 8))):
             elapsed = time.perf_counter() - started
             if elapsed > seconds:
                 break

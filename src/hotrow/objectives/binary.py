@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hotrow.objectives.objective import Figures, LabelKind, Measure, Objective, shown
 
-FEWEST_OF_EACH = 100
+MIN_OF_EACH = 100
 """How many positives, and how many negatives, a split needs for its AUC to mean something."""
 _PIECE_ROWS = 1 << 20
 """Rows turned into float64 at a time."""
@@ -107,7 +107,7 @@ class BinaryCrossEntropy(Objective):
         counts = [(len(piece), int(piece.sum())) for piece in labels]
         num_rows, positives = (sum(each) for each in zip(*counts, strict=True))
         fewer, word = min((positives, "positive"), (num_rows - positives, "negative"))
-        if fewer >= FEWEST_OF_EACH:
+        if fewer >= MIN_OF_EACH:
             return {}
         # Hanley and McNeil (1982), for an AUC about 0.75
         error = f", AUC +- {0.2 / math.sqrt(fewer):.2f}" if fewer else ", so it has no AUC"

@@ -196,8 +196,8 @@ class Sharded(Placement):
         """By table, the types of its rows and of those that travel."""
         self._row_bytes = self._keys.dims * [dtype.itemsize for dtype in self._stored]
         self.all_held = False
-        """Whether every rank holds all rows of the batches that come now, as in a phase of hot batches: then nobody
-        asks for rows, and lookups are not collective."""
+        """True while every rank holds all rows of the current batches, as in a phase of hot batches. Ranks then request
+        no rows, and lookups are not collective."""
         self.merge_every = 1
         """If 1, ranks add up their gradients at every step. If above, and `all_held`, each rank updates its copies
         alone; after so many steps all ranks add up what each has changed, which is not exact."""

@@ -33,17 +33,17 @@ REGION_BYTES = 1024
 """Memory that a region of gathered rows takes beside its map and its page, rounding included."""
 ROW_BYTES = 2 / 8
 """Two bits for every row, wherever it lies: was it ever written to, and was it since the last checkpoint?"""
-MOST_PLACES_SHARE = 0.5
+MAX_PLACES_SHARE = 0.5
 """Rows are gathered only if knowing where they lie takes no more than this share of the budget for slots
 (docs/memory.md says what was measured)."""
-LEAST_GATHERED_ROWS = 1 << 15
+MIN_GATHERED_ROWS = 1 << 15
 """Writes of smaller tables are not gathered: few of their rows leave memory, and an open page is much of them."""
-LEAST_ROWS = 100
+MIN_ROWS = 100
 """A table in tiers caches at least this many rows, or all that it has."""
 SMALL_TABLES_SHARE = 0.5
 """Share of the budget for tables that lie in memory whole, smallest first: their few rows would else be read over and
 over."""
-MOST_WAITING_SHARE, MOST_GATHERED_SHARE = 8, 64
+MAX_WAITING_SHARE, MAX_GATHERED_SHARE = 8, 64
 """I/O buffers and rows that wait to be written take at most 1/8 of the budget, and at most 64 MiB. If writes are
 gathered, which takes a 25th of the I/Os, they take at most 1/64 or 2 MiB, whichever is more."""
 MOVING_SHARE = 8
@@ -108,8 +108,8 @@ class Memory:
     @property
     def waiting_bytes(self) -> int:
         """The most that I/O buffers and rows that wait to be written may take of `dram`."""
-        most = min(64 << 20, self.dram_bytes // MOST_WAITING_SHARE)
-        return min(most, max(2 << 20, self.dram_bytes // MOST_GATHERED_SHARE)) if self.writes == "gathered" else most
+        most = min(64 << 20, self.dram_bytes // MAX_WAITING_SHARE)
+        return min(most, max(2 << 20, self.dram_bytes // MAX_GATHERED_SHARE)) if self.writes == "gathered" else most
 
     @property
     def engine_bytes(self) -> int:
@@ -140,7 +140,7 @@ class Memory:
         known = [table for table in gathered.with_places(tables) if table.place_bytes]
         known_bytes = sum(table.place_bytes * table.num_rows for table in known)
         file_bytes = PLACES_PER_ROW * sum(table.record_bytes * table.num_rows for table in known)
-        fits = known_bytes <= MOST_PLACES_SHARE * gathered.slots_bytes and file_bytes <= free_bytes
+        fits = known_bytes <= MAX_PLACES_SHARE * gathered.slots_bytes and file_bytes <= free_bytes
         return gathered if known and fits else replace(self, writes="in_place")
 
     def with_places(self, tables: Sequence[TableDemand]) -> list[TableDemand]:
@@ -148,7 +148,7 @@ class Memory:
         if self.writes != "gathered":
             return [*tables]
         return [
-            table._replace(place_bytes=place_bytes(table)) if table.num_rows >= LEAST_GATHERED_ROWS else table
+            table._replace(place_bytes=place_bytes(table)) if table.num_rows >= MIN_GATHERED_ROWS else table
             for table in tables
         ]
 
@@ -181,7 +181,7 @@ class Memory:
             return places
         tails = [table.num_rows - own.pinned for table, own in zip(tables, slots, strict=True)]
         rest = [t for t in sorted(range(len(tables)), key=lambda t: tails[t]) if tails[t] > 0]
-        least = {t: _whole_sets(min(LEAST_ROWS, tails[t])) for t in rest}
+        least = {t: _whole_sets(min(MIN_ROWS, tails[t])) for t in rest}
         record_bytes, held = [table.record_bytes for table in tables], parse_bytes(self.file_bytes)
         shares = _level([*map(_whole_sets, tails)], record_bytes, rest, held, unit=SET_PLACES)
         for t, places[t] in shares.items():
@@ -252,8 +252,8 @@ def plan_slots(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSl
     left -= sum(tables[t].num_rows * tables[t].row_bytes for t in rest)
     cached = _level([table.num_rows for table in tables], slot_bytes, rest, left)
     for t in rest:
-        if cached[t] < min(LEAST_ROWS, tables[t].num_rows):
-            needed = sum(slot_bytes[u] * LEAST_ROWS + tables[u].num_rows * tables[u].row_bytes for u in rest)
+        if cached[t] < min(MIN_ROWS, tables[t].num_rows):
+            needed = sum(slot_bytes[u] * MIN_ROWS + tables[u].num_rows * tables[u].row_bytes for u in rest)
             raise ValueError(
                 f"the memory for tables is too small: table {tables[t].name!r} would keep {max(cached[t], 0)} of its "
                 f"{tables[t].num_rows:,} rows. About {size(needed)} more than the tables that lie in memory "

@@ -28,7 +28,7 @@ from hotrow.placement.store_file import DEPTH, Kind, OpenFile, TableRows
 NUM_THREADS = 40
 """Threads of a pool. On two cores 40 reach 88 % of io_uring's rate on reads and 84 % on reads and writes; 32 reach 85
 and 84 %, 64 reach 93 and 79 %, 128 reach 86 and 76 % (benchmarks/block_store.py; medians of two to six runs)."""
-MOST_WAITING_BYTES = 64 << 20
+MAX_WAITING_BYTES = 64 << 20
 
 
 class StoreError(OSError):
@@ -49,7 +49,7 @@ class Engines:
         io: Literal["auto", "io_uring", "threads"] = "auto",
         depth: int = DEPTH,
         num_threads: int = NUM_THREADS,
-        most_waiting_bytes: int = MOST_WAITING_BYTES,
+        most_waiting_bytes: int = MAX_WAITING_BYTES,
     ) -> None:
         self.io, self.depth, self.num_threads, self.most_waiting_bytes = io, depth, num_threads, most_waiting_bytes
         self.fallbacks: dict[str, str] = {}

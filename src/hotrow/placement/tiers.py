@@ -40,7 +40,7 @@ from hotrow.placement.base import (
     Use,
 )
 from hotrow.placement.budget import (
-    LEAST_ROWS,
+    MIN_ROWS,
     Memory,
     TableDemand,
     TableSlots,
@@ -55,7 +55,7 @@ from hotrow.placement.stores import Engines, Store, StoreError, open_cached_stor
 from hotrow.tables import TableConfig
 
 _STORAGES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-MOST_ROWS = 2**31 - 1
+MAX_ROWS = 2**31 - 1
 """Slots are int32, and one more number says that a row has none."""
 PIECE_BYTES, GATHERED_PIECE_BYTES = 2 << 20, 8 << 20
 """Upper limits, in bytes, for one read or write by row id. Neighbours whose writes are gathered lie in the pages of
@@ -239,7 +239,7 @@ class Tiers(Placement):
 
     def _check_pins(self, pins: Sequence[np.ndarray[Any, Any]]) -> None:
         for table, slots, ids in zip(self.tables, self.slots, pins, strict=True):
-            least = min(LEAST_ROWS, table.num_embeddings - slots.pinned - len(ids))
+            least = min(MIN_ROWS, table.num_embeddings - slots.pinned - len(ids))
             if len(ids) > max(0, slots.cached - least):
                 raise ValueError(
                     f"Memory: pins names {len(ids):,} rows of table {table.name!r} behind its first {slots.pinned:,}; "
@@ -549,10 +549,10 @@ def _pins(tables: Sequence[TableConfig], pins: Mapping[str, ArrayLike]) -> list[
 
 
 def _check_rows(table: TableConfig) -> None:
-    if table.num_embeddings >= MOST_ROWS:
+    if table.num_embeddings >= MAX_ROWS:
         raise ValueError(
             f"table {table.name!r} has {table.num_embeddings:,} rows; in tiers a table has fewer than "
-            f"{MOST_ROWS:,}: hash its ids into fewer rows, or cut it into several tables"
+            f"{MAX_ROWS:,}: hash its ids into fewer rows, or cut it into several tables"
         )
 
 

@@ -21,11 +21,11 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.objectives import DEFAULT, OBJECTIVES
 from hotrow.objectives.objective import Objective
 
-MOST_POINTS = 240
+MAX_POINTS = 240
 """Points of a curve; a longer one is drawn as the mean, the least and the most of each of this many buckets."""
 LARGEST = 1e100
 """Numbers beyond this are no figures of a run, and arithmetic on them overflows."""
-MOST_COUNTED_ROWS = 50_000_000
+MAX_COUNTED_ROWS = 50_000_000
 """Larger datasets have no curves here but in `hotrow inspect`: reading their counts would hold up the end of a run."""
 SHARES = tuple(float(f"{10.0 ** (power / 3):.3g}") for power in range(-15, 1))
 """Shares of a table's rows at which its coverage is computed."""
@@ -137,7 +137,7 @@ class Thinned(NamedTuple):
     """The most points that one point of the curve stands for; 1 if every point is drawn."""
 
 
-def thin(curve: Sequence[Point], most: int = MOST_POINTS) -> Thinned:
+def thin(curve: Sequence[Point], most: int = MAX_POINTS) -> Thinned:
     """Returns the curve with at most `most` points: buckets of as many points each, at their mean x and mean y."""
     if len(curve) <= most:
         return Thinned(curve, (), 1)
@@ -160,7 +160,7 @@ def coverage_of(dataset: Mapping[str, Any] | None) -> Coverage | None:
         found = PackedDataset.open(str(dataset["path"]))
         if found.checksum != dataset["checksum"] or not found.has_counts:
             return None
-        if sum(table.num_embeddings for table in found.info.tables) > MOST_COUNTED_ROWS:
+        if sum(table.num_embeddings for table in found.info.tables) > MAX_COUNTED_ROWS:
             return None
         return coverage({table.name: found.counts(table.name) for table in found.info.tables})
     except (OSError, ValueError):

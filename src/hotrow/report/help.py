@@ -14,7 +14,7 @@ from typing import Any
 from hotrow.forecast.changes import MORE_THREADS, change_of
 from hotrow.report.facts import RunFacts, mapping_in, number_in, points
 
-LEAST_GAIN = 0.005
+MIN_GAIN = 0.005
 """Gains below this share of training time are not worth a line."""
 
 
@@ -52,7 +52,7 @@ def _predicted(run: RunFacts) -> list[Idea]:
         modelled = "; modelled, because nobody measured that machine" if change.get("modelled") is True else ""
         if gain is None:
             found.append(Idea(f"{what}: {change.get('cannot')}", 0.0, "not predicted", predicted=True))
-        elif gain >= LEAST_GAIN:
+        elif gain >= MIN_GAIN:
             least, most = (1 + gain) / (1 + (error or 0)) - 1, (1 + gain) * (1 + (error or 0)) - 1
             between = "" if error is None else f"{least:+.0%} to {most:+.0%}"
             speed = None if measured is None else measured * (1 + gain)
@@ -70,7 +70,7 @@ def _bounds(run: RunFacts) -> list[Idea]:
     found = []
 
     def saves(gain: float, text: str) -> None:
-        if gain >= LEAST_GAIN:
+        if gain >= MIN_GAIN:
             found.append(Idea(text, gain, f"at most {gain:.0%}" if gain >= 0.095 else f"at most {gain:.1%}"))
 
     if total:

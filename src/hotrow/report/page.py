@@ -18,9 +18,9 @@ from hotrow.report.help import Idea, ideas, phases_of
 
 NAME = "report.html"
 WIDTH, HEIGHT = 540, 270
-MOST_BARS = 24
+MAX_BARS = 24
 """Tables in the picture of where rows lie; smaller ones share a bar. The table below it names them all."""
-MOST_CURVES = 12
+MAX_CURVES = 12
 DASH = "\u2013"
 
 
@@ -425,8 +425,8 @@ def where_rows_lie(run: RunFacts) -> Chart:
         bar.pop("also on the device", None)  # copies: rows lie in DRAM or on disk too
     # Tables that lie in DRAM whole look all the same, so they share a bar.
     split = sorted((name for name in placed if placed[name]["on disk"]), key=lambda name: -sum(placed[name].values()))
-    groups = {name: [name] for name in split[:MOST_BARS]}
-    groups |= {f"{len(split) - MOST_BARS} others": split[MOST_BARS:]} if len(split) > MOST_BARS else {}
+    groups = {name: [name] for name in split[:MAX_BARS]}
+    groups |= {f"{len(split) - MAX_BARS} others": split[MAX_BARS:]} if len(split) > MAX_BARS else {}
     if whole := [name for name in placed if not placed[name]["on disk"]]:
         groups[f"{len(whole)} whole in DRAM"] = whole
     parts = ("pinned in DRAM", "cached in DRAM", "on disk")
@@ -496,7 +496,7 @@ def hit_charts(run: RunFacts) -> list[Chart]:
     hits = number_in(run.record, "memory", "hits_per_lookup")
     if rows and hits is not None:
         lines["this run, measured"] = [(held / rows, 1 - hits)]
-    largest = sorted(coverage.tables, key=lambda name: -len(coverage.tables[name]))[:MOST_CURVES]
+    largest = sorted(coverage.tables, key=lambda name: -len(coverage.tables[name]))[:MAX_CURVES]
     misses = line_chart(
         lines, x_label="share of all rows held in memory", y_label="share of lookups that miss",
         width=WIDTH, height=HEIGHT, label="misses by memory, from the dataset's access counts",
@@ -508,7 +508,7 @@ def hit_charts(run: RunFacts) -> list[Chart]:
     )  # fmt: skip
     text = "Misses if the rows with most accesses in training are held, from the dataset's counts"
     more = ", and what this run measured." if "this run, measured" in lines else "."
-    of = "" if len(coverage.tables) <= MOST_CURVES else f", {MOST_CURVES} of {len(coverage.tables)} tables"
+    of = "" if len(coverage.tables) <= MAX_CURVES else f", {MAX_CURVES} of {len(coverage.tables)} tables"
     return [
         *charts,
         Chart(misses, text + more),

@@ -9,7 +9,7 @@ the manifest describes. A save writes the rows that changed since the previous c
 checkpoint's files as hard links: each folder is complete, and the disk holds every file once. A new chain begins before
 the files together hold more than twice the rows that were ever written to. So a chain takes the disk space of two
 tables at most, and all saves together write at most twice the rows that changed. A new chain also begins after
-MOST_LINKS files.
+MAX_LINKS files.
 
 If several ranks share the tables, a save adds a file for each rank that has rows to write: those of which it is the
 home. Any number of ranks can read them, because a file names its rows.
@@ -42,7 +42,7 @@ from hotrow.run.checkpoint_files import (
     write_held,
 )
 
-MOST_LINKS = 100
+MAX_LINKS = 100
 """The longest chain of checkpoint files. Every save hard-links all files of its chain and every load opens them, so a
 longer chain costs more; past this length the next save starts a new chain."""
 ROWS = "rows"
@@ -112,7 +112,7 @@ def next_chain(
     if chain is not None:
         links = chain.record.links
         costs_the_same = 0 < num_changed == num_ever
-        if len(links) >= MOST_LINKS or sum(links) + num_changed > 2 * num_ever or costs_the_same:
+        if len(links) >= MAX_LINKS or sum(links) + num_changed > 2 * num_ever or costs_the_same:
             chain = None
     ever = chain is None
     if chain is None:

@@ -313,7 +313,7 @@ class TierMeter(CountsApart):
     @override
     def close(self) -> Iterable[Notice]:
         count = sum_of(self._training().values())["overflow_rows"]
-        text = "rows of training batches for which no cached row could leave lay beside the caches: raise memory.dram"
+        text = "batches needed more rows than their cache could hold; those used temporary slots: raise memory.dram"
         return [Notice(text, "overflow_rows", count)] if count else []
 
     @override

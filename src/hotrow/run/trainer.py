@@ -63,7 +63,7 @@ from hotrow.setup.setup import Setup
 
 LOOKAHEAD = MemoryConfig().lookahead
 MakeMeter: TypeAlias = Callable[[Session], Meter]
-MOST_SKIPPED = 100
+MAX_SKIPPED = 100
 """A run ends after this many skipped steps in a row: weights that have overflowed do not recover."""
 
 
@@ -382,9 +382,9 @@ class Training:
         if self.config.train.nonfinite == "raise":
             left_out = f"{resume_command(self.folder.path)} --set train.nonfinite=skip"
             raise ValueError(f"{text}. Training diverged: {cure}; or leave such steps out: {left_out}")
-        if state.skipped_in_a_row == MOST_SKIPPED:
+        if state.skipped_in_a_row == MAX_SKIPPED:
             raise ValueError(
-                f"{text}, and the {MOST_SKIPPED} steps before it were skipped too. Training diverged: {cure}"
+                f"{text}, and the {MAX_SKIPPED} steps before it were skipped too. Training diverged: {cure}"
             )
         self.parts.dense_optimizer.zero_grad()
         self.parts.sparse_optimizer.zero_grad()

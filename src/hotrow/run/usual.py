@@ -15,14 +15,14 @@ from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.seen import Seen, usual_range
 from hotrow.run.record import RunRecord
 
-MOST_BLOCKS = 16
+MAX_BLOCKS = 16
 """Blocks of training rows that ranges are found in: a million rows, spread evenly. More would not move a quantile that
 a thousandth of the rows exceed, and a short run on much data should not end with a long pass over it."""
 
 
 def training_ranges(split: Split) -> dict[str, tuple[float, float]]:
     """Returns the lowest and highest usual number of each number column of a split, as they are stored."""
-    count = min(MOST_BLOCKS, split.num_blocks)
+    count = min(MAX_BLOCKS, split.num_blocks)
     if not count or not split.info.dense:
         return {}
     blocks = [split.block(i * split.num_blocks // count) for i in range(count)]

@@ -2,9 +2,9 @@
 of bytes on the wire.
 
 Copies never save bytes (wire.py), but they cost none where every rank looks a row up at every step, and no lookup waits
-for them. So small tables are replicated, whose rows are such, and larger ones are dealt out row by row, which spreads
-popular rows evenly. Bags of many ids make pooled vectors fewer bytes than rows. Tables with such bags are given to one
-rank each, if that leaves ranks with about as many rows and lookups as before.
+for them. Small tables, whose rows every rank needs at nearly every step, are replicated. Larger ones are dealt out row
+by row, which spreads popular rows evenly. Bags of many ids make pooled vectors fewer bytes than rows. Tables with such
+bags are given to one rank each, if that leaves ranks with about as many rows and lookups as before.
 parallel/shards.py says where the rows then lie.
 """
 
@@ -29,9 +29,9 @@ from hotrow.tables import TableConfig
 SMALL_SHARE = 0.01
 """Small tables are replicated as long as this adds at most so much to the bytes on the wire of a step, and to the bytes
 of all tables."""
-MOST_POOLED = 0.8
+MAX_POOLED = 0.8
 """Pooled vectors are chosen if they take at most this share of the bytes of rows, which spread every table's work."""
-MOST_UNEVEN = 1.2
+MAX_UNEVEN = 1.2
 """With whole tables on single ranks, no rank may have more bytes of rows, or more lookups, than this times the mean."""
 
 
@@ -135,7 +135,7 @@ def _counted_pooled(
 
 
 def _is_fewer(wire: Wire) -> bool:
-    return wire.pooled_bytes <= MOST_POOLED * wire.split_bytes and wire.lookups > 0
+    return wire.pooled_bytes <= MAX_POOLED * wire.split_bytes and wire.lookups > 0
 
 
 def pooled_owners(
@@ -152,7 +152,7 @@ def pooled_owners(
     names.sort(key=lambda name: max(own[name] / sum(own.values()) for own in amounts))
     while names:
         owners = _owners({name: loads[name] for name in names}, num_ranks)
-        if max(_unevenness(owners, own, num_ranks) for own in amounts) <= MOST_UNEVEN:
+        if max(_unevenness(owners, own, num_ranks) for own in amounts) <= MAX_UNEVEN:
             return owners
         names.pop()
     return {}

@@ -24,7 +24,7 @@ from hotrow.costs.work import Work, read_counts, work_of
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.messages import WireDtype
 from hotrow.parallel.shards import Shard
-from hotrow.placement.budget import LEAST_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
+from hotrow.placement.budget import MIN_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.setup.room import Room
 from hotrow.tables import TableConfig
 
@@ -123,7 +123,7 @@ class SlotPlanner:
             self.counted,
             num_steps=num_rows / min(self.config.train.batch_size, num_rows),
             depth=(MemoryConfig() if isinstance(chosen, str) else chosen).lookahead,
-            least_cached={t.name: max(LEAST_ROWS, most_rows(self.config, t)) for t in self.tables},
+            least_cached={t.name: max(MIN_ROWS, most_rows(self.config, t)) for t in self.tables},
         )
 
     def with_config(self, config: Config) -> SlotPlanner:

@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 NUM_BUCKETS = 32
 ORDER_SCALES = (16, 32, 64, 128)
 """Numbers of buckets at which neighbours are compared: few for a weak trend, many for one in few of the rows."""
-LEAST_IN_BUCKET = 8.0
+MIN_IN_BUCKET = 8.0
 """Expected rows of the rarer label in a bucket, at least; else there are fewer buckets."""
 SHRINKAGE = (2.0, 8.0, 32.0, 128.0, 512.0, 2048.0)
 """Weights, in rows, of what a share is shrunk towards; the best is chosen."""
@@ -32,7 +32,7 @@ RIDGE = 1e-3
 """Keeps a regression finite if a column tells the label."""
 CLEAR = 3.0
 """Standard errors from which a difference counts."""
-LEAST_OF_EACH = 20
+MIN_OF_EACH = 20
 """Rows of each label that are needed to compare anything."""
 
 
@@ -105,7 +105,7 @@ def weigh(tally: Tally, inputs: Floats, missing: tuple[int, int] = (0, 0)) -> Ev
     inputs: the values as a dense input has them, where a missing value is 0. missing: rows without a value, and
     positives among them.
     """
-    if tally.rarer < LEAST_OF_EACH or len(tally.rows) < 2:
+    if tally.rarer < MIN_OF_EACH or len(tally.rows) < 2:
         return None
     nothing = np.full((2, len(tally.rows)), tally.share)
     groups = buckets_of(tally, min(NUM_BUCKETS, _most_buckets(tally)))
@@ -158,7 +158,7 @@ def buckets_of(tally: Tally, num_buckets: int) -> Ints:
 
 
 def _most_buckets(tally: Tally) -> int:
-    return max(2, int(tally.rarer / LEAST_IN_BUCKET))
+    return max(2, int(tally.rarer / MIN_IN_BUCKET))
 
 
 def _best_rates(tally: Tally, prior: Floats) -> Floats:

@@ -19,7 +19,7 @@ TIME_NAMES = r"(.*_)?(time|timestamp|ts|date|datetime|hour|day|dt|unix_?time|(cr
 _MONTH, _DAY, _HOUR = "(0[1-9]|1[0-2])", "([0-2][0-9]|3[01])", "([01][0-9]|2[0-3])"
 WRITTEN_DATES = (f"(19|20)..{_MONTH}{_DAY}({_HOUR})?", f"..{_MONTH}{_DAY}{_HOUR}")
 """Forms of dates such as 20141021, 2014102113, and 14102113 as in Avazu's logs."""
-MOST_OF_TIME = 0.05
+MAX_OF_TIME = 0.05
 """A time that takes away more than this share of the label's LogLoss is set with the outcome: rates of clicks change
 over time, but not as much."""
 
@@ -74,7 +74,7 @@ def _told_by_time(f: ColumnFacts, sample: pa.Table, labels: Labels) -> float:
     tally = Tally.of(times[good], labels.positive[good])
     found = weigh(tally, as_dense(tally, "standardize"))
     share = 0.0 if found is None else 1 - found.values / found.base
-    return share if found is not None and found.gain >= CLEAR and share > MOST_OF_TIME else 0.0
+    return share if found is not None and found.gain >= CLEAR and share > MAX_OF_TIME else 0.0
 
 
 def _times_with_gaps(facts: Sequence[ColumnFacts]) -> list[str]:

@@ -37,7 +37,7 @@ ROWS_FOR_BUCKETS = 5000
 buckets interact with other columns."""
 ROWS_FOR_COUNTS = 1000
 """Sampled rows of the rarer label from which single values would have shown an effect."""
-LEAST_BUCKETS, MOST_BUCKETS = 8, 32
+MIN_BUCKETS, MAX_BUCKETS = 8, 32
 GAIN_PER_BUCKET = 4.0
 """By how much the log-likelihood of all rows must rise for each bucket: what its row costs by overfitting."""
 VALUES_AS_BUCKETS = 256
@@ -97,7 +97,7 @@ def _of_decimals(tally: Tally, found: Evidence | None, sampled: float) -> Kind:
     if found is None:
         return Kind("decimal numbers", is_number=True)
     if found.has_identity:
-        most = len(tally.values) if len(tally.values) <= VALUES_AS_BUCKETS else 2 * MOST_BUCKETS
+        most = len(tally.values) if len(tally.values) <= VALUES_AS_BUCKETS else 2 * MAX_BUCKETS
         return _in_buckets(tally, most, f"decimal numbers, {_why(found)}")
     number = _number(tally, found, sampled)
     return replace(number, reason=f"decimal numbers, {number.reason}")
@@ -118,7 +118,7 @@ def _of_few(tally: Tally, found: Evidence | None) -> Kind:
 def _number(tally: Tally, found: Evidence, sampled: float) -> Kind:
     """Returns a number, with buckets if they tell more than a line, or if there are rows to learn them from."""
     rarer = tally.rarer / sampled
-    most = int(np.clip(rarer / ROWS_PER_BUCKET, LEAST_BUCKETS, MOST_BUCKETS))
+    most = int(np.clip(rarer / ROWS_PER_BUCKET, MIN_BUCKETS, MAX_BUCKETS))
     is_bent = found.bend >= CLEAR and found.bent_by / sampled >= GAIN_PER_BUCKET * most
     if not is_bent and not (found.has_order and rarer >= ROWS_FOR_BUCKETS):
         return Kind(_why(found), is_number=True)
@@ -177,7 +177,7 @@ def _like_ids(tally: Tally) -> bool:
 
 def _some_popular(tally: Tally) -> bool:
     """Returns whether some values come more often than by chance; the most frequent ones, such as 0, apart."""
-    rows = tally.rows[tally.rows * MOST_BUCKETS < tally.rows.sum()]
+    rows = tally.rows[tally.rows * MAX_BUCKETS < tally.rows.sum()]
     return bool(len(rows) and rows.var() / rows.mean() > 1 + 5 * np.sqrt(2 / len(rows)))
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hotrow.base.machine import usable_cores
 from hotrow.data.sources.convert import TimeReader, is_list, plain, to_label
-from hotrow.data.sources.evidence import LEAST_OF_EACH, Tally, left_out_rates
+from hotrow.data.sources.evidence import MIN_OF_EACH, Tally, left_out_rates
 from hotrow.data.sources.schema import LabelSpec
 
 STRONG_AUC = 0.95
@@ -78,7 +78,7 @@ def _look(array: pa.Array, positive: NDArray[np.bool_]) -> tuple[str, str]:
     values, tally = _values_of(array, positive)
     if reason := _for_one_label(values, tally):
         return reason, ""
-    if tally.rarer < LEAST_OF_EACH:
+    if tally.rarer < MIN_OF_EACH:
         return "", ""
     of_order = _auc_of_order(values, tally)
     auc = max(of_order, _auc_of_values(tally))
@@ -164,7 +164,7 @@ def _auc_of_values(tally: Tally) -> float:
 def _auc_of_order(values: pa.Array, tally: Tally) -> float:
     """Returns the AUC of the numbers in rising or falling order, without missing ones; 0.5 for text."""
     positives, negatives = tally.positives[:-1], (tally.rows - tally.positives)[:-1]
-    if min(positives.sum(), negatives.sum()) < LEAST_OF_EACH or 2 * tally.rows[-1] > tally.rows.sum():
+    if min(positives.sum(), negatives.sum()) < MIN_OF_EACH or 2 * tally.rows[-1] > tally.rows.sum():
         return 0.5
     try:
         pc.cast(values.slice(0, 1), pa.float64())  # an error late in much text takes long

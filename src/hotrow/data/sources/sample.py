@@ -30,7 +30,7 @@ NUM_PLACES = 16
 """Places in all files from which rows are taken; in each file there are three or more."""
 NUM_RUNS = 256
 """Runs of rows that are taken of a frame."""
-MOST_FILES = 200
+MAX_FILES = 200
 """Files that are looked into; if there are more, these are spread evenly over them."""
 SKIPPED_VALUES = 8_000_000
 """Values of columnar files that are read to get at rows within their groups: a fifth of a second."""
@@ -59,16 +59,16 @@ def sample_rows(data: Any, reader: TableReader, spec: CsvSpec) -> Sample:
     if not len(rows):
         raise ValueError(f"{reader.files[0].path} has no rows to look at; give a file that has some")
     where = reader.files[0].path if len(reader.files) == 1 else f"{len(reader.files):,} files"
-    if len(reader.files) > MOST_FILES:
-        where = f"{MOST_FILES} of {where}"
+    if len(reader.files) > MAX_FILES:
+        where = f"{MAX_FILES} of {where}"
     return Sample(
         rows, f"{'all ' if is_whole else ''}{len(rows):,} rows {'of' if is_whole else 'from all over'} {where}"
     )
 
 
 def _of_files(files: Sequence[InputFile], reader: TableReader, spec: CsvSpec) -> tuple[pa.Table, bool]:
-    """Returns rows of all files, or of MOST_FILES of them, and whether they are all rows."""
-    numbers = np.linspace(0, len(files) - 1, min(len(files), MOST_FILES)).round().astype(int)
+    """Returns rows of all files, or of MAX_FILES of them, and whether they are all rows."""
+    numbers = np.linspace(0, len(files) - 1, min(len(files), MAX_FILES)).round().astype(int)
     chosen = [files[i] for i in numbers.tolist()]
     num_bytes = max(sum(file.num_bytes for file in chosen), 1)
     num_places = max(3, NUM_PLACES // len(chosen))

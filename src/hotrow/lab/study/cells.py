@@ -37,7 +37,7 @@ from hotrow.lab.study.results import files_of, summary_of
 from hotrow.lab.study.runner import Plan
 from hotrow.lab.study.scaling import modelled_of
 from hotrow.lab.study.study import Cell, Study, expand
-from hotrow.lab.study.worker import LEAST_ROUNDS, Spec, write_spec
+from hotrow.lab.study.worker import MIN_ROUNDS, Spec, write_spec
 from hotrow.parallel.ranks import Ranks
 from hotrow.run.folder import RUN, RunFolder
 from hotrow.setup.setup import Setup
@@ -45,9 +45,9 @@ from hotrow.setup.slots import threads_of
 
 START_S = 3.0
 """A process's start: mostly the import of torch."""
-MOST_S = 2.5
+MAX_S = 2.5
 """Seconds of rounds, if the machine is quiet or not."""
-CELL_S, QUALITY_S, RANK_S, MODELLED_S = START_S + MOST_S + 1.0, 15.0, 2.0, 0.5
+CELL_S, QUALITY_S, RANK_S, MODELLED_S = START_S + MAX_S + 1.0, 15.0, 2.0, 0.5
 """What a cell takes, for the estimate; and each rank beside the first."""
 WARM_PASSES, WARM_PASSES_IN_TIERS = 1, 2
 """In the first pass rows come into being; those that tiers then moved out are read in the second."""
@@ -218,7 +218,7 @@ class Studied:
         }
         row = {"key": cell.key, "measured_at": now(), **facts, **run_cell(cell, config, folder / "work")}
         if "rounds" in row:
-            few = [f"made of {row['rounds']} rounds only"] if row["rounds"] < LEAST_ROUNDS else []
+            few = [f"made of {row['rounds']} rounds only"] if row["rounds"] < MIN_ROUNDS else []
             row["note"] = "; ".join([how_clean(row), *few, *([row["note"]] if "note" in row else [])])
         if predicted is not None:
             row["predicted"] = dict(predicted)
@@ -377,8 +377,8 @@ def run_cell(cell: Cell, config: Config, work: Path) -> dict[str, Any]:
         measures=cell.measures,
         warm_passes=WARM_PASSES_IN_TIERS if in_tiers else WARM_PASSES,
         rounds=cell.rounds,
-        most_s=MOST_S,
-        slow_s=CELL_TIMEOUT_S / (LEAST_ROUNDS + 2),
+        most_s=MAX_S,
+        slow_s=CELL_TIMEOUT_S / (MIN_ROUNDS + 2),
     )
     write_spec(work / "spec.json", spec)
     limited: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from hotrow.config.schema import Config
 from hotrow.costs.cost import predict
 from hotrow.costs.demand import TABLE_DTYPES, record_bytes
 from hotrow.costs.hardware import Hardware
-from hotrow.costs.traffic import LARGE_PAGE_BYTES, MOST_IOS, Traffic, io_seconds
+from hotrow.costs.traffic import LARGE_PAGE_BYTES, MAX_IOS, Traffic, io_seconds
 from hotrow.costs.wire import Accesses, share_of, wire_of_work
 from hotrow.costs.work import SAMPLES, TableWork, Work, dense_work
 from hotrow.lab.study.data import SyntheticRows
@@ -215,7 +215,7 @@ def _step_ms_with_ssd(config: Config, work: Work, machine: Hardware, num: int, r
     counts = dict.fromkeys(("tables", "lookups", "rows", "misses", "read_rows", "written_rows"), missed)
     pages, written = missed * own / LARGE_PAGE_BYTES, missed * own
     traffic = Traffic(**counts, reads=missed, read_bytes=missed * sector, writes=pages, written_bytes=written)
-    io_s = io_seconds(disk, traffic, together=MOST_IOS) if missed else 0.0
+    io_s = io_seconds(disk, traffic, together=MAX_IOS) if missed else 0.0
     busy_ms = step_of_ranks(config, work, machine, num_ranks=num)["step_ms"]
     return float(max(busy_ms + 1e3 * missed * disk.cpu_s_per_io.value / machine.num_cores, 1e3 * io_s))
 

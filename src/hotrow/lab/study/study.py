@@ -47,8 +47,8 @@ STUDIES = Path(__file__).with_name("studies")
 """The folder of the studies that come with hotrow."""
 _CURE = "docs/study.md describes the file"
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
-_MOST_CELLS = 10_000
-_MOST_RANKS = 100_000
+_MAX_CELLS = 10_000
+_MAX_RANKS = 100_000
 MODELLED = ("scaling", "nodes")
 """What `measures` says of groups whose cells are not run."""
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -247,8 +247,8 @@ def expand(study: Study, *, origin: str, quick: bool = False) -> list[Cell]:
     for name, group in study.groups.items():
         where = f"study {origin}: groups.{name}"
         num_cells = math.prod(len(points) for points in group.axes.values()) * (group.draw.models if group.draw else 1)
-        if num_cells > _MOST_CELLS:
-            raise ValueError(f"{where}: it has {num_cells:,} cells; at most {_MOST_CELLS:,} are allowed")
+        if num_cells > _MAX_CELLS:
+            raise ValueError(f"{where}: it has {num_cells:,} cells; at most {_MAX_CELLS:,} are allowed")
         axes = {axis: list(_points(axis, points)) for axis, points in group.axes.items()}
         if quick:
             axes = {axis: [points[0], points[-1]][: len(points)] for axis, points in axes.items()}
@@ -335,8 +335,8 @@ def _ranks_of(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """Returns the fields of a cell about its ranks, which no config has, and sets the batch that they ask for."""
     ranks, each = raw.pop("ranks", 1), raw.pop("batch_per_rank", None)
     for name, value in {"ranks": ranks, "batch_per_rank": each}.items():
-        if value is not None and (type(value) is not int or not 1 <= value <= _MOST_RANKS):
-            raise ValueError(f"{where}: {name} is {value!r}; it must be a whole number from 1 to {_MOST_RANKS:,}")
+        if value is not None and (type(value) is not int or not 1 <= value <= _MAX_RANKS):
+            raise ValueError(f"{where}: {name} is {value!r}; it must be a whole number from 1 to {_MAX_RANKS:,}")
     if each is not None:
         raw.setdefault("train", {})["batch_size"] = each * ranks
     return {"ranks": ranks, "batch_per_rank": each}

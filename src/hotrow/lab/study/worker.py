@@ -39,9 +39,9 @@ from hotrow.run.meters import Meter, Session
 from hotrow.run.record import PHASES
 from hotrow.run.runs import train
 
-LEAST_ROUND_S = 0.2
+MIN_ROUND_S = 0.2
 """A round is as many passes over the data as take this long: a shorter time says little of who had the processors."""
-LEAST_ROUNDS = 3
+MIN_ROUNDS = 3
 
 
 @record(frozen=True, config=STRICT, kw_only=True)
@@ -57,7 +57,7 @@ class Spec:
     warm_passes: int
     rounds: int
     most_s: float
-    """Seconds after which no round begins, if there are LEAST_ROUNDS."""
+    """Seconds after which no round begins, if there are MIN_ROUNDS."""
     slow_s: float
     """Seconds after which the warm-up, and any round, ends at the next step instead of at the end of a pass."""
 
@@ -122,14 +122,14 @@ class Passes(Meter):
                 self._begin()
             return
         self._is_cut |= slow
-        if self._agreed(now - self._start < LEAST_ROUND_S):
+        if self._agreed(now - self._start < MIN_ROUND_S):
             return
         num_steps = state.step - self._step
         ms = {f"{phase}_ms": 1e3 * (state.seconds[phase] - self._before[phase]) / num_steps for phase in PHASES}
         whole = {"step_ms": sum(ms.values()), "wait_ms": 1e3 * (state.stall_s - self._stall_s) / num_steps}
         samples = {"samples": (state.num_samples - self._samples) / num_steps, "steps": float(num_steps)}
         self.taken.append((self._disturbance.share(), {**whole, **ms, **samples, **self._exchanged(num_steps)}))
-        late = now - self._first_s > self._most_s and len(self.taken) >= min(LEAST_ROUNDS, self._rounds)
+        late = now - self._first_s > self._most_s and len(self.taken) >= min(MIN_ROUNDS, self._rounds)
         if self._agreed(late or not wants_more(self.taken, self._rounds)):
             raise MeasuredEnough
         self._keep(self.figures())
@@ -150,7 +150,7 @@ class Passes(Meter):
     def figures(self) -> dict[str, Any]:
         """Returns medians over the clean rounds; with few of those, over the less disturbed half, three at least."""
         num_taken = len(self.taken)
-        found = figures_of(cleanest(self.taken, max(min(LEAST_ROUNDS, num_taken), (num_taken + 1) // 2)))
+        found = figures_of(cleanest(self.taken, max(min(MIN_ROUNDS, num_taken), (num_taken + 1) // 2)))
         cut = f"a slow cell: warm-up and rounds end after {self._slow_s:.0f} s, in the middle of a pass"
         return {**found, **({"note": cut} if self._is_cut else {})}
 
