@@ -445,8 +445,8 @@ def fit(
             return _train_on(dataset, folder, recipe, changes, quiet=quiet, comm=comm)
         if comm.size > 1:
             raise ValueError(
-                f"training with {comm.size} processes needs a packed dataset: run hotrow prepare on {_name_of(data)} in "
-                "one process, then pass the folder that it writes as data"
+                f"training with {comm.size} processes needs a packed dataset: run hotrow prepare on {_name_of(data)} "
+                "in one process, then pass the folder that it writes as data"
             )
     with ExitStack() as spool:
         rows = spool.enter_context(_readable(data, Path("runs") if run is None else Path(run).parent, strict=True))
