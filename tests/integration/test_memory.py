@@ -23,10 +23,9 @@ from hotrow.kernels import ops
 from hotrow.placement.store_file import SUFFIX, OwnFolder
 from hotrow.placement.stores import Engines, StoreError
 from hotrow.placement.tiers import Tiers
-from hotrow.run import runs, trainer
+from hotrow.run import runs, storage, trainer
 from hotrow.run.checkpoint import list_checkpoints, verify
 from hotrow.run.folder import RunFolder
-from hotrow.setup import memory as placement
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 
@@ -121,7 +120,7 @@ def test_stores_that_run_on_threads_are_a_counted_warning(
 
 @pytest.mark.parametrize(
     ("asks", "code"),
-    [(placement, "disk_may_become_full"), (runs, "disk_may_be_too_small_for_a_checkpoint")],
+    [(storage, "disk_may_become_full"), (runs, "disk_may_be_too_small_for_a_checkpoint")],
     ids=["rows", "a checkpoint"],
 )
 def test_a_disk_that_may_become_full_is_said_before(

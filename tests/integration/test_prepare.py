@@ -53,7 +53,7 @@ def rows_of(dataset: PackedDataset, split: str) -> dict[str, Any]:
     data = dataset.split(split)
     for index in range(data.num_blocks):
         block = data.block(index)
-        names = [dataset.info.label, *dataset.info.dense_names, *dataset.info.feature_names]
+        names = [dataset.info.labels[0].name, *dataset.info.dense_names, *dataset.info.feature_names]
         for name, column in zip(names, [block.label, *block.dense, *block.ids], strict=True):
             if isinstance(column, tuple):
                 ends = column.row_splits
@@ -268,7 +268,7 @@ def test_other_published_layouts(tmp_path: Path, source: str) -> None:
     dataset = run_prepare("auto", path, tmp_path / "out", memory=MEMORY)
     assert dataset.info.name == source and dataset.info.ids["split"]["kind"] == "time"  # type: ignore[index, call-overload]
     assert sum(dataset.split(s).num_rows for s in dataset.splits) == n
-    assert 0 < np.mean(rows_of(dataset, "train")[dataset.info.label]) < 1
+    assert 0 < np.mean(rows_of(dataset, "train")[dataset.info.labels[0].name]) < 1
     assert sum(len(batch) for batch in RawEncoder(dataset).batches(path)) == n
 
 
@@ -476,7 +476,7 @@ def test_without_a_schema_the_guess_is_told(tmp_path: Path) -> None:
     dataset = run_prepare(
         "auto", to_table(make_rows(400)), tmp_path / "out", label="click", time="ts", announce=said.append
     )
-    assert dataset.info.name == "frame" and dataset.info.label == "click"
+    assert dataset.info.name == "frame" and dataset.info.labels[0].name == "click"
     assert any(line.startswith("note: schema guessed: label click, time ts; dense price") for line in said)
     logs = write_parquet(tmp_path / "logs", make_rows(400))
     assert run_prepare("auto", logs, tmp_path / "parquet", label="click").info.name == "parquet"

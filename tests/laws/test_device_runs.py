@@ -30,7 +30,7 @@ from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
 from hotrow.run.storage import full_device
-from hotrow.setup import setup
+from hotrow.setup import device, setup
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
 
@@ -230,7 +230,7 @@ def test_dense_layers_in_bfloat16(data: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_first_line_names_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (ops, setup):
+    for module in (ops, device):
         monkeypatch.setattr(module, "has_amx", lambda: True)
     line = DenseDevice(torch.device("cpu"), "bf16").line()
     assert line.startswith("; dense layers on cpu, bfloat16 where torch's autocast has it, weights float32")

@@ -123,7 +123,7 @@ def test_any_turns_with_copies_on_a_device(name: str, one_hot: bool, steps_there
 def test_rows_cross_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a row at a time, and of five: every row arrives and returns, and the others stay."""
     for piece_bytes in (1, 100):
-        monkeypatch.setattr(copies_of.OnDevice, "piece_bytes", piece_bytes)
+        monkeypatch.setattr(copies_of, "PIECE_BYTES", piece_bytes)
         emb = hotrow.EmbeddingCollection(TABLES, seed=3)
         optimizer = hotrow.RowWiseAdagrad(emb, lr=0.1)
         before = everything(emb, optimizer)
@@ -300,7 +300,7 @@ def test_which_runs_have_copies_on_a_device(data: Path, monkeypatch: pytest.Monk
     assert device() is None and device(hot={"schedule": "window"}) is None
     assert device(hot={"schedule": "fae"}, memory={"hbm": "1GiB"}) is None, "slots hold the hot rows"
     assert device_of_copies(make_config({"data": str(data), "hot": {"schedule": "fae"}}), DenseDevice()) is None
-    monkeypatch.setattr("hotrow.setup.setup.find_spec", lambda name: None)
+    monkeypatch.setattr("hotrow.setup.device.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"Triton is not installed: pip install 'hotrow\[gpu\]', or set device to cpu"):
         device(hot={"schedule": "fae"})
 

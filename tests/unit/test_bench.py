@@ -38,7 +38,6 @@ from benchmarks import (
     peak_memory,
     precision,
     results,
-    spans,
     step_peers,
     step_profile,
     step_shapes,
@@ -333,9 +332,14 @@ def test_a_measured_claim_shows_figure_command_machine_and_date() -> None:
 def test_a_page_of_a_paper_has_the_table_and_links_that_work_in_its_folder(tmp_path: Path) -> None:
     page = tmp_path / "paper.md"
     page.write_text(f"# A paper\n\n{claims.BEGIN}old\n{claims.END}\n\nMore.\n")
-    claim = {"claim": "x", "figure": "2x", "ours": None, "page": "see [hot rows](hot.md) and [a site](https://a.md)"}
+    claim = {
+        "claim": "x",
+        "figure": "2x",
+        "ours": None,
+        "page": "see [a](../hot.md), [b](x-study.md) and [c](https://a.md)",
+    }
     text = claims.paper_page(page, [claim], {})
-    row = "| x | 2x | see [hot rows](../hot.md) and [a site](https://a.md) |  |  |  |"
+    row = "| x | 2x | see [a](../hot.md), [b](../measurements/x-study.md) and [c](https://a.md) |  |  |  |"
     assert row in text and "old" not in text and text.startswith("# A paper\n") and text.endswith("\n\nMore.\n")
     page.write_text("# A paper\n")
     with pytest.raises(ValueError, match=r"paper\.md has no block from .* restore the two lines"):
@@ -843,20 +847,11 @@ def test_quality_and_link_tables_say_what_is_held() -> None:
     cells += [{"name": "hot_link", "budgets": budgets, "least_ratio": 4.0}]
     page = "\n".join(hot_page.hot_tables(cells))
     told = "-0.00100 (-0.00655 to +0.00455) | none that seeds show: held"  # 2.776 standard errors: of five seeds
-    assert f"| criteo | 69,000 | 50 | 0% | 0% | 5 | 70.0% |  | 3 | 0.7500 / 0.7490 | {told} |" in page
-    assert "| taobao | 69,000 | window of 4 | 0% | 0% | 5 | 70.0% | 55.0% / 45.0% | 3 |" in page
-    assert "| synthetic | 69,000 | 50 | 0% | 50% | 5 |" in page
+    assert f"| criteo | 69,000 | 50 | 0% | 5 | 70.0% |  | 3 | 0.7500 / 0.7490 | {told} |" in page
+    assert "| taobao | 69,000 | window of 4 | 0% | 5 | 70.0% | 55.0% / 45.0% | 3 |" in page
+    assert "| synthetic | 69,000 | 50 | 50% | 5 |" in page
     assert page.count("none that seeds show: **not held**") == 1, "of the one with the small error"
     assert "| synthetic, layers of 64 | 69,000 | 50 |" in page
     assert page.count("at most 0.0005: not resolved |") == 4
     assert "turns at least 4x: **not held** (2.50x), slots at least 4x: held (5.00x)" in page
     assert "| slots | 10% |  |  |  | no batch fits |" in page
-
-
-def test_spans_are_counted_beside_a_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(spans, "STEPS", 5)
-    monkeypatch.setattr(spans, "ROUNDS", 1)
-    spans.main()
-    step, laps = capsys.readouterr().out.splitlines()
-    assert step.startswith("step of kaggle: ")
-    assert laps.startswith("with a trace: ")

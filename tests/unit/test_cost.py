@@ -561,7 +561,7 @@ def test_uneven_parts_the_rank_with_most_samples_counts(work: Work) -> None:
 
 
 def test_the_stated_error_is_the_one_that_studies_found() -> None:
-    docs = Path(__file__).parents[2] / "docs"
+    docs = Path(__file__).parents[2] / "docs" / "measurements"
     errors = [
         json.loads(path.read_text())["prediction"]["geometric_mean_error"]
         for path in docs.glob("prediction-study*.json")

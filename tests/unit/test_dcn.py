@@ -93,6 +93,7 @@ def test_options_and_sizes() -> None:
         "name": "dcn",
         "embedding_dim": 16,
         "embedding_init": None,
+        "objective": "binary_cross_entropy",
         "num_cross_layers": 3,
         "low_rank": None,
         "deep_mlp": [512, 256],

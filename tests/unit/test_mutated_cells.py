@@ -139,7 +139,7 @@ def proposed(error: ValueError, num_bad: int) -> list[dict[str, Any]]:
             if name == "skip_bad_rows":
                 told[name] = int(value)
             elif name in NAMES:
-                told[name] = value if name in ("label", "time", "time_format") else [value]
+                told[name] = value if name in ("label", "objective", "time", "time_format") else [value]
         if told and "..." not in told.values():
             options.append(told)
     return options

@@ -415,7 +415,7 @@ def test_a_trace_has_the_phases_of_the_steps_it_names(dataset: PackedDataset, tm
     run = runs.train(config_for(dataset, tmp_path / "run", trace="3:4"), quiet=True)
     plain = runs.train(config_for(dataset, tmp_path / "plain"), quiet=True)
     own = [name for name in spans(run) if name in (*PHASES, "between steps")]
-    assert own == [*PHASES, "between steps"] * 4
+    assert own == [*PHASES, "dense", "between steps"] * 4
     assert run.path.joinpath("trace.json").stat().st_mode & 0o777 == 0o600
     assert not (plain.path / "trace.json").exists()
     last = runs.train(config_for(dataset, tmp_path / "last", trace="16:9"), quiet=True)

@@ -212,7 +212,7 @@ def test_the_studies_that_come_with_hotrow() -> None:
 
 def test_cells_that_were_measured_keep_their_keys() -> None:
     """Also when cells get a new field, which these leave as it is usually. PreSto's points got another shape."""
-    docs = Path(__file__).resolve().parents[2] / "docs"
+    docs = Path(__file__).resolve().parents[2] / "docs" / "measurements"
     rows = json.loads((docs / "efficiency-study.json").read_text())["cells"]
     known = {row["key"].partition("#")[0]: row["key"] for row in rows if "rm" not in row["axes"].get("point", "")}
     study = read_study(STUDIES / "efficiency.yaml")

@@ -19,6 +19,10 @@ BETWEEN = "between steps"
 """The span of what is in no phase: counting, metrics lines, evaluations, checkpoints."""
 
 
+ORDER = (*PHASES, "dense", BETWEEN)
+"""The spans of a step: the optimizer of dense layers comes after the rows are updated."""
+
+
 class Trace(Meter):
     """Profiles the steps in `window`, as in `train.trace`, and writes them to `path` when the last one is over."""
 
@@ -27,7 +31,7 @@ class Trace(Meter):
         self._first, count = trace_window(window)
         self._last = self._first + count - 1
         self._profiler: profile | None = None
-        self._span = ExitStack()
+        self._span, self._at = ExitStack(), 0
 
     def span(self, phase: str | None, start: float, end: float) -> None:
         """Ends the span of `phase` and begins that of what follows, because torch names a span at its start."""
@@ -35,8 +39,8 @@ class Trace(Meter):
             self._profiler = profile()
             self._profiler.start()
         if self._profiler is not None:
-            following = (*PHASES, BETWEEN)[0 if phase is None else PHASES.index(phase) + 1]
-            self._begin(record_function(following))
+            self._at = 0 if phase is None else self._at + 1
+            self._begin(record_function(ORDER[self._at]))
 
     def _begin(self, span: record_function | None) -> None:
         self._span.close()

@@ -18,7 +18,8 @@ from hotrow.data.sources.convert import INTEGER, to_label
 from hotrow.data.sources.facts import KEEP, SHOWN_VALUES, ColumnFacts, Guess, is_like, shown
 from hotrow.data.sources.options import ReadOptions
 from hotrow.data.sources.schema import LabelSpec
-from hotrow.objectives import OBJECTIVES
+from hotrow.objectives import DEFAULT, OBJECTIVES
+from hotrow.objectives.objective import LabelKind
 
 LABEL_NAMES = r"(is_?)?(label|click(ed)?|target|y|convert(ed)?|conversion|install(ed)?|purchased?|response)"
 ACTION_NAMES = rf"{LABEL_NAMES}|.*(action|behaviou?r|event|outcome|status).*"
@@ -73,7 +74,7 @@ def find_label(
 
     made: how the label is made from the values of column `name`, as in a schema.
     """
-    if read.label_kind == "number" and not made:
+    if label_kind(read.objective) == "number" and not made:
         question = f"objective {read.objective} takes a number as label; say which column (label=..., --label)"
         named = [f for f in facts if f.name == name]
         return (_number_label(named[0], read), "", ()) if named else (None, question, ())
@@ -100,6 +101,13 @@ def find_label(
     return None, f"no column holds 0 and 1; {ask_for_values(actions[0])}" if actions else "", ()
 
 
+def label_kind(objective: str | None) -> LabelKind:
+    """Returns what an objective takes as a label; None: the default one. Raises ValueError for an unknown name."""
+    if objective is not None and objective not in OBJECTIVES:
+        raise ValueError(f"objective is {objective!r}; allowed: {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[objective or DEFAULT].label
+
+
 def ask_for_rule(facts: ColumnFacts) -> str:
     """Returns the question which numbers in a column are positive, and how to answer it."""
     for_numbers = [name for name, objective in OBJECTIVES.items() if objective.label == "number"]
@@ -109,7 +117,10 @@ def ask_for_rule(facts: ColumnFacts) -> str:
         f"column {facts.name!r} holds {facts.num_distinct} values from {facts.low:g} to {facts.high:g}, not 0 and 1; "
         f"say which are positive, for example from {middle} up: --label {quote(rule)}, in Python label={rule!r}, "
         f"in a schema label: {{column: {json.dumps(facts.name)}, at_least: {middle}}}"
-        + "".join(f"; or, to predict the number itself: --objective {name}" for name in for_numbers[:1])
+        + "".join(
+            f"; or, to predict the number itself: --label {quote(facts.name)} --objective {name}"
+            for name in for_numbers[:1]
+        )
     )
 
 

@@ -15,9 +15,6 @@ from dataclasses import dataclass, field, fields
 from inspect import Parameter, Signature, signature
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
-from hotrow.objectives import DEFAULT, OBJECTIVES
-from hotrow.objectives.objective import LabelKind
-
 Role = Literal["categorical", "dense", "lists", "text", "exclude"]
 """What a user may say that a column is."""
 Result = TypeVar("Result")
@@ -35,9 +32,7 @@ class ReadOptions:
     """
 
     label: str | None = _option('The 0/1 column, or a rule: "rating >= 4", "action = buy, cart". Guessed if not given.')
-    objective: str | None = _option(
-        f"What the model is for, as in model.objective: {', '.join(OBJECTIVES)}. It says what the label must be.",
-    )
+    objective: str | None = _option("What the model is for, as in model.objective; it says what the label must be.")
     time: str | None = _option("The column to split by time; guessed if not given.")
     time_format: str | None = _option('strptime format of that column\'s text, e.g. "%d/%m/%Y %H:%M".')
     categorical: Sequence[str] = _option("Columns of ids.", ())
@@ -60,8 +55,6 @@ class ReadOptions:
             raise ValueError("time_format needs time, the column that has this format")
         if isinstance(self.skip_bad_rows, bool) or not isinstance(self.skip_bad_rows, int) or self.skip_bad_rows < 0:
             raise ValueError(f"skip_bad_rows is {self.skip_bad_rows!r}; give a whole number, at least 0")
-        if self.objective is not None and self.objective not in OBJECTIVES:
-            raise ValueError(f"objective is {self.objective!r}; allowed: {', '.join(OBJECTIVES)}")
         self.roles  # noqa: B018  # a column that is listed twice is refused before files are looked at
 
     @staticmethod
@@ -82,11 +75,6 @@ class ReadOptions:
                     raise ValueError(f"column {column!r} is listed in {roles[column]} and in {role}; list it once")
                 roles[column] = role
         return roles
-
-    @property
-    def label_kind(self) -> LabelKind:
-        """What the objective takes as a label."""
-        return OBJECTIVES[self.objective or DEFAULT].label
 
     @property
     def hints(self) -> tuple[str, ...]:
