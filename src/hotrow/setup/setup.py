@@ -1,8 +1,7 @@
-"""What is decided and built before the first step of a run: tables, devices, where rows lie, model and optimizers.
+"""What is decided before the first step of a run, once: tables, devices, ranks, hot rows, and where rows lie.
 
-`Setup` holds the decisions, and its errors say what this machine does not have. `build` makes the parts that a step
-works on; all random draws are functions of `config.train.seed`. plan/ divides DRAM and disk among the tables,
-placement/ moves their rows, and trainer.py takes the steps.
+`Setup` holds the decisions, and its errors say what the machine does not have. `train` builds a run from it, and
+`hotrow plan` and studies foretell from the same value.
 """
 
 from __future__ import annotations
