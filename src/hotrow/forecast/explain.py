@@ -1,7 +1,7 @@
 """What a plan is and why, as data: `hotrow plan` prints it.
 
 Where each table lies, what a step takes by phase and what binds, what would make it faster (changes.py), the least
-memory for a wanted speed, and the step of several machines (over_ranks.py). Times are predictions by cost.py on a
+memory for a wanted speed, and the step of several machines (ranks.py). Times are predictions by cost.py on a
 hardware file. Nothing here trains.
 """
 

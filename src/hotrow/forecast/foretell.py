@@ -66,7 +66,7 @@ def foretell(setup: Setup, *, what_helps: bool = False) -> Forecast:
     what_helps: whether to predict what would make it faster, too. A run does not fail for want of a forecast.
     """
     planner = setup.planner
-    if planner is None or planner.hardware is None:
+    if planner.hardware is None:
         return Forecast(not_predicted=why_unknown())
     try:
         found = planner.step(setup.below)

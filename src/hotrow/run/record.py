@@ -1,6 +1,6 @@
 """The typed records of a run: what run.json says, and what the run adds to its checkpoints.
 
-folder.py writes run.json, trainer.py takes up the state of a checkpoint, setup.py builds the model that one describes.
+folder.py writes run.json, trainer.py takes up the state of a checkpoint, build.py builds the model that one describes.
 """
 
 from __future__ import annotations

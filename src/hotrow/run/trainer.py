@@ -1,6 +1,6 @@
 """Training: one step on one screen, and the loop of a run.
 
-`train_step` takes one step with the parts that setup.py builds. `Training` takes step after step and does what is due
+`train_step` takes one step with the parts that build.py builds. `Training` takes step after step and does what is due
 between them. The result of a run depends only on its config, its dataset and its seed. Runs start and resume in
 runs.py; figures are in meters.py. `Interrupt` notes the signals that end a run in good order.
 """

@@ -1,6 +1,6 @@
 """What a process will hold beside its tables: memory that a budget for tables has to leave.
 
-What the process holds already is not counted here, because the system counts it in what is available. choose.py takes
+What the process holds already is not counted here, because the system counts it in what is available. memory.py takes
 the sum from a budget, before anything is made.
 """
 

@@ -95,7 +95,7 @@ class Setup:
         hot = hot_rows_of(config, tables, dataset, device=copies_on) if training else None
         hardware = (hardware or known_hardware()) if training else None
         shards = _shards(config, tables, dataset, ranks.size, hot) if ranks.size > 1 else {}
-        # First: it imports modules, whose memory this process then holds.
+        # This comes before the room is measured: it imports modules, whose memory this process then holds.
         beside = beside_bytes(config, dataset, tables, training=training) if room is None else 0
         room = room or Room.here(ranks.local_size)
         held = _held(tables, shards, ranks)
