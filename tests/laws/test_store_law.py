@@ -302,4 +302,4 @@ def no_threads_left() -> Iterator[None]:
     """Python knows nothing of the engine's threads; a test that leaves Python's own would disturb the next."""
     before = threading.active_count()
     yield
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # a thread of an earlier test may end meanwhile
