@@ -123,6 +123,23 @@ size_t codes_count(In<int64_t> codes, Maybe<bool> mask, Out<uint32_t> counts, Ou
   return count_codes(codes.data(), codes.shape(0), mask_begin, counts.data(), appeared.data());
 }
 
+void before_count(In<uint64_t> hashes, int bits, In<bool> labels, In<bool> trains, OutMatrix<uint32_t> before,
+                  std::optional<nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>> after,
+                  std::optional<OutMatrix<uint32_t>> out) {
+  const size_t n = hashes.shape(0);
+  require(labels.shape(0) == n && trains.shape(0) == n, "labels and trains must have one entry per hash");
+  require(bits >= 1 && bits <= 32, "bits must be between 1 and 32");
+  const size_t slots = size_t{1} << bits;
+  require(before.shape(0) == slots && before.shape(1) == 2, "before must be [2^bits, 2]");
+  require(after.has_value() == out.has_value(), "pass both after and out, or neither");
+  require(!after || (after->shape(0) == slots && after->shape(1) == 2), "after must be [2^bits, 2]");
+  require(!out || (out->shape(0) == n && out->shape(1) == 2), "out must be [hashes, 2]");
+  nb::gil_scoped_release unlocked;
+  count_before(hashes.data(), n, bits, reinterpret_cast<const uint8_t*>(labels.data()),
+               reinterpret_cast<const uint8_t*>(trains.data()), before.data(), after ? after->data() : nullptr,
+               out ? out->data() : nullptr);
+}
+
 void counter_add(Counter& counter, In<uint64_t> hashes, Maybe<bool> valid, Maybe<uint32_t> counts, Maybe<uint8_t> bytes,
                  Maybe<int64_t> offsets) {
   const size_t n = hashes.shape(0);
@@ -234,6 +251,8 @@ void bind_encode(nb::module_& m) {
   m.def("merge_runs", &merge, "run_fds"_a, "out_fd"_a, "memory_bytes"_a);
   m.def("count_codes", &codes_count, "codes"_a.noconvert(), "mask"_a.noconvert().none(), "counts"_a.noconvert(),
         "appeared"_a.noconvert());
+  m.def("count_before", &before_count, "hashes"_a.noconvert(), "bits"_a, "labels"_a.noconvert(), "trains"_a.noconvert(),
+        "before"_a.noconvert(), "after"_a.noconvert().none(), "out"_a.noconvert().none());
   nb::class_<Counter>(m, "Counter")
       .def(nb::init<bool, uint64_t>(), "has_bytes"_a, "order"_a)
       .def("add", &counter_add, "hashes"_a.noconvert(), "valid"_a.noconvert().none(), "counts"_a.noconvert().none(),

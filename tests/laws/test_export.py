@@ -83,6 +83,18 @@ TWICE = {
     "tables": {},
 }
 """Columns that are a number and ids, of their values or in buckets."""
+STATISTICS = {
+    "categorical": ["user", {"column": "item", "type": "int"}, "big", {"column": "price", "buckets": [1, 4.5, 20]}],
+    "statistics": [
+        "user",
+        "item",
+        "big",
+        "price",
+        ["big", "item"],
+        {"columns": ["price", "user", "item"], "priors": [3]},
+    ],
+    "tables": {"user": {"min_count": 2}, "item": {"hash_cap": 91}},
+}
 WRITTEN_SCHEMA = {
     "label": "click",
     "dense": [
@@ -268,9 +280,13 @@ def test_cells_as_people_write_them(tmp_path: Path, suffix: str) -> None:
     check(run, str(tmp_path / f"new.{suffix}"), columns, tmp_path / "out")
 
 
+CHANGES = {"hashed": HASHED, "no dense": NO_DENSE, "twice": TWICE, "statistics": STATISTICS}
+CHANGES["statistics alone"] = STATISTICS | NO_DENSE
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-@pytest.mark.parametrize("changes", [HASHED, NO_DENSE, TWICE], ids=["hashed", "no dense", "twice"])
-def test_hashed_ids_no_dense_inputs_and_columns_that_are_both(
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_hashed_ids_no_dense_inputs_columns_that_are_both_and_statistics(
     logs: Path, tmp_path: Path, suffix: str, changes: dict[str, Any]
 ) -> None:
     run = train(prepared(logs, tmp_path / "packed", suffix=suffix, **changes), tmp_path / "run")

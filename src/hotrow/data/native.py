@@ -170,6 +170,24 @@ def count_codes(
     return appeared, counts[appeared]
 
 
+def count_before(
+    hashes: NDArray[np.uint64],
+    labels: NDArray[np.bool_],
+    trains: NDArray[np.bool_],
+    before: NDArray[np.uint32],
+    after: NDArray[np.uint32] | None = None,
+) -> NDArray[np.uint32] | None:
+    """Returns how many training rows before each row share its hash, and how many of those are positive, [n, 2].
+
+    labels, trains: of each row [n], whether it is positive and whether it trains. before: the counts so far, [slots, 2]
+    for a power of two of slots that the leading bits of a hash number; training rows are added. after: the counts of
+    all training rows, which other rows get; if None, rows are added and nothing is returned.
+    """
+    out = None if after is None else np.empty((len(hashes), 2), np.uint32)
+    backend().count_before(hashes, len(before).bit_length() - 1, labels, trains, before, after, out)
+    return out
+
+
 class Counter:
     """Counts keys of one kind, in order of first appearance; missing ones are counted separately.
 

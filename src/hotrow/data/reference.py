@@ -158,6 +158,24 @@ def hash_strings(data: NDArray[np.uint8], offsets: NDArray[np.int64], cap: int, 
         out[:] = fmix64(out % np.uint64(cap))
 
 
+def count_before(
+    hashes: NDArray[np.uint64],
+    bits: int,
+    labels: NDArray[np.bool_],
+    trains: NDArray[np.bool_],
+    before: NDArray[np.uint32],
+    after: NDArray[np.uint32] | None,
+    out: NDArray[np.uint32] | None,
+) -> None:
+    """Counts as encode_count.h says."""
+    slots = hashes >> np.uint64(64 - bits)
+    for i, slot in enumerate(slots.tolist()):
+        if out is not None and after is not None:
+            out[i] = before[slot] if trains[i] else after[slot]
+        if trains[i] and before[slot, 0] != 2**32 - 1:
+            before[slot] += np.array([1, labels[i]], np.uint32)
+
+
 RUN_HEADER = struct.Struct("<8sII4QI")
 RUN_RECORD = struct.Struct("<3Q")
 RUN_MAGIC = b"hotrowrn"

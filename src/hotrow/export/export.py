@@ -49,13 +49,14 @@ from hotrow.base.records import STRICT, Count, Document
 from hotrow.base.version import __version__
 from hotrow.config.schema import Config
 from hotrow.data.chunk import Keys
-from hotrow.data.packed.format import DenseColumn, Feature, Table
+from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.prepare import RawRows, raw_rows
+from hotrow.data.prepare.statistics import Statistics
 from hotrow.data.seen import Seen
 from hotrow.data.sources.convert import OTHER_BLANKS, is_plain, written_pattern
-from hotrow.data.sources.schema import DenseSpec
+from hotrow.data.sources.schema import DenseSpec, Schema
 from hotrow.data.transforms import Transform, source_of
 from hotrow.models import MODELS
 from hotrow.models.spec import ModelSpec
@@ -80,8 +81,12 @@ from hotrow.tables import TableConfig
 
 FORMAT_VERSION = 1
 EXPORT, WEIGHTS, NETWORK, SCORE, README = "export.json", "model.safetensors", "model.py", "score.py", "README.md"
+STATISTICS = "statistics.safetensors"
 SEEN = "seen.py"
-_OWN_FILES, _OWN_FOLDERS = (EXPORT, WEIGHTS, NETWORK, SCORE, SEEN, README), ("tables", "vocab", "transforms")
+_OWN_FILES, _OWN_FOLDERS = (
+    (EXPORT, WEIGHTS, NETWORK, SCORE, SEEN, README, STATISTICS),
+    ("tables", "vocab", "transforms"),
+)
 _OWN_NAMES = {*_OWN_FILES, *_OWN_FOLDERS}
 """What an interrupted export may have left. export.json is written last and makes the export complete."""
 _WITHOUT_VALUE = 0.0
@@ -107,6 +112,8 @@ class Description:
     """Texts that mean a missing value in every column."""
     transforms: tuple[dict[str, JsonValue], ...] = ()
     """Columns that are computed from others, in the order in which they are computed."""
+    statistics: tuple[dict[str, JsonValue], ...] = ()
+    """Of which features the label's statistics are inputs, after the dense columns, and with which priors."""
     usual: dict[str, JsonValue] | None = None
     """What the validation rows held by column, to compare rows with; None if the run does not know."""
 
@@ -149,6 +156,7 @@ def export_checkpoint(
             files |= _write_vocabularies(partial, kept, progress)
             files |= _write_guide(partial, out.name, config.model)
             files |= _write_transforms(partial, kept)
+            files |= _write_statistics(partial, kept)
             description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, files, seen)
             for folder in (partial / name for name in _OWN_FOLDERS):
                 sync_folder(folder)
@@ -275,6 +283,15 @@ def _write_transforms(folder: Path, kept: PackedDataset) -> dict[str, FileRecord
     return _write_texts(folder, {f"transforms/{name}.py": source_of(name) for name in sorted(names)})
 
 
+def _write_statistics(folder: Path, kept: PackedDataset) -> dict[str, FileRecord]:
+    """Copies the label's statistics by value; returns their size and checksum by file."""
+    made = raw_rows(kept)
+    if made is None or not made.schema.statistics:
+        return {}
+    shutil.copyfile(kept.statistics_path(), folder / STATISTICS)
+    return {STATISTICS: _record(folder / STATISTICS)}
+
+
 def _write_texts(folder: Path, texts: Mapping[str, str]) -> dict[str, FileRecord]:
     for name, text in texts.items():
         with atomic_write(folder / name) as file:
@@ -320,7 +337,8 @@ def _describe(
         csv=None if made is None else made.schema.csv.model_dump(mode="json"),
         missing=() if made is None else made.schema.missing,
         transforms=() if made is None else _computed(made),
-        dense=tuple(_dense(column, made) for column in info.dense),
+        statistics=() if made is None else _statistics(made.schema),
+        dense=tuple(_dense(column, made) for column in _raw_columns(info, made)),
         features=tuple(_feature(kinds[name], made) for table in tables for name in table.feature_names),
         tables=tuple(_table(table, kept, made) for table in tables),
         usual=_usual(seen),
@@ -328,11 +346,26 @@ def _describe(
     )
 
 
+def _raw_columns(info: DatasetInfo, made: RawRows | None) -> tuple[DenseColumn, ...]:
+    """Returns the dense columns that are made of raw numbers, which come before the statistics."""
+    return info.dense if made is None else info.dense[: len(made.schema.dense)]
+
+
 def _dense(column: DenseColumn, made: RawRows | None) -> dict[str, Any]:
     """Returns how raw values of a column become numbers."""
     found = _transform(column)
     what = {"name": column.name, "transform": found.name, **found.options, "missing": _WITHOUT_VALUE}
     return what | _written(column.name, made)
+
+
+def _statistics(schema: Schema) -> tuple[dict[str, Any], ...]:
+    """Returns of each statistic its features, its priors, the names of its inputs, and the bits that number its
+    slots."""
+    bits = Statistics(schema).bits
+    return tuple(
+        {"features": list(spec.columns), "priors": list(spec.priors), "inputs": list(spec.inputs), "bits": bits}
+        for spec in schema.statistics
+    )
 
 
 def _computed(made: RawRows) -> tuple[dict[str, Any], ...]:

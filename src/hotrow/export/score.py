@@ -71,6 +71,7 @@ class Scorer:
                 pairs = zip(columns["key"].to_pylist(), columns["row"].to_pylist(), strict=True)
                 self.vocabularies[name] = dict(pairs)
         self._counting = load_module(folder / "seen.py")
+        self._counts = Counts(self.about["statistics"], folder / "statistics.safetensors")
         paths = (folder / "transforms").glob("*.py")
         self._transforms = {path.stem: getattr(load_module(path), path.stem) for path in paths}
         self.seen: Any = None
@@ -105,6 +106,7 @@ class Scorer:
         for feature in self.about["features"]:
             name = feature["name"]
             rows[name] = self._rows(feature, columns[name], unreadable.get(name, 0))
+        dense += self._statistics(columns)
         for text in self.seen.warnings().values():
             warnings.warn(text, stacklevel=2)
         num_rows = len(next(iter(rows.values()))[1]) - 1
@@ -137,13 +139,40 @@ class Scorer:
         self.seen.add_numbers(column["name"], dense, missing, unreadable=unreadable + more)
         return torch.from_numpy(dense)
 
+    def _statistics(self, columns: Mapping[str, Sequence[Any]]) -> list[Tensor]:
+        """Returns the label's statistics, in the order of `about["statistics"]` and of their priors."""
+        features, found = {feature["name"]: feature for feature in self.about["features"]}, []
+        for i, statistic in enumerate(self.about["statistics"]):
+            hashes = [self._hashes(features[name], columns[name]) for name in statistic["features"]]
+            numbers = self._counts.of(i, [joined_hash(own) for own in zip(*hashes, strict=True)])
+            for prior in statistic["priors"]:
+                x = self._transforms["target_stat"](*numbers, prior=prior)
+                found.append(torch.from_numpy(x.astype(np.float32)))
+        return found
+
+    def _hashes(self, feature: dict[str, Any], values: Sequence[Any]) -> list[int]:
+        """Returns the 64-bit hash of each value of a feature of single ids."""
+        hashes = []
+        for value in self._in_buckets(feature, values)[0]:
+            try:
+                key = text_key(value) if feature["keys"] == "bytes" else integer_key(value, feature)
+                hashes.append(HASH_OF_MISSING if is_missing(single(value)) else hash_of(key))
+            except UnreadableError:
+                hashes.append(HASH_OF_MISSING)
+        return hashes
+
+    def _in_buckets(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[Sequence[Any], int]:
+        """Returns the ids of a feature of buckets, and how many values could not be read; of others, their values."""
+        if feature.get("buckets") is None:
+            return values, 0
+        bucketize = {"transform": "bucketize", "options": {"boundaries": feature["buckets"]}, "columns": [feature]}
+        return self._computed(bucketize, {feature["name"]: values})
+
     def _rows(self, feature: dict[str, Any], values: Sequence[Any], unreadable: int) -> tuple[Tensor, Tensor]:
         """Returns the row numbers of a feature, and where each sample's begin. unreadable: as for `_dense`."""
         rows, missing = [], []
-        if feature.get("buckets") is not None:
-            bucketize = {"transform": "bucketize", "options": {"boundaries": feature["buckets"]}, "columns": [feature]}
-            values, more = self._computed(bucketize, {feature["name"]: values})
-            unreadable += more
+        values, more = self._in_buckets(feature, values)
+        unreadable += more
         bags: list[list[Any]] = []
         for value in values:
             try:
@@ -181,6 +210,24 @@ class Scorer:
         if self.model.lookup == "sequence":
             return {name: (bags[name].weight[ids], offsets) for name, (ids, offsets) in rows.items()}
         return torch.cat([bags[name](ids, offsets) for name, (ids, offsets) in rows.items()], 1)
+
+
+class Counts:
+    """Rows and positives by value in the training rows, as statistics.safetensors has them."""
+
+    def __init__(self, statistics: Sequence[Mapping[str, Any]], path: Path) -> None:
+        arrays = load_file(path) if statistics else {}
+        self._bits = [statistic["bits"] for statistic in statistics]
+        self._all = arrays["all"].tolist() if statistics else [0, 0]
+        self._slots = [
+            dict(zip(arrays[f"{i}.slots"].tolist(), arrays[f"{i}.counts"].tolist(), strict=True))
+            for i in range(len(statistics))
+        ]
+
+    def of(self, i: int, hashes: Sequence[int]) -> tuple[Any, ...]:
+        """Returns rows and positives of each value by statistic i, and rows and positives of all: four arrays [n]."""
+        own = np.array([self._slots[i].get(h >> 64 - self._bits[i], [0, 0]) for h in hashes], np.float64).reshape(-1, 2)
+        return *own.T, *(np.full(len(own), float(number)) for number in self._all)
 
 
 def build_network(module: Any, about: dict[str, Any]) -> nn.Module:
@@ -339,14 +386,30 @@ def text_key(value: Any) -> bytes:
     return str(value).encode()
 
 
-def hash_of(key: bytes) -> int:
-    """Returns the 64-bit hash of a text's key, for tables with a hash_cap."""
+HASH_OF_MISSING = 0x9E3779B97F4A7C15
+
+
+def joined_hash(hashes: Sequence[int]) -> int:
+    """Returns the hash of several values together."""
+    h, *others = hashes
+    for other in others:
+        h = (h * 0x9E3779B97F4A7C15 + other) % 2**64
+        h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        h = (h ^ h >> 27) * 0x94D049BB133111EB % 2**64
+        h ^= h >> 31
+    return h
+
+
+def hash_of(key: bytes | int) -> int:
+    """Returns the 64-bit hash of an id, as integer_key or text_key gives it."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64
         x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
         return x ^ x >> 33
 
+    if isinstance(key, int):
+        return mix(key % 2**64)
     h = mix(len(key))
     for at in range(0, len(key), 8):
         h = mix(h ^ int.from_bytes(key[at : at + 8], "little"))

@@ -306,12 +306,15 @@ class RunFolder:
                 path.chmod(0o600)
 
     def keep_vocabulary(self, dataset: Path) -> None:
-        """Takes dataset.json and vocab/ of a packed dataset into the run, so that it can score raw rows by itself.
+        """Takes dataset.json, vocab/ and statistics/ of a packed dataset into the run, so that it can score raw rows by
+        itself.
 
-        Vocabularies are hard links, which take no space, or copies if the file system has no links.
+        They are hard links, which take no space, or copies if the file system has no links.
         """
         make_folder(self.vocabulary / "vocab", within=self.path)
-        for source in [dataset / "dataset.json", *(dataset / "vocab").glob("*")]:
+        if (dataset / "statistics").is_dir():
+            make_folder(self.vocabulary / "statistics", within=self.path)
+        for source in [dataset / "dataset.json", *(dataset / "vocab").glob("*"), *(dataset / "statistics").glob("*")]:
             target = self.vocabulary / source.relative_to(dataset)
             remove(target, within=self.path)
             link_or_copy(source, target)

@@ -26,6 +26,7 @@ from hotrow.base.door import is_there, open_file, read_file
 from hotrow.base.files import crc32
 from hotrow.data.packed.format import (
     MANIFEST,
+    STATISTICS,
     Block,
     DatasetInfo,
     Part,
@@ -264,6 +265,10 @@ class PackedDataset:
                 raise ValueError(f"{path} counts {len(counts)} rows where the table has {num_embeddings}; {CURE}")
             self._counts[table] = counts
         return self._counts[table]
+
+    def statistics_path(self) -> Path:
+        """Returns the path of the label's statistics by value, whose checksum is checked here."""
+        return self._side_file(STATISTICS, check="crc32")
 
     def vocabulary_path(self, table: str) -> Path:
         """Returns the path of the table's vocabulary; its size is checked here, its content by its reader."""

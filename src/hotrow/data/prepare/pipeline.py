@@ -37,6 +37,7 @@ from hotrow.base.records import STRICT, Count, checked
 from hotrow.data.chunk import Chunk, Position, SourceInfo, select_rows
 from hotrow.data.packed.format import (
     ROWS_PER_BLOCK,
+    STATISTICS,
     WORK_FOLDER,
     DatasetInfo,
     DenseColumn,
@@ -75,6 +76,7 @@ from hotrow.data.prepare.split import (
     reference_plan,
     sample_mask,
 )
+from hotrow.data.prepare.statistics import Statistics, raw_transforms
 from hotrow.data.prepare.workfolder import COUNTS, CURE, RESULTS, STATE, Mark, SilentWork, WorkFolder
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.convert import column_of
@@ -448,12 +450,14 @@ class _Stages:
                 for feature in self._schema.features_of(table):
                     cap = self._schema.table(table).hash_cap or 0
                     counters.declare(table, self._source.key_kinds[feature], hash_cap=cap)
-            state = _Counted(share.start, share.row)
+            state, statistics = _Counted(share.start, share.row), Statistics(self._schema)
             if counters.progress is not None:
                 state = checked(_COUNTED, counters.progress, where=f"{folder / SNAPSHOT}: progress", cure=CURE)
+                if self._schema.statistics:
+                    statistics = Statistics.load(self._schema, _statistics_file(folder, state.row), cure=CURE)
 
             def count() -> _Counted:
-                return state if state.done else self._count_rows(plan, counters, state)
+                return state if state.done else self._count_rows(plan, counters, state, statistics)
 
             states = self._states_of_ranks(together(comm, count, self._stop))
             if not any(each.train_rows for each in states):
@@ -462,6 +466,7 @@ class _Stages:
             for each in states:
                 cells = cells.merged(each.cells)
             cells.check(self._schema.odd_share)
+            self._save_statistics(folder, states, statistics)
             results = {"transforms": self._transforms(states), "tables": self._build_tables(counters), "cells": cells}
             of_ranks = everyone(comm, together(comm, checksums.result, self._stop))
             in_order = tuple(of_ranks[i % comm.size][i // comm.size] for i in range(len(paths)))
@@ -505,7 +510,23 @@ class _Stages:
         of_ranks = everyone(comm, together(comm, build, self._stop))
         return {name: Table(**of_ranks[i % comm.size][name]) for i, name in enumerate(names)}
 
-    def _count_rows(self, plan: SplitPlan, counters: CounterPool, state: _Counted) -> _Counted:
+    def _save_statistics(self, folder: Path, states: Sequence[_Counted], own: Statistics) -> None:
+        """Writes the statistics of all training rows into the dataset. Collective."""
+        if not self._schema.statistics:
+            return
+        files = everyone(self._comm, str(_statistics_file(folder, states[self._comm.rank].row)))
+
+        def write() -> None:
+            if self._comm.rank == 0:
+                for file in files[1:]:
+                    own.merge(Statistics.load(self._schema, Path(file), cure=CURE))
+                path = self._work.out / STATISTICS
+                make_folder(path.parent, within=self._work.out)
+                own.save(path)
+
+        on_every_rank(self._comm, write)
+
+    def _count_rows(self, plan: SplitPlan, counters: CounterPool, state: _Counted, statistics: Statistics) -> _Counted:
         fitted_columns = [i for i, d in enumerate(self._schema.dense) if is_fitted(d.transform)]
         names = [self._schema.dense_names[i] for i in fitted_columns]
         moments = [state.moments_of(name) for name in names]
@@ -516,13 +537,21 @@ class _Stages:
         def snapshot(*, done: bool) -> _Counted:
             by_name = {name: m.to_record() for name, m in zip(names, moments, strict=True)}
             counted = _Counted(position, row, train_rows, by_name, cells, done, self._share.row, list(marks))
+            if self._schema.statistics:
+                statistics.save(_statistics_file(counters.folder, row))
             counters.snapshot(asdict(counted), most_runs=1 if done and self._comm.size > 1 else MAX_RUNS)
+            for file in counters.folder.glob(_statistics_file(Path(), "*").name):
+                if file != _statistics_file(counters.folder, row):
+                    file.unlink()
             return counted
 
-        clock = _Clock(self._options.snapshot_every_s)
+        clock, order = _Clock(self._options.snapshot_every_s), _TimeOrder()
         for piece in self._reported("count", row, self._pieces(plan, start, row, stop=self._share.stop)):
             is_train = piece.codes == TRAIN
             self._count_piece(counters, piece.chunk, is_train)
+            if self._schema.statistics:
+                order.check(piece, is_train)
+                statistics.add(piece.chunk, is_train)
             for i, sums in zip(fitted_columns, moments, strict=True):
                 sums.add(piece.chunk.dense[is_train, i])
             cells = cells.with_chunk(piece.chunk, self._schema.dense_names)
@@ -581,9 +610,19 @@ class _Stages:
         return PackedWriter(self._work.out, info, rows_per_part=rows_per_part, rows_per_block=rows_per_block, **others)
 
     def _row_encoder(self, info: DatasetInfo, encoders: EncoderPool, executor: Executor) -> RowEncoder:
-        transforms = [Transform.parse(column.transform) for column in info.dense]
+        transforms = raw_transforms(self._schema, [Transform.parse(column.transform) for column in info.dense])
         tables = {table: encoders[table] for table in self._schema.table_names}
         return RowEncoder(self._schema, transforms, tables, executor)
+
+    def _with_statistics(self, pieces: Iterator[Piece], plan: SplitPlan, mark: Mark) -> Iterator[Piece]:
+        """Yields the pieces from `mark` on with their statistics as dense columns; rows before it are read for them."""
+        before = Statistics(self._schema)
+        after = Statistics.load(self._schema, self._work.out / STATISTICS, cure=CURE)
+        for piece in self._pieces(plan, None, 0, stop=mark.start) if mark.row else ():
+            before.add(piece.chunk, piece.codes == TRAIN)
+            self._check_stop()
+        for piece in pieces:
+            yield replace(piece, chunk=before.joined_to(piece.chunk, piece.codes == TRAIN, after))
 
     def _note_occurrences(self, pieces: Iterator[Piece], encoders: EncoderPool) -> None:
         """Makes the separate pass over `pieces` that vocabularies larger than memory need."""
@@ -609,6 +648,8 @@ class _Stages:
 
             def pieces(stage: str) -> Iterator[Piece]:
                 rows = self._pieces(plan, mark.start, mark.row)
+                if stage == "encode" and self._schema.statistics:
+                    rows = self._with_statistics(rows, plan, mark)
                 rows = rows_within(rows, mark, left, to_end=comm.rank + 1 == comm.size)
                 return self._reported(stage, mark.row, rows)
 
@@ -668,13 +709,14 @@ class _Stages:
     def _dataset_info(self, plan: SplitPlan) -> DatasetInfo:
         found, schema = self._work.results, self._schema
         transforms, tables, checksums = found.transforms or (), found.tables or {}, found.checksums or ()
+        transforms += tuple(f"target_stat(prior={prior!r})" for spec in schema.statistics for prior in spec.priors)
         sizes = (len(transforms), sorted(tables), len(checksums))
-        if sizes != (len(schema.dense), sorted(schema.table_names), len(self._info.files)):
+        if sizes != (len(schema.dense_inputs), sorted(schema.table_names), len(self._info.files)):
             raise ValueError(
                 f"{self._work.folder / STATE}: transforms, tables and checksums are not of this schema and these "
                 "files; start again with --overwrite"
             )
-        dense = zip(schema.dense_names, transforms, strict=True)
+        dense = zip(schema.dense_inputs, transforms, strict=True)
         files = zip(self._info.files, checksums, strict=True)
         return DatasetInfo(
             name=self._source.name,
@@ -703,6 +745,33 @@ class _Stages:
     def _check_stop(self) -> None:
         if self._stop.is_set():
             raise Interrupted
+
+
+def _statistics_file(folder: Path, row: int | str) -> Path:
+    """Returns where the statistics lie that were counted before `row`."""
+    return folder / f"statistics-{row}.safetensors"
+
+
+class _TimeOrder:
+    """Checks that training rows come in the order of their times, which statistics as of a row rest on."""
+
+    def __init__(self) -> None:
+        self._last: int | None = None
+
+    def check(self, piece: Piece, trains: NDArray[np.bool_]) -> None:
+        """Raises ValueError naming the first training row that is earlier than the one before it."""
+        if piece.chunk.time is None or not trains.any():
+            return
+        rows = np.flatnonzero(trains)
+        times = piece.chunk.time[rows]
+        before = np.concatenate([times[:1] if self._last is None else [self._last], times[:-1]])
+        if (late := np.flatnonzero(times < before)).size:
+            row = piece.next_row - piece.chunk.num_rows + int(rows[late[0]]) + 1
+            raise ValueError(
+                f"row {row:,} is earlier than the training row before it, and `statistics` are counted in the order of "
+                "the rows: sort the rows by time, or remove `statistics` from the schema"
+            )
+        self._last = int(times[-1])
 
 
 class _Clock:

@@ -33,6 +33,7 @@ from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.encoder import RowEncoder
 from hotrow.data.prepare.pipeline import Options, prepare
 from hotrow.data.prepare.split import SplitPlan
+from hotrow.data.prepare.statistics import Statistics, raw_transforms
 from hotrow.data.prepare.workfolder import check_out
 from hotrow.data.seen import Seen
 from hotrow.data.sources.columns import format_of, is_paths, open_table
@@ -146,7 +147,7 @@ class RawRows:
     encodings: dict[str, IdEncoding]
     """How raw ids are held, by feature."""
     transforms: list[Transform]
-    """Transforms of the dense columns."""
+    """Transforms of the dense columns, then of the statistics."""
 
 
 def raw_rows(dataset: PackedDataset) -> RawRows | None:
@@ -157,7 +158,7 @@ def raw_rows(dataset: PackedDataset) -> RawRows | None:
     made = checked(_IDS, info.ids, where=f"{where}: ids", cure=MANIFEST_CURE)
     schema = parse_schema(made.schema, where=f"{where}: ids.schema")
     for what, wanted, found in (
-        ("dense columns", schema.dense_names, info.dense_names),
+        ("dense columns", schema.dense_inputs, info.dense_names),
         ("features", schema.feature_names, info.feature_names),
         ("kinds", [c.kind for c in schema.categorical], [f.kind for f in info.features]),
         ("encodings", sorted(schema.feature_names), sorted(made.encodings)),
@@ -170,6 +171,11 @@ def raw_rows(dataset: PackedDataset) -> RawRows | None:
     except ValueError as error:
         raise ValueError(f"{where}: dense: {error}") from None
     return RawRows(made.source, schema, made.encodings, transforms)
+
+
+def statistics_of(dataset: PackedDataset, schema: Schema) -> Statistics | None:
+    """Returns the statistics of the training rows of a dataset; None if its schema has none."""
+    return Statistics.load(schema, dataset.statistics_path(), cure=MANIFEST_CURE) if schema.statistics else None
 
 
 class RawEncoder:
@@ -193,7 +199,8 @@ class RawEncoder:
         self.schema = made.schema
         # Synthetic rows have no layout of their own: new rows are a table with the same columns.
         self._source = made.source if made.source in {*SOURCE_NAMES} - {"synthetic"} else "auto"
-        self._encodings, self._transforms = made.encodings, made.transforms
+        self._encodings, self._transforms = made.encodings, raw_transforms(made.schema, made.transforms)
+        self._statistics = statistics_of(dataset, made.schema)
         if self._source == "criteo":
             # Its own reader takes hex digits for numbers; in other files and in frames they are text.
             self._encodings = dict.fromkeys(made.encodings, "hex")
@@ -236,6 +243,8 @@ class RawEncoder:
             tables = {name: _Searched(vocabulary) for name, vocabulary in self._vocabularies.items()}
             encode = RowEncoder(self.schema, self._transforms, tables, executor)
             for chunk in _none_left_out(opened.source.chunks(rows_per_chunk=batch_size)):
+                if self._statistics is not None:
+                    chunk = self._statistics.of_rows_to_score(chunk)
                 dense, ids = encode(chunk)
                 if seen is not None:
                     _count(seen, self.schema, chunk, dense, ids)

@@ -22,7 +22,7 @@ from hotrow.base.door import check_folder, is_taken, make_folder, remove
 from hotrow.base.files import check_writable
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.data.chunk import Position
-from hotrow.data.packed.format import MANIFEST, WORK_FOLDER, Table
+from hotrow.data.packed.format import MANIFEST, RESERVED_SPLITS, WORK_FOLDER, Table
 from hotrow.data.prepare.cells import CellCounts
 from hotrow.data.prepare.spill import SNAPSHOT
 from hotrow.data.prepare.split import SplitPlan
@@ -99,7 +99,7 @@ class WorkFolder:
         self._made_out = not out.exists()
         check_out(out, overwrite=overwrite)
         if _is_ours(out):
-            check_folder(out, files=(MANIFEST,), folders=(WORK_FOLDER, "vocab", "counts", *SPLITS))
+            check_folder(out, files=(MANIFEST,), folders=(WORK_FOLDER, *RESERVED_SPLITS, *SPLITS))
             if not overwrite:
                 self._resume()
 
@@ -117,7 +117,7 @@ class WorkFolder:
         """Makes the folder for new work, after removing what is to be overwritten."""
         if self._overwrite and _is_ours(self.out):
             # The manifest goes first: without it, nobody takes the rest for a dataset.
-            for name in (MANIFEST, "vocab", "counts", *SPLITS, WORK_FOLDER):
+            for name in (MANIFEST, *RESERVED_SPLITS, *SPLITS, WORK_FOLDER):
                 remove(self.out / name)
         make_folder(self.folder, within=self.out)
         try:

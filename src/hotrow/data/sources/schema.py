@@ -191,6 +191,34 @@ def _known_transform(value: dict[str, ComputedSpec]) -> dict[str, ComputedSpec]:
     return value
 
 
+class StatisticSpec(_Strict):
+    """How often rows before a row had its value of a column, or of several columns together, and a positive label."""
+
+    columns: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    """Features of one id per row, by name."""
+    priors: Annotated[tuple[float, ...], Field(strict=False, min_length=1)] = (1.0, 10.0, 100.0)
+    """Each makes one input: so many rows of the usual rate are added to those of the value."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_alone(cls, value: Any) -> Any:
+        return {"columns": [value] if isinstance(value, str) else value} if isinstance(value, str | list) else value
+
+    @model_validator(mode="after")
+    def _transforms(self) -> StatisticSpec:
+        for name, values in (("columns", self.columns), ("priors", self.priors)):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} are {list(values)}; list each once")
+        for prior in self.priors:
+            Transform("target_stat", {"prior": prior})
+        return self
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the inputs that it makes."""
+        return tuple(f"{' x '.join(self.columns)} (prior {prior:g})" for prior in self.priors)
+
+
 class TableSpec(_Strict):
     """How the raw ids of one table become rows."""
 
@@ -264,6 +292,9 @@ class Schema(_Strict):
     categorical: tuple[CategoricalSpec, ...] = Field(min_length=1)
     transforms: tuple[Annotated[dict[str, ComputedSpec], AfterValidator(_known_transform)], ...] = ()
     """Columns that are computed from columns of numbers: a mapping from a transform's name to what it computes."""
+    statistics: tuple[StatisticSpec, ...] = ()
+    """Inputs besides `dense` and `categorical`: the label's statistics by value, over the training rows before each
+    row."""
     tables: dict[str, TableSpec] = {}
     """Options of tables by name; tables that are not listed have the defaults."""
     split: SplitSpec = SplitSpec()
@@ -315,6 +346,24 @@ class Schema(_Strict):
         return self
 
     @model_validator(mode="after")
+    def _statistics_fit(self) -> Schema:
+        single = [feature.column for feature in self.categorical if feature.kind == "one_hot"]
+        for spec in self.statistics:
+            for name in spec.columns:
+                if name not in single:
+                    raise ValueError(
+                        f"statistics: {name!r} is no feature of one id per row{nearest(name, single)}; list it under "
+                        "categorical, a column of numbers with `buckets`"
+                    )
+        if repeated := sorted(name for name in self.dense_inputs if self.dense_inputs.count(name) > 1):
+            raise ValueError(f"statistics: two inputs are called {repeated[0]!r}; list each statistic once")
+        if self.statistics and self.label.kind != "binary":
+            raise ValueError(f"statistics count positive labels, but label.kind is {self.label.kind!r}; remove them")
+        if self.statistics and self.histories is not None:
+            raise ValueError("statistics: `histories` make their own rows and labels; remove one of the two")
+        return self
+
+    @model_validator(mode="after")
     def _histories_fit(self) -> Schema:
         if self.histories is None:
             return self
@@ -346,6 +395,11 @@ class Schema(_Strict):
     def dense_names(self) -> tuple[str, ...]:
         """Columns of numeric inputs, in order."""
         return tuple(d.column for d in self.dense)
+
+    @property
+    def dense_inputs(self) -> tuple[str, ...]:
+        """All numeric inputs as a dataset stores them: the dense columns, then the statistics."""
+        return self.dense_names + tuple(name for spec in self.statistics for name in spec.inputs)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -411,10 +465,10 @@ class Schema(_Strict):
     def to_json(self) -> dict[str, Any]:
         """Returns the schema as JSON-ready values; `parse_schema` reads it.
 
-        `histories`, `transforms` and `label.kind` are left out if they have their defaults, so that earlier versions
-        read it too.
+        `histories`, `statistics`, `transforms` and `label.kind` are left out if they have their defaults, so that
+        earlier versions read it too.
         """
-        left_out = {name for name in ("histories", "transforms") if not getattr(self, name)}
+        left_out = {name for name in ("histories", "statistics", "transforms") if not getattr(self, name)}
         value = self.model_dump(mode="json", exclude=left_out)
         if self.label.kind == "binary":
             del value["label"]["kind"]
@@ -500,6 +554,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "dense": DenseSpec,
     "categorical": CategoricalSpec,
     "transforms": ComputedSpec,
+    "statistics": StatisticSpec,
     "tables": TableSpec,
     "split": SplitSpec,
     "histories": HistoriesSpec,
