@@ -28,7 +28,7 @@ from hotrow.data.sources.synthetic_config import SyntheticConfig, avazu, criteo_
 from hotrow.hot.calibrate import calibrate, find_hot
 from hotrow.hot.hot_set import HotSet, counts_of, hot_samples
 from hotrow.inspect.hot_rows import record_bytes_of
-from hotrow.kernels.reference import Algorithm
+from hotrow.kernels.types import Algorithm
 from hotrow.models.tbsm import SUFFIX as HISTORY
 from hotrow.placement.budget import TableDemand, slot_bytes
 

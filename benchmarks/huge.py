@@ -40,7 +40,7 @@ import hotrow
 from benchmarks import bench
 from benchmarks.results import end_on_signals, record
 from hotrow.kernels import ops
-from hotrow.kernels.reference import row_key
+from hotrow.kernels.types import row_key
 from hotrow.models.dlrm import DLRM
 
 DIM, BATCH_SIZE, NUM_DENSE, SEED, LR = 512, 2048, 13, 7, 0.02

@@ -39,7 +39,7 @@ from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.data.sources.inputs import prefetch
-from hotrow.kernels.reference import ALGORITHMS
+from hotrow.kernels.types import ALGORITHMS
 from hotrow.models.dlrm import DLRM
 from hotrow.optim import SparseOptimizer
 

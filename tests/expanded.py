@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hotrow.kernels.reference import row_key, to_float16, uniform_rows
+from hotrow.kernels.reference import uniform_rows
+from hotrow.kernels.types import row_key, to_float16
 
 
 def expanded(path: Path) -> dict[str, bytes]:

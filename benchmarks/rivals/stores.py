@@ -27,7 +27,7 @@ from benchmarks.rivals.sides import Settings, Side, collection_over, past_page_c
 from benchmarks.rivals.work import SEED, Work
 from hotrow.batch import Batch
 from hotrow.kernels import ops
-from hotrow.kernels.reference import row_key
+from hotrow.kernels.types import row_key
 from hotrow.tables import TableConfig
 
 PAGE_BYTES = mmap.PAGESIZE

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hotrow import torch_tables
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout, to_float16
+from hotrow.kernels.types import Layout, to_float16
 from hotrow.placement import AnyMemory, place
 from hotrow.placement.base import Lease, Placement, Rows
 from hotrow.tables import TableConfig, check_tables

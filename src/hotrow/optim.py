@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hotrow.embedding import EmbeddingCollection, Pending
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Algorithm, Rule, split, widen
+from hotrow.kernels.types import Algorithm, Rule, split, widen
 from hotrow.placement.base import Attached, Rows, TableState
 from hotrow.tables import TableConfig
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hotrow.kernels import ops, reference
+from hotrow.kernels import ops, reference, types
 from hotrow.placement.store_file import page_records
 from hotrow.placement.stores import Engines, Kind, Store, TableRows, open_cached_store, open_store
 
@@ -46,10 +46,10 @@ def initial_rows(shape: Shape) -> np.ndarray:
     w = reference.uniform_rows(KEY, torch.arange(shape.num_rows), shape.dim, BOUND, ZERO_ROWS)
     parts = [w.numpy()]
     if shape.storage == 1:
-        w = reference.to_float16(w).float()
+        w = types.to_float16(w).float()
         parts = [w.half().numpy()]
     if shape.storage == 2:
-        parts = [half.view(torch.int16).numpy() for half in reference.split(w)]
+        parts = [half.view(torch.int16).numpy() for half in types.split(w)]
     for dim, constant, of_weight, of_sign in shape.states:
         of_rows = w.numpy() * np.float32(of_weight) + np.float32(0)  # + 0: a weight of zero gives no -0.0
         state = of_rows if of_weight else np.full((len(w), dim), constant, np.float32)

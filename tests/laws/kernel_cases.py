@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops
-from hotrow.kernels.reference import NUM_STATES, Algorithm, Layout, Rule, split, to_float16
+from hotrow.kernels.types import NUM_STATES, Algorithm, Layout, Rule, split, to_float16
 from hotrow.tables import Dtype
 
 DIMS = (1, 2, 3, 8, 10, 12, 16, 17, 20, 33, 40, 64, 100, 128)

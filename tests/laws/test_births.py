@@ -14,7 +14,7 @@ from test_tiers import Side
 
 import hotrow
 from hotrow.embedding import EmbeddingCollection
-from hotrow.kernels import ops, reference
+from hotrow.kernels import ops, reference, types
 from hotrow.placement.base import InitialRows
 from hotrow.run.checkpoint import load_checkpoint, save_checkpoint
 from hotrow.tables import WHOLE, Births, Dtype, TableConfig, Uniform
@@ -44,7 +44,7 @@ def test_runs_are_the_births_in_order(births: Births) -> None:
 @pytest.mark.parametrize("births", [*(births for _, births in PARTS.values()), Births(first=2**32 - 9, step=5)])
 @pytest.mark.parametrize("zero_rows", [0, 1, 9])
 def test_rows_of_a_part_on_every_instruction_set(births: Births, dim: int, zero_rows: int) -> None:
-    key = reference.row_key(3, "user")
+    key = types.row_key(3, "user")
     for first, n in ((0, 30), (5, 12), (11, 9), (3, 0)):
         ids = torch.tensor([births.of(row) for row in range(first, first + n)], dtype=torch.int64)
         expected = reference.uniform_rows(key, ids, dim, 0.037, zero_rows)

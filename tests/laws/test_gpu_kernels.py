@@ -14,9 +14,9 @@ from kernel_cases import DTYPES, SENTINEL, Case, Guarded, assert_same_bits, bits
 from torch import Tensor, nn
 
 from hotrow import KeyedJaggedTensor, TableConfig
-from hotrow.kernels import reference
-from hotrow.kernels.reference import ALGORITHMS, Algorithm, Layout, Rule
+from hotrow.kernels import reference, types
 from hotrow.kernels.triton_ops import Arrays, Kernels
+from hotrow.kernels.types import ALGORITHMS, Algorithm, Layout, Rule
 from hotrow.tables import Dtype
 from sampled import sampled
 
@@ -140,7 +140,7 @@ def test_tables_of_all_sorts_with_sequences_in_one_step(algorithm: Algorithm) ->
     grads = [torch.randn(shape, generator=generator) for shape in shapes]
     served = [(layout, batches[0]), (single, sequence), (layout, batches[1])]
     numbers = [rules(algorithm)[k % 3] for k in range(4)]
-    num_states = reference.NUM_STATES[algorithm]
+    num_states = types.NUM_STATES[algorithm]
     wide = algorithm != "row_wise_adagrad"
     states = [[torch.rand(w.shape if wide else w.shape[:1]) for w in weights] for _ in range(num_states)]
     expected, expected_low, expected_states = clones(weights), clones(low), [clones(state) for state in states]
@@ -162,7 +162,7 @@ def test_tables_of_all_sorts_with_sequences_in_one_step(algorithm: Algorithm) ->
     for mine, other in zip(chain(found, *found_states), chain(expected, *expected_states), strict=True):
         if mine.dtype != torch.bfloat16 or DEVICE.type == "cpu":
             assert_agrees(mine, other, algorithm)
-    assert_agrees(reference.widen(found[2].cpu(), found_low[2].cpu()), reference.widen(expected[2], expected_low[2]))
+    assert_agrees(types.widen(found[2].cpu(), found_low[2].cpu()), types.widen(expected[2], expected_low[2]))
 
 
 def test_nothing_beside_the_arrays_is_written() -> None:
@@ -225,7 +225,7 @@ def test_float16_rounds_as_the_reference() -> None:
     """From 65520 up infinite; NaN keeps its sign and leading payload; ties to even."""
     patterns = torch.tensor([0x7FC00000, 0x7F812345, -0x7EDCB0, 0x477FF000, 0x477FEFFF, 0x3F801000, 0x33000000, 1])
     values = patterns.to(torch.int32).view(torch.float32)[:, None]
-    layout = Layout((reference.Feature("f", 0, slice(0, 1), "sum"),), 1)
+    layout = Layout((types.Feature("f", 0, slice(0, 1), "sum"),), 1)
     batch, rule = KeyedJaggedTensor(("f",), torch.arange(len(values))), [Rule(algorithm="sgd", lr=1.0)]
     found, expected = torch.zeros(len(values), 1).half().to(DEVICE), torch.zeros(len(values), 1).half()
     kernels = Kernels(layout)
@@ -243,7 +243,7 @@ def test_steps_against_torch(optimizer: str, mode: str) -> None:
     num_rows, dim, size = 12, 10, 8
     generator = torch.Generator().manual_seed(2)
     bag = nn.EmbeddingBag(num_rows, dim, mode=mode, include_last_offset=True)
-    layout = Layout((reference.Feature("f", 0, slice(0, dim), mode),), dim)  # type: ignore[arg-type]
+    layout = Layout((types.Feature("f", 0, slice(0, dim), mode),), dim)  # type: ignore[arg-type]
     weight = bag.weight.detach().to(DEVICE, copy=True)
     state = torch.zeros_like(weight)
     theirs = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optimizer](bag.parameters(), lr=0.3)

@@ -24,8 +24,8 @@ from kernel_cases import (
 )
 
 from hotrow import KeyedJaggedTensor
-from hotrow.kernels import ops, reference
-from hotrow.kernels.reference import ALGORITHMS, Algorithm, Layout, Rule
+from hotrow.kernels import ops, reference, types
+from hotrow.kernels.types import ALGORITHMS, Algorithm, Layout, Rule
 from hotrow.tables import Dtype, TableConfig
 from sampled import sampled
 
@@ -313,7 +313,7 @@ def test_rows_beyond_32_bits(algorithm: str) -> None:
         pytest.skip("this machine grants no 16 GiB of address space")
     rows = torch.tensor([0, 1, 2**31, 2**32 - 1, 2**32, num_rows - 1])
     weight[rows] = torch.arange(1.0, 7.0)[:, None]
-    layout = reference.Layout((reference.Feature("f", 0, slice(0, 1), "sum"),), 1)
+    layout = types.Layout((types.Feature("f", 0, slice(0, 1), "sum"),), 1)
     batch = KeyedJaggedTensor(["f"], rows.flip(0).repeat(2))
     kernels, arrays = ops.Kernels(layout), ops.Arrays([weight])
     pooled = kernels.lookup(arrays, batch)
@@ -390,7 +390,7 @@ def test_philox_against_random123(counter: str, key: str, expected: str) -> None
 @needs_native
 @pytest.mark.parametrize("dim", (*DIMS, 7, 15))  # the last group of four columns may be short in any way
 def test_initial_rows(dim: int) -> None:
-    key = reference.row_key(3, "user")
+    key = types.row_key(3, "user")
     for first_row, zero_rows in ((0, 0), (0, 2), (1, 2), (5, 2), (2**32 - 2, 1)):
         expected = torch.empty(7, dim)
         reference.fill_uniform(key, first_row, expected, 0.037, zero_rows)
@@ -406,7 +406,7 @@ def test_initial_rows(dim: int) -> None:
 
 @needs_native
 def test_initial_rows_do_not_depend_on_how_they_are_cut() -> None:
-    key = reference.row_key(0, "t")
+    key = types.row_key(0, "t")
     for where in every_backend(threads=(1, 3)):
         whole = torch.empty(40_000, 64)  # 10 MB: several tasks
         ops.fill_uniform(whole, key=key, bound=1.0)

@@ -8,8 +8,8 @@ from kernel_cases import DIMS, Case, make_case, rules
 from torch import Tensor, nn
 
 from hotrow import KeyedJaggedTensor
-from hotrow.kernels import ops, reference
-from hotrow.kernels.reference import Rule
+from hotrow.kernels import ops, types
+from hotrow.kernels.types import Rule
 
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}  # docs/numerics.md, "float64 truth"
 
@@ -32,7 +32,7 @@ def dense_lookup(case: Case, weights: list[Tensor], batch: KeyedJaggedTensor, sa
     return torch.cat(columns, dim=1)
 
 
-@pytest.mark.parametrize("algorithm", reference.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", types.ALGORITHMS)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("dim", DIMS)
@@ -84,7 +84,7 @@ def float64_step(rule: Rule, g: Tensor, w: Tensor, *states: Tensor) -> Tensor:
 def test_against_torch_embedding_bag(mode: str, algorithm: str) -> None:
     """Five steps beside torch.nn.EmbeddingBag(sparse=True) with torch.optim."""
     weight = make_case(12, dim=24).weights[0]
-    layout = reference.Layout((reference.Feature("a", 0, slice(0, 24), mode),), 24)
+    layout = types.Layout((types.Feature("a", 0, slice(0, 24), mode),), 24)
     bag = nn.EmbeddingBag(200, 24, mode=mode, sparse=True, include_last_offset=True, _weight=weight.clone())
     optimizer = (torch.optim.SGD if algorithm == "sgd" else torch.optim.Adagrad)(bag.parameters(), lr=0.1)
     kernels, arrays = ops.Kernels(layout), ops.Arrays([weight])

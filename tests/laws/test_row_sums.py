@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hotrow import KeyedJaggedTensor
 from hotrow.kernels import ops, reference, tree
-from hotrow.kernels.reference import ALGORITHMS, Algorithm, Layout, RowSums
+from hotrow.kernels.types import ALGORITHMS, Algorithm, Layout, RowSums
 from hotrow.tables import Dtype
 
 Vector = np.ndarray

@@ -8,8 +8,8 @@ from kernel_cases import DTYPES, assert_same_bits, clones, every_backend, make_c
 
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.embedding import EmbeddingCollection
-from hotrow.kernels import ops, reference
-from hotrow.kernels.reference import ALGORITHMS, Algorithm
+from hotrow.kernels import ops, reference, types
+from hotrow.kernels.types import ALGORITHMS, Algorithm
 from hotrow.optim import SGD, RowWiseAdagrad
 from hotrow.tables import Dtype
 
@@ -63,7 +63,7 @@ def test_update_of_pooled_and_sequences_together(algorithm: Algorithm, dtype: Dt
     single = case.layout.sequence_of("c")
     g = torch.Generator().manual_seed(5)
 
-    def sequence(batch: KeyedJaggedTensor) -> tuple[reference.Layout, KeyedJaggedTensor, torch.Tensor]:
+    def sequence(batch: KeyedJaggedTensor) -> tuple[types.Layout, KeyedJaggedTensor, torch.Tensor]:
         ids, _, _ = batch.bags("c")
         return single, KeyedJaggedTensor(("c",), ids), torch.randn(len(ids), 12, generator=g)
 

@@ -12,8 +12,8 @@ import torch
 from kernel_cases import DTYPES, bits, every_backend
 from torch import Tensor
 
-from hotrow.kernels import ops, reference
-from hotrow.kernels.reference import Shares
+from hotrow.kernels import ops, reference, types
+from hotrow.kernels.types import Shares
 
 NUM_ROWS = (700, 1, 40, 3000, 12)
 PREFIX = (0, 1, 7, 100, 0)
@@ -163,9 +163,9 @@ def test_rows_that_do_not_fit_are_refused() -> None:
 
 
 def test_sums_of_all_tables_at_once_are_those_of_each() -> None:
-    sums = reference.FlatSums([2, 0, 1], torch.tensor([4, 9, 3]), torch.arange(7.0))
+    sums = types.FlatSums([2, 0, 1], torch.tensor([4, 9, 3]), torch.arange(7.0))
     tables = sums.tables([2, 5, 3])
     assert [own.rows.tolist() for own in tables] == [[4, 9], [], [3]]
     assert [own.sums.tolist() for own in tables] == [[[0, 1], [2, 3]], [], [[4, 5, 6]]]
-    again = reference.FlatSums.of(tables)
+    again = types.FlatSums.of(tables)
     assert [*again.counts] == [2, 0, 1] and all(torch.equal(a, b) for a, b in zip(again[1:], sums[1:], strict=True))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hotrow import KeyedJaggedTensor
 from hotrow.kernels import ops, reference
-from hotrow.kernels.reference import ALGORITHMS, Algorithm, Feature, Layout, Rule, split, to_float16, widen
+from hotrow.kernels.types import ALGORITHMS, Algorithm, Feature, Layout, Rule, split, to_float16, widen
 from hotrow.tables import Dtype
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")

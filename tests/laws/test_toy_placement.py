@@ -18,7 +18,7 @@ from torch import Tensor
 import hotrow
 from hotrow import EmbeddingCollection, KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout, as_stored
+from hotrow.kernels.types import Layout, as_stored
 from hotrow.placement.base import (
     NO_LEASE,
     Attached,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hotrow import KeyedJaggedTensor, TableConfig, Uniform
 from hotrow.embedding import EmbeddingCollection
-from hotrow.kernels.reference import split, to_float16
+from hotrow.kernels.types import split, to_float16
 from hotrow.optim import SGD, RowWiseAdagrad
 from hotrow.tables import Dtype
 

@@ -15,7 +15,7 @@ import torch
 
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout
+from hotrow.kernels.types import Layout
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hotrow.kernels.reference import FlatSums, RowSums
+from hotrow.kernels.types import FlatSums, RowSums
 from hotrow.parallel.messages import Chosen, Keys, WireDtype, narrow, pack, unpack, widen
 from hotrow.parallel.shards import Homes, Shard
 

@@ -36,7 +36,7 @@ from hotrow.inspect.hotness import measure_hotness
 from hotrow.inspect.report import write_inspection
 from hotrow.inspect.reuse import native
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Algorithm
+from hotrow.kernels.types import Algorithm
 from hotrow.placement.store_file import direct_io
 from hotrow.placement.stores import io_uring_refused
 from hotrow.report.page import NAME as REPORT

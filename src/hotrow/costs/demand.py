@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.kernels.reference import NUM_STATES
+from hotrow.kernels.types import NUM_STATES
 from hotrow.placement.budget import TableDemand
 from hotrow.tables import BYTES_PER_WEIGHT, WHOLE, Dtype, TableConfig
 

@@ -9,7 +9,7 @@ from hotrow.costs.demand import record_bytes
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.calibrate import WAYS, calibrate, find_hot
 from hotrow.hot.hot_set import HotSet
-from hotrow.kernels.reference import Algorithm
+from hotrow.kernels.types import Algorithm
 
 
 def record_bytes_of(dataset: PackedDataset, *, embedding_dim: int, optimizer: Algorithm) -> dict[str, int]:

@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from hotrow.base.machine import has_amx, isa_limit
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.kernels import reference, tree
-from hotrow.kernels.reference import Activation, Distinct, FlatSums, Layout, Numbers, RowSums, Rule, Shares
+from hotrow.kernels import reference, tree, types
+from hotrow.kernels.types import Activation, Distinct, FlatSums, Layout, Numbers, RowSums, Rule, Shares
 from hotrow.tables import WHOLE, Births
 
 ALTERED = "the batch's offsets have changed since it was made and point outside its values; rebuild it"
@@ -89,17 +89,6 @@ def native_module(need: str = "tables in tiers need", *, instead: str | None = I
             f"leave HOTROW_NATIVE unset{f', or {instead}' if instead else ''}"
         )
     return module
-
-
-def triton(what: str) -> Any:
-    """Returns kernels/triton_ops.py. Raises ImportError if Triton, which `what` needs, is not installed."""
-    try:
-        import hotrow.kernels.triton_ops
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        raise ImportError(f"{what} need Triton: pip install 'hotrow[gpu]'") from error
-    return hotrow.kernels.triton_ops
 
 
 def _limit_isa(module: Any) -> None:
@@ -357,7 +346,7 @@ class Kernels:
         `row_sums`, and the rule is applied once to the sum. Raises ValueError for an id outside its table, and for
         batches that are cut into different numbers of parts; then no row has changed.
         """
-        reference.count_parts(sparse for _, sparse, _ in pending)
+        types.count_parts(sparse for _, sparse, _ in pending)
         if _native() is None:
             for kernels, sparse, _ in pending:
                 kernels._check_ids(weights, sparse)
@@ -391,7 +380,7 @@ class Kernels:
 
     def flat_row_sums(self, weights: Arrays, pending: Lookups, leaves: tuple[int, int]) -> dict[tree.Node, FlatSums]:
         """As `row_sums`, with those of all tables of a node one behind another."""
-        reference.count_parts(sparse for _, sparse, _ in pending)
+        types.count_parts(sparse for _, sparse, _ in pending)
         if _native() is None:
             for kernels, sparse, _ in pending:
                 kernels._check_ids(weights, sparse)
@@ -412,7 +401,7 @@ class Kernels:
 
     def _check_ids(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
         self.positions(sparse.keys)
-        bad = reference.first_bad_id(self.layout, weights.tensors, sparse)
+        bad = types.first_bad_id(self.layout, weights.tensors, sparse)
         if bad is not None:
             raise ValueError(bad.text(weights.tensors[bad.feature.table].shape[0]))
 
@@ -460,7 +449,7 @@ def are_upper_halves(weight: Tensor) -> bool:
 def split_halves(weight: Tensor, low: Tensor) -> None:
     """Moves the lower halves of `weight`, float32 on the CPU, to `low`, int16; `weight` has zeros in their place."""
     if _native() is None or not weight.is_contiguous():
-        high, lower = reference.split(weight)
+        high, lower = types.split(weight)
         weight.copy_(high)
         low.copy_(lower)
     else:

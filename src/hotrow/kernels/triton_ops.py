@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.kernels import ops, reference, tree, triton_kernels
+from hotrow.kernels import ops, tree, triton_kernels, types
 from hotrow.kernels.ops import ALTERED, check_arrays
-from hotrow.kernels.reference import Algorithm, Layout, Rule
+from hotrow.kernels.types import Algorithm, Layout, Rule
 
 TILE = 512
 """Elements that a program holds at a time: four for each thread of four warps."""
@@ -216,7 +216,7 @@ class Kernels:
         algorithm. Raises ValueError for an id outside its table; then no row has changed. If the batches are cut into
         micro-batches, rows are summed in host memory.
         """
-        if (num_parts := reference.count_parts(sparse for _, sparse, _ in pending)) > 1:
+        if (num_parts := types.count_parts(sparse for _, sparse, _ in pending)) > 1:
             pending = self._summed(weights, pending, num_parts)
         algorithms = sorted({rule.algorithm for rule in rules})
         if len(algorithms) != 1:
@@ -369,7 +369,7 @@ class Kernels:
                     self._raise_bad_id(weights, blame or sparse)
 
     def _raise_bad_id(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
-        bad = reference.first_bad_id(self.layout, weights.tensors, sparse)
+        bad = types.first_bad_id(self.layout, weights.tensors, sparse)
         if bad is not None:
             raise ValueError(bad.text(weights.tensors[bad.feature.table].shape[0]))
         raise ValueError(ALTERED)

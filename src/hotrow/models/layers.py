@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hotrow.kernels.ops import dot_interaction, mlp, product
-from hotrow.kernels.reference import Activation
 from hotrow.kernels.tree import SERIAL
+from hotrow.kernels.types import Activation
 
 __all__ = [
     "MLP",

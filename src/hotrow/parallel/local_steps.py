@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.kernels.reference import FlatSums, RowSums
+from hotrow.kernels.types import FlatSums, RowSums
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.messages import Chosen, Keys
 from hotrow.parallel.shards import Numbers, Shard

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.kernels import ops
-from hotrow.kernels.reference import FlatSums, RowSums
+from hotrow.kernels.types import FlatSums, RowSums
 from hotrow.parallel.shards import Numbers
 
 WireDtype = Literal["fp32", "bf16", "fp16"]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
-from hotrow.kernels.reference import Feature, Layout
+from hotrow.kernels.types import Feature, Layout
 from hotrow.parallel.communicator import Arriving, Communicator
 from hotrow.parallel.messages import WireDtype, widen, words_of
 from hotrow.parallel.shards import Numbers, Shard

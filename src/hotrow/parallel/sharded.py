@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
-from hotrow.kernels.reference import Distinct, FlatSums, Layout, RowSums, Rule
+from hotrow.kernels.types import Distinct, FlatSums, Layout, RowSums, Rule
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.buffers import Buffers, ShardLease
 from hotrow.parallel.communicator import Arriving, Communicator

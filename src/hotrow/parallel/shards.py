@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.base.records import Count
-from hotrow.kernels.reference import Shares
+from hotrow.kernels.types import Shares
 from hotrow.tables import WHOLE, Births
 
 Numbers = NDArray[np.int64]

@@ -32,7 +32,7 @@ from torch import Tensor
 from hotrow.base.records import Amount, Count
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Rule, row_key, to_float16
+from hotrow.kernels.types import Rule, row_key, to_float16
 from hotrow.tables import WHOLE, Births, TableConfig
 
 RowIds = slice | Tensor

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout, Rule
+from hotrow.kernels.on_device import triton_ops
+from hotrow.kernels.types import Layout, Rule
 from hotrow.placement.base import (
     NO_LEASE,
     Attached,
@@ -170,7 +171,7 @@ class OnDevice:
     """
 
     def __init__(self, below: Placement, device: torch.device) -> None:
-        triton = ops.triton("copies of hot rows on a device")
+        triton = triton_ops("copies of hot rows on a device")
         from hotrow.kernels.triton_moves import Buffers, Streams
 
         self.device = device

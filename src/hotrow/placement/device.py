@@ -25,7 +25,8 @@ from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout, Rule
+from hotrow.kernels.on_device import triton_ops
+from hotrow.kernels.types import Layout, Rule
 from hotrow.placement.base import Attached, Placement, Rows, TableState, Use
 from hotrow.placement.budget import MOVING_SHARE, DeviceMemory, TableDemand, TableSlots, raise_to
 from hotrow.placement.slots import SOME_FROZEN, Announced, Directory, Held, Moves, Span, bad_id, spans_of
@@ -101,7 +102,7 @@ class Device(Placement):
         self.device = torch.device(memory.device)
         self.below: Backing = below
         self.weights, self.low = below.weights, below.low
-        self.kernels = ops.KernelSet(self.layout, ops.triton("tables on a device").Kernels)
+        self.kernels = ops.KernelSet(self.layout, triton_ops("tables on a device").Kernels)
         self._num_states = 0
         self.directories: list[Directory] = []
         self.slots: list[TableSlots] = []

@@ -14,7 +14,7 @@ from torch import Tensor
 from hotrow.base.files import size
 from hotrow.base.machine import available_memory_bytes
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout, row_key, widen, write_rows
+from hotrow.kernels.types import Layout, row_key, widen, write_rows
 from hotrow.placement.base import NO_LEASE, Attached, Placement, RowIds, Rows, TableState
 from hotrow.placement.slots import Held
 from hotrow.tables import TableConfig

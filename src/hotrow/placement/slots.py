@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.kernels.reference import Layout, first_bad_id
+from hotrow.kernels.types import Layout, first_bad_id
 from hotrow.placement.base import Lease
 from hotrow.placement.budget import TableSlots
 from hotrow.tables import TableConfig

@@ -26,7 +26,7 @@ from torch import Tensor
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
-from hotrow.kernels.reference import Layout, as_stored, row_key
+from hotrow.kernels.types import Layout, as_stored, row_key
 from hotrow.placement.base import (
     NO_LEASE,
     Attached,

@@ -16,7 +16,7 @@ from typing_extensions import override
 from hotrow.base.files import ByteRate, folder_bytes, size
 from hotrow.config.schema import Config
 from hotrow.costs.demand import required_bytes
-from hotrow.kernels.reference import NUM_STATES
+from hotrow.kernels.types import NUM_STATES
 from hotrow.placement.tiers import Tiers
 from hotrow.run.meters import Meter, Notice, Session
 from hotrow.tables import TableConfig

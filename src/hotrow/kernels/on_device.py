@@ -1,0 +1,16 @@
+"""The kernels of tables in device memory: they need Triton, which is installed with `hotrow[gpu]` alone."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def triton_ops(what: str) -> Any:
+    """Returns kernels/triton_ops.py. Raises ImportError if Triton, which `what` needs, is not installed."""
+    try:
+        return importlib.import_module("hotrow.kernels.triton_ops")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ImportError(f"{what} need Triton: pip install 'hotrow[gpu]'") from error
