@@ -34,7 +34,7 @@ from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
 from hotrow.run.build import build
 from hotrow.run.meters import Session, StepClock
-from hotrow.run.trainer import LOOKAHEAD, train_step
+from hotrow.run.trainer import train_step
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
 from hotrow.setup.slots import SlotPlanner
@@ -366,7 +366,7 @@ def test_traffic_against_a_run_of_tiers(dataset: PackedDataset, tmp_path: Path) 
     for epoch in range(epochs):
         if epoch in (0, warm):
             counted.append(tiers.counters()["t1"])
-        for batch in lookahead(loader.epoch(epoch), parts.embedding, depth=LOOKAHEAD):
+        for batch in lookahead(loader.epoch(epoch), parts.embedding, depth=config.tiers.lookahead):
             train_step(parts, batch, 0, clock)
             # A row that still waits to be written is not read from the disk: on a busy machine that spares many reads.
             while tiers.counters()["t1"]["waiting_bytes"]:

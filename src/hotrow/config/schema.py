@@ -7,6 +7,7 @@ here acts on a value. load.py reads and checks a config; docs/config.md shows th
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import yaml
@@ -277,6 +278,11 @@ class MemoryConfig(_Section):
         """`dram` as a number; None for `auto`."""
         return None if self.dram == "auto" else parse_bytes(self.dram, what="dram")
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders that `ssd` and `file` name."""
+        return tuple(Path(folder) for folder in (self.ssd, self.file) if folder is not None)
+
 
 class HotConfig(_Section):
     """Hot rows: in which order hot and cold samples train. A sample is hot if all its rows are hot."""
@@ -411,14 +417,18 @@ class Config(_Section):
         return self.train.monitor or self.model.trained_for.monitors[0]
 
     @property
+    def tiers(self) -> MemoryConfig:
+        """`memory` as a mapping; the defaults if it is `auto` or `dram`."""
+        return MemoryConfig() if isinstance(self.memory, str) else self.memory
+
+    @property
     def hbm(self) -> str | int | None:
-        return None if isinstance(self.memory, str) else self.memory.hbm
+        return self.tiers.hbm
 
     @property
     def write_budget(self) -> ByteRate | None:
-        """`memory.write_budget` in numbers; None: no budget."""
-        text = None if isinstance(self.memory, str) else self.memory.write_budget
-        return None if text is None else parse_byte_rate(text)
+        """`memory.write_budget` in numbers. If None, there is no budget."""
+        return None if self.tiers.write_budget is None else parse_byte_rate(self.tiers.write_budget)
 
     def with_micro_batches(self, number: int) -> Config:
         """Returns this config with `train.micro_batches` set."""

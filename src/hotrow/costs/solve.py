@@ -29,9 +29,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hotrow.config.schema import MemoryConfig
 from hotrow.placement.budget import METADATA_BYTES, MIN_ROWS, TableDemand, TableSlots, num_bytes, plan_slots
 
-LOOKAHEAD = 4
+LOOKAHEAD = MemoryConfig().lookahead
 """Default number of batches that are announced before their step."""
 FLIGHT_SIGMAS = 4
 """Caches have room for the expected rows of batches in flight plus this many standard deviations."""

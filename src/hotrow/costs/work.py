@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotrow.base.machine import default_threads
-from hotrow.config.schema import Config, MemoryConfig
+from hotrow.config.schema import Config
 from hotrow.costs.demand import accesses_of, demands_of, most_rows
 from hotrow.costs.solve import Counted, TableUse
 from hotrow.data.packed.format import Ragged
@@ -189,7 +189,7 @@ def work_of(
     num_steps = min(config.train.epochs * math.ceil(per_epoch), config.train.max_steps or math.inf)
     run = _Run(train.num_rows, batch_size, min(warmup, num_steps - 1), num_steps)
     demands = demands_of(config, tables, training=True)
-    memory = config.memory if isinstance(config.memory, MemoryConfig) else MemoryConfig()
+    memory = config.tiers
     num_dense, dims = len(dataset.info.dense), {name: own.embedding_dim for own in tables for name in own.feature_names}
     model = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator().manual_seed(0))
     if model.lookup == "sequence":
@@ -230,7 +230,7 @@ def not_modelled(config: Config) -> str | None:
         return "steps on a GPU (to ask about the CPU, set device to cpu and memory.hbm to null)"
     if (dtype := config.train.dense_dtype) != "fp32":
         return f"dense layers in {dtype} (train.dense_dtype; fp32 can)"
-    if isinstance(config.memory, MemoryConfig) and config.memory.file is not None:
+    if config.tiers.file is not None:
         return "rows in files used as memory (memory.file; memory.ssd can)"
     if config.hot.takes_turns:
         return f"hot and cold phases (hot.schedule: {config.hot.schedule}; none and window can)"

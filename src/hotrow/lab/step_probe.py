@@ -48,7 +48,7 @@ from hotrow.placement.store_file import SUFFIX, OwnFolder
 from hotrow.placement.tiers import Tiers
 from hotrow.run.build import Parts, build
 from hotrow.run.meters import Session, StepClock
-from hotrow.run.trainer import LOOKAHEAD, train_step
+from hotrow.run.trainer import train_step
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
 from hotrow.setup.slots import SlotPlanner
@@ -265,7 +265,7 @@ def _measure_batches(
     shape: Shape, parts: Parts, batch_size: int, threads: Sequence[int], seed: int
 ) -> Iterator[tuple[str, Point]]:
     placement, tiers = parts.embedding.placement, parts.embedding.placement.find(Tiers)
-    depth = LOOKAHEAD if placement.looks_ahead else 0
+    depth = shape.config.tiers.lookahead if placement.looks_ahead else 0
     split = Drawn(
         shape, batch_size * ((WARMUP + TIMED) * len(threads) + depth + 1), np.random.default_rng([seed, batch_size])
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hotrow.base.machine import versions
-from hotrow.config.schema import Config, MemoryConfig
+from hotrow.config.schema import Config
 from hotrow.kernels import ops
 from hotrow.parallel.communicator import Communicator
 
@@ -81,7 +81,6 @@ def facts_of(config: Config, *, checksum: str, micro_batches: int) -> dict[str, 
     """
     found = versions()
     options = dict(_flat(config.model_dump(mode="json")))
-    memory = config.memory if isinstance(config.memory, MemoryConfig) else MemoryConfig()
     return {
         "the version of hotrow": found["hotrow"],
         "the version of torch": found["torch"],
@@ -89,7 +88,7 @@ def facts_of(config: Config, *, checksum: str, micro_batches: int) -> dict[str, 
         "the instruction set": ops.isa_of(config.train.dense_dtype),
         "the checksum of the dataset": checksum,
         **{name: value for name, value in options.items() if not _per_rank(name)},
-        "memory.lookahead": memory.lookahead,
+        "memory.lookahead": config.tiers.lookahead,
         "train.micro_batches": micro_batches,
     }
 

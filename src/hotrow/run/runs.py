@@ -257,9 +257,7 @@ def remove_left_rows(folder: RunFolder) -> list[Path]:
     """
     places = [folder.path / FOLDER]
     if is_taken(path := folder.path / CONFIG):
-        memory = make_config(parse_yaml(read_file(path).decode(), origin=str(path)), origin=str(path)).memory
-        if not isinstance(memory, str):
-            places += [Path(place) for place in (memory.ssd, memory.file) if place is not None]
+        places += make_config(parse_yaml(read_file(path).decode(), origin=str(path)), origin=str(path)).tiers.folders
     removed = [left for place in places for left in remove_left_folders(place)]
     with suppress(OSError):  # it is in use, or was never made
         places[0].rmdir()

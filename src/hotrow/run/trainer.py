@@ -27,7 +27,7 @@ from torch import Tensor
 from hotrow.base.progress import ProgressLine, duration, rate
 from hotrow.base.waiting import may_spin
 from hotrow.batch import Batch
-from hotrow.config.schema import MemoryConfig, interval_steps, is_due
+from hotrow.config.schema import interval_steps, is_due
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import Split
 from hotrow.embedding import EmbeddingCollection
@@ -61,7 +61,6 @@ from hotrow.setup.beside import EVAL_BATCH_SIZE
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
 
-LOOKAHEAD = MemoryConfig().lookahead
 MakeMeter: TypeAlias = Callable[[Session], Meter]
 MAX_SKIPPED = 100
 """A run ends after this many skipped steps in a row: weights that have overflowed do not recover."""
@@ -240,9 +239,8 @@ class Training:
             length = sum(weight.numel() for weight in self.parts.model.parameters() if weight.requires_grad)
             self.parts.exchange = OverRanks(self.comm, lambda: interrupt.signal, length=length)
         self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, device=setup.copies_on)
-        embedding, memory = self.parts.embedding, config.memory
-        wanted = memory.lookahead if isinstance(memory, MemoryConfig) else LOOKAHEAD
-        self.lookahead = wanted if embedding.placement.looks_ahead else 0
+        embedding = self.parts.embedding
+        self.lookahead = config.tiers.lookahead if embedding.placement.looks_ahead else 0
         most = checkpoint_bytes(config, setup.tables, self.parts.model, in_tiers=setup.in_tiers)
         self.trace = None
         if options.trace is not None:

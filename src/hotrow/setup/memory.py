@@ -59,7 +59,7 @@ def choose(
     needed = required_bytes(config, tables, training=training)
     room = room or Room.here()
     available = room.dram_bytes
-    chosen = MemoryConfig() if isinstance(config.memory, str) else config.memory
+    chosen = config.tiers
     budget = dram_budget(config, available, beside_bytes)
     known = 0 if config.hbm is None else SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
     available, budget = available - known, budget - known
@@ -105,7 +105,7 @@ def dram_budget(config: Config, available_bytes: int, beside_bytes: int = 0) -> 
     """Returns the DRAM for tables: what `memory.dram` says, else a share of what there is, or what is left beside
     `beside_bytes` if that is less.
     """
-    given = None if isinstance(config.memory, str) else config.memory.dram_bytes
+    given = config.tiers.dram_bytes
     return min(int(AUTO_SHARE * available_bytes), available_bytes - beside_bytes) if given is None else given
 
 

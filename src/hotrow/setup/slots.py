@@ -13,7 +13,7 @@ from functools import cached_property
 
 from hotrow.base.files import size
 from hotrow.base.machine import default_threads
-from hotrow.config.schema import Config, MemoryConfig
+from hotrow.config.schema import Config
 from hotrow.costs.cost import Prediction, predict
 from hotrow.costs.demand import demands_of, most_rows, tables_of
 from hotrow.costs.hardware import Disk, Hardware
@@ -33,8 +33,7 @@ def looks_at_accesses(before: Config, after: Config) -> bool:
     """Returns whether steps of the two configs come to other rows, or have other rows in flight."""
 
     def steps(config: Config) -> tuple[object, ...]:
-        memory = config.memory if isinstance(config.memory, MemoryConfig) else MemoryConfig()
-        return config.train.batch_size, config.train.epochs, config.train.max_steps, memory.lookahead
+        return config.train.batch_size, config.train.epochs, config.train.max_steps, config.tiers.lookahead
 
     return steps(before) != steps(after)
 
@@ -116,13 +115,13 @@ class SlotPlanner:
         """The plan by the accesses that preparation counted; None if it counted none, and if tables are only read."""
         if not self.training or self.dataset is None or not self.dataset.has_counts:
             return None
-        num_rows, chosen = self.dataset.split("train").num_rows, self.config.memory
+        num_rows = self.dataset.split("train").num_rows
         if not num_rows:
             return None
         return plan_by_counts(
             self.counted,
             num_steps=num_rows / min(self.config.train.batch_size, num_rows),
-            depth=(MemoryConfig() if isinstance(chosen, str) else chosen).lookahead,
+            depth=self.config.tiers.lookahead,
             least_cached={t.name: max(MIN_ROWS, most_rows(self.config, t)) for t in self.tables},
         )
 

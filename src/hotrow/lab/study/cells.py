@@ -25,7 +25,7 @@ from hotrow.base.door import make_folder
 from hotrow.base.records import read_sealed, write_sealed
 from hotrow.base.waiting import wait_passively
 from hotrow.bench import how_clean
-from hotrow.config.schema import Config, MemoryConfig
+from hotrow.config.schema import Config
 from hotrow.costs.declared import faster, with_gpus
 from hotrow.costs.demand import required_bytes, tables_of
 from hotrow.costs.hardware import Figure, Hardware
@@ -154,7 +154,7 @@ class Studied:
         plain = cell.resolved(data=str(dataset.path), tables_bytes=1 << 40)
         needed = required_bytes(plain, tables_of(plain, dataset))
         config = cell.resolved(data=str(dataset.path), tables_bytes=needed, folder=folder)
-        for place in _folders(config):
+        for place in config.tiers.folders:
             make_folder(place)
         if cell.measures == "quality":
             return config
@@ -353,23 +353,13 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def _folders(config: Config) -> list[Path]:
-    memory = config.memory
-    return [] if isinstance(memory, str) else [Path(place) for place in (memory.file, memory.ssd) if place is not None]
-
-
-def dram_bytes(config: Config) -> int | None:
-    """Returns the DRAM that the config gives to tables, if it says how much."""
-    return config.memory.dram_bytes if isinstance(config.memory, MemoryConfig) else None
-
-
 def run_cell(cell: Cell, config: Config, work: Path) -> dict[str, Any]:
     """Returns the fields of a cell that were measured in a process of its own, in a memory group if it limits DRAM.
 
     Raises CellError if the process ended in another way than by its result or for memory.
     """
     make_folder(work)
-    in_tiers = config.memory != "dram" and not isinstance(config.memory, str)
+    in_tiers = not isinstance(config.memory, str)
     spec = Spec(
         config=config.model_dump(mode="json"),
         run=str(work / "run"),
@@ -384,7 +374,7 @@ def run_cell(cell: Cell, config: Config, work: Path) -> dict[str, Any]:
     limited: dict[str, Any] = {}
     with ExitStack() as stack:
         group = None
-        if (dram := dram_bytes(config)) is not None:
+        if (dram := config.tiers.dram_bytes) is not None:
             try:
                 group = stack.enter_context(MemoryGroup())
             except GroupError as error:
