@@ -138,7 +138,7 @@ class Run:
     ) -> dict[str, Any]:
         """Writes weights, vocabularies and rules to the new folder `out`, to score without hotrow; see docs/export.md.
 
-        step: the step of the checkpoint; None: the checkpoint that this run predicts with. Returns what export.json
+        step: the step of the checkpoint; if None, the checkpoint that this run predicts with. Returns what export.json
         says. Raises ValueError if there is no such checkpoint, `out` exists already or the disk has too little room.
         """
         checkpoints = list_checkpoints(self.folder.checkpoints)

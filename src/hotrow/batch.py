@@ -71,7 +71,7 @@ class KeyedJaggedTensor:
         self.stride = num_bags // max(len(self.keys), 1)
         """Number B of samples in the batch."""
         self.parts: tuple[int, ...] | None = None
-        """Where micro-batches begin among the samples, and the end of the last, from 0 to B; None: they are one."""
+        """Where micro-batches begin among the samples, and the end of the last, from 0 to B; if None, they are one."""
 
     def _checked_offsets(self, lengths: Tensor | None, offsets: Tensor | None, num_values: int) -> Tensor | None:
         """Returns int64 offsets that rise from 0 to `num_values`, from either argument; if both are given they must
@@ -184,7 +184,7 @@ class KeyedJaggedTensor:
     def in_parts(self, starts: Sequence[int] | None) -> KeyedJaggedTensor:
         """Returns the same bags, cut into micro-batches: part k holds the samples from starts[k] to starts[k + 1].
 
-        starts: rising from 0 to the number of samples; parts may be empty. None: one micro-batch. Raises ValueError.
+        starts: rising from 0 to the number of samples; parts may be empty. If None, one micro-batch. Raises ValueError.
         """
         parts = None if starts is None else tuple(starts)
         if parts is not None and not (parts[0] == 0 and parts[-1] == self.stride and list(parts) == sorted(parts)):
@@ -227,7 +227,7 @@ class Batch:
     sparse: KeyedJaggedTensor
     label: Tensor
     of_samples: int | None = None
-    """Samples of the global batch of which this is one rank's part; None: this is the whole."""
+    """Samples of the global batch of which this is one rank's part; if None, this is the whole."""
 
     @property
     def num_samples(self) -> int:

@@ -50,7 +50,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     nonfinite: what a step does if a pooled gradient or a per-id weight is NaN or infinite, which would spread to
     every row it reaches. "raise": ValueError; no row has changed, the gradients stay pending. "skip": the step is left
-    out whole, its gradients dropped, `skipped` counts it and the first is a warning. None: the caller has looked.
+    out whole, its gradients dropped, `skipped` counts it and the first is a warning. If None, the caller has looked.
     """
 
     algorithm: Algorithm
@@ -555,7 +555,8 @@ def _check_options(group: Mapping[str, Any]) -> None:
 
 
 def nonfinite_gradient(emb: EmbeddingCollection) -> str | None:
-    """Returns where the pending gradients of `emb` and their per-id weights first have NaN or infinity; None: nowhere.
+    """Returns where the pending gradients of `emb` and their per-id weights first have NaN or infinity; if None,
+    nowhere.
 
     The sums a row gets from many finite gradients are not looked at.
     """
@@ -591,7 +592,7 @@ def _nonfinite_weights(emb: EmbeddingCollection, pending: Pending) -> Iterator[s
 
 
 def nonfinite_parameter_gradient(module: nn.Module) -> str | None:
-    """Returns where the gradients of the parameters of `module` first have NaN or infinity; None: nowhere."""
+    """Returns where the gradients of the parameters of `module` first have NaN or infinity; if None, nowhere."""
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and (found := ops.first_nonfinite(parameter.grad)) is not None:
             return f"the gradient of parameter {name!r} at {list(found)} is {float(parameter.grad[found])}"

@@ -227,8 +227,8 @@ def file_name(name: str) -> str:
 def claim(path: Path) -> Iterator[bool | None]:
     """Yields whether this process has the folder to itself inside the block; a kill releases it too.
 
-    None: the file system has no locks, so nobody can tell. A folder is locked itself, or by its file LOCK if that does
-    not work or would not be seen on other machines.
+    If None, the file system has no locks, so nobody can tell. A folder is locked itself, or by its file LOCK if that
+    does not work or would not be seen on other machines.
     """
     itself = [] if file_system(path) in NETWORK else [(path, os.O_RDONLY)]
     claimed, descriptor = None, None
@@ -287,7 +287,7 @@ def disk_free_bytes(path: Path | str) -> int:
 
 
 def crc32(path: Path, start: int = 0, stop: int | None = None, *, within: Path | None = None) -> int:
-    """Returns the crc32 of bytes [start, stop) of a file, which is read in pieces of 16 MiB. stop: None: its end.
+    """Returns the crc32 of bytes [start, stop) of a file, which is read in pieces of 16 MiB. stop: if None, its end.
 
     within: see `open_file`.
     """

@@ -206,7 +206,7 @@ def _check_vocabularies(run: RunFolder) -> int:
 def report(paths: Sequence[Path | str], *, out: Path | str | None = None) -> dict[str, Any]:
     """Writes the page of one run, or of several side by side; returns its file and the figures at its top.
 
-    out: the file; None: report.html in the run's folder, or in the working directory for several runs. Raises
+    out: the file; if None, report.html in the run's folder, or in the working directory for several runs. Raises
     ValueError if a path is not a run, or the file is a folder or exists and is not an earlier report.
     """
     facts = [RunFolder.open(path).facts() for path in paths]

@@ -46,7 +46,7 @@ def choose_recipe(
 ) -> dict[str, Any]:
     """Returns config values by dotted name for `num_rows` training rows of `num_features` id features.
 
-    batch_size, epochs: set by the user; None: chosen. Rates and schedule follow them. validated: whether there are
+    batch_size, epochs: set by the user; if None, chosen. Rates and schedule follow them. validated: whether there are
     validation rows by which the best weights can be chosen.
     """
     few = num_rows <= FEW_ROWS

@@ -23,7 +23,7 @@ def tables_of(config: Config, dataset: PackedDataset) -> tuple[TableConfig, ...]
 
 
 def record_bytes(table: TableConfig, optimizer: str | None) -> int:
-    """Returns the bytes of a row: its weights and the state that `optimizer` keeps for it; None: it is only read.
+    """Returns the bytes of a row: its weights and the state that `optimizer` keeps for it; if None, it is only read.
 
     Raises ValueError for an unknown optimizer.
     """

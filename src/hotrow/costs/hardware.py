@@ -150,7 +150,7 @@ class Gpu:
     product_flops_per_s: dict[str, FlopsPerS] = field(default_factory=dict)
     """Large matrix products, by arithmetic ("fp32", "bf16"); a multiplication with its addition counts as two."""
     peer_bytes_per_s: BytesPerS | None = None
-    """To another GPU of the machine, one way; None: only through the host."""
+    """To another GPU of the machine, one way; if None, only through the host."""
     watts: Watts | None = None
     count: Count = 1
 

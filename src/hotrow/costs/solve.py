@@ -340,7 +340,7 @@ def solve(
 ) -> list[TableSlots]:
     """Returns slots for each table within `budget_bytes`: the greedy plan, or `budget.plan_slots` if that saves more.
 
-    miss_costs: by table, what a row costs that is not in DRAM, in any unit; None: all cost the same.
+    miss_costs: by table, what a row costs that is not in DRAM, in any unit; if None, all cost the same.
     First every table gets the slots that batches in flight need, for as many batches as fit. Then bytes go in the order
     of what they save, along the concave hull of each table's curve; so the plan lacks less than one piece of the best
     plan, and nothing if all slots cost the same: `most_saved` bounds that. Raises ValueError as `plan_slots` does.
@@ -523,7 +523,7 @@ class CountsPlan:
     depth: int
     least_cached: Mapping[str, int]
     miss_costs: Mapping[str, float] | None = None
-    """By table, what a missed row costs; None: all cost the same."""
+    """By table, what a missed row costs; if None, all cost the same."""
     _solved: dict[tuple[Any, ...], list[TableSlots]] = field(default_factory=dict, repr=False)
 
     def with_costs(self, miss_costs: Mapping[str, float] | None) -> CountsPlan:

@@ -57,7 +57,7 @@ class Accesses(NamedTuple):
     rows: Floats
     """How many rows have each rate."""
     num_steps: float | None
-    """Steps of an epoch, among which each row's accesses are spread; None: accesses are independent."""
+    """Steps of an epoch, among which each row's accesses are spread; if None, accesses are independent."""
 
     @classmethod
     def of(cls, own: TableWork) -> Accesses:

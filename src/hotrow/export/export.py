@@ -136,9 +136,9 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Writes the folder `out` from `checkpoint` and from the dataset.json and vocab/ in the folder `vocabulary`.
 
-    seen: knows what is usual in rows to score; None: nothing is known. Returns the content of export.json. Every file
-    is verified before it is read. Raises ValueError if `out` exists or cannot be made, if the disk has too little room,
-    or if a file is damaged, which it names; OSError if the disk becomes full.
+    seen: knows what is usual in rows to score; if None, nothing is known. Returns the content of export.json. Every
+    file is verified before it is read. Raises ValueError if `out` exists or cannot be made, if the disk has too little
+    room, or if a file is damaged, which it names; OSError if the disk becomes full.
     """
     out = Path(out)
     partial = _free_place(out)

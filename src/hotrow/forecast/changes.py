@@ -51,7 +51,7 @@ Question = tuple[str, bool, Callable[[], float]]
 def changes(planner: SlotPlanner, memory: Memory | None, *, most_rows: float = math.inf) -> list[Change]:
     """Returns what each change would do to the speed of a run whose rows lie in `memory`, the best first.
 
-    memory: None: all in DRAM. most_rows: if tables have more, nothing is asked for which all accesses are looked at
+    memory: if None, all in DRAM. most_rows: if tables have more, nothing is asked for which all accesses are looked at
     anew, which takes seconds. Raises ValueError if the run itself cannot be predicted.
     """
     assert planner.hardware is not None

@@ -92,7 +92,7 @@ class Explanation:
 def explain(setup: Setup, *, target: float | None = None, alone: Setup | None = None) -> Explanation:
     """Returns the plan of a run of `setup`, and what would change it; of several machines, if it has several ranks.
 
-    target: wanted samples per second. alone: the same run on one of several machines; None: it does not fit there.
+    target: wanted samples per second. alone: the same run on one of several machines; if None, it does not fit there.
     Raises ValueError if several ranks or a target need figures that are missing.
     """
     planner, memory, dataset = setup.planner, setup.below, setup.dataset

@@ -35,7 +35,7 @@ class OverRanks:
 
 
 def over_ranks(setup: Setup, alone: Setup | None) -> OverRanks:
-    """Returns the step of the ranks of `setup`, a machine each. alone: the same run on one; None: it does not fit.
+    """Returns the step of the ranks of `setup`, a machine each. alone: the same run on one; if None, it does not fit.
 
     Raises ValueError if the network is not known.
     """

@@ -473,7 +473,8 @@ def split_sgd(
 
 
 def merge(nodes: Mapping[tree.Node, RowSums], whole: tree.Node) -> RowSums | None:
-    """Returns the sums of one table in the subtree `whole`, added in the tree from those of its nodes; None: no node.
+    """Returns the sums of one table in the subtree `whole`, added in the tree from those of its nodes; if None, there
+    is no node.
 
     Rows come out rising; one that occurs in one node alone keeps its sum. Nodes may come from several ranks.
     """

@@ -270,7 +270,7 @@ class Mover:
         return found.view(numbers.dtype)
 
     def settle(self, num: int | None = None) -> None:
-        """Writes to the host's arrays what the first `num` calls of `send_back` sent; None: all calls."""
+        """Writes to the host's arrays what the first `num` calls of `send_back` sent; if None, all calls."""
         while self.num_settled < (self.num_sent if num is None else num):
             left = self._leaving[0]
             left.moment.wait()

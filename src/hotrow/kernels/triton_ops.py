@@ -124,7 +124,7 @@ class _Pieces(NamedTuple):
     sources: Tensor
     """int64 [n]: the address of the gradient."""
     scales: Tensor | None
-    """float32 [n]; None: 1."""
+    """float32 [n]; if None, 1."""
 
 
 class Kernels:

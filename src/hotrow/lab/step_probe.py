@@ -91,7 +91,7 @@ class Shape:
     lengths: tuple[float, ...]
     """Mean ids per bag of each table; 1: exactly one."""
     in_tiers: float | None = None
-    """The share of the rows for which there are slots in DRAM; None: all rows lie there."""
+    """The share of the rows for which there are slots in DRAM; if None, all rows lie there."""
 
     @property
     def info(self) -> DatasetInfo:
@@ -228,7 +228,7 @@ def measure_kernels(
     """Returns points by phase (`Hardware.kernels`), measured in about `seconds`.
 
     threads: the numbers of threads to measure, for instance 1, 2, 4 up to the cores. progress: is told how far it is.
-    folder: a folder on a disk for tables in tiers; None: the system's for temporary files.
+    folder: a folder on a disk for tables in tiers; if None, the system's for temporary files.
     """
     before, started = torch.get_num_threads(), time.perf_counter()
     found: dict[str, list[Point]] = {}

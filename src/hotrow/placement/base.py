@@ -68,7 +68,7 @@ class Rows(Protocol):
         """Makes these rows `values`, of type `dtype`, or float32, which float16 tables round."""
 
     def held(self, rows: RowIds, /) -> Tensor | None:
-        """Returns the places [n] among `rows`, rising, of those that this process holds; None: it holds all."""
+        """Returns the places [n] among `rows`, rising, of those that this process holds; if None, it holds all."""
         return None
 
     def own(self, rows: RowIds, /) -> tuple[RowIds, Tensor]:

@@ -75,7 +75,7 @@ class Backing(Placement, Protocol):
 
     @property
     def piece_bytes(self) -> int | None:
-        """The most bytes of rows to hold at once without `keep`; None: any number."""
+        """The most bytes of rows to hold at once without `keep`; if None, any number."""
 
     def parts(self) -> list[list[Tensor]]:
         """Returns by table what makes up a row: weights, lower halves of split ones, and states that are attached."""

@@ -55,7 +55,7 @@ class RowsInMemory(Rows):
 class Dram(Placement):
     """Every row of every table in memory.
 
-    weights: tables that exist already, by name, float32 [N, D]; None: new ones, with their initial rows. Raises
+    weights: tables that exist already, by name, float32 [N, D]; if None, new ones, with their initial rows. Raises
     ValueError if new tables are larger than the memory there is.
     """
 

@@ -69,7 +69,7 @@ class TableRows:
 
 @dataclass(frozen=True)
 class OpenFile:
-    """A locked file: its descriptor, and the sector its records are laid out by (None: no padding)."""
+    """A locked file: its descriptor, and the sector its records are laid out by (if None, no padding)."""
 
     path: Path
     descriptor: int

@@ -173,7 +173,7 @@ def _load(path: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
 def verify(path: Path, manifest: Manifest | None = None, *, comm: Communicator | None = None) -> int:
     """Compares every file that the manifest names with its size and crc32; returns the bytes of all.
 
-    comm: ranks that share the work: all call this, and each reads its part of every file. None: this process alone.
+    comm: ranks that share the work: all call this, and each reads its part of every file. If None, this process alone.
     Raises ValueError naming the first file that is missing, or whose size or checksum differs.
     """
     manifest, comm = read_manifest(path) if manifest is None else manifest, comm or Communicator()

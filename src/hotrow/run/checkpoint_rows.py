@@ -76,7 +76,7 @@ class NextChain(NamedTuple):
 class ChangedRows:
     """The values of an array in the rows of a table that were ever written to, or since `Changes.clear_changed`.
 
-    rows: the array; None: the ids of those rows instead. No row may change while they are read.
+    rows: the array; if None, the ids of those rows instead. No row may change while they are read.
     """
 
     def __init__(self, changes: Changes, table: str, rows: Rows | None, num_rows: int, *, ever: bool) -> None:
@@ -177,7 +177,7 @@ def check_chain(
     """Raises ValueError, naming the file, unless the row ids in each link of the chain rise within the table.
 
     Whoever reads a chain calls this first: what follows may then index the table by these ids. arrays: dtype and shape
-    of a row of what a link holds beside the ids; None: that is not known.
+    of a row of what a link holds beside the ids; if None, that is not known.
     """
     for name, num_rows in zip(chain.files, chain.record.links, strict=True):
         file, table_rows, last = path / name, chain.record.num_rows, -1

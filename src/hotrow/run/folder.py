@@ -189,7 +189,7 @@ class RunFolder:
     def warn(self, code: str, text: str, *, count: int | None = None) -> None:
         """Counts one more occurrence of the warning `code` in run.json; the first is logged in full.
 
-        count: how many there are now, if a resumed run may meet the same ones again; None: one more.
+        count: how many there are now, if a resumed run may meet the same ones again; if None, one more.
         """
         before = self.record.warnings.get(code, {"count": 0, "text": text})
         if not before["count"]:
@@ -444,7 +444,7 @@ def _new_folder(path: Path) -> Path:
 
 
 def check_free(path: Path | str | None) -> None:
-    """Raises ValueError if no run can be made at `path`, or prepared further there; None: a name will be found."""
+    """Raises ValueError if no run can be made at `path`, or prepared further there; if None, a name will be found."""
     if path is None:
         return
     if not isinstance(path, str | Path):

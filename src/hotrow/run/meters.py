@@ -58,7 +58,7 @@ class Notice(NamedTuple):
     text: str
     code: str | None = None
     times: int | None = None
-    """How often it occurred so far; None: once more than was counted."""
+    """How often it occurred so far; if None, once more than was counted."""
 
 
 class Meter(Protocol):
@@ -109,7 +109,7 @@ class StepClock(Meter):
         """Where the session stood at its last `train` line."""
 
     def lap(self, phase: str | None) -> None:
-        """Adds the time since the last lap to `phase`; None: to no phase (evaluations, checkpoints)."""
+        """Adds the time since the last lap to `phase`; if None, to no phase (evaluations, checkpoints)."""
         now = time.perf_counter()
         if phase is not None:
             self._session.state.seconds[phase] += now - self._last

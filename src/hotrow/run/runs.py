@@ -68,9 +68,9 @@ def train(
 ) -> RunFolder:
     """Trains a new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
 
-    folder: a run folder that was made beforehand; None: the folder that `config.run` names is made. also: makes one
+    folder: a run folder that was made beforehand; if None, the folder that `config.run` names is made. also: makes one
     more meter, for who measures training. comm: the ranks that train together; all call this, and the first one alone
-    writes the folder, which it returns; others return what they know of it. None: this process alone. until_s: the
+    writes the folder, which it returns; others return what they know of it. If None, this process alone. until_s: the
     `time.monotonic()` at which the run stops as by SIGUSR1.
 
     On SIGINT, SIGTERM or SIGUSR1 the run finishes the step, saves a checkpoint and returns; a second signal aborts it.
@@ -291,7 +291,7 @@ def _run(
     interrupt: Interrupt,
     also: MakeMeter | None = None,
 ) -> RunFolder:
-    """Foretells, builds, trains and finishes what was decided, from `checkpoint` on; None: from the first step."""
+    """Foretells, builds, trains and finishes what was decided, from `checkpoint` on; if None, from the first step."""
     comm = heartbeat.comm.with_micro_batches(setup.ranks.micro_batches)
     heartbeat.cure, heartbeat.last_words = how_to_go_on(folder.path), folder.fail
     forecast = foretell(setup, what_helps=also is None and comm.rank == 0)

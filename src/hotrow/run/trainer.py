@@ -121,8 +121,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Returns the metrics of `objective` over a split; an undefined metric is None.
 
-    num_batches: how many batches of EVAL_BATCH_SIZE to evaluate, from the first; None: all. dense: where the model
-    computes; None: on the CPU. comm: the ranks that share the tables; each scores whole batches, and all return what
+    num_batches: how many batches of EVAL_BATCH_SIZE to evaluate, from the first; if None, all. dense: where the model
+    computes; if None, on the CPU. comm: the ranks that share the tables; each scores whole batches, and all return what
     one process returns.
     """
     dense, comm = dense or DenseDevice(), comm or Communicator()

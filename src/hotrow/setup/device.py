@@ -122,7 +122,7 @@ def _check_interpreter(config: Config) -> None:
 def device_of_copies(config: Config, dense: DenseDevice) -> torch.device | None:
     """Returns the device that holds copies of hot rows: the GPU of the dense layers, unless tables have slots on it.
 
-    None: no device. Raises ValueError, with the cure, if the kernels for that are not installed.
+    If None, there is no device. Raises ValueError, with the cure, if the kernels for that are not installed.
     """
     if not config.hot.takes_turns or config.hbm is not None or dense.device.type != "cuda":
         return None

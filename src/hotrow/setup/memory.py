@@ -49,9 +49,9 @@ def choose(
 
     The tiers are None if everything lies in DRAM. The planner has read the counts, and can predict a step.
 
-    run: the run's folder, or where it will be. room: what there is; None: what this machine has now. dataset: what is
-    trained on; its access counts, if it has them, say which rows are worth their memory. training: if False, tables are
-    only read, without optimizer state, and what does not fit goes to disk even if the config says "dram". hardware:
+    run: the run's folder, or where it will be. room: what there is; if None, what this machine has now. dataset: what
+    is trained on; its access counts, if it has them, say which rows are worth their memory. training: if False, tables
+    are only read, without optimizer state, and what does not fit goes to disk even if the config says "dram". hardware:
     figures of the machine, by which the plan with the fastest step is taken. beside_bytes: what this process will take
     beside its tables (beside.py); "auto" leaves it free.
     Raises ValueError with the shortfall if memory is too small, and for a folder that is not on a disk.

@@ -20,7 +20,7 @@ class Room:
     local_size: int = 1
     """Processes of the run on the machine, which share its memory equally."""
     machine: Hardware | None = None
-    """The described machine; None: this one."""
+    """The described machine; if None, this one."""
 
     @classmethod
     def here(cls, local_size: int = 1) -> Room:

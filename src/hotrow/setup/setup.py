@@ -45,11 +45,11 @@ class Setup:
     dense: DenseDevice
     """Where dense layers compute."""
     memory: Memory | DeviceMemory | None
-    """Where rows lie; None: all in DRAM."""
+    """Where rows lie; if None, all in DRAM."""
     planner: SlotPlanner
     """What divided DRAM among the tables. It has the work of a step, and the machine whose figures forecasts use."""
     copies_on: torch.device | None
-    """The device that holds copies of hot rows; None: no device does."""
+    """The device that holds copies of hot rows; if None, there is no device does."""
     folder: Path
     """The run's folder, or the folder in which it will be made."""
     ranks: Ranks = field(default_factory=Ranks)
@@ -126,7 +126,7 @@ class Setup:
 
     @property
     def below(self) -> Memory | None:
-        """The tiers that rows lie in, on the CPU's side of a device; None: all in DRAM."""
+        """The tiers that rows lie in, on the CPU's side of a device; if None, all in DRAM."""
         return self.memory.below if isinstance(self.memory, DeviceMemory) else self.memory
 
     @property

@@ -77,8 +77,8 @@ class SlotPlanner:
     """Divides DRAM among tables; counts are read once for all amounts.
 
     memory: folders and options; its `dram` is not used. budget: bytes of DRAM that there are for tables. hardware: what
-    a miss costs, and what a step takes; None: all misses cost the same, and nothing is predicted. room: of which the
-    disk counts. sharing: the ranks of which one holds `tables`, parts of the run's; None: this process trains alone.
+    a miss costs, and what a step takes; if None, all misses cost the same, and nothing is predicted. room: of which the
+    disk counts. sharing: the ranks of which one holds `tables`, parts of the run's; if None, this process trains alone.
     warmup: the first steps of the run, which predictions leave out.
     """
 
@@ -207,7 +207,7 @@ class SlotPlanner:
     def predict(
         self, slots: Sequence[TableSlots] | None, memory: Memory | None = None, hardware: Hardware | None = None
     ) -> Prediction:
-        """Returns a step's predicted time with these slots; None: all rows in DRAM.
+        """Returns a step's predicted time with these slots; if None, all rows in DRAM.
 
         memory: that of the slots, if it is not the division's; hardware: another machine. Raises ValueError for what
         has no prediction yet, and for figures that are missing.

@@ -83,7 +83,7 @@ class Table:
     """Distinct raw ids that have a row of their own."""
     key_kind: Literal["int", "bytes"] = "int"
     missing_row: Count | None = None
-    """The row that stands for a missing value; None: no value was missing in training."""
+    """The row that stands for a missing value; if None, no value was missing in training."""
     num_dropped: Count = 0
     """Distinct raw ids sent to row 0 by the minimum count or the cap."""
     vocabulary: str | None = None

@@ -82,14 +82,14 @@ class Loader:
     split: a split of an open `PackedDataset`. batch_size: rows B per batch.
     shuffle_seed: 0 .. 2^64 - 1, or None for stored order. Every row comes exactly once per epoch.
     window_rows: rows held and mixed at a time; `buffer_bytes` says what that costs.
-    only: bool [rows of the split], the rows to use; the others are left out. None: all rows.
+    only: bool [rows of the split], the rows to use; the others are left out. If None, all rows.
     front, front_batches: bool [rows of the split], and the number W of batches in a group. In each group of W batches,
     rows of `front` come first, as many as fill whole batches; the other rows keep their order, and no row leaves its
     group. `window_rows` is then a multiple of W * batch_size.
     drop_last: "keep" hands out the shorter last batch, "drop" does not.
     start: where to begin.
     part: which samples [start, stop) of a batch of so many are handed out, such as `Ranks.samples`; it may be none.
-    Batches, their order and their number are those of the whole. None: all samples.
+    Batches, their order and their number are those of the whole. If None, all samples.
     micro_batches: V, the parts of a batch that have streams of their own. Stored order, and `front`, have one stream.
 
     `len(loader)` is the number of batches per epoch, wherever the loader starts.
@@ -240,7 +240,7 @@ class _Stream:
         self._window_index = -1
         self._window: list[Ids] = []
         self._own: NDArray[np.int64] | None = None
-        """Which rows of the window are handed out, rising; `_window` has these alone. None: all of them."""
+        """Which rows of the window are handed out, rising; `_window` has these alone. If None, all of them."""
 
     def _of_block(self, rows: NDArray[np.bool_], index: int) -> NDArray[np.bool_]:
         """Returns the part of `rows` [rows of the split] that belongs to a block."""

@@ -198,7 +198,7 @@ def _commented(line: str, comment: str) -> str:
 def render_recipe(data: str, num_rows: int, *, num_features: int, exact: bool, objective: str | None = None) -> str:
     """Returns the config that `fit` would choose for the packed dataset `data` with `num_rows` training rows.
 
-    objective: `model.objective`; None: the default.
+    objective: `model.objective`; if None, the default.
     """
     recipe = choose_recipe(num_rows, num_features=num_features)
     model = {"name": "dlrm", **({} if objective in (None, DEFAULT) else {"objective": objective})}

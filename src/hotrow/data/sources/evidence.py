@@ -177,7 +177,7 @@ def _best_rates(tally: Tally, prior: Floats) -> Floats:
 def left_out_rates(tally: Tally, prior: Floats | None = None, *, weight: float) -> Floats:
     """Returns the rates [2, num_values] that each value's negatives and positives get from its other rows.
 
-    prior: rates towards which they are shrunk, with `weight` rows; None: the share of positives.
+    prior: rates towards which they are shrunk, with `weight` rows; if None, the share of positives.
     """
     others = np.maximum(tally.rows - 1, 0) + weight
     seen = np.stack([tally.positives, np.maximum(tally.positives - 1, 0)])

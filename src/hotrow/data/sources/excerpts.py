@@ -77,8 +77,8 @@ def excerpt(
     """Returns a file of about `num_rows` lines from all over `file`, its first line included; or `file` itself, if it
     has no more.
 
-    cut: how records are found; None: each line is a record. Of compressed text only the first `most_bytes` are looked
-    at. Raises ValueError naming the file if it cannot be read.
+    cut: how records are found; if None, each line is a record. Of compressed text only the first `most_bytes` are
+    looked at. Raises ValueError naming the file if it cannot be read.
     """
     with ByteStream(file) as stream:
         head = _take(stream, HEAD_BYTES)

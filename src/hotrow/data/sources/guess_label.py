@@ -102,7 +102,7 @@ def find_label(
 
 
 def label_kind(objective: str | None) -> LabelKind:
-    """Returns what an objective takes as a label; None: the default one. Raises ValueError for an unknown name."""
+    """Returns what an objective takes as a label; if None, the default one. Raises ValueError for an unknown name."""
     if objective is not None and objective not in OBJECTIVES:
         raise ValueError(f"objective is {objective!r}; allowed: {', '.join(OBJECTIVES)}")
     return OBJECTIVES[objective or DEFAULT].label

@@ -33,7 +33,7 @@ from hotrow.data.sources.schema import JSON_LISTS, CategoricalSpec, DenseSpec
 def lenient_numbers(array: pa.Array, column: str, spec: DenseSpec | None = None) -> tuple[NDArray[np.float64], int]:
     """Returns float64 per row, NaN = missing, and how many values are no finite number; those are missing.
 
-    spec: how numbers are written in text; None: plainly.
+    spec: how numbers are written in text; if None, plainly.
     """
     array = plain(array)
     if is_list(array.type):

@@ -74,7 +74,7 @@ class Studied:
     origin: str
     quick: bool = False
     hardware: Hardware | None = None
-    """This machine, for predictions, and its watts and price; None: neither is shown."""
+    """This machine, for predictions, and its watts and price; if None, neither is shown."""
     machines: Mapping[str, Hardware | str] | None = None
     """Declared machines to model every cell for, or why one cannot be."""
     say: Callable[[str], None] = lambda line: None

@@ -90,7 +90,7 @@ class Draw:
     models: Positive
     seed: Annotated[int, Field(ge=0)] = 1
     datasets: Positive | None = None
-    """How many different data the models share; None: each model has its own."""
+    """How many different data the models share; if None, each model has its own."""
     fields: dict[
         str,
         Annotated[
