@@ -269,7 +269,7 @@ class Run:
         return found
 
     def _doubt(self, metrics: Mapping[str, Any], rows: str) -> None:
-        """Warns of metrics that are worse than those of no model."""
+        """Warns of metrics that are worse than having no model."""
         self._doubts = self._network.objective.doubts(metrics, rows)
         for text in self._doubts.values():
             warnings.warn(text, stacklevel=3)
@@ -589,7 +589,7 @@ def _option(name: str) -> str:
 
 
 def _name_of(data: Any) -> str:
-    """Returns the name for a run on `data`: that of its file or folder, up to the first dot or star."""
+    """Returns the name for a run on `data`: the name of its file or folder, up to the first dot or star."""
     first = data[0] if isinstance(data, list | tuple) and data else data
     if not isinstance(first, str | Path):
         return "frame"

@@ -614,10 +614,10 @@ def clip_grad_norm_(
     modules: the model and its collections, or one module that holds them all; what stands in several counts once.
     Returns the norm before clipping, 0-dim, as torch.nn.utils.clip_grad_norm_.
 
-    The sparse side's norm is that of the *pooled* gradients [B, output_dim], which exist before the step; the gradients
-    of rows would have to be sorted and summed first. If every bag holds one id and no id comes twice, they are the same
-    numbers; otherwise a row's gradient is a sum over its bags, and the two norms differ. Both sides are scaled by the
-    same factor, and so are the gradients of rows.
+    The sparse side's norm is the norm of the *pooled* gradients [B, output_dim], which exist before the step; the
+    gradients of rows would have to be sorted and summed first. If every bag holds one id and no id comes twice, they
+    are the same numbers; otherwise a row's gradient is a sum over its bags, and the two norms differ. Both sides are
+    scaled by the same factor, and so are the gradients of rows.
 
     If the norm is NaN or infinite, `error_if_nonfinite` raises ValueError, naming what is not finite; without it
     nothing is scaled, and the optimizers get the gradients as they are. Raises ValueError unless max_norm >= 0.

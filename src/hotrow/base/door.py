@@ -42,7 +42,7 @@ _KINDS = (
 
 
 def open_file(path: Path | str, mode: Mode = "rb", *, within: Path | None = None, buffering: int = -1) -> BinaryIO:
-    """Opens the regular file at `path` and follows no link below the folder `within`, by default that of the file.
+    """Opens the regular file at `path` and follows no link below the folder `within`, by default the file's own folder.
 
     "wb" and "ab" make a missing file, mode 0600. Raises ValueError, which says what is there and what to do, if it is
     anything else than a regular file; OSError as the system gives it, FileNotFoundError among them.

@@ -300,7 +300,7 @@ def crc32(path: Path, start: int = 0, stop: int | None = None, *, within: Path |
 
 
 def join_crc32(first: int, second: int, num_bytes: int) -> int:
-    """Returns the crc32 of two pieces end to end, from that of each; num_bytes: the length of the second.
+    """Returns the crc32 of two pieces end to end, from the crc32 of each; num_bytes: the length of the second.
 
     A crc32 is the remainder of a polynomial over bits. `num_bytes` zeros behind the first piece multiply it by
     x^(8 num_bytes), and the second piece is added (Mark Adler's crc32_combine in zlib).

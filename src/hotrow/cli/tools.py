@@ -355,7 +355,7 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
 
 
 def demo_on_logs(data: str, **options: Any) -> dict[str, Any]:
-    """Guesses the schema of the user's logs, packs them, trains and evaluates. options: those of `fit`."""
+    """Guesses the schema of the user's logs, packs them, trains and evaluates. options: as for `fit`."""
     started = time.monotonic()
     run = fit(data, **options)
     return _demo_result(run, data, time.monotonic() - started, run.next_commands(shlex.quote(data)))

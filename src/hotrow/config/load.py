@@ -317,7 +317,7 @@ def options_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def options() -> dict[str, FieldInfo]:
-    """Returns every option by its dotted path; if several models have an option, that of the first model."""
+    """Returns every option by its dotted path; if several models have an option, the first model's."""
     found: dict[str, FieldInfo] = {}
     for _, path, section in sections():
         for name, field in options_of(section).items():

@@ -14,8 +14,8 @@ from typing import Any
 from hotrow.models import MODELS
 
 FEW_ROWS = 5_000_000
-"""With up to this many rows, most ids are seen only a few times. With more, the recipe is that of the published Criteo
-models."""
+"""With up to this many rows, most ids are seen only a few times. With more, the recipe is the published one for
+Criteo."""
 MIN_BATCH, MAX_BATCH = 64, 256
 ROWS_PER_SAMPLE_OF_BATCH = 1250
 RATE_OF_TABLES = 1.8

@@ -253,7 +253,7 @@ class Hardware:
         """Returns the disk that `folder`, which may be absent yet, lies on; None if it was not measured.
 
         A disk whose folder exists here is known by its device, another one by its path. The one disk of a declared
-        machine is that of any folder: nobody's run has a folder there.
+        machine that lists one disk uses it for every folder.
         """
         path = Path(folder).resolve()
         if "declared" in self.host and len(self.disks) == 1:

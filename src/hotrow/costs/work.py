@@ -175,9 +175,9 @@ def work_of(
 ) -> Work:
     """Counts what a training step does; different rows by the dataset's access counts.
 
-    warmup: the first steps, which do not count. counted: `read_counts`, if they were read before. like: that of a run
-    whose steps come to the same rows, which are then not looked at again. Raises ValueError for what has no prediction
-    yet (`not_modelled`), and for a dataset without training rows.
+    warmup: the first steps, which do not count. counted: `read_counts`, if they were read before. like: the work of a
+    run whose steps come to the same rows, which are then not looked at again. Raises ValueError for what has no
+    prediction yet (`not_modelled`), and for a dataset without training rows.
     """
     if reason := not_modelled(config):
         raise ValueError(f"{reason} cannot be predicted yet")

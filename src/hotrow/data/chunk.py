@@ -311,7 +311,8 @@ def interleave(features: Sequence[Keys]) -> Keys:
 
 
 def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
-    """Returns the rows of `chunk` whose mask [num_rows] is set; its position remains that of the whole chunk."""
+    """Returns the rows of `chunk` whose mask [num_rows] is set; its position remains the position of the whole
+    chunk."""
     if mask.all():
         return chunk
     keys = {}

@@ -1,6 +1,6 @@
 """The readable reference of native/{parse,count,vocabulary}.cpp, and the fallback without them.
 
-Names, arguments, results and file bytes are those of the native module (native/include/hotrow/encode_*.h has the
+Names, arguments, results and file bytes are the same as in the native module (native/include/hotrow/encode_*.h has the
 contracts and layouts); the speed is a small fraction, and everything is in memory. `hotrow.data.native` calls it.
 """
 

@@ -37,7 +37,7 @@ class Change:
     what: str
     samples_per_s: float | None
     gain: float | None
-    """Its speed over that of the plan, less 1; None if nothing can be said."""
+    """Its speed over the plan's speed, less 1; None if nothing can be said."""
     cannot: str | None
     """Why nothing can be said."""
     modelled: bool

@@ -31,7 +31,7 @@ class OverRanks:
     step: Step
     """Of a rank."""
     gain: float | None
-    """The speed over that of one machine, less 1; None if nothing is predicted of one."""
+    """The speed over the speed of one machine, less 1; None if nothing is predicted of one."""
 
 
 def over_ranks(setup: Setup, alone: Setup | None) -> OverRanks:

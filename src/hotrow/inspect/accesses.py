@@ -73,7 +73,7 @@ def open_accesses(path: Path | str, *, split: str = "train", progress: ProgressC
 
 
 def first_batches(accesses: Accesses, num_batches: int, *, batch_size: int) -> Accesses:
-    """Keeps the first `num_batches` of every table; counts stay those of all batches. Raises ValueError below 1."""
+    """Keeps the first `num_batches` of every table; counts still include all batches. Raises ValueError below 1."""
     if num_batches < 1:
         raise ValueError(f"batches is {num_batches}; read at least 1")
 
@@ -88,7 +88,7 @@ def first_batches(accesses: Accesses, num_batches: int, *, batch_size: int) -> A
 
 
 def split_accesses(dataset: PackedDataset, name: str = "train") -> Accesses:
-    """Returns every table's lookups in the split `name`; the counts are always those of the training split."""
+    """Returns every table's lookups in the split `name`; the counts always come from the training split."""
     split = dataset.split(name)
     if split.num_rows == 0:
         full = [other for other, rows in dataset.splits.items() if rows.num_rows] or ["none"]

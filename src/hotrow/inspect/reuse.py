@@ -37,7 +37,7 @@ class MissRatioCurve:
     """m(c), the share of accesses that an LRU cache of c rows misses, first accesses included: a falling staircase.
 
     capacities: rising numbers of rows [n]; the first is 0. ratios: m of each capacity [n]; the first is 1. Between two
-    capacities the ratio is that of the lower one, which is an upper bound if `to_json` thinned the curve.
+    capacities the ratio is the lower one's, which is an upper bound if `to_json` thinned the curve.
     """
 
     capacities: NDArray[np.int64]

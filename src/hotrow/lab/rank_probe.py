@@ -149,7 +149,7 @@ def _network(comm: Communicator, pids: Sequence[int]) -> Network:
 
 
 def _exchange_s(comm: Communicator, parts: list[torch.Tensor], times: int) -> tuple[float, float]:
-    """Returns the seconds of an exchange, and those of this process's processors."""
+    """Returns the seconds that an exchange takes, and the seconds of processor time in this process."""
     comm.exchange(parts, purpose="probe")
     start, cpu_start = time.perf_counter(), time.process_time()
     for _ in range(times):

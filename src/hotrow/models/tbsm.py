@@ -161,7 +161,7 @@ class TBSMSpec(ModelSpec):
     bottom_mlp: list[Width] = [512, 256, 64]
     """Widths of the hidden layers of a step's bottom MLP; a last layer of `embedding_dim` is added."""
     top_mlp: list[Width] = [512, 256]
-    """Widths of all layers of a step's top MLP, the last that of the step's vector."""
+    """Widths of all layers of a step's top MLP; the last one is the width of the step's vector."""
     history_steps: Steps = 20
     """Most ids of a history; a longer one is an error."""
     attention_mlp: list[Width] = [15, 15]

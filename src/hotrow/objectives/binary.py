@@ -48,7 +48,7 @@ class BinaryCrossEntropy(Objective):
             "NE",
             "lower",
             name="Normalised entropy",
-            meaning="LogLoss over that of a constant rate, below 1 is better",
+            meaning="LogLoss over the LogLoss of a constant rate; below 1 is better",
             beside=" (a constant rate: 1)",
         ),
     }
@@ -97,7 +97,7 @@ class BinaryCrossEntropy(Objective):
             )
         if area is not None and area < 0.5:
             told["auc_below_half"] = (
-                f"AUC {area:.4f} on {rows} is below 0.5, that of guessing: check what the label means there, and "
+                f"AUC {area:.4f} on {rows} is below 0.5, which guessing has: check what the label means there, and "
                 "whether there are enough rows of either label"
             )
         return told
@@ -119,7 +119,7 @@ class BinaryCrossEntropy(Objective):
         return {f"few_{word}_{split}_rows": text}
 
     def verdict(self, figures: Mapping[str, float | None]) -> str:
-        """Returns the AUC, and by how much the LogLoss differs from that of a constant rate."""
+        """Returns the AUC, and by how much the LogLoss differs from the LogLoss of a constant rate."""
         text = "an undefined AUC" if figures["auc"] is None else f"AUC {figures['auc']:.4f}"
         if (ne := figures["ne"]) is None:
             return text
@@ -127,7 +127,7 @@ class BinaryCrossEntropy(Objective):
         return f"{text}, and a LogLoss that is {abs(1 - ne):.1%} {more} than that of a constant rate of clicks"
 
     def lines(self, figures: Figures) -> list[str]:
-        """Returns AUC and LogLoss, each beside that of a constant rate."""
+        """Returns AUC and LogLoss, each beside what a constant rate has."""
         base, ratio = shown(figures["base_logloss"]), shown(figures["ne"])
         return [
             f"AUC      {shown(figures['auc'])}   (a constant rate: 0.5000)",

@@ -128,7 +128,8 @@ def check_addresses(store: Store, rank: int, size: int) -> None:
 
 
 def _address() -> str | None:
-    """Returns the address that gloo will take. If None, that of the interface in GLOO_SOCKET_IFNAME."""
+    """Returns the address that gloo will take. If None, gloo takes the address of the interface in
+    GLOO_SOCKET_IFNAME."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
     with suppress(OSError):

@@ -4,9 +4,9 @@
              each bag, to the rank that trains its sample
     update   the gradients of these vectors -> the owner, which sums those of a row in the tree, as one process does
 
-The owner has all bags of a batch in their order, so the bits are those of one process. If a step also looks up rows
-of such a table one by one (`EmbeddingCollection.sequence`), its gradients travel as sums of rows, since a sum must have
-all its terms in order. sharded.py calls this, and does the same for tables whose rows travel.
+The owner has all bags of a batch in their order, so the bits are the same as in one process. If a step also looks up
+rows of such a table one by one (`EmbeddingCollection.sequence`), its gradients travel as sums of rows, since a sum must
+have all its terms in order. sharded.py calls this, and does the same for tables whose rows travel.
 """
 
 from __future__ import annotations

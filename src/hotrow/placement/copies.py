@@ -134,7 +134,7 @@ class Copies(Placement):
         self._fast.wait()
 
     def _moves(self) -> Iterator[tuple[Rows, RowsInMemory, RowIds, slice]]:
-        """Yields an array of a table, that of its copies, and rows and their slots in pieces."""
+        """Yields an array of a table, the array of its copies, and rows and their slots in pieces."""
         for config, copied, own in zip(self.tables, self._copies, self._rows, strict=True):
             for state, copies in zip((None, *self._attached.states[config.name]), copied, strict=True):
                 table = self.below.rows(config.name, state)

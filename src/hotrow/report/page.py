@@ -136,7 +136,7 @@ def how_it_ended(run: RunFacts) -> str:
 
 
 def metrics_of(run: RunFacts) -> dict[str, Any]:
-    """Returns the final metrics, or those of the last evaluation, with `split`; {} if nothing was scored."""
+    """Returns the final metrics, or else the last evaluation's, with `split`; {} if nothing was scored."""
     for split in ("test", "val"):
         if found := mapping_in(run.record, "metrics", split):
             return {"split": split, **found}

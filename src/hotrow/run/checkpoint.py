@@ -11,7 +11,8 @@ A checkpoint is made of named parts: an EmbeddingCollection, any nn.Module, any 
 from the memory they live in, and read into it, in pieces (checkpoint_files.py), so that saving a table of any size
 needs no second copy. Tables in DRAM are written whole. If tables are in tiers, a checkpoint writes the rows that
 changed since the previous one. Each kind loads into the other. A table in split storage (bfloat16 and lower halves) is
-joined for the file, which is that of a float32 table. Nothing is pickled. trainer.py decides what to save, and when.
+joined for the file, which is the same as for a float32 table. Nothing is pickled. trainer.py decides what to save, and
+when.
 
 If several ranks share the tables, each writes its own rows into the one folder: whole tables into the files of one
 process (checkpoint_together.py), changed rows into a file of its own. The first rank writes the rest, and the manifest

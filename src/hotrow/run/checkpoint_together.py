@@ -2,7 +2,7 @@
 
 The rows of a rank lie all over a table's file, often several ranks' in one page of memory. So only ranks of one machine
 write together, where processes share the pages of a file. Ranks of several machines, or in tiers, write files of their
-own instead (checkpoint_rows.py). The file is that of one process, to the byte.
+own instead (checkpoint_rows.py). The file is the same as one process writes, to the byte.
 """
 
 from __future__ import annotations

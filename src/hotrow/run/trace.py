@@ -34,7 +34,7 @@ class Trace(Meter):
         self._span, self._at = ExitStack(), 0
 
     def span(self, phase: str | None, start: float, end: float) -> None:
-        """Ends the span of `phase` and begins that of what follows, because torch names a span at its start."""
+        """Ends the span of `phase` and begins the next one, because torch names a span at its start."""
         if self._profiler is None and phase is None and self._first <= self._session.state.step + 1 <= self._last:
             self._profiler = profile()
             self._profiler.start()

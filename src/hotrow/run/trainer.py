@@ -468,7 +468,8 @@ class Training:
         self.folder.warn(f"no_validation_{missing[0]}", text)
 
     def score(self, split: str, *, step: int | None = None) -> dict[str, Any]:
-        """Evaluates the model on `split`, says and records the result. step: that of its weights, if not the last."""
+        """Evaluates the model on `split`, says and records the result. step: the step of its weights, if not the last
+        one."""
         step = self.state.step if step is None else step
         result = self._evaluated(split)
         epoch = round(step / self.steps_per_epoch, 4)

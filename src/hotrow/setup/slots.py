@@ -209,8 +209,8 @@ class SlotPlanner:
     ) -> Prediction:
         """Returns a step's predicted time with these slots; if None, all rows in DRAM.
 
-        memory: that of the slots, if it is not the division's; hardware: another machine. Raises ValueError for what
-        has no prediction yet, and for figures that are missing.
+        memory: the memory of the slots, if it is not the division's; hardware: another machine. Raises ValueError for
+        what has no prediction yet, and for figures that are missing.
         """
         machine = hardware or self.hardware
         assert machine is not None

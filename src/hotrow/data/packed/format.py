@@ -255,7 +255,7 @@ MANIFEST_CURE = "restore the file or prepare the data again"
 
 
 def _of_version_1(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a manifest of version 1 as those of version 2: its one label is binary."""
+    """Returns the fields of a manifest of version 1 in the form of version 2: its one label is binary."""
     if "labels" in fields:
         raise ValueError(f"labels: there is no such field in version 1; {MANIFEST_CURE}")
     own = [("labels", [{"name": value}]) if name == "label" else (name, value) for name, value in fields.items()]

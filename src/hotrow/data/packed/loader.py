@@ -89,7 +89,7 @@ class Loader:
     drop_last: "keep" hands out the shorter last batch, "drop" does not.
     start: where to begin.
     part: which samples [start, stop) of a batch of so many are handed out, such as `Ranks.samples`; it may be none.
-    Batches, their order and their number are those of the whole. If None, all samples.
+    Batches, their order and their number are the same as for the whole. If None, all samples.
     micro_batches: V, the parts of a batch that have streams of their own. Stored order, and `front`, have one stream.
 
     `len(loader)` is the number of batches per epoch, wherever the loader starts.

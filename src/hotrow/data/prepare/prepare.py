@@ -252,7 +252,8 @@ class RawEncoder:
                 yield _batch(dense, ids, label)
 
     def _source_of(self, data: Any) -> str:
-        """Returns the source that reads `data`: for rows of Criteo's columns in another form, that of the form."""
+        """Returns the source that reads `data`: for rows of Criteo's columns in another form, the source of that
+        form."""
         if self._source != "criteo":
             return self._source
         if not is_paths(data):

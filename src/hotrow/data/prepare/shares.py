@@ -3,8 +3,8 @@
     input     |  rank 0  |  rank 1  |  rank 2  |     read and counted; counts are merged into one vocabulary a table
     a split   |part 0|part 1|part 2|part 3|part|     a part is written by the rank in whose rows it begins
 
-The bytes are those of one process: counts do not depend on how rows are divided, and every rank knows after counting
-how many rows of each split lie before its own. Ranks share a file system. `pipeline.py` has the stages.
+The bytes are the same as with one process: counts do not depend on how rows are divided, and every rank knows after
+counting how many rows of each split lie before its own. Ranks share a file system. `pipeline.py` has the stages.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def spooled(data: Any, folder: Path) -> Iterator[Any]:
 
 
 def is_pipe(path: Any) -> bool:
-    """Returns whether a path is that of a pipe or socket, which can be read once."""
+    """Returns whether a path leads to a pipe or socket, which can be read only once."""
     try:
         mode = Path(path).stat().st_mode
     except (OSError, TypeError, ValueError):

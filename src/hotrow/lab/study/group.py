@@ -43,7 +43,7 @@ class MemoryGroup:
     def limit(self, num_bytes: int) -> None:
         """Limits memory and page cache. The system reclaims what is above now, and swaps nothing. Raises GroupError."""
         limits = {"memory.swap.max": 0, "memory.max": num_bytes}
-        if self._v1:  # in this order: the limit of memory and swap may not be below that of memory
+        if self._v1:  # in this order: the limit of memory and swap may not be below the limit of memory
             limits = {"memory.limit_in_bytes": num_bytes, "memory.memsw.limit_in_bytes": num_bytes}
         for name, limit in limits.items():
             if "sw" in name and not (self.path / name).exists():

@@ -115,7 +115,7 @@ def best_batches(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def quality_by_batch(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Returns, for each batch size, the point of the other axes with the lowest validation NE, and its gap on test.
 
-    Figures are means over seeds. The gap is the test NE over that of the smallest batch size with the same seed, both
+    Figures are means over seeds. The gap is the test NE over the NE of the smallest batch size with the same seed, both
     at their own best point; `_sd` is the standard deviation over seeds, None for one seed. `at_the_edge`: no point
     beyond it was tried, so that a better one may lie there.
     """

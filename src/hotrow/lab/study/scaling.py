@@ -3,7 +3,7 @@
     rows of a study, a config --work_of_rows--> Work, by the law that ids are drawn by
     Work, a declared machine  --modelled_of--> the step of R ranks, or machines with and without an SSD
 
-The cost model is that of costs/; nothing here is measured, and no figure leaves this module but as `modelled`.
+The cost model is the one in costs/; nothing here is measured, and no figure leaves this module but as `modelled`.
 """
 
 from __future__ import annotations
