@@ -46,7 +46,7 @@ test-isas: $(VENV)/.test $(CORE) ## run the kernels' law tests and a training te
 	@for isa in $$($(BIN)/python -c 'from hotrow.kernels import ops; print(*ops.isas())'); do \
 	  echo "instruction set $$isa" && HOTROW_ISA=$$isa $(SIDE_BY_SIDE) -q $(ISA_TESTS) $(ARGS) || exit; done
 
-test-package: $(VENV)/.test $(CORE) ## run the tests of what is around the library: installation, README, examples
+test-package: $(VENV)/.test $(CORE) ## run the tests of what is around the library: installation, README, tutorial, examples, benchmarks
 	@$(SIDE_BY_SIDE) -m 'not slow and package' $(ARGS)
 
 test-all: $(VENV)/.test $(CORE) ## run all tests

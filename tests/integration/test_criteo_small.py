@@ -80,6 +80,7 @@ def recipe_auc(task: tuple[Path, Path, int]) -> float:
     return float(runs.train(load_config(RECIPE, changes), quiet=True).record.metrics["test"]["auc"])
 
 
+@pytest.mark.package
 def test_the_commands_as_the_recipe_prints_them(tmp_path: Path, real_data: Callable[[str], Path]) -> None:
     """On the file as it stands, whose one day is cut 6/7, 1/14, 1/14: rates decay until the last step, no further."""
     (tmp_path / FILE).symlink_to(real_data(FILE).resolve())

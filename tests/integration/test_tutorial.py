@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from hotrow.cli.app import app
 
+pytestmark = pytest.mark.package
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
 BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 

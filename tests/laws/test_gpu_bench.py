@@ -12,7 +12,7 @@ from gpu_device import DEVICE
 
 from benchmarks import gpu
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.package, pytest.mark.usefixtures("one_thread")]
 QUICK = ["--quick", "--device", str(DEVICE), "--stretches", "1", "--here"]
 
 

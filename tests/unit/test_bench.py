@@ -50,7 +50,7 @@ from forked import start_forked
 from hotrow.base import machine
 from hotrow.kernels import ops
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.package, pytest.mark.usefixtures("one_thread")]
 
 
 class Side:

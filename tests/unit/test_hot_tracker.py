@@ -21,6 +21,8 @@ from hotrow.hot.hot_set import HotRows
 from hotrow.inspect.reuse import native
 from hotrow.kernels import ops
 
+pytestmark = pytest.mark.package
+
 pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing simulates caches")
 SIZES = {"small": 100, "a": 50_000, "b": 30_000}
 RECORD = {"small": 64, "a": 64, "b": 96}

@@ -33,6 +33,8 @@ from benchmarks.ranks_page import ranks_table
 from benchmarks.step_shapes import make_setting
 from hotrow.parallel.ranks import Ranks
 
+pytestmark = pytest.mark.package
+
 
 def test_the_bytes_of_a_connection_are_counted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:

@@ -122,6 +122,7 @@ def test_every_field_is_documented() -> None:
             "categorical": "categorical[].",
             "tables": "tables.<name>.",
             "transforms": "transforms[].<name>.",
+            "statistics": "statistics[].",
         }.get(section, f"{section}.")
         for name in model.model_fields:
             if section in ("dense", "categorical") and name == "column":
