@@ -200,11 +200,11 @@ def test_everything_becomes_a_file_that_plans_find(tiny: Path, monkeypatch: pyte
 
 
 @needs_native
-def test_a_probe_beside_other_work_warns_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_beside_other_work_warns_at_its_end(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(num_disturbed: int) -> str:
         notes = [f"{DISTURBED}: by others"] * num_disturbed + [""] * (4 - num_disturbed)
         kernels = {"dense": [Point({"threads": 1.0}, Figure(1e-3, note=note)) for note in notes]}
-        path, made = run_probe((), kernels=lambda **_: kernels, out=tmp_path / "h.json", seconds=0.1)
+        path, made = run_probe((), kernels=lambda **_: kernels, out=tiny.parent / "h.json", seconds=0.1)
         print_probe(made, path)
         return capsys.readouterr().out.splitlines()[-2]
 
