@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 
 def triton_ops(what: str) -> Any:
     """Returns kernels/triton_ops.py. Raises ImportError if Triton, which `what` needs, is not installed."""
     try:
-        return importlib.import_module("hotrow.kernels.triton_ops")
+        import hotrow.kernels.triton_ops
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         raise ImportError(f"{what} need Triton: pip install 'hotrow[gpu]'") from error
+    return hotrow.kernels.triton_ops
