@@ -38,6 +38,8 @@ from hotrow.data.transforms import Transform
 MAX_BYTES = 1 << 28
 """What the counts of all statistics may take in memory; preparation keeps them twice."""
 MAX_BITS = 20
+BLOCK_ROWS = 4096
+"""Rows whose inputs are computed at a time: few enough for what lies between to stay in the cache."""
 MISSING = np.uint64(GOLDEN)
 """The hash of a missing value."""
 
@@ -88,9 +90,12 @@ class Statistics:
             found = count_before(hashes, labels, trains, counts, last)
             assert found is not None
             of_value = found.T.astype(np.float64)
-            for transform in transforms:
-                out[:, column] = transform(*of_value, *of_all)
-                column += 1
+            for start in range(0, chunk.num_rows, BLOCK_ROWS):
+                rows = slice(start, start + BLOCK_ROWS)
+                numbers = [each[rows] for each in (*of_value, *of_all)]
+                for i, transform in enumerate(transforms, column):
+                    out[rows, i] = transform(*numbers)
+            column += len(transforms)
         self.all += (trains.sum(), (trains & labels).sum())
         return replace(chunk, dense=np.concatenate([chunk.dense, out], 1))
 
