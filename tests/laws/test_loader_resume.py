@@ -61,7 +61,6 @@ loaders = st.builds(
             "batch_size": st.integers(20, 400),
             "window_rows": st.integers(60, 1200),
             "shuffle_seed": st.one_of(st.none(), st.integers(0, 2**64 - 1)),
-            "drop_last": st.sampled_from(["keep", "drop"]),
             "micro_batches": st.integers(1, 5),
         }
     ),
@@ -119,11 +118,9 @@ def test_every_row_once_per_epoch_with_its_own_columns(split: Split, arguments: 
                 np.testing.assert_array_equal(values[offsets[sample] : offsets[sample + 1]].numpy(), wanted)
     assert len(set(numbers)) == len(numbers)
     wanted = np.flatnonzero(arguments.get("only", np.ones(NUM_ROWS, bool)))
-    size = arguments["batch_size"]
-    kept = len(wanted) if arguments["drop_last"] == "keep" else len(wanted) // size * size
-    assert len(numbers) == kept and set(numbers) <= set(wanted.tolist())
+    assert len(numbers) == len(wanted) and set(numbers) <= set(wanted.tolist())
     if arguments["shuffle_seed"] is None and "front" not in arguments:
-        assert numbers == wanted[:kept].tolist()
+        assert numbers == wanted.tolist()
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -50,9 +49,6 @@ def test_the_last_batch_is_kept_or_dropped(dataset: PackedDataset) -> None:
     keep = Loader(dataset.split("train"), 100, shuffle_seed=None)
     assert keep.num_batches == 3
     assert [len(batch) for batch in keep] == [100, 100, 50]
-    drop = Loader(dataset.split("train"), 100, shuffle_seed=None, drop_last="drop")
-    assert drop.num_batches == 2
-    assert [len(batch) for batch in drop] == [100, 100]
 
 
 def test_breaking_off_and_going_on(dataset: PackedDataset) -> None:
@@ -96,8 +92,6 @@ def test_wide_ids_and_no_dense_columns(tmp_path: Path) -> None:
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
         ({"batch_size": 8, "window_rows": 0}, "window_rows is 0"),
         ({"batch_size": 8, "shuffle_seed": -1}, "shuffle_seed is -1"),
-        ({"batch_size": 8, "drop_last": True}, "drop_last is True; choose 'keep' or 'drop'"),
-        ({"batch_size": 251, "drop_last": "drop"}, "batch_size is 251 but split 'train' has 250 rows"),
         ({"batch_size": 100, "start": LoaderState(0, 4)}, "3 batches of 100 rows"),
         ({"batch_size": 100, "start": LoaderState(-1, 0)}, "epoch=-1"),
     ],
@@ -194,19 +188,18 @@ def test_a_part_gathers_its_own_rows_alone(dataset: PackedDataset) -> None:
     assert {len(column) for column in rows._window} == {held} and held < 70
 
 
-@pytest.mark.parametrize("drop_last", ["keep", "drop"])
 @pytest.mark.parametrize("micro_batches", [1, 3, 4])
-def test_against_streams_written_out(tmp_path: Path, micro_batches: int, drop_last: Literal["keep", "drop"]) -> None:
+def test_against_streams_written_out(tmp_path: Path, micro_batches: int) -> None:
     """docs/format.md, "The order of shuffled batches", with lists of row numbers."""
     split = write_dataset(tmp_path / "data", make_rows(1037)).split("train")
-    loader = Loader(split, 50, shuffle_seed=5, window_rows=200, drop_last=drop_last, micro_batches=micro_batches)
+    loader = Loader(split, 50, shuffle_seed=5, window_rows=200, micro_batches=micro_batches)
     first_rows = np.cumsum([0, *split.block_rows]).tolist()
     epoch = [
         row
         for block in permutation(split.num_blocks, seed=5, epoch=2, family=0)
         for row in range(first_rows[block], first_rows[block + 1])
     ]
-    sizes = [50] * 20 + ([37] if drop_last == "keep" else [])
+    sizes = [50] * 20 + [37]
     wanted: list[list[int]] = [[] for _ in sizes]
     for v in range(micro_batches):
         own = [size * (v + 1) // micro_batches - size * v // micro_batches for size in sizes]

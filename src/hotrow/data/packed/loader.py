@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -86,7 +85,6 @@ class Loader:
     front, front_batches: bool [rows of the split], and the number W of batches in a group. In each group of W batches,
     rows of `front` come first, as many as fill whole batches; the other rows keep their order, and no row leaves its
     group. `window_rows` is then a multiple of W * batch_size.
-    drop_last: "keep" hands out the shorter last batch, "drop" does not.
     start: where to begin.
     part: which samples [start, stop) of a batch of so many are handed out, such as `Ranks.samples`; it may be none.
     Batches, their order and their number are the same as for the whole. If None, all samples.
@@ -111,7 +109,6 @@ class Loader:
         only: NDArray[np.bool_] | None = None,
         front: NDArray[np.bool_] | None = None,
         front_batches: int = 1,
-        drop_last: Literal["keep", "drop"] = "keep",
         start: LoaderState = LoaderState(),
         part: Callable[[int], tuple[int, int]] | None = None,
         micro_batches: int = 1,
@@ -130,17 +127,10 @@ class Loader:
                 raise ValueError(f"{name} has shape {rows.shape}, but split {split.name!r} has {split.num_rows} rows")
         if shuffle_seed is not None and not 0 <= shuffle_seed < 1 << 64:
             raise ValueError(f"shuffle_seed is {shuffle_seed}; it must be from 0 to 2^64 - 1, or None for stored order")
-        if drop_last not in ("keep", "drop"):
-            raise ValueError(f"drop_last is {drop_last!r}; choose 'keep' or 'drop'")
         if only is not None and front is not None:
             raise ValueError("only and front are both given; a loader leaves rows out or moves some to the front")
         self.num_rows = split.num_rows if only is None else int(only.sum())
         """Rows per epoch."""
-        if drop_last == "drop" and 0 < self.num_rows < batch_size:
-            raise ValueError(
-                f"batch_size is {batch_size} but split {split.name!r} has {self.num_rows} rows, so drop_last='drop' "
-                "would drop them all; lower batch_size"
-            )
         self.split, self.batch_size, self.shuffle_seed = split, batch_size, shuffle_seed
         self.only, self.front, self.group_rows = only, front, front_batches * batch_size
         self.part = part
@@ -151,9 +141,8 @@ class Loader:
         """Rows of a window of one stream."""
         if front is not None:
             self.window_rows = max(1, window_rows // self.group_rows) * self.group_rows
-        rounded_up = 0 if drop_last == "drop" else batch_size - 1
-        self.num_batches = (self.num_rows + rounded_up) // batch_size
-        """Batches per epoch."""
+        self.num_batches = -(-self.num_rows // batch_size)
+        """Batches per epoch; the last one may be shorter."""
         self.stream_starts = self._starts_of_streams()
         """Where each stream begins among the rows of an epoch, and the end of the last."""
         if start.epoch < 0 or not 0 <= start.batch <= self.num_batches:
@@ -212,8 +201,7 @@ class Loader:
         whole, rest = divmod(self.num_rows, self.batch_size)
         sizes = [(whole, self.batch_size), (self.num_batches - whole, rest)]
         of_sizes = ([n * start for start in tree.starts(size, self.num_streams)] for n, size in sizes)
-        starts = [sum(each) for each in zip(*of_sizes, strict=True)]
-        return [*starts[:-1], self.num_rows]  # rows that drop_last leaves out are the end of the last stream
+        return [sum(each) for each in zip(*of_sizes, strict=True)]
 
     def _no_rows(self) -> list[Ids]:
         """Returns the columns without rows, of the types that they have."""
