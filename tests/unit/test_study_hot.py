@@ -172,7 +172,6 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
     assert "No fast device was" in page and "planted" in page and page.count("<svg") == 2
     assert [row["speedup"] for row in report["speedups"]] == ["not measured"] * 5
     assert page.count('<td class="n">not measured</td>') == 5, "no GPU was used"
-    assert (tmp_path / "out" / "hot.csv").read_text().count("\n") == len(report["cells"]) + 1
     assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()], "data and runs are gone"
 
 

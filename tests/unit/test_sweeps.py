@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 import math
@@ -519,7 +517,7 @@ def test_cells_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes
         assert 100 * worker.MIN_ROUND_S < round_ms < elapsed_ms / row["taken_rounds"]
         assert row["peak_bytes"] > row["table_bytes"] > 0
     names = [Path(file).name for file in result["files"]]
-    assert names == ["results.json", "results.csv", "batch.svg", "report.html"]
+    assert names == ["results.json", "batch.svg", "report.html"]
     assert re.search(rf"tiny: {len(sizes)} of {len(sizes)} cells to measure, about 0:00:\d\d", said[1])
     assert not (tmp_path / "out" / "work").exists()
     kept = [RunFolder.open(tmp_path / "out" / row["run"]) for row in result["cells"]]
@@ -692,7 +690,6 @@ def test_modelled_speed_has_a_column_of_its_own(
     assert low < first["modelled"]["fast"]["with_gpus"]["samples_per_s"] < high and "fast, with its GPUs" in page
     assert "with_gpus" not in first.get("predicted", {})
     assert "533.3 (declared)" in page and "samples_per_unit" not in first, "what nobody declares is absent"
-    assert "modelled.fast.samples_per_j" in (tmp_path / "out" / "results.csv").read_text()
 
 
 def test_a_machine_named_later_is_modelled_without_measuring_again(
@@ -791,10 +788,10 @@ def test_quality_takes_the_rate_that_validation_chose() -> None:
 def test_files_hold_the_same_cells_and_escape_names(tmp_path: Path, trained: list[str]) -> None:
     result = run_study(str(write_study(tmp_path)), tmp_path / "out")
     texts = {Path(file).name: Path(file).read_text() for file in result["files"]}
-    lines = list(csv.DictReader(io.StringIO(texts["results.csv"])))
-    assert sorted(line["axes.mlp"] for line in lines) == ["", "", "a_b & <i>", "a_b & <i>", "wide", "wide"]
+    cells = json.loads(texts["results.json"])["cells"]
+    assert sorted(row["axes"].get("mlp", "") for row in cells) == ["", "", "a_b & <i>", "a_b & <i>", "wide", "wide"]
     wanted = [cell.key for cell in cells_of(tmp_path)]
-    assert [line["key"] for line in lines] == wanted == [row["key"] for row in result["cells"]]
+    assert [row["key"] for row in cells] == wanted == [row["key"] for row in result["cells"]]
     page = texts["report.html"]
     assert page.count("<script") == 1 and "<b>?" not in page and "<i>" not in page and "&lt;script&gt;" in page
     for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
@@ -828,13 +825,6 @@ def test_the_command_estimates_without_measuring(
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["num_cells"] == 6 and result["estimate_s"] > 6 and result["disk_bytes"] > 0
     assert not trained and not (tmp_path / "out").exists()
-
-
-def test_a_csv_file_has_plain_values() -> None:
-    rows = [{"key": "a", "modelled": {"m": {"step_ms": 2.0, "reason": "x"}}, "spread": [1, 3]}]
-    (line,) = csv.DictReader(io.StringIO(runner.as_csv(rows)))
-    wanted = {"modelled.m.step_ms": "2.0", "modelled.m.reason": "x", "least_speed": "1", "most_speed": "3"}
-    assert line == {"key": "a", **wanted}
 
 
 @pytest.mark.parametrize(

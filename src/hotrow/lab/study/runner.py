@@ -7,8 +7,6 @@ cells.py has the one for studies in YAML, benchmarks/ those that compare hotrow 
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +27,6 @@ from hotrow.base.records import Count, Document
 
 MEMORY_SHARE = 0.6
 """The share of the available memory that the tables of one cell may take, unless the user sets a limit."""
-SPREADS = {"spread_ms": ("least_ms", "most_ms"), "spread": ("least_speed", "most_speed")}
-"""Fields of a row that hold a pair of numbers, and the two columns that each becomes in the CSV file."""
 SAME = ("machine", "backend", "versions")
 """Circumstances that all cells of one file must share."""
 _OPEN = ConfigDict(strict=True, extra="allow")
@@ -190,8 +186,7 @@ def _run(
     plan = replace(plan, skipped=(*plan.skipped, *failed))
     report |= sweep.cells.summary([*rows.values()])
     _write(file, report, plan, rows)
-    further = sweep.cells.files(cast(dict[str, Any], _DOCUMENT.read(file)))
-    texts = {f"{sweep.stem}.csv": as_csv([*rows.values()]), **further}
+    texts = sweep.cells.files(cast(dict[str, Any], _DOCUMENT.read(file)))
     for name, text in texts.items():
         with atomic_write(folder / name) as stream:
             stream.write(text.encode())
@@ -260,24 +255,3 @@ def remaining_s(cells: Cells, left: Sequence[Any], num_done: int, elapsed_s: flo
 def _write(file: Path, report: Mapping[str, Any], plan: Plan, rows: Mapping[str, dict[str, Any]]) -> None:
     fields = {**report, "skipped": list(plan.skipped), "cells": list(rows.values())}
     _DOCUMENT.write(file, cast(_Report, fields))
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns one line per cell; a spread becomes two columns, and a mapping one for each of its names."""
-    flat = [dict(_columns(row)) for row in rows]
-    names = dict.fromkeys(name for line in flat for name in line)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=[*names] or ["key"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return text.getvalue()
-
-
-def _columns(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in row.items():
-        if name in SPREADS:
-            yield from ((f"{prefix}{end}", number) for end, number in zip(SPREADS[name], value, strict=True))
-        elif isinstance(value, Mapping):
-            yield from _columns(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
