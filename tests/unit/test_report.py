@@ -20,6 +20,7 @@ from forked import COMMAND, run_forked
 from hotrow import draw
 from hotrow.cli import tools
 from hotrow.config.load import make_config
+from hotrow.costs.cost import PHASES
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.report.facts import MAX_POINTS, RunFacts, coverage, phase_points, points, read_lines, thin
@@ -28,7 +29,6 @@ from hotrow.report.page import report_page, sentences, summary
 from hotrow.run import folder as run_folder
 from hotrow.run import runs, trainer
 from hotrow.run.folder import RunFolder
-from hotrow.run.record import PHASES
 
 HOSTILE = "<script>alert(1)</script><b>&\"'"
 MAX_BYTES = 1_500_000

@@ -37,7 +37,10 @@ from hotrow.placement.budget import TableSlots
 from hotrow.tables import TableConfig
 
 PHASES = ("data", "lookup", "dense", "update")
-"""As in run/record.py, which says what each contains."""
+"""The phases of a step. data: waiting for the batch and announcing later batches, with nearly all of the wait for rows
+from disk. lookup: the pooled lookup, with the rest of that wait: all of it without look-ahead. dense: dense layers
+forward and backward (the backward of the lookup only keeps the pooled gradient), and their optimizer. update: sorting,
+summing and updating the touched rows."""
 CACHES = (1 << 21, 1 << 25)
 """Bytes: 2 and 32 MiB, about the second level of caches and the third."""
 DIMS = (4, 8, 16, 32, 64, 128)
@@ -57,7 +60,7 @@ class Prediction:
     """A step's predicted time."""
 
     seconds: Mapping[str, float]
-    """By phase, with the names of `run.record.PHASES`."""
+    """By phase, with the names of PHASES."""
     wait_s: float
     """The wait for rows from disk, what reads take beyond what the step hides: a part of `data`, because announcing a
     batch waits for slots and reads; without look-ahead a part of `lookup`."""

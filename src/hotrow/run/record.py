@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass as record
 from typing_extensions import TypedDict
 
 from hotrow.base.records import STRICT, Amount, Count, checked
+from hotrow.costs.cost import PHASES
 from hotrow.forecast.foretell import Predicted
 from hotrow.hot.turns import TurnsState
 from hotrow.objectives import DEFAULT, OBJECTIVES
@@ -23,11 +24,6 @@ from hotrow.tables import TableConfig
 
 ALL_DONE = "all steps are done"
 """`RunRecord.ended` of a run that can train on with more epochs."""
-PHASES = ("data", "lookup", "dense", "update")
-"""The phases of a step. data: waiting for the batch and announcing later batches, with nearly all of the wait for rows
-from disk. lookup: the pooled lookup, with the rest of that wait: all of it without look-ahead. dense: dense layers
-forward and backward (the backward of the lookup only keeps the pooled gradient), and their optimizer. update: sorting,
-summing and updating the touched rows."""
 
 
 class Counted(TypedDict):

@@ -12,10 +12,11 @@ from typing import Any
 
 from typing_extensions import override
 
+from hotrow.costs.cost import PHASES
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
 from hotrow.run.meters import Meter, Session
-from hotrow.run.record import PHASES, State
+from hotrow.run.record import State
 
 
 class WireMeter(Meter):

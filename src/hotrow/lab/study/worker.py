@@ -30,13 +30,13 @@ from hotrow.base.records import STRICT
 from hotrow.batch import Batch
 from hotrow.bench import Rounds, cleanest, wants_more
 from hotrow.config.load import make_config
+from hotrow.costs.cost import PHASES
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.launch import joined
 from hotrow.run.folder import RunFolder
 from hotrow.run.meters import Meter, Session
-from hotrow.run.record import PHASES
 from hotrow.run.runs import train
 
 MIN_ROUND_S = 0.2
