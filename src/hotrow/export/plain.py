@@ -44,9 +44,11 @@ def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.
 
 
 class MLP(nn.Module):
-    """Linear layers, a ReLU after each, except the last if `last="linear"`."""
+    """Linear layers, a ReLU after each, except the last if `last="linear"`; `dropout` acts in training alone."""
 
-    def __init__(self, widths: Sequence[int], *, generator: torch.Generator, last: str = "relu") -> None:
+    def __init__(
+        self, widths: Sequence[int], *, generator: torch.Generator, last: str = "relu", dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(linear(n, m, generator) for n, m in pairwise(widths))
         self.last = last
@@ -57,6 +59,15 @@ class MLP(nn.Module):
             x = layer(x)
             x = torch.relu(x) if self.last == "relu" or k + 1 < len(self.layers) else x
         return x
+
+
+class Dropout(nn.Module):
+    """It acts in training alone: nothing is dropped from rows that are scored."""
+
+    moment = None
+
+    def __init__(self, share: float, *, generator: torch.Generator) -> None:
+        super().__init__()
 
 
 class Linear(nn.Linear):

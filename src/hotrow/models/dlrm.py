@@ -3,6 +3,9 @@
     dense_BI --bottom MLP--> x_BD --+-- dot products --> [x | dots of all pairs] --top MLP--> logits_B
     pooled_BP (P = F * D) ----------+
 
+With `concatenated` the top MLP also gets the rows themselves: a row then has D effects of its own, as in DCN and
+DeepFM, besides those of its products.
+
 With `first_order`, logits_B += sum_F pooled_BFD[:, :, 0] + dense_BI w_I: the logistic regression of the same inputs.
 Without it an id reaches the logit only through products and the top MLP, where rows at zero stay small and learn
 slowly. The term uses the rows that are looked up anyway, so it needs no second set of tables; w starts at zero, and the
@@ -17,8 +20,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from hotrow.models.layers import MLP, Constant, Network, dot_interaction, product
-from hotrow.models.spec import ModelSpec, Width
+from hotrow.models.layers import MLP, Constant, Dropout, Network, dot_interaction, product
+from hotrow.models.spec import DropoutShare, ModelSpec, Width
 
 
 class DLRM(Network):
@@ -26,8 +29,9 @@ class DLRM(Network):
 
     num_dense: I; with 0 a learned vector takes the place of the bottom MLP, so every feature keeps a linear term.
     num_features: F. bottom_mlp, top_mlp: hidden widths; D and 1 are appended.
-    first_order: whether the first-order term above is added. generator: CPU generator from which all weights are drawn,
-    bottom MLP first.
+    concatenated, first_order: whether the inputs and the term above are added. dropout: of the MLPs' hidden
+    layers. embedding_dropout: of the whole pooled row of a feature. generator: CPU generator from which all weights are
+    drawn, bottom MLP first.
     """
 
     def __init__(
@@ -38,7 +42,10 @@ class DLRM(Network):
         embedding_dim: int,
         bottom_mlp: Sequence[int],
         top_mlp: Sequence[int],
+        concatenated: bool = False,
         first_order: bool = False,
+        dropout: float = 0.0,
+        embedding_dropout: float = 0.0,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
@@ -46,16 +53,24 @@ class DLRM(Network):
         num_pairs = num_features * (num_features + 1) // 2
         self.bottom: nn.Module
         if num_dense:
-            self.bottom = MLP([num_dense, *bottom_mlp, embedding_dim], generator=generator)
+            self.bottom = MLP([num_dense, *bottom_mlp, embedding_dim], generator=generator, dropout=dropout)
         else:
             self.bottom = Constant(embedding_dim, generator=generator)
-        self.top = MLP([embedding_dim + num_pairs, *top_mlp, 1], generator=generator, last="linear")
+        num_inputs = embedding_dim + num_pairs + (num_features * embedding_dim if concatenated else 0)
+        self.top = MLP([num_inputs, *top_mlp, 1], generator=generator, last="linear", dropout=dropout)
+        self.concatenated, self.row_dropout = concatenated, Dropout(embedding_dropout, generator=generator)
         self.first_order_I = nn.Parameter(torch.zeros(num_dense)) if first_order else None
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
         """Returns logits [B]."""
         pooled_BFD = pooled_BP.view(-1, self.num_features, self.embedding_dim)
-        logits_B1: Tensor = self.top(dot_interaction(self.bottom(dense_BI), pooled_BFD))
+        if self.row_dropout.moment:
+            kept_BF = self.row_dropout(pooled_BFD.new_ones(pooled_BFD.shape[:2]))
+            pooled_BFD = pooled_BFD * kept_BF[:, :, None]
+        inputs_BI = dot_interaction(self.bottom(dense_BI), pooled_BFD)
+        if self.concatenated:
+            inputs_BI = torch.cat([inputs_BI, pooled_BFD.flatten(1)], dim=1)
+        logits_B1: Tensor = self.top(inputs_BI)
         logits_B = logits_B1.squeeze(1)
         if self.first_order_I is not None:
             inputs_BX = torch.cat([dense_BI, pooled_BFD[:, :, 0]], dim=1)
@@ -77,9 +92,16 @@ class DLRMSpec(ModelSpec):
     """Widths of the bottom MLP's hidden layers; a last layer of `embedding_dim` is added."""
     top_mlp: list[Width] = [512, 256]
     """Widths of the top MLP's hidden layers; the last layer, one logit, is added."""
+    concatenated: bool = False
+    """Whether the top MLP also gets the pooled rows themselves, beside their products."""
     first_order: bool = False
     """Whether the logit also gets the first column of every pooled row and a linear map of the dense inputs, as in a
     logistic regression. Better on small data: an id then acts by itself, with no other id and through no MLP."""
+    dropout: DropoutShare = 0.0
+    """Share of the MLPs' hidden units that each sample leaves out in training, another share each time."""
+    embedding_dropout: DropoutShare = 0.0
+    """Share of the features whose whole row each sample leaves out in training. With rows that are seen a few times,
+    it keeps the model from learning their labels by heart."""
 
     def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> DLRM:
         """Returns the network."""
@@ -90,6 +112,9 @@ class DLRMSpec(ModelSpec):
             embedding_dim=embedding_dim,
             bottom_mlp=self.bottom_mlp,
             top_mlp=self.top_mlp,
+            concatenated=self.concatenated,
             first_order=self.first_order,
+            dropout=self.dropout,
+            embedding_dropout=self.embedding_dropout,
             generator=generator,
         )

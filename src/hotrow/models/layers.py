@@ -12,10 +12,12 @@ export/plain.py has the same names in plain torch, for exports.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -27,6 +29,7 @@ from hotrow.kernels.types import Activation
 __all__ = [
     "MLP",
     "Constant",
+    "Dropout",
     "Linear",
     "Lookup",
     "Network",
@@ -53,6 +56,47 @@ class Network(nn.Module):
 
     lookup: ClassVar[Lookup] = "pooled"
 
+    @contextmanager
+    def drawing(self, step: int, sample: int) -> Iterator[None]:
+        """A block in which `Dropout` draws: for step number `step`, of samples that begin at `sample` in the batch of
+        all ranks. Elsewhere nothing is dropped."""
+        dropouts = [module for module in self.modules() if isinstance(module, Dropout)]
+        for place, module in enumerate(dropouts):
+            module.moment = (place, step, sample)
+        try:
+            yield
+        finally:
+            for module in dropouts:
+                module.moment = None
+
+
+class Dropout(nn.Module):
+    """x [B, W] -> in a training step x with each element zero with probability `share`, the others divided by
+    1 - share; elsewhere x.
+
+    What is dropped is a function of the seed of `generator`, the place of the module in its network, the step, the
+    place of the sample in the batch of all ranks, and the column. So micro-batches, ranks and placements change none of
+    it. It is drawn by Philox (Salmon et al., 2011), a block of which has 16 numbers of 16 bits.
+    """
+
+    def __init__(self, share: float, *, generator: torch.Generator) -> None:
+        super().__init__()
+        self.share, self._seed = share, generator.initial_seed()
+        self.moment: tuple[int, int, int] | None = None
+        """Place of the module, step and first sample; None outside of training steps. `Network.drawing` sets it."""
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        """Returns x, in a training step with some elements dropped."""
+        if self.moment is None or not self.share:
+            return x_BW
+        place, step, sample = self.moment
+        num_samples, width = x_BW.shape
+        blocks = -(-width // 16)
+        drawn = np.random.Philox(counter=[sample * blocks, 0, step, 0], key=[self._seed, place])
+        numbers_BW = drawn.random_raw(num_samples * blocks * 4).view(np.uint16).reshape(num_samples, -1)[:, :width]
+        kept_BW = (numbers_BW >= round(self.share * 65536)).astype(np.float32) / np.float32(1 - self.share)
+        return x_BW * torch.from_numpy(kept_BW).to(x_BW.device)
+
 
 def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.Linear:
     """Returns y_BO = x_BI W^T + b, W ~ N(0, sqrt(2 / (I + O))) and b ~ N(0, sqrt(1 / O)) as in the reference DLRM.
@@ -72,18 +116,28 @@ def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.
 class MLP(nn.Module):
     """Linear layers of the given widths (`widths[0]` inputs), a ReLU after each, except the last if `last="linear"`.
 
-    x [B, widths[0]] -> [B, widths[-1]], float32.
+    x [B, widths[0]] -> [B, widths[-1]], float32. dropout: of what each hidden layer returns, but not the last one.
     """
 
-    def __init__(self, widths: Sequence[int], *, generator: torch.Generator, last: Activation = "relu") -> None:
+    def __init__(
+        self, widths: Sequence[int], *, generator: torch.Generator, last: Activation = "relu", dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(linear(n, m, generator) for n, m in pairwise(widths))
         self.last = last
+        num_hidden = len(self.layers) - 1 if dropout else 0
+        self.dropouts = nn.ModuleList(Dropout(dropout, generator=generator) for _ in range(num_hidden))
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """Returns the last layer's output."""
         layers = [cast(nn.Linear, layer) for layer in self.layers]
-        return mlp(x_BI, [layer.weight for layer in layers], [layer.bias for layer in layers], last=self.last)
+        hidden = 0
+        if any(dropout.moment for dropout in self.dropouts):
+            for layer, dropout in zip(layers, self.dropouts, strict=False):
+                x_BI = dropout(mlp(x_BI, [layer.weight], [layer.bias], last="relu"))
+            hidden = len(self.dropouts)
+        rest = layers[hidden:]
+        return mlp(x_BI, [layer.weight for layer in rest], [layer.bias for layer in rest], last=self.last)
 
 
 class Linear(nn.Module):

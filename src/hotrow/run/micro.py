@@ -35,32 +35,38 @@ def cut(batch: Batch, ranks: Ranks) -> Batch:
     return replace(batch, sparse=batch.sparse.in_parts([start - starts[0] for start in starts]))
 
 
-def backward(parts: Parts, batch: Batch, rows: Any) -> Tensor:
+def backward(parts: Parts, batch: Batch, rows: Any, step: int) -> Tensor:
     """Leaves the gradients of weights and of `rows`; returns the loss of all ranks' samples, detached, 0-dim.
 
-    batch: from `cut`. rows: what `look_up` returned for it. If several ranks train, the weights' gradients may arrive
-    only with `parts.exchange.finish`.
+    batch: from `cut`, of step number `step`. rows: what `look_up` returned for it. If several ranks train, the weights'
+    gradients may arrive only with `parts.exchange.finish`.
     """
     if batch.sparse.parts is None:
-        outputs_B = parts.dense.outputs(parts.model, batch.dense, rows)
+        with parts.model.drawing(step, 0):
+            outputs_B = parts.dense.outputs(parts.model, batch.dense, rows)
         loss = parts.objective.loss(outputs_B, batch.labels.to(outputs_B.device), batch.num_samples)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return loss.detach()
     if parts.ranks.size == 1:
-        return backward_in_parts(parts, batch, rows, parts.exchange.total)
+        return backward_in_parts(parts, batch, rows, step, parts.exchange.total)
     total = total_over_ranks(parts.exchange, parts.embedding, batch, parts.sparse_optimizer)
-    return backward_in_parts(parts, batch, rows, total)
+    return backward_in_parts(parts, batch, rows, step, total)
 
 
-def backward_in_parts(parts: Parts, batch: Batch, rows: Any, total: Total) -> Tensor:
+def backward_in_parts(parts: Parts, batch: Batch, rows: Any, step: int, total: Total) -> Tensor:
     """Leaves the gradients that `loss.backward()` leaves, of weights and of `rows`; returns the loss, 0-dim.
 
-    batch: from `cut`. rows: what `look_up` returned for it. total: sees to the weights' gradients, at once or later.
+    batch: from `cut`, of step number `step`. rows: what `look_up` returned for it. total: sees to the weights'
+    gradients, at once or later.
     """
     ranks = parts.ranks
+    first = tree.starts(batch.num_samples, ranks.micro_batches)[ranks.held[0]]
     weights = [weight for weight in parts.model.parameters() if weight.requires_grad]
     looked_up = _LookedUp(rows)
-    each = (_sums_of_part(parts, batch, looked_up, weights, *span) for span in pairwise(batch.sparse.parts or ()))
+    each = (
+        _sums_of_part(parts, batch, looked_up, weights, step, first, *span)
+        for span in pairwise(batch.sparse.parts or ())
+    )
     lo, hi = ranks.held
     end = tree.width(hi) if hi == ranks.micro_batches else hi  # leaves beyond the last one are absent
     with ops.weights_stay():
@@ -70,13 +76,24 @@ def backward_in_parts(parts: Parts, batch: Batch, rows: Any, total: Total) -> Te
 
 
 def _sums_of_part(
-    parts: Parts, batch: Batch, looked_up: _LookedUp, weights: Sequence[nn.Parameter], start: int, stop: int
+    parts: Parts,
+    batch: Batch,
+    looked_up: _LookedUp,
+    weights: Sequence[nn.Parameter],
+    step: int,
+    first: int,
+    start: int,
+    stop: int,
 ) -> list[Tensor] | None:
-    """Returns the loss and the gradients of `weights` for samples [start, stop); None if there are none."""
+    """Returns the loss and the gradients of `weights` for samples [start, stop); None if there are none.
+
+    first: place of this rank's first sample in the batch of all ranks.
+    """
     if start == stop:
         return None
     rows, leaves = looked_up.samples(start, stop)
-    outputs_B = parts.dense.outputs(parts.model, batch.dense[start:stop], rows)
+    with parts.model.drawing(step, first + start):
+        outputs_B = parts.dense.outputs(parts.model, batch.dense[start:stop], rows)
     labels_BL = batch.labels[start:stop].to(outputs_B.device)
     loss = parts.objective.loss(outputs_B, labels_BL, batch.num_samples)
     grads = torch.autograd.grad(loss, [*weights, *leaves])

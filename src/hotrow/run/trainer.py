@@ -83,7 +83,7 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     rows = look_up(parts.model, parts.embedding, batch.sparse)
     clock.lap("lookup")
     with parts.dense.arithmetic():
-        loss = backward(parts, batch, rows)
+        loss = backward(parts, batch, rows, step)
     check_finite(parts, batch, loss)
     clock.lap("dense")
     try:
