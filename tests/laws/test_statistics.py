@@ -22,6 +22,7 @@ from hotrow.data.prepare import pipeline
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.prepare.split import RandomPlan
+from hotrow.data.prepare.timesort import TimeSort
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
 from hotrow.parallel.communicator import Communicator
@@ -233,11 +234,31 @@ def test_ranks_change_no_byte(tmp_path: Path) -> None:
     assert (one.info.splits, one.info.files) == (three.info.splits, three.info.files)
 
 
-def test_training_rows_out_of_the_order_of_time(tmp_path: Path) -> None:
-    rows = some_rows(100)
-    rows["time"][40], rows["time"][41] = rows["time"][41], rows["time"][40]
-    with pytest.raises(ValueError, match=r"row 42 .*statistics"):
-        prepared(rows, tmp_path, split="time")
+def shuffled(rows: Rows, seed: int = 3) -> Rows:
+    order = np.random.default_rng(seed).permutation(len(rows["time"])).tolist()
+    return {name: [values[row] for row in order] for name, values in rows.items()}
+
+
+SMALL: dict[str, Any] = {"rows_per_chunk": 50, "rows_per_part": 128, "rows_per_block": 64}
+
+
+@pytest.mark.parametrize("rows_in_run", [None, 60])
+def test_rows_in_any_order_give_the_dataset_of_rows_in_time_order(
+    rows_in_run: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if memory holds few rows, and if ranks share the work."""
+    rows = some_rows(900)
+    wanted = prepared(rows, tmp_path / "ordered", split="time", **SMALL)
+    np.testing.assert_allclose(stored(wanted, "time", 900), truth(rows, "time"), rtol=1e-5, atol=1e-6)
+    if rows_in_run:
+        monkeypatch.setattr(TimeSort, "_run_bytes", property(lambda _: 60 * 60, lambda *_: None), raising=False)
+    sorted_ = prepared(shuffled(rows), tmp_path / "shuffled", split="time", **SMALL)
+    assert (sorted_.info.splits, sorted_.info.files) == (wanted.info.splits, wanted.info.files)
+    with RankPool(3) as pool:
+        arguments = (tmp_path / "shuffled" / "rows.parquet", tmp_path / "three", "time", SMALL)
+        pool.run(prepare_file, *arguments, num_ranks=3, micro_batches=3)
+    three = PackedDataset.open(tmp_path / "three", verify="full")
+    assert (three.info.splits, three.info.files) == (wanted.info.splits, wanted.info.files)
 
 
 @pytest.mark.parametrize(

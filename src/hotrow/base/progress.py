@@ -24,7 +24,7 @@ class Progress:
     """One report on preparation. rows_total is an estimate until a stage has read all rows once."""
 
     stage: str
-    """scan, count, match or encode."""
+    """scan, sort, count, match or encode."""
     rows_done: int
     rows_total: int
     rows_per_s: float

@@ -351,6 +351,25 @@ def take_keys(keys: Keys, order: NDArray[np.int64]) -> Keys:
     return replace(_from_arrow(_as_arrow(keys).take(pa.array(order))), valid=valid)
 
 
+def keys_to_arrow(keys: Keys) -> pa.Array:
+    """Returns the keys of each row as int64 or large binary, null for a missing one, or as lists of these."""
+    flat = pa.array(keys.values, pa.int64()) if keys.offsets is None else _as_arrow(keys)
+    if keys.valid is not None:
+        flat = pa.Array.from_buffers(flat.type, len(flat), [pa.array(keys.valid).buffers()[1], *flat.buffers()[1:]])
+    return flat if keys.row_splits is None else pa.LargeListArray.from_arrays(pa.array(keys.row_splits), flat)
+
+
+def keys_from_arrow(array: pa.Array) -> Keys:
+    """Returns the keys that `keys_to_arrow` made an array of, or of any rows of it."""
+    row_splits = None
+    if pa.types.is_large_list(array.type):
+        splits, array = array.offsets.to_numpy(), array.flatten()
+        row_splits = splits - splits[0]
+    valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
+    keys = Keys(array.fill_null(0).to_numpy()) if pa.types.is_int64(array.type) else _from_arrow(array)
+    return replace(keys, valid=valid, row_splits=row_splits)
+
+
 def _as_arrow(keys: Keys) -> pa.Array:
     assert keys.offsets is not None, "kind bytes"
     buffers = [None, pa.py_buffer(np.ascontiguousarray(keys.offsets)), pa.py_buffer(np.ascontiguousarray(keys.values))]

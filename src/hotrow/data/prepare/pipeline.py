@@ -1,6 +1,7 @@
 """Turns raw rows into a packed dataset: one pipeline for every source, in bounded memory, resumable at any point.
 
-    scan     which rows train: exact row counts or times, if the split needs them
+    scan     which rows train: exact row counts or times, if the split or statistics need them
+    sort     every row, if statistics need the order of time and the rows come in another
     count    training rows only: how often each id occurs -> vocabularies, rows ranked by popularity
     encode   every row: ids -> row numbers, dense transforms -> the writer; dataset.json last
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 import threading
 import time
 import zlib
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,7 @@ from hotrow.base.files import explain_full_disk, file_name
 from hotrow.base.machine import available_memory_bytes, usable_cores, versions
 from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, checked
-from hotrow.data.chunk import Chunk, Position, SourceInfo, select_rows
+from hotrow.data.chunk import Chunk, Position, SkippedRows, SourceInfo, select_rows
 from hotrow.data.packed.format import (
     ROWS_PER_BLOCK,
     STATISTICS,
@@ -77,7 +80,19 @@ from hotrow.data.prepare.split import (
     sample_mask,
 )
 from hotrow.data.prepare.statistics import Statistics, raw_transforms
-from hotrow.data.prepare.workfolder import COUNTS, CURE, RESULTS, STATE, Mark, SilentWork, WorkFolder
+from hotrow.data.prepare.timesort import TimeOrder, TimeSort, is_rising, sorted_pieces
+from hotrow.data.prepare.workfolder import (
+    COUNTS,
+    CURE,
+    RESULTS,
+    ROWS,
+    SORTED,
+    STATE,
+    Mark,
+    SilentWork,
+    Sorted,
+    WorkFolder,
+)
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.convert import column_of
 from hotrow.data.sources.criteo import CriteoSource
@@ -334,9 +349,12 @@ class _Stages:
             executor = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="hotrow-encode"))
             if self._work.results.tables is None:
                 self._find_share()
-            plan = self._work.results.plan or self._plan()
-            if self._work.results.plan is None:
-                self._work.save(plan=plan)
+            plan = self._work.results.plan
+            if plan is None:
+                plan, in_order = self._plan()
+                self._work.save(plan=plan, in_order=in_order)
+            if not self._work.results.in_order:
+                self._sort(plan)
             if self._work.results.tables is None:
                 self._count(plan, executor)
             return self._encode(plan, executor)
@@ -347,7 +365,7 @@ class _Stages:
 
     def _find_share(self) -> None:
         """Finds which rows this rank counts. With --rows the first one counts them all: it is for a first look."""
-        if self._comm.size == 1:
+        if self._comm.size == 1 or self._work.results.sorted is not None:
             return
         assert isinstance(self._source, SHARED_SOURCES), "others were refused"
         limit = self._options.rows
@@ -357,18 +375,28 @@ class _Stages:
             self._comm, self._source, self._stop, is_whole=is_whole, numbered=numbered
         )
 
-    def _plan(self) -> SplitPlan:
-        """Decides which rows train; reads as much of the source as that takes."""
-        split = self._schema.split
+    def _plan(self) -> tuple[SplitPlan, bool]:
+        """Decides which rows train, and whether the rows can be counted as they come; reads as much of the source as
+        that takes."""
+        split, in_order = self._schema.split, True
+        if self._split_kind == "time" or self._is_as_of_time:
+            histogram, order = together(self._comm, self._scan, self._stop)
+            in_order = not self._is_as_of_time or is_rising(everyone(self._comm, asdict(order)))
         if self._split_kind == "random":
-            return RandomPlan(split.seed, split.fractions)
+            return RandomPlan(split.seed, split.fractions), in_order
         if self._split_kind == "reference":
-            return reference_plan(_first_rows(self._rows_per_file or self._count_files(), self._options.rows))
-        histogram = together(self._comm, self._scan, self._stop)
+            files = self._rows_per_file or self._count_files()
+            return reference_plan(_first_rows(files, self._options.rows)), in_order
         found = everyone(self._comm, [histogram.shift, histogram.buckets.tolist(), histogram.counts.tolist()])
         for shift, buckets, counts in found[: self._comm.rank] + found[self._comm.rank + 1 :]:
             histogram.merge(shift, np.array(buckets, np.int64), np.array(counts, np.int64))
-        return histogram.plan(split.fractions)
+        return histogram.plan(split.fractions), in_order
+
+    @property
+    def _is_as_of_time(self) -> bool:
+        """Whether inputs of a row are counted as of its time."""
+        has_time = self._schema.time is not None and not isinstance(self._source, CriteoSource)
+        return has_time and bool(self._schema.statistics)
 
     def _count_files(self) -> list[int]:
         """Counts the rows of each file, on the first rank."""
@@ -379,15 +407,58 @@ class _Stages:
         found: list[int] = everyone(self._comm, together(self._comm, count, self._stop))[0]
         return found
 
-    def _scan(self) -> TimeHistogram:
-        """Counts the times of this rank's rows."""
-        histogram, meter = TimeHistogram(), self._meter("scan")
-        for times in _limited(self._times(), self._options.rows):
-            histogram.add(times)
+    def _scan(self) -> tuple[TimeHistogram, TimeOrder]:
+        """Counts the times of this rank's rows, and looks at their order."""
+        histogram, order, meter = TimeHistogram(), TimeOrder(), self._meter("scan")
+        limit, num_rows = self._options.rows, 0
+        # Rows take the place of bad ones, whose times may be good.
+        num_bad = self._source.skip_bad_rows if isinstance(self._source, SHARED_SOURCES) else 0
+        for times in _limited(self._times(), None if limit is None else limit + num_bad):
+            order.add(times)
+            histogram.add(times if limit is None else times[: max(limit - num_rows, 0)])
+            num_rows += len(times)
             self._check_stop()
-            meter.update(int(histogram.counts.sum()))
-        meter.finish(int(histogram.counts.sum()))
-        return histogram
+            meter.update(num_rows)
+        meter.finish(num_rows)
+        return histogram, order
+
+    def _sort(self, plan: SplitPlan) -> None:
+        """Puts the rows in the order of time, and divides them between the ranks anew. Collective."""
+        comm = self._comm
+        if self._work.results.sorted is None:
+            found = everyone(comm, together(comm, lambda: self._sort_rows(plan), self._stop))[0]
+            self._work.save(sorted=checked(SORTED, found, where="what rank 0 says", cure=CURE))
+            self._say("the rows do not come in the order of time: they were sorted by it, as `statistics` need it")
+        found = self._work.results.sorted
+        assert found is not None
+        self._rows_total = found.num_rows
+        if comm.size > 1:
+            first, last = (found.num_rows * rank // comm.size for rank in (comm.rank, comm.rank + 1))
+            start, stop = (Position(0, row, row, found.num_skipped) for row in (first, last))
+            self._share = Share(start, stop, first)
+
+    def _sort_rows(self, plan: SplitPlan) -> dict[str, Any] | None:
+        """Writes the rows in the order of time, on the first rank, and returns the record of them."""
+        if self._comm.rank:
+            return None
+        row, position, cells = 0, Position(), CellCounts()
+        # A file without a name: its space is free as soon as the process ends, however it ends.
+        with tempfile.TemporaryFile(dir=self._work.folder) as runs:
+            sort = TimeSort(runs, memory_bytes=self._memory_bytes)
+            for piece in self._reported("sort", 0, self._pieces(plan, None, 0)):
+                sort.add(piece)
+                cells = cells.with_chunk(piece.chunk, self._schema.dense_names)
+                row, position = piece.next_row, piece.chunk.position
+                self._check_stop()
+            num_rows = sort.write(self._work.folder / ROWS, self._check_stop)
+        examples, odd = tuple(self._source.skipped.examples), replace(cells, num_rows=0, missing={})
+        return asdict(Sorted(num_rows, row, self._num_skipped(row, position), examples, odd))
+
+    @property
+    def _skipped(self) -> SkippedRows:
+        """Bad rows so far; sorting has met all of them."""
+        found = self._work.results.sorted
+        return self._source.skipped if found is None else SkippedRows(found.num_skipped, list(found.examples))
 
     def _meter(self, stage: str, row: int = 0) -> ProgressMeter:
         """Returns what reports on a stage that begins at `row`; several ranks count from their own first rows."""
@@ -414,8 +485,15 @@ class _Stages:
     def _pieces(
         self, plan: SplitPlan, start: Position | None, row: int, *, stop: Position | None = None
     ) -> Iterator[Piece]:
-        """Yields the data set's rows from source row `row` on, before `stop`; `start` is that row's position."""
+        """Yields the data set's rows from source row `row` on, before `stop`; `start` is that row's position.
+
+        Rows that were sorted are numbered as they are stored, and so are positions.
+        """
         options = self._options
+        if (found := self._work.results.sorted) is not None:
+            path, size = self._work.folder / ROWS, options.rows_per_chunk
+            yield from sorted_pieces(path, found, self._schema, start, stop, rows_per_chunk=size)
+            return
         if stop is None:
             chunks = self._source.chunks(start, rows_per_chunk=options.rows_per_chunk)
         else:
@@ -450,7 +528,10 @@ class _Stages:
                 for feature in self._schema.features_of(table):
                     cap = self._schema.table(table).hash_cap or 0
                     counters.declare(table, self._source.key_kinds[feature], hash_cap=cap)
-            state, statistics = _Counted(share.start, share.row), Statistics(self._schema)
+            found = self._work.results.sorted
+            cells = CellCounts() if found is None or comm.rank else found.cells
+            state = _Counted(share.start, share.row, cells=cells)
+            statistics = Statistics(self._schema)
             if counters.progress is not None:
                 state = checked(_COUNTED, counters.progress, where=f"{folder / SNAPSHOT}: progress", cure=CURE)
                 if self._schema.statistics:
@@ -462,9 +543,7 @@ class _Stages:
             states = self._states_of_ranks(together(comm, count, self._stop))
             if not any(each.train_rows for each in states):
                 raise ValueError("no row is in the training split; use more rows, a larger sample or another split")
-            cells = CellCounts()
-            for each in states:
-                cells = cells.merged(each.cells)
+            cells = reduce(CellCounts.merged, (each.cells for each in states))
             cells.check(self._schema.odd_share)
             self._save_statistics(folder, states, statistics)
             results = {"transforms": self._transforms(states), "tables": self._build_tables(counters), "cells": cells}
@@ -545,12 +624,11 @@ class _Stages:
                     file.unlink()
             return counted
 
-        clock, order = _Clock(self._options.snapshot_every_s), _TimeOrder()
+        clock = _Clock(self._options.snapshot_every_s)
         for piece in self._reported("count", row, self._pieces(plan, start, row, stop=self._share.stop)):
             is_train = piece.codes == TRAIN
             self._count_piece(counters, piece.chunk, is_train)
             if self._schema.statistics:
-                order.check(piece, is_train)
                 statistics.add(piece.chunk, is_train)
             for i, sums in zip(fitted_columns, moments, strict=True):
                 sums.add(piece.chunk.dense[is_train, i])
@@ -572,7 +650,7 @@ class _Stages:
     def _num_skipped(self, row: int, position: Position) -> int:
         """Returns how many bad rows were skipped before `row`, which is the last one that was read."""
         # A file may end in bad rows, which come after the last chunk's position.
-        return position.num_skipped if row == self._options.rows else self._source.skipped.num_rows
+        return position.num_skipped if row == self._options.rows else self._skipped.num_rows
 
     def _count_piece(self, counters: CounterPool, chunk: Chunk, is_train: NDArray[np.bool_]) -> None:
         if not is_train.any():
@@ -662,7 +740,7 @@ class _Stages:
                     self._write_piece(piece, encode, writer)
                 self._check_files_unchanged()
                 parts = {split: [asdict(part) for part in own] for split, own in writer.finish().items()}
-            return [parts, self._source.skipped.examples]
+            return [parts, self._skipped.examples]
 
         found = everyone(comm, together(comm, write, self._stop))
         skipped = max(mark.position.num_skipped for mark in marks)
@@ -673,7 +751,9 @@ class _Stages:
                 of_ranks = [checked(_PARTS, own, where="what ranks say", cure=CURE) for own, _ in found]
                 parts = {split: [part for own in of_ranks for part in own.get(split, ())] for split in SPLITS}
                 whole = {split: own for split, own in parts.items() if own}
-                writer.complete(whole, self._summary(self._work.results.rows_total or 0, skipped))
+                results = self._work.results
+                rows_read = results.rows_total if results.sorted is None else results.sorted.rows_read
+                writer.complete(whole, self._summary(rows_read or 0, skipped))
 
         on_every_rank(comm, complete)
         self._work.remove()
@@ -750,28 +830,6 @@ class _Stages:
 def _statistics_file(folder: Path, row: int | str) -> Path:
     """Returns where the statistics lie that were counted before `row`."""
     return folder / f"statistics-{row}.safetensors"
-
-
-class _TimeOrder:
-    """Checks that training rows come in the order of their times, which statistics as of a row rest on."""
-
-    def __init__(self) -> None:
-        self._last: int | None = None
-
-    def check(self, piece: Piece, trains: NDArray[np.bool_]) -> None:
-        """Raises ValueError naming the first training row that is earlier than the one before it."""
-        if piece.chunk.time is None or not trains.any():
-            return
-        rows = np.flatnonzero(trains)
-        times = piece.chunk.time[rows]
-        before = np.concatenate([times[:1] if self._last is None else [self._last], times[:-1]])
-        if (late := np.flatnonzero(times < before)).size:
-            row = piece.next_row - piece.chunk.num_rows + int(rows[late[0]]) + 1
-            raise ValueError(
-                f"row {row:,} is earlier than the training row before it, and `statistics` are counted in the order of "
-                "the rows: sort the rows by time, or remove `statistics` from the schema"
-            )
-        self._last = int(times[-1])
 
 
 class _Clock:

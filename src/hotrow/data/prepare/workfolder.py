@@ -1,6 +1,7 @@
 """`<out>/.prepare`: what an interrupted preparation leaves behind, so that the same command can continue.
 
 prepare.json   what was asked for (a resume must ask for the same), and the results of finished stages
+rows.arrow     rows in the order of time, if they had to be sorted (timesort.py)
 counts/        counters, while counting (spill.py)
 encode/        ids of vocabularies larger than memory, while encoding (encoder.py)
 parts.json     finished parts (packed/writer.py)
@@ -31,6 +32,7 @@ from hotrow.data.transforms import Transform
 
 STATE = "prepare.json"
 COUNTS = "counts"
+ROWS = "rows.arrow"
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,35 @@ class Mark:
 
 
 @record(frozen=True, config=STRICT)
+class Sorted:
+    """What is known of the rows that were sorted by time; they are all that is left to read of the source."""
+
+    num_rows: Count
+    """Number of rows that were stored."""
+    rows_read: Count
+    """Number of rows of the source, also those that a sample leaves out."""
+    num_skipped: Count
+    """Bad rows that were skipped."""
+    examples: tuple[str, ...]
+    """Errors of a few of them."""
+    cells: CellCounts
+    """What was odd."""
+
+
+SORTED = TypeAdapter(Sorted)
+
+
+@record(frozen=True, config=STRICT)
 class Results:
     """The content of prepare.json: what was asked for, and the results of stages; None if a stage is not finished."""
 
     identity: dict[str, JsonValue]
     plan: SplitPlan | None = None
     """Which rows train."""
+    in_order: bool = True
+    """Whether the rows can be counted in the order in which they come."""
+    sorted: Sorted | None = None
+    """The rows in the order of time, if they do not come in it."""
     transforms: tuple[str, ...] | None = None
     """Transforms of the dense columns, once training rows are counted."""
     tables: dict[str, Table] | None = None

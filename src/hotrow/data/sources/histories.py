@@ -339,19 +339,30 @@ class RowSort:
     def _merged(self) -> Iterator[Columns]:
         """Yields the rows of all runs in order, about `rows_in_memory` at a time; rows of one first key come
         together."""
-        at = [0] * len(self._runs)
-        step = max(1, self._rows_in_memory // max(1, len(self._runs)))
-        while any(start < len(run[0]) for start, run in zip(at, self._runs, strict=True)):
-            ahead = [int(run[0][i + step]) for i, run in zip(at, self._runs, strict=True) if i + step < len(run[0])]
-            stops = self._stops(min(ahead), "left") if ahead else [len(run[0]) for run in self._runs]
-            if stops == at:  # rows of one key fill the piece
-                stops = self._stops(min(ahead), "right")
-            ranges = zip(self._runs, at, stops, strict=True)
-            yield _in_order([tuple(column[i:j] for column in run) for run, i, j in ranges if i < j])
-            at = stops
+        for spans in merge_spans([run[0] for run in self._runs], self._rows_in_memory):
+            ranges = zip(self._runs, spans, strict=True)
+            yield _in_order([tuple(column[i:j] for column in run) for run, (i, j) in ranges if i < j])
 
-    def _stops(self, key: int, side: Literal["left", "right"]) -> list[int]:
-        return [int(np.searchsorted(run[0], key, side=side)) for run in self._runs]
+
+def merge_spans(runs: Sequence[Integers], rows_in_memory: int) -> Iterator[list[tuple[int, int]]]:
+    """Yields the begin and end of the rows of each run to merge next, at most `rows_in_memory` in all, or all rows of
+    one key.
+
+    runs: the sorted keys of each. No row of a later yield has a key of an earlier one.
+    """
+    at = [0] * len(runs)
+    step = max(1, rows_in_memory // max(1, len(runs)))
+
+    def stops_at(key: int, side: Literal["left", "right"]) -> list[int]:
+        return [int(np.searchsorted(run, key, side=side)) for run in runs]
+
+    while any(start < len(run) for start, run in zip(at, runs, strict=True)):
+        ahead = [int(run[i + step]) for i, run in zip(at, runs, strict=True) if i + step < len(run)]
+        stops = stops_at(min(ahead), "left") if ahead else [len(run) for run in runs]
+        if stops == at:  # rows of one key fill the piece
+            stops = stops_at(min(ahead), "right")
+        yield list(zip(at, stops, strict=True))
+        at = stops
 
 
 def _in_order(pieces: Sequence[Columns]) -> Columns:
