@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from hotrow.data.prepare.timesort import TimeSort
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
 from hotrow.parallel.communicator import Communicator
+from prepare_data import SCHEMA as SCHEMA_OF_EVERY_KIND
+from prepare_data import file_hashes, make_rows, write_parquet
 from rank_pool import RankPool
 
 SCHEMA: dict[str, Any] = {
@@ -62,6 +64,11 @@ def some_rows(num_rows: int, seed: int = 0) -> Rows:
     }
 
 
+def shuffled(rows: Rows, seed: int = 3) -> Rows:
+    order = np.random.default_rng(seed).permutation(len(rows["time"])).tolist()
+    return {name: [values[row] for row in order] for name, values in rows.items()}
+
+
 def write(rows: Rows, folder: Path) -> Path:
     if (folder / "rows.parquet").exists():
         return folder / "rows.parquet"
@@ -77,7 +84,8 @@ def prepared(rows: Rows, folder: Path, *, split: str, **options: Any) -> PackedD
 
 
 def prepare_file(comm: Communicator | None, path: Path, out: Path, split: str, options: dict[str, Any]) -> None:
-    schema = SCHEMA | {"split": {"kind": split}} | ({"time": "time"} if split == "time" else {})
+    kind = split.removesuffix(" with time")
+    schema = SCHEMA | {"split": {"kind": kind}} | ({"time": "time"} if "time" in split else {})
     opened = open_source("parquet", path, schema=parse_schema(schema, where="test"))
     prepare(opened, out, Options(**options), comm=comm)
 
@@ -88,10 +96,10 @@ def codes(num_rows: int, split: str) -> list[int]:
     return RandomPlan(0, (0.8, 0.1, 0.1)).assign(0, num_rows, None).tolist()
 
 
-def stored(dataset: PackedDataset, split: str, num_rows: int) -> np.ndarray:
-    """All inputs but the price [num_rows, J], in the order of the rows."""
+def stored(dataset: PackedDataset, of_rows: str | list[int], num_rows: int) -> np.ndarray:
+    """All inputs but the price [num_rows, J], in the order of the rows. of_rows: a kind of split, or codes of rows."""
     out = np.empty((num_rows, len(dataset.info.dense) - 1), np.float32)
-    of_row = np.array(codes(num_rows, split))
+    of_row = np.array(codes(num_rows, of_rows) if isinstance(of_rows, str) else of_rows)
     for code, name in enumerate(("train", "val", "test")):
         part = dataset.split(name)
         columns = [np.stack(part.block(i).dense[1:], 1) for i in range(part.num_blocks)]
@@ -99,9 +107,10 @@ def stored(dataset: PackedDataset, split: str, num_rows: int) -> np.ndarray:
     return out
 
 
-def truth(rows: Rows, split: str) -> np.ndarray:
+def truth(rows: Rows, of_rows: str | list[int]) -> np.ndarray:
     """Counts values in dictionaries; every row that does not train sees the counts at the end."""
-    labels, code_of = rows["click"], codes(len(rows["click"]), split)
+    labels = rows["click"]
+    code_of = codes(len(labels), of_rows) if isinstance(of_rows, str) else of_rows
     values = {
         "user": rows["user"],
         "item": rows["item"],
@@ -138,17 +147,19 @@ def test_against_dictionaries(split: str, tmp_path: Path) -> None:
     assert [column.transform for column in dataset.info.dense][4] == "target_stat(prior=2.0)"
 
 
-@pytest.mark.parametrize("split", ["time", "random"])
-def test_no_training_row_knows_its_own_label_or_a_later_row(split: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("split", "in_file"), [("time", dict), ("random", dict), ("time", shuffled)])
+def test_no_training_row_knows_its_own_label_or_a_later_row(
+    split: str, in_file: Callable[[Rows], Rows], tmp_path: Path
+) -> None:
     """Flipping a label changes no training row up to its own; other rows in place of later ones change none before."""
     num_rows = 300
     rows, rng = some_rows(num_rows), np.random.default_rng(1)
-    before = stored(prepared(rows, tmp_path / "rows", split=split), split, num_rows)
+    before = stored(prepared(in_file(rows), tmp_path / "rows", split=split), split, num_rows)
     trains = np.array(codes(num_rows, split)) == 0
     for trial, row in enumerate([0, 1, *rng.choice(np.flatnonzero(trains), 4).tolist()]):
         changed = {name: list(values) for name, values in rows.items()}
         changed["click"][row] ^= 1
-        after = stored(prepared(changed, tmp_path / f"flip{trial}", split=split), split, num_rows)
+        after = stored(prepared(in_file(changed), tmp_path / f"flip{trial}", split=split), split, num_rows)
         own = trains & (np.arange(num_rows) <= row)
         np.testing.assert_array_equal(after[own], before[own])
         if trains[row]:
@@ -156,7 +167,7 @@ def test_no_training_row_knows_its_own_label_or_a_later_row(split: str, tmp_path
     others = some_rows(num_rows, seed=5)
     for trial, row in enumerate(rng.integers(1, num_rows, 3).tolist()):
         changed = {name: [*values[:row], *others[name][row:]] for name, values in rows.items()}
-        after = stored(prepared(changed, tmp_path / f"later{trial}", split=split), split, num_rows)
+        after = stored(prepared(in_file(changed), tmp_path / f"later{trial}", split=split), split, num_rows)
         own = trains & (np.arange(num_rows) < row)
         np.testing.assert_array_equal(after[own], before[own])
 
@@ -234,31 +245,152 @@ def test_ranks_change_no_byte(tmp_path: Path) -> None:
     assert (one.info.splits, one.info.files) == (three.info.splits, three.info.files)
 
 
-def shuffled(rows: Rows, seed: int = 3) -> Rows:
-    order = np.random.default_rng(seed).permutation(len(rows["time"])).tolist()
-    return {name: [values[row] for row in order] for name, values in rows.items()}
-
-
 SMALL: dict[str, Any] = {"rows_per_chunk": 50, "rows_per_part": 128, "rows_per_block": 64}
 
 
-@pytest.mark.parametrize("rows_in_run", [None, 60])
+@pytest.mark.parametrize("memory_bytes", [None, 20_000])
 def test_rows_in_any_order_give_the_dataset_of_rows_in_time_order(
-    rows_in_run: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if memory holds few rows, and if ranks share the work."""
+    monkeypatch.setattr(pipeline, "MIN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(pipeline, "BUFFER_BYTES", 0)
     rows = some_rows(900)
     wanted = prepared(rows, tmp_path / "ordered", split="time", **SMALL)
-    np.testing.assert_allclose(stored(wanted, "time", 900), truth(rows, "time"), rtol=1e-5, atol=1e-6)
-    if rows_in_run:
-        monkeypatch.setattr(TimeSort, "_run_bytes", property(lambda _: 60 * 60, lambda *_: None), raising=False)
-    sorted_ = prepared(shuffled(rows), tmp_path / "shuffled", split="time", **SMALL)
-    assert (sorted_.info.splits, sorted_.info.files) == (wanted.info.splits, wanted.info.files)
-    with RankPool(3) as pool:
-        arguments = (tmp_path / "shuffled" / "rows.parquet", tmp_path / "three", "time", SMALL)
-        pool.run(prepare_file, *arguments, num_ranks=3, micro_batches=3)
-    three = PackedDataset.open(tmp_path / "three", verify="full")
-    assert (three.info.splits, three.info.files) == (wanted.info.splits, wanted.info.files)
+    found = prepared(shuffled(rows), tmp_path / "shuffled", split="time", memory_bytes=memory_bytes, **SMALL)
+    assert (found.info.splits, found.info.files) == (wanted.info.splits, wanted.info.files)
+
+
+def test_ranks_sort_rows_like_one_process(tmp_path: Path) -> None:
+    """Also if each rank finds its own rows in order, and theirs are not."""
+    rows = some_rows(900)
+    wanted = prepared(rows, tmp_path / "ordered", split="time", **SMALL)
+    halves = {name: [*values[450:], *values[:450]] for name, values in rows.items()}
+    with RankPool(2) as pool:
+        for name, each in (("shuffled", shuffled(rows)), ("halves", halves)):
+            arguments = (write(each, tmp_path / name), tmp_path / name / "out", "time", SMALL)
+            pool.run(prepare_file, *arguments, num_ranks=2, micro_batches=2)
+            found = PackedDataset.open(tmp_path / name / "out", verify="full")
+            assert (found.info.splits, found.info.files) == (wanted.info.splits, wanted.info.files)
+
+
+def test_rows_of_one_time_and_columns_of_every_kind(tmp_path: Path) -> None:
+    """The truth is Python's stable sort."""
+    rows = shuffled({**make_rows(1500), "time": [0] * 1500})
+    order = sorted(range(1500), key=rows["ts"].__getitem__)
+    ordered = {name: [values[row] for row in order] for name, values in rows.items()}
+    schema = parse_schema(SCHEMA_OF_EVERY_KIND.to_json() | {"statistics": ["user", ["user", "site"]]}, where="test")
+    hashes = []
+    for name, each in (("ordered", ordered), ("shuffled", rows)):
+        opened = open_source("parquet", write_parquet(tmp_path / name, each), schema=schema)
+        prepare(opened, tmp_path / f"{name} out", Options(**SMALL))
+        hashes.append(file_hashes(tmp_path / f"{name} out"))
+        del hashes[-1]["dataset.json"]  # names the files
+    assert len(hashes[0]) > 10
+    assert hashes[0] == hashes[1]
+
+
+def test_a_random_split_is_by_the_row_of_the_file(tmp_path: Path) -> None:
+    """And statistics are by time."""
+    rows = some_rows(700)
+    in_file = shuffled(rows)
+    code_of_time = dict(zip(in_file["time"], codes(700, "random"), strict=True))
+    of_rows = [code_of_time[time] for time in range(700)]
+    dataset = prepared(in_file, tmp_path, split="random with time", **SMALL)
+    np.testing.assert_allclose(stored(dataset, of_rows, 700), truth(rows, of_rows), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"sample": 0.4}, {"rows": 300}, {"rows": 300, "sample": 0.4}, {"rows": 90}])
+@pytest.mark.parametrize("split", ["time", "random"])
+@pytest.mark.parametrize("skip_bad_rows", [0, 9])
+def test_what_is_said_of_rows_and_where_they_go_is_as_without_statistics(
+    split: str, skip_bad_rows: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Bad rows, odd cells and rows without a time among rows in no order, except for the first hundred."""
+    rows = some_rows(1200)
+    rows = {name: [*v[:100], *shuffled({"time": v[100:]})["time"]] for name, v in rows.items()}
+    lines = [",".join("" if v is None else str(v) for v in row) for row in zip(*rows.values(), strict=True)]
+    lines[20] = "1,later,u1,2,3.5"
+    lines[30] = "0,30,u1,2,cheap"
+    if skip_bad_rows:
+        lines[40], lines[250], lines[1199] = "maybe,40,u1,2,3.5", "0,7", "maybe,8,u1,2,3.5"
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(["click,time,user,item,price", *lines]) + "\n")
+    told, found = [], []
+    for statistics in ([], SCHEMA["statistics"]):
+        schema = SCHEMA | {"split": {"kind": split}, "time": "time", "statistics": statistics, "odd_share": 0.1}
+        opened = open_source("csv", path, schema=parse_schema(schema, where="t"), skip_bad_rows=skip_bad_rows)
+        said: list[str] = []
+        out = tmp_path / f"out{len(statistics)}"
+        dataset = prepare(opened, out, Options(**SMALL | options), announce=said.append)
+        told.append([line for line in said if "rows.csv" in line])
+        prices = {
+            name: sorted(p for i in range(part.num_blocks) for p in part.block(i).dense[0].tolist())
+            for name, part in ((name, dataset.split(name)) for name in dataset.info.splits)
+        }
+        found.append((dataset.info.summary, prices))
+    assert told[0] == told[1]
+    assert found[0] == found[1]
+
+
+def test_the_error_of_a_bad_row_names_its_place_in_the_file(tmp_path: Path) -> None:
+    rows = shuffled(some_rows(300))
+    rows["click"][222] = 7
+    with pytest.raises(ValueError, match=r"rows\.parquet:223\b"):
+        prepared(rows, tmp_path, split="time", **SMALL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_sorted_rows_after_a_stop_or_a_kill_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = some_rows(600)
+    options = SMALL | {"snapshot_every_s": 0.0, "rows_per_chunk": 64}
+    wanted = prepared(rows, tmp_path / "ordered", split="time", **options)
+    rows = shuffled(rows)
+    plain, write_sorted, save = pipeline._Stages._reported, TimeSort.write, pipeline.WorkFolder.save
+
+    def reported(stages: Any, name: str, row: int, pieces: Iterator[Any]) -> Iterator[Any]:
+        for i, piece in enumerate(plain(stages, name, row, pieces)):
+            if (name, i) == moment[:2]:
+                stages._stop.set()
+            if (name, i, "kill") == moment:
+                raise MemoryError
+            yield piece
+
+    def write_and_die(*arguments: Any) -> int:
+        write_sorted(*arguments)
+        raise MemoryError
+
+    def save_and_die(work: Any, **results: Any) -> None:
+        save(work, **results)
+        if "sorted" in results:
+            raise MemoryError
+
+    moments: list[Any] = [("sort", 0), ("sort", 5), ("count", 3), ("encode", 4)]
+    moments += [(*each, "kill") for each in moments] + ["written", "saved"]
+    for number, moment in enumerate(moments):
+        folder = tmp_path / str(number)
+        with monkeypatch.context() as patched:
+            patched.setattr(pipeline._Stages, "_reported", reported)
+            if moment == "written":
+                patched.setattr(TimeSort, "write", write_and_die)
+            if moment == "saved":
+                patched.setattr(pipeline.WorkFolder, "save", save_and_die)
+            with pytest.raises((Interrupted, MemoryError)):
+                prepared(rows, folder, split="time", **options)
+        found = prepared(rows, folder, split="time", **options)
+        assert (found.info.splits, found.info.files) == (wanted.info.splits, wanted.info.files)
+        assert not (folder / "out" / ".prepare").exists()
+
+
+def test_a_damaged_file_of_sorted_rows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = shuffled(some_rows(100))
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline._Stages, "_encode", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepared(rows, tmp_path, split="time")
+    path = tmp_path / "out" / ".prepare" / "rows.arrow"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"rows\.arrow"):
+        prepared(rows, tmp_path, split="time")
 
 
 @pytest.mark.parametrize(
