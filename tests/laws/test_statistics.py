@@ -6,6 +6,7 @@ The truth counts raw values in dictionaries, row after row, in plain Python.
 from __future__ import annotations
 
 import math
+import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from hotrow.data import native, reference
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import pipeline
+from hotrow.data.prepare.estimate import estimate_work
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.prepare.split import RandomPlan
@@ -381,6 +383,21 @@ def test_sorted_rows_after_a_stop_or_a_kill_at_any_moment(tmp_path: Path, monkey
         assert not (folder / "out" / ".prepare").exists()
 
 
+def test_the_estimate_knows_the_disk_that_sorting_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are in runs and in their place at a time."""
+    rows, spilled, write_sorted = some_rows(5000), [], TimeSort.write
+    monkeypatch.setattr(
+        TimeSort, "write", lambda *given: (write_sorted(*given), spilled.append(given[1].stat().st_size))[0]
+    )
+    prepared(shuffled(rows), tmp_path / "shuffled", split="time")
+    for name, each in (("ordered", rows), ("shuffled", shuffled(rows))):
+        schema = parse_schema(SCHEMA | {"time": "time"}, where="test")
+        opened = open_source("parquet", write(each, tmp_path / name), schema=schema)
+        spilled.append(estimate_work(opened, opened.source.scout(), tmp_path).spill_bytes)
+    rows_file, ordered, shuffled_ = spilled
+    assert shuffled_ - ordered == pytest.approx(2 * rows_file, rel=0.1)
+
+
 def test_a_damaged_file_of_sorted_rows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = shuffled(some_rows(100))
     with monkeypatch.context() as patched:
@@ -388,6 +405,7 @@ def test_a_damaged_file_of_sorted_rows_is_named(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(ZeroDivisionError):
             prepared(rows, tmp_path, split="time")
     path = tmp_path / "out" / ".prepare" / "rows.arrow"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"rows\.arrow"):
         prepared(rows, tmp_path, split="time")

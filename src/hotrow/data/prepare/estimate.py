@@ -6,11 +6,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.base.progress import duration
 from hotrow.data.chunk import Chunk, Keys, SourceInfo
 from hotrow.data.native import Counter
 from hotrow.data.packed.format import ROWS_PER_BLOCK
+from hotrow.data.prepare.timesort import NUM_WRITTEN, TimeOrder, to_arrow
 from hotrow.data.sources.registry import OpenedSource
 
 SAMPLE_ROWS = 2 * ROWS_PER_BLOCK
@@ -87,7 +90,9 @@ def estimate_work(
         rows_exact=info.num_rows_exact,
         input_bytes=info.num_bytes,
         packed_bytes=int(num_rows * sample * row_bytes + num_keys * VOCABULARY_KEY_BYTES + text_bytes),
-        spill_bytes=int(num_keys * RUN_KEY_BYTES + text_bytes),
+        spill_bytes=int(
+            num_keys * RUN_KEY_BYTES + text_bytes + num_rows * sample * _sort_bytes(opened, chunks) / sampled
+        ),
         free_bytes=disk_free_bytes(out),
         seconds=per_row_s * num_rows,
     )
@@ -111,6 +116,16 @@ def _count(opened: OpenedSource, chunks: list[Chunk], table: str) -> tuple[int, 
         counter.add(keys)
     text_bytes = sum(int(k.offsets[-1]) for k in columns if k.offsets is not None)
     return counter.num_keys, text_bytes * counter.num_keys // max(sum(k.num_keys for k in columns), 1)
+
+
+def _sort_bytes(opened: OpenedSource, chunks: list[Chunk]) -> int:
+    """Returns the bytes of the sampled rows in the files that sort them by time; 0 if they need not be sorted."""
+    order = TimeOrder()
+    for chunk in chunks:
+        order.add(np.empty(0, np.int64) if chunk.time is None else chunk.time)
+    if order.rises or not opened.schema.statistics:
+        return 0
+    return sum(NUM_WRITTEN * int(to_arrow(chunk, np.zeros(chunk.num_rows, np.uint8)).nbytes) for chunk in chunks)
 
 
 def _row_bytes(opened: OpenedSource, chunks: list[Chunk]) -> int:

@@ -308,7 +308,7 @@ _PARTS = TypeAdapter(dict[str, tuple[Part, ...]])
 
 
 class _Stages:
-    """The three stages on one work folder; a stage does nothing if its result is already there."""
+    """The stages on one work folder; a stage does nothing if its result is already there."""
 
     def __init__(
         self,

@@ -27,12 +27,15 @@ from hotrow.base.door import open_file
 from hotrow.base.files import atomic_write
 from hotrow.data.chunk import Chunk, Position, keys_from_arrow, keys_to_arrow
 from hotrow.data.prepare.shares import Piece
+from hotrow.data.prepare.split import Codes
 from hotrow.data.prepare.workfolder import CURE, Sorted
 from hotrow.data.sources.histories import merge_spans
 from hotrow.data.sources.schema import Schema
 
 COPIES = 4
 """How often the rows of a run are in memory while they are sorted."""
+NUM_WRITTEN = 2
+"""How often a row is on disk at a time: in a run, and in its place."""
 ROWS_PER_BATCH = 1 << 16
 
 
@@ -72,7 +75,7 @@ class TimeSort:
         """Adds rows to sort."""
         if not piece.chunk.num_rows:
             return
-        batch = _to_arrow(piece)
+        batch = to_arrow(piece.chunk, piece.codes)
         if self._waiting and self._waiting_bytes + batch.nbytes > self._run_bytes:
             self._write_run()
         self._waiting.append(batch)
@@ -127,9 +130,9 @@ def _mapped(descriptor: int) -> pa.Table:
     return pa.ipc.open_file(pa.py_buffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))).read_all()
 
 
-def _to_arrow(piece: Piece) -> pa.RecordBatch:
-    chunk = piece.chunk
-    columns = {"time": pa.array(chunk.time), "split": pa.array(piece.codes), "label": pa.array(chunk.label)}
+def to_arrow(chunk: Chunk, codes: Codes) -> pa.RecordBatch:
+    """Returns the rows of a chunk as they are stored. codes: the split of each."""
+    columns = {"time": pa.array(chunk.time), "split": pa.array(codes), "label": pa.array(chunk.label)}
     columns |= {f"dense {i}": pa.array(np.ascontiguousarray(numbers)) for i, numbers in enumerate(chunk.dense.T)}
     columns |= {f"keys {name}": keys_to_arrow(keys) for name, keys in chunk.keys.items()}
     return pa.RecordBatch.from_pydict(columns)
