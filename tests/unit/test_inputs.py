@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,24 @@ def test_preparing_keeps_no_secret(opened: list[str], tmp_path: Path) -> None:
     assert b"s3://clicks/day_2.txt" in (out / "dataset.json").read_bytes()
     assert not any(b"sEcReT" in text for text in texts)
     assert all("?" in uri for uri in opened), "files found are not looked for again"
+
+
+def test_rows_read_ahead_may_be_dropped_by_the_thread_that_reads_them() -> None:
+    """As by a collection of garbage there. An error would be one that pytest sees."""
+    asked, ended = threading.Event(), threading.Event()
+    holder: list[Iterator[int]] = []
+
+    def items() -> Iterator[int]:
+        try:
+            yield 1
+            asked.wait(10)
+            holder.clear()
+            yield 2
+            yield 3
+        finally:
+            ended.set()
+
+    holder.append(inputs.prefetch(items()))
+    assert next(holder[0]) == 1
+    asked.set()
+    assert ended.wait(10), "the thread must end"

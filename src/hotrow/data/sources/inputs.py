@@ -362,4 +362,5 @@ def prefetch(items: Iterator[T], *, depth: int = 1) -> Iterator[T]:
             yield value
     finally:
         stopped.set()
-        thread.join()
+        if threading.current_thread() is not thread:  # which may collect the garbage that this iterator is in
+            thread.join()
