@@ -103,7 +103,7 @@ def scores(dataset: PackedDataset, overrides: list[str], seeds: int, *, split: s
 
 def automatic_of(dataset: PackedDataset) -> dict[str, Any]:
     """The recipe that `fit` would choose."""
-    return choose_recipe(dataset.split("train").num_rows, num_features=len(dataset.info.features))
+    return choose_recipe(dataset.split("train").num_rows)
 
 
 def search(dataset: PackedDataset) -> tuple[str, list[str]]:

@@ -9,6 +9,7 @@ The functions here put preparation, training and scoring together; how those wor
 from __future__ import annotations
 
 import difflib
+import functools
 import html
 import json
 import re
@@ -32,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.base.door import is_taken
+from hotrow.base.door import is_taken, remove
 from hotrow.base.files import atomic_write, explain_full_disk, size
 from hotrow.base.progress import ProgressCallback, num_of, progress_bar
 from hotrow.config.load import apply_overrides, make_config, options, read_config
@@ -43,6 +44,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import fingerprint, prepare
 from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.seen import Seen
+from hotrow.data.sources.criteo import CriteoSource
 from hotrow.data.sources.inputs import spooled
 from hotrow.data.sources.options import NAMES, ReadOptions, with_read_options
 from hotrow.data.sources.registry import OpenedSource, open_source
@@ -60,7 +62,7 @@ from hotrow.report.page import NAME as REPORT
 from hotrow.run.build import build_network, look_up, read_model
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
-from hotrow.run.folder import RUN, RunFolder, check_free, resume_command
+from hotrow.run.folder import CONFIG, RUN, SELECTION, RunFolder, check_free, resume_command
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import make_folder, train
 from hotrow.run.storage import close_tiers
@@ -395,6 +397,7 @@ def fit(
     config: Path | str | Mapping[str, Any] | None = None,
     model: str | None = None,
     run: Path | str | None = None,
+    refit: bool = True,
     quiet: bool = False,
     **overrides: Any,
 ) -> Run:
@@ -410,6 +413,10 @@ def fit(
         {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
     config: a recipe to train by, as a path or its content, instead of the one for this many rows (config/recipe.py).
     model: "dlrm" (default), "dcn" or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN).
+    refit: of raw data split by time or at random, train twice: first without the validation rows, to find the step with
+        the best weights, in the run of its own RUN/selection; then from the start with them, for as many steps more as
+        there are rows. The newest rows before the test split then train too. If False, or if there are no validation
+        rows, the first run is all.
     overrides: config options, by their last name if only one option has it (`epochs=3`) or in full
         (`**{"optimizer.dense.lr": 0.1}`). The run's config.yaml has all options as they were used.
 
@@ -454,9 +461,72 @@ def fit(
         opened = opened.with_options(**changed)
         with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
             with folder:
-                dataset = _prepare_into(folder, opened, quiet=quiet)
+                if refit and _can_refit(opened, checked):
+                    selection = _select(opened, folder, recipe, changes, quiet=quiet)
+                    if selection.record.status != "finished":
+                        folder.update(status=selection.record.status)
+                        return selection
+                    opened, recipe, changes = _with_validation_rows(opened, selection)
+                    _announce(folder, _selection_line(selection, changes), quiet=quiet)
+                dataset = _prepare_into(folder, opened, quiet=quiet or is_taken(folder.path / SELECTION))
             spool.close()  # training reads packed rows alone
             return _train_on(dataset, folder, recipe, changes, quiet=quiet)
+
+
+def _can_refit(opened: OpenedSource, config: Config) -> bool:
+    """Returns whether rows are split into parts of stated sizes, of which one validates and another tests."""
+    _, validation, test = opened.schema.split.fractions
+    has_parts = not isinstance(opened.source, CriteoSource) and min(validation, test) > 0
+    return has_parts and config.hot.schedule != "fae"  # which follows the loss on validation rows
+
+
+def _select(
+    opened: OpenedSource, folder: RunFolder, recipe: Mapping[str, Any] | None, changes: list[str], *, quiet: bool
+) -> Run:
+    """Returns the run in `folder` that finds the best step by its validation rows; trains it if it has not finished."""
+    path = folder.path / SELECTION
+    if is_taken(path / RUN) and (found := Run(path)).record.status == "finished":
+        return found
+    remove(path, within=folder.path)
+    own = RunFolder.create(path, name=SELECTION)
+    with own:
+        dataset = _prepare_into(own, opened, quiet=quiet)
+    return _train_on(dataset, own, recipe, changes, quiet=quiet)
+
+
+def _with_validation_rows(opened: OpenedSource, selection: Run) -> tuple[OpenedSource, dict[str, Any], list[str]]:
+    """Returns the source with its validation rows among those that train, and the recipe that `selection` found: its
+    own, up to its best step, with all steps stretched by the rows that came to it."""
+    train_share, validation, test = opened.schema.split.fractions
+    rows, recipe = selection.record.rows or {}, read_config(selection.path / CONFIG)
+    config = make_config(recipe, origin=str(selection.path / CONFIG))
+
+    def stretched(steps: int) -> int:
+        return round(steps * (rows["train"] + rows["val"]) / rows["train"])
+
+    steps = stretched(selection.record.chosen_step or 0)
+    given = config.train.max_steps
+    schedule = {name: steps and stretched(steps) for name, steps in config.optimizer.schedule}
+    changes = {
+        "train.max_steps": steps if given is None else min(steps, given),
+        "train.eval_every": None,
+        "train.early_stopping": None,
+        **{f"optimizer.schedule.{name}": steps for name, steps in schedule.items()},
+    }
+    opened = opened.with_options(fractions=(train_share + validation, 0.0, test))
+    return opened, _recipe(recipe) or {}, as_overrides(changes)
+
+
+def _selection_line(selection: Run, changes: Sequence[str]) -> str:
+    """Returns what a selection found, and what comes of it, in words."""
+    record = selection.record
+    found = record.trained_for.line((record.metrics or {})["val"])
+    steps = next(change.partition("=")[2] for change in changes if change.startswith("train.max_steps="))
+    best = f"{record.chosen_step:,} of {num_of(record.steps or 0, 'step')}"
+    return (
+        f"validation rows: {found} after {best} ({selection.path}); now training on these rows too, from the start, "
+        f"{num_of(int(steps), 'step')}"
+    )
 
 
 def _train_on(
@@ -493,17 +563,19 @@ def _train_on(
 def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> PackedDataset:
     """Returns the raw rows packed in the run's folder, packing them if need be; says and logs what was found."""
 
-    def announce(line: str) -> None:
-        folder.log(line)
-        if not quiet:
-            print(line, file=sys.stderr)
-
+    announce = functools.partial(_announce, folder, quiet=quiet)
     out = folder.path / "data"
     if is_taken(out / MANIFEST):
         announce(f"{out} is prepared already")
         return PackedDataset.open(out)
     with nullcontext() if quiet else progress_bar() as progress:
         return prepare(opened, out, progress=progress, announce=announce)
+
+
+def _announce(folder: RunFolder, line: str, *, quiet: bool) -> None:
+    folder.log(line)
+    if not quiet:
+        print(line, file=sys.stderr)
 
 
 def _recipe(config: Path | str | Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -556,7 +628,6 @@ def _defaults(dataset: PackedDataset, config: Config, given: Sequence[str]) -> l
     train = config.train
     recipe = choose_recipe(
         dataset.split("train").num_rows,
-        num_features=len(dataset.info.features),
         model=config.model.name,
         batch_size=train.batch_size if "train.batch_size" in given else None,
         epochs=train.epochs if "train.epochs" in given else None,

@@ -347,7 +347,7 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
     say("2/2  training a DLRM")
     memory = {"memory": {"dram": DRAM}} if tiers else {}
     dataset = PackedDataset.open(packed)
-    recipe = choose_recipe(dataset.split("train").num_rows, num_features=len(dataset.info.features))
+    recipe = choose_recipe(dataset.split("train").num_rows)
     config = make_config(apply_overrides({"data": str(packed), **memory}, as_overrides(recipe)), origin="demo")
     run = Run(train(config, folder=RunFolder.create(None, name=f"demo-{config.model.name}")).path)
     commands = ["hotrow demo --data YOUR_LOGS --label CLICK_COLUMN", "make demo DATA=YOUR_LOGS LABEL=CLICK_COLUMN"]

@@ -1,14 +1,12 @@
 """The recipe for data of a given size: the options with which `fit`, `demo` and `init` train by default.
 
-It depends on the number of training rows, the number of id features and the model, and reads no file. The figures here
-were measured with `python -m benchmarks.recipe` on real data: 80,000 and 10,000 rows of Criteo, 110,300 and 10,000 of
-Taobao.
+It depends on the number of training rows and the model, and reads no file. What it reaches beside other libraries on
+public files, `python -m benchmarks.quality` measures (docs/measurements/quality.md).
 """
 
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 from hotrow.models import MODELS
@@ -17,34 +15,27 @@ FEW_ROWS = 5_000_000
 """With up to this many rows, most ids are seen only a few times. With more, the recipe is the published one for
 Criteo."""
 MIN_BATCH, MAX_BATCH = 64, 256
-ROWS_PER_SAMPLE_OF_BATCH = 1250
-RATE_OF_TABLES = 1.8
-"""The learning rate of SGD at MIN_BATCH. The gradient is a mean over the batch, so the rate grows with the batch
-size; an id that occurs once in a batch then learns equally fast at every size. Past MAX_BATCH this fails, because
-frequent ids take steps that are too large: on 600,000 rows AUC was 0.79 at batch size 256; at 512 it was 0.74 with the
-rate doubled and 0.77 with the same rate."""
-FEATURES_OF_CRITEO, MAX_FACTOR = 26, 3.0
-"""The rate above is for 26 id features. A step changes a logit by the sum over its features, so with fewer features
-each may take a larger step: by a factor of sqrt(26 / features), at most 3. With Taobao's 3 features this raised AUC by
-0.010 on 110,000 rows."""
-SCARCE_ROWS = 20_000
-"""With fewer rows, six epochs and a lower learning rate of the MLPs are better: on 8,000 rows of Taobao by 0.01 AUC and
-0.002 LogLoss."""
+ROWS_PER_SAMPLE_OF_BATCH = 500
+"""So an epoch has 500 to 1,000 steps: of all files measured, the best weights came after 300 to 1,500."""
+RATE_OF_TABLES, FIRST_STEPS = 0.05, 8.0
+"""Adagrad's rate, and the initial sum of squares in units of one sample's largest gradient, 1 / batch: an id's first 64
+occurrences take steps of about the same size, so that one that occurs twice does not learn its two labels by heart."""
+SCARCE_ROWS = 40_000
+"""With fewer rows the learning rate falls to zero over six epochs."""
 EPOCHS = 3
-"""The learning rate falls to zero over these. On 64,000 rows of Criteo, AUC after one epoch is 0.01 lower, and a fourth
-epoch overfits."""
+"""The learning rate falls to zero over these. Rows that are seen a few times are overfitted by a fourth."""
+WARMUP_STEPS = 200
 
 
 def choose_recipe(
     num_rows: int,
     *,
-    num_features: int,
     model: str = "dlrm",
     batch_size: int | None = None,
     epochs: int | None = None,
     validated: bool = True,
 ) -> dict[str, Any]:
-    """Returns config values by dotted name for `num_rows` training rows of `num_features` id features.
+    """Returns config values by dotted name for `num_rows` training rows.
 
     batch_size, epochs: set by the user; if None, chosen. Rates and schedule follow them. validated: whether there are
     validation rows by which the best weights can be chosen.
@@ -57,35 +48,33 @@ def choose_recipe(
     # 4,500 on two cores that other processes used too.
     size |= {"train.threads": 1} if few and batch_size <= MAX_BATCH else {}
     stops = {"train.early_stopping": 4} if validated else {}
-    return {**(_few(model, num_rows, num_features, batch_size, epochs) if few else _many(model)), **size, **stops}
+    return {**(_few(model, num_rows, batch_size, epochs) if few else _many(model)), **size, **stops}
 
 
 def _batch_of_few(num_rows: int) -> int:
-    """Returns 64 up to 160,000 rows, 256 from 320,000 rows on, and 128 between."""
+    """Returns 64 below 64,000 rows, 256 from 128,000 rows on, and 128 between."""
     samples = max(1, num_rows // ROWS_PER_SAMPLE_OF_BATCH)
     return min(MAX_BATCH, max(MIN_BATCH, 1 << (samples.bit_length() - 1)))
 
 
-def _few(model: str, num_rows: int, num_features: int, batch_size: int, epochs: int) -> dict[str, Any]:
-    """Returns the recipe for few rows. AUC on 64,000 rows of Criteo says what matters:
+def _few(model: str, num_rows: int, batch_size: int, epochs: int) -> dict[str, Any]:
+    """Returns the recipe for few rows. What matters, by validation LogLoss on eleven files:
 
-    - Rows start at zero, so that an unseen id has no effect. Random rows cost up to 0.02.
-    - SGD takes small steps for rare ids; Adagrad, whose steps for them are large, costs 0.01.
-    - With `first_order` an id has an effect of its own, which is worth 0.004.
+    - statistics of the label, which the schema has (data/prepare/statistics.py), with ids that are seen once left out;
+    - dropout of hidden units and of whole rows, without which ids are learned by heart beside them;
+    - the rows themselves as inputs of the top MLP, and `first_order`, by which an id has an effect of its own.
     """
-    factor = min(MAX_FACTOR, max(1.0, math.sqrt(FEATURES_OF_CRITEO / max(1, num_features))))
-    rate = round(RATE_OF_TABLES * factor * min(batch_size, MAX_BATCH) / MIN_BATCH, 2)
+    steps = max(1, epochs * -(-num_rows // batch_size))
+    warmup = min(WARMUP_STEPS, steps // 10)
+    accumulator = (FIRST_STEPS / batch_size) ** 2
     return {
         "model.embedding_dim": 8,
-        "model.embedding_init": 0.0,
+        "model.embedding_init": 0.01,
         **{f"model.{name}": value for name, value in MODELS[model].small.items()},
-        "optimizer.dense": {
-            "name": "adagrad",
-            "lr": 0.015 if num_rows >= SCARCE_ROWS else 0.005,
-            "weight_decay": 0.0003,
-        },
-        "optimizer.sparse": {"name": "sgd", "lr": rate},
-        "optimizer.schedule.decay_steps": max(1, epochs * -(-num_rows // batch_size)),
+        "optimizer.dense": {"name": "adam", "lr": 0.002},
+        "optimizer.sparse": {"name": "adagrad", "lr": RATE_OF_TABLES, "initial_accumulator_value": accumulator},
+        "optimizer.schedule.warmup_steps": warmup,
+        "optimizer.schedule.decay_steps": steps - warmup,
     }
 
 

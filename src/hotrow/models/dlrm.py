@@ -84,7 +84,14 @@ class DLRMSpec(ModelSpec):
 
     network: ClassVar = DLRM
     equal_dims: ClassVar = True
-    small: ClassVar[Mapping[str, Any]] = {"bottom_mlp": [64], "top_mlp": [64, 32], "first_order": True}
+    small: ClassVar[Mapping[str, Any]] = {
+        "bottom_mlp": [64],
+        "top_mlp": [128, 64],
+        "concatenated": True,
+        "first_order": True,
+        "dropout": 0.1,
+        "embedding_dropout": 0.1,
+    }
 
     name: Literal["dlrm"] = "dlrm"
     """DLRM (Naumov et al., 2019)."""

@@ -101,7 +101,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, given: Any) -> Ini
         found = f"a packed dataset of {info.name!r}: rows {rows}; {len(info.dense)} dense, {len(info.features)} sparse"
         num_rows = info.splits["train"].num_rows if "train" in info.splits else 0
         objective = read.objective or _objective_for(info.labels[0].kind)
-        recipe = render_recipe(str(paths), num_rows, num_features=len(info.features), exact=True, objective=objective)
+        recipe = render_recipe(str(paths), num_rows, exact=True, objective=objective)
         return InitResult(found, None, None, recipe, (f"hotrow train {RECIPE_FILE}",))
     skip = f" --skip-bad-rows {read.skip_bad_rows}" if read.skip_bad_rows else ""
     source = None if read.hints else recognise(paths)
@@ -110,8 +110,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, given: Any) -> Ini
         commands = (f"hotrow prepare {source} {shown} --out {data}{skip}", f"hotrow train {RECIPE_FILE}")
         opened = open_source(source, paths)
         num_rows = _training_rows(opened.source.scout().num_rows, opened.schema)
-        num_features = len(opened.schema.feature_names)
-        recipe = render_recipe(data, num_rows, num_features=num_features, exact=False, objective=read.objective)
+        recipe = render_recipe(data, num_rows, exact=False, objective=read.objective)
         return InitResult(f"{source} in its published layout", source, None, recipe, commands)
     guess = guess_columns(paths, **vars(read))
     data = data or "data/packed"
@@ -121,10 +120,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, given: Any) -> Ini
         f"hotrow train {RECIPE_FILE}",
     )
     found = "; ".join(filter(None, [f"a table, guessed from {guess.origin}", left_out(paths)]))
-    num_features = len(guess.of("categorical"))
-    recipe = render_recipe(
-        data, int(0.8 * guess.num_rows), num_features=num_features, exact=False, objective=read.objective
-    )
+    recipe = render_recipe(data, int(0.8 * guess.num_rows), exact=False, objective=read.objective)
     return InitResult(found, source, render_schema(guess), recipe, commands)
 
 
@@ -160,6 +156,11 @@ def _schema_lines(guess: SchemaGuess) -> Iterator[str]:
         for g in guess.of(role):
             yield _commented(f"  - {_flow(g.spec)}", g.reason)
     yield from _left_out(guess.of(""))
+    tables = ", ".join(f"{name}: {_flow(spec)}" for name, spec in guess.tables.items())
+    yield _commented(f"tables: {{{tables}}}", "ids that are seen once share a row")
+    if guess.statistics:
+        yield _commented("statistics:", "how often rows before a row had its value and a positive label")
+        yield from (f"  - {_scalar(columns)}" for columns in guess.statistics)
     yield _commented(f"split: {{kind: {guess.split_kind}, fractions: [0.8, 0.1, 0.1]}}", "train, val, test")
     if guess.csv:
         yield _commented(f"csv: {_flow(guess.csv)}", "how lines are cut; found, not told")
@@ -195,12 +196,12 @@ def _commented(line: str, comment: str) -> str:
     return f"{line:<{COMMENT_COLUMN}}  # {' '.join(comment.split())}"
 
 
-def render_recipe(data: str, num_rows: int, *, num_features: int, exact: bool, objective: str | None = None) -> str:
+def render_recipe(data: str, num_rows: int, *, exact: bool, objective: str | None = None) -> str:
     """Returns the config that `fit` would choose for the packed dataset `data` with `num_rows` training rows.
 
     objective: `model.objective`; if None, the default.
     """
-    recipe = choose_recipe(num_rows, num_features=num_features)
+    recipe = choose_recipe(num_rows)
     model = {"name": "dlrm", **({} if objective in (None, DEFAULT) else {"objective": objective})}
     sections: dict[str, Any] = {"model": model, "optimizer": {}, "train": {}}
     for name, value in recipe.items():

@@ -87,8 +87,6 @@ class Evidence:
     """LogLoss of a logistic regression on the number, as a dense input has it."""
     bend: float
     """By how many standard errors buckets predict better than that line."""
-    bent_by: float
-    """By how much log-likelihood, over the sampled rows."""
 
     @property
     def has_order(self) -> bool:
@@ -127,7 +125,6 @@ def weigh(tally: Tally, inputs: Floats, missing: tuple[int, int] = (0, 0)) -> Ev
         gain=_clear(tally, nothing, by_value),
         line=_loss(tally, rates[:, :-1]),
         bend=_clear(everything, rates, in_buckets),
-        bent_by=(_loss(everything, rates) - _loss(everything, in_buckets)) * everything.rows.sum(),
     )
 
 
@@ -146,11 +143,12 @@ def _line(tally: Tally, inputs: Floats, at: Floats) -> Floats:
 
 
 def buckets_of(tally: Tally, num_buckets: int) -> Ints:
-    """Returns the bucket of each value: runs of values with about equally many rows; a frequent value is one alone."""
-    num_rows = tally.rows.sum()
-    middle = (np.cumsum(tally.rows) - tally.rows / 2) / num_rows
+    """Returns the bucket of each value: a frequent value is one alone, the others are cut into `num_buckets` runs of
+    values with about equally many rows."""
+    alone = tally.rows * num_buckets >= tally.rows.sum()
+    others = np.where(alone, 0, tally.rows)
+    middle = (np.cumsum(others) - others / 2) / max(1, others.sum())
     run = np.floor(middle * num_buckets)
-    alone = tally.rows * num_buckets >= num_rows
     begins = (np.diff(run, prepend=run[0]) != 0) | alone
     begins[1:] |= alone[:-1]
     begins[0] = False

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from hotrow.base.machine import usable_cores
 from hotrow.base.records import nearest
@@ -28,8 +29,10 @@ from hotrow.data.sources.guess_time import find_time, holds_unix_times
 from hotrow.data.sources.kinds import Kind, tell_kind
 from hotrow.data.sources.leaks import find_leaks
 from hotrow.data.sources.options import ReadOptions, Role, with_read_options
+from hotrow.data.sources.pairs import find_pairs
 from hotrow.data.sources.sample import sample_rows
 from hotrow.data.sources.schema import (
+    DEFAULT,
     JSON_LISTS,
     MISSING,
     CsvSpec,
@@ -64,6 +67,10 @@ class SchemaGuess:
     """Columns that the user named although they seem to give the label away."""
     num_rows: int = 0
     """About how many rows all files have."""
+    is_binary: bool = True
+    """Whether the label is 0 or 1, so that statistics can count the positive ones."""
+    pairs: tuple[tuple[str, str], ...] = ()
+    """Columns whose statistics are taken together as well."""
 
     def of(self, role: str) -> list[Guess]:
         return [guess for guess in self.guesses if guess.role == role]
@@ -85,6 +92,16 @@ class SchemaGuess:
         """Split by time if there is a time column."""
         return "time" if self.of("time") else "random"
 
+    @property
+    def statistics(self) -> list[list[str]]:
+        """The columns of each statistic: every feature of one id per row, then `pairs`; none if labels are numbers."""
+        return [*([name] for name in single_ids(self.guesses)), *map(list, self.pairs)] if self.is_binary else []
+
+    @property
+    def tables(self) -> dict[str, dict[str, int]]:
+        """Options of tables. An id that is seen once has nothing to teach its own row but its label."""
+        return {DEFAULT: {"min_count": 2}}
+
     def schema(self) -> Schema:
         """Returns the guesses as a schema. Raises ValueError if no label or no id column was found."""
         value: dict[str, Any] = {role: [g.spec for g in self.of(role)] for role in ("dense", "categorical")}
@@ -101,7 +118,8 @@ class SchemaGuess:
         value["label"] = self.of("label")[0].spec
         if self.of("time"):
             value["time"] = self.of("time")[0].spec
-        value |= {"csv": self.csv, "split": {"kind": self.split_kind}}
+        value |= {"csv": self.csv, "split": {"kind": self.split_kind}, "tables": self.tables}
+        value["statistics"] = self.statistics
         return parse_schema(value, where="guessed schema")
 
 
@@ -142,10 +160,36 @@ def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
     taken |= {g.column: g for g in later}
     taken |= {f.name: _told(f, roles[f.name]) for f in facts if f.name in roles}
     num_rows = max(reader.count_rows()[0], sample.num_rows)
-    features = _features([f for f in facts if f.name not in taken], sample, labels, sample.num_rows / num_rows)
+    features = _features([f for f in facts if f.name not in taken], sample, labels)
     guesses = [g for f in facts for g in ([taken[f.name]] if f.name in taken else features[f.name])]
-    guess = SchemaGuess(guesses, csv, found.origin, notes, question, num_rows=num_rows)
-    return guess if labels is None else _without_leaks(guess, facts, sample, roles)
+    guess = SchemaGuess(guesses, csv, found.origin, notes, question, num_rows=num_rows, is_binary=labels is not None)
+    return guess if labels is None else _with_pairs(_without_leaks(guess, facts, sample, roles), facts, sample, labels)
+
+
+def single_ids(guesses: Sequence[Guess]) -> list[str]:
+    """Returns the columns that are features of one id per row."""
+    return [g.column for g in guesses if g.role == "categorical" and "kind" not in g.spec]
+
+
+def _with_pairs(guess: SchemaGuess, facts: Sequence[ColumnFacts], sample: pa.Table, labels: Labels) -> SchemaGuess:
+    """Returns `guess` with the pairs of columns that tell more together."""
+    buckets = {g.column: g.spec.get("buckets") for g in guess.of("categorical")}
+    by_name = {f.name: f for f in facts}
+
+    def codes(name: str) -> NDArray[np.int64]:
+        found: NDArray[np.int64]
+        if edges := buckets[name]:
+            numbers = _numbers(by_name[name], sample.column(name))
+            found = np.where(np.isnan(numbers), -1, np.searchsorted(np.array(edges), numbers, "right"))
+        else:
+            coded = sample.column(name).combine_chunks().dictionary_encode()
+            found = coded.indices.fill_null(-1).to_numpy().astype(np.int64)
+        return found[labels.good.nonzero()[0]] + 1
+
+    names = single_ids(guess.guesses)
+    with ThreadPoolExecutor(usable_cores()) as executor:
+        found = dict(zip(names, executor.map(codes, names), strict=True))
+    return replace(guess, pairs=tuple(find_pairs(found, labels.positive[labels.good])))
 
 
 def _look_at_all(rows: pa.Table, names: Sequence[str], missing: Sequence[str]) -> tuple[pa.Table, list[ColumnFacts]]:
@@ -156,12 +200,10 @@ def _look_at_all(rows: pa.Table, names: Sequence[str], missing: Sequence[str]) -
         return sample, list(executor.map(lambda name: look_at(name, sample.column(name)), names))
 
 
-def _features(
-    facts: Sequence[ColumnFacts], sample: pa.Table, labels: Labels | None, sampled: float
-) -> dict[str, list[Guess]]:
+def _features(facts: Sequence[ColumnFacts], sample: pa.Table, labels: Labels | None) -> dict[str, list[Guess]]:
     """Returns the guesses about columns that are neither told nor label nor time, by name."""
     with ThreadPoolExecutor(usable_cores()) as executor:
-        found = executor.map(lambda f: _feature(f, sample.column(f.name), labels, sampled), facts)
+        found = executor.map(lambda f: _feature(f, sample.column(f.name), labels), facts)
         return {f.name: guesses for f, guesses in zip(facts, found, strict=True)}
 
 
@@ -255,11 +297,8 @@ def _told(f: ColumnFacts, role: Role) -> Guess:
     return _categorical(f)
 
 
-def _feature(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | None, sampled: float) -> list[Guess]:
-    """Returns the guess about a column that is neither label nor time; two guesses if it is a number and ids.
-
-    sampled: the share of all rows that were looked at.
-    """
+def _feature(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | None) -> list[Guess]:
+    """Returns the guess about a column that is neither label nor time; two guesses if it is a number and ids."""
     if f.kind == "other":
         why = (
             "no value in the sample"
@@ -273,7 +312,7 @@ def _feature(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | None, sam
         return [Guess("", f.name, {}, "a further time; derive an hour or weekday column to use it")]
     if f.kind == "list" or f.separator is not None:
         return [_list_feature(f)]
-    kind = _kind_of_numbers(f, column, labels, sampled)
+    kind = _kind_of_numbers(f, column, labels)
     if _names_rows(f, kind, column):
         return [Guess("", f.name, {}, "another value in every row: it names the row")]
     if kind is None:
@@ -285,7 +324,7 @@ def _feature(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | None, sam
     return [*found, _categorical(f, kind.reason)] if kind.ids else found
 
 
-def _kind_of_numbers(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | None, sampled: float) -> Kind | None:
+def _kind_of_numbers(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | None) -> Kind | None:
     """Returns whether a column is a number, ids or both; None if it holds no numbers."""
     if f.kind not in ("int", "float"):
         return None
@@ -294,7 +333,7 @@ def _kind_of_numbers(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | N
     if np.isnan(numbers).all():
         return None
     positive = None if labels is None else labels.positive[good]
-    return tell_kind(numbers, positive, transform=_transform(f), sampled=sampled)
+    return tell_kind(numbers, positive, transform=_transform(f))
 
 
 def _numbers(f: ColumnFacts, column: pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.float64]]:

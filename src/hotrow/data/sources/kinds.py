@@ -1,6 +1,6 @@
 """Decides whether a column of numbers is a number, ids, or both, by what a sample shows (`evidence.py`).
 
-    the order of values helps      a number; its buckets are ids as well if a line does not tell it all
+    the order of values helps      a number; its buckets are ids as well
     which value it is helps        ids
     both                           a number and ids
     neither shows                  the shape decides: how many values, how they lie, how often each comes
@@ -30,16 +30,9 @@ SPARSE = 20
 EVEN = 0.35
 """Share of the range that holds the middle half of all values: 0.5 if they lie evenly, as ids do; 0.29 for a bell."""
 SELDOM = 5
-ROWS_PER_BUCKET = 500
-"""Rows of the rarer label, in all files, for each bucket."""
-ROWS_FOR_BUCKETS = 5000
-"""With so many rows of the rarer label a number that shows an order has buckets, though a line may tell it by itself:
-buckets interact with other columns."""
 ROWS_FOR_COUNTS = 1000
 """Sampled rows of the rarer label from which single values would have shown an effect."""
-MIN_BUCKETS, MAX_BUCKETS = 8, 32
-GAIN_PER_BUCKET = 4.0
-"""By how much the log-likelihood of all rows must rise for each bucket: what its row costs by overfitting."""
+MIN_BUCKETS, MAX_BUCKETS, ROWS_PER_BUCKET = 8, 32, 100
 VALUES_AS_BUCKETS = 256
 """Decimal numbers with no more values than this have a bucket for each, if values help."""
 
@@ -55,10 +48,10 @@ class Kind:
     buckets: tuple[float, ...] = ()
 
 
-def tell_kind(numbers: Floats, positive: NDArray[np.bool_] | None, *, transform: str, sampled: float = 1.0) -> Kind:
+def tell_kind(numbers: Floats, positive: NDArray[np.bool_] | None, *, transform: str) -> Kind:
     """Returns what a column is. numbers: a value per row, NaN = missing; positive: the labels, if they are known.
 
-    transform: what a dense input would be made by. sampled: the share of all rows that these are.
+    transform: what a dense input would be made by.
     """
     missing = np.isnan(numbers)
     if positive is None:
@@ -68,20 +61,20 @@ def tell_kind(numbers: Floats, positive: NDArray[np.bool_] | None, *, transform:
     found = weigh(tally, inputs, (int(missing.sum()), int(positive[missing].sum())))
     is_whole = bool((np.floor(tally.values) == tally.values).all())
     if not is_whole:
-        return _of_decimals(tally, found, sampled)
+        return _of_decimals(tally, found)
     if len(tally.values) <= FEW_VALUES and not _is_count(tally, found):
         return _of_few(tally, found)
     if found is None:
         return _by_shape(tally)
     if _is_count(tally, found):
-        return _number(tally, found, sampled)
+        return _number(tally, found)
     if found.has_identity:
         return Kind(_why(found), is_number=found.has_order, ids="values")
     if not found.has_order:
         return _by_shape(tally)
     if _like_ids(tally) or (found.identity >= HINT and tally.rows.mean() >= SELDOM):
         return Kind(f"{_why(found)}, though they repeat like ids", is_number=True, ids="values")
-    return _number(tally, found, sampled)
+    return _number(tally, found)
 
 
 def as_dense(tally: Tally, transform: str) -> Floats:
@@ -93,13 +86,13 @@ def as_dense(tally: Tally, transform: str) -> Floats:
     return (values - mean) / (np.sqrt(np.average((values - mean) ** 2, weights=tally.rows)) or 1.0)
 
 
-def _of_decimals(tally: Tally, found: Evidence | None, sampled: float) -> Kind:
+def _of_decimals(tally: Tally, found: Evidence | None) -> Kind:
     if found is None:
         return Kind("decimal numbers", is_number=True)
     if found.has_identity:
         most = len(tally.values) if len(tally.values) <= VALUES_AS_BUCKETS else 2 * MAX_BUCKETS
         return _in_buckets(tally, most, f"decimal numbers, {_why(found)}")
-    number = _number(tally, found, sampled)
+    number = _number(tally, found)
     return replace(number, reason=f"decimal numbers, {number.reason}")
 
 
@@ -115,15 +108,10 @@ def _of_few(tally: Tally, found: Evidence | None) -> Kind:
     )
 
 
-def _number(tally: Tally, found: Evidence, sampled: float) -> Kind:
-    """Returns a number, with buckets if they tell more than a line, or if there are rows to learn them from."""
-    rarer = tally.rarer / sampled
-    most = int(np.clip(rarer / ROWS_PER_BUCKET, MIN_BUCKETS, MAX_BUCKETS))
-    is_bent = found.bend >= CLEAR and found.bent_by / sampled >= GAIN_PER_BUCKET * most
-    if not is_bent and not (found.has_order and rarer >= ROWS_FOR_BUCKETS):
-        return Kind(_why(found), is_number=True)
-    line = f", of a line {found.line:.4f} ({found.bend:.1f} s.e.)" if is_bent else ""
-    return _in_buckets(tally, most, f"{_why(found)}{line}")
+def _number(tally: Tally, found: Evidence) -> Kind:
+    """Returns a number and its buckets, which interact with other columns as ids do."""
+    most = int(np.clip(tally.rows.sum() / ROWS_PER_BUCKET, MIN_BUCKETS, MAX_BUCKETS))
+    return _in_buckets(tally, most, _why(found))
 
 
 def _why(found: Evidence) -> str:

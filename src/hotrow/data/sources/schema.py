@@ -23,6 +23,8 @@ IdType = Literal["int", "text"]
 FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
 SplitKind = Literal["time", "random", "reference"]
 SPLITS = ("train", "val", "test")
+DEFAULT = "default"
+"""In `tables`, the name for all tables that are not named."""
 JSON_LISTS = "json"
 """The separator of a column whose texts are JSON arrays."""
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
@@ -318,7 +320,7 @@ class Schema(_Strict):
                 )
         if self.split.kind == "time" and self.time is None:
             raise ValueError("split.kind is 'time', but no time column is named; name one under 'time', or use random")
-        if unknown := sorted(set(self.tables) - set(self.table_names)):
+        if unknown := sorted(set(self.tables) - {*self.table_names, DEFAULT}):
             raise ValueError(
                 f"tables lists {unknown[0]!r}, which no feature uses{nearest(unknown[0], self.table_names)}"
             )
@@ -437,7 +439,8 @@ class Schema(_Strict):
         return self.csv.null_values if self.version > 1 else ()
 
     def table(self, name: str) -> TableSpec:
-        return self.tables.get(name, TableSpec())
+        """Returns the options of a table: its own, else those of `default`."""
+        return self.tables.get(name, self.tables.get(DEFAULT, TableSpec()))
 
     def features_of(self, table: str) -> tuple[str, ...]:
         """Returns the features that look up `table`, in order."""
