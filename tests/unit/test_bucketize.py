@@ -68,7 +68,7 @@ def test_from_raw_rows_to_an_export(tmp_path: Path) -> None:
     np.testing.assert_array_equal(batch.sparse.values[2000:], ids)
 
     options = {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "batch_size": 64}
-    run = hotrow.fit(tmp_path / "packed", run=tmp_path / "run", quiet=True, epochs=3, **options)
+    run = hotrow.fit(tmp_path / "packed", run=tmp_path / "run", quiet=True, **options)
     new = people(300, 1)
     scores = run.predict(pa.table(new))
     buckets = np.array([-1 if b is None else b for b in truth(new["age"])])

@@ -78,6 +78,8 @@ def test_each_sort_of_column_is_taken_for_what_it_is() -> None:
         "user_id": "one_hot",
         "item": "one_hot",
         "weekday": "one_hot",
+        "price": "one_hot",  # in buckets
+        "temperature": "one_hot",
         "num_clicks": "one_hot",
         "mobile": "one_hot",
         "tags": "multi_hot",

@@ -20,10 +20,11 @@ ROWS_PER_SAMPLE_OF_BATCH = 500
 RATE_OF_TABLES, FIRST_STEPS = 0.05, 8.0
 """Adagrad's rate, and the initial sum of squares in units of one sample's largest gradient, 1 / batch: an id's first 64
 occurrences take steps of about the same size, so that one that occurs twice does not learn its two labels by heart."""
-SCARCE_ROWS = 40_000
-"""With fewer rows the learning rate falls to zero over six epochs."""
-EPOCHS = 3
-"""The learning rate falls to zero over these. Rows that are seen a few times are overfitted by a fourth."""
+MIN_EPOCHS, MAX_EPOCHS, LEAST_STEPS = 3, 30, 1500
+"""The learning rate falls to zero over three epochs, or as many as give 1,500 steps. Rows that are seen a few times are
+overfitted by a fourth, while the MLPs of a small file have learned too little after three."""
+EVALUATIONS = 12
+"""How often validation rows are scored in all; a third of these without a better score ends the training."""
 WARMUP_STEPS = 200
 
 
@@ -42,13 +43,18 @@ def choose_recipe(
     """
     few = num_rows <= FEW_ROWS
     batch_size = batch_size or (_batch_of_few(num_rows) if few else 2048)
-    epochs = epochs or ((1 if num_rows >= SCARCE_ROWS else 2) * EPOCHS if few else 1)
-    size = {"train.batch_size": batch_size, "train.epochs": epochs, "train.eval_every": 0.5 if few else 0.25}
+    steps_of_epoch = max(1, -(-num_rows // batch_size))
+    if few:
+        epochs = epochs or min(MAX_EPOCHS, max(MIN_EPOCHS, -(-LEAST_STEPS // steps_of_epoch)))
+        size: dict[str, Any] = {"train.eval_every": max(2, epochs * steps_of_epoch // EVALUATIONS)}
+    else:
+        epochs, size = epochs or 1, {"train.eval_every": 0.25}
+    size |= {"train.batch_size": batch_size, "train.epochs": epochs}
     # So small a step gains nothing from a second thread, and loses much if the cores are busy: 300 samples/s instead of
     # 4,500 on two cores that other processes used too.
     size |= {"train.threads": 1} if few and batch_size <= MAX_BATCH else {}
-    stops = {"train.early_stopping": 4} if validated else {}
-    return {**(_few(model, num_rows, batch_size, epochs) if few else _many(model)), **size, **stops}
+    stops = {"train.early_stopping": EVALUATIONS // 3} if validated else {}
+    return {**(_few(model, batch_size, epochs * steps_of_epoch) if few else _many(model)), **size, **stops}
 
 
 def _batch_of_few(num_rows: int) -> int:
@@ -57,14 +63,13 @@ def _batch_of_few(num_rows: int) -> int:
     return min(MAX_BATCH, max(MIN_BATCH, 1 << (samples.bit_length() - 1)))
 
 
-def _few(model: str, num_rows: int, batch_size: int, epochs: int) -> dict[str, Any]:
-    """Returns the recipe for few rows. What matters, by validation LogLoss on eleven files:
+def _few(model: str, batch_size: int, steps: int) -> dict[str, Any]:
+    """Returns the recipe for few rows and `steps` steps in all. What matters, by validation LogLoss on eleven files:
 
     - statistics of the label, which the schema has (data/prepare/statistics.py), with ids that are seen once left out;
     - dropout of hidden units and of whole rows, without which ids are learned by heart beside them;
     - the rows themselves as inputs of the top MLP, and `first_order`, by which an id has an effect of its own.
     """
-    steps = max(1, epochs * -(-num_rows // batch_size))
     warmup = min(WARMUP_STEPS, steps // 10)
     accumulator = (FIRST_STEPS / batch_size) ** 2
     return {
