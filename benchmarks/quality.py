@@ -1,0 +1,238 @@
+"""The scores of hotrow as it comes beside those of tuned peers: AUC and LogLoss of the same test rows of public files.
+
+    pip install lightgbm==4.7.0 catboost==1.2.10 scikit-learn
+    python -m benchmarks.quality FOLDER [--files NAME...] [--seeds 5] [--peers NAME...] [--out quality.json]
+
+FOLDER holds the files that benchmarks/quality.yaml lists, which says where each is from. Each becomes one CSV file with
+a label of 0 or 1 and times in seconds, without what leaks; hotrow trains on it, told of label and time alone, and
+nothing of it is tuned. A peer chooses among at most 8 settings by the LogLoss of validation rows, and trains again on training
+and validation rows (benchmarks/quality_peers.py). The oldest 80 % of rows train and the newest 10 % test; without times
+rows are drawn, the same for every seed.
+
+Every contender runs in a process of its own on two cores. Its seconds are those of reading, choosing and one training;
+its memory is the most that was ever resident. Differences from the best tree stand beside their standard error over
+test rows; that tree is chosen by these very rows, in its favour. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars
+import yaml
+from numpy.typing import NDArray
+
+from benchmarks.quality_peers import PEERS, THREADS, Floats, logloss, read_rows, scores_of
+
+LIST = Path(__file__).with_name("quality.yaml")
+HOTROW = "hotrow"
+TREES = ("lightgbm", "lightgbm, target encodings", "catboost")
+RULES = {">=": lambda cells, than: cells.cast(polars.Float64) >= float(than)}
+RULES |= {"=": lambda cells, than: cells == than, "!=": lambda cells, than: cells != than}
+
+
+def clear(path: Path, told: Mapping[str, Any]) -> polars.DataFrame:
+    """Returns a listed file with `label` of 0 or 1 and `time` in unix seconds, if it has one, before its own text."""
+    raw = polars.read_csv(
+        path,
+        infer_schema=False,
+        separator=told.get("separator", ","),
+        has_header="columns" not in told,
+        new_columns=told.get("columns"),
+    ).with_columns(polars.all().str.strip_chars())
+    column, rule, than = re.fullmatch(r"(.+) (>=|!=|=) (.+)", told["label"]).groups()  # type: ignore[union-attr]
+    raw = raw.filter(polars.col(column).is_not_null())
+    front = [RULES[rule](raw[column], than).cast(polars.Int8).alias("label")]
+    if name := told.get("time"):
+        times = raw[name]
+        if form := told.get("time_format"):
+            times = times.str.to_datetime(form).dt.epoch("s")
+        front.append(times.cast(polars.Int64).alias("time"))
+    return polars.DataFrame(front).hstack(raw.drop(column, *([name] if name else []), *told.get("exclude", ())))
+
+
+def split_of(frame: polars.DataFrame) -> NDArray[np.uint8]:
+    """Returns which rows train (0), validate (1) and test (2), as hotrow splits them."""
+    from hotrow.data.prepare.split import RandomPlan, TimeHistogram
+
+    shares = (0.8, 0.1, 0.1)
+    if "time" not in frame.columns:
+        return RandomPlan(0, shares).assign(0, frame.height, None)
+    times = frame["time"].to_numpy()
+    histogram = TimeHistogram()
+    histogram.add(times)
+    return histogram.plan(shares).assign(0, frame.height, times)
+
+
+def hotrow_scores(folder: Path, split: NDArray[np.uint8], seeds: Sequence[int]) -> list[Floats]:
+    """Returns the scores of test rows for each seed, once it is sure that hotrow tested on these rows too."""
+    import hotrow
+    from hotrow.data.packed.reader import PackedDataset
+
+    test = polars.read_csv(folder / "test.csv", infer_schema=False)
+    label, found = test["label"].cast(polars.Float64).to_numpy(), []
+    for seed in seeds:
+        run = hotrow.fit(
+            str(folder / "rows.csv"),
+            label="label",
+            time="time" if "time" in test.columns else None,
+            run=folder / f"run-{seed}",
+            quiet=True,
+            **{"train.seed": seed},
+        )
+        data = PackedDataset.open(run.path / "data")
+        rows = [data.split(name).num_rows for name in ("train", "val", "test")]
+        assert rows == np.bincount(split, minlength=3).tolist(), f"hotrow splits the rows of {folder.name} as {rows}"
+        found.append(run.predict(folder / "test.csv").astype(float))
+        gap = abs(float(logloss(label, found[-1]).mean()) - run.metrics["logloss"])
+        assert gap < 1e-3, f"LogLoss of the test rows of {folder.name} is {gap:.4f} from what hotrow found"
+    return found
+
+
+def contend(name: str, folder: Path, categorical: Sequence[str], seeds: Sequence[int]) -> None:
+    """Trains a contender for each seed, and writes its scores of test rows and its figures into the folder."""
+    start, split, figures = time.perf_counter(), np.load(folder / "split.npy"), {}
+    if name == HOTROW:
+        scores = hotrow_scores(folder, split, seeds)
+        several_s = time.perf_counter() - start
+    else:
+        rows = read_rows(folder / "rows.csv", categorical, split == 0)
+        scores, figures = scores_of(name, rows, split, seeds)
+        several_s = figures.pop("seeds_s")
+    np.save(folder / f"{name}.npy", np.stack(scores))
+    figures["seconds"] = time.perf_counter() - start - several_s * (1 - 1 / len(seeds))
+    # Not ru_maxrss, which a process inherits from the one that started it.
+    peak = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert peak is not None
+    figures["peak_mib"] = int(peak[1]) / 1024
+    (folder / f"{name}.json").write_text(json.dumps(figures))
+
+
+def placements(label: Floats, scores: Floats) -> tuple[Floats, Floats]:
+    """Returns the share of negatives below each positive, and of positives above each negative (DeLong et al. 1988)."""
+    ranks, positive = polars.Series(scores).rank().to_numpy(), label > 0.5
+    own = {side: polars.Series(scores[positive == side]).rank().to_numpy() for side in (True, False)}
+    below = (ranks[positive] - own[True]) / max(np.sum(~positive), 1)
+    above = 1 - (ranks[~positive] - own[False]) / max(np.sum(positive), 1)
+    return below, above
+
+
+def error_of(values: Floats) -> float:
+    """Returns the standard error of the mean; NaN of a single value."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
+
+def judged(label: Floats, scores: Floats) -> dict[str, Any]:
+    """Returns means and standard errors over seeds of AUC and LogLoss. scores: [seeds, rows]."""
+    aucs = np.array([placements(label, one)[0].mean() for one in scores])
+    losses = np.array([logloss(label, one).mean() for one in scores])
+    found = {"auc": aucs.mean(), "auc_se": error_of(aucs), "logloss": losses.mean(), "logloss_se": error_of(losses)}
+    return {name: float(value) for name, value in found.items()}
+
+
+def paired(label: Floats, ours: Floats, theirs: Floats) -> dict[str, float]:
+    """Returns how far the first scores' AUC and LogLoss are above the second's, and standard errors over rows."""
+    sides = [
+        np.mean([placements(label, one)[side] for one in ours], 0)
+        - np.mean([placements(label, one)[side] for one in theirs], 0)
+        for side in (0, 1)
+    ]
+    losses = np.mean([logloss(label, one) for one in ours], 0) - np.mean([logloss(label, one) for one in theirs], 0)
+    return {
+        "auc": float(sides[0].mean()),
+        "auc_se": math.hypot(*map(error_of, sides)),
+        "logloss": float(losses.mean()),
+        "logloss_se": error_of(losses),
+    }
+
+
+def compare(path: Path, told: Mapping[str, Any], names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """Returns the figures of all contenders on one file; prints each when it is known."""
+    frame = clear(path, told)
+    split, categorical = split_of(frame), told.get("categorical", ())
+    label = frame["label"].to_numpy()[split == 2].astype(float)
+    found: dict[str, Any] = {"file": path.name, "rows": np.bincount(split).tolist(), "positive": float(label.mean())}
+    with tempfile.TemporaryDirectory(prefix="hotrow-quality-") as name:
+        folder = Path(name)
+        frame.write_csv(folder / "rows.csv")
+        frame.filter(split == 2).write_csv(folder / "test.csv")
+        np.save(folder / "split.npy", split)
+        for one in names:
+            child = multiprocessing.get_context("spawn").Process(target=contend, args=(one, folder, categorical, seeds))
+            child.start()
+            child.join()
+            if child.exitcode:
+                raise RuntimeError(f"{one} failed on {path.name}: the reason stands above")
+            figures = judged(label, np.load(folder / f"{one}.npy")) | json.loads((folder / f"{one}.json").read_text())
+            print(json.dumps({"file": path.name, "contender": one, **figures}), flush=True)
+            found.setdefault("contenders", {})[one] = figures
+        trees = [one for one in names if one in TREES]
+        if trees and HOTROW in names:
+            best = min(trees, key=lambda one: found["contenders"][one]["logloss"])
+            sides = (np.load(folder / f"{one}.npy") for one in (HOTROW, best))
+            found |= {"best_tree": best, "hotrow_minus_best_tree": paired(label, *sides)}
+    return found
+
+
+def page(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the figures as two tables in Markdown."""
+
+    def figure(of: Mapping[str, float], name: str, form: str) -> str:
+        error = of[f"{name}_se"]
+        return f"{of[name]:{form}}" + ("" if math.isnan(error) else f" ± {error:.4f}")
+
+    lines = ["| file | contender | AUC | LogLoss | seconds | MiB |", "|---|---|---:|---:|---:|---:|"]
+    for cell in cells:
+        for name, of in cell["contenders"].items():
+            scores = f"{figure(of, 'auc', '.4f')} | {figure(of, 'logloss', '.4f')}"
+            lines.append(f"| {cell['file']} | {name} | {scores} | {of['seconds']:.1f} | {of['peak_mib']:,.0f} |")
+    lines += ["", "| file | test rows | best tree | hotrow's AUC less its | LogLoss |", "|---|---:|---|---:|---:|"]
+    for cell in cells:
+        if of := cell.get("hotrow_minus_best_tree"):
+            gaps = f"{figure(of, 'auc', '+.4f')} | {figure(of, 'logloss', '+.4f')}"
+            lines.append(f"| {cell['file']} | {cell['rows'][2]:,} | {cell['best_tree']} | {gaps} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--files", nargs="*", help="only these files")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="only these peers")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    given = parser.parse_args()
+    every = [
+        one for one in yaml.safe_load(LIST.read_text(encoding="utf-8")) if not given.files or one["file"] in given.files
+    ]
+    if missing := [one["file"] for one in every if not (given.folder / one["file"]).exists()]:
+        parser.error(f"{given.folder} lacks {', '.join(missing)}: {LIST.name} says where they are from")
+    for name in given.peers:
+        if importlib.util.find_spec(library := PEERS[name][1]) is None:
+            parser.error(f"{name} wants {library}, which is not installed: install it, or name other --peers")
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for each other crawl on a busy machine
+    cells = []
+    for told in every:
+        cells.append(compare(given.folder / told["file"], told, [HOTROW, *given.peers], range(1, given.seeds + 1)))
+        if given.out:
+            given.out.write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
+    print(page(cells))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
