@@ -1,13 +1,13 @@
 """The scores of hotrow as it comes beside those of tuned peers: AUC and LogLoss of the same test rows of public files.
 
-    pip install lightgbm==4.7.0 catboost==1.2.10 scikit-learn
+    pip install lightgbm==4.7.0 catboost==1.2.10 scikit-learn  # with --peers fuxictr: fuxictr==2.3.10
     python -m benchmarks.quality FOLDER [--files NAME...] [--seeds 5] [--peers NAME...] [--out quality.json]
 
 FOLDER holds the files that benchmarks/quality.yaml lists, which says where each is from. Each becomes one CSV file with
 a label of 0 or 1 and times in seconds, without what leaks; hotrow trains on it, told of label and time alone, and
-nothing of it is tuned. A peer chooses among at most 8 settings by the LogLoss of validation rows, and trains again on training
-and validation rows (benchmarks/quality_peers.py). The oldest 80 % of rows train and the newest 10 % test; without times
-rows are drawn, the same for every seed.
+nothing of it is tuned. A peer chooses among at most 8 settings by the LogLoss of validation rows, and trains again on
+training and validation rows (benchmarks/quality_peers.py). The oldest 80 % of rows train and the newest 10 % test;
+without times rows are drawn, the same for every seed.
 
 Every contender runs in a process of its own on two cores. Its seconds are those of reading, choosing and one training;
 its memory is the most that was ever resident. Differences from the best tree stand beside their standard error over
@@ -39,6 +39,7 @@ from benchmarks.quality_peers import PEERS, THREADS, Floats, logloss, read_rows,
 
 LIST = Path(__file__).with_name("quality.yaml")
 HOTROW = "hotrow"
+USUAL = [name for name in PEERS if name != "fuxictr"]
 TREES = ("lightgbm", "lightgbm, target encodings", "catboost")
 RULES = {">=": lambda cells, than: cells.cast(polars.Float64) >= float(than)}
 RULES |= {"=": lambda cells, than: cells == than, "!=": lambda cells, than: cells != than}
@@ -131,16 +132,16 @@ def placements(label: Floats, scores: Floats) -> tuple[Floats, Floats]:
 
 
 def error_of(values: Floats) -> float:
-    """Returns the standard error of the mean; NaN of a single value."""
-    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+    """Returns the standard error of the mean."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
 def judged(label: Floats, scores: Floats) -> dict[str, Any]:
-    """Returns means and standard errors over seeds of AUC and LogLoss. scores: [seeds, rows]."""
+    """Returns means of AUC and LogLoss over seeds, and standard errors if there are several. scores: [seeds, rows]."""
     aucs = np.array([placements(label, one)[0].mean() for one in scores])
     losses = np.array([logloss(label, one).mean() for one in scores])
-    found = {"auc": aucs.mean(), "auc_se": error_of(aucs), "logloss": losses.mean(), "logloss_se": error_of(losses)}
-    return {name: float(value) for name, value in found.items()}
+    found = {"auc": float(aucs.mean()), "logloss": float(losses.mean())}
+    return found | ({"auc_se": error_of(aucs), "logloss_se": error_of(losses)} if len(scores) > 1 else {})
 
 
 def paired(label: Floats, ours: Floats, theirs: Floats) -> dict[str, float]:
@@ -191,19 +192,21 @@ def page(cells: Sequence[Mapping[str, Any]]) -> str:
     """Returns the figures as two tables in Markdown."""
 
     def figure(of: Mapping[str, float], name: str, form: str) -> str:
-        error = of[f"{name}_se"]
-        return f"{of[name]:{form}}" + ("" if math.isnan(error) else f" ± {error:.4f}")
+        error = of.get(f"{name}_se")
+        return f"{of[name]:{form}}" + ("" if error is None else f" ± {error:.4f}")
 
     lines = ["| file | contender | AUC | LogLoss | seconds | MiB |", "|---|---|---:|---:|---:|---:|"]
     for cell in cells:
         for name, of in cell["contenders"].items():
             scores = f"{figure(of, 'auc', '.4f')} | {figure(of, 'logloss', '.4f')}"
             lines.append(f"| {cell['file']} | {name} | {scores} | {of['seconds']:.1f} | {of['peak_mib']:,.0f} |")
-    lines += ["", "| file | test rows | best tree | hotrow's AUC less its | LogLoss |", "|---|---:|---|---:|---:|"]
-    for cell in cells:
-        if of := cell.get("hotrow_minus_best_tree"):
-            gaps = f"{figure(of, 'auc', '+.4f')} | {figure(of, 'logloss', '+.4f')}"
-            lines.append(f"| {cell['file']} | {cell['rows'][2]:,} | {cell['best_tree']} | {gaps} |")
+    paired_cells = [cell for cell in cells if "best_tree" in cell]
+    if paired_cells:
+        lines += ["", "| file | test rows | best tree | hotrow's AUC less its | LogLoss |", "|---|---:|---|---:|---:|"]
+    for cell in paired_cells:
+        of = cell["hotrow_minus_best_tree"]
+        gaps = f"{figure(of, 'auc', '+.4f')} | {figure(of, 'logloss', '+.4f')}"
+        lines.append(f"| {cell['file']} | {cell['rows'][2]:,} | {cell['best_tree']} | {gaps} |")
     return "\n".join(lines)
 
 
@@ -212,7 +215,9 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--files", nargs="*", help="only these files")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="only these peers")
+    parser.add_argument(
+        "--peers", nargs="*", choices=list(PEERS), default=USUAL, help="these peers (default: all but fuxictr)"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     given = parser.parse_args()
     every = [

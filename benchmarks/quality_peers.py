@@ -1,4 +1,4 @@
-"""The peers of benchmarks/quality.py: trees, a logistic regression and MLPs, each with the settings it may choose from.
+"""The peers of benchmarks/quality.py: trees, a logistic regression and nets, each with the settings it may choose from.
 
 A peer is a function of rows, which of them it trains on and scores, a setting, a seed and the number of rounds.
 Without a number it stops by the LogLoss of the rows that it scores, and returns the number that was best. Libraries are
@@ -7,7 +7,6 @@ imported when a peer is called.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -213,7 +212,7 @@ def logistic(
     return model.predict_proba(inputs[scored])[:, 1], 0
 
 
-def mlp(
+def nets(
     rows: Rows,
     train: NDArray[np.int64],
     scored: NDArray[np.int64],
@@ -221,50 +220,10 @@ def mlp(
     seed: int,
     rounds: int | None,
 ) -> tuple[Floats, int]:
-    """A plain MLP on embeddings and numbers, by Adam; a round is an epoch, and two without a gain end it."""
-    import torch
-    from torch import nn
+    """The nets of benchmarks/quality_nets.py."""
+    from benchmarks.quality_nets import fit
 
-    torch.manual_seed(seed)
-    torch.set_num_threads(THREADS)
-    places, sizes = frequent_codes(rows, train, 2)
-    numbers = torch.from_numpy(dense_inputs(rows, train, log=True)).float()
-    starts = np.cumsum([0, *sizes])
-    ids, label = torch.from_numpy(places + starts[:-1]), torch.from_numpy(rows.label).float()
-    table = nn.Embedding(int(starts[-1]), setting["dim"])
-    nn.init.normal_(table.weight, std=0.01)
-    width = len(sizes) * setting["dim"] + numbers.shape[1]
-    layers: list[nn.Module] = []
-    for out in setting["widths"]:
-        layers += [nn.Linear(width, out), nn.ReLU(), nn.Dropout(setting["dropout"])]
-        width = out
-    net = nn.Sequential(*layers, nn.Linear(width, 1))
-    decay = {"params": table.parameters(), "weight_decay": setting["decay"]}
-    adam = torch.optim.Adam([decay, {"params": net.parameters()}], lr=setting["lr"])
-
-    def outputs(which: torch.Tensor) -> torch.Tensor:
-        return net(torch.cat([table(ids[which]).flatten(1), numbers[which]], 1)).squeeze(1)
-
-    def scores() -> Floats:
-        net.eval()
-        with torch.no_grad():
-            found = torch.cat([outputs(part) for part in torch.from_numpy(scored).split(8192)]).sigmoid().double()
-        net.train()
-        return found.numpy()
-
-    order, best, best_round, found, epoch = torch.from_numpy(train), math.inf, 0, np.zeros(0), 0
-    while epoch < (rounds or 30) and (rounds or epoch <= best_round + 1):
-        for batch in order[torch.randperm(len(order))].split(setting["batch"]):
-            loss = nn.functional.binary_cross_entropy_with_logits(outputs(batch), label[batch])
-            adam.zero_grad()
-            loss.backward()
-            adam.step()
-        epoch += 1
-        if rounds is None:
-            judged = scores()
-            if (now := float(logloss(rows.label[scored], judged).mean())) < best:
-                best, best_round, found = now, epoch, judged
-    return (found, best_round) if rounds is None else (scores(), epoch)
+    return fit(rows, train, scored, setting, seed, rounds)
 
 
 _MLP = {"dim": 8, "widths": (64, 32), "dropout": 0.0, "decay": 1e-5, "lr": 1e-3, "batch": 256}
@@ -302,7 +261,7 @@ PEERS: dict[str, tuple[Peer, str, list[dict[str, Any]]]] = {
         [{"C": c, "log": log, "min_count": count} for log, count in ((False, 2), (True, 2)) for c in (0.01, 0.1, 1.0)],
     ),
     "mlp": (
-        mlp,
+        nets,
         "torch",
         [
             _MLP,
@@ -310,6 +269,16 @@ PEERS: dict[str, tuple[Peer, str, list[dict[str, Any]]]] = {
             _MLP | {"dropout": 0.2, "widths": (128, 64), "decay": 1e-6, "dim": 16},
             _MLP | {"lr": 3e-3, "decay": 1e-4, "dropout": 0.2},
             _MLP | {"batch": 64, "decay": 1e-4},
+        ],
+    ),
+    "fuxictr": (
+        nets,
+        "fuxictr",
+        [
+            _MLP
+            | {"net": net, "crosses": 3, "widths": (128, 64), "dropout": dropout, "decay": decay, "batch_norm": False}
+            for net in ("dcnv2", "deepfm")
+            for dropout, decay in ((0.0, 1e-5), (0.2, 1e-4), (0.0, 1e-3))
         ],
     ),
 }
