@@ -258,7 +258,7 @@ PEERS: dict[str, tuple[Peer, str, list[dict[str, Any]]]] = {
     "logistic regression": (
         logistic,
         "sklearn",
-        [{"C": c, "log": log, "min_count": count} for log, count in ((False, 2), (True, 2)) for c in (0.01, 0.1, 1.0)],
+        [{"C": c, "log": log, "min_count": 2} for log in (False, True) for c in (0.03, 0.3, 3.0, 30.0)],
     ),
     "mlp": (
         nets,
