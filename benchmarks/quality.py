@@ -94,7 +94,7 @@ def hotrow_scores(folder: Path, split: NDArray[np.uint8], seeds: Sequence[int]) 
             quiet=True,
             **{"train.seed": seed},
         )
-        data = PackedDataset.open(run.path / "data")
+        data = PackedDataset.open(run.path / "selection" / "data")
         rows = [data.split(name).num_rows for name in ("train", "val", "test")]
         assert rows == np.bincount(split, minlength=3).tolist(), f"hotrow splits the rows of {folder.name} as {rows}"
         found.append(run.predict(folder / "test.csv").astype(float))

@@ -485,13 +485,14 @@ def _select(
 ) -> Run:
     """Returns the run in `folder` that finds the best step by its validation rows; trains it if it has not finished."""
     path = folder.path / SELECTION
-    if is_taken(path / RUN) and (found := Run(path)).record.status == "finished":
-        return found
-    remove(path, within=folder.path)
-    own = RunFolder.create(path, name=SELECTION)
-    with own:
-        dataset = _prepare_into(own, opened, quiet=quiet)
-    return _train_on(dataset, own, recipe, changes, quiet=quiet)
+    if is_taken(path / CONFIG):
+        if (found := Run(path)).record.status == "finished":
+            return found
+        remove(path, within=folder.path)
+    with RunFolder.begin(path, name=SELECTION, preparation=fingerprint(opened)) as own:
+        with own:
+            dataset = _prepare_into(own, opened, quiet=quiet)
+        return _train_on(dataset, own, recipe, changes, quiet=quiet)
 
 
 def _with_validation_rows(opened: OpenedSource, selection: Run) -> tuple[OpenedSource, dict[str, Any], list[str]]:

@@ -1,0 +1,99 @@
+"""fit trains again with the validation rows, for as many steps more as there are rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import yaml
+
+import hotrow
+from hotrow import api
+from hotrow.config.load import make_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.run import runs
+from prepare_data import file_hashes
+
+OPTIONS: dict[str, Any] = {"batch_size": 32, "epochs": 3, "embedding_dim": 4, "top_mlp": [8], "quiet": True}
+
+
+def clicks(num_rows: int, *, timed: bool) -> pa.Table:
+    """Items decide the click; later rows have items that earlier ones lack."""
+    generator = np.random.default_rng(0)
+    item = generator.integers(0, 20, num_rows) + np.arange(num_rows) // 200
+    click = generator.random(num_rows) < np.where(item % 3 == 0, 0.8, 0.1)
+    times = {"ts": np.arange(num_rows) + 1_700_000_000} if timed else {}
+    return pa.table({"item": [f"i{i}" for i in item], "price": generator.random(num_rows), "click": click, **times})
+
+
+def weights(run: hotrow.Run) -> dict[str, str]:
+    return {name: digest for name, digest in file_hashes(run.checkpoint).items() if "safetensors" in name}
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_the_second_run_trains_all_rows_but_those_of_the_test(timed: bool, tmp_path: Path) -> None:
+    """It equals, to the bit, a run on data that a person has split into 90, 0 and 10 %, with the steps found."""
+    rows, hints = clicks(1500, timed=timed), {"label": "click", **({"time": "ts"} if timed else {})}
+    run = hotrow.fit(rows, run=tmp_path / "run", **hints, **OPTIONS)
+    selection = hotrow.load(run.path / "selection")
+    first, second = PackedDataset.open(selection.path / "data"), PackedDataset.open(run.path / "data")
+    train, validation, test = (first.split(name).num_rows for name in ("train", "val", "test"))
+    assert {name: split.num_rows for name, split in second.info.splits.items()} == {
+        "train": train + validation,
+        "test": test,
+    }
+    more = (train + validation) / train
+    assert run.record.steps == round((selection.record.chosen_step or 0) * more)
+
+    by_hand = run_prepare("frame", rows, tmp_path / "packed", **hints, fractions=(0.8 + 0.1, 0.0, 0.1))
+    raw = yaml.safe_load((selection.path / "config.yaml").read_text())
+    raw["train"] |= {"max_steps": run.record.steps, "eval_every": None, "early_stopping": None}
+    schedule = raw["optimizer"]["schedule"]
+    raw["optimizer"]["schedule"] = {name: steps and round(steps * more) for name, steps in schedule.items()}
+    alone = runs.train(
+        make_config(raw | {"data": str(by_hand.path), "run": str(tmp_path / "alone")}, origin="test"), quiet=True
+    )
+    assert weights(run) == weights(hotrow.load(alone.path))
+    assert run.metrics["auc"] == hotrow.load(alone.path).metrics["auc"]
+
+
+def test_ids_of_validation_rows_are_known_afterwards(tmp_path: Path) -> None:
+    rows = clicks(1500, timed=True)
+    run = hotrow.fit(rows, label="click", time="ts", run=tmp_path / "run", **OPTIONS)
+    once = hotrow.fit(rows, label="click", time="ts", run=tmp_path / "once", refit=False, **OPTIONS)
+    sizes = [PackedDataset.open(each.path / "data").info.table_by_name["item"].num_embeddings for each in (once, run)]
+    assert sizes[0] < sizes[1]
+    assert not (once.path / "selection").exists() and "val" in (once.record.metrics or {})
+
+
+def test_a_selection_that_was_interrupted_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call ends after the first run, and the second goes on with the second one."""
+    options = {"label": "click", "run": tmp_path / "run", **OPTIONS}
+    rows, calls, train = clicks(1500, timed=False), [], api.train
+
+    def counted(config: Any, **more: Any) -> Any:
+        calls.append(config.run)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return train(config, **more)
+
+    monkeypatch.setattr(api, "train", counted)
+    with pytest.raises(KeyboardInterrupt):
+        hotrow.fit(rows, **options)
+    assert hotrow.fit(rows, **options).record.status == "finished"
+    assert [Path(call).name for call in calls] == ["selection", "run", "run"]
+
+
+@pytest.mark.parametrize("options", [{"split": {"fractions": [0.9, 0.0, 0.1]}}, {"refit": False}])
+def test_without_validation_rows_there_is_one_run(options: dict[str, Any], tmp_path: Path) -> None:
+    run = hotrow.fit(clicks(600, timed=False), label="click", run=tmp_path / "run", **options, **OPTIONS)
+    assert not (run.path / "selection").exists() and run.record.status == "finished"
+
+
+def test_max_steps_hold_for_both_runs(tmp_path: Path) -> None:
+    run = hotrow.fit(clicks(600, timed=False), label="click", run=tmp_path / "run", max_steps=3, **OPTIONS)
+    assert run.record.steps is not None and run.record.steps <= 3
