@@ -49,7 +49,7 @@ def test_init_writes_the_recipe_that_fit_uses(tmp_path: Path) -> None:
     clicks = generator.random(3000) < np.where(users % 3 == 0, 0.7, 0.2)
     lines = [f"{int(click)},u{user}" for click, user in zip(clicks, users, strict=True)]
     (tmp_path / "x.csv").write_text("\n".join(["click,user", *lines]) + "\n")
-    run = hotrow.fit(tmp_path / "x.csv", run=tmp_path / "run", quiet=True, threads=1)
+    run = hotrow.fit(tmp_path / "x.csv", run=tmp_path / "run", quiet=True, threads=1, refit=False)
     run_init(tmp_path / "run" / "data", out=tmp_path / "init")
     written = hotrow.load_config(tmp_path / "init" / "recipe.yaml")
     used = hotrow.load_config(run.path / "config.yaml")
