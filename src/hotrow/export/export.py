@@ -279,6 +279,7 @@ def _write_transforms(folder: Path, kept: PackedDataset) -> dict[str, FileRecord
     if made is not None:
         used += [transform for transform, _ in made.schema.computed.values()]
         used += [cut for cut in (feature.cut() for feature in made.schema.categorical) if cut is not None]
+        used += [Transform("cross")] if made.schema.statistics else []
     names = {transform.name for transform in used}
     return _write_texts(folder, {f"transforms/{name}.py": source_of(name) for name in sorted(names)})
 
@@ -375,7 +376,8 @@ def _computed(made: RawRows) -> tuple[dict[str, Any], ...]:
             "into": into,
             "transform": transform.name,
             "options": dict(transform.options),
-            "columns": [{"name": name, **_written(name, made)} for name in columns],
+            "columns": [{"name": name, **(_ids if transform.takes_ids else _written)(name, made)} for name in columns],
+            **({"ids": True} if transform.takes_ids else {}),
         }
         for into, (transform, columns) in made.schema.computed.items()
     )
@@ -415,13 +417,17 @@ def _feature(feature: Feature, made: RawRows | None) -> dict[str, Any]:
     found: dict[str, Any] = {"name": feature.name, "table": feature.table, "kind": feature.kind}
     if made is None:
         return found
-    encoding = made.encodings[feature.name]
     spec = next(column for column in made.schema.categorical if column.column == feature.name)
+    return found | {"separator": spec.separator} | _ids(feature.name, made)
+
+
+def _ids(column: str, made: RawRows) -> dict[str, Any]:
+    """Returns how raw values of a column become single ids."""
+    encoding = made.encodings[column]
+    spec = next(each for each in made.schema.id_columns if each.column == column)
     base = 16 if made.source == "criteo" else 10
-    found |= {"keys": encoding, "separator": spec.separator, **({} if encoding == "bytes" else {"base": base})}
-    if spec.buckets is None:
-        return found
-    return found | {"buckets": list(spec.buckets), **_written(feature.name, made)}
+    found = {"keys": encoding, **({} if encoding == "bytes" else {"base": base})}
+    return found if spec.buckets is None else found | {"buckets": list(spec.buckets), **_written(column, made)}
 
 
 def _table(table: TableConfig, kept: PackedDataset, made: RawRows | None) -> dict[str, Any]:

@@ -82,7 +82,10 @@ class Scorer:
     @property
     def columns(self) -> list[str]:
         """Names of the raw columns that a score is made of."""
-        made = {each["into"]: [column["name"] for column in each["columns"]] for each in self.about["transforms"]}
+        made: dict[str, list[str]] = {}
+        for each in self.about["transforms"]:
+            taken = [column["name"] for column in each["columns"]]
+            made[each["into"]] = [name for column in taken for name in made.get(column, [column])]
         inputs = [column["name"] for column in self.about["dense"] + self.about["features"]]
         return list(dict.fromkeys(name for each in inputs for name in made.get(each, [each])))
 
@@ -98,7 +101,8 @@ class Scorer:
         self.seen = self._counting.Seen(usual["columns"], usual["ranges"], of=usual["of"])
         unreadable: dict[str, int] = {}
         for made in self.about["transforms"]:
-            columns[made["into"]], unreadable[made["into"]] = self._computed(made, columns)
+            columns[made["into"]], count = self._computed(made, columns)
+            unreadable[made["into"]] = count + sum(unreadable.get(column["name"], 0) for column in made["columns"])
         dense, rows = [], {}
         for column in self.about["dense"]:
             name = column["name"]
@@ -120,9 +124,13 @@ class Scorer:
             return [self._with_null(item) for item in value]
         return None if isinstance(value, str) and value.strip(" ") in self.about.get("missing", ()) else value
 
-    def _computed(self, made: dict[str, Any], columns: Mapping[str, Sequence[Any]]) -> tuple[list[float | None], int]:
+    def _computed(self, made: dict[str, Any], columns: Mapping[str, Sequence[Any]]) -> tuple[list[Any], int]:
         """Returns a column that is computed from others, None where it is missing, and how many of their values could
         not be read."""
+        if made.get("ids"):
+            found = [self._hashes(column, columns[column["name"]]) for column in made["columns"]]
+            ids = self._transforms[made["transform"]](*(hashes for hashes, _ in found), **made["options"])
+            return ids.view(np.int64).tolist(), sum(count for _, count in found)
         read = [numbers_of(column, columns[column["name"]]) for column in made["columns"]]
         numbers = self._transforms[made["transform"]](*(values for values, _ in read), **made["options"])
         return [None if math.isnan(n) else n for n in numbers.tolist()], sum(count for _, count in read)
@@ -143,23 +151,26 @@ class Scorer:
         """Returns the label's statistics, in the order of `about["statistics"]` and of their priors."""
         features, found = {feature["name"]: feature for feature in self.about["features"]}, []
         for i, statistic in enumerate(self.about["statistics"]):
-            hashes = [self._hashes(features[name], columns[name]) for name in statistic["features"]]
-            numbers = self._counts.of(i, [joined_hash(own) for own in zip(*hashes, strict=True)])
+            hashes = [self._hashes(features[name], columns[name])[0] for name in statistic["features"]]
+            numbers = self._counts.of(i, self._transforms["cross"](*hashes).tolist())
             for prior in statistic["priors"]:
                 x = self._transforms["target_stat"](*numbers, prior=prior)
                 found.append(torch.from_numpy(x.astype(np.float32)))
         return found
 
-    def _hashes(self, feature: dict[str, Any], values: Sequence[Any]) -> list[int]:
-        """Returns the 64-bit hash of each value of a feature of single ids."""
+    def _hashes(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[Any, int]:
+        """Returns the 64-bit hash of each value of a column of single ids, uint64 [n], and how many of them could not
+        be read."""
         hashes = []
-        for value in self._in_buckets(feature, values)[0]:
+        values, unreadable = self._in_buckets(feature, values)
+        for value in values:
             try:
                 key = text_key(value) if feature["keys"] == "bytes" else integer_key(value, feature)
                 hashes.append(HASH_OF_MISSING if is_missing(single(value)) else hash_of(key))
             except UnreadableError:
+                unreadable += 1
                 hashes.append(HASH_OF_MISSING)
-        return hashes
+        return np.array(hashes, np.uint64), unreadable
 
     def _in_buckets(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[Sequence[Any], int]:
         """Returns the ids of a feature of buckets, and how many values could not be read; of others, their values."""
@@ -387,17 +398,6 @@ def text_key(value: Any) -> bytes:
 
 
 HASH_OF_MISSING = 0x9E3779B97F4A7C15
-
-
-def joined_hash(hashes: Sequence[int]) -> int:
-    """Returns the hash of several values together."""
-    h, *others = hashes
-    for other in others:
-        h = (h * 0x9E3779B97F4A7C15 + other) % 2**64
-        h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        h = (h ^ h >> 27) * 0x94D049BB133111EB % 2**64
-        h ^= h >> 31
-    return h
 
 
 def hash_of(key: bytes | int) -> int:

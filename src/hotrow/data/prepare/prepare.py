@@ -161,7 +161,7 @@ def raw_rows(dataset: PackedDataset) -> RawRows | None:
         ("dense columns", schema.dense_inputs, info.dense_names),
         ("features", schema.feature_names, info.feature_names),
         ("kinds", [c.kind for c in schema.categorical], [f.kind for f in info.features]),
-        ("encodings", sorted(schema.feature_names), sorted(made.encodings)),
+        ("encodings", sorted(c.column for c in schema.id_columns), sorted(made.encodings)),
         ("tables", sorted(schema.table_names), sorted(info.table_by_name)),
     ):
         if list(wanted) != list(found):

@@ -29,9 +29,9 @@ from safetensors.numpy import load, save
 
 from hotrow.base.door import read_file
 from hotrow.base.files import atomic_write
-from hotrow.data.chunk import Chunk, Keys
-from hotrow.data.native import GOLDEN, count_before, hash_keys, mix64
-from hotrow.data.sources.convert import CodedKeys, column_of
+from hotrow.data.chunk import Chunk
+from hotrow.data.native import count_before
+from hotrow.data.sources.convert import column_of, key_hashes
 from hotrow.data.sources.schema import Schema
 from hotrow.data.transforms import Transform
 
@@ -40,8 +40,6 @@ MAX_BYTES = 1 << 28
 MAX_BITS = 20
 BLOCK_ROWS = 4096
 """Rows whose inputs are computed at a time: few enough for what lies between to stay in the cache."""
-MISSING = np.uint64(GOLDEN)
-"""The hash of a missing value."""
 
 
 class Statistics:
@@ -105,15 +103,9 @@ class Statistics:
 
     def _hashes(self, chunk: Chunk) -> list[NDArray[np.uint64]]:
         """Returns by statistic the hash of each row's value [n]."""
-        of_column = {name: _hash_column(column_of(chunk.keys, name)) for name in self._columns}
-        found = []
-        for spec in self._specs:
-            first, *others = spec.columns
-            hashes = of_column[first]
-            for name in others:
-                hashes = mix64(hashes * np.uint64(GOLDEN) + of_column[name])
-            found.append(hashes)
-        return found
+        of_column = {name: key_hashes(column_of(chunk.keys, name)) for name in self._columns}
+        cross = Transform("cross")
+        return [cross(*(of_column[name] for name in spec.columns)) for spec in self._specs]
 
     def merge(self, other: Statistics) -> None:
         """Adds the counts of other rows."""
@@ -156,13 +148,3 @@ def raw_transforms(schema: Schema, transforms: Sequence[Transform]) -> list[Tran
 def _labels(chunk: Chunk) -> NDArray[np.bool_]:
     """Returns which rows are positive [n]; rows to score have no labels, and none is."""
     return np.zeros(chunk.num_rows, np.bool_) if chunk.label is None else chunk.label > 0.5
-
-
-def _hash_column(column: Keys | CodedKeys) -> NDArray[np.uint64]:
-    """Returns the hash of each row's value [n]."""
-    if isinstance(column, CodedKeys):
-        return _hash_column(column.entries).take(column.codes)
-    hashes = hash_keys(column)
-    if column.valid is not None:
-        hashes[~column.valid] = MISSING
-    return hashes

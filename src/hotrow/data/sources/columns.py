@@ -43,6 +43,7 @@ from hotrow.data.sources.convert import (
     TimeReader,
     default_encoding,
     is_text,
+    key_hashes,
     kind_of,
     to_keys,
     to_label,
@@ -120,14 +121,15 @@ class ColumnsSource:
         self._columns = self._wanted_columns()
         self._reader.check_drift(self._columns)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
-        types |= dict.fromkeys(self._computed, pa.float64())
+        types |= {n: pa.int64() if made.takes_ids else pa.float64() for n, (made, _) in self._computed.items()}
+        self._id_columns = {feature.column: feature for feature in schema.id_columns}
         cuts = {feature.column: feature.cut() for feature in schema.categorical}
         self._cuts = {name: cut for name, cut in cuts.items() if cut is not None}
         if values == "strict" or encodings is None:
             with self._naming(0):
                 found = {
-                    c.column: default_encoding(pa.float64() if c.column in self._cuts else types[c.column], c)
-                    for c in schema.categorical
+                    name: default_encoding(pa.float64() if name in self._cuts else types[name], c)
+                    for name, c in self._id_columns.items()
                 }
         self.encodings: dict[str, IdEncoding] = dict(encodings or found)
         self._time_reader = self._make_time_reader()
@@ -319,11 +321,25 @@ class ColumnsSource:
             assert self.schema.time is not None
             time, fault = self._time_reader(self._cells(stored[self.schema.time.column]), self.schema.time.column)
             faults.append(fault)
+        ids: dict[str, tuple[Keys | CodedKeys, list[Fault | None], int]] = {}
+
+        def ids_of(name: str) -> tuple[Keys | CodedKeys, list[Fault | None], int]:
+            if name not in ids:
+                ids[name] = self._ids(stored[name], name, dictionaries)
+                faults.extend(ids[name][1])
+            return ids[name]
+
         for name, (transform, inputs) in self._computed.items():
-            read = [self._numbers(stored[column], column) for column in inputs]
-            stored[name] = pa.array(transform(*(numbers for numbers, _, _ in read)), from_pandas=True)
-            faults += [fault for _, fault, _ in read]
-            of_inputs[name] = sum(num_unreadable for _, _, num_unreadable in read)
+            if transform.takes_ids:
+                hashes = transform(*(key_hashes(ids_of(column)[0]) for column in inputs))
+                stored[name] = pa.array(hashes.view(np.int64))
+                of_inputs[name] = sum(ids_of(column)[2] for column in inputs)
+            else:
+                read = [self._numbers(stored[column], column) for column in inputs]
+                stored[name] = pa.array(transform(*(numbers for numbers, _, _ in read)), from_pandas=True)
+                faults += [fault for _, fault, _ in read]
+                of_inputs[name] = sum(num_unreadable for _, _, num_unreadable in read)
+            of_inputs[name] += sum(of_inputs[column] for column in inputs)
         dense = np.empty((len(batch), len(self.schema.dense)), dtype=np.float32)
         for i, name in enumerate(self.schema.dense_names):
             numbers, fault, num_unreadable = self._numbers(stored[name], name)
@@ -332,27 +348,29 @@ class ColumnsSource:
             faults.append(fault)
             unreadable[name] = of_inputs[name] + num_unreadable
         keys: dict[str, Keys | CodedKeys] = {}
-        for feature in self.schema.categorical:
-            name, encoding = feature.column, self.encodings[feature.column]
-            coded, fault = None, None
-            if encoding == "bytes" and feature.kind == "one_hot" and pa.types.is_dictionary(stored[name].type):
-                coded = dictionaries(name, stored[name])
-            if coded is not None:
-                keys[name] = coded
-                continue
-            cells = self._cells(stored[name])
-            if name in self._cuts:
-                numbers, fault, num_unreadable = self._numbers(stored[name], name)
-                of_inputs[name] += num_unreadable
-                faults.append(fault)
-                cells = pa.array(self._cuts[name](numbers), from_pandas=True)
-            if self._values == "any":
-                keys[name], num_unreadable = lenient_keys(cells, feature, encoding)
-                unreadable[name] = of_inputs[name] + num_unreadable
-            else:
-                keys[name], fault = to_keys(cells, feature, encoding)
-            faults.append(fault)
+        for name in self.schema.feature_names:
+            keys[name], _, num_unreadable = ids_of(name)
+            unreadable[name] = of_inputs[name] + num_unreadable
         return (label, time, dense, KeyColumns(keys), unreadable), [f for f in faults if f is not None]
+
+    def _ids(
+        self, array: pa.Array, name: str, dictionaries: DictionaryReader
+    ) -> tuple[Keys | CodedKeys, list[Fault | None], int]:
+        """Returns a column as ids, what is wrong with it, and how many of its values could not be read."""
+        feature, encoding = self._id_columns[name], self.encodings[name]
+        if encoding == "bytes" and feature.kind == "one_hot" and pa.types.is_dictionary(array.type):
+            coded = dictionaries(name, array)
+            if coded is not None:
+                return coded, [], 0
+        cells, cut_fault, num_unreadable = self._cells(array), None, 0
+        if name in self._cuts:
+            numbers, cut_fault, num_unreadable = self._numbers(array, name)
+            cells = pa.array(self._cuts[name](numbers), from_pandas=True)
+        if self._values == "any":
+            keys, more = lenient_keys(cells, feature, encoding)
+            return keys, [cut_fault], num_unreadable + more
+        keys, fault = to_keys(cells, feature, encoding)
+        return keys, [cut_fault, fault], num_unreadable
 
     def _numbers(self, array: pa.Array, column: str) -> tuple[NDArray[np.float64], Fault | None, int]:
         """Returns a column as numbers, what is wrong with it, and how many of its values could not be read."""

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import KeyKind, Keys, take_keys
-from hotrow.data.native import count_codes
+from hotrow.data.native import GOLDEN, count_codes, hash_keys
 from hotrow.data.sources.schema import JSON_LISTS, CategoricalSpec, DenseSpec, LabelSpec
 
 IdEncoding = Literal["int", "uint64", "hex", "bytes"]
@@ -634,6 +634,20 @@ class _Seen:
 def column_of(keys: Mapping[str, Keys], name: str) -> Keys | CodedKeys:
     """Returns the keys of one feature as they were read, coded or not."""
     return keys.as_read(name) if isinstance(keys, KeyColumns) else keys[name]
+
+
+MISSING_HASH = np.uint64(GOLDEN)
+"""The hash of a missing value."""
+
+
+def key_hashes(column: Keys | CodedKeys) -> NDArray[np.uint64]:
+    """Returns the 64-bit hash of each row's id [n], of a column without lists."""
+    if isinstance(column, CodedKeys):
+        return key_hashes(column.entries).take(column.codes)
+    hashes = hash_keys(column)
+    if column.valid is not None:
+        hashes[~column.valid] = MISSING_HASH
+    return hashes
 
 
 class DictionaryReader:

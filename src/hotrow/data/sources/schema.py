@@ -102,8 +102,8 @@ class DenseSpec(_Column):
     @field_validator("transform")
     @classmethod
     def _of_one_column(cls, name: str) -> str:
-        if Transform(name).num_columns != 1:
-            raise ValueError(f"{name} takes {Transform(name).num_columns} columns; list it under `transforms`")
+        if Transform(name).num_columns != 1 or Transform(name).takes_ids:
+            raise ValueError(f"{name} is no function of one column of numbers; list it under `transforms`")
         return name
 
     @model_validator(mode="after")
@@ -158,12 +158,12 @@ class CategoricalSpec(_Column):
 
 
 class ComputedSpec(BaseModel):
-    """A column that a transform computes from columns of numbers. Fields besides these are the transform's options."""
+    """A column that a transform computes from other columns. Fields besides these are the transform's options."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     column: str | None = None
-    """The column of numbers that the transform takes, if it takes one."""
+    """The column that the transform takes, if it takes one: of numbers, or for `cross` and `hash` of ids."""
     columns: tuple[str, ...] = ()
     """The columns that it takes, in its order, if it takes several."""
     into: str
@@ -177,8 +177,10 @@ class ComputedSpec(BaseModel):
     def transform(self, name: str) -> Transform:
         """Returns the transform `name` with these options. Raises ValueError if it does not take them."""
         made = Transform(name, self.model_extra or {})
-        if len(self.inputs) != made.num_columns or (self.column is not None and self.columns):
-            wanted = "`column`" if made.num_columns == 1 else f"{made.num_columns} `columns`"
+        missing = made.num_columns - len(self.inputs)
+        if missing > 0 or (missing < 0 and not made.takes_more) or (self.column is not None and self.columns):
+            more = " or more" if made.takes_more else ""
+            wanted = "`column`" if made.num_columns == 1 else f"{made.num_columns}{more} `columns`"
             raise ValueError(f"{name}: {len(self.inputs)} columns are named, but it takes {wanted}")
         return made
 
@@ -293,7 +295,8 @@ class Schema(_Strict):
     dense: tuple[DenseSpec, ...] = ()
     categorical: tuple[CategoricalSpec, ...] = Field(min_length=1)
     transforms: tuple[Annotated[dict[str, ComputedSpec], AfterValidator(_known_transform)], ...] = ()
-    """Columns that are computed from columns of numbers: a mapping from a transform's name to what it computes."""
+    """Columns that are computed from columns: mappings from a transform's name to what it computes, of stored columns
+    and of those that entries before it compute."""
     statistics: tuple[StatisticSpec, ...] = ()
     """Inputs besides `dense` and `categorical`: the label's statistics by value, over the training rows before each
     row."""
@@ -328,21 +331,39 @@ class Schema(_Strict):
 
     @model_validator(mode="after")
     def _computed_fit(self) -> Schema:
-        made = [spec for entry in self.transforms for spec in entry.values()]
+        made = [(spec, spec.transform(name)) for entry in self.transforms for name, spec in entry.items()]
+        into, taken = [spec.into for spec, _ in made], [column for spec, _ in made for column in spec.inputs]
         stored = {self.label.column, *(() if self.time is None else (self.time.column,))}
-        stored |= {column for spec in made for column in spec.inputs}
-        for spec in made:
-            if spec.into in stored or [each.into for each in made].count(spec.into) > 1:
+        numbers = {*self.dense_names, *(c.column for c in self.categorical if c.buckets is not None)}
+        numbers |= {column for spec, transform in made if not transform.takes_ids for column in spec.inputs}
+        lists = {c.column for c in self.categorical if c.kind != "one_hot"}
+        for i, (spec, transform) in enumerate(made):
+            if spec.into in (*stored, *spec.inputs) or into.count(spec.into) > 1:
                 raise ValueError(
                     f"transforms: into {spec.into!r} names two columns, a computed one and another; rename it"
+                )
+            if later := [column for column in spec.inputs if column in into[i:]]:
+                raise ValueError(
+                    f"transforms: {spec.into!r} is computed from {later[0]!r}, which a later entry computes; list that "
+                    "entry first, and if it needs this one, remove one of the two"
                 )
             if self.label.column in spec.inputs:
                 raise ValueError(
                     f"transforms: {spec.into!r} is computed from {self.label.column!r}, which is the label: the model "
                     "would see the answer; remove it"
                 )
-            if spec.into not in self.dense_names + self.feature_names:
+            if spec.into not in (*self.dense_names, *self.feature_names, *taken):
                 raise ValueError(f"transforms: no input is {spec.into!r}; list it under categorical or dense")
+            if transform.takes_ids and spec.into in numbers:
+                raise ValueError(
+                    f"transforms: {transform.name} makes {spec.into!r}, which is an id and no number; list it under "
+                    "categorical alone, without `buckets`"
+                )
+            if transform.takes_ids and (several := [column for column in spec.inputs if column in lists]):
+                raise ValueError(
+                    f"transforms: {transform.name} takes columns of one id per row, but {several[0]!r} is a list; "
+                    "leave it out"
+                )
         if made and self.histories is not None:
             raise ValueError("transforms: `histories` are made of stored columns alone; remove one of the two")
         return self
@@ -418,6 +439,13 @@ class Schema(_Strict):
         """By the name of each computed column: the transform, and the columns that it takes."""
         specs = [(name, spec) for entry in self.transforms for name, spec in entry.items()]
         return {spec.into: (spec.transform(name), spec.inputs) for name, spec in specs}
+
+    @property
+    def id_columns(self) -> tuple[CategoricalSpec, ...]:
+        """How columns of ids are read: the features, then other columns whose ids transforms take."""
+        taken = [name for transform, names in self.computed.values() if transform.takes_ids for name in names]
+        others = [name for name in dict.fromkeys(taken) if name not in self.feature_names]
+        return (*self.categorical, *(CategoricalSpec(column=name) for name in others))
 
     @property
     def input_names(self) -> tuple[str, ...]:

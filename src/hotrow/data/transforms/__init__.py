@@ -1,4 +1,4 @@
-"""Transforms: named functions of columns of numbers. Preparation, prediction and exports compute them by this code.
+"""Transforms: named functions of columns. Preparation, prediction and exports compute them by this code.
 
     standardize = Transform("standardize", {"mean": 1.5, "std": 0.25})
     standardize(np.array([2.0, np.nan]))                # [2.0, nan]: float64 [n] in and out, NaN = missing
@@ -7,6 +7,8 @@ A transform is one file in this folder, and a new one needs no other change. The
 Columns are the function's positional arguments; options are its keyword-only ones, and it raises ValueError for options
 that it does not allow. If options are found in training rows, the file also has a function `fit`. Exports copy these
 files, so they import NumPy and the standard library alone.
+
+A function whose columns are NDArray[np.uint64] is one of ids: it takes their 64-bit hashes and returns ids as uint64.
 """
 
 from __future__ import annotations
@@ -68,19 +70,30 @@ class Transform:
             raise ValueError(f"{self.name}.{describe(error)} (options: {known})") from None
         object.__setattr__(self, "options", options.model_dump(mode="json"))
         try:
-            self(*[np.empty(0)] * self.num_columns)
+            self(*[np.empty(0, np.uint64 if self.takes_ids else np.float64)] * self.num_columns)
         except ValueError as error:
             raise ValueError(f"{self.name}.{error}") from None
 
-    def __call__(self, *columns: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns a number for each row [n], of `num_columns` columns [n]; NaN = missing."""
-        function: Callable[..., NDArray[np.float64]] = _function(self.name)
+    def __call__(self, *columns: NDArray[Any]) -> NDArray[Any]:
+        """Returns a number for each row [n], of `num_columns` columns [n]; NaN = missing. Of ids: see `takes_ids`."""
+        function: Callable[..., NDArray[Any]] = _function(self.name)
         return function(*columns, **self.options)
 
     @property
     def num_columns(self) -> int:
-        """Number of columns that the transform takes."""
-        return len(_parameters(self.name, Parameter.POSITIONAL_OR_KEYWORD))
+        """Number of columns that the transform takes; if it `takes_more`, the least number."""
+        return len(_parameters(self.name, Parameter.POSITIONAL_OR_KEYWORD)) or 2
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether the transform takes any number of columns."""
+        return bool(_parameters(self.name, Parameter.VAR_POSITIONAL))
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether the transform makes uint64 ids of the 64-bit hashes of ids, and not float64 of float64."""
+        columns = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL)
+        return any(p.annotation == NDArray[np.uint64] for kind in columns for p in _parameters(self.name, kind))
 
     def __str__(self) -> str:
         """As `log1p_clip0` or `standardize(mean=1.5, std=0.25)`."""
