@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from typing import Any
 
@@ -26,12 +28,45 @@ def test_each_transform_against_its_formula() -> None:
     np.testing.assert_array_equal(standardized, [-3, -0.5, 1, np.nan, 499999.5])
 
 
+@given(st.lists(st.floats(-1e12, 1e12) | st.just(math.nan) | st.integers(-5, 30).map(float), min_size=1))
+def test_transforms_of_numbers_against_plain_python(values: list[float]) -> None:
+    def wanted(name: str, formula, **options: float) -> None:
+        truth = [x if math.isnan(x) and name != "fill" else formula(x) for x in values]
+        np.testing.assert_array_equal(Transform(name, options)(np.array(values)), truth)
+
+    wanted("floor_log2", lambda x: math.floor(math.log(x) ** 2) if x > 2 else x)
+    wanted("clip", lambda x: min(max(x, -1.5), 20), low=-1.5, high=20)
+    wanted("clip", lambda x: max(x, 3), low=3)
+    wanted("clip", lambda x: min(x, 3), high=3)
+    wanted("fill", lambda x: -7 if math.isnan(x) else x, value=-7)
+
+
+TIMES = st.integers(-(10**10), 10**10)
+OFFSETS = st.sampled_from([0, 1, -8, 5.5, 14])
+
+
+@given(st.lists(TIMES, min_size=1), OFFSETS)
+def test_parts_of_times_against_datetime(seconds: list[int], offset: float) -> None:
+    local = [datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=s, hours=offset) for s in seconds]
+    x = np.array([*seconds, np.nan], np.float64)
+    options = {"utc_offset_hours": offset} if offset else {}
+    np.testing.assert_array_equal(Transform("hour", options)(x), [*(t.hour for t in local), np.nan])
+    np.testing.assert_array_equal(Transform("weekday", options)(x), [*(t.weekday() for t in local), np.nan])
+
+
+@given(st.lists(st.tuples(TIMES, TIMES), min_size=1))
+def test_age_is_a_difference(pairs: list[tuple[int, int]]) -> None:
+    later, earlier = np.array([*pairs, (np.nan, 1), (1, np.nan)], np.float64).T
+    np.testing.assert_array_equal(Transform("age")(later, earlier), [*(a - b for a, b in pairs), np.nan, np.nan])
+
+
 @pytest.mark.parametrize(
     ("transform", "text"),
     [
         (Transform("log1p_clip0"), "log1p_clip0"),
         (Transform("identity"), "identity"),
         (Transform("standardize", {"mean": -0.1, "std": 1e-30}), "standardize(mean=-0.1, std=1e-30)"),
+        (Transform("clip", {"low": 1}), "clip(low=1.0, high=None)"),
     ],
 )
 def test_the_recorded_form_reads_back(transform: Transform, text: str) -> None:
@@ -87,6 +122,19 @@ def computed(name: str = "log1p_clip0", **fields: Any) -> dict[str, Any]:
     return {**SCHEMA, "dense": ["log_age"], "transforms": [entry]}
 
 
+def chain(*made: tuple[str, str, str], **changes: Any) -> dict[str, Any]:
+    """A schema of transforms (name, column, into), of which each may take what those before it compute."""
+    options = {"hash": {"buckets": 9}, "fill": {"value": 0}, "clip": {"low": 0}}
+    transforms = [{name: {"column": column, "into": into, **options[name]}} for name, column, into in made]
+    return {**SCHEMA, "dense": ["y"] if len(made) > 1 else [], "transforms": transforms, **changes}
+
+
+def test_a_transform_takes_what_an_earlier_one_computes() -> None:
+    schema = parse_schema(chain(("fill", "age", "x"), ("clip", "x", "y")), where="s.yaml")
+    assert schema.column_names == ("click", "user", "age")
+    assert list(schema.computed) == ["x", "y"]
+
+
 def test_a_schema_computes_columns() -> None:
     schema = parse_schema(computed(), where="s.yaml")
     assert schema.computed == {"log_age": (Transform("log1p_clip0"), ("age",))}
@@ -114,6 +162,29 @@ def test_a_schema_computes_columns() -> None:
         ({**SCHEMA, "transforms": [{"log1p_clip0": {"column": "age"}}]}, ["transforms[0].log1p_clip0.into", "missing"]),
         ({**SCHEMA, "transforms": {"log1p_clip0": {}}}, ["transforms is", "a list"]),
         ({**SCHEMA, "dense": [{"column": "age", "transform": "sqrt"}]}, ["dense[0].transform", "'sqrt'", "identity"]),
+        ({**SCHEMA, "dense": [{"column": "age", "transform": "age"}]}, ["dense[0].transform", "age", "`transforms`"]),
+        ({**SCHEMA, "dense": [{"column": "age", "transform": "hash"}]}, ["dense[0].transform", "hash.buckets"]),
+        (
+            {**SCHEMA, "dense": [{"column": "age", "transform": "fill"}]},
+            ["dense[0].transform", "fill.value", "missing"],
+        ),
+        (computed("clip"), ["transforms[0]", "clip.low", "high"]),
+        (computed("clip", low=2, high=1), ["transforms[0]", "clip.low is 2", "1.0"]),
+        (computed("fill"), ["transforms[0]", "fill.value", "missing"]),
+        (computed("hour", utc_offset_hours="CET"), ["transforms[0]", "hour.utc_offset_hours is 'CET'", "a number"]),
+        (computed("age"), ["transforms[0]", "age", "1 columns", "2 `columns`"]),
+        (computed("cross"), ["transforms[0]", "cross", "1 columns", "2 or more `columns`"]),
+        (computed("hash", buckets=0), ["transforms[0]", "hash.buckets is 0"]),
+        (computed("hash", buckets=9, seed=-1), ["transforms[0]", "hash.seed is -1"]),
+        (computed("hash", buckets=9), ["transforms", "hash", "'log_age'", "categorical"]),
+        (chain(("hash", "user", "x"), ("clip", "x", "y")), ["transforms", "hash", "'x'", "categorical"]),
+        (chain(("fill", "y", "x"), ("clip", "x", "y")), ["transforms", "'x'", "'y'", "later", "first", "remove"]),
+        (chain(("fill", "y", "x"), ("clip", "age", "y")), ["transforms", "'x'", "'y'", "later", "first"]),
+        (chain(("fill", "click", "x"), ("clip", "x", "y")), ["transforms", "'x'", "'click'", "label"]),
+        (
+            chain(("hash", "tags", "x"), categorical=["x", {"column": "tags", "kind": "multi_hot"}]),
+            ["transforms", "hash", "'tags'", "list"],
+        ),
     ],
 )
 def test_faults_of_computed_columns_are_named(schema: dict[str, Any], fields: list[str]) -> None:

@@ -165,8 +165,10 @@ class Scorer:
         values, unreadable = self._in_buckets(feature, values)
         for value in values:
             try:
-                key = text_key(value) if feature["keys"] == "bytes" else integer_key(value, feature)
-                hashes.append(HASH_OF_MISSING if is_missing(single(value)) else hash_of(key))
+                key: bytes | int | None = None
+                if not is_missing(single(value)):
+                    key = text_key(value) if feature["keys"] == "bytes" else integer_key(value, feature)
+                hashes.append(HASH_OF_MISSING if key is None else hash_of(key))
             except UnreadableError:
                 unreadable += 1
                 hashes.append(HASH_OF_MISSING)

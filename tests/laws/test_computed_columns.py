@@ -1,0 +1,216 @@
+"""Law: columns that transforms compute, of ids and of other computed columns, are the same in preparation, in scoring
+and in exports; their values are those of plain Python."""
+
+from __future__ import annotations
+
+import importlib.util
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pytest
+
+import hotrow
+from hotrow.data.chunk import Keys
+from hotrow.data.prepare.prepare import RawEncoder, run_prepare
+from hotrow.data.sources.schema import parse_schema
+from hotrow.data.transforms import Transform
+
+SCHEMA: dict[str, Any] = {
+    "label": "click",
+    "time": "ts",
+    "dense": ["delay", "price"],
+    "categorical": ["user", "hour", "user_hour", "item_bucket", "all_three", {"column": "price", "buckets": [5]}],
+    "transforms": [
+        {"hour": {"column": "ts", "into": "hour"}},
+        {"fill": {"column": "shown", "value": 0, "into": "shown_or_0"}},
+        {"age": {"columns": ["ts", "shown_or_0"], "into": "delay"}},
+        {"cross": {"columns": ["user", "hour"], "into": "user_hour"}},
+        {"hash": {"column": "item", "buckets": 7, "seed": 3, "into": "item_bucket"}},
+        {"cross": {"columns": ["user_hour", "item", "price"], "into": "all_three"}},
+    ],
+    "statistics": [["user", "user_hour"]],
+}
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def of_integer(x: int) -> int:
+    x &= MASK
+    x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD & MASK
+    x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 & MASK
+    return x ^ x >> 33
+
+
+def of_text(text: str) -> int:
+    data = text.encode()
+    h = of_integer(len(data))
+    for at in range(0, len(data), 8):
+        h = of_integer(h ^ int.from_bytes(data[at : at + 8], "little"))
+    return h
+
+
+def finalizer(x: int) -> int:
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+    return x ^ x >> 31
+
+
+def crossed(first: int, *others: int) -> int:
+    for other in others:
+        first = finalizer((first * GOLDEN + other) & MASK)
+    return first
+
+
+def in_bucket(h: int, buckets: int, seed: int) -> int:
+    return finalizer((h + (seed + 1) * GOLDEN) & MASK) % buckets
+
+
+def signed(h: int) -> int:
+    return h - 2**64 if h >= 2**63 else h
+
+
+def logs(num_rows: int, seed: int) -> dict[str, list[Any]]:
+    rng = np.random.default_rng(seed)
+    user = [f"user {u}" if u else None for u in (rng.zipf(1.3, num_rows) % 30).tolist()]
+    ts = np.sort(1_700_000_000 + rng.integers(0, 6 * 86400, num_rows)).tolist()
+    item = [None if i == 5 else i for i in (rng.zipf(1.4, num_rows) % 40 - 3).tolist()]
+    odd = [(len(u or "") + t // 3600) % 2 for u, t in zip(user, ts, strict=True)]
+    return {
+        "click": [int(rng.random() < (0.8 if o else 0.1)) for o in odd],
+        "ts": ts,
+        "shown": [None if rng.random() < 0.1 else t - int(rng.integers(0, 90)) for t in ts],
+        "user": user,
+        "item": item,
+        "price": [None if rng.random() < 0.1 else float(p) for p in rng.integers(0, 10, num_rows)],
+    }
+
+
+def truth(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The keys of the computed features."""
+    hours = [datetime.fromtimestamp(t, UTC).hour for t in rows["ts"]]
+    user = [GOLDEN if u is None else of_text(u) for u in rows["user"]]
+    item = [GOLDEN if i is None else of_integer(i) for i in rows["item"]]
+    price = [GOLDEN if p is None else of_integer(int(p >= 5)) for p in rows["price"]]
+    pairs = [signed(crossed(u, of_integer(h))) for u, h in zip(user, hours, strict=True)]
+    three = [signed(crossed(of_integer(p), i, b)) for p, i, b in zip(pairs, item, price, strict=True)]
+    return {
+        "hour": hours,
+        "user_hour": pairs,
+        "item_bucket": [in_bucket(i, 7, 3) for i in item],
+        "all_three": three,
+    }
+
+
+def load_scorer(folder: Path) -> Any:
+    found = importlib.util.spec_from_file_location("exported", folder / "score.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module.Scorer(folder)
+
+
+def save(rows: dict[str, list[Any]], path: Path) -> str:
+    table = pa.table(rows)
+    if path.suffix == ".csv":
+        pyarrow.csv.write_csv(table, path)
+    else:
+        pa.parquet.write_table(table, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_the_same_keys_everywhere(tmp_path: Path, suffix: str) -> None:
+    rows, new = logs(3000, 0), logs(400, 1)
+    schema = SCHEMA
+    if suffix == ".csv":  # where ids are text if the schema does not say otherwise
+        schema = {**SCHEMA, "categorical": [*SCHEMA["categorical"], {"column": "item", "type": "int"}]}
+    parsed = parse_schema(schema, where="test")
+    source = suffix.removeprefix(".")
+    packed = run_prepare(source, save(rows, tmp_path / f"old{suffix}"), tmp_path / "packed", schema=parsed)
+    cut = int(0.8 * 3000)
+    train = packed.split("train").block(0)
+    assert abs(len(train.label) - cut) < 60
+    at = {feature.name: i for i, feature in enumerate(packed.info.features)}
+    for name, keys in truth(rows).items():
+        found = packed.vocabulary(name).lookup(Keys(np.array(keys[: len(train.label)], np.int64)))
+        np.testing.assert_array_equal(train.ids[at[name]], found)
+        assert found.min() > 0
+    (batch,) = RawEncoder(packed).batches(save(new, tmp_path / f"new{suffix}"))
+    ids = batch.sparse.values.reshape(len(at), -1)
+    for name, keys in truth(new).items():
+        np.testing.assert_array_equal(ids[at[name]], packed.vocabulary(name).lookup(Keys(np.array(keys, np.int64))))
+    delay = [t - (s or 0) for t, s in zip(rows["ts"], rows["shown"], strict=True)]
+    mean, std = Transform.parse(packed.info.dense[0].transform).options.values()
+    wanted = (np.array(delay, np.float32).astype(np.float64) - mean) / std
+    np.testing.assert_array_equal(train.dense[0], wanted[: len(train.label)].astype(np.float32))
+
+    options = {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "batch_size": 64}
+    run = hotrow.fit(tmp_path / "packed", run=tmp_path / "run", quiet=True, epochs=2, **options)
+    scores = run.predict(str(tmp_path / f"new{suffix}"))
+    run.export(tmp_path / "out")
+    scorer = load_scorer(tmp_path / "out")
+    assert {*scorer.columns} == {"ts", "shown", "user", "item", "price"}
+    inputs = {name: new[name] for name in scorer.columns}
+    np.testing.assert_allclose(scorer.score(inputs), scores, rtol=0, atol=1e-5)
+    assert not any(counts["unreadable"] for counts in scorer.seen.columns.values())
+    assert scores.std() > 0.05, "else all scores are alike"
+
+
+def test_unreadable_values_count_alike(tmp_path: Path) -> None:
+    rows, new = logs(3000, 0), logs(400, 1)
+    run_prepare("frame", pa.table(rows), tmp_path / "packed", schema=parse_schema(SCHEMA, where="test"))
+    options = {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "batch_size": 64}
+    run = hotrow.fit(tmp_path / "packed", run=tmp_path / "run", quiet=True, epochs=1, **options)
+    run.export(tmp_path / "out")
+    text = {name: [None if v is None else str(v) for v in values] for name, values in new.items()}
+    text["ts"][:3], text["item"][:5], text["price"][7] = ["noon"] * 3, ["an item"] * 5, "free"
+    with pytest.warns(UserWarning, match="scored as missing") as told:
+        scores = run.predict(pa.table(text))
+        scorer = load_scorer(tmp_path / "out")
+        found = scorer.score({name: text[name] for name in scorer.columns})
+    np.testing.assert_allclose(found, scores, rtol=0, atol=1e-5)
+    counts = {"hour": 3, "delay": 3, "user_hour": 3, "item_bucket": 5, "all_three": 9}
+    for name, count in counts.items():
+        assert scorer.seen.columns[name]["unreadable"] == count
+    messages = {str(each.message) for each in told if "scored as missing" in str(each.message)}
+    assert len(messages) == 1, "predict and the export say the same"
+
+
+def test_published_vectors() -> None:
+    """docs/prepare.md has them: `hash` of 1, -1, "a" and a missing value; `cross` of 1 with each of them."""
+    ids = [of_integer(1), of_integer(-1), of_text("a"), GOLDEN]
+    found = Transform("hash", {"buckets": 1000, "seed": 0})(np.array(ids, np.uint64)).tolist()
+    other = Transform("hash", {"buckets": 1000, "seed": 1})(np.array(ids, np.uint64)).tolist()
+    pairs = Transform("cross")(np.full(4, ids[0], np.uint64), np.array(ids, np.uint64)).view(np.int64).tolist()
+    assert found == [in_bucket(h, 1000, 0) for h in ids]
+    assert other == [in_bucket(h, 1000, 1) for h in ids]
+    assert pairs == [signed(crossed(ids[0], h)) for h in ids]
+    docs = (Path(__file__).resolve().parents[2] / "docs" / "prepare.md").read_text("utf-8")
+    for line in zip(found, other, pairs, strict=True):
+        assert " | ".join(map(str, line)) in docs
+
+
+@pytest.mark.parametrize(
+    ("rows", "entry", "fields"),
+    [
+        ({}, {"cross": {"columns": ["user", "itm"], "into": "made"}}, ["'itm'", "item"]),
+        ({}, {"hour": {"column": "time", "into": "made"}}, ["'time'", "ts"]),
+        ({}, {"log1p_clip0": {"column": "user", "into": "made"}}, ["user", "'user ", "number", "correct the row"]),
+        ({"item": [[1]] * 50}, {"hash": {"column": "item", "buckets": 9, "into": "made"}}, ["'item'", "list"]),
+        ({"item": [1.5] * 50}, {"hash": {"column": "item", "buckets": 9, "into": "made"}}, ["item", "1.5", "whole"]),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_bad_columns_are_named(tmp_path: Path, suffix: str, rows: Any, entry: Any, fields: list[str]) -> None:
+    if suffix == ".csv" and rows:
+        pytest.skip("text has neither lists nor floats")
+    path = save({**logs(50, 0), **rows}, tmp_path / f"rows{suffix}")
+    schema = {"label": "click", "categorical": ["made"], "transforms": [entry]}
+    with pytest.raises(ValueError) as caught:  # several parts of one message
+        run_prepare(suffix[1:], path, tmp_path / "out", schema=parse_schema(schema, where="test"))
+    for field in (f"rows{suffix}", *fields):
+        assert field in str(caught.value)
