@@ -122,6 +122,7 @@ def save(rows: dict[str, list[Any]], path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.filterwarnings("ignore:ids that training never saw")
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_the_same_keys_everywhere(tmp_path: Path, suffix: str) -> None:
     rows, new = logs(3000, 0), logs(400, 1)
@@ -160,6 +161,54 @@ def test_the_same_keys_everywhere(tmp_path: Path, suffix: str) -> None:
     assert scores.std() > 0.05, "else all scores are alike"
 
 
+STARTS = {
+    "seconds": pa.timestamp("s"),
+    "millis": pa.timestamp("ms", "Asia/Kolkata"),
+    "micros": pa.timestamp("us"),
+    "nanos": pa.timestamp("ns", "UTC"),
+    "day": pa.date32(),
+}
+
+
+def test_times_and_dates_are_unix_seconds(tmp_path: Path) -> None:
+    """Of any unit and with any zone, before 1970 too; a time zone changes how a time is shown and not when it is."""
+    rng = np.random.default_rng(0)
+    micros = [None if rng.random() < 0.1 else m for m in rng.integers(-(10**15), 2 * 10**15, 600).tolist()]
+    micros = [m if m is None else m // 10**6 * 10**6 for m in micros]
+    columns = {name: pa.array(micros, pa.timestamp("us")).cast(kind, safe=False) for name, kind in STARTS.items()}
+    label = [0 if m is None else int(m // (3600 * 10**6) % 2) for m in micros]
+    rows = pa.table({"click": label, "user": rng.integers(0, 9, 600), **columns})
+    schema = {
+        "label": "click",
+        "dense": [f"{name}_since_day" for name in STARTS],
+        "categorical": ["user", *(f"{name}_weekday" for name in STARTS)],
+        "transforms": [
+            *({"weekday": {"column": name, "into": f"{name}_weekday"}} for name in STARTS),
+            *({"age": {"columns": [name, "day"], "into": f"{name}_since_day"}} for name in STARTS),
+        ],
+        "split": {"kind": "random", "fractions": [1, 0, 0]},
+    }
+    packed = run_prepare("frame", rows, tmp_path / "packed", schema=parse_schema(schema, where="test"))
+    moments = [None if m is None else datetime.fromtimestamp(m // 10**6, UTC) for m in micros]
+    days = [None if m is None else m.weekday() for m in moments]
+    keys = Keys(np.array([d or 0 for d in days], np.int64), None, np.array([d is not None for d in days]))
+    block = packed.split("train").block(0)
+    for name, ids in zip(STARTS, block.ids[1:], strict=True):
+        np.testing.assert_array_equal(ids, packed.vocabulary(f"{name}_weekday").lookup(keys))
+    since = np.array([np.nan if m is None else m.hour * 3600 + m.minute * 60 + m.second for m in moments])
+    for i, column in enumerate(packed.info.dense):
+        wanted = Transform.parse(column.transform)(since if column.name != "day_since_day" else since * 0)
+        np.testing.assert_array_equal(block.dense[i], np.nan_to_num(wanted.astype(np.float32)))
+
+    options = {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "batch_size": 64}
+    run = hotrow.fit(tmp_path / "packed", run=tmp_path / "run", quiet=True, epochs=1, **options)
+    run.export(tmp_path / "out")
+    scorer = load_scorer(tmp_path / "out")
+    found = scorer.score({name: rows[name].to_pylist() for name in scorer.columns})
+    np.testing.assert_allclose(found, run.predict(rows), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:ids that training never saw")
 def test_unreadable_values_count_alike(tmp_path: Path) -> None:
     rows, new = logs(3000, 0), logs(400, 1)
     run_prepare("frame", pa.table(rows), tmp_path / "packed", schema=parse_schema(SCHEMA, where="test"))

@@ -21,6 +21,7 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ class Scorer:
             found = [self._hashes(column, columns[column["name"]]) for column in made["columns"]]
             ids = self._transforms[made["transform"]](*(hashes for hashes, _ in found), **made["options"])
             return ids.view(np.int64).tolist(), sum(count for _, count in found)
-        read = [numbers_of(column, columns[column["name"]]) for column in made["columns"]]
+        read = [numbers_of(column, [*map(seconds_of, columns[column["name"]])]) for column in made["columns"]]
         numbers = self._transforms[made["transform"]](*(values for values, _ in read), **made["options"])
         return [None if math.isnan(n) else n for n in numbers.tolist()], sum(count for _, count in read)
 
@@ -178,8 +179,8 @@ class Scorer:
         """Returns the ids of a feature of buckets, and how many values could not be read; of others, their values."""
         if feature.get("buckets") is None:
             return values, 0
-        bucketize = {"transform": "bucketize", "options": {"boundaries": feature["buckets"]}, "columns": [feature]}
-        return self._computed(bucketize, {feature["name"]: values})
+        numbers, unreadable = numbers_of(feature, values)
+        return self._transforms["bucketize"](numbers, boundaries=feature["buckets"]).tolist(), unreadable
 
     def _rows(self, feature: dict[str, Any], values: Sequence[Any], unreadable: int) -> tuple[Tensor, Tensor]:
         """Returns the row numbers of a feature, and where each sample's begin. unreadable: as for `_dense`."""
@@ -318,6 +319,15 @@ def numbers_of(column: dict[str, Any], values: Sequence[Any]) -> tuple[Any, int]
     numbers = [number_of(plain_number(column, value)) for value in values]
     found = np.array([math.nan if number is None else number for number in numbers], np.float64)
     return found, numbers.count(None)
+
+
+def seconds_of(value: Any) -> Any:
+    """Returns a time or a date as unix seconds, rounded down to microseconds; any other value as it is."""
+    if not isinstance(value, date):
+        return value
+    if not isinstance(value, datetime):
+        value = datetime(value.year, value.month, value.day)
+    return (value - datetime(1970, 1, 1, tzinfo=value.tzinfo and UTC)) // timedelta(microseconds=1) / 1e6
 
 
 def list_of(feature: dict[str, Any], value: Any) -> list[Any]:

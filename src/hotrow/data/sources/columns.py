@@ -41,6 +41,7 @@ from hotrow.data.sources.convert import (
     IdEncoding,
     KeyColumns,
     TimeReader,
+    as_seconds,
     default_encoding,
     is_text,
     key_hashes,
@@ -335,7 +336,7 @@ class ColumnsSource:
                 stored[name] = pa.array(hashes.view(np.int64))
                 of_inputs[name] = sum(ids_of(column)[2] for column in inputs)
             else:
-                read = [self._numbers(stored[column], column) for column in inputs]
+                read = [self._numbers(as_seconds(stored[column]), column) for column in inputs]
                 stored[name] = pa.array(transform(*(numbers for numbers, _, _ in read)), from_pandas=True)
                 faults += [fault for _, fault, _ in read]
                 of_inputs[name] = sum(num_unreadable for _, _, num_unreadable in read)

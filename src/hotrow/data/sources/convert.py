@@ -164,6 +164,17 @@ def to_numbers(array: pa.Array, column: str, spec: DenseSpec | None = None) -> t
     return values, _fault(column, infinite, source, "is not a finite float32 number; correct the row or leave it empty")
 
 
+def as_seconds(array: pa.Array) -> pa.Array:
+    """Returns times and dates as unix seconds, rounded down to microseconds; any other array as it is."""
+    kind = array.type
+    if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
+        return array
+    ticks = array.cast(pa.timestamp("ms") if pa.types.is_date(kind) else kind).cast(pa.int64())
+    unit = kind.unit if pa.types.is_timestamp(kind) else "ms"
+    numbers = filled(ticks, 0) // (1000 if unit == "ns" else 1)
+    return pa.array(numbers / {"s": 1, "ms": 1e3}.get(unit, 1e6), mask=~mask_of(array.is_valid()))
+
+
 def _as_float64(array: pa.Array, column: str) -> pa.Array:
     kind = array.type
     if pa.types.is_boolean(kind):
