@@ -6,7 +6,7 @@
       tables/<table>.safetensors     `<table>.weight` float32 [num_embeddings, embedding_dim], as lookups read it
       vocab/<table>.parquet          key, row: of raw ids that have a row of their own
       model.py                       the network, in plain torch
-      transforms/<name>.py           the transforms that compute inputs from raw numbers
+      transforms/<name>.py           the transforms that compute inputs from raw values
       score.py  seen.py  README.md   raw rows -> scores, with torch and pyarrow alone; how to use it
 
 It is made from a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or

@@ -309,7 +309,7 @@ def _feature(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | None) -> 
     if f.num_distinct <= 1 and not f.num_missing and f.kind != "list":
         return [Guess("", f.name, {}, "the same value in every sampled row")]
     if f.kind == "time":
-        return [Guess("", f.name, {}, "a further time; derive an hour or weekday column to use it")]
+        return [Guess("", f.name, {}, "a further time; the transforms hour, weekday and age make inputs of one")]
     if f.kind == "list" or f.separator is not None:
         return [_list_feature(f)]
     kind = _kind_of_numbers(f, column, labels)
