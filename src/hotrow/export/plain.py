@@ -36,6 +36,7 @@ class Network(nn.Module):
     """
 
     lookup = "pooled"
+    is_drawing = False
 
 
 def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.Linear:

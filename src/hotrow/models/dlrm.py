@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.models.layers import MLP, Constant, Dropout, Network, dot_interaction, product
-from hotrow.models.spec import DropoutShare, ModelSpec, Width
+from hotrow.models.spec import Dataset, DropoutShare, Members, ModelSpec, Width
 
 
 class DLRM(Network):
@@ -79,6 +79,33 @@ class DLRM(Network):
         return logits_B
 
 
+class DLRMs(Network):
+    """Several DLRMs that train at the same time on the same samples; the output is the mean of theirs.
+
+    dense [B, I], pooled [B, F * M * D] -> logits [B]; in a training step those of each member, [M, B].
+
+    A row holds the D columns of each member one after another, so that ids are looked up once for all. Members share no
+    weight: they differ in what they were drawn as, and in what they drop.
+    """
+
+    def __init__(self, members: Sequence[DLRM]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+        self.num_members, self.num_features = len(members), members[0].num_features
+
+    def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
+        """Returns logits [B], or [M, B]."""
+        pooled_BFMD = pooled_BP.view(len(pooled_BP), self.num_features, self.num_members, -1)
+        own = [rows.contiguous().flatten(1) for rows in pooled_BFMD.unbind(2)]
+        logits_MB = torch.stack([member(dense_BI, rows) for member, rows in zip(self.members, own, strict=True)])
+        if self.is_drawing:
+            return logits_MB
+        mean_B = logits_MB[0]
+        for logits_B in logits_MB[1:]:  # one after another: torch's own sums depend on addresses
+            mean_B = mean_B + logits_B
+        return mean_B / self.num_members
+
+
 class DLRMSpec(ModelSpec):
     """A bottom MLP on the dense inputs, dot products of its output and the embeddings in pairs, a top MLP on these."""
 
@@ -91,6 +118,7 @@ class DLRMSpec(ModelSpec):
         "first_order": True,
         "dropout": 0.1,
         "embedding_dropout": 0.1,
+        "members": 4,
     }
 
     name: Literal["dlrm"] = "dlrm"
@@ -104,24 +132,35 @@ class DLRMSpec(ModelSpec):
     first_order: bool = False
     """Whether the logit also gets the first column of every pooled row and a linear map of the dense inputs, as in a
     logistic regression. Better on small data: an id then acts by itself, with no other id and through no MLP."""
+    members: Members = 1
+    """Number of DLRMs that train at the same time, with columns and weights of their own; the mean of their logits is
+    the model's. Rows have `members` times `embedding_dim` columns."""
     dropout: DropoutShare = 0.0
     """Share of the MLPs' hidden units that each sample leaves out in training, another share each time."""
     embedding_dropout: DropoutShare = 0.0
     """Share of the features whose whole row each sample leaves out in training. With rows that are seen a few times,
     it keeps the model from learning their labels by heart."""
 
-    def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> DLRM:
+    def dims_of(self, dataset: Dataset) -> dict[str, int]:
+        """Returns the columns of each table, all members' together."""
+        return {name: dim * self.members for name, dim in super().dims_of(dataset).items()}
+
+    def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> DLRM | DLRMs:
         """Returns the network."""
-        (embedding_dim,) = set(dims.values())
-        return DLRM(
-            num_dense=num_dense,
-            num_features=len(dims),
-            embedding_dim=embedding_dim,
-            bottom_mlp=self.bottom_mlp,
-            top_mlp=self.top_mlp,
-            concatenated=self.concatenated,
-            first_order=self.first_order,
-            dropout=self.dropout,
-            embedding_dropout=self.embedding_dropout,
-            generator=generator,
-        )
+        (row_dim,) = set(dims.values())
+        members = [
+            DLRM(
+                num_dense=num_dense,
+                num_features=len(dims),
+                embedding_dim=row_dim // self.members,
+                bottom_mlp=self.bottom_mlp,
+                top_mlp=self.top_mlp,
+                concatenated=self.concatenated,
+                first_order=self.first_order,
+                dropout=self.dropout,
+                embedding_dropout=self.embedding_dropout,
+                generator=generator,
+            )
+            for _ in range(self.members)
+        ]
+        return members[0] if self.members == 1 else DLRMs(members)

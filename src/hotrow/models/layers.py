@@ -51,21 +51,27 @@ feature, as `EmbeddingCollection.sequence` returns them."""
 class Network(nn.Module):
     """A model: (dense [B, I], rows) -> outputs [B], of which an objective makes losses and scores.
 
-    The tables are not part of it: lookups are timed, placed and sharded on their own.
+    The tables are not part of it: lookups are timed, placed and sharded on their own. A network of several members,
+    which train at the same time, returns the outputs of each in a training step, [num_members, B].
     """
 
     lookup: ClassVar[Lookup] = "pooled"
+    num_members = 1
+    is_drawing = False
+    """Whether this is a training step."""
 
     @contextmanager
     def drawing(self, step: int, sample: int) -> Iterator[None]:
-        """A block in which `Dropout` draws: for step number `step`, of samples that begin at `sample` in the batch of
-        all ranks. Elsewhere nothing is dropped."""
+        """A block that is a training step, in which `Dropout` draws: step number `step`, of samples that begin at
+        `sample` in the batch of all ranks. Elsewhere nothing is dropped."""
+        self.is_drawing = True
         dropouts = [module for module in self.modules() if isinstance(module, Dropout)]
         for place, module in enumerate(dropouts):
             module.moment = (place, step, sample)
         try:
             yield
         finally:
+            self.is_drawing = False
             for module in dropouts:
                 module.moment = None
 

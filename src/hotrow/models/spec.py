@@ -29,6 +29,7 @@ from hotrow.tables import Dtype, TableConfig
 Width = Annotated[int, Field(ge=1, le=65536)]
 Steps = Annotated[int, Field(ge=1, le=1024)]
 InitBound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Members = Annotated[int, Field(ge=1, le=64)]
 DropoutShare = Annotated[float, Field(ge=0, lt=1)]
 DEFAULT = "default"
 

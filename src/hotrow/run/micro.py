@@ -10,6 +10,7 @@ them. The rows' own gradients are summed by part in the update: ops.Kernels.upda
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise, repeat
@@ -43,10 +44,10 @@ def backward(parts: Parts, batch: Batch, rows: Any, step: int) -> Tensor:
     """
     if batch.sparse.parts is None:
         with parts.model.drawing(step, 0):
-            outputs_B = parts.dense.outputs(parts.model, batch.dense, rows)
-        loss = parts.objective.loss(outputs_B, batch.labels.to(outputs_B.device), batch.num_samples)
+            outputs = parts.dense.outputs(parts.model, batch.dense, rows)
+        loss = _loss(parts, outputs, batch.labels, batch.num_samples)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        return loss.detach()
+        return loss.detach() / parts.model.num_members
     if parts.ranks.size == 1:
         return backward_in_parts(parts, batch, rows, step, parts.exchange.total)
     total = total_over_ranks(parts.exchange, parts.embedding, batch, parts.sparse_optimizer)
@@ -72,7 +73,14 @@ def backward_in_parts(parts: Parts, batch: Batch, rows: Any, step: int, total: T
     with ops.weights_stay():
         nodes = tree.sums(chain(each, repeat(None)), lo, end, add_in_place)
     looked_up.backward()
-    return total(nodes, weights)
+    return total(nodes, weights) / parts.model.num_members
+
+
+def _loss(parts: Parts, outputs: Tensor, labels_BL: Tensor, num_samples: int) -> Tensor:
+    """Returns the loss, 0-dim; of several members the sum, so that each of them trains as it would alone."""
+    labels_BL = labels_BL.to(outputs.device)
+    members = outputs if outputs.dim() > 1 else [outputs]
+    return functools.reduce(torch.add, [parts.objective.loss(own_B, labels_BL, num_samples) for own_B in members])
 
 
 def _sums_of_part(
@@ -93,9 +101,8 @@ def _sums_of_part(
         return None
     rows, leaves = looked_up.samples(start, stop)
     with parts.model.drawing(step, first + start):
-        outputs_B = parts.dense.outputs(parts.model, batch.dense[start:stop], rows)
-    labels_BL = batch.labels[start:stop].to(outputs_B.device)
-    loss = parts.objective.loss(outputs_B, labels_BL, batch.num_samples)
+        outputs = parts.dense.outputs(parts.model, batch.dense[start:stop], rows)
+    loss = _loss(parts, outputs, batch.labels[start:stop], batch.num_samples)
     grads = torch.autograd.grad(loss, [*weights, *leaves])
     looked_up.take(start, stop, grads[len(weights) :])
     sums = [loss.detach(), *(grad.contiguous() for grad in grads[: len(weights)])]

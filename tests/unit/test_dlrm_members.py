@@ -1,0 +1,120 @@
+"""Dropout and members of DLRM against plain torch and NumPy's own Philox."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hotrow.models.dlrm import DLRM, DLRMs, DLRMSpec
+from hotrow.models.layers import Dropout
+
+B, F, D, N = 50, 3, 4, 5
+
+
+def built(seed: int = 0, **options: Any) -> Any:
+    spec = DLRMSpec(embedding_dim=D, bottom_mlp=[7], top_mlp=[9, 6], **options)
+    generator = torch.Generator().manual_seed(seed)
+    return spec.build(num_dense=N, dims=dict.fromkeys("abc", D * spec.members), generator=generator)
+
+
+def inputs(columns: int = D) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(B, N, generator=generator), torch.randn(B, F * columns, generator=generator)
+
+
+def layers(mlp: Any, x: Tensor, masks: list[Tensor]) -> Tensor:
+    for layer, mask in zip(mlp.layers[:-1], masks, strict=True):
+        x = torch.relu(x @ layer.weight.T + layer.bias) * mask
+    last: Tensor = x @ mlp.layers[-1].weight.T + mlp.layers[-1].bias
+    return torch.relu(last) if mlp.last == "relu" else last
+
+
+def mask_of(place: int, step: int, sample: int, width: int, share: float, seed: int = 0) -> Tensor:
+    """One sample after another, as the docstring says: 16 numbers of 16 bits a block."""
+    rows = []
+    blocks = -(-width // 16)
+    for own in range(sample, sample + B):
+        drawn = np.random.Philox(counter=[own * blocks, 0, step, 0], key=[seed, place]).random_raw(4 * blocks)
+        rows.append(np.ascontiguousarray(drawn).view(np.uint16)[:width] >= round(share * 65536))
+    return torch.from_numpy(np.stack(rows).astype(np.float32) / np.float32(1 - share))
+
+
+def test_a_step_with_dropout_is_that_of_plain_torch() -> None:
+    """The modules draw in the order in which they stand: bottom MLP, top MLP, rows."""
+    model, (dense, pooled) = built(concatenated=True, first_order=True, dropout=0.3, embedding_dropout=0.4), inputs()
+    step, sample = 7, 1000
+    with model.drawing(step, sample):
+        found = model(dense, pooled)
+    bottom, top1, top2, rows = (
+        mask_of(place, step, sample, width, share)
+        for place, (width, share) in enumerate([(7, 0.3), (9, 0.3), (6, 0.3), (F, 0.4)])
+    )
+    vectors = pooled.view(B, F, D) * rows[:, :, None]
+    x = layers(model.bottom, dense, [bottom])
+    every = torch.cat([x[:, None], vectors], 1)
+    i, j = torch.tril_indices(F + 1, F + 1, -1)
+    top = torch.cat([x, (every @ every.transpose(1, 2))[:, i, j], vectors.flatten(1)], 1)
+    expected = layers(model.top, top, [top1, top2])[:, 0] + vectors[:, :, 0].sum(1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_is_dropped_outside_of_a_step() -> None:
+    dense, pooled = inputs()
+    options = {"concatenated": True, "first_order": True}
+    assert torch.equal(
+        built(dropout=0.3, embedding_dropout=0.4, **options)(dense, pooled), built(**options)(dense, pooled)
+    )
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_the_share_is_dropped_and_the_mean_stays(share: float) -> None:
+    dropout = Dropout(share, generator=torch.Generator().manual_seed(3))
+    dropout.moment = (0, 5, 0)
+    found = dropout(torch.ones(4000, 50))
+    zero = float((found == 0).float().mean())
+    error = (share * (1 - share) / found.numel()) ** 0.5
+    assert abs(zero - share) < 5 * error
+    assert float(found.max()) == pytest.approx(1 / (1 - share))
+    columns, samples = (found == 0).float().mean(0), (found == 0).float().mean(1)
+    assert columns.std() < 2 * (share * (1 - share) / 4000) ** 0.5, "no column is favoured"
+    assert samples.std() < 2 * (share * (1 - share) / 50) ** 0.5, "no sample is"
+
+
+def test_steps_seeds_and_places_draw_anew() -> None:
+    draws = []
+    for seed, moment in ((0, (0, 0, 0)), (1, (0, 0, 0)), (0, (1, 0, 0)), (0, (0, 1, 0)), (0, (0, 0, 1))):
+        dropout = Dropout(0.5, generator=torch.Generator().manual_seed(seed))
+        dropout.moment = moment
+        draws.append(dropout(torch.ones(64, 64)))
+    for i, one in enumerate(draws):
+        for other in draws[:i]:
+            assert 0.4 < float((one == other).float().mean()) < 0.6
+    assert torch.equal(draws[0][1:], draws[4][:-1]), "the place of a sample decides, not the part it came in"
+
+
+def test_members_are_dlrms_side_by_side() -> None:
+    """Each one's columns lie behind another in a row; scores are the mean of their logits."""
+    model, (dense, pooled) = built(members=3, first_order=True), inputs(3 * D)
+    assert isinstance(model, DLRMs)
+    generator = torch.Generator().manual_seed(0)
+    alone = [
+        DLRM(
+            num_dense=N,
+            num_features=F,
+            embedding_dim=D,
+            bottom_mlp=[7],
+            top_mlp=[9, 6],
+            first_order=True,
+            generator=generator,
+        )
+        for _ in range(3)
+    ]
+    rows = pooled.view(B, F, 3, D)
+    logits = torch.stack([own(dense, rows[:, :, k].reshape(B, F * D)) for k, own in enumerate(alone)])
+    torch.testing.assert_close(model(dense, pooled), logits.mean(0))
+    with model.drawing(0, 0):
+        assert torch.equal(model(dense, pooled), logits), "in a step each has a loss of its own"
