@@ -27,7 +27,15 @@ from hotrow.run.meters import StepClock
 from hotrow.setup.setup import Setup
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "regression-small.yaml"
-OPTIONS = {"batch_size": 32, "epochs": 6, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
+OPTIONS = {
+    "batch_size": 32,
+    "epochs": 6,
+    "embedding_dim": 4,
+    "bottom_mlp": [8],
+    "top_mlp": [8],
+    "threads": 1,
+    "refit": False,
+}
 
 
 def ratings(num_rows: int, seed: int = 0) -> pa.Table:

@@ -30,7 +30,14 @@ from hotrow.data.sources.schema import CategoricalSpec, parse_schema
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.run.folder import RunFolder
 
-OPTIONS: dict[str, Any] = {"batch_size": 64, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
+OPTIONS: dict[str, Any] = {
+    "batch_size": 64,
+    "embedding_dim": 4,
+    "bottom_mlp": [8],
+    "top_mlp": [8],
+    "threads": 1,
+    "refit": False,
+}
 SCHEMA: dict[str, Any] = {
     "label": "click",
     "categorical": [

@@ -30,7 +30,14 @@ from hotrow.run import runs
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder, resume_command
 
-OPTIONS: dict[str, Any] = {"batch_size": 64, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
+OPTIONS: dict[str, Any] = {
+    "batch_size": 64,
+    "embedding_dim": 4,
+    "bottom_mlp": [8],
+    "top_mlp": [8],
+    "threads": 1,
+    "refit": False,
+}
 N = 1500
 
 
