@@ -186,9 +186,13 @@ class Metrics:
         """
         if not self.num_rows:
             raise ValueError("no rows were added, so there is nothing to compute; is the split empty?")
+        return self._objective.measured(*self.rows())
+
+    def rows(self) -> tuple[NDArray[np.float32], NDArray[Any]]:
+        """Returns the outputs and labels of all rows, at least one; labels are bool if they are binary."""
         outputs, labels = np.concatenate(self._outputs), np.concatenate(self._labels)
         self._outputs, self._labels = [outputs], [labels]
-        return self._objective.measured(outputs, labels)
+        return outputs, labels
 
     def figures(self) -> dict[str, Any]:
         """Returns `compute()` as it is written to files: None in place of NaN."""

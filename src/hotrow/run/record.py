@@ -46,6 +46,51 @@ class _Backend(TypedDict):
     reason: str | None
 
 
+@record(config=STRICT)
+class Gain:
+    """What a column gives: how much the loss rises if its values are exchanged among rows."""
+
+    increase: FiniteFloat
+    error: Amount
+    """The standard error of `increase`."""
+
+
+@record(config=STRICT)
+class Group:
+    """Scored rows, what the model says of them and what they are."""
+
+    num_rows: Count
+    score: FiniteFloat
+    """The mean of the scores."""
+    label: FiniteFloat
+    """The mean of the labels."""
+    value: str = ""
+    """What the rows of a segment have in common."""
+    figures: dict[str, FiniteFloat | None] = field(default_factory=dict)
+    """The measures of a segment."""
+
+
+@record(config=STRICT)
+class Scores:
+    """What the scores of the final weights show, as `run/scores.py` finds it."""
+
+    split: str
+    num_rows: Count
+    histogram: dict[str, list[FiniteFloat]]
+    """`bins`: their middles; by kind of row, its share in each."""
+    tenths: list[Group]
+    """Tenths of the rows, by rising score."""
+    segments: dict[str, list[Group]]
+    """By feature, the rows of each value."""
+    gains_rows: Count
+    """Rows that `gains` were found on."""
+    gains: dict[str, Gain]
+    """By column."""
+    statistics: dict[str, tuple[Amount, Amount | None]]
+    """By statistic, the share of rows whose value training has seen, and that of values seen ten times or more; None
+    if that cannot be told."""
+
+
 def _check_memory(memory: dict[str, Any]) -> dict[str, Any]:
     kinds = {"hits_per_lookup": (int, float, type(None))}
     for name in ("dram_bytes", "disk_bytes", "stall_share", "hits_per_lookup") if "dram_bytes" in memory else ():
@@ -109,6 +154,8 @@ class RunRecord:
     """By split, what its rows held by column, as `data/seen.py` counts it; None of runs by earlier versions."""
     ranges: dict[str, tuple[FiniteFloat, FiniteFloat]] | None = None
     """The lowest and highest usual number of each number column in training, after its transform."""
+    scores: Scores | None = None
+    """None of runs by earlier versions, and of runs without validation and test rows."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if the metrics are not those of the objective."""

@@ -35,7 +35,7 @@ from hotrow.forecast.foretell import Forecast
 from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
 from hotrow.models.layers import Network
-from hotrow.objectives.objective import Objective
+from hotrow.objectives.objective import Metrics, Objective
 from hotrow.optim import nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.parallel.agreement import MAX_NAMED, StillSame, everyone
 from hotrow.parallel.communicator import Communicator
@@ -50,6 +50,7 @@ from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepClock, merged, meters_of_rows
 from hotrow.run.micro import backward, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
+from hotrow.run.scores import gains, scores_of
 from hotrow.run.storage import close_tiers
 from hotrow.run.together import nonfinite_inputs
 from hotrow.run.trace import NAME as TRACE
@@ -118,15 +119,16 @@ def evaluate(
     num_batches: int | None = None,
     dense: DenseDevice | None = None,
     comm: Communicator | None = None,
+    metrics: Metrics | None = None,
 ) -> dict[str, Any]:
     """Returns the metrics of `objective` over a split; an undefined metric is None.
 
     num_batches: how many batches of EVAL_BATCH_SIZE to evaluate, from the first; if None, all. dense: where the model
     computes; if None, on the CPU. comm: the ranks that share the tables; each scores whole batches, and all return what
-    one process returns.
+    one process returns. metrics: empty; holds the outputs and labels afterwards, for who needs them.
     """
     dense, comm = dense or DenseDevice(), comm or Communicator()
-    metrics = objective.metrics()
+    metrics = objective.metrics() if metrics is None else metrics
     for outputs_B, label_B in islice(_scored(embedding, model, split, dense, comm), num_batches):
         metrics.update(outputs_B, label_B)
     return metrics.figures()
@@ -351,7 +353,9 @@ class Training:
         num_batches = math.ceil(self.config.hot.eval_samples / EVAL_BATCH_SIZE)
         return float(self._evaluated("val", num_batches=num_batches)[self.parts.objective.loss_figure])
 
-    def _evaluated(self, split: str, *, num_batches: int | None = None) -> dict[str, Any]:
+    def _evaluated(
+        self, split: str, *, num_batches: int | None = None, metrics: Metrics | None = None
+    ) -> dict[str, Any]:
         parts = self.parts
         with self._aside():
             return evaluate(
@@ -362,6 +366,7 @@ class Training:
                 num_batches=num_batches,
                 dense=parts.dense,
                 comm=self.comm,
+                metrics=metrics,
             )
 
     def _skip(self, found: str) -> None:
@@ -467,11 +472,11 @@ class Training:
             )
         self.folder.warn(f"no_validation_{missing[0]}", text)
 
-    def score(self, split: str, *, step: int | None = None) -> dict[str, Any]:
+    def score(self, split: str, *, step: int | None = None, metrics: Metrics | None = None) -> dict[str, Any]:
         """Evaluates the model on `split`, says and records the result. step: the step of its weights, if not the last
-        one."""
+        one. metrics: as for `evaluate`."""
         step = self.state.step if step is None else step
-        result = self._evaluated(split)
+        result = self._evaluated(split, metrics=metrics)
         epoch = round(step / self.steps_per_epoch, 4)
         self.folder.measure("eval", step=step, split=split, epoch=epoch, **result)
         self.say(f"{split} at step {step}: {self.parts.objective.line(result)}")
@@ -569,16 +574,19 @@ class Training:
             best = self.folder.checkpoints / f"step-{chosen}"
             with self._aside():
                 load_checkpoint(best, {"embedding": self.parts.embedding, "model": self.parts.model})
+        judged = {split: self.parts.objective.metrics() for split in ("val", "test") if self._has(split)}
         metrics = {
-            split: self.score(split, step=chosen)
-            for split in ("val", "test")
-            if self._has(split) and not (split == "val" and val)
+            split: self.score(split, step=chosen, metrics=own)
+            for split, own in judged.items()
+            if not (split == "val" and val)
         }
         metrics |= {"val": val} if val else {}
         doubts = self.parts.objective.doubts
         self._warn_of([doubts(metrics[split], f"the {split} split") for split in ("val", "test") if split in metrics])
         if self.writes_files:
             self._count_columns()
+        if judged:
+            self._look_at_scores(*list(judged.items())[-1])
         self.folder.update(status="finished", ended=state.ended, chosen_step=chosen, metrics=metrics, **self.figures())
 
     def _count_columns(self) -> None:
@@ -590,6 +598,22 @@ class Training:
             return
         self._warn_of([told])
         self.folder.update(ranges=ranges, columns=columns)
+
+    def _look_at_scores(self, split: str, judged: Metrics) -> None:
+        """Keeps what the scores of a split show. A run is not lost if that cannot be told. Collective."""
+        if not judged.num_rows:  # it was scored when these weights were the newest
+            self._evaluated(split, metrics=judged)
+        own, first = self.dataset.split(split), self.writes_files
+        with self._aside():
+            gained = gains(self.parts, own, train_s=self.state.train_s, is_first=first)
+        if not first:
+            return
+        try:
+            found = scores_of(self.dataset, split, self.parts.objective, judged.rows(), gained)
+        except (OSError, ValueError) as error:
+            self.warn("scores_not_looked_at", f"the report will not say what columns give: {error}", count=1)
+            return
+        self.folder.update(scores=found)
 
     def _warn_of(self, found: Sequence[Mapping[str, str]]) -> None:
         """Shows and counts warnings about the end of the run, by code; a resumed run comes to it again."""

@@ -1,0 +1,292 @@
+"""What the scores of a finished run show a modeller: what each column gives, calibration, segments, seen statistics.
+
+All of it is of the split that the run is judged by, and is kept in run.json for the report. Nothing here changes a
+weight or draws from a generator that training uses.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+
+from hotrow.data.packed.format import Feature
+from hotrow.data.packed.loader import Loader
+from hotrow.data.packed.reader import PackedDataset, Split
+from hotrow.objectives.objective import Objective
+from hotrow.report.columns import Column, columns_of, schema_of
+from hotrow.run.build import Parts, look_up
+from hotrow.run.record import Gain, Group, Scores
+from hotrow.setup.beside import EVAL_BATCH_SIZE
+
+SHUFFLES = 3
+STRETCHES = 20
+"""The error of a gain is that of the mean over so many parts of the rows."""
+MIN_SECONDS, MAX_SHARE = 2.0, 0.05
+"""Gains may take so many seconds, or so large a share of the training time if that is more."""
+MAX_ROWS = 1 << 20
+"""Rows, evenly spread over the split, of which distributions and segments are made."""
+BINS, TENTHS = 25, 10
+MIN_SEGMENT_ROWS, MAX_VALUES, MAX_SEGMENTED = 200, 12, 3
+MAX_TABLE_ROWS = 4096
+"""A larger table has too many values for segments, and its vocabulary is not read for their names."""
+LEAST_EVIDENCE = 1e-6
+"""A statistic of a value that training has not seen is 0 but for rounding."""
+MANY = 10
+NOTHING, RARE, OTHERS, MAX_NAME = Gain(0.0, 0.0), "rare or never seen", "all other values", 80
+
+
+@torch.no_grad()
+def gains(parts: Parts, split: Split, *, train_s: float, is_first: bool) -> tuple[int, dict[str, Gain]]:
+    """Returns of how many rows the gains are, and by column how much the loss rises if its values are exchanged among
+    rows.
+
+    Columns that cannot be exchanged alone, the histories of a model that reads them step by step, are one entry. Rank 0
+    computes (`is_first`), as its time allows; the others only join in its one lookup, and return nothing.
+    """
+    batch = next(Loader(
+        split, EVAL_BATCH_SIZE, shuffle_seed=None, only=_spread(split.num_rows, EVAL_BATCH_SIZE),
+        part=lambda num_rows: (0, num_rows if is_first else 0),
+    ).epoch(0))  # fmt: skip
+    rows = look_up(parts.model, parts.embedding, batch.sparse)
+    if len(batch) < 2:
+        return 0, {}
+    columns = _exchangeable(columns_of(split.info), split.info.features, alone=parts.model.lookup != "sequence")
+    inputs = _Inputs(parts, batch.dense, rows, batch.label.numpy())
+    seconds, began = max(MIN_SECONDS, MAX_SHARE * train_s), time.monotonic()
+    before = inputs.losses()
+    every = math.ceil((time.monotonic() - began) * SHUFFLES * len(columns) / seconds)
+    if every > 1:
+        inputs = inputs.of_rows(torch.arange(0, len(batch), min(every, max(1, len(batch) // MIN_SEGMENT_ROWS))))
+        before = inputs.losses()
+    generator, risen = np.random.default_rng(0), dict[str, list[NDArray[np.float64]]]()
+    for _ in range(SHUFFLES):
+        order = torch.from_numpy(generator.permutation(inputs.num_rows))
+        for name, column in columns.items():
+            if time.monotonic() - began <= seconds:
+                risen.setdefault(name, []).append(inputs.exchanged(column, order).losses() - before)
+    return inputs.num_rows, {name: _gain(np.mean(own, axis=0)) for name, own in risen.items()}
+
+
+def _gain(risen: NDArray[np.float64]) -> Gain:
+    """Returns the mean over parts of the rows, and its standard error."""
+    return Gain(float(risen.mean()), float(risen.std(ddof=1) / math.sqrt(len(risen))))
+
+
+def _spread(num_rows: int, most: int) -> NDArray[np.bool_]:
+    """Returns a mask of at most `most` rows that lie evenly among `num_rows`."""
+    mask = np.zeros(num_rows, np.bool_)
+    mask[np.linspace(0, num_rows, min(num_rows, most), endpoint=False).astype(np.int64)] = True
+    return mask
+
+
+def _exchangeable(columns: Mapping[str, Column], features: Sequence[Feature], *, alone: bool) -> dict[str, Column]:
+    """Returns the columns that can be exchanged by themselves. alone: if False, lists are exchanged together, since
+    those of a sample must be of one length."""
+    lists = {feature.name for feature in features if feature.kind == "sequence"}
+    together = [name for name, own in columns.items() if lists & {*own.features} and not alone]
+    found = {name: own for name, own in columns.items() if name not in together}
+    if together:
+        parts = [columns[name] for name in together]
+        dense = tuple(place for own in parts for place in own.dense)
+        found[", ".join(together)] = Column(dense, tuple(name for own in parts for name in own.features))
+    return found
+
+
+@dataclass
+class _Inputs:
+    """Rows as a model takes them, with their tables' rows looked up."""
+
+    parts: Parts
+    dense: Tensor
+    rows: Any
+    labels: NDArray[np.float32]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.labels)
+
+    def losses(self) -> NDArray[np.float64]:
+        """Returns the loss of each of at most STRETCHES parts of the rows."""
+        objective, num_parts = self.parts.objective, min(STRETCHES, self.num_rows)
+        outputs_B = self.parts.dense.outputs(self.parts.model, self.dense, self.rows).cpu().numpy()
+        label_B = self.labels > 0 if objective.label == "binary" else self.labels
+        each = [objective.measured(outputs_B[k::num_parts], label_B[k::num_parts]) for k in range(num_parts)]
+        return np.array([figures[objective.loss_figure] for figures in each])
+
+    def of_rows(self, chosen: Tensor) -> _Inputs:
+        """Returns the chosen rows."""
+        rows = self._taken(chosen, self.parts.embedding.feature_names)
+        return _Inputs(self.parts, self.dense[chosen], rows, self.labels[chosen.numpy()])
+
+    def exchanged(self, column: Column, order: Tensor) -> _Inputs:
+        """Returns the rows with what is made of a column in another order."""
+        dense_BI, places = self.dense.clone(), list(column.dense)
+        dense_BI[:, places] = self.dense[order][:, places]
+        return _Inputs(self.parts, dense_BI, self._taken(order, column.features), self.labels)
+
+    def _taken(self, order: Tensor, features: Sequence[str]) -> Any:
+        """Returns the tables' rows, those of `features` as `order` has them."""
+        embedding = self.parts.embedding
+        if not isinstance(self.rows, Tensor):
+            own = {name: _bags(self.rows[name], order) for name in features}
+            return {**self.rows, **own}
+        dims = {name: table.embedding_dim for table in embedding.tables for name in table.feature_names}
+        names = embedding.feature_names
+        pieces, at = torch.split(self.rows, [dims[name] for name in names], dim=1), order.to(self.rows.device)
+        taken = [piece[at] if name in features else piece for name, piece in zip(names, pieces, strict=True)]
+        return torch.cat(taken, dim=1)
+
+
+def _bags(bags: tuple[Tensor, Tensor], order: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the bags of samples `order`, one after another."""
+    values, offsets = bags
+    lengths = offsets.diff()[order]
+    ends = lengths.cumsum(0)
+    places = torch.repeat_interleave(offsets[order] - ends + lengths, lengths) + torch.arange(int(lengths.sum()))
+    return values[places.to(values.device)], torch.cat([ends.new_zeros(1), ends])
+
+
+def scores_of(
+    dataset: PackedDataset,
+    split: str,
+    objective: Objective,
+    judged: tuple[NDArray[np.float32], NDArray[Any]],
+    gained: tuple[int, dict[str, Gain]],
+) -> Scores:
+    """Returns what the scores of a split show. judged: the outputs and labels of its rows, in their order. gained: what
+    `gains` returned."""
+    every = -(-len(judged[0]) // MAX_ROWS)
+    outputs, labels = (each[::every] for each in judged)
+    scores = objective.scores(torch.from_numpy(outputs)).double().numpy()
+
+    def group(rows: NDArray[Any], value: str = "", *, judge: bool = False) -> Group:
+        found = objective.measured(outputs[rows], labels[rows]) if judge else {}
+        figures = {
+            name: None if math.isnan(found[name]) else float(found[name]) for name in objective.measures if judge
+        }
+        return Group(len(rows), float(scores[rows].mean()), float(labels[rows].mean(dtype=np.float64)), value, figures)
+
+    own = dataset.split(split)
+    order, (num_rows, by_column) = np.argsort(scores, kind="stable"), gained
+    return Scores(
+        split,
+        len(scores),
+        _histogram(scores, labels),
+        [group(tenth) for tenth in np.array_split(order, min(TENTHS, len(order)))],
+        {
+            name: [group(np.flatnonzero(ids == row), value, judge=True) for row, value in values.items()]
+            for name, ids, values in _segmented(dataset, own, every, by_column)
+        },
+        num_rows,
+        by_column,
+        dict(_seen(dataset, own, every)),
+    )
+
+
+def _histogram(scores: NDArray[np.float64], labels: NDArray[Any]) -> dict[str, list[float]]:
+    """Returns `bins`, the middles of bins of scores, and the share of each kind of row in each bin: by label if labels
+    are 0 or 1, else of scores and of labels. Rows beyond the bins count in the outermost."""
+    kinds = {"score": scores, "label": labels}
+    if labels.dtype == np.bool_:
+        kinds = {f"label {int(label)}": scores[labels == label] for label in (False, True)}
+    low, high = np.quantile(np.concatenate([*kinds.values()]), (0.005, 0.995))
+    if not low < high:
+        return {}
+    edges = np.linspace(low, high, BINS + 1)
+    shares = {
+        name: np.histogram(np.clip(own, low, high), edges)[0] / len(own) for name, own in kinds.items() if len(own)
+    }
+    return {"bins": ((edges[1:] + edges[:-1]) / 2).tolist(), **{name: own.tolist() for name, own in shares.items()}}
+
+
+def _segmented(
+    dataset: PackedDataset, split: Split, every: int, by_column: Mapping[str, Gain]
+) -> Iterator[tuple[str, NDArray[Any], dict[int, str]]]:
+    """Yields the features that divide the rows into few segments, those of the columns that give most first: name, row
+    of the table by scored row [n], and the value that each row of the table stands for."""
+    info, num_found = split.info, 0
+    columns = sorted(columns_of(info).items(), key=lambda item: -by_column.get(item[0], NOTHING).increase)
+    places = {feature.name: place for place, feature in enumerate(info.features)}
+    for name in dict.fromkeys(name for _, column in columns for name in column.features):
+        feature = info.features[places[name]]
+        table = info.table_by_name[feature.table]
+        if feature.kind != "one_hot" or table.vocabulary is None or table.num_embeddings > MAX_TABLE_ROWS:
+            continue
+        ids = _strided(split, every, "ids", places[name])
+        large = np.flatnonzero(np.bincount(ids) >= MIN_SEGMENT_ROWS)
+        if 2 <= len(large) <= MAX_VALUES and num_found < MAX_SEGMENTED:
+            num_found += 1
+            values = _values(dataset, feature, large.tolist())
+            ids = np.where(np.isin(ids, large), ids, -1)
+            yield name, ids, values | ({-1: OTHERS} if (ids < 0).any() else {})
+
+
+def _strided(split: Split, every: int, kind: Literal["dense", "ids"], place: int) -> NDArray[Any]:
+    """Returns one in `every` values of a column of a split."""
+    starts = np.cumsum(split.block_rows) - split.block_rows
+    columns = (getattr(split.block(index), kind)[place] for index in range(split.num_blocks))
+    return np.concatenate([own[-int(start) % every :: every] for own, start in zip(columns, starts, strict=True)])
+
+
+def _values(dataset: PackedDataset, feature: Feature, rows: Sequence[int]) -> dict[int, str]:
+    """Returns the raw values of rows of a feature's table, numbers in their order."""
+    table = dataset.info.table_by_name[feature.table]
+    names, found = {0: RARE, table.missing_row: "missing"}, list[tuple[int, int, str]]()
+    schema = schema_of(dataset.info)
+    specs = () if schema is None else schema.categorical
+    cuts = next((spec.buckets for spec in specs if spec.column == feature.name), None)
+    for keys, numbers in dataset.vocabulary(table.name).entries():
+        for place in np.flatnonzero(np.isin(numbers, rows)):
+            row = int(numbers[place])
+            if keys.offsets is None:
+                found.append((int(keys.values[place]), row, _bucket(int(keys.values[place]), cuts)))
+            else:
+                start, stop = keys.offsets[place : place + 2]
+                text = keys.values[start:stop].tobytes().decode(errors="replace")
+                found.append((row, row, text[:MAX_NAME]))
+    return {row: text for _, row, text in sorted(found)} | {row: names[row] for row in rows if row in names}
+
+
+def _bucket(key: int, cuts: Sequence[float] | None) -> str:
+    """Returns the range of a bucket; the key itself if ids are no buckets."""
+    if not cuts or not 0 <= key <= len(cuts):
+        return str(key)
+    if key == 0:
+        return f"below {cuts[0]:g}"
+    return f"from {cuts[-1]:g}" if key == len(cuts) else f"{cuts[key - 1]:g} to {cuts[key]:g}"
+
+
+def _seen(dataset: PackedDataset, split: Split, every: int) -> Iterator[tuple[str, tuple[float, float | None]]]:
+    """Yields each statistic with the share of rows whose value training has seen, and MANY times or more.
+
+    The rows of a value follow from its inputs: for each prior k, the input says the odds o = (positives + k p) /
+    (negatives + k (1 - p)). One prior says whether there were any, two say how many.
+    """
+    schema = schema_of(dataset.info)
+    if schema is None or not schema.statistics:
+        return
+    with safe_open(dataset.statistics_path(), "np") as file:
+        num_rows, positives = file.get_tensor("all")
+    p = (positives + 0.5) / (num_rows + 1.0)
+    for spec in schema.statistics:
+        priors = sorted(zip(spec.priors, spec.inputs, strict=True))
+        places = [dataset.info.dense_names.index(name) for _, name in priors]
+        inputs = [_strided(split, every, "dense", place).astype(np.float64) for place in places]
+        seen, many = np.abs(inputs[0]) > LEAST_EVIDENCE, None
+        if len(priors) > 1:
+            odds = [np.exp(each) * (p / (1 - p)) for each in inputs[-2:]]
+            first, second = (k * (o * (1 - p) - p) for o, (k, _) in zip(odds, priors[-2:], strict=True))
+            with np.errstate(all="ignore"):  # rows of so many that priors make no difference
+                negatives = (first - second) / (odds[1] - odds[0])
+                few = np.abs((1 + odds[0]) * negatives + first) < MANY - 0.5
+            many = float((seen & ~few).mean())
+        yield " x ".join(spec.columns), (float(seen.mean()), many)
