@@ -227,7 +227,7 @@ def _line(
     data = f'data-points="{" ".join(f"{at:.7g},{times * value:.5g}" for at, value in line)}"'
     if len(line) == 1:
         ((at, value),) = pixels
-        where = f'cx="{at:.1f}" cy="{value:.1f}" r="4"'
+        where = f'cx="{at:.1f}" cy="{value:.1f}" r="5"'
         return [f'<circle {where} fill="{colour}" {data}><title>{escape(name)}</title></circle>']
     circles = [f'<circle cx="{at:.1f}" cy="{value:.1f}" r="3" fill="{colour}"/>' for at, value in pixels]
     if shape == "dots":

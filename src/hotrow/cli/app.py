@@ -291,7 +291,8 @@ def prepare(
         "summary": dict(dataset.info.summary),
         "checksum": dataset.checksum,
     }
-    summary = {name: value for name, value in dataset.info.summary.items() if name != "notes"}  # they were said
+    said = ("notes", "left_out")
+    summary = {name: value for name, value in dataset.info.summary.items() if name not in said}
     return result, lambda: _print_fields({"out": result["out"], "rows": result["rows"], "summary": summary})
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from hotrow.base.door import read_file
 from hotrow.base.records import MAX_COUNT
+from hotrow.data.packed.format import DatasetInfo
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.objectives import DEFAULT, OBJECTIVES
 from hotrow.objectives.objective import Objective
@@ -61,6 +62,8 @@ class RunFacts:
     options: Mapping[str, str] = field(default_factory=dict)
     """config.yaml, by dotted name; empty before the first step."""
     coverage: Coverage | None = None
+    info: DatasetInfo | None = None
+    """dataset.json of what it trains on; None before it is known."""
 
     @property
     def objective(self) -> Objective:

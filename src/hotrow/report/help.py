@@ -14,6 +14,7 @@ from typing import Any
 from hotrow.forecast.changes import MORE_THREADS, change_of
 from hotrow.report.facts import RunFacts, mapping_in, number_in, points
 
+MIN_TRAIN_S = 60.0
 MIN_GAIN = 0.005
 """Gains below this share of training time are not worth a line."""
 
@@ -36,7 +37,12 @@ class Idea:
 
 
 def ideas(run: RunFacts) -> list[Idea]:
-    """Returns what would help: predicted gains, then upper bounds, then what is not about time; largest gain first."""
+    """Returns what would help: predicted gains, then upper bounds, then what is not about time; largest gain first.
+
+    Nothing of a run of seconds: nobody waits for it.
+    """
+    if (seconds := number_in(run.record, "train_s")) is not None and seconds < MIN_TRAIN_S:
+        return []
     return [*_predicted(run), *_bounds(run), *_quality(run)]
 
 

@@ -6,48 +6,37 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hotrow.base.door import open_file
 from hotrow.base.files import atomic_write, size
 from hotrow.base.progress import duration
 from hotrow.draw import line_chart, load_template, stacked_bars
-from hotrow.objectives.objective import Measure
-from hotrow.report.facts import Point, RunFacts, mapping_in, number_in, phase_points, points, thin
+from hotrow.report.facts import Point, RunFacts, mapping_in, number_in, phase_points, points
 from hotrow.report.help import Idea, ideas, phases_of
+from hotrow.report.model import (
+    SPLITS,
+    column_grid,
+    column_text,
+    gain_chart,
+    gain_text,
+    kept_text,
+    learning,
+    left_out_grid,
+    measures_of,
+    metrics_of,
+    model_figures,
+    score_charts,
+    segment_grids,
+    statistic_grid,
+    steps_of,
+)
+from hotrow.report.shapes import DASH, HEIGHT, WIDTH, Cell, Chart, Figure, Grid, curves_chart, percent, shown
 
 NAME = "report.html"
-WIDTH, HEIGHT = 540, 270
 MAX_BARS = 24
 """Tables in the picture of where rows lie; smaller ones share a bar. The table below it names them all."""
 MAX_CURVES = 12
-DASH = "\u2013"
-
-
-class Figure(NamedTuple):
-    """One of the four figures at the top."""
-
-    name: str
-    value: str
-    text: str
-
-
-class Chart(NamedTuple):
-    """A chart and what it shows."""
-
-    svg: str
-    caption: str
-
-
-class Cell(NamedTuple):
-    """A table's cell. sort: the number to sort by, if the text is not it."""
-
-    text: str
-    sort: float | None = None
-
-
-Grid = tuple[Sequence[str], Sequence[Sequence[Cell | str]]]
-"""A table: its heads, and its rows; the first column is text."""
 
 
 def write_report(path: Path, runs: Sequence[RunFacts]) -> int:
@@ -71,41 +60,48 @@ def report_page(runs: Sequence[RunFacts]) -> str:
 
 
 def view(run: RunFacts) -> dict[str, Any]:
-    """Returns what the template shows of a run."""
-    found = ideas(run)
+    """Returns what the template shows of a run: the model first, then speed and memory."""
+    found, (ended, good, time) = ideas(run), sentences(run)
     return {
         "name": run.name,
-        "sentences": sentences(run),
-        "figures": figures(run, found),
-        "ideas": found,
+        "sentences": [ended, good],
+        "figures": model_figures(run),
         "left_out": run.lines_left_out,
+        "model": _sections(
+            ("Warnings", [], [warning_grid(run.record)], ""),
+            ("Columns", [], [column_grid(run), left_out_grid(run)], column_text(run)),
+            ("What each column gives", [gain_chart(run)], [], gain_text(run)),
+            ("Scores", score_charts(run), segment_grids(run), ""),
+            ("Statistics of the label", [], [statistic_grid(run)], ""),
+            ("How it learned", learning([run]), [], kept_text(run)),
+        ),
+        "time": time,
+        "speed": speed_figures(run, found),
+        "ideas": found,
         "predicted": prediction(run.record),
-        "sections": [
-            (title, [chart for chart in charts if chart.svg], [grid for grid in grids if grid and grid[1]], text)
-            for title, charts, grids, text in (
-                ("How it learned", learning([run]), [], ""),
-                ("What a step is made of", step_charts(run), [phase_grid(run.record)], ""),
-                ("Processes", [], [rank_grid(run.record), wire_grid(run.record)], rank_text(run.record)),
-                ("Where rows lie", [where_rows_lie(run)], [table_grid(run.record)], where_text(run.record)),
-                ("Rows that are asked for", hit_charts(run), [tier_grid(run.record)], ""),
-                ("Hot and cold phases", hot_charts(run), [hot_grid(run.record), swap_grid(run)], ""),
-                ("Bytes to the drive", drive_charts(run), [drive_grid(run.record)], ""),
-                ("Warnings", [], [warning_grid(run.record)], "" if run.record["warnings"] else "None."),
-            )
-        ],
+        "machine": _sections(
+            ("What a step is made of", step_charts(run), [phase_grid(run.record)], ""),
+            ("Processes", [], [rank_grid(run.record), wire_grid(run.record)], rank_text(run.record)),
+            ("Where rows lie", [where_rows_lie(run)], [table_grid(run.record)], where_text(run.record)),
+            ("Rows that are asked for", hit_charts(run), [tier_grid(run.record)], ""),
+            ("Hot and cold phases", hot_charts(run), [hot_grid(run.record), swap_grid(run)], ""),
+            ("Bytes to the drive", drive_charts(run), [drive_grid(run.record)], ""),
+        ),
         "commands": run.commands,
         "environment": environment(run),
         "options": run.options,
     }
 
 
+def _sections(*sections: tuple[str, Sequence[Chart], Sequence[Grid | None], str]) -> list[Any]:
+    """Returns the sections without charts and tables that are empty."""
+    return [
+        (title, [chart for chart in charts if chart.svg], [grid for grid in grids if grid and grid[1]], text)
+        for title, charts, grids, text in sections
+    ]
+
+
 # ---- what a reader wants first
-
-
-def steps_of(run: RunFacts) -> int:
-    """Returns how many steps are known to have been trained: by run.json, or by the last line of a killed run."""
-    steps = [int(line["step"]) for line in run.lines if line["kind"] == "train"]
-    return max(int(run.record.get("steps") or 0), *steps, 0)
 
 
 def sentences(run: RunFacts) -> list[str]:
@@ -135,15 +131,6 @@ def how_it_ended(run: RunFacts) -> str:
             return f"The run was killed {after}, or its machine stopped: it did not record how it ended."
 
 
-def metrics_of(run: RunFacts) -> dict[str, Any]:
-    """Returns the final metrics, or else the last evaluation's, with `split`; {} if nothing was scored."""
-    for split in ("test", "val"):
-        if found := mapping_in(run.record, "metrics", split):
-            return {"split": split, **found}
-    evaluations = [line for line in run.lines if line["kind"] == "eval"]
-    return {"split": "", **max(evaluations, key=lambda line: int(line["step"]))} if evaluations else {}
-
-
 def how_good(run: RunFacts) -> str:
     metrics = metrics_of(run)
     if not metrics:
@@ -151,7 +138,7 @@ def how_good(run: RunFacts) -> str:
         return (
             f"Nothing was scored; the last training loss is {losses[-1][1]:.4f}." if losses else "Nothing was scored."
         )
-    split = {"val": "validation"}.get(str(metrics["split"]), str(metrics["split"]))
+    split = SPLITS.get(str(metrics["split"]), str(metrics["split"]))
     found = {name: number_in(metrics, name) for name in run.objective.figures}
     rows = f"{number_in(metrics, 'num_rows') or 0:,.0f} rows of the {split} split"
     return f"On {rows} the model has {run.objective.verdict(found)}."
@@ -181,29 +168,24 @@ PHASES = {
 }
 
 
-def figures(run: RunFacts, found: Sequence[Idea]) -> list[Figure]:
-    """Returns the four figures: quality, speed, memory, what would help most."""
-    record, metrics = run.record, metrics_of(run)
-    (best, measure), *others = run.objective.measures.items()
-    values = [(other, shown(number_in(metrics, name), ".4f")) for name, other in others]
-    quality = ", ".join(f"{other.title} {value}{other.beside}" for other, value in values)
+def speed_figures(run: RunFacts, found: Sequence[Idea]) -> list[Figure]:
+    """Returns the figures of speed and memory, and, if something would help, what would help most."""
+    record = run.record
     speed = number_in(record, "samples_per_s") or number_in(last_line(run), "samples_per_s")
     backend = mapping_in(record, "backend")
     threads = f"{backend['threads']} thread{'' if backend['threads'] == 1 else 's'}" if backend else ""
     kernels = f"{backend['name']} kernels ({backend['isa']}, {threads})" if backend else ""
     total = sum((phases_of(record) or phases_of(last_line(run))).values())
     step = f"{total:.3g} ms a step" if total else ""
-    nothing = Idea("This run's record shows no way to save time.", 0.0, DASH)
-    first = next((idea for idea in found if idea.gain or not idea.predicted), nothing)
-    what = f"samples a second, predicted ({first.between or 'error unknown'}):" if first.predicted else ""
-    what = what or ("of training time could be saved." if first.gain else "")
-    text = f"{what} {first.text}".strip()
-    return [
-        Figure(measure.title, shown(number_in(metrics, best), ".4f"), quality if metrics else "nothing was scored"),
+    figures = [
         Figure("Samples a second", shown(speed, ",.0f"), ", ".join(part for part in (step, kernels) if part)),
         memory_figure(record),
-        Figure("What would help most", first.figure, text),
     ]
+    if (first := next((idea for idea in found if idea.gain or not idea.predicted), None)) is not None:
+        what = f"samples a second, predicted ({first.between or 'error unknown'}):" if first.predicted else ""
+        what = what or ("of training time could be saved." if first.gain else "")
+        figures.append(Figure("What would help most", first.figure, f"{what} {first.text}".strip()))
+    return figures
 
 
 def memory_figure(record: Mapping[str, Any]) -> Figure:
@@ -219,70 +201,7 @@ def memory_figure(record: Mapping[str, Any]) -> Figure:
     )
 
 
-def shown(value: float | None, form: str) -> str:
-    return DASH if value is None else format(value, form)
-
-
 # ---- charts
-
-
-def curves_chart(
-    curves: Mapping[str, Sequence[Point]], *, y_label: str, label: str, share: bool = False, caption: str = ""
-) -> Chart:
-    """Draws curves over steps, thinned if they are long; the caption says so."""
-    thinned = {name: thin(curve) for name, curve in curves.items() if curve}
-    per_point = max((found.per_point for found in thinned.values()), default=1)
-    note = f" Each point is the mean of {per_point} lines; the area spans the least to the most of them."
-    return Chart(
-        line_chart(
-            {name: found.curve for name, found in thinned.items()},
-            x_label="step",
-            y_label=y_label,
-            x_scale="linear",
-            y_scale="share" if share else "value",
-            bands={name: found.band for name, found in thinned.items()},
-            width=WIDTH,
-            height=HEIGHT,
-            label=label,
-        ),
-        (caption or label) + "." + (note if per_point > 1 else ""),
-    )
-
-
-def learning(runs: Sequence[RunFacts]) -> list[Chart]:
-    """Returns the loss and the other measures over steps; of several runs, a line for each."""
-    several = len(runs) > 1
-
-    def lines(kind: str, field: str, splits: Mapping[str | None, str]) -> dict[str, list[Point]]:
-        return {
-            " ".join(part for part in (run.name if several else "", name) if part) or field: points(
-                run.lines, kind, field, split=split
-            )
-            for run in runs
-            for split, name in splits.items()
-        }
-
-    of_splits: dict[str | None, str] = {"val": "validation", "test": "test"}
-    losses = lines("train", "loss", {None: "" if several else "training"})
-    measures = measures_of(runs)
-    loss = runs[0].objective.loss_figure
-    losses |= {} if several else lines("eval", loss, of_splits)
-    judged: dict[str | None, str] = {"val": ""} if several else of_splits
-    of = " of the validation split" if several else ""
-    titles = dict.fromkeys(run.objective.loss_title for run in runs)
-    charts = [curves_chart(losses, y_label=" or ".join(titles), label="Loss over steps")]
-    for field, measure in measures.items():
-        if all(field != run.objective.loss_figure for run in runs):
-            name = (measure.name or measure.title) + of
-            caption = f"{name}: {measure.meaning}" if measure.meaning else ""
-            curves = lines("eval", field, judged)
-            charts.append(curves_chart(curves, y_label=measure.title, label=f"{name} over steps", caption=caption))
-    return charts
-
-
-def measures_of(runs: Sequence[RunFacts]) -> dict[str, Measure]:
-    """Returns the measures by which any of the runs is judged."""
-    return {name: measure for run in runs for name, measure in run.objective.measures.items()}
 
 
 def step_charts(run: RunFacts) -> list[Chart]:
@@ -471,10 +390,6 @@ def table_grid(record: Mapping[str, Any]) -> Grid | None:
         rows.append([name, *counts, *hits, *moved, Cell(str(table.get("store", "")))])
     heads = ["table", "rows", "pinned", "cached", "on disk", "hits / lookup", "hits / row", "read", "written", "store"]
     return heads, rows
-
-
-def percent(value: float | None) -> Cell:
-    return Cell("" if value is None else f"{value:.1%}")
 
 
 def num_bytes(value: float | None) -> Cell:

@@ -40,6 +40,7 @@ from hotrow.base.files import LOCK, atomic_write, check_path, check_writable, cl
 from hotrow.base.machine import host_facts, versions
 from hotrow.base.records import Document
 from hotrow.config.load import parse_yaml
+from hotrow.data.packed.format import read_info
 from hotrow.report.facts import RunFacts, coverage_of, read_lines
 from hotrow.report.page import NAME as REPORT
 from hotrow.report.page import write_report
@@ -239,7 +240,9 @@ class RunFolder:
         if self.record.status == "running":
             with claim(self.path) as claimed:
                 is_training = claimed is False
-        record = asdict(self.record)
+        record, info = asdict(self.record), None
+        with suppress(OSError, ValueError):  # before the run has its vocabularies
+            info = read_info(self.vocabulary)
         return RunFacts(
             name=str(self.path),
             record=record,
@@ -249,6 +252,7 @@ class RunFolder:
             commands=self.commands(),
             options=options,
             coverage=coverage_of(record["dataset"]),
+            info=info,
         )
 
     def report(self) -> None:

@@ -75,7 +75,8 @@ class Scores:
     """What the scores of the final weights show, as `run/scores.py` finds it."""
 
     split: str
-    num_rows: Count
+    rows: Group
+    """All of them."""
     histogram: dict[str, list[FiniteFloat]]
     """`bins`: their middles; by kind of row, its share in each."""
     tenths: list[Group]

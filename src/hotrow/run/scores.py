@@ -179,7 +179,7 @@ def scores_of(
     order, (num_rows, by_column) = np.argsort(scores, kind="stable"), gained
     return Scores(
         split,
-        len(scores),
+        group(order),
         _histogram(scores, labels),
         [group(tenth) for tenth in np.array_split(order, min(TENTHS, len(order)))],
         {

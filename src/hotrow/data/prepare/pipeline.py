@@ -772,7 +772,8 @@ class _Stages:
         told = {LEAK: list(self._opened.warnings), SCHEMA_GUESS: list(self._opened.choices)}
         notes = {code: texts for code, texts in told.items() if texts}
         counts = {"rows_read": rows_read, "rows_skipped": skipped + cells.rows_left_out, **cells.summary()}
-        return counts | ({"notes": notes} if notes else {})
+        kept = {"notes": notes, "left_out": dict(self._opened.left_out)}
+        return counts | {name: value for name, value in kept.items() if value}
 
     @staticmethod
     def _write_piece(piece: Piece, encode: RowEncoder, writer: PackedWriter) -> None:

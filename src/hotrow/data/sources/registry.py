@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -229,6 +229,8 @@ class OpenedSource:
     """Columns that the user named although they seem to give the label away."""
     choices: tuple[str, ...] = ()
     """Choices of a guessed schema that the user may want to change, columns that it leaves out among them."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Columns of the data that are not read, each with the reason."""
 
     def with_options(self, **options: Any) -> OpenedSource:
         """Returns this source with its schema changed by `Schema.with_options`."""
@@ -293,6 +295,7 @@ def open_source(
     notes: tuple[str, ...] = tuple(filter(None, [left_out(data)]))
     warnings: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
+    reasons: dict[str, str] = {}
     options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": read.skip_bad_rows}
     options |= {} if values == "strict" else {"values": values}
     source: ColumnsSource | HistoriesSource
@@ -305,9 +308,13 @@ def open_source(
         if schema is None:
             guess = guess_columns(data, **vars(read))
             schema, warnings, choices = guess.schema(), guess.warnings, guess.notes
+            reasons = {each.column: each.reason for each in guess.of("")}
             notes = (*notes, guess.summary())
         source = open_columns(data, schema, name=name, **options)
-    return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes), warnings, choices)
+    names = source.column_names if isinstance(source, ColumnsSource) else ()
+    unused = [column for column in names if column not in source.schema.column_names]
+    unread = {column: reasons.get(column, "the schema does not list it") for column in unused}
+    return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes), warnings, choices, unread)
 
 
 def _tell_source(data: Any) -> str:

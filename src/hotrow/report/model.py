@@ -1,0 +1,272 @@
+"""What a modeller asks of a run: which columns it used, what each gives, how good its scores are, what it kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hotrow.base.progress import num_of
+from hotrow.data.packed.format import DatasetInfo
+from hotrow.draw import line_chart, stacked_bars
+from hotrow.objectives.objective import Measure
+from hotrow.report.columns import Column, columns_of, schema_of
+from hotrow.report.facts import Point, RunFacts, mapping_in, number_in, points
+from hotrow.report.shapes import HEIGHT, WIDTH, Cell, Chart, Figure, Grid, curves_chart, percent, shown
+
+SPLITS = {"val": "validation"}
+"""Names of splits for people, if they differ."""
+KEPT, MAX_GAINS = "kept weights", 20
+"""Bars of the picture of gains; the table of columns has them all."""
+
+
+def steps_of(run: RunFacts) -> int:
+    """Returns how many steps are known to have been trained: by run.json, or by the last line of a killed run."""
+    steps = [int(line["step"]) for line in run.lines if line["kind"] == "train"]
+    return max(int(run.record.get("steps") or 0), *steps, 0)
+
+
+def metrics_of(run: RunFacts) -> dict[str, Any]:
+    """Returns the final metrics, or else the last evaluation's, with `split`; {} if nothing was scored."""
+    for split in ("test", "val"):
+        if found := mapping_in(run.record, "metrics", split):
+            return {"split": split, **found}
+    evaluations = [line for line in run.lines if line["kind"] == "eval"]
+    return {"split": "", **max(evaluations, key=lambda line: int(line["step"]))} if evaluations else {}
+
+
+def learning(runs: Sequence[RunFacts]) -> list[Chart]:
+    """Returns the loss and the other measures over steps; of several runs, a line for each."""
+    several = len(runs) > 1
+
+    def lines(kind: str, field: str, splits: Mapping[str | None, str]) -> dict[str, list[Point]]:
+        return {
+            " ".join(part for part in (run.name if several else "", name) if part) or field: points(
+                run.lines, kind, field, split=split
+            )
+            for run in runs
+            for split, name in splits.items()
+        }
+
+    def kept(field: str) -> dict[str, list[Point]]:
+        chosen = None if several else runs[0].record.get("chosen_step")
+        curve = points(runs[0].lines, "eval", field, split="val")
+        return {KEPT: [point for point in curve if point[0] == chosen]}
+
+    of_splits: dict[str | None, str] = {"val": "validation", "test": "test"}
+    losses = lines("train", "loss", {None: "" if several else "training"})
+    measures = measures_of(runs)
+    loss = runs[0].objective.loss_figure
+    losses |= {} if several else lines("eval", loss, of_splits)
+    judged: dict[str | None, str] = {"val": ""} if several else of_splits
+    of = " of the validation split" if several else ""
+    titles = dict.fromkeys(run.objective.loss_title for run in runs)
+    losses |= kept(loss)
+    charts = [curves_chart(losses, y_label=" or ".join(titles), label="Loss over steps", dashed=[KEPT])]
+    for field, measure in measures.items():
+        if all(field != run.objective.loss_figure for run in runs):
+            name = (measure.name or measure.title) + of
+            caption = f"{name}: {measure.meaning}" if measure.meaning else ""
+            curves = lines("eval", field, judged) | kept(field)
+            charts.append(
+                curves_chart(curves, y_label=measure.title, label=f"{name} over steps", caption=caption, dashed=[KEPT])
+            )
+    return charts
+
+
+def measures_of(runs: Sequence[RunFacts]) -> dict[str, Measure]:
+    """Returns the measures by which any of the runs is judged."""
+    return {name: measure for run in runs for name, measure in run.objective.measures.items()}
+
+
+# ---- columns
+
+
+def column_text(run: RunFacts) -> str:
+    """Returns what the label is, and how many columns are inputs."""
+    if run.info is None:
+        return ""
+    schema, names = schema_of(run.info), ", ".join(label.name for label in run.info.labels)
+    time = "" if schema is None or schema.time is None else f" The time of a row is {schema.time.column}."
+    inputs = f"{num_of(len(columns_of(run.info)), 'column')} of the data"
+    return f"The label is {names}.{time} The model's inputs are made of {inputs}."
+
+
+def column_grid(run: RunFacts) -> Grid | None:
+    """Returns the columns that the model uses: what is made of them, what of it scored rows lack, what they give."""
+    if run.info is None:
+        return None
+    split = str(metrics_of(run).get("split", ""))
+    counts, gains = mapping_in(run.record, "columns", split), mapping_in(run.record, "scores", "gains")
+    rows: list[list[Cell | str]] = []
+    for name, column in columns_of(run.info).items():
+        ids = [mapping_in(counts, f"{each} (ids)") or mapping_in(counts, each) for each in column.features]
+        numbers = [mapping_in(counts, run.info.dense_names[place]) for place in column.dense]
+        unknown = [share for each in ids if (share := _share(each, "unknown")) is not None]
+        missing = [share for each in [*ids, *numbers] if (share := _share(each, "missing")) is not None]
+        gain = gains.get(name)
+        rows.append([name, _use(run.info, name, column), percent(max(unknown, default=None)),
+                     percent(max(missing, default=None)), _gain(gain)])  # fmt: skip
+    rows.sort(key=lambda row: -(row[-1].sort or 0.0) if isinstance(row[-1], Cell) else 0.0)
+    return ["column", "used as", "ids unknown or rare", "missing", f"{run.objective.loss_title} rises by"], rows
+
+
+def _share(counts: Mapping[str, Any], kind: str) -> float | None:
+    found, values = number_in(counts, kind), number_in(counts, "values")
+    return None if found is None or not values else found / values
+
+
+def _gain(gain: Any) -> Cell:
+    increase, error = number_in({"gain": gain}, "gain", "increase"), number_in({"gain": gain}, "gain", "error")
+    return Cell("" if increase is None else f"{increase:.4f} \u00b1 {error or 0:.4f}", increase)
+
+
+def _use(info: DatasetInfo, name: str, column: Column) -> str:
+    """Returns what the model's inputs are made of a column, in words."""
+    uses, statistics = [], []
+    for place in column.dense:
+        own = info.dense[place]
+        transform = own.transform.partition("(")[0]
+        if transform == "target_stat":
+            statistics.append(own.name.rpartition(" (prior")[0])
+        else:
+            uses.append(" ".join(part for part in ("number", own.name if own.name != name else "") if part))
+            uses[-1] += "" if transform in ("none", "identity") else f" ({transform})"
+    for feature in info.features:
+        if feature.name in column.features:
+            kind = {"one_hot": "ids", "multi_hot": "sets of ids", "sequence": "lists of ids"}[feature.kind]
+            rows = info.table_by_name[feature.table].num_embeddings
+            uses.append(f"{kind}{'' if feature.name == name else f' {feature.name}'} in {rows:,} rows")
+    uses += [f"statistics of {', '.join(dict.fromkeys(statistics))}"] if statistics else []
+    return "; ".join(uses)
+
+
+def left_out_grid(run: RunFacts) -> Grid | None:
+    """Returns the columns of the files that the model does not use, each with the reason."""
+    left_out = mapping_in({} if run.info is None else run.info.summary, "left_out")
+    return ["column left out", "because"], [[name, str(reason)] for name, reason in left_out.items()]
+
+
+def gain_chart(run: RunFacts) -> Chart:
+    """Returns what the columns give, the largest first."""
+    gains = mapping_in(run.record, "scores", "gains")
+    increases = {name: number_in(gains, name, "increase") or 0.0 for name in gains}
+    first = sorted(increases, key=lambda name: -increases[name])[:MAX_GAINS]
+    title = run.objective.loss_title
+    bars = {name: {f"rise of {title}": max(0.0, increases[name])} for name in first}
+    of = f", {MAX_GAINS} of {len(gains)} columns" if len(gains) > MAX_GAINS else ""
+    label = f"How much the {title} rises without what a column says{of}"
+    return Chart(stacked_bars(bars, form="{:.4f}".format, width=WIDTH, label=label), f"{label}.")
+
+
+def gain_text(run: RunFacts) -> str:
+    scores = mapping_in(run.record, "scores")
+    if not mapping_in(scores, "gains"):
+        return ""
+    split, rows = SPLITS.get(str(scores.get("split")), scores.get("split")), number_in(scores, "gains_rows")
+    return (
+        f"The values of a column, with all that is made of it, were exchanged among {rows:,.0f} rows of the {split} "
+        f"split: without what the column says of its row, the {run.objective.loss_title} rises by so much. Columns that "
+        "say the same have small rises, because each stands in for the other. The table of columns has the standard "
+        "errors."
+    )
+
+
+# ---- scores
+
+
+def score_charts(run: RunFacts) -> list[Chart]:
+    """Returns how scores are distributed, and whether their means are those of the labels."""
+    scores = mapping_in(run.record, "scores")
+    if not scores:
+        return []
+    score, histogram = run.objective.score, dict(mapping_in(scores, "histogram"))
+    bins = histogram.pop("bins", [])
+    spread = line_chart(
+        {name: list(zip(bins, shares, strict=True)) for name, shares in histogram.items()},
+        x_label=score, y_label="share of rows", x_scale="linear", y_scale="value", shape="stairs",
+        ticks={middle: f"{middle:.2g}" for middle in bins[:: max(1, len(bins) // 6)]}, width=WIDTH, height=HEIGHT,
+        label="Distribution of scores",
+    )  # fmt: skip
+    tenths = scores["tenths"]
+    curves = {f"mean {what}": [(k, tenth[what]) for k, tenth in enumerate(tenths, 1)] for what in ("label", "score")}
+    calibration = line_chart(
+        curves, x_label="tenth of the rows, by rising score", y_label="mean", x_scale="linear",
+        y_scale="value", ticks={k: str(k) for k in range(1, len(tenths) + 1)}, dashed=("mean score",), width=WIDTH,
+        height=HEIGHT, label="Calibration",
+    )  # fmt: skip
+    of = {"score": "scores and of labels"}.get(next(iter(histogram), ""), "scores by label")
+    return [
+        Chart(spread, f"Distribution of {of}; scores are the {score}."),
+        Chart(calibration, "Calibration: where the lines part, scores are too high or too low."),
+    ]
+
+
+def segment_grids(run: RunFacts) -> Sequence[Grid]:
+    """Returns the measures of the rows of each value of a column with few values."""
+    measures = run.objective.measures
+    heads = ["rows", "mean label", "mean score", "score / label", *(measure.title for measure in measures.values())]
+    found = []
+    for name, groups in mapping_in(run.record, "scores", "segments").items():
+        rows: list[list[Cell | str]] = []
+        for group in groups:
+            ratio = group["score"] / group["label"] if group["label"] else None
+            means = [Cell(f"{group[what]:.4g}", group[what]) for what in ("label", "score")]
+            figures = [Cell(shown(number_in(group, "figures", each), ".4f")) for each in measures]
+            rows.append([group["value"], Cell(f"{group['num_rows']:,}"), *means, Cell(shown(ratio, ".3f")), *figures])
+        found.append(([name, *heads], rows))
+    return found
+
+
+def statistic_grid(run: RunFacts) -> Grid:
+    """Returns by statistic the share of scored rows whose value training has seen."""
+    shares = mapping_in(run.record, "scores", "statistics")
+    rows: list[list[Cell | str]] = [[name, percent(seen), percent(many)] for name, (seen, many) in shares.items()]
+    return ["statistic of", "rows whose value training has seen", "ten times or more"], rows
+
+
+# ---- what was kept
+
+
+def kept_text(run: RunFacts) -> str:
+    """Returns the step whose weights were kept, and what validation did after it."""
+    chosen, steps = run.record.get("chosen_step"), steps_of(run)
+    name, measure = _monitored(run)
+    curve = points(run.lines, "eval", name, split="val")
+    if chosen is None or not curve:
+        return ""
+    text, at = f"The weights of step {chosen:,} of {steps:,} were kept", dict(curve).get(chosen)
+    step, best = max(curve, key=lambda point: measure.sign * point[1])
+    last, value = curve[-1]
+    if at is None:
+        return f"{text}."
+    text += f"; the validation {measure.title} was {at:.4f} there"
+    if last > chosen:
+        verb = "rose" if value > at else "fell" if value < at else "was still"
+        return f"{text}. After it, it {verb} {'at' if verb == 'was still' else 'to'} {value:.4f} by step {last:,.0f}."
+    if measure.sign * best > measure.sign * at:
+        return f"{text}. It had been better, {best:.4f} at step {step:,.0f}: train.early_stopping would keep those."
+    return f"{text}, the best of {num_of(len(curve), 'evaluation')}: longer training may help."
+
+
+def _monitored(run: RunFacts) -> tuple[str, Measure]:
+    """Returns the measure that decided which weights were kept."""
+    name = str(run.record.get("monitor"))
+    name = name if name in run.objective.measures else next(iter(run.objective.measures))
+    return name, run.objective.measures[name]
+
+
+def model_figures(run: RunFacts) -> list[Figure]:
+    """Returns the figures of the model: quality, mean score, whose weights were kept, rows."""
+    metrics, record = metrics_of(run), run.record
+    (best, measure), *others = run.objective.measures.items()
+    values = [(other, shown(number_in(metrics, name), ".4f")) for name, other in others]
+    quality = ", ".join(f"{other.title} {value}{other.beside}" for other, value in values)
+    score, label = (number_in(record, "scores", "rows", what) for what in ("score", "label"))
+    rows = mapping_in(record, "rows")
+    judged = ", ".join(f"{count:,} {SPLITS.get(name, name)}" for name, count in rows.items() if name != "train")
+    return [
+        Figure(measure.title, shown(number_in(metrics, best), ".4f"), quality if metrics else "nothing was scored"),
+        Figure("Mean score", shown(score, ".4g"), "" if label is None else f"the mean label is {label:.4g}"),
+        Figure("Weights of step", shown(record.get("chosen_step"), ",d"), f"of {steps_of(run):,}"),
+        Figure("Training rows", shown(number_in(rows, "train"), ",.0f"), judged),
+    ]
