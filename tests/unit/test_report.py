@@ -82,7 +82,7 @@ def large() -> RunFacts:
         lines.append({"kind": "swap", "step": step, "logloss": 0.4, "rate": 50.0, "next_rate": 25.0, "turn": "hot"})
     swaps = [line for line in lines if line["kind"] == "swap"]
     fields = record(
-        steps=10_000, epochs=2.0, samples_per_s=1e5, train_s=40.0, ended="all steps are done", memory=memory,
+        steps=10_000, epochs=2.0, samples_per_s=1e5, train_s=70.0, ended="all steps are done", memory=memory,
         step_ms={"data": 0.4, "lookup": 1.0, "dense": 2.0, "update": 0.6}, host={"usable_cores": 2},
         backend={"name": "native", "isa": "avx512", "threads": 1, "reason": None},
         metrics={"test": {"auc": 0.78, "logloss": 0.45, "ne": 0.82, "num_rows": 1234}},
@@ -165,7 +165,7 @@ def test_a_large_run_fits_and_what_is_hostile_stays_text() -> None:
     assert len(page.encode()) <= MAX_BYTES
     found = Elements(page)
     assert found.tags.count("script") == 1 and "b" in found.tags, "the script of the page, and the cards' figures"
-    assert found.tags.count("b") == 4 and HOSTILE in found.text
+    assert found.tags.count("b") == 7 and HOSTILE in found.text
     assert f"were predicted for {HOSTILE} (measured 2026-01-31)" in " ".join(found.text.split())
     assert not [name for name, _ in found.attributes if name in ("src", "href") or name.startswith("on")]
     for text in ("AUC", "0.7800", "100,000", "at most 50%", "76 others", "off by"):
@@ -182,7 +182,7 @@ def test_the_sentences_say_how_it_ended() -> None:
         return sentences(RunFacts(name="r", record=record(**fields), lines=lines, is_training=training))[0]
 
     assert sentences(whole) == [
-        "The run finished after 10,000 steps (2 epochs) and 40.0 s of training: all steps are done.",
+        "The run finished after 10,000 steps (2 epochs) and 0:01:10 of training: all steps are done.",
         "On 1,234 rows of the test split the model has AUC 0.7800, and a LogLoss that is 18.0% less than that of a "
         "constant rate of clicks.",
         "A step takes 4 ms on average, 50% of it for dense layers; waiting for rows from disk took 12.0% of the time.",
@@ -270,7 +270,7 @@ def test_a_record_of_odd_types_has_a_page(odd: Any) -> None:
         fields = record(memory=memory, hot=hot, predicted=predicted, write_budget=odd, metrics=odd, step_ms=odd)
         lines = [train_line(1, step_ms=odd, loss=odd), {"kind": "eval", "step": 2, "auc": odd, "split": odd}]
         page = Elements(report_page([RunFacts(name="r", record=fields, lines=lines)] * 2))
-        assert "b" in page.tags and page.tags.count("b") == 8
+        assert "b" in page.tags and page.tags.count("b") >= 12
 
 
 def test_several_runs_stand_side_by_side() -> None:

@@ -100,19 +100,23 @@ def column_grid(run: RunFacts) -> Grid | None:
     rows: list[list[Cell | str]] = []
     for name, column in columns_of(run.info).items():
         ids = [mapping_in(counts, f"{each} (ids)") or mapping_in(counts, each) for each in column.features]
-        numbers = [mapping_in(counts, run.info.dense_names[place]) for place in column.dense]
-        unknown = [share for each in ids if (share := _share(each, "unknown")) is not None]
-        missing = [share for each in [*ids, *numbers] if (share := _share(each, "missing")) is not None]
-        gain = gains.get(name)
-        rows.append([name, _use(run.info, name, column), percent(max(unknown, default=None)),
-                     percent(max(missing, default=None)), _gain(gain)])  # fmt: skip
-    rows.sort(key=lambda row: -(row[-1].sort or 0.0) if isinstance(row[-1], Cell) else 0.0)
-    return ["column", "used as", "ids unknown or rare", "missing", f"{run.objective.loss_title} rises by"], rows
+        own = [*ids, mapping_in(counts, name)]
+        cells: list[Cell | str] = [
+            _gain(gains.get(name)),
+            _use(run.info, name, column),
+            percent(_share(ids, "unknown")),
+        ]
+        missing, most = _share(own, "missing"), _share(own, "missing_or_zero")
+        at_most = missing is None and most is not None
+        rows.append([name, *cells, Cell(f"at most {most:.1%}", most) if at_most else percent(missing)])
+    rows.sort(key=lambda row: -(row[1].sort or 0.0) if isinstance(row[1], Cell) else 0.0)
+    return ["column", f"{run.objective.loss_title} rises by", "used as", "ids unknown or rare", "missing"], rows
 
 
-def _share(counts: Mapping[str, Any], kind: str) -> float | None:
-    found, values = number_in(counts, kind), number_in(counts, "values")
-    return None if found is None or not values else found / values
+def _share(columns: Sequence[Mapping[str, Any]], kind: str) -> float | None:
+    """Returns the largest share of a kind of value in columns that count it."""
+    found = [(number_in(counts, kind), number_in(counts, "values")) for counts in columns]
+    return max((count / values for count, values in found if count is not None and values), default=None)
 
 
 def _gain(gain: Any) -> Cell:
@@ -165,9 +169,9 @@ def gain_text(run: RunFacts) -> str:
     split, rows = SPLITS.get(str(scores.get("split")), scores.get("split")), number_in(scores, "gains_rows")
     return (
         f"The values of a column, with all that is made of it, were exchanged among {rows:,.0f} rows of the {split} "
-        f"split: without what the column says of its row, the {run.objective.loss_title} rises by so much. Columns that "
-        "say the same have small rises, because each stands in for the other. The table of columns has the standard "
-        "errors."
+        f"split: without what the column says of its row, the {run.objective.loss_title} rises by so much. Columns "
+        "that say the same have small rises, because each stands in for the other. The table of columns has the "
+        "standard errors."
     )
 
 
