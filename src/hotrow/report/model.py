@@ -15,6 +15,7 @@ from hotrow.report.shapes import HEIGHT, WIDTH, Cell, Chart, Figure, Grid, curve
 
 SPLITS = {"val": "validation"}
 """Names of splits for people, if they differ."""
+SEGMENTED = "The same model, judged on the rows of each value of columns that have few values and give much."
 KEPT, MAX_GAINS = "kept weights", 20
 """Bars of the picture of gains; the table of columns has them all."""
 
@@ -186,9 +187,9 @@ def score_charts(run: RunFacts) -> list[Chart]:
     score, histogram = run.objective.score, dict(mapping_in(scores, "histogram"))
     bins = histogram.pop("bins", [])
     spread = line_chart(
-        {name: list(zip(bins, shares, strict=True)) for name, shares in histogram.items()},
+        {name: list(zip(bins, [*shares, shares[-1]], strict=True)) for name, shares in histogram.items()},
         x_label=score, y_label="share of rows", x_scale="linear", y_scale="value", shape="stairs",
-        ticks={middle: f"{middle:.2g}" for middle in bins[:: max(1, len(bins) // 6)]}, width=WIDTH, height=HEIGHT,
+        ticks={edge: f"{edge:.2g}" for edge in bins[::5]}, width=WIDTH, height=HEIGHT,
         label="Distribution of scores",
     )  # fmt: skip
     tenths = scores["tenths"]

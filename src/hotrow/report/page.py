@@ -15,6 +15,7 @@ from hotrow.draw import line_chart, load_template, stacked_bars
 from hotrow.report.facts import Point, RunFacts, mapping_in, number_in, phase_points, points
 from hotrow.report.help import Idea, ideas, phases_of
 from hotrow.report.model import (
+    SEGMENTED,
     SPLITS,
     column_grid,
     column_text,
@@ -61,7 +62,7 @@ def report_page(runs: Sequence[RunFacts]) -> str:
 
 def view(run: RunFacts) -> dict[str, Any]:
     """Returns what the template shows of a run: the model first, then speed and memory."""
-    found, (ended, good, time) = ideas(run), sentences(run)
+    found, segments, (ended, good, time) = ideas(run), segment_grids(run), sentences(run)
     return {
         "name": run.name,
         "sentences": [ended, good],
@@ -71,7 +72,8 @@ def view(run: RunFacts) -> dict[str, Any]:
             ("Warnings", [], [warning_grid(run.record)], ""),
             ("Columns", [], [column_grid(run), left_out_grid(run)], column_text(run)),
             ("What each column gives", [gain_chart(run)], [], gain_text(run)),
-            ("Scores", score_charts(run), segment_grids(run), ""),
+            ("Scores", score_charts(run), [], ""),
+            ("Segments", [], segments, SEGMENTED if segments else ""),
             ("Statistics of the label", [], [statistic_grid(run)], ""),
             ("How it learned", learning([run]), [], kept_text(run)),
         ),

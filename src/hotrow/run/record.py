@@ -78,7 +78,7 @@ class Scores:
     rows: Group
     """All of them."""
     histogram: dict[str, list[FiniteFloat]]
-    """`bins`: their middles; by kind of row, its share in each."""
+    """`bins`: their edges; by kind of row, its share in each."""
     tenths: list[Group]
     """Tenths of the rows, by rising score."""
     segments: dict[str, list[Group]]

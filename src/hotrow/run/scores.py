@@ -193,7 +193,7 @@ def scores_of(
 
 
 def _histogram(scores: NDArray[np.float64], labels: NDArray[Any]) -> dict[str, list[float]]:
-    """Returns `bins`, the middles of bins of scores, and the share of each kind of row in each bin: by label if labels
+    """Returns `bins`, the edges of bins of scores, and the share of each kind of row in each bin: by label if labels
     are 0 or 1, else of scores and of labels. Rows beyond the bins count in the outermost."""
     kinds = {"score": scores, "label": labels}
     if labels.dtype == np.bool_:
@@ -205,7 +205,7 @@ def _histogram(scores: NDArray[np.float64], labels: NDArray[Any]) -> dict[str, l
     shares = {
         name: np.histogram(np.clip(own, low, high), edges)[0] / len(own) for name, own in kinds.items() if len(own)
     }
-    return {"bins": ((edges[1:] + edges[:-1]) / 2).tolist(), **{name: own.tolist() for name, own in shares.items()}}
+    return {"bins": edges.tolist(), **{name: own.tolist() for name, own in shares.items()}}
 
 
 def _segmented(

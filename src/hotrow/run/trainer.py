@@ -604,16 +604,14 @@ class Training:
         if not judged.num_rows:  # it was scored when these weights were the newest
             self._evaluated(split, metrics=judged)
         own, first = self.dataset.split(split), self.writes_files
-        with self._aside():
-            gained = gains(self.parts, own, train_s=self.state.train_s, is_first=first)
-        if not first:
-            return
         try:
-            found = scores_of(self.dataset, split, self.parts.objective, judged.rows(), gained)
+            with self._aside():
+                gained = gains(self.parts, own, train_s=self.state.train_s, is_first=first)
+            if first:
+                found = scores_of(self.dataset, split, self.parts.objective, judged.rows(), gained)
+                self.folder.update(scores=found)
         except (OSError, ValueError) as error:
             self.warn("scores_not_looked_at", f"the report will not say what columns give: {error}", count=1)
-            return
-        self.folder.update(scores=found)
 
     def _warn_of(self, found: Sequence[Mapping[str, str]]) -> None:
         """Shows and counts warnings about the end of the run, by code; a resumed run comes to it again."""
