@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sklearn.metrics
+import torch
 from test_tbsm_law import BASE, prepared
 
 import hotrow
@@ -180,3 +181,12 @@ def test_histories_tiers_and_ranks_give_the_same(tmp_path: Path, name: str) -> N
         with RankPool(2) as pool:
             pool.run(train_rank, data, tmp_path / "ranks", num_ranks=2, micro_batches=2)
         assert RunFolder.open(tmp_path / "ranks").record.scores == whole
+
+
+def test_histories_are_exchanged_whole() -> None:
+    rng = np.random.default_rng(1)
+    bags = [rng.random((length, 3)).astype(np.float32) for length in (2, 0, 5, 1, 3)]
+    offsets, order = np.cumsum([0, *map(len, bags)]), rng.permutation(len(bags))
+    values, moved = scores._bags((torch.tensor(np.concatenate(bags)), torch.tensor(offsets)), torch.tensor(order))
+    for place, start, stop in zip(order, moved, moved[1:], strict=False):
+        assert np.array_equal(values[start:stop], bags[place])
