@@ -108,8 +108,8 @@ def column_grid(run: RunFacts) -> Grid | None:
             percent(_share(ids, "unknown")),
         ]
         missing, most = _share(own, "missing"), _share(own, "missing_or_zero")
-        at_most = missing is None and most is not None
-        rows.append([name, *cells, Cell(f"at most {most:.1%}", most) if at_most else percent(missing)])
+        at_most = Cell(f"at most {most:.1%}", most) if most else percent(most)
+        rows.append([name, *cells, at_most if missing is None else percent(missing)])
     rows.sort(key=lambda row: -(row[1].sort or 0.0) if isinstance(row[1], Cell) else 0.0)
     return ["column", f"{run.objective.loss_title} rises by", "used as", "ids unknown or rare", "missing"], rows
 

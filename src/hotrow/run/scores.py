@@ -36,8 +36,8 @@ MAX_ROWS = 1 << 20
 """Rows, evenly spread over the split, of which distributions and segments are made."""
 BINS, TENTHS = 25, 10
 MIN_SEGMENT_ROWS, MAX_VALUES, MAX_SEGMENTED = 200, 12, 3
-MAX_TABLE_ROWS = 4096
-"""A larger table has too many values for segments, and its vocabulary is not read for their names."""
+MAX_TABLE_ROWS = 64
+"""The values of a larger table may be people, whom no report names."""
 LEAST_EVIDENCE = 1e-6
 """A statistic of a value that training has not seen is 0 but for rounding."""
 MANY = 10
