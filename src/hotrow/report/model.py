@@ -187,7 +187,7 @@ def score_charts(run: RunFacts) -> list[Chart]:
     score, histogram = run.objective.score, dict(mapping_in(scores, "histogram"))
     bins = histogram.pop("bins", [])
     spread = line_chart(
-        {name: list(zip(bins, [*shares, shares[-1]], strict=True)) for name, shares in histogram.items()},
+        {name: list(zip(bins, [*shares, *shares[-1:]], strict=False)) for name, shares in histogram.items()},
         x_label=score, y_label="share of rows", x_scale="linear", y_scale="value", shape="stairs",
         ticks={edge: f"{edge:.2g}" for edge in bins[::5]}, width=WIDTH, height=HEIGHT,
         label="Distribution of scores",
