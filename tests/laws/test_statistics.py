@@ -23,7 +23,8 @@ from hotrow.data.prepare import pipeline
 from hotrow.data.prepare.estimate import estimate_work
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder
-from hotrow.data.prepare.split import RandomPlan
+from hotrow.data.prepare.split import FOLD_SALT, RandomPlan, row_uniform
+from hotrow.data.prepare.statistics import NUM_FOLDS
 from hotrow.data.prepare.timesort import TimeSort
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
@@ -109,8 +110,13 @@ def stored(dataset: PackedDataset, of_rows: str | list[int], num_rows: int) -> n
     return out
 
 
+def folds(num_rows: int) -> list[int]:
+    return (row_uniform(0, 0, num_rows, salt=FOLD_SALT) * NUM_FOLDS).astype(int).tolist()
+
+
 def truth(rows: Rows, of_rows: str | list[int]) -> np.ndarray:
-    """Counts values in dictionaries; every row that does not train sees the counts at the end."""
+    """Counts values in dictionaries; every row that does not train sees the counts at the end, one that trains those
+    before it, or without a time those of other folds."""
     labels = rows["click"]
     code_of = codes(len(labels), of_rows) if isinstance(of_rows, str) else of_rows
     values = {
@@ -119,6 +125,21 @@ def truth(rows: Rows, of_rows: str | list[int]) -> np.ndarray:
         "price": [sum(p >= b for b in (1, 4.5, 20)) for p in rows["price"]],
     }
     found = np.empty((len(labels), sum(len(priors) for _, priors in STATISTICS)))
+    if of_rows == "random":
+        fold = folds(len(labels))
+        for row in range(len(labels)):
+            others = [
+                i for i, code in enumerate(code_of) if code == 0 and not (code_of[row] == 0 and fold[i] == fold[row])
+            ]
+            p = (sum(labels[i] for i in others) + 0.5) / (len(others) + 1)
+            found_here = []
+            for columns, priors in STATISTICS:
+                alike = [i for i in others if all(values[c][i] == values[c][row] for c in columns)]
+                for k in priors:
+                    q = (sum(labels[i] for i in alike) + k * p) / (len(alike) + k)
+                    found_here.append(max(-8.0, min(8.0, math.log(q / (1 - q)) - math.log(p / (1 - p)))))
+            found[row] = found_here
+        return found
     counts: dict[Any, list[int]] = defaultdict(lambda: [0, 0])
     for last in (False, True):  # the second pass has counted every training row
         for row, (label, code) in enumerate(zip(labels, code_of, strict=True)):
@@ -153,7 +174,8 @@ def test_against_dictionaries(split: str, tmp_path: Path) -> None:
 def test_no_training_row_knows_its_own_label_or_a_later_row(
     split: str, in_file: Callable[[Rows], Rows], tmp_path: Path
 ) -> None:
-    """Flipping a label changes no training row up to its own; other rows in place of later ones change none before."""
+    """Flipping a label changes no training row up to its own, or without a time none of its fold; other rows in place
+    of later ones change none before."""
     num_rows = 300
     rows, rng = some_rows(num_rows), np.random.default_rng(1)
     before = stored(prepared(in_file(rows), tmp_path / "rows", split=split), split, num_rows)
@@ -162,10 +184,13 @@ def test_no_training_row_knows_its_own_label_or_a_later_row(
         changed = {name: list(values) for name, values in rows.items()}
         changed["click"][row] ^= 1
         after = stored(prepared(in_file(changed), tmp_path / f"flip{trial}", split=split), split, num_rows)
-        own = trains & (np.arange(num_rows) <= row)
+        of_fold = np.array(folds(num_rows)) == folds(num_rows)[row]
+        own = trains & (of_fold if split == "random" else np.arange(num_rows) <= row)
         np.testing.assert_array_equal(after[own], before[own])
         if trains[row]:
-            assert (after[~own] != before[~own]).any(), "later rows must know it"
+            assert (after[~own] != before[~own]).any(), "other rows must know it"
+    if split == "random":
+        return
     others = some_rows(num_rows, seed=5)
     for trial, row in enumerate(rng.integers(1, num_rows, 3).tolist()):
         changed = {name: [*values[:row], *others[name][row:]] for name, values in rows.items()}

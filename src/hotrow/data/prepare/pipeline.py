@@ -79,7 +79,7 @@ from hotrow.data.prepare.split import (
     reference_plan,
     sample_mask,
 )
-from hotrow.data.prepare.statistics import Statistics, raw_transforms
+from hotrow.data.prepare.statistics import Statistics, folds_of, num_folds, raw_transforms
 from hotrow.data.prepare.timesort import TimeOrder, TimeSort, is_rising, sorted_pieces
 from hotrow.data.prepare.workfolder import (
     COUNTS,
@@ -503,11 +503,12 @@ class _Stages:
             if options.rows is not None and row + chunk.num_rows > options.rows:
                 chunk = select_rows(chunk, np.arange(chunk.num_rows) < options.rows - row)
             codes = plan.assign(row, chunk.num_rows, chunk.time)
+            folds = folds_of(self._schema, row, chunk.num_rows)
             first, row = row, row + chunk.num_rows
             if options.sample < 1:
                 kept = sample_mask(self._schema.split.seed, first, chunk.num_rows, fraction=options.sample)
-                chunk, codes = select_rows(chunk, kept), codes[kept]
-            yield Piece(chunk, codes, row)
+                chunk, codes, folds = select_rows(chunk, kept), codes[kept], None if folds is None else folds[kept]
+            yield Piece(chunk, codes, row, folds)
             if row == options.rows:
                 break
 
@@ -531,11 +532,11 @@ class _Stages:
             found = self._work.results.sorted
             cells = CellCounts() if found is None or comm.rank else found.cells
             state = _Counted(share.start, share.row, cells=cells)
-            statistics = Statistics(self._schema)
+            statistics = Statistics(self._schema, num_folds=num_folds(self._schema))
             if counters.progress is not None:
                 state = checked(_COUNTED, counters.progress, where=f"{folder / SNAPSHOT}: progress", cure=CURE)
                 if self._schema.statistics:
-                    statistics = Statistics.load(self._schema, _statistics_file(folder, state.row), cure=CURE)
+                    statistics = self._load_statistics(_statistics_file(folder, state.row))
 
             def count() -> _Counted:
                 return state if state.done else self._count_rows(plan, counters, state, statistics)
@@ -598,12 +599,17 @@ class _Stages:
         def write() -> None:
             if self._comm.rank == 0:
                 for file in files[1:]:
-                    own.merge(Statistics.load(self._schema, Path(file), cure=CURE))
+                    own.merge(self._load_statistics(Path(file)))
                 path = self._work.out / STATISTICS
                 make_folder(path.parent, within=self._work.out)
-                own.save(path)
+                own.save(_statistics_file(self._work.folder, "by-fold"))
+                own.total().save(path)
 
         on_every_rank(self._comm, write)
+
+    def _load_statistics(self, file: Path) -> Statistics:
+        """Reads statistics by fold."""
+        return Statistics.load(self._schema, file, num_folds=num_folds(self._schema), cure=CURE)
 
     def _count_rows(self, plan: SplitPlan, counters: CounterPool, state: _Counted, statistics: Statistics) -> _Counted:
         fitted_columns = [i for i, d in enumerate(self._schema.dense) if is_fitted(d.transform)]
@@ -629,7 +635,7 @@ class _Stages:
             is_train = piece.codes == TRAIN
             self._count_piece(counters, piece.chunk, is_train)
             if self._schema.statistics:
-                statistics.add(piece.chunk, is_train)
+                statistics.add(piece.chunk, is_train, piece.folds)
             for i, sums in zip(fitted_columns, moments, strict=True):
                 sums.add(piece.chunk.dense[is_train, i])
             cells = cells.with_chunk(piece.chunk, self._schema.dense_names)
@@ -693,9 +699,16 @@ class _Stages:
         return RowEncoder(self._schema, transforms, tables, executor)
 
     def _with_statistics(self, pieces: Iterator[Piece], plan: SplitPlan, mark: Mark) -> Iterator[Piece]:
-        """Yields the pieces from `mark` on with their statistics as dense columns; rows before it are read for them."""
+        """Yields the pieces from `mark` on with their statistics as dense columns; if rows have a time, those before it
+        are read for them."""
+        after = self._load_statistics(_statistics_file(self._work.folder, "by-fold"))
+        if after.num_folds > 1:
+            for piece in pieces:
+                assert piece.folds is not None, "_pieces gives them"
+                chunk = after.joined_out_of_fold(piece.chunk, piece.codes == TRAIN, piece.folds)
+                yield replace(piece, chunk=chunk)
+            return
         before = Statistics(self._schema)
-        after = Statistics.load(self._schema, self._work.out / STATISTICS, cure=CURE)
         for piece in self._pieces(plan, None, 0, stop=mark.start) if mark.row else ():
             before.add(piece.chunk, piece.codes == TRAIN)
             self._check_stop()

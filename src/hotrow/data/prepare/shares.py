@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hotrow.data.chunk import Chunk, Position, SharedSource, select_rows
 from hotrow.data.prepare.split import Codes
@@ -54,6 +55,8 @@ class Piece:
     """Split of each row."""
     next_row: int
     """Number of the source's first row after the chunk."""
+    folds: NDArray[np.uint8] | None = None
+    """Fold of each row, by which statistics are counted; None if there is one."""
 
 
 def together(comm: Communicator, work: Callable[[], T], stop: threading.Event) -> T:

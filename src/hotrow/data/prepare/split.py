@@ -21,6 +21,7 @@ Codes = NDArray[np.uint8]
 
 SPLIT_SALT = 0x51
 SAMPLE_SALT = 0xA9
+FOLD_SALT = 0xF0
 
 
 def row_uniform(seed: int, first_row: int, num_rows: int, *, salt: int) -> NDArray[np.float64]:

@@ -1,19 +1,23 @@
-"""Statistics of the label by value, as of each row: how many training rows before it had its value, how many were
+"""Statistics of the label by value, as of each row: how many other training rows had its value, how many were
 positive.
 
     before, after = Statistics(schema), Statistics(schema)
-    for chunk, trains in rows:                                # trains [n]: which rows of the chunk train
-        after.add(chunk, trains)
-    for chunk, trains in rows:
-        chunk = before.joined_to(chunk, trains, after)        # with J dense columns more
-    chunk = after.of_rows_to_score(chunk)
+    for chunk, trains, folds in rows:                         # trains [n]: which rows of the chunk train
+        after.add(chunk, trains, folds)                       # folds [n]: of each row; None if rows have a time
+    for chunk, trains, folds in rows:
+        chunk = before.joined_to(chunk, trains, after)        # with J dense columns more, or without a time
+        chunk = after.joined_out_of_fold(chunk, trains, folds)
+    chunk = after.total().of_rows_to_score(chunk)
 
-No input of a training row depends on a later row or on its own label. Every other row sees the counts at the end of the
-training rows, as a server would. A value is known by its 64-bit hash, combinations by the hash of their hashes; counts
-lie in a fixed number of slots, so memory is bounded, and values that share a slot are counted together.
+If rows have a time, a training row sees the training rows before it: nothing of it depends on a later row. If they have
+none, it sees the training rows of the other folds, which are drawn: NUM_FOLDS - 1 in NUM_FOLDS of them, so that its
+inputs are like those of a row to score. Either way nothing depends on its own label. Every other row sees all training
+rows, as a server would. A value is known by its 64-bit hash, combinations by the hash of their hashes; counts lie in a
+fixed number of slots, so memory is bounded, and values that share a slot are counted together.
 
 `save` writes the counts of all training rows as safetensors. For statistic i, `i.slots` [m] are the slots that are not
-empty and `i.counts` [m, 2] their rows and positives; `all` [2] counts every training row.
+empty and `i.counts` [m, 2] their rows and positives; `all` [2] counts every training row. Slots of fold k, and its row
+of `all`, follow those of fold k - 1.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +36,14 @@ from hotrow.base.door import read_file
 from hotrow.base.files import atomic_write
 from hotrow.data.chunk import Chunk
 from hotrow.data.native import count_before
+from hotrow.data.prepare.split import FOLD_SALT, row_uniform
 from hotrow.data.sources.convert import column_of, key_hashes
 from hotrow.data.sources.schema import Schema
 from hotrow.data.transforms import Transform
 
 MAX_BYTES = 1 << 28
-"""What the counts of all statistics may take in memory; preparation keeps them twice."""
+"""What the counts of all statistics may take in memory; preparation keeps them twice, or NUM_FOLDS + 1 times."""
+NUM_FOLDS = 5
 MAX_BITS = 20
 BLOCK_ROWS = 4096
 """Rows whose inputs are computed at a time: few enough for what lies between to stay in the cache."""
@@ -45,29 +52,31 @@ BLOCK_ROWS = 4096
 class Statistics:
     """Rows and positives by value for each of `schema.statistics`, empty at first."""
 
-    def __init__(self, schema: Schema) -> None:
-        self._specs = schema.statistics
+    def __init__(self, schema: Schema, *, num_folds: int = 1) -> None:
+        self._schema, self._specs, self.num_folds = schema, schema.statistics, num_folds
         self._columns = tuple(dict.fromkeys(column for spec in self._specs for column in spec.columns))
         self._transforms = [[Transform("target_stat", {"prior": k}) for k in spec.priors] for spec in self._specs]
         # Neither the number of rows nor the memory of a machine may decide what is counted together.
         self.bits = min(MAX_BITS, (MAX_BYTES // (8 * max(1, len(self._specs)))).bit_length() - 1)
         """How many leading bits of a hash number its slot."""
-        self.counts = [np.zeros((1 << self.bits, 2), np.uint32) for _ in self._specs]
-        """By statistic: rows and positives by slot."""
-        self.all = np.zeros(2, np.int64)
-        """Rows, and positives, of all training rows."""
+        self.counts = [np.zeros((num_folds, 1 << self.bits, 2), np.uint32) for _ in self._specs]
+        """By statistic: rows and positives by fold and slot."""
+        self.all = np.zeros((num_folds, 2), np.int64)
+        """Rows, and positives, of all training rows, by fold."""
 
     @property
     def num_inputs(self) -> int:
         """Number of inputs J of a row."""
         return sum(map(len, self._transforms))
 
-    def add(self, chunk: Chunk, trains: NDArray[np.bool_]) -> None:
-        """Counts the training rows of a chunk."""
-        labels = _labels(chunk)
-        for counts, hashes in zip(self.counts, self._hashes(chunk), strict=True):
-            count_before(hashes, labels, trains, counts)
-        self.all += (trains.sum(), (trains & labels).sum())
+    def add(self, chunk: Chunk, trains: NDArray[np.bool_], folds: NDArray[np.uint8] | None = None) -> None:
+        """Counts the training rows of a chunk. folds: the fold of each row [n]; None if there is one."""
+        labels, hashes = _labels(chunk), self._hashes(chunk)
+        for k in range(self.num_folds):
+            own = trains if folds is None else trains & (folds == k)
+            for counts, own_hashes in zip(self.counts, hashes, strict=True):
+                count_before(own_hashes, labels, own, counts[k])
+            self.all[k] += (own.sum(), (own & labels).sum())
 
     def joined_to(self, chunk: Chunk, trains: NDArray[np.bool_], after: Statistics) -> Chunk:
         """Returns a chunk with the statistics of its rows as dense columns, and counts its training rows.
@@ -77,29 +86,60 @@ class Statistics:
         """
         labels = _labels(chunk)
         of_all = [
-            np.where(trains, before + np.cumsum(own) - own, last).astype(np.float64)
-            for own, before, last in zip((trains, trains & labels), self.all, after.all, strict=True)
+            np.where(trains, before + np.cumsum(own) - own, last)
+            for own, before, last in zip((trains, trains & labels), self.all[0], after.all[0], strict=True)
         ]
-        out = np.empty((chunk.num_rows, self.num_inputs), np.float32)
-        column = 0
-        for counts, last, hashes, transforms in zip(
-            self.counts, after.counts, self._hashes(chunk), self._transforms, strict=True
-        ):
-            found = count_before(hashes, labels, trains, counts, last)
-            assert found is not None
-            of_value = found.T.astype(np.float64)
-            for start in range(0, chunk.num_rows, BLOCK_ROWS):
-                rows = slice(start, start + BLOCK_ROWS)
-                numbers = [each[rows] for each in (*of_value, *of_all)]
-                for i, transform in enumerate(transforms, column):
-                    out[rows, i] = transform(*numbers)
-            column += len(transforms)
-        self.all += (trains.sum(), (trains & labels).sum())
-        return replace(chunk, dense=np.concatenate([chunk.dense, out], 1))
+        found = [
+            count_before(hashes, labels, trains, counts[0], last[0])
+            for counts, last, hashes in zip(self.counts, after.counts, self._hashes(chunk), strict=True)
+        ]
+        self.all[0] += (trains.sum(), (trains & labels).sum())
+        return self._joined(chunk, found, np.stack(of_all, 1))
+
+    def joined_out_of_fold(self, chunk: Chunk, trains: NDArray[np.bool_], folds: NDArray[np.uint8]) -> Chunk:
+        """Returns a chunk with the statistics of its rows as dense columns. Training rows do not see those of their own
+        fold; the others see all. folds: of each row [n]."""
+        own = [np.flatnonzero(trains & (folds == k)) for k in range(self.num_folds)]
+        of_all = np.tile(self.all.sum(0), (chunk.num_rows, 1))
+        for k, rows in enumerate(own):
+            of_all[rows] -= self.all[k]
+        found = []
+        for counts, hashes in zip(self.counts, self._hashes(chunk), strict=True):
+            slots = (hashes >> np.uint64(64 - self.bits)).astype(np.int64)
+            of_value = counts[0][slots]
+            for more in counts[1:]:
+                of_value += more[slots]
+            for k, rows in enumerate(own):
+                of_value[rows] -= counts[k][slots[rows]]
+            found.append(of_value)
+        return self._joined(chunk, found, of_all)
 
     def of_rows_to_score(self, chunk: Chunk) -> Chunk:
         """Returns a chunk of rows to score with their statistics as dense columns."""
         return self.joined_to(chunk, np.zeros(chunk.num_rows, np.bool_), self)
+
+    def _joined(self, chunk: Chunk, found: Sequence[NDArray[Any] | None], of_all: NDArray[np.int64]) -> Chunk:
+        """Returns a chunk with its statistics. found: by statistic, rows and positives of each row's value [n, 2].
+        of_all: those of all values [n, 2]."""
+        out = np.empty((chunk.num_rows, self.num_inputs), np.float32)
+        column = 0
+        for of_value, transforms in zip(found, self._transforms, strict=True):
+            assert of_value is not None
+            for start in range(0, chunk.num_rows, BLOCK_ROWS):
+                rows = slice(start, start + BLOCK_ROWS)
+                numbers = [each.astype(np.float64) for each in (*of_value[rows].T, *of_all[rows].T)]
+                for i, transform in enumerate(transforms, column):
+                    out[rows, i] = transform(*numbers)
+            column += len(transforms)
+        return replace(chunk, dense=np.concatenate([chunk.dense, out], 1))
+
+    def total(self) -> Statistics:
+        """Returns the counts of all folds together."""
+        found = Statistics(self._schema)
+        for own, folds in zip(found.counts, self.counts, strict=True):
+            own[0] = folds.sum(0, dtype=np.uint32)
+        found.all[0] = self.all.sum(0)
+        return found
 
     def _hashes(self, chunk: Chunk) -> list[NDArray[np.uint64]]:
         """Returns by statistic the hash of each row's value [n]."""
@@ -115,28 +155,41 @@ class Statistics:
 
     def save(self, path: Path) -> None:
         """Writes the counts. OSError passes through."""
-        arrays: dict[str, NDArray[np.int64]] = {"all": self.all}
+        arrays: dict[str, NDArray[np.int64]] = {"all": self.all.reshape(-1)}
         for i, counts in enumerate(self.counts):
-            arrays[f"{i}.slots"] = np.flatnonzero(counts[:, 0])
-            arrays[f"{i}.counts"] = counts[arrays[f"{i}.slots"]].astype(np.int64)
+            of_slot = counts.reshape(-1, 2)
+            arrays[f"{i}.slots"] = np.flatnonzero(of_slot[:, 0])
+            arrays[f"{i}.counts"] = of_slot[arrays[f"{i}.slots"]].astype(np.int64)
         with atomic_write(path) as file:
             file.write(save(arrays))
 
     @staticmethod
-    def load(schema: Schema, path: Path, *, cure: str) -> Statistics:
+    def load(schema: Schema, path: Path, *, num_folds: int = 1, cure: str) -> Statistics:
         """Reads what `save` wrote. Raises ValueError naming the file if it is damaged, or not of these statistics."""
-        found = Statistics(schema)
+        found = Statistics(schema, num_folds=num_folds)
         try:
             arrays = load(read_file(path))
-            found.all[:] = arrays["all"]
+            found.all[:] = arrays["all"].reshape(num_folds, 2)
             for i, counts in enumerate(found.counts):
                 slots, own = arrays[f"{i}.slots"], arrays[f"{i}.counts"]
                 if len(slots) and not (slots.min() >= 0 and own.min() >= 0 and own.max() < 1 << 32):
                     raise ValueError(f"a slot or a count of {i} is out of range")
-                counts[slots] = own
+                counts.reshape(-1, 2)[slots] = own
         except (SafetensorError, KeyError, IndexError, ValueError) as error:
             raise ValueError(f"{path} does not hold the statistics of this schema ({error}); {cure}") from None
         return found
+
+
+def num_folds(schema: Schema) -> int:
+    """Returns how many folds training rows have: one if they have a time, by which they are counted."""
+    return NUM_FOLDS if schema.time is None else 1
+
+
+def folds_of(schema: Schema, first_row: int, num_rows: int) -> NDArray[np.uint8] | None:
+    """Returns the fold of each row from `first_row` on, by its number [n]; None if there is one."""
+    if not schema.statistics or num_folds(schema) == 1:
+        return None
+    return (row_uniform(schema.split.seed, first_row, num_rows, salt=FOLD_SALT) * NUM_FOLDS).astype(np.uint8)
 
 
 def raw_transforms(schema: Schema, transforms: Sequence[Transform]) -> list[Transform]:
