@@ -116,8 +116,8 @@ class DLRMSpec(ModelSpec):
         "top_mlp": [128, 64],
         "concatenated": True,
         "first_order": True,
-        "dropout": 0.1,
-        "embedding_dropout": 0.1,
+        "dropout": 0.2,
+        "embedding_dropout": 0.2,
         "members": 4,
     }
 
