@@ -458,6 +458,8 @@ def fit(
     with ExitStack() as spool:
         rows = spool.enter_context(_readable(data, Path("runs") if run is None else Path(run).parent, strict=True))
         opened = open_source("auto" if _is_paths(data) else "frame", rows, schema=schema, **vars(read))
+        if schema is None and not opened.schema.statistics:  # a published layout, whose schema is as published
+            opened = replace(opened, schema=opened.schema.with_defaults())
         opened = opened.with_options(**changed)
         with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
             with folder:

@@ -417,3 +417,19 @@ def test_bad_rows_that_were_left_out_are_in_the_run(tmp_path: Path) -> None:
     run_prepare("csv", str(tmp_path / "x.csv"), tmp_path / "data", label="click", skip_bad_rows=3)
     run = hotrow.fit(tmp_path / "data", run=tmp_path / "run", quiet=True, **OPTIONS, max_steps=5)
     assert "1 bad rows were left out" in run.record.warnings["rows_skipped"]["text"]
+
+
+def test_a_published_layout_has_the_defaults_too(tmp_path: Path) -> None:
+    """fit adds statistics to it, and leaves ids out that are seen once; prepare keeps it as published."""
+    generator = np.random.default_rng(0)
+    lines = [
+        "\t".join([str(i % 4 // 3), *map(str, generator.integers(0, 9, 13)), *[f"{k:08x}" for k in ids]])
+        for i, ids in enumerate(generator.integers(0, 40, (300, 26)))
+    ]
+    (tmp_path / "train.txt").write_text("\n".join(lines) + "\n")
+    run = hotrow.fit(tmp_path / "train.txt", run=tmp_path / "run", max_steps=2, quiet=True, **OPTIONS)
+    packed = run_prepare("criteo", tmp_path / "train.txt", tmp_path / "packed")
+    names = PackedDataset.open(run.path / "data").info.dense_names
+    assert names[:13] == packed.info.dense_names
+    assert len(names) == 13 + 3 * 26
+    assert len(run.predict(tmp_path / "train.txt")) == 300

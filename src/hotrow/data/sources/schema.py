@@ -493,6 +493,14 @@ class Schema(_Strict):
             value["tables"] = {name: self.table(name).model_dump() | changed for name in self.table_names}
         return parse_schema(value, where="options")
 
+    def with_defaults(self) -> Schema:
+        """Returns this schema as `fit` takes it if nobody has written one: with statistics of every feature of one id
+        per row, and without rows for ids that are seen once, which have nothing to teach them but their label."""
+        single = [[c.column] for c in self.categorical if c.kind == "one_hot"]
+        counts = self.label.kind == "binary" and self.histories is None
+        value = self.to_json() | {"tables": {DEFAULT: {"min_count": 2}}, "statistics": single if counts else []}
+        return parse_schema(value, where="defaults")
+
     def to_json(self) -> dict[str, Any]:
         """Returns the schema as JSON-ready values; `parse_schema` reads it.
 
