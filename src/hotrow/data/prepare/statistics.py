@@ -22,7 +22,10 @@ of `all`, follow those of fold k - 1.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,7 @@ from hotrow.data.transforms import Transform
 MAX_BYTES = 1 << 28
 """What the counts of all statistics may take in memory; preparation keeps them twice, or NUM_FOLDS + 1 times."""
 NUM_FOLDS = 5
-MAX_BITS = 20
+MAX_BITS, PAGE_BITS = 20, 9
 BLOCK_ROWS = 4096
 """Rows whose inputs are computed at a time: few enough for what lies between to stay in the cache."""
 
@@ -59,8 +62,10 @@ class Statistics:
         # Neither the number of rows nor the memory of a machine may decide what is counted together.
         self.bits = min(MAX_BITS, (MAX_BYTES // (8 * max(1, len(self._specs)))).bit_length() - 1)
         """How many leading bits of a hash number its slot."""
-        self.counts = [np.zeros((num_folds, 1 << self.bits, 2), np.uint32) for _ in self._specs]
+        self.counts = [_zeros((num_folds, 1 << self.bits, 2)) for _ in self._specs]
         """By statistic: rows and positives by fold and slot."""
+        self._pages = [np.zeros(1 << self.bits - PAGE_BITS, np.bool_) for _ in self._specs]
+        """By statistic: in which pages of slots, in any fold, rows were counted."""
         self.all = np.zeros((num_folds, 2), np.int64)
         """Rows, and positives, of all training rows, by fold."""
 
@@ -72,6 +77,8 @@ class Statistics:
     def add(self, chunk: Chunk, trains: NDArray[np.bool_], folds: NDArray[np.uint8] | None = None) -> None:
         """Counts the training rows of a chunk. folds: the fold of each row [n]; None if there is one."""
         labels, hashes = _labels(chunk), self._hashes(chunk)
+        for pages, own_hashes in zip(self._pages, hashes, strict=True):
+            pages[own_hashes[trains] >> np.uint64(64 - self.bits + PAGE_BITS)] = True
         for k in range(self.num_folds):
             own = trains if folds is None else trains & (folds == k)
             for counts, own_hashes in zip(self.counts, hashes, strict=True):
@@ -136,10 +143,19 @@ class Statistics:
     def total(self) -> Statistics:
         """Returns the counts of all folds together."""
         found = Statistics(self._schema)
-        for own, folds in zip(found.counts, self.counts, strict=True):
-            own[0] = folds.sum(0, dtype=np.uint32)
+        for i, counts in enumerate(self.counts):
+            slots = self._counted(i)
+            np.add.at(found.counts[i][0], slots % (1 << self.bits), counts.reshape(-1, 2)[slots])
+            found._pages[i][:] = self._pages[i]
         found.all[0] = self.all.sum(0)
         return found
+
+    def _counted(self, i: int) -> NDArray[np.int64]:
+        """Returns the slots of statistic i in which rows were counted, those of fold k behind those of fold k - 1."""
+        pages = np.flatnonzero(self._pages[i])
+        counts = self.counts[i].reshape(self.num_folds, -1, 1 << PAGE_BITS, 2)[:, pages]
+        fold, page, slot = np.nonzero(counts[..., 0])
+        return (fold << self.bits) + (pages[page] << PAGE_BITS) + slot
 
     def _hashes(self, chunk: Chunk) -> list[NDArray[np.uint64]]:
         """Returns by statistic the hash of each row's value [n]."""
@@ -149,8 +165,10 @@ class Statistics:
 
     def merge(self, other: Statistics) -> None:
         """Adds the counts of other rows."""
-        for own, theirs in zip(self.counts, other.counts, strict=True):
-            own += theirs
+        for i, counts in enumerate(other.counts):
+            slots = other._counted(i)
+            self.counts[i].reshape(-1, 2)[slots] += counts.reshape(-1, 2)[slots]
+            self._pages[i] |= other._pages[i]
         self.all += other.all
 
     def save(self, path: Path) -> None:
@@ -158,7 +176,7 @@ class Statistics:
         arrays: dict[str, NDArray[np.int64]] = {"all": self.all.reshape(-1)}
         for i, counts in enumerate(self.counts):
             of_slot = counts.reshape(-1, 2)
-            arrays[f"{i}.slots"] = np.flatnonzero(of_slot[:, 0])
+            arrays[f"{i}.slots"] = self._counted(i)
             arrays[f"{i}.counts"] = of_slot[arrays[f"{i}.slots"]].astype(np.int64)
         with atomic_write(path) as file:
             file.write(save(arrays))
@@ -175,9 +193,19 @@ class Statistics:
                 if len(slots) and not (slots.min() >= 0 and own.min() >= 0 and own.max() < 1 << 32):
                     raise ValueError(f"a slot or a count of {i} is out of range")
                 counts.reshape(-1, 2)[slots] = own
+                found._pages[i][slots % (1 << found.bits) >> PAGE_BITS] = True
         except (SafetensorError, KeyError, IndexError, ValueError) as error:
             raise ValueError(f"{path} does not hold the statistics of this schema ({error}); {cure}") from None
         return found
+
+
+def _zeros(shape: tuple[int, ...]) -> NDArray[np.uint32]:
+    """Returns zeros of which memory is taken page by page, 4 KiB each, as they are counted up: few rows touch few.
+    NumPy asks for pages of 2 MiB, which a few hundred rows touch all."""
+    memory = mmap.mmap(-1, 4 * math.prod(shape))
+    with suppress(AttributeError, OSError):  # not Linux, or a kernel without large pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint32).reshape(shape)
 
 
 def num_folds(schema: Schema) -> int:
