@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hotrow import api
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
+from hotrow.report.page import how_selected
 from hotrow.run import runs
 from prepare_data import file_hashes
 
@@ -59,6 +61,15 @@ def test_the_second_run_trains_all_rows_but_those_of_the_test(timed: bool, tmp_p
     )
     assert weights(run) == weights(hotrow.load(alone.path))
     assert run.metrics["auc"] == hotrow.load(alone.path).metrics["auc"]
+
+
+def test_the_report_says_what_the_first_run_found(tmp_path: Path) -> None:
+    run = hotrow.fit(clicks(1500, timed=False), label="click", run=tmp_path / "run", **OPTIONS)
+    auc = (hotrow.load(run.path / "selection").record.metrics or {})["val"]["auc"]
+    said = how_selected(run.folder.facts())
+    assert len(said) == 1 and f"{auc:.4f}" in said[0]
+    assert said[0] in html.unescape((run.path / "report.html").read_text())
+    assert not how_selected(hotrow.load(run.path / "selection").folder.facts())
 
 
 def test_ids_of_validation_rows_are_known_afterwards(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ class RunFacts:
     coverage: Coverage | None = None
     info: DatasetInfo | None = None
     """dataset.json of what it trains on; None before it is known."""
+    selection: Mapping[str, Any] | None = None
+    """run.json of the run that found how many steps to train, if there was one."""
 
     @property
     def objective(self) -> Objective:

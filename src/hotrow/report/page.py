@@ -65,7 +65,7 @@ def view(run: RunFacts) -> dict[str, Any]:
     found, segments, (ended, good, time) = ideas(run), segment_grids(run), sentences(run)
     return {
         "name": run.name,
-        "sentences": [ended, good],
+        "sentences": [ended, good, *how_selected(run)],
         "figures": model_figures(run),
         "left_out": run.lines_left_out,
         "model": _sections(
@@ -144,6 +144,19 @@ def how_good(run: RunFacts) -> str:
     found = {name: number_in(metrics, name) for name in run.objective.figures}
     rows = f"{number_in(metrics, 'num_rows') or 0:,.0f} rows of the {split} split"
     return f"On {rows} the model has {run.objective.verdict(found)}."
+
+
+def how_selected(run: RunFacts) -> list[str]:
+    """Returns a sentence about the run that found the number of steps; none if there was none."""
+    metrics = (run.selection or {}).get("metrics")
+    figures = metrics.get("val") if isinstance(metrics, Mapping) else None
+    if not isinstance(figures, Mapping):
+        return []
+    found = {name: number_in(figures, name) for name in run.objective.figures}
+    return [
+        "A run without the validation rows found how many steps to train; on them it has "
+        f"{run.objective.verdict(found)} (selection/report.html)."
+    ]
 
 
 def where_time_went(run: RunFacts) -> str:

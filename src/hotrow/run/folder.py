@@ -240,9 +240,12 @@ class RunFolder:
         if self.record.status == "running":
             with claim(self.path) as claimed:
                 is_training = claimed is False
-        record, info = asdict(self.record), None
+        record, info, selection = asdict(self.record), None, None
         with suppress(OSError, ValueError):  # before the run has its vocabularies
             info = read_info(self.vocabulary)
+        if is_taken(self.path / SELECTION / RUN):
+            with suppress(OSError, ValueError):  # the page is of this run, whatever became of that one
+                selection = asdict(_DOCUMENT.read(self.path / SELECTION / RUN))
         return RunFacts(
             name=str(self.path),
             record=record,
@@ -253,6 +256,7 @@ class RunFolder:
             options=options,
             coverage=coverage_of(record["dataset"]),
             info=info,
+            selection=selection,
         )
 
     def report(self) -> None:
