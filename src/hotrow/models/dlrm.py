@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.models.layers import MLP, Constant, Dropout, Network, dot_interaction, product
-from hotrow.models.spec import Dataset, DropoutShare, Members, ModelSpec, Width
+from hotrow.models.spec import DropoutShare, Members, ModelSpec, Width
 
 
 class DLRM(Network):
@@ -141,9 +141,9 @@ class DLRMSpec(ModelSpec):
     """Share of the features whose whole row each sample leaves out in training. With rows that are seen a few times,
     it keeps the model from learning their labels by heart."""
 
-    def dims_of(self, dataset: Dataset) -> dict[str, int]:
-        """Returns the columns of each table, all members' together."""
-        return {name: dim * self.members for name, dim in super().dims_of(dataset).items()}
+    def row_dim(self, embedding_dim: int) -> int:
+        """Returns the columns of a row, all members' together."""
+        return embedding_dim * self.members
 
     def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> DLRM | DLRMs:
         """Returns the network."""

@@ -147,11 +147,15 @@ class ModelSpec(BaseModel):
         tables = dataset.table_configs(self.dims_of(dataset))
         return tuple(replace(t, init=replace(t.init, bound=self.embedding_init), dtype=dtype) for t in tables)
 
+    def row_dim(self, embedding_dim: int) -> int:
+        """Returns the columns of a table's rows, of which `embedding_dim` are for one network."""
+        return embedding_dim
+
     def dims_of(self, dataset: Dataset) -> dict[str, int]:
         """Returns the columns of each table. Raises ValueError if `embedding_dim` does not fit the tables' names."""
         names = [table.name for table in dataset.info.tables]
         if isinstance(self.embedding_dim, int):
-            return dict.fromkeys(names, self.embedding_dim)
+            return dict.fromkeys(names, self.row_dim(self.embedding_dim))
         given = self.embedding_dim
         for name in given:
             if name not in names and name != DEFAULT:
@@ -165,4 +169,4 @@ class ModelSpec(BaseModel):
                 f"model.embedding_dim has no number for table {missing[0]!r} of {dataset.path}; add it, or "
                 f"`{DEFAULT}: 16` for all tables that are not named"
             )
-        return {name: given.get(name, given.get(DEFAULT, 0)) for name in names}
+        return {name: self.row_dim(given.get(name, given.get(DEFAULT, 0))) for name in names}

@@ -43,6 +43,7 @@ def work_of_rows(config: Config, rows: SyntheticRows) -> Work:
     dim, batch_size = config.model.embedding_dim, config.train.batch_size
     if not isinstance(dim, int):
         raise ValueError("model.embedding_dim must be one number for a step that is modelled")
+    dim = config.model.row_dim(dim)
     optimizer, precision = config.optimizer.sparse.name, config.train.precision
     tables = []
     for t, num_rows in enumerate(rows.table_rows):
@@ -96,7 +97,7 @@ def _dense_work(key: str, config: Config, num_dense: int, num_tables: int, batch
     """Returns the fields of `Work` about dense layers. A large model is built once for all batch sizes."""
     place = (key, num_dense, num_tables)
     if place not in _KNOWN:
-        dims = {f"t{t}": cast(int, config.model.embedding_dim) for t in range(num_tables)}
+        dims = {f"t{t}": config.model.row_dim(cast(int, config.model.embedding_dim)) for t in range(num_tables)}
         model = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator().manual_seed(0))
         _KNOWN[place] = dense_work(model, dims, num_dense, SAMPLES)
     found, times = _KNOWN[place], batch_size / SAMPLES
