@@ -326,7 +326,7 @@ def build_shape(
         TableConfig(
             name=table.name,
             num_embeddings=table.num_embeddings,
-            embedding_dim=cast(int, config.model.embedding_dim),
+            embedding_dim=config.model.row_dim(cast(int, config.model.embedding_dim)),
             feature_names=(table.name,),
             dtype=TABLE_DTYPES[config.train.precision],
             init=Uniform(zero_rows=1),
