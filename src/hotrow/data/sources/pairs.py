@@ -45,11 +45,17 @@ def find_pairs(codes: Mapping[str, NDArray[np.int64]], positive: NDArray[np.bool
     for pair in combinations(codes, 2):
         first, second = (codes[name].astype(np.uint64) for name in pair)
         own = _slots(mix64(mix64(first) * np.uint64(GOLDEN) + second))
-        step = _others(own, residual, fold) / (_others(own, curvature, fold) + PRIOR * curvature.mean())
-        gain = residual * step - curvature * step**2 / 2
+        gain = gains_of(own, residual, curvature, fold)
         if gain.mean() > CLEAR * gain.std() / np.sqrt(len(gain)):
             gains[pair] = float(gain.mean())
     return sorted(gains, key=lambda pair: -gains[pair])[:MAX_PAIRS]
+
+
+def gains_of(slots: NDArray[np.int64], residual: Floats, curvature: Floats, fold: NDArray[np.int64]) -> Floats:
+    """Returns what the loss of each row falls by after the step that the rows of other folds take in its slot [n]."""
+    step = _others(slots, residual, fold) / (_others(slots, curvature, fold) + PRIOR * curvature.mean())
+    gain: Floats = residual * step - curvature * step**2 / 2
+    return gain
 
 
 def _slots(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
