@@ -134,8 +134,10 @@ def test_demo_takes_what_prepare_and_train_take(
     assert PackedDataset.open(Path(by_schema["run_dir"]) / "data").info.feature_names == ("user",)
     log = (Path(by_schema["run_dir"]) / "log.txt").read_text()
     assert "the test split has" in log and "too few to judge by" in log and "--fractions" in log
-    by_rule = hotrow("demo", *common, "--label", "rating >= 4", "--split", "random", **tools)
+    by_rule = hotrow("demo", *common, "--label", "rating >= 4", "--split", "random", "--no-refit", **tools)
     assert "x" in PackedDataset.open(Path(by_rule["run_dir"]) / "data").info.dense_names
+    has_selection = [(Path(each["run_dir"]) / "selection").exists() for each in (by_schema, by_rule)]
+    assert has_selection == [True, False]
     for wrong, message in [
         (("--set", "train.epoch=1"), "unknown option 'train.epoch'; did you mean 'train.epochs'"),
         (("--set", "nothing"), "--set 'nothing' has no name and value"),
@@ -146,7 +148,8 @@ def test_demo_takes_what_prepare_and_train_take(
         assert message in hotrow("demo", "--data", "my.parquet", "--label", "rating >= 4", *wrong, code=2, **tools)
     assert "none.yaml: No such file" in hotrow("demo", "--data", "my.parquet", "--schema", "none.yaml", code=2, **tools)
     assert len(list(Path("runs").iterdir())) == 2, "a wrong option began a run"
-    assert "--schema is for your own logs" in hotrow("demo", "--schema", "schema.yaml", code=2, **tools)
+    for own in (("--schema", "schema.yaml"), ("--no-refit",)):
+        assert f"{own[0]} is for your own logs" in hotrow("demo", *own, code=2, **tools)
 
 
 def test_demo_repeats_and_is_named_for_people(
@@ -357,6 +360,7 @@ def test_bad_input_is_one_line_with_a_cure(
         (["init", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x/recipe.yaml cannot be made"),
         (["demo", "--data", "absent.csv", "--set", "train.epoch=2"], "unknown option 'train.epoch'"),
         (["demo", "--data", "absent.csv", "--set", "data=x"], "--set data: not an option of a config"),
+        (["demo", "--data", "absent.csv", "--set", "refit=false"], "--set refit: not an option of a config"),
         (["demo", "--data", "absent.csv", "--set", "run=made"], "run folder made exists already"),
         (["demo", "--data", "absent.csv", "--fractions", "1,0"], "options: split.fractions"),
         (

@@ -43,7 +43,7 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a config field, e.g. train.epochs=2.")]
 Paths = Annotated[list[str], typer.Argument(help="Files, folders, globs or URIs (s3://, gs://, hdfs://).")]
-NOT_OF_A_CONFIG = ("data", "schema", "split", "config", "quiet", *NAMES)
+NOT_OF_A_CONFIG = ("data", "schema", "split", "config", "refit", "quiet", *NAMES)
 """Arguments of `hotrow.fit` that are not config options, so that --set does not take them."""
 Split = Annotated[str | None, typer.Option(help="time, random or reference (criteo).")]
 Strict = Annotated[
@@ -178,6 +178,10 @@ def demo(
     ] = None,
     split: Split = None,
     fractions: Fractions = None,
+    no_refit: Annotated[
+        bool,
+        typer.Option("--no-refit", help="Train once; else a second run trains on the validation rows too."),
+    ] = False,
     set_: Set = None,
     folder: Annotated[Path, typer.Option(help="Folder for the synthetic logs and their packed form.")] = Path(
         "demo-data"
@@ -187,7 +191,7 @@ def demo(
     from hotrow.cli.tools import demo_on_logs, demo_on_synthetic
     from hotrow.config.load import overrides_of
 
-    others = {"schema": schema, "split": split, "fractions": fractions, "set": set_}
+    others = {"schema": schema, "split": split, "fractions": fractions, "no_refit": no_refit, "set": set_}
     given = [*read.given, *(name for name, value in others.items() if value)]
     if data is None and given:
         raise ValueError(
@@ -201,7 +205,7 @@ def demo(
         if own := [name for name in overrides if name in NOT_OF_A_CONFIG]:
             raise ValueError(f"--set {own[0]}: not an option of a config; docs/config.md lists them")
         how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
-        result = demo_on_logs(data, **vars(read), **how, **overrides)
+        result = demo_on_logs(data, **vars(read), **how, refit=not no_refit, **overrides)
     return result, lambda: print(result["text"])
 
 
