@@ -91,7 +91,11 @@ OPTIONS_OF_MODELS = {
     "dlrm": """
 bottom_mlp [512, 256, 64]
 top_mlp [512, 256]
+concatenated False
 first_order False
+members 1
+dropout 0.0
+embedding_dropout 0.0
 """,
     "tbsm": """
 bottom_mlp [512, 256, 64]

@@ -221,7 +221,7 @@ def test_one_cell_does_not_change_a_column(cell: str, tmp_path: Path) -> None:
     path = write(tmp_path / "x.csv", {**columns, "price": with_cell(columns["price"], _77=cell)})
     said: list[str] = []
     dataset = run_prepare("csv", path, tmp_path / "out", announce=said.append)
-    assert dataset.info.dense_names == ("price",)
+    assert RawEncoder(dataset).schema.dense_names == ("price",)
     summary = dataset.info.summary
     assert summary["missing"] == {"price": 1} and summary["rows_skipped"] == 0
     assert any("price 1 " in line for line in said)
@@ -370,11 +370,14 @@ def test_predict_reads_cells_as_prepare_does(suffix: str, tmp_path: Path) -> Non
     path = write(tmp_path / f"x{suffix}", columns)
     dataset = run_prepare("auto", path, tmp_path / "out")
     assert dataset.info.summary["missing"] == {"price": 300, "user": 300, "item": 300}
-    (batch,) = RawEncoder(dataset).batches(path)
+    raw = RawEncoder(dataset)
+    (batch,) = raw.batches(path)
     train = dataset.split("train")
     first = train.block(0)
     n = len(first.label)  # split by time, and the rows are in its order
-    assert np.array_equal(np.stack(first.dense, 1), batch.dense.numpy()[:n])
+    num_numbers = len(raw.schema.dense_names)  # the others are statistics, which grow from row to row in training
+    assert num_numbers == 1
+    assert np.array_equal(np.stack(first.dense[:num_numbers], 1), batch.dense.numpy()[:n, :num_numbers])
     for name, ids in zip(dataset.info.feature_names, first.ids, strict=True):
         assert np.array_equal(ids, batch.sparse.bags(name)[0].numpy()[:n])
 
