@@ -505,4 +505,6 @@ def test_the_loop_takes_one_more_meter(dataset: PackedDataset, tmp_path: Path, m
     assert windows == [64, 128, 192, 256] and meter.closed
     assert run.record.warnings["many_samples"]["count"] == 1
     evaluations = [line for line in run.measurements() if line["kind"] == "eval"]
-    assert meter.aside_entered == len(evaluations) + len(list_checkpoints(run.checkpoints))
+    looks = 1  # at what each column gives to the scores
+    assert run.record.scores is not None
+    assert meter.aside_entered == len(evaluations) + len(list_checkpoints(run.checkpoints)) + looks
