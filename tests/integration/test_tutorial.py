@@ -36,7 +36,7 @@ def test_the_tutorial_runs_as_written(tmp_path: Path, monkeypatch: pytest.Monkey
             exec(compile(block, PAGE.name, "exec"), names)
         else:
             printed += "".join(run_line(line) for line in block.splitlines())
-    assert len(names["scores"]) == 100  # type: ignore[arg-type]
-    assert len((tmp_path / "scores.csv").read_text().splitlines()) == 101
+    assert len(names["scores"]) == 1000  # type: ignore[arg-type]
+    assert len((tmp_path / "scores.csv").read_text().splitlines()) == 1001
     auc = [float(found) for found in re.findall(r"^ +AUC +(0\.\d+)", printed, re.MULTILINE)]
     assert auc and auc[0] > 0.65, "the page's log can be learned"

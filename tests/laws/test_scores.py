@@ -36,6 +36,7 @@ SCHEMA: dict[str, Any] = {
     "split": {"kind": "time", "fractions": [0.6, 0.1, 0.3]},
 }
 OPTIONS = {"batch_size": 64, "epochs": 3, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
+OPTIONS |= {"refit": False}
 
 Rows = dict[str, np.ndarray[Any, Any]]
 
