@@ -191,6 +191,9 @@ def test_every_import_is_a_declared_dependency(folder: str) -> None:
         *project["dependencies"],
         *(line for e in EXTRAS[folder] for line in project["optional-dependencies"][e]),
     ]
+    # Peers that a benchmark compares with on request: its docstring says how to install them, with versions.
+    docs = [ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in (ROOT / folder).glob("*.py")]
+    declared += [pin for doc in docs if doc for pin in re.findall(r"\b[\w.-]+==\d[\w.]*", doc)]
     names = {normal(re.match(r"[\w.-]+", line)[0]) for line in declared}  # type: ignore[index]
     own = {path.stem for glob in ("tests/*.py", "tests/*/*.py", "examples/*.py") for path in ROOT.glob(glob)}
     own |= {path.parent.name for path in ROOT.glob("tests/*/*.py")}
