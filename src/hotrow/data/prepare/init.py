@@ -159,7 +159,7 @@ def _schema_lines(guess: SchemaGuess) -> Iterator[str]:
     tables = ", ".join(f"{name}: {_flow(spec)}" for name, spec in guess.tables.items())
     yield _commented(f"tables: {{{tables}}}", "ids that are seen once share a row")
     if guess.statistics:
-        yield _commented("statistics:", "how often rows before a row had its value and a positive label")
+        yield _commented("statistics:", "how often other training rows had its value, and a positive label")
         yield from (f"  - {_scalar(columns)}" for columns in guess.statistics)
     yield _commented(f"split: {{kind: {guess.split_kind}, fractions: [0.8, 0.1, 0.1]}}", "train, val, test")
     if guess.csv:

@@ -196,7 +196,7 @@ def _known_transform(value: dict[str, ComputedSpec]) -> dict[str, ComputedSpec]:
 
 
 class StatisticSpec(_Strict):
-    """How often rows before a row had its value of a column, or of several columns together, and a positive label."""
+    """How often other training rows had a row's value, of a column or of several together, and a positive label."""
 
     columns: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
     """Features of one id per row, by name."""
