@@ -25,6 +25,9 @@ CLEAR = 3.0
 """Standard errors. Hundreds of pairs are tried, and of 700 that tell nothing one is above this by chance."""
 MIN_OF_EACH = 300
 """Rows of either label below which no pair is looked for."""
+MAX_STEPS = 20_000_000
+"""Rows times pairs that are looked at, so that a guess takes seconds: of 100 columns every 15th of 60,000 rows. With so
+many columns that too few rows are left, none is looked for."""
 FOLDS, PRIOR, RIDGE = 3, 10.0, 10.0
 SLOT_BITS = 16
 Floats = NDArray[np.float64]
@@ -32,6 +35,8 @@ Floats = NDArray[np.float64]
 
 def find_pairs(codes: Mapping[str, NDArray[np.int64]], positive: NDArray[np.bool_]) -> list[tuple[str, str]]:
     """Returns at most MAX_PAIRS pairs of names. codes: a whole number for each row's value [n], by column."""
+    every = -(-len(positive) * len(codes) * (len(codes) - 1) // 2 // MAX_STEPS) or 1
+    codes, positive = {name: own[::every] for name, own in codes.items()}, positive[::every]
     num_positive = int(positive.sum())
     if len(codes) < 2 or min(num_positive, len(positive) - num_positive) < MIN_OF_EACH:
         return []
