@@ -413,10 +413,10 @@ def fit(
         {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
     config: a recipe to train by, as a path or its content, instead of the one for this many rows (config/recipe.py).
     model: "dlrm" (default), "dcn" or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN).
-    refit: of raw data split by time or at random, train twice: first without the validation rows, to find the step with
-        the best weights, in the run of its own RUN/selection; then from the start with them, for as many steps more as
-        there are rows. The newest rows before the test split then train too. If False, or if there are no validation
-        rows, the first run is all.
+    refit: whether raw data that is split by time or at random is trained on twice. The first run, in RUN/selection,
+        leaves the validation rows out and finds the step with the best weights. The second one, in RUN, trains on them
+        too, from the start, and takes more steps in proportion to its rows. If False, or if there are no validation
+        rows, there is one run.
     overrides: config options, by their last name if only one option has it (`epochs=3`) or in full
         (`**{"optimizer.dense.lr": 0.1}`). The run's config.yaml has all options as they were used.
 
@@ -470,7 +470,7 @@ def fit(
                         return selection
                     opened, recipe, changes = _with_validation_rows(opened, selection)
                     _announce(folder, _selection_line(selection, changes), quiet=quiet)
-                dataset = _prepare_into(folder, opened, quiet=quiet or is_taken(folder.path / SELECTION))
+                dataset = _prepare_into(folder, opened, quiet=quiet)
             spool.close()  # training reads packed rows alone
             return _train_on(dataset, folder, recipe, changes, quiet=quiet)
 
@@ -566,7 +566,8 @@ def _train_on(
 def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> PackedDataset:
     """Returns the raw rows packed in the run's folder, packing them if need be; says and logs what was found."""
 
-    announce = functools.partial(_announce, folder, quiet=quiet)
+    # What was found of these rows has been said when the validation rows were left out.
+    announce = functools.partial(_announce, folder, quiet=quiet or is_taken(folder.path / SELECTION))
     out = folder.path / "data"
     if is_taken(out / MANIFEST):
         announce(f"{out} is prepared already")

@@ -46,8 +46,8 @@ NOTHING, RARE, OTHERS, MAX_NAME = Gain(0.0, 0.0), "rare or never seen", "all oth
 
 @torch.no_grad()
 def gains(parts: Parts, split: Split, *, train_s: float, is_first: bool) -> tuple[int, dict[str, Gain]]:
-    """Returns of how many rows the gains are, and by column how much the loss rises if its values are exchanged among
-    rows.
+    """Returns the number of rows that were looked at, and by column how much the loss rises if its values are exchanged
+    among these rows.
 
     Columns that cannot be exchanged alone, the histories of a model that reads them step by step, are one entry. Rank 0
     computes (`is_first`), as its time allows; the others only join in its one lookup, and return nothing.
