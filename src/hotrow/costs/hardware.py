@@ -252,8 +252,8 @@ class Hardware:
     def disk_at(self, folder: Path | str) -> Disk | None:
         """Returns the disk that `folder`, which may be absent yet, lies on; None if it was not measured.
 
-        A disk whose folder exists here is known by its device, another one by its path. The one disk of a declared
-        machine that lists one disk uses it for every folder.
+        A disk whose folder exists here is known by its device, another one by its path. A declared machine that
+        lists one disk uses it for every folder.
         """
         path = Path(folder).resolve()
         if "declared" in self.host and len(self.disks) == 1:
