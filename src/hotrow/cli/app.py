@@ -31,6 +31,7 @@ import typer
 
 from hotrow.base.version import __version__
 from hotrow.data.sources.options import NAMES, ReadOptions, spread, with_read_options
+from hotrow.parallel.environment import size_variable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -113,11 +114,10 @@ OF_RANKS = ("prepare", "train")
 
 def _check_processes(name: str) -> None:
     """Raises ValueError if several processes would all do, and write, what one verb does."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size != "1" and name not in OF_RANKS:
+    if name not in OF_RANKS and (variable := size_variable(os.environ)) is not None:
         raise ValueError(
-            f"hotrow {name} runs in one process, but WORLD_SIZE is {size}: start it without torchrun or srun, or unset "
-            "WORLD_SIZE"
+            f"hotrow {name} runs in one process, but {variable} is {os.environ[variable]}: start it without torchrun, "
+            f"mpiexec or srun, or unset {variable}"
         )
 
 

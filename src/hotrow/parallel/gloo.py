@@ -216,6 +216,8 @@ def unnamed_interface(comm: Communicator) -> str | None:
     gloo guesses if ranks run on several hosts (or network namespaces), GLOO_SOCKET_IFNAME is not set, and a host has
     several interfaces: it takes the address that the host's own name resolves to.
     """
+    if not isinstance(comm.transport, Gloo):
+        return None
     unset = not os.environ.get("GLOO_SOCKET_IFNAME")
     mine = {"host": socket.gethostname(), "net": namespace_id("net"), "interfaces": interfaces() if unset else {}}
     found = everyone(comm, mine)

@@ -1,9 +1,11 @@
-"""How a process comes to be a rank: by torchrun, which says so in the environment, or in a process group that exists.
+"""How a process comes to be a rank: its launcher says so in the environment, or a process group exists already.
 
     torchrun --nproc-per-node 4 -m hotrow train CONFIG
+    mpiexec -n 4 python -m hotrow train CONFIG
 
 torchrun, and whatever sets the same variables (srun, Kubernetes), gives each process WORLD_SIZE, RANK, MASTER_ADDR and
-MASTER_PORT; Ray Train makes the process group itself. A process without either trains alone.
+MASTER_PORT, and the ranks meet over gloo. If mpiexec or srun starts processes without these, they meet over MPI. Ray
+Train makes the process group itself. A process without any of this trains alone.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from typing import Any
 import torch.distributed as dist
 
 from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.environment import nested, size_variable
 from hotrow.parallel.gloo import begin_group, communicator
 from hotrow.parallel.messages import WireDtype
+from hotrow.parallel.mpi import joined_by_mpi
 from hotrow.parallel.sharded import ShardedMemory
 from hotrow.parallel.shards import Shard
 from hotrow.placement import AnyMemory
@@ -32,15 +36,24 @@ def joined(environ: Mapping[str, str] = os.environ) -> Iterator[Communicator]:
     """Yields the communicator of this process, with a micro-batch for each rank. Collective if there are several ranks.
 
     A process group that this makes is gone after the block. Raises ValueError, with the cure, for an environment that
-    names no place to meet, and if the ranks do not find each other.
+    names no place to meet or two launchers, and if the ranks do not find each other.
     """
     if dist.is_initialized():
         yield _on_machine(communicator(_with_gloo()), environ)
         return
-    size = environ.get("WORLD_SIZE", "1")
-    if size == "1":
+    if (variable := size_variable(environ)) is None:
         yield Communicator()
         return
+    size = environ[variable]
+    if variable != "WORLD_SIZE":
+        with joined_by_mpi(int(size), variable) as comm:
+            yield comm
+        return
+    if (other := nested(environ)) is not None:
+        raise ValueError(
+            f"WORLD_SIZE is {size} and {other} is {environ[other]} in the environment, as if mpiexec had started "
+            f"torchrun: start hotrow with one of them, or unset {other} if mpiexec shall start a torchrun on each host"
+        )
     if missing := [name for name in NEEDED if name not in environ]:
         raise ValueError(
             f"WORLD_SIZE is {size} in the environment, but {', '.join(missing)} not: start hotrow with torchrun "

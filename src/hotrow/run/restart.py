@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.records import STRICT, Document
 from hotrow.config.schema import Config
+from hotrow.parallel.environment import size_variable
 from hotrow.run.folder import resume_command
 
 LAUNCH = "launch.json"
@@ -80,8 +81,10 @@ def how_to_go_on(folder: Path) -> str:
     count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     if count < most:
         return f"torchrun starts the run again, from that checkpoint (restart {count + 1} of {most})"
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return f"Continue with: torchrun --nproc-per-node {ranks} -m {resume_command(folder)} (or on fewer ranks)"
+    launcher = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', '1')} -m"
+    if (variable := size_variable(os.environ)) not in (None, "WORLD_SIZE"):
+        launcher = f"mpiexec -n {os.environ[variable]} python -m"
+    return f"Continue with: {launcher} {resume_command(folder)} (or on fewer ranks)"
 
 
 def _own(config: Config) -> Launch | None:

