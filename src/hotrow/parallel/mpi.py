@@ -101,6 +101,8 @@ def joined_by_mpi(size: int, variable: str) -> Iterator[Communicator]:
 
 def _end(module: Any) -> None:
     if not module.Is_finalized():
+        # MPI's own end keeps cores busy while it waits, and the first rank may still have much to tell.
+        Requests([module.COMM_WORLD.Ibarrier()]).wait()
         module.Finalize()
 
 
