@@ -1,0 +1,172 @@
+"""Ranks that mpiexec starts: they train to the bits of one process, end together, and refuse what cannot work."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_torchrun import config_file, outcome, raw_config, same
+
+from hotrow.config.load import make_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.launch import joined
+from hotrow.run import runs
+from hotrow.run.folder import RunFolder
+from mpi_ranks import LIMIT_S, mpiexec, needs_mpi, ranks, said
+
+HANG_S = 8.0
+"""The promise is 5 s. On a busy machine the test only tells a slow end from none."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("mpi") / "data", table_rows=(50, 20, 3000), counts=True).path
+
+
+@needs_mpi
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_number_of_ranks_is_invisible(data: Path, tmp_path: Path, num_ranks: int) -> None:
+    process = mpiexec(num_ranks, "train", config_file(data, tmp_path, []), "--json")
+    runs.train(make_config(raw_config(data, tmp_path / "one", [])), quiet=True)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    same(tmp_path / "run", outcome(tmp_path / "one"))
+    assert len(out.splitlines()) == 1 and json.loads(out)["ranks"]["num_ranks"] == num_ranks
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_interrupted_on_three_ranks_and_resumed_on_two(data: Path, tmp_path: Path) -> None:
+    """mpiexec passes SIGTERM on to every rank."""
+    changes = ["train.epochs=40", "train.log_every=1"]
+    process, lines = mpiexec(3, "train", config_file(data, tmp_path, changes)), tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (lines.exists() and lines.stat().st_size > 2000):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=LIMIT_S)
+    record = RunFolder.open(tmp_path / "run").record
+    assert (record.status, record.signal) == ("interrupted", signal.SIGTERM), err
+    assert process.returncode != 0
+    again = mpiexec(2, "train", "--resume", str(tmp_path / "run"))
+    runs.train(make_config(raw_config(data, tmp_path / "one", changes)), quiet=True)
+    _, err = again.communicate(timeout=LIMIT_S)
+    assert again.returncode == 0, err
+    same(tmp_path / "run", outcome(tmp_path / "one"))
+
+
+@needs_mpi
+def test_messages_arrive_whole_and_in_order(tmp_path: Path) -> None:
+    process = ranks("exchange", 2, tmp_path)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    for held in said(tmp_path, 2):
+        assert len(held) == 8 and all(held.values()), held
+
+
+@needs_mpi
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_lost_rank_is_named_and_mpiexec_ends_all(tmp_path: Path, number: signal.Signals) -> None:
+    process, pids = ranks("lost", 3, tmp_path), [tmp_path / f"pid-{rank}" for rank in range(3)]
+    until_s = time.monotonic() + LIMIT_S
+    while not all(path.exists() for path in pids):
+        assert process.poll() is None and time.monotonic() < until_s, process.communicate()
+        time.sleep(0.01)
+    victim = int(pids[1].read_text())
+    os.kill(victim, number)
+    _, err = process.communicate(timeout=HANG_S)
+    assert err.count("hotrow: rank 1 (") == 2 + (number == signal.SIGSTOP), err  # what was stopped says it later
+    assert f"process {victim}) was lost" in err and process.returncode != 0
+    assert not any(Path(f"/proc/{path.read_text()}").exists() for path in pids)
+
+
+@needs_mpi
+def test_an_error_of_one_rank_ends_all_with_its_text(tmp_path: Path) -> None:
+    process = ranks("one_fails", 3, tmp_path)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2 and err.count("hotrow: rank 2: ValueError: a bad value") == 2, err
+
+
+# ---- what cannot work
+
+
+@needs_mpi
+def test_ranks_of_another_mpi_are_told() -> None:
+    """As if mpiexec were of another MPI than mpi4py, or this process had been started by hand: it believes that it is
+    alone."""
+    command = [sys.executable, "-c", "from hotrow.parallel.launch import joined\nwith joined(): pass"]
+    variables = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    started = [
+        subprocess.Popen(command, env={**os.environ, variable: "2"}, stderr=subprocess.PIPE, text=True)
+        for variable in variables
+    ]
+    for variable, process in zip(variables, started, strict=True):
+        _, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 1 and f"ValueError: {variable} is 2 in the environment" in err
+        assert "knows 1 process: start hotrow with the mpiexec of that MPI" in err
+
+
+def entered(environ: dict[str, str]) -> str:
+    """Returns the error with which a process of this environment refuses to be a rank."""
+    with pytest.raises(ValueError, match="hotrow") as raised, joined(environ):
+        pass
+    return str(raised.value)
+
+
+def test_mpiexec_without_mpi4py_is_told_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    environments: list[dict[str, str]] = [
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        {"PMI_SIZE": "3", "PMI_RANK": "0"},
+        {"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "2"},
+    ]
+    for environ in environments:
+        assert "pip install 'hotrow[mpi]'" in entered(environ)
+
+
+class WithoutThreads:
+    """Stands in for mpi4py's module `MPI` over an MPI that was built without threads."""
+
+    THREAD_SINGLE, THREAD_SERIALIZED = 0, 2
+    COMM_WORLD = SimpleNamespace(size=2)
+
+    def Is_initialized(self) -> bool:  # noqa: N802
+        return False
+
+    def Init_thread(self, wanted: int) -> int:  # noqa: N802
+        return self.THREAD_SINGLE
+
+    def Query_thread(self) -> int:  # noqa: N802
+        return self.THREAD_SINGLE
+
+    def Get_library_version(self) -> str:  # noqa: N802
+        return "MPI of old, v1"
+
+
+def test_an_mpi_without_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in: Any = SimpleNamespace(rc=SimpleNamespace(initialize=True))
+    monkeypatch.setitem(sys.modules, "mpi4py", stand_in)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", WithoutThreads())  # type: ignore[arg-type]
+    text = entered({"OMPI_COMM_WORLD_SIZE": "2"})
+    assert text.startswith("MPI of old") and "MPI_THREAD_SERIALIZED" in text and not stand_in.rc.initialize
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_torchrun_inside_mpiexec_is_refused(variable: str) -> None:
+    inside = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", variable: "2"}
+    text = entered(inside)
+    assert "WORLD_SIZE is 4" in text and f"unset {variable}" in text
+
+
+def test_variables_of_torchrun_count_inside_srun() -> None:
+    """srun sets those of MPI for every program, as examples/cluster/slurm.sbatch has it."""
+    text = entered({"WORLD_SIZE": "2", "SLURM_PROCID": "0", "PMI_SIZE": "2", "PMIX_RANK": "0"})
+    assert "RANK, MASTER_ADDR, MASTER_PORT not" in text
