@@ -25,13 +25,16 @@ from rank_pool import RankPool
 pytestmark = pytest.mark.package
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "cluster"
 SAYS = """#!/bin/bash
-{ printf '%s ' "$RANK" "$WORLD_SIZE" "$LOCAL_RANK" "$LOCAL_WORLD_SIZE" "$MASTER_ADDR" "$MASTER_PORT" "$@"; echo; } \
+{ printf '%s ' "$RANK" "${WORLD_SIZE:-$MPI}" "$LOCAL_RANK" "$LOCAL_WORLD_SIZE" "$MASTER_ADDR" "$MASTER_PORT" "$@"; echo; } \
   >> "$SAID"
 exit "${HOTROW_ENDS:-0}"
 """
 SRUN = """#!/bin/bash
-shift  # --kill-on-bad-exit=0
 worst=0
+while [ "${1#--}" != "$1" ]; do
+  if [ "$1" = --mpi=pmix ]; then export MPI=pmix; fi
+  shift
+done
 for rank in 0 1 2 3; do
   SLURM_PROCID=$rank SLURM_LOCALID=$((rank % 2)) "$@" || worst=$?
 done
@@ -43,6 +46,7 @@ if [ "$1" = show ]; then echo node07; echo node08; else echo "$@" >> "$SAID"; fi
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not there")
+@pytest.mark.parametrize("over", ["", "mpi"])
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize(
     ("ends", "restarts", "requeued"),
@@ -57,7 +61,7 @@ if [ "$1" = show ]; then echo node07; echo node08; else echo "$@" >> "$SAID"; fi
         (2, 0, False),
     ],
 )
-def test_slurm(tmp_path: Path, *, ends: int, restarts: int, requeued: bool, begun: bool) -> None:
+def test_slurm(tmp_path: Path, *, ends: int, restarts: int, requeued: bool, begun: bool, over: str) -> None:
     """Every task becomes a rank; a run that has begun goes on; a job that was stopped goes back into the queue."""
     for name, text in {"hotrow": SAYS, "srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / name).write_text(text)
@@ -70,7 +74,7 @@ def test_slurm(tmp_path: Path, *, ends: int, restarts: int, requeued: bool, begu
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SAID": f"{tmp_path / 'said'}", "HOTROW_ENDS": str(ends)}
     environ["SLURM_RESTART_COUNT"] = str(restarts)
     done = subprocess.run(
-        ["bash", str(FOLDER / "slurm.sbatch"), "recipe.yaml", str(run)],
+        ["bash", str(FOLDER / "slurm.sbatch"), "recipe.yaml", str(run), *over.split()],
         env={**environ, **job},
         capture_output=True,
         text=True,
@@ -81,7 +85,7 @@ def test_slurm(tmp_path: Path, *, ends: int, restarts: int, requeued: bool, begu
     *ranks, last = (tmp_path / "said").read_text().splitlines() + ([] if requeued else [""])
     assert last == ("requeue 17" if requeued else "")
     command = f"train --resume {run}" if begun else f"train recipe.yaml --set run={run}"
-    assert ranks == [f"{rank} 4 {rank % 2} 2 node07 29500 {command} " for rank in range(4)]
+    assert ranks == [f"{rank} {'pmix' if over else 4} {rank % 2} 2 node07 29500 {command} " for rank in range(4)]
 
 
 def test_slurm_asks_for_time_to_save() -> None:

@@ -386,7 +386,8 @@ def _listener(*, is_local: bool) -> socket.socket:
 def _addresses() -> list[str]:
     """Returns addresses at which other hosts may reach this one, the likeliest first."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    found = [interfaces().get(name), os.environ.get("MASTER_ADDR"), socket.gethostname()]
+    own = interfaces()
+    found = [own.get(name), os.environ.get("MASTER_ADDR"), socket.gethostname(), *own.values()]
     return list(dict.fromkeys(address for address in found if address))
 
 

@@ -86,9 +86,7 @@ def joined_by_mpi(size: int, variable: str) -> Iterator[Communicator]:
     MPI is not installed, knows another number of ranks, or may not be called from a thread.
     """
     module = _module()
-    if not module.Is_initialized():
-        module.Init_thread(module.THREAD_SERIALIZED)
-    _check(module, size, variable)
+    _begin(module, size, variable)
     atexit.unregister(_end)
     comm = module.COMM_WORLD.Dup()  # messages of another library in this process cannot be taken for ours
     here = comm.Split_type(module.COMM_TYPE_SHARED)
@@ -123,14 +121,19 @@ def _module() -> Any:
         ) from error
 
 
-def _check(module: Any, size: int, variable: str) -> None:
-    """Raises ValueError, with the cure, if the ranks could not exchange messages."""
-    library = module.Get_library_version().split(",")[0].split("\n")[0].strip("\0 ")
-    if (found := module.COMM_WORLD.size) != size:
+def _begin(module: Any, size: int, variable: str) -> None:
+    """Begins MPI, if nothing has yet. Raises ValueError, with the cure, if the ranks could not exchange messages."""
+    library = " ".join(module.Get_library_version().split(",")[0].partition("\n")[0].split())
+    # Such an MPI would not return from its beginning, because mpiexec speaks another protocol (PMIx).
+    is_other = variable.startswith("OMPI_") and any(name in library for name in ("MPICH", "MVAPICH", "Intel"))
+    if not is_other and not module.Is_initialized():
+        module.Init_thread(module.THREAD_SERIALIZED)
+    if (found := 1 if is_other else module.COMM_WORLD.size) != size:
         raise ValueError(
             f"{variable} is {size} in the environment, but the MPI of mpi4py ({library}) knows {found} "
-            f"{'process' if found == 1 else 'processes'}: start hotrow with the mpiexec of that MPI, or install mpi4py "
-            f"for the MPI of this mpiexec (pip install --no-binary mpi4py mpi4py). Unset {variable} for one process"
+            f"{'process' if found == 1 else 'processes'}: start hotrow with the mpiexec of that MPI (srun: with the "
+            "--mpi that it was built for), or install mpi4py for the MPI of this mpiexec (pip install --no-binary "
+            f"mpi4py mpi4py). If this is to be one process, unset {variable}"
         )
     if module.Query_thread() < module.THREAD_SERIALIZED:
         raise ValueError(
