@@ -1,7 +1,7 @@
 """Rounds of faults: one of three ranks is killed or stopped at a random moment, and the run goes on to the same bits.
 
-    python -m benchmarks.rank_faults [--rounds 100] [--seed 1] [--folder DIR]
-    python -m benchmarks.rank_faults --ends 300
+    python -m benchmarks.rank_faults [--rounds 100] [--seed 1] [--folder DIR] [--transport mpi]
+    python -m benchmarks.rank_faults --ends 300 [--transport mpi]
 
 A round trains on three ranks, sends SIGKILL or SIGSTOP to one of them at a random moment (before the first step, in a
 collective, while a checkpoint is written), waits until the others have named it and ended, and continues the run on one
@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.rank_runs import HANG_S, differing, outcome, session, wait, whole_ends
+from benchmarks.rank_runs import HANG_S, TRANSPORTS, Transport, differing, outcome, session, wait, whole_ends
 from hotrow.parallel.heartbeat import LOST
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import CONFIG, RUN
@@ -39,6 +39,8 @@ MAX_RANKS = 4
 PROMISED_S = 5.0
 """A lost rank is named within."""
 STEPS = 40
+ENDS: dict[Transport, tuple[int, ...]] = {"gloo": (LOST,), "mpi": (LOST, 128 + signal.SIGKILL)}
+"""How ranks end after one was lost; mpiexec ends as the first process that did, which may be the lost one."""
 
 
 class Round(NamedTuple):
@@ -80,7 +82,14 @@ def settings(data: Path, run: Path, *, tiers: bool) -> dict[str, Any]:
 
 
 def one_round(
-    number: int, data: Path, folder: Path, expected: Mapping[str, str], longest_s: Mapping[bool, float], *, seed: int
+    number: int,
+    data: Path,
+    folder: Path,
+    expected: Mapping[str, str],
+    longest_s: Mapping[bool, float],
+    *,
+    seed: int,
+    transport: Transport,
 ) -> Round | None:
     """Returns what happened, or None if the run had ended before the signal came. longest_s: of a run, by `tiers`."""
     drawn = random.Random(seed * 1_000_003 + number)
@@ -88,7 +97,7 @@ def one_round(
     victim, delay_s, ranks = drawn.randrange(RANKS), drawn.uniform(0, longest_s[tiers]), drawn.randint(1, MAX_RANKS)
     others = [rank for rank in range(RANKS) if rank != victim]
     given, problems = settings(data, folder / "run", tiers=tiers), []
-    with session(RANKS, given, folder / "first") as first:
+    with session(RANKS, given, folder / "first", transport) as first:
         wait((folder / "run" / RUN).exists)
         time.sleep(delay_s)
         began_s = time.monotonic()
@@ -106,14 +115,14 @@ def one_round(
             problems.append(f"rank {victim} was not named")
         for rank in others:
             first.processes[rank].join(HANG_S)
-        if any(first.processes[rank].exitcode != LOST for rank in others):
-            problems.append(f"the others did not end with {LOST}: {first.ends()}")
+        if any(first.processes[rank].exitcode not in ENDS[transport] for rank in others):
+            problems.append(f"the others did not end with {ENDS[transport]}: {first.ends()}")
     if named_s > PROMISED_S:
         problems.append(f"named after {named_s:.1f} s")
     step = max(list_checkpoints(folder / "run" / "checkpoints"), default=-1)
     if not (folder / "run" / CONFIG).is_file():
         shutil.rmtree(folder / "run")  # as its error says: it ended before its first step
-    with session(ranks, given, folder / "second") as second:
+    with session(ranks, given, folder / "second", transport if ranks > 1 else "gloo") as second:
         if second.join() != [0] * ranks:
             problems.append(f"{ranks} ranks did not continue: {second.ends()}")
         else:
@@ -121,39 +130,41 @@ def one_round(
     return Round(sent.name, victim, tiers, delay_s, named_s, step, ranks, tuple(problems))
 
 
-def rounds(data: Path, folder: Path, num_rounds: int, *, seed: int = 1) -> Iterator[Round]:
+def rounds(
+    data: Path, folder: Path, num_rounds: int, *, seed: int = 1, transport: Transport = "gloo"
+) -> Iterator[Round]:
     """Yields `num_rounds` rounds on the packed dataset `data`, in the empty folder `folder`."""
-    expected, _ = untouched(data, folder / "alone", 1, tiers=False)
+    expected, _ = untouched(data, folder / "alone", 1, tiers=False, transport="gloo")
     longest_s = {}
     for tiers in (False, True):
-        found, longest_s[tiers] = untouched(data, folder / f"timed-{tiers}", RANKS, tiers=tiers)
+        found, longest_s[tiers] = untouched(data, folder / f"timed-{tiers}", RANKS, tiers=tiers, transport=transport)
         assert found == expected, "three ranks differ from one without any fault"
     done = number = 0
     while done < num_rounds:
         number += 1
         (own := folder / f"round-{number}").mkdir()
-        if (found := one_round(number, data, own, expected, longest_s, seed=seed)) is not None:
+        if (found := one_round(number, data, own, expected, longest_s, seed=seed, transport=transport)) is not None:
             done += 1
             yield found
         shutil.rmtree(own)
 
 
-def ends(data: Path, folder: Path, num_runs: int) -> Iterator[tuple[list[int], str]]:
+def ends(data: Path, folder: Path, num_runs: int, transport: Transport) -> Iterator[tuple[list[int | None], str]]:
     """Yields the exit codes of the two ranks of each of `num_runs` short runs, and what they said."""
 
     def given(number: int) -> dict[str, Any]:
         found = settings(data, folder / f"run-{number}", tiers=False)
         return {**found, "train": {**found["train"], "max_steps": 2, "micro_batches": 2}}
 
-    for number, found in enumerate(whole_ends(2, map(given, range(num_runs)))):
+    for number, found in enumerate(whole_ends(2, map(given, range(num_runs)), transport)):
         yield found
         shutil.rmtree(folder / f"run-{number}", ignore_errors=True)
 
 
-def count_ends(data: Path, folder: Path, num_runs: int) -> int:
+def count_ends(data: Path, folder: Path, num_runs: int, transport: Transport) -> int:
     """Runs `ends`, prints what failed and how many did, and returns the exit code of this program."""
     failed = 0
-    for number, (codes, said) in enumerate(ends(data, folder, num_runs), 1):
+    for number, (codes, said) in enumerate(ends(data, folder, num_runs, transport), 1):
         if any(codes):
             failed += 1
             print(f"{number}: {codes} {' '.join(said.split())[-800:]}", flush=True)
@@ -161,10 +172,12 @@ def count_ends(data: Path, folder: Path, num_runs: int) -> int:
     return 1 if failed else 0
 
 
-def untouched(data: Path, folder: Path, ranks: int, *, tiers: bool) -> tuple[dict[str, str], float]:
+def untouched(
+    data: Path, folder: Path, ranks: int, *, tiers: bool, transport: Transport
+) -> tuple[dict[str, str], float]:
     """Trains without a fault; returns the outcome, and the seconds from the run's folder to the end."""
     folder.mkdir()
-    with session(ranks, settings(data, folder / "run", tiers=tiers), folder / "session") as alone:
+    with session(ranks, settings(data, folder / "run", tiers=tiers), folder / "session", transport) as alone:
         wait((folder / "run" / RUN).exists)
         began_s = time.monotonic()
         assert alone.join() == [0] * ranks, alone.ends()
@@ -178,6 +191,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ends", type=int, metavar="RUNS", help="count exit codes of so many short runs of two ranks")
     parser.add_argument("--folder", type=Path, help="where runs and rows lie while they train")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="gloo", help="what carries the ranks' messages")
     given = parser.parse_args()
     if given.folder is not None:
         given.folder.mkdir(parents=True, exist_ok=True)
@@ -187,9 +201,9 @@ def main() -> int:
         folder = Path(name)
         data = make_shape("kaggle", 8_000, 1e-3, folder / "data")
         if given.ends is not None:
-            return count_ends(data, folder, given.ends)
+            return count_ends(data, folder, given.ends, given.transport)
         found = []
-        for each in rounds(data, folder, given.rounds, seed=given.seed):
+        for each in rounds(data, folder, given.rounds, seed=given.seed, transport=given.transport):
             found.append(each)
             text, where = "; ".join(each.problems) or "equal", "tiers" if each.tiers else "DRAM"
             print(

@@ -1,6 +1,6 @@
 """Law 2 for ranks on real rows: whoever holds, sends and stores a row, training gives the bits of one process.
 
-    python -m benchmarks.rank_laws [--steps 500] [--rows FILE] [--folder DIR]
+    python -m benchmarks.rank_laws [--steps 500] [--rows FILE] [--folder DIR] [--transport mpi]
 
 A DLRM trains on real Criteo rows in eight micro-batches, with every optimizer. The truth is one process in DRAM. It is
 compared with one process in tiers, with 2, 3, 4 and 8 ranks, and with 4 ranks that a signal stops half way and 3
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.rank_runs import differing, outcome, session, wait
+from benchmarks.rank_runs import TRANSPORTS, Transport, differing, outcome, session, wait
 from benchmarks.results import end_on_signals
 from hotrow.config.schema import ParallelConfig
 from hotrow.costs.demand import record_bytes
@@ -151,13 +151,13 @@ def memory_of(case: Case, data: PackedDataset, run: Path) -> dict[str, Any]:
     return {"dram": held // DRAM_PARTS, "ssd": str(run.parent / "rows"), "force": True}
 
 
-def trained(case: Case, data: PackedDataset, folder: Path, steps: int) -> dict[str, str]:
+def trained(case: Case, data: PackedDataset, folder: Path, steps: int, transport: Transport = "gloo") -> dict[str, str]:
     """Trains in the empty folder `folder`; returns the outcome. Raises ValueError if a rank failed, or if the run is
     not of this case."""
     run, given = folder / "run", settings(case, data, folder / "run", steps)
     for number, size in enumerate(case.ranks):
         goes_on = number + 1 < len(case.ranks)
-        with session(size, given, folder / f"session-{number}") as ranks:
+        with session(size, given, folder / f"session-{number}", transport if size > 1 else "gloo") as ranks:
             if goes_on:
                 wait(lambda: _num_lines(run) >= steps // 2 or ranks.processes[-1].exitcode is not None, LIMIT_S)
                 os.kill(ranks.processes[-1].pid or 0, signal.SIGTERM)
@@ -183,7 +183,9 @@ def digests(found: Mapping[str, str]) -> list[str]:
     return [hashlib.sha256(json.dumps(group, sort_keys=True).encode()).hexdigest() for group in groups]
 
 
-def compared(data: PackedDataset, folder: Path, steps: int, chosen: Mapping[str, Sequence[Case]]) -> Iterator[bool]:
+def compared(
+    data: PackedDataset, folder: Path, steps: int, chosen: Mapping[str, Sequence[Case]], transport: Transport = "gloo"
+) -> Iterator[bool]:
     """Trains every case, prints its line, and yields whether it is equal to its truth, one for each key of `chosen`."""
     heads = f"{'optimizer':16} {'ranks':>9}  {'tables':10} {'in':5} {'model, batch size':22}"
     print(f"{heads}  seconds  {'weights':16} states, losses")
@@ -193,7 +195,7 @@ def compared(data: PackedDataset, folder: Path, steps: int, chosen: Mapping[str,
             (own := folder / f"{name}-{number}").mkdir()
             start = time.monotonic()
             try:
-                found = trained(case, data, own, steps)
+                found = trained(case, data, own, steps, transport)
                 truth = truth or found
                 differs = differing(truth, found)
                 verdict = "equal" if not differs else f"DIFFERS: {', '.join(differs[:3])} of {len(differs)}"
@@ -214,6 +216,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--rows", type=Path, default=real_rows(), help=f"default: {ROWS} of $HOTROW_DATA")
     parser.add_argument("--folder", type=Path, help="where runs and rows lie while they train")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="gloo", help="what carries the ranks' messages")
     given = parser.parse_args()
     if not given.rows.exists():
         parser.error(f"{given.rows} is not there: set HOTROW_DATA to the folder of real rows, or pass --rows")
@@ -223,7 +226,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="hotrow-laws-", dir=given.folder) as name:
         folder = Path(name)
         data = run_prepare("criteo", str(given.rows), folder / "data", min_count=1)
-        equal = list(compared(data, folder, given.steps, cases() | model_cases()))
+        equal = list(compared(data, folder, given.steps, cases() | model_cases(), given.transport))
     print(f"{sum(equal)} of {len(equal)} cases equal")
     return 0 if all(equal) else 1
 

@@ -4,7 +4,8 @@
         assert ranks.join() == [0, 0, 0]
     assert outcome(Path(given["run"])) == expected
 
-Ranks are forked from a server that has imported torch, with one thread each. rank_faults.py and rank_laws.py use this.
+Ranks are forked from a server that has imported torch, with one thread each; over MPI, mpiexec starts them.
+rank_faults.py and rank_laws.py use this.
 The first session sets OMP_NUM_THREADS=1, as torchrun does: threads of numpy's BLAS wait for each other in busy loops.
 """
 
@@ -15,20 +16,24 @@ import importlib
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from benchmarks import mpi_start
 from hotrow.config.load import load_config, make_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.launch import joined
 from hotrow.run import runs
 from hotrow.run.build import build
@@ -40,20 +45,56 @@ CONTEXT = multiprocessing.get_context("forkserver")
 # torch's optimizers import torch._dynamo when the first is made, which takes a second.
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "hotrow.run.runs", "hotrow.parallel.launch"])
 HANG_S = 60.0
+Transport = Literal["gloo", "mpi"]
+TRANSPORTS: tuple[Transport, ...] = ("gloo", "mpi")
+
+
+@dataclass
+class OfMpi:
+    """A rank that mpiexec started, as the process of `multiprocessing` that it would be over gloo. Its exit code is
+    that of mpiexec, which ends all ranks if one ends with another than 0, and does not tell theirs."""
+
+    launcher: subprocess.Popen[bytes]
+    noted: Path
+    """Where the rank writes its process id."""
+
+    @property
+    def pid(self) -> int:
+        return int(self.noted.read_text())
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.launcher.poll()
+
+    def join(self, timeout: float | None = None) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self.launcher.wait(timeout)
+
+    def kill(self) -> None:
+        if self.launcher.poll() is None:
+            os.kill(self.pid if self.noted.exists() else self.launcher.pid, signal.SIGKILL)
 
 
 class Session:
     """The ranks of one session of a run, each a process with its standard error in a file."""
 
-    def __init__(self, size: int, given: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, size: int, given: Mapping[str, Any], folder: Path, transport: Transport) -> None:
         """given: the config. If its run has begun, that goes on, with what the config says of memory and ranks."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.folder = folder
         folder.mkdir()
+        self.processes: list[Any] = []
+        if transport == "mpi":
+            (folder / "given").write_text(json.dumps(given))
+            code = "from benchmarks.rank_runs import serve_mpi; serve_mpi()"
+            with (folder / "mpiexec").open("w") as said:
+                launcher = mpi_start.start(size, "-c", code, str(folder), stdout=said, stderr=said)
+            self.processes = [OfMpi(launcher, folder / f"pid-{rank}") for rank in range(size)]
+            return
         port = _free_port()
-        self.processes = [CONTEXT.Process(target=_rank, args=(rank, size, port, given, folder)) for rank in range(size)]
-        for process in self.processes:
-            process.start()
+        for rank in range(size):
+            self.processes.append(CONTEXT.Process(target=_rank, args=(rank, size, port, given, folder)))
+            self.processes[-1].start()
 
     def told(self, rank: int) -> str:
         path = self.folder / f"rank-{rank}"
@@ -62,7 +103,9 @@ class Session:
     def ends(self) -> str:
         """Returns how each rank ended, and the last that it said, on one line."""
         told = [" ".join(self.told(rank)[-800:].split()) for rank in range(len(self.processes))]
-        return "; ".join(f"{each.exitcode}: {text}" for each, text in zip(self.processes, told, strict=True))
+        ends = [f"{each.exitcode}: {text}" for each, text in zip(self.processes, told, strict=True)]
+        launcher = self.folder / "mpiexec"
+        return "; ".join([*ends, *([" ".join(launcher.read_text().split())] if launcher.exists() else [])])
 
     def join(self, limit_s: float = HANG_S) -> list[int | None]:
         """Returns the exit codes of all ranks; None for one that has not ended within `limit_s`."""
@@ -78,8 +121,8 @@ class Session:
 
 
 @contextmanager
-def session(size: int, given: Mapping[str, Any], folder: Path) -> Iterator[Session]:
-    found = Session(size, given, folder)
+def session(size: int, given: Mapping[str, Any], folder: Path, transport: Transport = "gloo") -> Iterator[Session]:
+    found = Session(size, given, folder, transport)
     try:
         yield found
     finally:
@@ -97,11 +140,26 @@ def _train(rank: int, size: int, port: int, given: Mapping[str, Any]) -> None:
     environ = {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
     os.environ.update(environ)
     with joined(environ) as comm:
-        if (Path(given["run"]) / CONFIG).is_file():
-            changes = [f"{name}={json.dumps(given[name])}" for name in ("memory", "parallel") if name in given]
-            runs.resume(given["run"], changes, quiet=True, comm=comm)
-        else:
-            runs.train(make_config(dict(given)), quiet=True, comm=comm)
+        _begin_or_go_on(comm, given)
+
+
+def _begin_or_go_on(comm: Communicator, given: Mapping[str, Any]) -> None:
+    if (Path(given["run"]) / CONFIG).is_file():
+        changes = [f"{name}={json.dumps(given[name])}" for name in ("memory", "parallel") if name in given]
+        runs.resume(given["run"], changes, quiet=True, comm=comm)
+    else:
+        runs.train(make_config(dict(given)), quiet=True, comm=comm)
+
+
+def serve_mpi() -> None:
+    """Is one of the ranks that mpiexec starts for the session whose folder is the argument."""
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    with joined() as comm:
+        os.dup2(os.open(folder / f"rank-{comm.rank}", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+        (folder / f"new-{comm.rank}").write_text(str(os.getpid()))
+        (folder / f"new-{comm.rank}").rename(folder / f"pid-{comm.rank}")  # so it is whole when it is there
+        _begin_or_go_on(comm, json.loads((folder / "given").read_text()))
 
 
 def serve_whole_ends() -> None:
@@ -123,8 +181,15 @@ def serve_whole_ends() -> None:
         print(json.dumps(codes), flush=True)
 
 
-def whole_ends(size: int, runs_given: Iterable[Mapping[str, Any]]) -> Iterator[tuple[list[int], str]]:
+def whole_ends(
+    size: int, runs_given: Iterable[Mapping[str, Any]], transport: Transport = "gloo"
+) -> Iterator[tuple[list[int | None], str]]:
     """Yields the exit codes of the ranks of each run, whose interpreters end as a command's do, and what they said."""
+    if transport == "mpi":
+        for given in runs_given:
+            with tempfile.TemporaryDirectory() as name, session(size, given, Path(name) / "ranks", transport) as ranks:
+                yield ranks.join(), ranks.ends()
+        return
     command = [sys.executable, "-c", "from benchmarks.rank_runs import serve_whole_ends; serve_whole_ends()"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (

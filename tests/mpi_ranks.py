@@ -5,7 +5,6 @@ Such a function gets the communicator and the folder; what it returns is written
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -16,27 +15,26 @@ from typing import Any
 
 import pytest
 
+from benchmarks import mpi_start
 from hotrow.base.waiting import wait_passively
 
-MPIEXEC = Path(sys.executable).with_name("mpiexec")
 LIMIT_S = 120.0
 needs_mpi = pytest.mark.skipif(
-    importlib.util.find_spec("mpi4py") is None or not MPIEXEC.exists(),
-    reason="mpi4py and an mpiexec beside this Python are needed: pip install 'hotrow[mpi]'",
+    mpi_start.mpiexec() is None, reason="mpi4py and mpiexec are needed: pip install 'hotrow[mpi]'"
 )
 
 
-def mpiexec(num_ranks: int, *arguments: str, module: str = "hotrow", **options: Any) -> subprocess.Popen[str]:
-    """Starts `python -m MODULE ARGUMENTS` on ranks; standard output and error are pipes."""
-    start = [str(MPIEXEC), *["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n"], str(num_ranks)]
+def mpiexec(num_ranks: int, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Starts `python -m ARGUMENTS` on ranks; standard output and error are pipes."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*start, sys.executable, "-m", module, *arguments], **pipes, **options)
+    return mpi_start.start(num_ranks, "-m", *arguments, **pipes, **options)
 
 
 def ranks(name: str, num_ranks: int, folder: Path) -> subprocess.Popen[str]:
     """Starts ranks that each run the function `name` of this file."""
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    return mpiexec(num_ranks, name, str(folder), module="mpi_ranks", env={**os.environ, "PYTHONPATH": path})
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    return mpiexec(num_ranks, "mpi_ranks", name, str(folder), env={**os.environ, "PYTHONPATH": path})
 
 
 def said(folder: Path, num_ranks: int) -> list[Any]:

@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., P
 @needs_mpi
 @pytest.mark.parametrize("num_ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_number_of_ranks_is_invisible(data: Path, tmp_path: Path, num_ranks: int) -> None:
-    process = mpiexec(num_ranks, "train", config_file(data, tmp_path, []), "--json")
+    process = mpiexec(num_ranks, "hotrow", "train", config_file(data, tmp_path, []), "--json")
     runs.train(make_config(raw_config(data, tmp_path / "one", [])), quiet=True)
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
@@ -48,7 +48,10 @@ def test_the_number_of_ranks_is_invisible(data: Path, tmp_path: Path, num_ranks:
 def test_interrupted_on_three_ranks_and_resumed_on_two(data: Path, tmp_path: Path) -> None:
     """mpiexec passes SIGTERM on to every rank."""
     changes = ["train.epochs=40", "train.log_every=1"]
-    process, lines = mpiexec(3, "train", config_file(data, tmp_path, changes)), tmp_path / "run" / "metrics.jsonl"
+    process, lines = (
+        mpiexec(3, "hotrow", "train", config_file(data, tmp_path, changes)),
+        tmp_path / "run" / "metrics.jsonl",
+    )
     while process.poll() is None and not (lines.exists() and lines.stat().st_size > 2000):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
@@ -56,7 +59,7 @@ def test_interrupted_on_three_ranks_and_resumed_on_two(data: Path, tmp_path: Pat
     record = RunFolder.open(tmp_path / "run").record
     assert (record.status, record.signal) == ("interrupted", signal.SIGTERM), err
     assert process.returncode != 0
-    again = mpiexec(2, "train", "--resume", str(tmp_path / "run"))
+    again = mpiexec(2, "hotrow", "train", "--resume", str(tmp_path / "run"))
     runs.train(make_config(raw_config(data, tmp_path / "one", changes)), quiet=True)
     _, err = again.communicate(timeout=LIMIT_S)
     assert again.returncode == 0, err
@@ -83,7 +86,8 @@ def test_a_lost_rank_is_named_and_mpiexec_ends_all(tmp_path: Path, number: signa
     victim = int(pids[1].read_text())
     os.kill(victim, number)
     _, err = process.communicate(timeout=HANG_S)
-    assert err.count("hotrow: rank 1 (") == 2 + (number == signal.SIGSTOP), err  # what was stopped says it later
+    # mpiexec lets a stopped rank run again before it ends it, so that one may say it too.
+    assert err.count("hotrow: rank 1 (") in ((2,) if number == signal.SIGKILL else (2, 3)), err
     assert f"process {victim}) was lost" in err and process.returncode != 0
     assert not any(Path(f"/proc/{path.read_text()}").exists() for path in pids)
 

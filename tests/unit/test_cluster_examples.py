@@ -25,8 +25,8 @@ from rank_pool import RankPool
 pytestmark = pytest.mark.package
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "cluster"
 SAYS = """#!/bin/bash
-{ printf '%s ' "$RANK" "${WORLD_SIZE:-$MPI}" "$LOCAL_RANK" "$LOCAL_WORLD_SIZE" "$MASTER_ADDR" "$MASTER_PORT" "$@"; echo; } \
-  >> "$SAID"
+{ printf '%s ' "$RANK" "${WORLD_SIZE:-$MPI}" "$LOCAL_RANK" "$LOCAL_WORLD_SIZE" "$MASTER_ADDR" "$MASTER_PORT" "$@"
+  echo; } >> "$SAID"
 exit "${HOTROW_ENDS:-0}"
 """
 SRUN = """#!/bin/bash

@@ -150,7 +150,7 @@ def test_the_download_is_announced_before_it_begins(venv: ModuleType, capfd: pyt
     write_report(["filelock", "sympy>=1.13"])
     venv.install_packages(["tensorboard", "test"])
     first, second = capfd.readouterr().out.splitlines()
-    assert first == "install: about 665 MB to download: torch 2.13.0 200 MB, all else 465 MB"
+    assert first == "install: about 673 MB to download: torch 2.13.0 200 MB, all else 473 MB"
     assert second.startswith("pip: -m pip install ")
     assert "-c .venv/constraints.txt" in second
     assert all(requirement in second for requirement in venv.requirements(["tensorboard", "test"]))
