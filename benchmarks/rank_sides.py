@@ -25,10 +25,10 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.parallel.communicator import Arriving, Communicator, Messages
 from hotrow.parallel.dense import OverRanks
-from hotrow.parallel.gloo import Gloo
 from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import ShardedMemory
 from hotrow.parallel.shards import Shard
+from hotrow.parallel.transport import Transport
 from hotrow.run.build import Parts
 from hotrow.run.meters import StepClock
 from hotrow.run.micro import cut
@@ -38,6 +38,8 @@ from hotrow.setup.shards import pooled_owners
 from hotrow.tables import TableConfig
 
 SEED = 1
+MPI = "mpi"
+"""The address of ranks that mpiexec started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class Seat:
 
     rank: int
     address: str
-    """tcp://HOST:PORT, at which the ranks meet."""
+    """tcp://HOST:PORT, at which the ranks meet over gloo; or MPI."""
     sharding: str = "row_wise"
     """row_wise or table_wise."""
     ahead: bool = False
@@ -158,10 +160,10 @@ class Wire(Communicator):
 class OurRank:
     """hotrow's training step on this rank."""
 
-    def __init__(self, work: RankWork, seat: Seat) -> None:
+    def __init__(self, work: RankWork, seat: Seat, transport: Transport) -> None:
         setting = make_setting(work.sized())
         shape = self.shape = setting.shape
-        self.comm = Wire(Ranks(seat.rank, work.num_ranks, work.num_ranks), Gloo())
+        self.comm = Wire(Ranks(seat.rank, work.num_ranks, work.num_ranks), transport)
         self.tables = tables_of(shape)
         self.shards = shards_of(self.tables, seat, work.num_ranks)
         if seat.pooled == "planned":

@@ -8,10 +8,15 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,10 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks import mpi_start
 from benchmarks.rank_peers import TorchrecRank
-from benchmarks.rank_sides import OurRank, Rank, RankWork, Seat, link_bytes_per_s
+from benchmarks.rank_sides import MPI, OurRank, Rank, RankWork, Seat, link_bytes_per_s
 from benchmarks.rivals import worker
 from benchmarks.rivals.worker import Worker
+from hotrow.parallel.agreement import everyone
+from hotrow.parallel.gloo import Gloo
+from hotrow.parallel.launch import joined
+from hotrow.parallel.transport import Transport
 
 TIMEOUT = timedelta(seconds=120)
 """Of a collective, so that a group whose rank failed ends."""
@@ -35,20 +45,33 @@ BYTES_SENT = 200
 class Group:
     """The ranks of one side, each a process of one thread. A context manager, which ends them."""
 
-    def __init__(self, side: str, work: RankWork, **seat: Any) -> None:
-        """seat: of every rank, what `Seat` says beside its rank and address."""
-        self.side, self.work, self.seat = side, work, seat
+    def __init__(self, side: str, work: RankWork, *, over_mpi: bool = False, **seat: Any) -> None:
+        """over_mpi: ranks meet and exchange over MPI, not gloo. seat: of every rank, what `Seat` says beside its rank
+        and address."""
+        self.side, self.work, self.over_mpi, self.seat = side, work, over_mpi, seat
         self._stack = ExitStack()
         self.ranks: list[Worker] = []
 
     def start(self, *, host: str = "127.0.0.1", before: Sequence[Sequence[str]] = ()) -> Group:
         """Starts the processes. host: rank 0's. before: by rank, the words that start it elsewhere."""
-        address = f"tcp://{host}:{free_port()}"
-        for rank in range(self.work.num_ranks):
-            seat = Seat(rank=rank, address=address, **self.seat)
-            words = before[rank] if before else ()
-            started = Worker(self.side, self.work, seat, threads=1, module="benchmarks.rank_worker", before=words)
-            self.ranks.append(self._stack.enter_context(started))
+        if self.over_mpi:
+            launcher, connections = self._stack.enter_context(called_back(self.work.num_ranks))
+            seat = Seat(rank=-1, address=MPI, **self.seat)
+            ranks = [MpiRank(self.side, self.work, seat, connection, launcher) for connection in connections]
+        else:
+            address = f"tcp://{host}:{free_port()}"
+            ranks = [
+                Worker(
+                    self.side,
+                    self.work,
+                    Seat(rank=rank, address=address, **self.seat),
+                    threads=1,
+                    module="benchmarks.rank_worker",
+                    before=before[rank] if before else (),
+                )
+                for rank in range(self.work.num_ranks)
+            ]
+        self.ranks = [self._stack.enter_context(rank) for rank in ranks]
         for each in self.ranks:
             each.ready()
         return self
@@ -83,23 +106,78 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+class MpiRank(Worker):
+    """A rank that mpiexec started. It has called back, and the connection stands for the pipes of a `Worker`."""
+
+    def __init__(
+        self, side: str, work: RankWork, seat: Seat, connection: socket.socket, launcher: subprocess.Popen[str]
+    ) -> None:
+        self.side, self.group, self._process = side, None, launcher
+        self._asks, self._answers = connection.makefile("w"), connection.makefile("r")
+        self._pid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        connection.close()  # the files keep it open
+        self.tell(side=side, work=asdict(work), settings=asdict(seat))
+
+    @property
+    def pid(self) -> int:
+        return int(self._pid)
+
+    def close(self) -> None:
+        """Ends the rank; the launcher ends with the last one."""
+        self._answers.close()
+        self._asks.close()
+
+
+@contextmanager
+def called_back(num_ranks: int) -> Iterator[tuple[subprocess.Popen[str], list[socket.socket]]]:
+    """Yields mpiexec, which starts ranks, and a connection to each of them. Ends mpiexec after the block."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/meet")
+        listener.listen(num_ranks)
+        listener.settimeout(TIMEOUT.total_seconds())
+        code = "from benchmarks.rank_worker import call_back; call_back()"
+        with mpi_start.start(num_ranks, "-c", code, f"{folder}/meet", env=worker.environment(1)) as launcher:
+            try:
+                yield launcher, [listener.accept()[0] for _ in range(num_ranks)]
+                launcher.wait(TIMEOUT.total_seconds())
+            finally:
+                launcher.terminate()
+
+
+def call_back() -> None:
+    """Serves as one of the ranks that `called_back` starts."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(sys.argv[1])
+        for number in (0, 1):
+            os.dup2(connection.fileno(), number)
+    main()
+
+
 class RankServer:
     """The child's end: a rank and the requests it answers. All ranks are asked the same at the same time."""
 
-    def __init__(self, side: str, work: dict[str, Any], settings: dict[str, Any]) -> None:
+    def __init__(self, side: str, work: dict[str, Any], settings: dict[str, Any], *, stack: ExitStack) -> None:
+        """stack: is closed when the rank has served."""
         torch.set_num_threads(1)
         seat, of = Seat(**settings), RankWork(**work)
-        dist.init_process_group(
-            "gloo", init_method=seat.address, rank=seat.rank, world_size=of.num_ranks, timeout=TIMEOUT
-        )
-        made: Rank = {"hotrow": OurRank, "torchrec": TorchrecRank}[side](of, seat)
+        self.meet: Callable[[], object] = dist.barrier
+        transport: Transport = Gloo()
+        if seat.address == MPI:
+            comm = stack.enter_context(joined())
+            assert comm.transport is not None
+            seat, transport, self.meet = replace(seat, rank=comm.rank), comm.transport, partial(everyone, comm, None)
+        else:
+            dist.init_process_group(
+                "gloo", init_method=seat.address, rank=seat.rank, world_size=of.num_ranks, timeout=TIMEOUT
+            )
+        made: Rank = OurRank(of, seat, transport) if side == "hotrow" else TorchrecRank(of, seat)
         self.rank: Any = made
-        dist.barrier()
+        self.meet()
 
     def train(self, *, first: int, steps: int) -> dict[str, Any]:
         """Trains on batches number first, first + 1, ...; returns the seconds it took, those of the processor, and the
         losses."""
-        dist.barrier()
+        self.meet()
         start, cpu_start = time.perf_counter(), time.process_time()
         losses = [self.rank.train(batch) for batch in range(first, first + steps)]
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
@@ -171,4 +249,5 @@ def sent_bytes() -> int:
 
 
 def main() -> None:
-    worker.main(RankServer)
+    with ExitStack() as stack:
+        worker.main(partial(RankServer, stack=stack))

@@ -9,7 +9,9 @@ dense gradients. Ids, which that does not contain, are counted by hotrow and tak
 `rows_vs_pooled_*`: the bytes of the tables' part of a step on 4 ranks that send rows, beside those of 4 ranks that send
 pooled vectors, both counted likewise; both contain ids. Tables at Criteo's cardinalities, Zipf 1.05, a share of each
 table's rows on every rank; a table of which every rank has every row is not pooled.
-`ranks_*_vs_torchrec`: training steps of 2 processes with a thread each over gloo, hotrow's and torchrec's, in turns.
+`mpi_vs_gloo_*`: training steps of R processes with a thread each over MPI and over gloo, in turns.
+`ranks_*_vs_torchrec`: training steps of 2 processes with a thread each over gloo, hotrow's and torchrec's, in turns;
+if MPI is installed, hotrow's over MPI beside them.
 hotrow sends rows or pooled vectors, whatever its planner counts to be fewer bytes. Losses of the first steps are
 compared. torchrec shares its tables row by row or table by table, with its pipeline or
 without; all four are tried, and the fastest counts.
@@ -35,7 +37,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import bench
+from benchmarks import bench, mpi_start
 from benchmarks.links import Link, LinkError
 from benchmarks.rank_sides import RankWork
 from benchmarks.rank_worker import Group
@@ -147,13 +149,32 @@ def vs_torchrec(name: str, shape: str, *, quick: bool) -> dict[str, Any]:
 
 def beside(name: str, work: RankWork, way: str, num_rounds: int) -> dict[str, Any]:
     """Returns hotrow's figures beside torchrec's, which shares tables in a way of WAYS."""
-    with Group("hotrow", work, pooled="planned") as ours, Group("torchrec", work, **WAYS[way]) as peer:
-        ours.start()
-        peer.start()
-        compare(f"{name}, {way}", ours, peer)
-        found = row_of(taken_in_turns(ours, peer, num_rounds))
-    told = f"{name}, {way}: ours {found['ours_ms']:.1f} ms, peer {found['peer_ms']:.1f} ms; {bench.how_clean(found)}"
-    print(told, file=sys.stderr, flush=True)
+    sides = {"ours": Group("hotrow", work, pooled="planned"), "peer": Group("torchrec", work, **WAYS[way])}
+    if mpi_start.mpiexec() is not None:
+        sides["mpi"] = Group("hotrow", work, over_mpi=True, pooled="planned")
+    return in_turns(f"{name}, {way}", sides, num_rounds)
+
+
+def mpi_vs_gloo(name: str, shape: str, num_ranks: int, *, quick: bool) -> dict[str, Any]:
+    """Returns the cell of steps over MPI beside those over gloo. Raises ValueError if losses differ."""
+    batch_size = 128 if quick else SHAPES[shape].batch_size
+    work = RankWork(shape=shape, num_ranks=num_ranks, batch_size=batch_size, small=quick)
+    over_gloo = Group("hotrow", work, pooled="planned")
+    sides = {"ours": Group("hotrow", work, over_mpi=True, pooled="planned"), "peer": over_gloo}
+    found = in_turns(name, sides, QUICK_ROUNDS if quick else LINK_ROUNDS)
+    return {"name": name, "num_ranks": num_ranks, "batch_size": batch_size, **found}
+
+
+def in_turns(name: str, sides: dict[str, Group], num_rounds: int) -> dict[str, Any]:
+    """Starts the sides, "ours" and "peer" among them, compares their losses, and returns the figures of their steps."""
+    with ExitStack() as stack:
+        for side in sides.values():
+            stack.enter_context(side).start()
+        for other in [side for what, side in sides.items() if what != "ours"]:
+            compare(name, sides["ours"], other)
+        found = row_of(taken_in_turns(sides, num_rounds))
+    told = ", ".join(f"{what} {found[f'{what}_ms']:.1f} ms (CPU {found[f'{what}_cpu_ms']:.1f})" for what in sides)
+    print(f"{name}: {told}; {bench.how_clean(found)}", file=sys.stderr, flush=True)
     return found
 
 
@@ -171,23 +192,21 @@ def compare(name: str, ours: Group, peer: Group) -> None:
             )
 
 
-def taken_in_turns(ours: Group, peer: Group, num_rounds: int) -> bench.Rounds[dict[str, float]]:
+def taken_in_turns(sides: dict[str, Group], num_rounds: int) -> bench.Rounds[dict[str, float]]:
     """Returns milliseconds of a step on each side, of the clock and of a rank's processor; while one side trains, the
-    other waits."""
-    for side in (ours, peer):
+    others wait."""
+    for side in sides.values():
         side.ask(do="train", first=COMPARED_STEPS, steps=WARM_UP)
 
     def one_round(number: int) -> dict[str, float]:
         found = {}
-        for name, side in sides if number % 2 == 0 else sides[::-1]:
+        for name, side in list(sides.items())[:: 1 if number % 2 == 0 else -1]:
             answers = side.ask(do="train", first=number * ROUND_STEPS, steps=ROUND_STEPS)
             found[f"{name}_ms"] = 1e3 * max(answer["seconds"] for answer in answers) / ROUND_STEPS
             found[f"{name}_cpu_ms"] = 1e3 * max(answer["cpu_s"] for answer in answers) / ROUND_STEPS
         return found
 
-    sides = [("ours", ours), ("peer", peer)]
-
-    return clean_rounds(one_round, num_rounds, [*ours.pids, *peer.pids])
+    return clean_rounds(one_round, num_rounds, [pid for side in sides.values() for pid in side.pids])
 
 
 def clean_rounds(one_round: Callable[[int], Any], num_rounds: int, pids: Sequence[int]) -> bench.Rounds[Any]:
@@ -282,6 +301,7 @@ def rank_cells() -> list[Cell]:
     return [
         *(Cell(f"wire_{shape}_{n}_ranks", wire, (shape, n)) for shape in ("kaggle", "sc20-small") for n in (2, 4)),
         *(Cell(f"rows_vs_pooled_{shape}", rows_vs_pooled, (shape,)) for shape in ("kaggle", "terabyte")),
+        *(Cell(f"mpi_vs_gloo_kaggle_{n}_ranks", mpi_vs_gloo, ("kaggle", n), ("mpi4py",)) for n in (2, 4)),
         *(Cell(f"ranks_{shape}_vs_torchrec", vs_torchrec, (shape,), torchrec) for shape in TARGETS),
         Cell("not_hidden_sc20-small", not_hidden, ("sc20-small",)),
     ]

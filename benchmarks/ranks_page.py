@@ -13,13 +13,16 @@ Cell = Mapping[str, Any]
 def ranks_table(cells: Sequence[Cell]) -> list[str]:
     """What ranks send, how fast they are beside torchrec's, and what the network takes."""
     lines: list[str] = []
+    left = list(cells)
     for key, make in (
         ("over_least", wire_lines),
         ("fewer", pooled_lines),
         ("tried_ms", torchrec_lines),
+        ("peer_cpu_ms", mpi_lines),
         ("not_hidden", link_lines),
     ):
-        if own := [cell for cell in cells if key in cell]:
+        if own := [cell for cell in left if key in cell]:
+            left = [cell for cell in left if key not in cell]
             lines += ["", *make(own)]
     return lines[1:]
 
@@ -79,22 +82,57 @@ def torchrec_lines(cells: Sequence[Cell]) -> list[str]:
     text = (
         "Training steps of two processes with one thread each. The losses of the first steps agree within 1e-4. hotrow "
         "sends rows or pooled vectors, what its planner counts to be fewer bytes. "
-        "torchrec shares its tables row by row or table by table, and exchanges ids ahead or not; the fastest counts."
+        "torchrec shares its tables row by row or table by table, and exchanges ids ahead or not; the fastest counts. "
+        "CPU: what the busiest rank took of its processor in a step."
     )
-    columns = ("cell", "peer", "peer / ours", "promised", "ours, ms", "peer, ms", "clean rounds")
+    columns = (
+        "cell",
+        "peer",
+        "peer / ours",
+        "promised",
+        "ours, ms (CPU)",
+        "peer, ms (CPU)",
+        "over MPI",
+        "clean rounds",
+    )
     rows = [
         [
             cell["name"],
             cell["peer"],
             f"{cell['ratio']:.2f}x ({cell['spread'][0]:.2f}-{cell['spread'][1]:.2f})",
             held(f"{cell['target']:.2f}x", holds=cell["ratio"] >= cell["target"], of=cell),
-            f"{cell['ours_ms']:.3g}",
-            f"{cell['peer_ms']:.3g}",
+            *(_ms(cell, side) for side in ("ours", "peer", "mpi")),
             clean_rounds(cell),
         ]
         for cell in cells
     ]
     return [text, "", *table(heads(columns, left=(0, 1, 3)), rows)]
+
+
+def mpi_lines(cells: Sequence[Cell]) -> list[str]:
+    """Steps over MPI beside those over gloo."""
+    text = (
+        "hotrow's training steps over MPI and over gloo, by processes with one thread each, on one machine. CPU: what "
+        "the busiest rank took of its processor in a step."
+    )
+    columns = ("cell", "gloo / MPI", "MPI, ms (CPU)", "gloo, ms (CPU)", "clean rounds")
+    rows = [
+        [
+            cell["name"],
+            f"{cell['ratio']:.2f}x ({cell['spread'][0]:.2f}-{cell['spread'][1]:.2f})",
+            _ms(cell, "ours"),
+            _ms(cell, "peer"),
+            clean_rounds(cell),
+        ]
+        for cell in cells
+    ]
+    return [text, "", *table(heads(columns, left=(0,)), rows)]
+
+
+def _ms(cell: Cell, side: str) -> str:
+    """Returns the milliseconds of a step on a side and, in brackets, those of the processor, if they were measured."""
+    cpu = f" ({cell[f'{side}_cpu_ms']:.3g})" if f"{side}_cpu_ms" in cell else ""
+    return f"{cell[f'{side}_ms']:.3g}{cpu}" if f"{side}_ms" in cell else ""
 
 
 def link_lines(cells: Sequence[Cell]) -> list[str]:

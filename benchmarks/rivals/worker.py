@@ -26,6 +26,11 @@ from hotrow.lab.study.group import MemoryGroup, enter_and
 ROOT = str(Path(__file__).resolve().parents[2])
 
 
+def environment(threads: int) -> dict[str, str]:
+    """Returns the environment of a worker's process."""
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1", "PYTHONPATH": ROOT}
+
+
 class WorkerError(RuntimeError):
     """A worker's process ended, or reported why it cannot continue."""
 
@@ -48,14 +53,15 @@ class Worker:
         before: Sequence[str] = (),
     ) -> None:
         self.side, self.group = side, group
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1", "PYTHONPATH": ROOT}
         self._process: subprocess.Popen[str] = subprocess.Popen(
             enter_and(group, [*before, sys.executable, "-c", f"from {module} import main; main()"]),
-            env=environment,
+            env=environment(threads),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._asks, self._answers = self._process.stdin, self._process.stdout
         self.tell(side=side, work=asdict(work), settings=asdict(settings))
 
     @property
@@ -74,15 +80,13 @@ class Worker:
 
     def tell(self, **what: Any) -> None:
         """Asks, and does not wait for the answer."""
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the missing answer reports it
-            self._process.stdin.write(json.dumps(what) + "\n")
-            self._process.stdin.flush()
+            self._asks.write(json.dumps(what) + "\n")
+            self._asks.flush()
 
     def answer(self) -> dict[str, Any]:
         """Waits for the answer. Raises WorkerError with the reason."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         if not line:
             status = self._process.wait()
             why = "it was killed, as happens above the memory limit" if status in (-9, 137) else f"status {status}"
@@ -94,15 +98,14 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process and removes its group."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._asks.close()
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
         if self.group is not None:
             self.group.remove()
 
