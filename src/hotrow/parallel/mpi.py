@@ -12,6 +12,7 @@ import atexit
 import importlib
 import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from hotrow.parallel.ranks import Ranks
 
 PIECE_BYTES = 1 << 30
 """Longer messages travel in pieces, because MPI before version 4 counts bytes in 31 bits."""
-SPIN_S = 200e-6
-"""So long a rank that waits only gives its core to others who want it. A rank that is not late is met within it."""
+SPIN_S = 50e-6
+"""A rank that waits looks for so long without pause: a swap with a rank that is there already takes a tenth of it."""
 NAP_SHARE, MAX_NAP_S = 0.1, 1e-3
 """Then it sleeps between two looks, a share of the time it has waited so far, at most MAX_NAP_S."""
 
@@ -37,13 +38,14 @@ class Requests:
     pieces: Sequence[Any]
 
     def wait(self) -> None:
-        """See InFlight. It polls, because MPI's own wait keeps its core busy, which others may need to get ready."""
+        """See InFlight. It polls and sleeps, because MPI's own wait keeps its core busy, which a late rank may need.
+
+        `sched_yield` would not do in place of sleep: of many processes that want the core, this one then comes last.
+        """
         began_s = time.monotonic()
         for piece in self.pieces:
             while not piece.Test():
-                if (waited_s := time.monotonic() - began_s) < SPIN_S:
-                    os.sched_yield()
-                else:
+                if (waited_s := time.monotonic() - began_s) > SPIN_S:
                     time.sleep(min(NAP_SHARE * waited_s, MAX_NAP_S))
 
 
@@ -90,11 +92,26 @@ def joined_by_mpi(size: int, variable: str) -> Iterator[Communicator]:
     atexit.unregister(_end)
     comm = module.COMM_WORLD.Dup()  # messages of another library in this process cannot be taken for ours
     here = comm.Split_type(module.COMM_TYPE_SHARED)
+    _warn_if_bound(here)
     ranks = Ranks(comm.rank, size, size, local_rank=here.rank, local_size=here.size)
     here.Free()
     yield Communicator(ranks, Mpi(module, comm))
     comm.Free()
     atexit.register(_end, module)
+
+
+def _warn_if_bound(here: Any) -> None:
+    """Warns, on the first rank of a machine, if mpiexec has bound its ranks to so few cores that others stay idle."""
+    if not hasattr(os, "sched_getaffinity"):
+        return
+    cores = here.allgather(os.sched_getaffinity(0))
+    num_used, num_cores = here.size * max(1, len(cores[0]) // here.size), os.cpu_count() or 1
+    if here.rank == 0 and any(own != cores[0] for own in cores) and num_used < num_cores:
+        warnings.warn(
+            f"mpiexec has bound each rank to a part of the {num_cores} cores here, so that all {here.size} ranks use "
+            f"{num_used} of them by default: start them with mpiexec --bind-to none, or set train.threads",
+            stacklevel=2,
+        )
 
 
 def _end(module: Any) -> None:
