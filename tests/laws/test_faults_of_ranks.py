@@ -555,11 +555,11 @@ def test_a_guessed_interface_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         {"host": "b", "net": "2", "interfaces": {"eth0": "10.0.0.2"}},
     ]
     monkeypatch.setattr(gloo, "everyone", lambda *_: found)
-    text = gloo.unnamed_interface(Communicator(Ranks(0, 2, 2)))
+    text = gloo.unnamed_interface(Communicator(Ranks(0, 2, 2), Gloo()))
     assert text is not None
     assert "a has eth0 (10.0.0.1), ib0 (10.1.0.1)" in text and "b has" not in text
     found[0]["interfaces"] = {}  # GLOO_SOCKET_IFNAME is set there
-    assert gloo.unnamed_interface(Communicator(Ranks(0, 2, 2))) is None
+    assert gloo.unnamed_interface(Communicator(Ranks(0, 2, 2), Gloo())) is None
     assert all(not address.startswith("127.") for address in gloo.interfaces().values())
 
 

@@ -18,6 +18,7 @@ from test_torchrun import config_file, outcome, raw_config, same
 
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel import mpi
 from hotrow.parallel.launch import joined
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
@@ -161,6 +162,15 @@ def test_an_mpi_without_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", WithoutThreads())  # type: ignore[arg-type]
     text = entered({"OMPI_COMM_WORLD_SIZE": "2"})
     assert text.startswith("MPI of old") and "MPI_THREAD_SERIALIZED" in text and not stand_in.rc.initialize
+
+
+@pytest.mark.filterwarnings("error")
+def test_ranks_that_mpiexec_bound_to_few_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    bound = SimpleNamespace(rank=0, size=2, allgather=lambda _: [{0}, {1}])
+    with pytest.warns(UserWarning, match="all 2 ranks use 2 of them by default: .*mpiexec --bind-to none"):
+        mpi._warn_if_bound(bound)
+    mpi._warn_if_bound(SimpleNamespace(rank=0, size=2, allgather=lambda own: [own, own]))  # a warning fails the test
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

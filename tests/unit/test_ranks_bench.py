@@ -32,6 +32,7 @@ from benchmarks.rank_worker import Group, sent_bytes
 from benchmarks.ranks_page import ranks_table
 from benchmarks.step_shapes import make_setting
 from hotrow.parallel.ranks import Ranks
+from mpi_ranks import needs_mpi
 
 pytestmark = pytest.mark.package
 
@@ -103,6 +104,12 @@ def test_two_ranks_are_counted_by_the_kernel_as_by_hotrow() -> None:
     assert cell["least_bytes"] < counted < cell["sent_bytes"] < counted + 20_000, "gloo's own headers are small"
 
 
+@needs_mpi
+def test_steps_over_mpi_are_taken_in_turns_with_those_over_gloo() -> None:
+    cell = ranks.mpi_vs_gloo("mpi_vs_gloo_kaggle_2_ranks", "kaggle", 2, quick=True)
+    assert {"ours_ms", "ours_cpu_ms", "peer_ms", "peer_cpu_ms", "ratio"} < cell.keys() and cell["ours_cpu_ms"] > 0
+
+
 @pytest.mark.slow
 def test_pooled_vectors_are_counted() -> None:
     work = RankWork(shape="kaggle", num_ranks=2, batch_size=64, small=True)
@@ -166,10 +173,14 @@ def test_the_page_says_which_promises_are_held() -> None:
     peer |= {"target": 2.0, "tried_ms": {}, **rounds}
     link = {"name": "n", "link_bits_per_s": 9.6e9, "link_ms": 100.0, "unlimited_ms": 80.0, "without_ms": 70.0}
     link |= {"not_hidden": 0.3, "spread": [0.28, 0.31], "most": 0.2, **rounds, "clean_rounds": 1}
-    text = "\n".join(ranks_table([wire, pooled, peer, link]))
+    over_mpi = {"name": "m", "ratio": 3.0, "spread": [2.9, 3.1], "ours_ms": 1.0, "peer_ms": 3.0, **rounds}
+    over_mpi |= {"ours_cpu_ms": 0.9, "peer_cpu_ms": 2.0}
+    text = "\n".join(ranks_table([wire, pooled, peer, peer | over_mpi | {"name": "u", "mpi_ms": 0.5}, over_mpi, link]))
     assert "| w | 1.1 | 1 | 1.100x | at most 1.05x: **not held** | 0.2 |" in text
     assert "| p | 0% | 1 | 6 | 6.00x | 5x: held |" in text and "| p | 10% | 1 | 4 | 4.00x |  |" in text
-    assert "| t | torchrec | 2.50x (2.40-2.60) | 2.00x: held | 1 | 2.5 | 3 of 3 |" in text
+    assert "| t | torchrec | 2.50x (2.40-2.60) | 2.00x: held | 1 | 2.5 |  | 3 of 3 |" in text
+    assert "| u | torchrec | 3.00x (2.90-3.10) | 2.00x: held | 1 (0.9) | 3 (2) | 0.5 | 3 of 3 |" in text
+    assert "| m | 3.00x (2.90-3.10) | 1 (0.9) | 3 (2) | 3 of 3 |" in text
     assert "30.0% (28.0%-31.0%) | at most 20%: not told | 1 of 3 (disturbed) |" in text, "of a disturbed machine"
 
 
