@@ -19,7 +19,9 @@ from test_torchrun import config_file, outcome, raw_config, same
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel import mpi
+from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.launch import joined
+from hotrow.parallel.ranks import Ranks
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from mpi_ranks import LIMIT_S, mpiexec, needs_mpi, ranks, said
@@ -167,10 +169,12 @@ def test_an_mpi_without_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.filterwarnings("error")
 def test_ranks_that_mpiexec_bound_to_few_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 32)
-    bound = SimpleNamespace(rank=0, size=2, allgather=lambda _: [{0}, {1}])
-    with pytest.warns(UserWarning, match="all 2 ranks use 2 of them by default: .*mpiexec --bind-to none"):
-        mpi._warn_if_bound(bound)
-    mpi._warn_if_bound(SimpleNamespace(rank=0, size=2, allgather=lambda own: [own, own]))  # a warning fails the test
+    comm = Communicator(Ranks(1, 3, 3))
+    monkeypatch.setattr(mpi, "everyone", lambda _, own: [{**own, "machine": "another"}, own, {**own, "cores": [31]}])
+    with pytest.warns(UserWarning, match="all 2 ranks use .* of them by default: .*mpiexec --bind-to none"):
+        bound = mpi._on_machine(comm)
+    monkeypatch.setattr(mpi, "everyone", lambda _, own: [{**own, "machine": "another"}, own, own])
+    assert bound == mpi._on_machine(comm) == Ranks(1, 3, 3, local_rank=0, local_size=2)  # a warning would be an error
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

@@ -15,12 +15,14 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.hosts import namespace_id
 from hotrow.parallel.ranks import Ranks
 
 PIECE_BYTES = 1 << 30
@@ -90,28 +92,32 @@ def joined_by_mpi(size: int, variable: str) -> Iterator[Communicator]:
     module = _module()
     _begin(module, size, variable)
     atexit.unregister(_end)
-    comm = module.COMM_WORLD.Dup()  # messages of another library in this process cannot be taken for ours
-    here = comm.Split_type(module.COMM_TYPE_SHARED)
-    _warn_if_bound(here)
-    ranks = Ranks(comm.rank, size, size, local_rank=here.rank, local_size=here.size)
-    here.Free()
-    yield Communicator(ranks, Mpi(module, comm))
-    comm.Free()
+    own = module.COMM_WORLD.Dup()  # messages of another library in this process cannot be taken for ours
+    comm = Communicator(Ranks(own.rank, size, size), Mpi(module, own))
+    yield replace(comm, ranks=_on_machine(comm))
+    own.Free()
     atexit.register(_end, module)
 
 
-def _warn_if_bound(here: Any) -> None:
-    """Warns, on the first rank of a machine, if mpiexec has bound its ranks to so few cores that others stay idle."""
-    if not hasattr(os, "sched_getaffinity"):
-        return
-    cores = here.allgather(os.sched_getaffinity(0))
-    num_used, num_cores = here.size * max(1, len(cores[0]) // here.size), os.cpu_count() or 1
-    if here.rank == 0 and any(own != cores[0] for own in cores) and num_used < num_cores:
+def _on_machine(comm: Communicator) -> Ranks:
+    """Returns the ranks, with this one's place among those of its machine. Collective.
+
+    Warns, on the first rank of a machine, if mpiexec has bound its ranks to so few cores that others stay idle. MPI's
+    own answer (`Split_type`) is not asked for, because it fails on machines that have the same name.
+    """
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    mine = {"machine": namespace_id("pid"), "cores": sorted(affinity)}
+    found = everyone(comm, mine)
+    here = [rank for rank, each in enumerate(found) if each["machine"] == mine["machine"]]
+    num_used, num_cores = len(here) * max(1, len(affinity) // len(here)), os.cpu_count() or 1
+    is_bound = any(found[rank]["cores"] != mine["cores"] for rank in here)
+    if comm.rank == here[0] and is_bound and num_used < num_cores:
         warnings.warn(
-            f"mpiexec has bound each rank to a part of the {num_cores} cores here, so that all {here.size} ranks use "
+            f"mpiexec has bound each rank to a part of the {num_cores} cores here, so that all {len(here)} ranks use "
             f"{num_used} of them by default: start them with mpiexec --bind-to none, or set train.threads",
             stacklevel=2,
         )
+    return replace(comm.ranks, local_rank=here.index(comm.rank), local_size=len(here))
 
 
 def _end(module: Any) -> None:
