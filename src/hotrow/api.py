@@ -420,8 +420,8 @@ def fit(
     overrides: config options, by their last name if only one option has it (`epochs=3`) or in full
         (`**{"optimizer.dense.lr": 0.1}`). The run's config.yaml has all options as they were used.
 
-    Under torchrun, or inside a process group of torch.distributed, all processes call it and train together on a packed
-    dataset, in a folder that all of them can read; the first one writes it.
+    Under torchrun or mpiexec, or inside a process group of torch.distributed, all processes call it and train together
+    on a packed dataset, in a folder that all of them can read; the first one writes it.
 
     Ctrl-C saves the run and returns it with the status "interrupted"; during preparation it raises `Interrupted`
     (hotrow.data.prepare.pipeline). Raises ValueError if the data or an option is wrong.

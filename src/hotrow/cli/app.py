@@ -319,7 +319,7 @@ def train(
     ] = None,
     set_: Set = None,
 ) -> Answer:
-    """Train as a config says, or continue an interrupted run; several processes train together under torchrun."""
+    """Train as a config says, or continue an interrupted run; torchrun or mpiexec starts several ranks of it."""
     from hotrow.api import Run
     from hotrow.base.progress import num_of
     from hotrow.config.load import load_config
