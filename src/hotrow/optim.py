@@ -158,11 +158,19 @@ class SparseOptimizer(torch.optim.Optimizer):
                 self._update(k, rules[k])
         return loss
 
-    def prepare(self) -> None:
-        """Starts what the next step on the pending batches needs of other ranks; `step` or `zero_grad` must follow."""
-        for k, part in enumerate(self._parts):
-            if part.emb.pending:
-                part.emb.placement.prepare(self._lookups(k))
+    def prepare(self) -> Callable[[], None]:
+        """Starts what the next step on the pending batches needs of other ranks; `step` or `zero_grad` must follow.
+
+        Returns what waits for it; `step` waits too.
+        """
+        waiting = [k for k, part in enumerate(self._parts) if part.emb.pending]
+        begun = [self._parts[k].emb.placement.prepare(self._lookups(k)) for k in waiting]
+
+        def wait() -> None:
+            for each in begun:
+                each()
+
+        return wait
 
     def _lookups(self, k: int) -> ops.Lookups:
         emb, still = self._parts[k].emb, self._still_tables(self._parts[k].groups)

@@ -115,14 +115,17 @@ def test_all_ranks_hear_what_one_found_and_who_stops(pool: RankPool) -> None:
 def overflowed(comm: Communicator, place: int) -> tuple[Found, list[int], list[int]]:
     """Every rank's gradient is finite, their sum at `place` is not; meanwhile the ranks exchange something else."""
     gradient = torch.ones(9)
-    gradient[place] = 3e38
+    gradient[place] = 3e38 if comm.rank < 2 else 0.0
     told = sum_over_ranks(comm, {(comm.rank, 1): Sums(gradient, torch.ones(()))}, length=9)
     between = [own.tolist() for own in comm.gather(torch.tensor([comm.rank]), purpose="other")]
     return found_of(told), [*chain(*between)], comm.gather_number(7 + comm.rank, purpose="other")
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("place", [0, 4, 8])
-def test_all_ranks_know_before_it_arrives_whether_the_total_is_finite(pool: RankPool, place: int) -> None:
-    for told, between, numbers in pool.run(overflowed, place, num_ranks=2, micro_batches=2):
+def test_all_ranks_know_before_it_arrives_whether_the_total_is_finite(
+    pool: RankPool, place: int, num_ranks: int
+) -> None:
+    for told, between, numbers in pool.run(overflowed, place, num_ranks=num_ranks, micro_batches=num_ranks):
         assert not told.finite and told.total.gradient.isinf().nonzero().tolist() == [[place]]
-        assert (between, numbers) == ([0, 1], [7, 8])
+        assert (between, numbers) == ([0, 1, 2][:num_ranks], [7, 8, 9][:num_ranks])

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from queue import Queue
 from typing import Any
 
 import pytest
@@ -34,16 +33,25 @@ from hotrow.tables import TableConfig
 LIMIT_S = 60.0
 
 
+class Lane:
+    """Messages of one sender to one receiver with one tag: the nth that is asked for is the nth that was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+        self.num_asked = 0
+        self.more = threading.Condition()
+
+
 @dataclass
 class Mail:
-    """Messages on their way between threads, in a queue for each sender, receiver and tag."""
+    """Messages on their way between threads, by sender, receiver and tag."""
 
-    queues: defaultdict[tuple[int, int, int], Queue[Tensor]] = field(default_factory=lambda: defaultdict(Queue))
+    lanes: defaultdict[tuple[int, int, int], Lane] = field(default_factory=lambda: defaultdict(Lane))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def of(self, sender: int, receiver: int, tag: int) -> Queue[Tensor]:
+    def lane(self, sender: int, receiver: int, tag: int) -> Lane:
         with self.lock:
-            return self.queues[sender, receiver, tag]
+            return self.lanes[sender, receiver, tag]
 
 
 @dataclass
@@ -54,11 +62,16 @@ class Threads:
     mail: Mail
 
     def send(self, message: Tensor, to: int, tag: int) -> Sent:
-        self.mail.of(self.rank, to, tag).put(message.clone())
+        lane = self.mail.lane(self.rank, to, tag)
+        with lane.more:
+            lane.sent.append(message.clone())
+            lane.more.notify_all()
         return Sent()
 
     def receive(self, into: Tensor, source: int, tag: int) -> Coming:
-        return Coming(self.mail.of(source, self.rank, tag), into)
+        lane = self.mail.lane(source, self.rank, tag)
+        lane.num_asked += 1
+        return Coming(lane, lane.num_asked - 1, into)
 
 
 class Sent:
@@ -68,11 +81,14 @@ class Sent:
 
 @dataclass
 class Coming:
-    queue: Queue[Tensor]
+    lane: Lane
+    number: int
     into: Tensor
 
     def wait(self) -> None:
-        message = self.queue.get(timeout=LIMIT_S)
+        with self.lane.more:
+            assert self.lane.more.wait_for(lambda: len(self.lane.sent) > self.number, timeout=LIMIT_S)
+            message = self.lane.sent[self.number]
         assert (message.dtype, message.shape) == (self.into.dtype, self.into.shape)
         self.into.copy_(message)
 

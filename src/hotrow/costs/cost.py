@@ -380,7 +380,6 @@ class CostModel:
         for event in shared.events:
             start = now
             if event.kind == "send":
-                now += event.turns * turn_s
                 free = max(free, now) + sum(event.sent_bytes.values()) * byte_s
                 arrived[event.name] = free + turn_s
             elif event.kind == "wait":

@@ -206,8 +206,6 @@ class Event(NamedTuple):
     """Of what is sent and waited for; or of work of which cost.py knows how long it takes."""
     sent_bytes: Mapping[str, float] = {}
     """By purpose, as `ExchangeCounts.sent_bytes`."""
-    turns: float = 0.0
-    """Messages without bytes, one after another, that other ranks must answer first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,37 +270,39 @@ def _events(work: Work, found: _Counted, *, announced: bool) -> list[Event]:
     rows, sums, totals, bags = found.rows, found.sums, found.totals, found.bags
 
     def exchange(phase: str, name: str, sent: dict[str, float]) -> list[Event]:
-        return [Event(phase, "send", name, sent | {"counts": counts}, 1.0), Event(phase, "wait", name)]
+        return [Event(phase, "send", name, sent | {"counts": counts}), Event(phase, "wait", name)]
 
     ids = away * rows.key_bytes + others * REQUEST_HEAD_BYTES + others / found.num_ranks * bags.head_bytes
     events = exchange("data" if announced else "lookup", "ids", {"ids": ids + bags.id_bytes})
-    if found.rows_travel or not found.pools:
-        events += exchange("lookup", "rows", {"rows": away * rows.row_bytes})
-    if found.pools:
-        events += exchange("lookup", "pooled", {"pooled": bags.vector_bytes})
-    # parallel/dense.py: slices travel while the sums of rows are made, and totals while rows are updated.
+    come = exchange("lookup", "rows", {"rows": away * rows.row_bytes}) if found.rows_travel or not found.pools else []
+    pooled = exchange("lookup", "pooled", {"pooled": bags.vector_bytes}) if found.pools else []
+    events += [*come[:1], *pooled[:1], *come[1:], *pooled[1:]]
+    # parallel/dense.py: slices travel while the sums of rows are made, and totals while rows are updated. Two ranks
+    # send each other whole gradients.
+    two = found.num_ranks == 2
     heads = others * bytes_of_heads(num_nodes)
-    slices = {"dense": heads + away * 4 * work.num_weights * num_nodes, "counts": counts}
-    events.append(Event("dense", "send", "slices", slices, 1.0))
+    slices = {"dense": heads + (1 if two else away) * 4 * work.num_weights * num_nodes, "counts": counts}
+    events.append(Event("dense", "send", "slices", slices))
     if found.pools:
         gradients = {"pooled_gradients": bags.gradient_bytes, "counts": counts}
-        events.append(Event("dense", "send", "pooled_gradients", gradients, 1.0))
+        events.append(Event("dense", "send", "pooled_gradients", gradients))
     events.append(Event("dense", "work", "sums"))
     if found.sums_travel:
         keys = away * sums.all_key_bytes + others * num_nodes * KEYS_HEAD_BYTES
         gradients = {"ids": keys, "gradients": away * sums.all_sum_bytes, "counts": counts}
-        events.append(Event("dense", "send", "gradients", gradients, 1.0))
+        events.append(Event("dense", "send", "gradients", gradients))
     events.append(Event("dense", "wait", "slices"))
-    events.append(Event("dense", "send", "finite", {"counts": counts}, 1.0))
-    events.append(Event("dense", "send", "totals", {"dense": away * 4 * work.num_weights}))
     if found.pools:
-        events.append(Event("update", "wait", "pooled_gradients"))
+        events.append(Event("dense", "wait", "pooled_gradients"))
     if found.sums_travel:
-        events.append(Event("update", "wait", "gradients"))
+        events.append(Event("dense", "wait", "gradients"))
+    if not two:
+        events.append(Event("dense", "send", "totals", {"dense": away * 4 * work.num_weights}))
     if found.copied:
         keys = away * totals.common_key_bytes + others * KEYS_HEAD_BYTES
         events += exchange("update", "replicated", {"ids": keys, "replicated": away * totals.common_sum_bytes})
-    return [*events, Event("update", "work", "rows"), Event("update", "wait", "totals")]
+    events.append(Event("update", "work", "rows"))
+    return events if two else [*events, Event("update", "wait", "totals")]
 
 
 def sharing_amounts(

@@ -1,8 +1,8 @@
 """How ranks exchange messages: all ranks send each other something at the same time, and its bytes are counted.
 
-Everything that ranks send each other in a run goes through `Communicator.begin` and `Communicator.tell`. Before the
-messages each rank sends every other one their lengths, and which exchange it is at. So a rank that failed can say so,
-and ranks that are at different exchanges find out.
+Everything that ranks send each other in a run goes through `Communicator.begin` and `gather_number`. Ahead of a message
+goes its head: its length, and at which exchange the rank is. So a rank that failed can say so, and ranks that are at
+different exchanges find out. Nobody waits for a head before it sends its messages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -22,7 +23,7 @@ from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.transport import InFlight, Transport
 
 COUNT_BYTES = 16
-"""What an exchange sends to each rank before its message; `gather_number` sends no more."""
+"""Bytes of a head; `gather_number` sends no more."""
 MAX_ERROR_BYTES = 1 << 14
 """Bytes of an error's text that other ranks get."""
 _COUNTS_TAG, _MAX_TAG = 0, (1 << 31) - 1
@@ -50,9 +51,24 @@ class ExchangeCounts:
     exchange_s: float = 0.0
     """Seconds in exchanges, most of it waiting for other ranks."""
     num_exchanges: int = 0
+    num_meetings: int = 0
+    """How often this rank had to wait for others before it could go on: exchanges that begin before it waits for one of
+    them are one meeting."""
+    _has_waited: bool = True
 
     def add(self, purpose: str, num_bytes: int) -> None:
         self.sent_bytes[purpose] = self.sent_bytes.get(purpose, 0) + num_bytes
+
+    def begin(self) -> int:
+        """Counts an exchange that begins now; returns its number."""
+        self.num_meetings += self._has_waited
+        self._has_waited = False
+        self.num_exchanges += 1
+        return self.num_exchanges - 1
+
+    def wait(self) -> None:
+        """Notes that this rank waits now."""
+        self._has_waited = True
 
 
 class Arriving:
@@ -63,24 +79,32 @@ class Arriving:
         counts: ExchangeCounts,
         received: list[Tensor],
         in_flight: Sequence[InFlight] = (),
+        *,
         sent: Sequence[Tensor] = (),
+        opened: Callable[[list[Tensor]], tuple[Sequence[InFlight], Callable[[], object]]] | None = None,
     ) -> None:
-        """sent: is kept until nothing is in flight any more."""
+        """sent: is kept until nothing is in flight any more. opened: waits for the heads of messages, puts memory for
+        these into `received`, and returns what is in flight to it, and what raises if a rank has failed.
+        """
         self._counts, self._received, self._in_flight, self._sent = counts, received, in_flight, sent
+        self._opened = opened
 
     def wait(self) -> list[Tensor]:
-        """Returns what each rank sent here, by rank, when all of it is here and what this rank sent has left."""
-        start = time.perf_counter()
-        self.finish()
-        self._counts.exchange_s += time.perf_counter() - start
-        return self._received
+        """Returns what each rank sent here, by rank, when all of it is here and what this rank sent has left.
 
-    def finish(self) -> list[Tensor]:
-        """As `wait`, in time that somebody else counts."""
+        Raises ValueError if the function that makes messages raised one on any rank, and RuntimeError for any other
+        error there and for a rank that is at another exchange. Called again, it returns the same.
+        """
+        start = time.perf_counter()
+        self._counts.wait()
+        opened, self._opened = self._opened, None
+        more, check = opened(self._received) if opened else ((), lambda: None)
         with _named_errors():
-            for message in self._in_flight:
+            for message in (*self._in_flight, *more):
                 message.wait()
         self._in_flight, self._sent = (), ()
+        self._counts.exchange_s += time.perf_counter() - start
+        check()
         return self._received
 
 
@@ -111,7 +135,7 @@ class Communicator:
         return replace(self, ranks=self.ranks.with_micro_batches(micro_batches))
 
     def exchange(self, messages: Messages, *, purpose: str, num_heads: Sequence[int] | None = None) -> list[Tensor]:
-        """As `begin`, and returns when the messages of all ranks are here."""
+        """Begins an exchange and waits for it; see `begin` and `Arriving.wait`."""
         return self.begin(messages, purpose=purpose, num_heads=num_heads).wait()
 
     def begin(
@@ -126,12 +150,10 @@ class Communicator:
 
         messages: 1-dim, contiguous, of one dtype and any length, also 0; or a function that makes them. They must stay
         as they are until the caller has waited. The one for this rank is returned as it is. If the function raises on
-        one rank, all ranks raise, and their errors name that rank.
+        one rank, all ranks raise when they wait, and their errors name that rank.
         num_heads: how many leading elements of each message say what the others are; their bytes count as "ids".
-        lengths: of what each rank sends here, if every rank knows it; then no counts are exchanged, and the function
-        must not fail.
-        Raises ValueError if the function raised one on any rank, and RuntimeError for any other error there and for a
-        rank that is at another exchange.
+        lengths: of what each rank sends here, if every rank knows it; then no counts are sent, and the function must
+        not fail.
         """
         made, error = _made(messages)
         if self.size == 1:
@@ -139,23 +161,34 @@ class Communicator:
                 raise error
             return Arriving(self.counts, [made[0]])
         start = time.perf_counter()
-        text = b"" if error is None else _described(error)
-        own = [len(message) for message in made] if error is None else [-len(text)] * self.size
+        number = self.counts.begin()
+        tag = 1 + number % _MAX_TAG
+        received = list[Tensor](made) if error is None else [torch.empty(0)] * self.size
+        sent = [message.view(torch.uint8) for message in made] if error is None else [_described(error)] * self.size
         if lengths is None:
-            lengths = self._exchange_counts(own, purpose)
-        if min(lengths) < 0:
-            self._raise_together(text, lengths, error)
-        arriving = self._send(made, lengths)
-        self.counts.exchange_s += time.perf_counter() - start
+            heads = self._send_heads([len(own) if error is None else -len(own) for own in sent], number, purpose)
+            opened = partial(self._open, heads, tag, error)
+            arriving = Arriving(self.counts, received, self._send(sent, tag), sent=sent, opened=opened)
+        else:
+            come = self._receive([length * made[0].itemsize for length in lengths], tag, received)
+            arriving = Arriving(self.counts, received, [*come, *self._send(sent, tag)], sent=sent)
         away = [rank for rank in range(self.size) if rank != self.rank]
-        heads = sum(num_heads[rank] * made[rank].itemsize for rank in away) if num_heads else 0
-        self.counts.add("ids", heads)
-        self.counts.add(purpose, sum(made[rank].nbytes for rank in away) - heads)
+        ids = sum(num_heads[rank] * made[rank].itemsize for rank in away) if num_heads and error is None else 0
+        self.counts.add("ids", ids)
+        self.counts.add(purpose, sum(len(sent[rank]) for rank in away) - ids)
+        self.counts.exchange_s += time.perf_counter() - start
         return arriving
 
     def gather_number(self, number: int, *, purpose: str) -> list[int]:
         """Sends a number, 0 or more, to all ranks; returns theirs, by rank."""
-        return [number] if self.size == 1 else self._exchange_counts([number] * self.size, purpose)
+        if self.size == 1:
+            return [number]
+        start = time.perf_counter()
+        heads = self._send_heads([number] * self.size, self.counts.begin(), purpose)
+        self.counts.wait()
+        found = heads()
+        self.counts.exchange_s += time.perf_counter() - start
+        return found
 
     def gather(self, message: Tensor | Callable[[], Tensor], *, purpose: str, num_heads: int = 0) -> list[Tensor]:
         """Sends `message` to all ranks; returns what each rank sent, by rank. Otherwise as `exchange`."""
@@ -165,50 +198,78 @@ class Communicator:
 
         return self.exchange(messages, purpose=purpose, num_heads=[num_heads] * self.size)
 
-    def _send(self, messages: Sequence[Tensor], lengths: Sequence[int], *, tag: int | None = None) -> Arriving:
-        """Sends messages that other ranks expect, and gets ready for theirs, of these lengths.
-
-        Each goes from where it lies to memory of its own: a transport's all-to-all would take one tensor of all, and so
-        two more passes over the bytes.
-        """
+    def _send(self, messages: Sequence[Tensor], tag: int) -> list[InFlight]:
+        """Sends each rank its message, uint8, from where it lies: a transport's all-to-all would take one tensor of all
+        messages, and so two more passes over the bytes."""
         assert self.transport is not None, "several ranks need a transport"
-        received, in_flight = [], []
-        tag = 1 + self.counts.num_exchanges % _MAX_TAG if tag is None else tag
-        for rank, (message, length) in enumerate(zip(messages, lengths, strict=True)):
-            received.append(message if rank == self.rank else ops.empty(length, dtype=message.dtype))
-            with _named_errors():
-                if rank != self.rank and length:
-                    in_flight.append(self.transport.receive(received[-1], rank, tag))
-                if rank != self.rank and len(message):
-                    in_flight.append(self.transport.send(message, rank, tag))
-        return Arriving(self.counts, received, in_flight, messages)
+        with _named_errors():
+            return [
+                self.transport.send(message, rank, tag)
+                for rank, message in enumerate(messages)
+                if rank != self.rank and len(message)
+            ]
 
-    def _exchange_counts(self, counts: Sequence[int], purpose: str) -> list[int]:
-        """Sends each rank how many elements come, or how many bytes of an error as a number below 0. Returns theirs, by
-        rank."""
-        mark = self.counts.num_exchanges << 32 | zlib.crc32(purpose.encode())
-        self.counts.num_exchanges += 1
-        told = torch.tensor([[count, mark] for count in counts])
-        come = torch.stack(self._send([*told], [2] * self.size, tag=_COUNTS_TAG).finish())
+    def _receive(self, lengths: Sequence[int], tag: int, received: list[Tensor]) -> list[InFlight]:
+        """Puts memory for messages of so many bytes in the place of those in `received`, with their types."""
+        assert self.transport is not None, "several ranks need a transport"
+        come = []
+        for rank, length in enumerate(lengths):
+            if rank != self.rank:
+                memory = ops.empty(length, dtype=torch.uint8)
+                received[rank] = memory.view(received[rank].dtype)
+                if length:
+                    with _named_errors():
+                        come.append(self.transport.receive(memory, rank, tag))
+        return come
+
+    def _send_heads(self, numbers: Sequence[int], number: int, purpose: str) -> Callable[[], list[int]]:
+        """Sends each rank a number: the bytes of a message, or those of an error as a number below 0. Returns what
+        waits for theirs, and returns them by rank.
+
+        number: which exchange this is.
+        """
+        mark = number << 32 | zlib.crc32(purpose.encode())
+        told = torch.tensor([[own, mark] for own in numbers]).view(torch.uint8)
+        received = [*told]
+        come = self._receive([COUNT_BYTES] * self.size, _COUNTS_TAG, received)
+        in_flight = [*come, *self._send([*told], _COUNTS_TAG)]
         self.counts.add("counts", COUNT_BYTES * (self.size - 1))
-        lengths, marks = come.T.tolist()
-        if (other := next((rank for rank, own in enumerate(marks) if own != mark), None)) is not None:
-            at = marks[other] >> 32
-            raise RuntimeError(
-                f"rank {self.rank} is at exchange {mark >> 32} ({purpose}), rank {other} at exchange {at}"
-                f"{'' if at != mark >> 32 else ', of something else'}: all ranks must look up, train, score, save and "
-                "load in the same order; see what one of them left out, also for an empty batch"
-            )
-        return lengths  # type: ignore[no-any-return]
 
-    def _raise_together(self, text: bytes, lengths: Sequence[int], error: Exception | None) -> NoReturn:
-        """Raises on all ranks what was raised on the first rank that failed."""
-        messages = [torch.tensor(list(text), dtype=torch.uint8)] * self.size
-        come = self._send(messages, [-min(length, 0) for length in lengths]).wait()
-        rank = next(rank for rank, words in enumerate(come) if len(words))
-        kind, _, what = bytes(come[rank].tolist()).decode(errors="replace").partition(":")
-        raised = ValueError if kind == "ValueError" else RuntimeError
-        raise raised(f"rank {rank}: {what if raised is ValueError else f'{kind}: {what}'}") from error
+        def heads() -> list[int]:
+            with _named_errors():
+                for message in in_flight:
+                    message.wait()
+            found, marks = torch.stack(received).view(torch.int64).T.tolist()
+            if (other := next((rank for rank, own in enumerate(marks) if own != mark), None)) is not None:
+                at = marks[other] >> 32
+                raise RuntimeError(
+                    f"rank {self.rank} is at exchange {number} ({purpose}), rank {other} at exchange {at}"
+                    f"{'' if at != number else ', of something else'}: all ranks must look up, train, score, save and "
+                    "load in the same order; see what one of them left out, also for an empty batch"
+                )
+            return found  # type: ignore[no-any-return]
+
+        return heads
+
+    def _open(
+        self, heads: Callable[[], list[int]], tag: int, error: Exception | None, received: list[Tensor]
+    ) -> tuple[list[InFlight], Callable[[], object]]:
+        """See Arriving. error: of this rank."""
+        numbers = heads()
+        failed = [rank for rank, own in enumerate(numbers) if own < 0]
+        if failed:  # what the others made is dropped, so that the next exchange finds nothing of it
+            received[:] = [torch.empty(0, dtype=torch.uint8)] * self.size
+            if error is not None:
+                received[self.rank] = _described(error)
+        come = self._receive([abs(own) for own in numbers], tag, received)
+        return come, partial(_raise_of, failed[0], received, error) if failed else lambda: None
+
+
+def _raise_of(rank: int, received: Sequence[Tensor], error: Exception | None) -> NoReturn:
+    """Raises what was raised on that rank. error: on this one."""
+    kind, _, what = bytes(received[rank].tolist()).decode(errors="replace").partition(":")
+    raised = ValueError if kind == "ValueError" else RuntimeError
+    raise raised(f"rank {rank}: {what if raised is ValueError else f'{kind}: {what}'}") from error
 
 
 def _made(messages: Messages) -> tuple[Sequence[Tensor], Exception | None]:
@@ -220,6 +281,7 @@ def _made(messages: Messages) -> tuple[Sequence[Tensor], Exception | None]:
         return [], error
 
 
-def _described(error: Exception) -> bytes:
+def _described(error: Exception) -> Tensor:
+    """Returns the kind and the text of an error, uint8."""
     kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
-    return f"{kind}:{error}".encode()[:MAX_ERROR_BYTES]
+    return torch.frombuffer(bytearray(f"{kind}:{error}".encode()[:MAX_ERROR_BYTES]), dtype=torch.uint8)

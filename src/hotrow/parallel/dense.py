@@ -5,9 +5,10 @@
 
 With R ranks whose micro-batches are whole subtrees, a rank sends 2 (R - 1) / R of a gradient's bytes. gloo's own
 all-reduce sends as many, but its order of sums depends on the number of ranks and on a value's place in the buffer.
+Two ranks send each other whole gradients, which are as many bytes, and each adds up all of them: nobody waits twice.
 The first message also carries each rank's losses, what it found that is not finite, and whether it has to stop, so that
-all ranks skip, stop and log alike. Then the ranks compare whether their slices are finite. If all are, rows may be
-updated while the totals are on their way.
+all ranks skip, stop and log alike. It says too whether the rank's sums are so small that no total can overflow. If all
+ranks say so, rows may be updated while the totals are on their way; if not, the ranks compare their slices first.
 
 `OverRanks` does this for the weights of a model; `DenseExchange` stands in its place if there is one rank.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +30,15 @@ from hotrow.parallel.ranks import Ranks
 
 PURPOSE = "dense"
 """What `ExchangeCounts.sent_bytes` counts the bytes of this exchange under."""
-_HEAD = 3
-"""Words before the nodes of a message: the number of nodes, the bytes of `found`, and `stop`."""
+_HEAD = 4
+"""Words before the nodes of a message: the number of nodes, the bytes of `found`, `stop`, and 1 if no total of the
+rank's sums with as large ones of others can overflow."""
 _NODE = 3
 """Words for each node before its slice: its first micro-batch, its size, and its loss."""
+
+
+Meanwhile: TypeAlias = Callable[[], Callable[[], object]]
+"""What to do while messages travel, if there are any; it may begin exchanges, and returns what waits for them."""
 
 
 class DenseExchange:
@@ -63,13 +69,12 @@ class DenseExchange:
         weights: Sequence[nn.Parameter],
         *,
         found: str = "",
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Meanwhile = lambda: lambda: None,
     ) -> Tensor:
         """Returns the loss of all micro-batches, 0-dim. Collective.
 
         nodes: as `sum_over_ranks` takes them, but each a list: the loss, then a gradient for each of `weights`. They
-        are not needed any more. found: what this rank found that is not finite, in words. meanwhile: what to do while
-        messages travel, if there are any.
+        are not needed any more. found: what this rank found that is not finite, in words.
         """
         self.found, sums = found, tree.total(nodes, (0, tree.width(self.ranks.micro_batches)), add_in_place)
         assert sums is not None, "a batch has samples"
@@ -101,7 +106,7 @@ class OverRanks(DenseExchange):
         weights: Sequence[nn.Parameter],
         *,
         found: str = "",
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Meanwhile = lambda: lambda: None,
     ) -> Tensor:
         outcome = sum_over_ranks(
             self._comm,
@@ -168,33 +173,43 @@ def sum_over_ranks(
     length: int,
     found: str = "",
     stop: int = 0,
-    meanwhile: Callable[[], None] = lambda: None,
+    meanwhile: Meanwhile = lambda: lambda: None,
 ) -> Outcome:
     """Returns the total over all ranks, in the order of `kernels.tree`. All ranks call it together.
 
     The gradient may arrive later: slices travel while their ranks do something else.
 
     nodes: this rank's sums, of disjoint subtrees that are its micro-batches, as few as there can be; one without
-    samples is left out. length: of a gradient. found, stop: this rank's, see `Outcome`. meanwhile: what to do while the
-    slices travel.
+    samples is left out. length: of a gradient. found, stop: this rank's, see `Outcome`.
     """
-    head = _header({node: sums.loss for node, sums in nodes.items()}, found, stop)
-    cuts = tree.starts(length, comm.size)
-    flat = [sums.gradient.view(torch.int32) for sums in nodes.values()]
-    messages = [_joined([head, *(words[first:last] for words in flat)]) for first, last in pairwise(cuts)]
-    own_length = cuts[comm.rank + 1] - cuts[comm.rank]
+    micro_batches = comm.ranks.micro_batches
+    flat = [sums.gradient for sums in nodes.values()]
+    head = _header({node: sums.loss for node, sums in nodes.items()}, found, stop, _are_small(flat, micro_batches))
+    slices = [(0, length)] * 2 if comm.size == 2 else [*pairwise(tree.starts(length, comm.size))]
+    messages = [_joined([head, *(own.view(torch.int32)[first:last] for own in flat)]) for first, last in slices]
     arriving = comm.begin(messages, purpose=PURPOSE)
-    meanwhile()
-    heard = [_Message.of(words, own_length) for words in arriving.wait()]
-    everything = (0, tree.width(comm.ranks.micro_batches))
-    own = tree.total({node: part for each in heard for node, part in each.slices.items()}, everything, _added)
-    loss = tree.total({node: part for each in heard for node, part in each.losses.items()}, everything, _added)
+    others = meanwhile()
+    first, last = slices[comm.rank]
+    heard = [_Message.of(words, last - first) for words in arriving.wait()]
+    whole = (0, tree.width(micro_batches))
+    own = tree.total({node: part for each in heard for node, part in each.slices.items()}, whole, _added)
+    loss = tree.total({node: part for each in heard for node, part in each.losses.items()}, whole, _added)
     assert own is not None and loss is not None, "a batch has samples"
-    own_finite = not len(own) or ops.first_nonfinite(own) is None
-    finite = all(comm.gather_number(own_finite, purpose=PURPOSE))
-    lengths = [last - first for first, last in pairwise(cuts)]
-    totals = comm.begin([own] * comm.size, purpose=PURPOSE, lengths=lengths)
+    others()
+    finite = all(each.is_small for each in heard) or not len(own) or ops.first_nonfinite(own) is None
+    if comm.size == 2:
+        return Outcome(loss, *_agreed(heard), finite, lambda: own)
+    if not all(each.is_small for each in heard):
+        finite = all(comm.gather_number(finite, purpose=PURPOSE))
+    totals = comm.begin([own] * comm.size, purpose=PURPOSE, lengths=[end - start for start, end in slices])
     return Outcome(loss, *_agreed(heard), finite, lambda: _joined(totals.wait()))
+
+
+def _are_small(gradients: Sequence[Tensor], micro_batches: int) -> bool:
+    """Returns whether all numbers are finite, and no total of as many as there are micro-batches can overflow."""
+    limit = torch.finfo(torch.float32).max / (2 * micro_batches)
+    ends = [torch.stack(torch.aminmax(own)).tolist() for own in gradients if len(own)]
+    return all(-limit <= low and high <= limit for low, high in ends)  # not so if one is NaN
 
 
 def bytes_of_heads(num_nodes: float) -> float:
@@ -211,10 +226,10 @@ def _added(left: Tensor, right: Tensor) -> Tensor:
     return torch.add(left, right, out=ops.empty(*left.shape))
 
 
-def _header(losses: Mapping[Node, Tensor], found: str, stop: int) -> Tensor:
+def _header(losses: Mapping[Node, Tensor], found: str, stop: int, is_small: bool) -> Tensor:  # noqa: FBT001
     """Returns the words of a message before the slices, int32: numbers, nodes, losses, and text."""
     text = found.encode()
-    numbers = [len(losses), len(text), stop, *(number for node in losses for number in node)]
+    numbers = [len(losses), len(text), stop, int(is_small), *(number for node in losses for number in node)]
     words = [torch.tensor(numbers, dtype=torch.int32), *(loss.view(1).view(torch.int32) for loss in losses.values())]
     padded = bytearray(text.ljust(4 * _words_of(len(text))))
     return torch.cat([*words, torch.frombuffer(padded, dtype=torch.int32)] if text else words)
@@ -231,11 +246,12 @@ class _Message(NamedTuple):
     losses: dict[Node, Tensor]
     found: str
     stop: int
+    is_small: bool
 
     @classmethod
     def of(cls, words: Tensor, length: int) -> _Message:
         """length: of a slice."""
-        num_nodes, num_bytes, stop = words[:_HEAD].tolist()
+        num_nodes, num_bytes, stop, is_small = words[:_HEAD].tolist()
         sizes = [_HEAD, 2 * num_nodes, num_nodes, _words_of(num_bytes), num_nodes * length]
         _, numbers, losses, text, slices = torch.split(words, sizes)
         nodes = [(first, size) for first, size in numbers.view(-1, 2).tolist()]
@@ -244,6 +260,7 @@ class _Message(NamedTuple):
             dict(zip(nodes, losses.view(torch.float32), strict=True)),
             bytes(text.view(torch.uint8).tolist())[:num_bytes].decode(),
             stop,
+            bool(is_small),
         )
 
 

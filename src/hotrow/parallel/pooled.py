@@ -182,12 +182,12 @@ class Pooled:
         now = self.requests(sparse, training=True)
         return all(torch.equal(one, other) for one, other in zip(served.asked, now, strict=True))
 
-    def bring(
+    def begin(
         self, served: Served, slots: Callable[[], Mapping[int, Tensor]], sparse: KeyedJaggedTensor, *, training: bool
-    ) -> PooledBatch:
-        """Pools for all ranks, and gets the vectors of this rank's samples.
+    ) -> Callable[[], PooledBatch]:
+        """Pools for all ranks, and sends the vectors. Returns what waits for those of this rank's samples.
 
-        slots: returns by table the slots of the ids below. If it raises, all ranks raise.
+        slots: returns by table the slots of the ids below. If it raises, all ranks raise when they wait.
         """
         starts = tree.starts(sum(served.strides), self._comm.ranks.micro_batches) if training else None
         found = list[KeyedJaggedTensor]()
@@ -198,13 +198,17 @@ class Pooled:
             return self._vectors(own, found, served.strides)
 
         arriving = self._comm.begin(vectors, purpose="pooled")
-        out = ops.empty(sparse.stride, self.layout.width)
-        for words, bundles in zip(arriving.wait(), self._bundles, strict=True):
-            sizes = [sparse.stride * _width(bundle) for bundle in bundles]
-            numbers = torch.split(widen(words, sum(sizes), self._wire_dtype), sizes)
-            for bundle, each in zip(bundles, numbers, strict=True):
-                _spread(each.view(sparse.stride, _width(bundle)), bundle, out)
-        return PooledBatch(sparse, served.strides, out, found)
+
+        def bring() -> PooledBatch:
+            out = ops.empty(sparse.stride, self.layout.width)
+            for words, bundles in zip(arriving.wait(), self._bundles, strict=True):
+                sizes = [sparse.stride * _width(bundle) for bundle in bundles]
+                numbers = torch.split(widen(words, sum(sizes), self._wire_dtype), sizes)
+                for bundle, each in zip(bundles, numbers, strict=True):
+                    _spread(each.view(sparse.stride, _width(bundle)), bundle, out)
+            return PooledBatch(sparse, served.strides, out, found)
+
+        return bring
 
     def _bags_below(self, bundle: Bundle, served: Served, slots: Mapping[str, Tensor]) -> KeyedJaggedTensor:
         bags = [served.bags[feature.name] for feature in bundle]

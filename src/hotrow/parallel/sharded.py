@@ -153,6 +153,11 @@ class UnderWay(NamedTuple):
     sums: Arriving | None
     """Sums of rows. None if there are none to send."""
 
+    def wait(self) -> None:
+        self.pooled()
+        if self.sums is not None:
+            self.sums.wait()
+
 
 class Sharded(Placement):
     """The rows of one collection over the ranks of `comm`; below: the placement of this rank's own shard.
@@ -298,10 +303,13 @@ class Sharded(Placement):
 
         try:
             starts = self._starts(asked.strides, sparse.parts) if training else None
-            if asked.served is None or self._rows_travel:
-                come[:] = self._exchange(rows_for_others, purpose="rows")
-            if asked.served is not None:
-                batch = self._pooled.bring(asked.served, slots_to_pool, sparse, training=training)
+            travels = asked.served is None or self._rows_travel
+            of_rows = self._begin(rows_for_others, purpose="rows") if travels else None
+            bring = self._pooled.begin(asked.served, slots_to_pool, sparse, training=training) if asked.served else None
+            try:
+                come[:] = come if of_rows is None else of_rows.wait()
+            finally:  # also if ranks failed, so that the next exchange finds nothing of this one
+                batch = None if bring is None else bring()
         except (ValueError, RuntimeError):
             self.below.forget(asked.below)
             if lease is not None:
@@ -322,12 +330,12 @@ class Sharded(Placement):
         rest = self.kernels.without(kernels, self._pooled.tables)
         return out if rest is None else rest.lookup(self.arrays, slots, out, blame=blame)
 
-    def _exchange(self, parts: Callable[[], list[Tensor]], *, purpose: str) -> list[Tensor]:
-        """As `Communicator.exchange`, of requests and of rows. If all rows are held, nobody sends: every rank would say
+    def _begin(self, parts: Callable[[], list[Tensor]], *, purpose: str) -> Arriving:
+        """As `Communicator.begin`, of requests and of rows. If all rows are held, nobody sends: every rank would say
         what this one says to itself, that it needs nothing."""
         if not self.all_held:
-            return self.comm.exchange(parts, purpose=purpose)
-        return [parts()[self.comm.rank]] * self.comm.size
+            return self.comm.begin(parts, purpose=purpose)
+        return Arriving(self.comm.counts, [parts()[self.comm.rank]] * self.comm.size)
 
     def _is_of(self, asked: Asked, sparse: KeyedJaggedTensor) -> bool:
         bags = sparse if asked.served is None else self._pooled.without(sparse)
@@ -359,7 +367,7 @@ class Sharded(Placement):
             stride = torch.tensor([sparse.stride], dtype=torch.int32)
             return [torch.cat([stride, pack(keys), more]) for keys, more in zip(each, bags, strict=True)]
 
-        come = self._exchange(requests, purpose="ids")
+        come = self._begin(requests, purpose="ids").wait()
         distinct, held = own
         strides, found = [int(words[0]) for words in come], [unpack(words[1:]) for words in come]
         theirs = [keys for keys, _ in found]
@@ -543,19 +551,19 @@ class Sharded(Placement):
             found.append((kernels, sparse.with_values(values), grad))
         return found
 
-    def prepare(self, lookups: ops.Lookups) -> None:
+    def prepare(self, lookups: ops.Lookups) -> Callable[[], object]:
         """Sends what `update` needs of other ranks: gradients of pooled vectors, and sums of the rows' gradients. Other
         exchanges may follow before they have come."""
         self._drop_sums()
-        if lookups and not self._steps_locally:
-            self._sums_under_way = self._begin_sums(lookups)
+        if not lookups or self._steps_locally:
+            return lambda: None
+        self._sums_under_way = self._begin_sums(lookups)
+        return self._sums_under_way.wait
 
     def _drop_sums(self) -> None:
         """Lets sums arrive that no update took, because their step was left out."""
         if self._sums_under_way is not None:
-            self._sums_under_way.pooled()
-            if self._sums_under_way.sums is not None:
-                self._sums_under_way.sums.wait()
+            self._sums_under_way.wait()
             self._sums_under_way = None
 
     def _begin_sums(self, lookups: ops.Lookups) -> UnderWay:

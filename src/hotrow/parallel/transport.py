@@ -18,9 +18,9 @@ class InFlight(Protocol):
 class Transport(Protocol):
     """Carries messages between this rank and others.
 
-    A message is a 1-dim, contiguous tensor on the CPU with at least one element; the receiver knows its length and
-    type. Messages of one rank to another with the same tag arrive in the order in which they were sent; those with
-    another tag may be received before them. Only one thread of a rank calls its transport.
+    A message is a 1-dim, contiguous tensor of uint8 on the CPU with at least one byte; the receiver knows its length.
+    Of messages of one rank to another with the same tag, the first that `receive` was called for is the first that was
+    sent, whichever the caller waits for first; those with another tag may be received before them. Only one thread of a rank calls its transport.
     """
 
     def send(self, message: Tensor, to: int, tag: int) -> InFlight:

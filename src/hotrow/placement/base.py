@@ -21,7 +21,7 @@ small one. Next: dram.py, tiers.py, device.py, copies.py, and parallel/sharded.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -159,9 +159,10 @@ class Placement(Protocol):
         """Returns the output of `kernels` for a batch as `take` gave it; blame: the batch that errors name."""
         return kernels.lookup(self.arrays, slots, blame=blame)
 
-    def prepare(self, lookups: ops.Lookups) -> None:
-        """Starts what `update` with these lookups needs of other ranks. The step may still be left out."""
-        return
+    def prepare(self, lookups: ops.Lookups) -> Callable[[], object]:
+        """Starts what `update` with these lookups needs of other ranks, and returns what waits for it; `update` waits
+        too. The step may still be left out."""
+        return lambda: None
 
     def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
         """Applies the pending lookups, batches as `take` gave them, to the rows and states: `ops.Kernels.update`."""
