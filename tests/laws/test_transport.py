@@ -163,15 +163,21 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
     assert told == [["rank 1: no such row", 0, 1, 2]] * 3
 
 
-def go_apart(comm: Communicator) -> str:
+def go_apart(comm: Communicator, more: int) -> str:
+    """Rank 1 takes part in fewer exchanges, or in others, and finds that out at the first one."""
+    table = TableConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=("t",))
+    emb = EmbeddingCollection([table], memory=ShardedMemory(comm=comm))
     with pytest.raises(RuntimeError) as raised:
-        comm.gather_number(1, purpose="one" if comm.rank else "other")
+        for _ in range(more * (comm.rank == 0)):
+            comm.gather(torch.ones(2), purpose="more")
+        emb.rows("t").read(slice(0, 3)) if comm.rank == 0 else emb(KeyedJaggedTensor(("t",), torch.zeros(3).long()))
     return str(raised.value)
 
 
-def test_ranks_at_different_exchanges_are_told() -> None:
-    for told in ThreadPool().run(go_apart, num_ranks=2, micro_batches=2):
-        assert "of something else" in told
+@pytest.mark.parametrize("more", [0, 1])
+def test_ranks_at_different_exchanges_are_told(more: int) -> None:
+    for rank, told in enumerate(ThreadPool().run(go_apart, more, num_ranks=2, micro_batches=2)):
+        assert told.startswith(f"rank {rank} is at exchange ") and f"rank {1 - rank} at exchange " in told
 
 
 def count(comm: Communicator) -> tuple[dict[str, int], dict[str, int], int]:

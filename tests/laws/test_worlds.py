@@ -869,7 +869,6 @@ def fail(comm: Communicator, folder: str) -> list[Told]:
     emb(good).sum().backward()
     optimizer.step()
     found.append(told(emb.state_dict))
-    found.append(told(lambda: emb.rows("rows").read(slice(0, 3)) if comm.rank == 0 else emb(good)))
     emb.placement.close()
     return found
 
@@ -877,7 +876,7 @@ def fail(comm: Communicator, folder: str) -> list[Told]:
 def test_an_error_on_one_rank_is_raised_on_all(pool: RankPool, tmp_path: Path) -> None:
     ranks = pool.run(fail, str(tmp_path), num_ranks=3, micro_batches=3)
     for found in ranks:
-        assert [kind for kind, _ in found] == ["ValueError"] * 6 + ["RuntimeError"]
+        assert [kind for kind, _ in found] == ["ValueError"] * 6
         for _, text in found[:2]:
             assert text.startswith("rank 1: feature 'b', sample 1, position 0: id 61 is outside its table of 61 rows")
         assert found[2].text.startswith("the ranks have 2, 2, 1 samples of a batch of 5; of 3 micro-batches they must")
@@ -886,8 +885,6 @@ def test_an_error_on_one_rank_is_raised_on_all(pool: RankPool, tmp_path: Path) -
         )
         assert "rank 1: the gradient of feature 'a' (table 'rows'), sample 0, column 0 is nan" in found[4].text
         assert found[5].text.startswith("rank 1: a collection in tiers has no state_dict")
-    assert ranks[1][6].text.startswith("rank 1 is at exchange ")
-    assert "(ids), rank 0 at exchange" in ranks[1][6].text
 
 
 def fail_pooled(comm: Communicator) -> list[Told]:
