@@ -348,31 +348,76 @@ std::optional<std::tuple<std::vector<int64_t>, Numbers, Numbers, Numbers>> bind_
                     array_on<int64_t>(std::move(out.places), out.total_ids)};
 }
 
-// Returns counts by home, keys and places.
-std::tuple<std::vector<int64_t>, Numbers, Numbers> bind_rows_by_home(const std::vector<Offsets>& row_of,
-                                                                     const std::vector<int64_t>& counts, Offsets slots,
-                                                                     const std::vector<int64_t>& first_keys,
-                                                                     const Shares& shares) {
-  require(row_of.size() == counts.size() && shares.prefix.size() == counts.size() && first_keys.size() >= counts.size(),
+// By node its counts by table, its rows and its sums.
+using GivenSums = std::vector<std::tuple<std::vector<int64_t>, Offsets, ConstFloats>>;
+using Words = nb::ndarray<nb::numpy, int32_t>;
+using ConstWords = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// row_of: empty if rows have no homes. Returns messages, and how many words of each are keys.
+std::vector<std::pair<Words, int64_t>> bind_pack_sums(const GivenSums& given, const std::vector<Offsets>& row_of,
+                                                      const std::vector<int64_t>& first_keys,
+                                                      const std::vector<int64_t>& dims, const Shares& shares,
+                                                      int num_threads) {
+  const size_t num_tables = dims.size();
+  const bool has_homes = !row_of.empty();
+  require(first_keys.size() == num_tables + 1, "a first key for each table, and their end");
+  require(!has_homes || (row_of.size() == num_tables && shares.prefix.size() == num_tables &&
+                         shares.owner.size() == num_tables && shares.num_ranks > 0),
           "one of each per table");
-  std::vector<const int64_t*> rows;
-  const int64_t* next = slots.data();
-  for (size_t t = 0; t < counts.size(); ++t) {
-    require(0 <= counts[t] && counts[t] <= slots.data() + slots.size() - next, "fewer slots than counts say");
-    for (const int64_t* end = next + counts[t]; next < end; ++next) {
-      require(0 <= *next && *next < size(row_of[t]), "slot out of range");
-      require(row_of[t].data()[*next] >= 0, "negative row");
+  Homes homes{{}, shares};
+  for (const Offsets& rows : row_of) homes.row_of.push_back(rows.data());
+  std::vector<NodeSums> nodes;
+  for (const auto& [counts, rows, sums] : given) {
+    require(counts.size() == num_tables, "one count per table");
+    int64_t num_rows = 0, num_floats = 0;
+    for (size_t t = 0; t < num_tables; ++t) {
+      require(counts[t] >= 0 && num_rows + counts[t] <= size(rows), "fewer rows than counts say");
+      const int64_t end = has_homes ? size(row_of[t]) : first_keys[t + 1] - first_keys[t];
+      for (int64_t i = num_rows; i < num_rows + counts[t]; ++i) {
+        require(0 <= rows.data()[i] && rows.data()[i] < end, "row out of range");
+        require(!has_homes || row_of[t].data()[rows.data()[i]] >= 0, "negative row");
+      }
+      num_rows += counts[t];
+      num_floats += counts[t] * dims[t];
     }
-    rows.push_back(row_of[t].data());
+    require(num_floats == size(sums), "a sum for each row");
+    nodes.push_back({counts, rows.data(), sums.data()});
   }
-  RowsByHome out;
-  const int64_t total = next - slots.data();
+  std::vector<SumsMessage> messages;
   {
     nb::gil_scoped_release release;
-    rows_by_home(rows, counts, slots.data(), first_keys, shares, out);
+    messages = pack_sums(nodes, has_homes ? &homes : nullptr, first_keys, dims, num_threads);
   }
-  return {std::move(out.counts), array_on<int64_t>(std::move(out.keys), total),
-          array_on<int64_t>(std::move(out.places), total)};
+  std::vector<std::pair<Words, int64_t>> found;
+  for (SumsMessage& each : messages) {
+    found.emplace_back(array_on<int32_t>(std::move(each.words), each.num_words), each.num_key_words);
+  }
+  return found;
+}
+
+// messages: words, number of nodes, and which rows to take. Returns counts and starts by table and piece, rows, sums;
+// nothing for words that pack_sums does not make.
+std::optional<std::tuple<std::vector<int64_t>, std::vector<int64_t>, Numbers, nb::ndarray<nb::numpy, float>>>
+bind_unpack_sums(const std::vector<std::tuple<ConstWords, int64_t, int>>& given,
+                 const std::vector<std::pair<size_t, size_t>>& pieces, const std::vector<int64_t>& first_keys,
+                 const std::vector<int64_t>& dims, const std::vector<int64_t>& prefix, bool only_rows,
+                 int num_threads) {
+  require(first_keys.size() == dims.size() + 1 && prefix.size() == dims.size(), "one of each per table");
+  std::vector<ComingSums> messages;
+  for (const auto& [words, num_nodes, taken] : given) {
+    require(num_nodes >= 0 && 0 <= taken && taken <= 2, "no such rows");
+    messages.push_back({words.data(), size(words), num_nodes, static_cast<Taken>(taken)});
+  }
+  for (const auto& [m, k] : pieces) {
+    require(m < messages.size() && static_cast<int64_t>(k) < messages[m].num_nodes, "no such node");
+  }
+  UnpackedSums out;
+  {
+    nb::gil_scoped_release release;
+    if (!unpack_sums(messages, pieces, first_keys, dims, prefix, only_rows, num_threads, out)) return std::nullopt;
+  }
+  return std::tuple{std::move(out.counts), std::move(out.starts), array_on<int64_t>(std::move(out.rows), out.total_rows),
+                    array_on<float>(std::move(out.sums), out.total_floats)};
 }
 
 using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -594,7 +639,8 @@ NB_MODULE(_native, m) {
              new (self) Shares{std::move(prefix), std::move(owner), rank, num_ranks};
            });
   m.def("distinct_rows", bind_distinct_rows);
-  m.def("rows_by_home", bind_rows_by_home);
+  m.def("pack_sums", bind_pack_sums);
+  m.def("unpack_sums", bind_unpack_sums);
   m.def("pack_rows", bind_pack_rows);
   m.def("unpack_rows", bind_unpack_rows);
   m.def("first_nonfinite", bind_first_nonfinite);

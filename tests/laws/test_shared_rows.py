@@ -4,7 +4,8 @@ copies of rows into messages and slots."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from kernel_cases import DTYPES, bits, every_backend
 from torch import Tensor
 
 from hotrow.kernels import ops, reference, types
-from hotrow.kernels.types import Shares
+from hotrow.kernels.types import TAKEN, ComingSums, FlatSums, Numbers, Pieces, RowSums, Shares
 
 NUM_ROWS = (700, 1, 40, 3000, 12)
 PREFIX = (0, 1, 7, 100, 0)
@@ -84,26 +85,77 @@ def test_ids_outside_their_table(bad: int) -> None:
         assert found.rows.tolist() == [1, 2, 3], "an id that belongs to no feature plays no part"
 
 
-@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2), (2, 3)])
-def test_rows_by_their_homes(rank: int, num_ranks: int) -> None:
-    generator = np.random.default_rng(num_ranks)
-    row_of = [generator.permutation(n) for n in NUM_ROWS]
-    counts = [5, 1, 0, 90, 12]
-    slots = [generator.permutation(n)[:count] for n, count in zip(NUM_ROWS, counts, strict=True)]
-    first_keys = [0, 1000, 2000, 3000, 9000, 9999]
-    wanted: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
-    for t, own in enumerate(slots):
-        for slot in own:
-            holder, local = held_by(t, row := int(row_of[t][slot]), num_ranks)
-            wanted[row % num_ranks if holder is None else holder].append((first_keys[t] + local, sum(map(len, wanted))))
-    shares = Shares(PREFIX, [min(own, num_ranks - 1) for own in OWNER], rank, num_ranks)
-    every = torch.from_numpy(np.concatenate(slots))
-    for rows_by_home in (reference.rows_by_home, ops.rows_by_home):
-        found = rows_by_home(row_of, counts, every, first_keys, shares)
-        assert [[*zip(keys.tolist(), places.tolist(), strict=True)] for keys, places in found] == wanted
-
-
 DIMS = (1, 19, 4, 64, 5)
+FIRST_KEYS = np.array([0, 1000, 2000, 90_000, 200_000, 200_999])
+
+
+def sums_of(counts: list[int], seed: int) -> tuple[FlatSums, list[Numbers]]:
+    """Returns sums of the rows in some slots, and those slots by table, not in order."""
+    generator = np.random.default_rng(seed)
+    slots = [generator.permutation(n)[:count] for n, count in zip(NUM_ROWS, counts, strict=True)]
+    sums = [torch.from_numpy(generator.random((n, dim), np.float32)) for n, dim in zip(counts, DIMS, strict=True)]
+    return FlatSums.of([RowSums(torch.from_numpy(own), g) for own, g in zip(slots, sums, strict=True)]), slots
+
+
+@pytest.mark.parametrize("only_rows", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_sums_travel_to_the_homes_of_their_rows(num_ranks: int, only_rows: bool) -> None:
+    """Two nodes of sums; each row's key and sum come to the rank that dictionaries say, and come out table by table.
+    Then the same of rows below their table's prefix, and of the others."""
+    row_of = [np.random.default_rng(9).permutation(n) for n in NUM_ROWS]
+    nodes = [sums_of(counts, seed) for seed, counts in enumerate(([5, 1, 0, 90, 12], [0, 0, 3, 150, 1]))]
+    shares = Shares(PREFIX, [min(own, num_ranks - 1) for own in OWNER], 0, num_ranks)
+    wanted: dict[tuple[int, int, int], dict[int, list[float]]] = {}  # by rank, node and table: sums by row in the shard
+    for k, (flat, slots) in enumerate(nodes):
+        for t, (own, sums) in enumerate(zip(slots, flat.tables(DIMS), strict=True)):
+            for slot, g in zip(own, sums.sums, strict=True):
+                holder, local = held_by(t, row := int(row_of[t][slot]), num_ranks)
+                home = row % num_ranks if holder is None else holder
+                wanted.setdefault((home, k, t), {})[local] = g.tolist()
+    for module in (reference, ops):
+        args = (FIRST_KEYS, DIMS if module is reference else np.array(DIMS))
+        made = module.pack_sums([flat for flat, _ in nodes], *args, row_of, shares)  # type: ignore[attr-defined]
+        assert len(made) == num_ranks
+        for rank, (words, num_keys) in enumerate(made):
+            assert words[num_keys:].numel() == sum(
+                len(own) * DIMS[t] for (home, _, t), own in wanted.items() if home == rank
+            )
+            for taken in TAKEN:
+                message = ComingSums(words, 2, taken)
+                only = (only_rows,) if module is reference else ()
+                named = {} if module is reference else {"only_rows": only_rows}
+                found = module.unpack_sums([message], [(0, 1), (0, 0)], *args, PREFIX, *only, **named)  # type: ignore[attr-defined]
+                check_pieces(found, words, wanted, rank, taken, only_rows)
+
+
+def check_pieces(
+    found: Pieces, words: Tensor, wanted: dict[Any, dict[int, list[float]]], rank: int, taken: str, only_rows: bool
+) -> None:
+    rows, sums, counts = iter(found.rows.tolist()), iter(found.sums.tolist()), []
+    for t, dim in enumerate(DIMS):
+        for p, node in enumerate((1, 0)):
+            own = sorted(wanted.get((rank, node, t), {}).items())
+            own = [each for each in own if taken == "all" or (each[0] < PREFIX[t]) == (taken == "below_prefix")]
+            counts.append(len(own))
+            assert [*islice(rows, len(own))] == [row for row, _ in own]
+            flat = [x for _, g in own for x in g]
+            start = int(found.starts[t, p])
+            assert words[start : start + len(flat)].view(torch.float32).tolist() == flat
+            assert only_rows or [*islice(sums, len(flat))] == flat, (t, node, dim)
+    assert found.counts.ravel().tolist() == counts and not [*rows, *sums]
+
+
+def test_a_damaged_message_of_sums_is_refused() -> None:
+    """Cut, with another number of rows, or with a row beyond all tables: never rows that are not there."""
+    flat, _ = sums_of([5, 1, 0, 90, 12], 1)
+    ((words, _),) = ops.pack_sums([flat], FIRST_KEYS, np.array(DIMS))
+    bad = [words[:-1], words[:1], torch.cat([words, words[:1]])]
+    for place, value in ((0, -1), (0, 1 << 30), (1, 5), (1, -1), (2, -1)):
+        bad.append(words.clone())
+        bad[-1][place] = value
+    for each in bad:
+        with pytest.raises(RuntimeError, match="damaged"):
+            ops.unpack_sums([ComingSums(each, 1)], [(0, 0)], FIRST_KEYS, np.array(DIMS), PREFIX)
 
 
 def arrays_of(num_rows: tuple[int, ...], seed: int) -> ops.Arrays:

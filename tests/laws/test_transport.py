@@ -17,6 +17,7 @@ from torch import Tensor
 import hotrow
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
+from hotrow.kernels import ops
 from hotrow.models.dlrm import DLRM
 from hotrow.parallel import sharded
 from hotrow.parallel.agreement import everyone
@@ -136,7 +137,10 @@ def trained(comm: Communicator) -> dict[str, Tensor]:
     return found | model.state_dict() | {name: emb.rows(name).read(slice(0, ROWS)) for name in NAMES}
 
 
-def test_steps_over_threads_have_the_bits_of_one_process() -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_steps_over_threads_have_the_bits_of_one_process(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    if not native:
+        monkeypatch.setattr(ops, "_native", lambda: None)
     (truth,) = ThreadPool().run(trained, num_ranks=1, micro_batches=6)
     for num_ranks in (2, 3):
         for found in ThreadPool().run(trained, num_ranks=num_ranks, micro_batches=6):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hotrow.kernels.types import FlatSums, RowSums
-from hotrow.parallel.messages import Chosen, Keys, WireDtype, narrow, pack, unpack, widen
+from hotrow.kernels.keys import pack, unpack
+from hotrow.parallel.messages import WireDtype, narrow, widen
 from hotrow.parallel.shards import Homes, Shard
 
 CASES = [
@@ -80,35 +80,12 @@ def test_keys_come_back_from_a_message(num_keys: int, largest: int) -> None:
     edges = np.array([0xFFFE, 0x1FFFD][: num_keys // 4], np.int64)  # gaps just below and at what takes more
     keys = np.unique(np.append(random.integers(0, largest, num_keys), edges))
     words = pack(keys)
-    found, length = unpack(torch.cat([words, torch.tensor([7, 8], dtype=torch.int32)]))
+    found, length = unpack(np.append(words, np.array([7, 8], np.int32)))
     assert found.tolist() == keys.tolist() and length == len(words)
-    shifted = torch.cat([torch.tensor([7], dtype=torch.int32), words])[1:]
+    shifted = np.append(np.array([7], np.int32), words)[1:]
     assert unpack(shifted)[0].tolist() == keys.tolist()
     if (np.diff(keys, prepend=0) < 0xFFFF).all():
         assert len(words) == 2 + (len(keys) + 1) // 2, "two bytes a key"
-
-
-def test_chosen_sums_come_back_from_a_message() -> None:
-    random = np.random.default_rng(1)
-    num_rows, dims = [5, 200_000, 70, 3, 70, 9], [3, 2, 2, 4, 1, 1]
-    keys, chosen, wanted = Keys(num_rows, dims), [], []
-    for node in range(3):
-        tables, picked = [], []
-        for most, dim in zip(num_rows, dims, strict=True):
-            rows = torch.from_numpy(random.permutation(most)[: 4 * node if dim != 4 else 0])
-            tables.append(RowSums(rows, torch.from_numpy(random.random((len(rows), dim), np.float32))))
-            places = rows.argsort()[: len(rows) // 2 + 1]
-            picked.append(RowSums(rows[places], tables[-1].sums[places]))
-        sums = FlatSums.of(tables)
-        of_rows = sums.rows.numpy() + np.repeat(keys.first[:-1], sums.counts)
-        own = np.concatenate([first + own.rows.numpy() for first, own in zip(keys.first, picked, strict=False)])
-        chosen.append(Chosen(own, np.array([of_rows.tolist().index(key) for key in own], np.int64), sums))
-        wanted.append(picked)
-    words, num_heads = keys.pack_sums(chosen)
-    assert len(words) - num_heads == sum(own.sums.numel() for node in wanted for own in node)
-    for found, want in zip(keys.unpack_sums(words, 3), wanted, strict=True):
-        for own, other in zip(found, want, strict=True):
-            assert torch.equal(own.rows, other.rows) and torch.equal(own.sums, other.sums)
 
 
 @pytest.mark.parametrize("wire_dtype", ["fp32", "bf16", "fp16"])

@@ -93,17 +93,53 @@ struct DistinctRows {
 UpdateResult distinct_rows(const std::vector<TableUpdate>& tables, const Shares& shares, int num_threads,
                            DistinctRows& out);
 
-// Rows by home: rank by rank, each in the order of the rows. The home of a row on every rank is its number mod
-// num_ranks.
-struct RowsByHome {
-  std::vector<int64_t> counts;        // by rank
-  std::unique_ptr<KeptPages> keys;    // by row, int64: the first key of its table and its number in the shard
-  std::unique_ptr<KeptPages> places;  // by row, int64: where it was among the rows
+// Sums of rows over some micro-batches: counts[t] of table 0, then of table 1, ...
+struct NodeSums {
+  std::vector<int64_t> counts;
+  const int64_t* rows;  // slots, if rows have homes
+  const float* sums;
 };
 
-// slots: those of table 0, counts[0] of them, then of table 1, ...; row_of[t][slot] is the row in it.
-void rows_by_home(const std::vector<const int64_t*>& row_of, const std::vector<int64_t>& counts, const int64_t* slots,
-                  const std::vector<int64_t>& first_keys, const Shares& shares, RowsByHome& out);
+// Who gets the sum of which row: row_of[t][slot] is the row in a slot of table t. The home of a row on every rank is its
+// number mod num_ranks.
+struct Homes {
+  std::vector<const int64_t*> row_of;
+  Shares shares;
+};
+
+// A message of sums: for each node the keys of its rows, then for each node their sums.
+struct SumsMessage {
+  std::unique_ptr<KeptPages> words;  // int32
+  int64_t num_words, num_key_words;
+};
+
+// Returns a message for each rank, of the rows whose home it is; without homes one message of all rows. A key is
+// first_keys[t] and the row's number in the shard of its home.
+std::vector<SumsMessage> pack_sums(const std::vector<NodeSums>& nodes, const Homes* homes,
+                                   const std::vector<int64_t>& first_keys, const std::vector<int64_t>& dims,
+                                   int num_threads);
+
+// Which rows of a message to take: all, those below their table's prefix, or the others.
+enum class Taken : int { all, below_prefix, from_prefix };
+
+struct ComingSums {
+  const int32_t* words;
+  int64_t num_words, num_nodes;
+  Taken taken;
+};
+
+struct UnpackedSums {
+  std::vector<int64_t> counts;  // by table and piece
+  std::vector<int64_t> starts;  // likewise, where sums begin among the words of their message
+  std::unique_ptr<KeptPages> rows, sums;
+  int64_t total_rows = 0, total_floats = 0;
+};
+
+// Takes messages apart. pieces: a message and a node of it each. Rows come out table by table, in each piece by piece,
+// and so do their sums, unless only_rows. False if a message is not one that pack_sums makes.
+bool unpack_sums(const std::vector<ComingSums>& messages, const std::vector<std::pair<size_t, size_t>>& pieces,
+                 const std::vector<int64_t>& first_keys, const std::vector<int64_t>& dims,
+                 const std::vector<int64_t>& prefix, bool only_rows, int num_threads, UnpackedSums& out);
 
 // Rows to copy one behind another to `to`: rows[0], rows[1], ... of `from`, or, if rows is null, its first ones.
 struct RowCopy {

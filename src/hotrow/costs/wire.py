@@ -29,18 +29,11 @@ from numpy.typing import NDArray
 
 from hotrow.costs.work import TableWork, Work
 from hotrow.kernels import tree
+from hotrow.kernels.keys import GAP_BYTES, LARGE_GAP, LARGE_GAP_BYTES
+from hotrow.kernels.keys import HEAD_BYTES as KEYS_HEAD_BYTES
 from hotrow.parallel.communicator import COUNT_BYTES
 from hotrow.parallel.dense import bytes_of_heads
-from hotrow.parallel.messages import (
-    GAP_BYTES,
-    KEYS_HEAD_BYTES,
-    LARGE_GAP,
-    LARGE_GAP_BYTES,
-    WIRE_TYPES,
-    WireDtype,
-    bytes_of_gaps,
-    row_type,
-)
+from hotrow.parallel.messages import WIRE_TYPES, WireDtype, bytes_of_gaps, row_type
 from hotrow.parallel.pooled import bytes_of_bag_heads, bytes_of_bags
 from hotrow.parallel.sharded import REQUEST_HEAD_BYTES
 from hotrow.parallel.shards import Shard

@@ -27,7 +27,18 @@ from torch.autograd.function import once_differentiable
 from hotrow.base.machine import has_amx, isa_limit
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import reference, tree, types
-from hotrow.kernels.types import Activation, Distinct, FlatSums, Layout, Numbers, RowSums, Rule, Shares
+from hotrow.kernels.types import (
+    Activation,
+    ComingSums,
+    Distinct,
+    FlatSums,
+    Layout,
+    Numbers,
+    Pieces,
+    RowSums,
+    Rule,
+    Shares,
+)
 from hotrow.tables import WHOLE, Births
 
 ALTERED = "the batch's offsets have changed since it was made and point outside its values; rebuild it"
@@ -308,7 +319,9 @@ class Kernels:
         if out is None:
             out = empty(sparse.stride, self.layout.width)
         if _native() is None:
-            self._check_ids(weights, blame or sparse)
+            self.positions(sparse.keys)
+            if types.first_bad_id(self.layout, weights.tensors, sparse) is not None:  # `sparse` may hold slots
+                self._raise_bad_ids(weights, blame or sparse)
             reference.lookup(self.layout, weights.tensors, sparse, out)
         elif not _native().lookup(
             self._native_layout, weights.native, self._batch(sparse), *_views(out), torch.get_num_threads()
@@ -504,18 +517,48 @@ def distinct_rows(
     return Distinct(np.array(counts, np.int64).reshape(len(num_rows), -1), *arrays)
 
 
-def rows_by_home(
-    row_of: Sequence[Numbers], counts: Sequence[int], slots: Tensor, first_keys: Sequence[int], shares: Shares
-) -> list[tuple[Numbers, Numbers]]:
-    """Returns for each rank the keys of the rows whose home it is, and where they are among all (`reference`).
+def pack_sums(
+    nodes: Sequence[FlatSums],
+    first_keys: Numbers,
+    dims: Numbers,
+    row_of: Sequence[Numbers] = (),
+    shares: Shares | None = None,
+) -> list[tuple[Tensor, int]]:
+    """Returns sums of rows as messages, int32, and how many words of each are keys (`reference.pack_sums`).
 
-    row_of: by table, the row in each slot. slots: int64, counts[t] of each table t. first_keys: by table.
+    first_keys: [T + 1], the last one the end of all keys. Raises ValueError for slots and rows out of range.
     """
     if _native() is None:
-        return reference.rows_by_home(row_of, counts, slots, first_keys, shares)
-    by_home, keys, places = _native().rows_by_home(row_of, counts, *_views(slots), first_keys, _shares(shares))
-    ends = np.cumsum(by_home)[:-1]
-    return [*zip(np.split(keys, ends), np.split(places, ends), strict=True)]
+        return reference.pack_sums(nodes, first_keys, dims.tolist(), row_of, shares)
+    each = [(own.counts, *_views(own.rows, own.sums)) for own in nodes]
+    homes = _shares(shares or Shares((), (), 0, 1))
+    made = _native().pack_sums(each, row_of, first_keys.tolist(), dims.tolist(), homes, torch.get_num_threads())
+    return [(torch.from_numpy(words), num_keys) for words, num_keys in made]
+
+
+def unpack_sums(
+    messages: Sequence[ComingSums],
+    pieces: Sequence[tuple[int, int]],
+    first_keys: Numbers,
+    dims: Numbers,
+    prefix: Sequence[int],
+    *,
+    only_rows: bool = False,
+) -> Pieces:
+    """Returns rows and sums of some nodes (message, node) of messages (`reference.unpack_sums`).
+
+    Raises RuntimeError if a message is not one that `pack_sums` makes.
+    """
+    if _native() is None:
+        return reference.unpack_sums(messages, pieces, first_keys, dims.tolist(), prefix, only_rows)
+    each = [(*_views(words), num_nodes, types.TAKEN.index(taken)) for words, num_nodes, taken in messages]
+    threads = torch.get_num_threads()
+    found = _native().unpack_sums(each, pieces, first_keys.tolist(), dims.tolist(), prefix, only_rows, threads)
+    if found is None:
+        raise RuntimeError("a message of another rank is damaged: its rows or their number are not those of this run")
+    counts, starts, rows, sums = found
+    counts, starts = (np.array(own, np.int64).reshape(len(dims), len(pieces)) for own in (counts, starts))
+    return Pieces(counts, starts, rows, torch.from_numpy(sums))
 
 
 def _shares(shares: Shares) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,13 +18,18 @@ from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import tree
+from hotrow.kernels.keys import pack as pack_keys
+from hotrow.kernels.keys import unpack as unpack_keys
 from hotrow.kernels.types import (
     Activation,
+    ComingSums,
     Distinct,
     Feature,
+    FlatSums,
     Layout,
     Numbers,
     Pending,
+    Pieces,
     RowSums,
     Rule,
     Shares,
@@ -301,23 +307,71 @@ def distinct_rows(
     return Distinct(counts, rows, local, places)
 
 
-def rows_by_home(
-    row_of: Sequence[Numbers], counts: Sequence[int], slots: Tensor, first_keys: Sequence[int], shares: Shares
-) -> list[tuple[Numbers, Numbers]]:
-    """Returns for each rank the keys of rows whose home it is, and their places among all, in the order of the slots.
+def pack_sums(
+    nodes: Sequence[FlatSums],
+    first_keys: Numbers,
+    dims: Sequence[int],
+    row_of: Sequence[Numbers] = (),
+    shares: Shares | None = None,
+) -> list[tuple[Tensor, int]]:
+    """Returns a message for each rank, of the rows whose home it is, and how many of its words are keys.
 
     The home of a row that lies on every rank is its number mod R; of any other, the rank that holds it. A key is the
-    first one of its table, plus the row's number in the shard. row_of[t][slot]: the row in a slot of table t.
+    first one of its table, plus the row's number in the shard. row_of[t][slot]: the row in a slot of table t. Without
+    shares, rows of nodes are numbers in the shard, and one message has all of them.
     """
-    homes, keys, R = [], [], shares.num_ranks
-    for t, own in enumerate(torch.split(slots, list(counts))):
-        rows, prefix, owner = row_of[t][own.numpy()], shares.prefix[t], shares.owner[t]
-        beyond = rows - prefix
-        homes.append(np.where(beyond < 0, rows % R, owner if owner >= 0 else beyond % R))
-        keys.append(first_keys[t] + np.where((beyond < 0) | (owner >= 0), rows, prefix + beyond // R))
-    home, key = np.concatenate(homes), np.concatenate(keys)
-    places = [np.flatnonzero(home == rank) for rank in range(R)]
-    return [(key[own], own) for own in places]
+    num_ranks = 1 if shares is None else shares.num_ranks
+    heads, sums = [[] for _ in range(num_ranks)], [[] for _ in range(num_ranks)]  # type: ignore[var-annotated]
+    for node in nodes:
+        keys = [[np.empty(0, np.int64)] for _ in range(num_ranks)]
+        for t, (own, values) in enumerate(node.tables(dims)):
+            home, local = np.zeros(len(own), np.int64), own.numpy()
+            if shares is not None:
+                rows, prefix, owner = row_of[t][local], shares.prefix[t], shares.owner[t]
+                beyond = rows - prefix
+                home = np.where(beyond < 0, rows % num_ranks, owner if owner >= 0 else beyond % num_ranks)
+                local = np.where((beyond < 0) | (owner >= 0), rows, prefix + beyond // num_ranks)
+            for rank in range(num_ranks):
+                places = np.flatnonzero(home == rank)
+                places = places[np.argsort(local[places])]
+                keys[rank].append(first_keys[t] + local[places])
+                sums[rank].append(values[torch.from_numpy(places)].reshape(-1).view(torch.int32))
+        for rank, own_keys in enumerate(keys):
+            heads[rank].append(torch.from_numpy(pack_keys(np.concatenate(own_keys))))
+    return [(torch.cat([*head, *own]), sum(map(len, head))) for head, own in zip(heads, sums, strict=True)]
+
+
+def unpack_sums(
+    messages: Sequence[ComingSums],
+    pieces: Sequence[tuple[int, int]],
+    first_keys: Numbers,
+    dims: Sequence[int],
+    prefix: Sequence[int],
+    only_rows: bool,  # noqa: FBT001
+) -> Pieces:
+    """Returns rows and sums of some nodes (message, node) that `pack_sums` packed; prefix: by table."""
+    found: dict[tuple[int, int], list[tuple[Numbers, int, Tensor]]] = {}
+    for m, (words, num_nodes, taken) in enumerate(messages):
+        keys, at = list[Numbers](), 0
+        for _ in range(num_nodes):
+            own, length = unpack_keys(words[at:].numpy())
+            keys.append(own)
+            at += length
+        for k, own in enumerate(keys):
+            cuts = np.searchsorted(own, first_keys)
+            for t, (first, end) in enumerate(pairwise(cuts.tolist())):
+                rows = own[first:end] - first_keys[t]
+                cut = 0 if taken == "all" else int(np.searchsorted(rows, prefix[t]))
+                lo, hi = (0, cut) if taken == "below_prefix" else (cut, len(rows))
+                start, stop = at + lo * dims[t], at + hi * dims[t]
+                found.setdefault((m, k), []).append((rows[lo:hi], start, words[start:stop].view(torch.float32)))
+                at += len(rows) * dims[t]
+    tables = [[found[piece][t] for piece in pieces] for t in range(len(dims))]
+    counts = np.array([[len(rows) for rows, _, _ in own] for own in tables], np.int64).reshape(len(dims), -1)
+    starts = np.array([[start for _, start, _ in own] for own in tables], np.int64).reshape(len(dims), -1)
+    rows = np.concatenate([np.empty(0, np.int64), *(rows for own in tables for rows, _, _ in own)])
+    sums = torch.cat([torch.empty(0), *([] if only_rows else [sums for own in tables for _, _, sums in own])])
+    return Pieces(counts, starts, rows, sums)
 
 
 def pack_rows(

@@ -231,6 +231,33 @@ class Distinct(NamedTuple):
     """For each id, span after span: the place of its row among the table's."""
 
 
+Taken = Literal["all", "below_prefix", "from_prefix"]
+"""Which rows of a message of sums: all, those below the prefix of their table, or the others."""
+TAKEN: tuple[Taken, ...] = ("all", "below_prefix", "from_prefix")
+
+
+class ComingSums(NamedTuple):
+    """A message of sums of rows: of each node the rows' keys, then of each node their sums, table by table."""
+
+    words: Tensor
+    """int32 [n]."""
+    num_nodes: int
+    taken: Taken = "all"
+
+
+class Pieces(NamedTuple):
+    """Sums of rows, table by table, and in each table piece by piece: a piece is a node of a message."""
+
+    counts: Numbers
+    """Number of rows by table and piece: [T, P]."""
+    starts: Numbers
+    """Likewise, where their sums begin among the words of their message."""
+    rows: Numbers
+    """[n]."""
+    sums: Tensor
+    """float32, 1-dim; empty if only rows were asked for."""
+
+
 def row_key(seed: int, table: str) -> int:
     """Returns the 64-bit Philox key of a table: the 8-byte BLAKE2b digest of "<seed>:<table name>" in UTF-8,
     little-endian."""

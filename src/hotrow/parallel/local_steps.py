@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.kernels.types import FlatSums, RowSums
+from hotrow.kernels.types import ComingSums, FlatSums, Pieces, RowSums
 from hotrow.parallel.communicator import Communicator
-from hotrow.parallel.messages import Chosen, Keys
+from hotrow.parallel.messages import Keys
 from hotrow.parallel.shards import Numbers, Shard
 from hotrow.placement.base import Attached, Placement, Rows
 from hotrow.tables import TableConfig
@@ -75,11 +75,9 @@ class LocalSteps:
         before = [self._before(t) for t in range(len(self._tables))]
         changes = [RowSums(torch.from_numpy(rows), self._read(t, rows) - own) for t, (rows, own) in enumerate(before)]
         keys = Keys([table.num_embeddings for table in self._tables], [own.sums.shape[1] for own in changes])
-        flat = FlatSums.of(changes)
-        each = flat.rows.numpy() + np.repeat(keys.first[:-1], flat.counts)
-        words, heads = keys.pack_sums([Chosen(each, np.arange(len(each)), flat)])
+        ((words, heads),) = keys.pack_sums([FlatSums.of(changes)])
         told = self._comm.gather(words, purpose=PURPOSE, num_heads=heads)
-        come = [keys.unpack_sums(each, 1)[0] for each in told]
+        come = [_tables(keys.unpack_sums([ComingSums(each, 1)], [(0, 0)]), keys.dims) for each in told]
         for t, (rows, own) in enumerate(before):
             self._add(t, rows, own, [each[t] for each in come])
             self._is_kept[t][rows] = False
@@ -105,6 +103,12 @@ class LocalSteps:
         for array, columns in zip(self._arrays[t], torch.split(values, self._widths(t), 1), strict=True):
             for ids, at in _pieces(array, rows):
                 array.write(ids, columns[at].reshape(len(ids), *array.shape[1:]).to(array.dtype))
+
+
+def _tables(found: Pieces, dims: Numbers) -> list[RowSums]:
+    """Returns the sums of one node by table."""
+    flat = FlatSums(found.counts[:, 0].tolist(), torch.from_numpy(found.rows), found.sums)
+    return flat.tables(dims.tolist())
 
 
 def _pieces(array: Rows, rows: Numbers) -> Iterator[tuple[Tensor, slice]]:

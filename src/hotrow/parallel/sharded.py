@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,13 +26,15 @@ from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
-from hotrow.kernels.types import Distinct, FlatSums, Layout, RowSums, Rule
+from hotrow.kernels.keys import HEAD_BYTES as KEYS_HEAD_BYTES
+from hotrow.kernels.keys import pack, unpack
+from hotrow.kernels.types import ComingSums, Distinct, Layout, Pieces, Rule
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.buffers import Buffers, ShardLease
 from hotrow.parallel.communicator import Arriving, Communicator
 from hotrow.parallel.hosts import namespace_id
 from hotrow.parallel.local_steps import LocalSteps
-from hotrow.parallel.messages import KEYS_HEAD_BYTES, Chosen, Keys, WireDtype, pack, recast, row_type, unpack
+from hotrow.parallel.messages import Keys, WireDtype, recast, row_type
 from hotrow.parallel.pooled import Pooled, Served, only
 from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded_rows import ShardedChanges, ShardedRows
@@ -43,7 +46,7 @@ from hotrow.placement.slots import Span, check_ids, spans_of
 from hotrow.tables import TableConfig
 
 SMALL_BYTES = 1 << 17
-"""Sums of this size are copied in the time that a lookup of their own takes."""
+"""Sums of this size, the mean of tables and nodes, are copied in the time that lookups of their own take."""
 REQUEST_HEAD_BYTES = 4 + KEYS_HEAD_BYTES
 """What a request for rows has before their keys: the number of samples, and the head of the keys."""
 HELD = 0
@@ -135,13 +138,12 @@ class Asked(NamedTuple):
     """What this rank pools for all ranks. None if only rows travel."""
 
 
-class Subtree(NamedTuple):
-    """Sums of rows of this rank's shard over some micro-batches."""
+class Come(NamedTuple):
+    """Sums of rows of this rank's shard, as they came from a rank."""
 
-    leaf: int
-    """The first of them."""
-    tables: list[RowSums]
-    """By table."""
+    sums: ComingSums
+    leaves: Sequence[int]
+    """By node, its first micro-batch."""
 
 
 class UnderWay(NamedTuple):
@@ -190,6 +192,7 @@ class Sharded(Placement):
         whole = not any(knows_changes) and len(set(where)) == 1
         self._changes = None if whole else ShardedChanges(comm, tables, shards, below.changes, seed=seed)
         self._homes = Homes(shards, comm.size).of_rank(comm.rank)
+        self._prefix = [shard.prefix for shard in shards]
         self._num_rows = [table.num_embeddings for table in tables]
         self._keys = Keys(self._num_rows, [table.embedding_dim for table in tables], wire_dtype)
         self._pooled = Pooled(comm, tables, shards, below, wire_dtype=wire_dtype)
@@ -365,11 +368,13 @@ class Sharded(Placement):
             own.extend((found, keys[groups == HELD]))
             each = [keys[groups == 1 + rank] for rank in range(R)]
             stride = torch.tensor([sparse.stride], dtype=torch.int32)
-            return [torch.cat([stride, pack(keys), more]) for keys, more in zip(each, bags, strict=True)]
+            return [
+                torch.cat([stride, torch.from_numpy(pack(keys)), more]) for keys, more in zip(each, bags, strict=True)
+            ]
 
         come = self._begin(requests, purpose="ids").wait()
         distinct, held = own
-        strides, found = [int(words[0]) for words in come], [unpack(words[1:]) for words in come]
+        strides, found = [int(words[0]) for words in come], [unpack(words[1:].numpy()) for words in come]
         theirs = [keys for keys, _ in found]
         after = [words[1 + length :] for words, (_, length) in zip(come, found, strict=True)]
         served = self._pooled.serve(after, strides, bags) if pools else None
@@ -488,19 +493,16 @@ class Sharded(Placement):
         if not lookups:
             return
         alone = self._steps_locally
-        pooled, come = ([], self._own_sums(lookups)) if alone else self._sums_of(lookups)
-        found = come if alone else self._with_replicated(come)
-        T = len(self.tables)
-        counts = np.array([[len(own.rows) for own in tables] for _, tables in found], np.int64).reshape(-1, T).T
-        each = [tables[t].rows.numpy() for t in range(T) for _, tables in found]
-        rows = np.concatenate([np.empty(0, np.int64), *each])
+        pooled, come = ([], [self._own_sums(lookups)]) if alone else self._sums_of(lookups)
+        if not alone and any(self._prefix):
+            rest = [own._replace(sums=own.sums._replace(taken="from_prefix")) for own in come]
+            come = [*self._replicated(come), *rest]
+        found, leaves = self._unpacked(come, may_stay=True)
+        counts = found.counts.sum(1)
         if alone:
-            self._local_steps.keep(attached, np.split(rows, counts.sum(1).cumsum()[:-1]))
-        lease, slots = self.below.take(self._lookup_below(rows, counts.sum(1)), training=False)
-        by_slot = iter(torch.split(slots.values, counts.ravel().tolist()))
-        tables = [[own[t]._replace(rows=next(by_slot)) for _, own in found] for t in range(T)]
-        of_nodes = [Subtree(leaf, list(own)) for (leaf, _), own in zip(found, zip(*tables, strict=True), strict=True)]
-        self.below.update([*self._lookups_below(of_nodes), *pooled], attached, rules)
+            self._local_steps.keep(attached, np.split(found.rows, counts.cumsum()[:-1]))
+        lease, slots = self.below.take(self._lookup_below(found.rows, counts), training=False)
+        self.below.update([*self._lookups_below(found, leaves, slots.values, come), *pooled], attached, rules)
         lease.release(updated=True)
         if self._local_steps.num_steps == self.merge_every:
             self.merge()
@@ -578,15 +580,15 @@ class Sharded(Placement):
         def sums_for_others() -> list[Tensor]:
             rows = self._by_row(self._with_rows(lookups, by_row) if by_row else lookups)
             sums = self.kernels.pooled.flat_row_sums(self.arrays, rows, self.comm.ranks.held)
-            by_home = [self._by_home(sums[node]) for node in tree.aligned(*self.comm.ranks.held)]
-            made = [self._keys.pack_sums([own[rank] for own in by_home]) for rank in range(self.comm.size)]
+            nodes = [sums[node] for node in tree.aligned(*self.comm.ranks.held)]
+            made = self._keys.pack_sums(nodes, self._buffers.row_of, self._homes)
             num_heads[:] = [heads for _, heads in made]
             return [words for words, _ in made]
 
         sums = self.comm.begin(sums_for_others, purpose="gradients", num_heads=num_heads)
         return UnderWay(lookups, pooled, sums)
 
-    def _sums_of(self, lookups: ops.Lookups) -> tuple[ops.Lookups, list[Subtree]]:
+    def _sums_of(self, lookups: ops.Lookups) -> tuple[ops.Lookups, list[Come]]:
         """Returns gradients of pooled vectors, as lookups below, and the sums that come here, of all micro-batches."""
         if self._sums_under_way is not None and not _same(self._sums_under_way.lookups, lookups):
             self._drop_sums()
@@ -594,72 +596,77 @@ class Sharded(Placement):
             self.prepare(lookups)
         assert self._sums_under_way is not None
         (_, pooled, sums), self._sums_under_way = self._sums_under_way, None
-        gradients, come = pooled(), list[Subtree]()
+        gradients, come = pooled(), list[Come]()
         for rank, words in enumerate(() if sums is None else sums.wait()):
             held = tree.aligned(*tree.held(self.comm.ranks.micro_batches, rank, self.comm.size))
-            each = zip(held, self._keys.unpack_sums(words, len(held)), strict=True)
-            come += [Subtree(leaf, tables) for (leaf, _), tables in each]
+            come.append(Come(ComingSums(self._keys.exact(words, len(held)), len(held)), [leaf for leaf, _ in held]))
         return gradients, come
 
-    def _own_sums(self, lookups: ops.Lookups) -> list[Subtree]:
+    def _own_sums(self, lookups: ops.Lookups) -> Come:
         """Returns the sums of this rank alone, of rows that every rank holds."""
+        held = tree.aligned(*self.comm.ranks.held)
         sums = self.kernels.pooled.flat_row_sums(self.arrays, self._by_row(lookups), self.comm.ranks.held)
-        found = []
-        for node in tree.aligned(*self.comm.ranks.held):
-            by_slot = zip(self._buffers.row_of, sums[node].tables(self._keys.dims.tolist()), strict=True)
-            tables = [RowSums(torch.from_numpy(row_of[own.rows.numpy()]), own.sums) for row_of, own in by_slot]
-            found.append(Subtree(node[0], tables))
-        return found
+        nodes = []
+        for own in (sums[node] for node in held):
+            slots = np.split(own.rows.numpy(), np.cumsum(own.counts)[:-1])
+            rows = np.concatenate([row_of[each] for row_of, each in zip(self._buffers.row_of, slots, strict=True)])
+            nodes.append(own._replace(rows=torch.from_numpy(rows)))
+        ((words, _),) = ops.pack_sums(nodes, self._keys.first, self._keys.dims)
+        return Come(ComingSums(words, len(held)), [leaf for leaf, _ in held])
 
-    def _by_home(self, by_slot: FlatSums) -> list[Chosen]:
-        """Returns what goes to each rank of a node's sums, with the keys of rows in its shard."""
-        first_keys, row_of = self._keys.first.tolist(), self._buffers.row_of
-        found = ops.rows_by_home(row_of, by_slot.counts, by_slot.rows, first_keys, self._homes)
-        if len(self._buffers.live) > 1:  # rows rise within each group of the slots of one batch
-            orders = [np.argsort(keys) for keys, _ in found]
-            found = [(keys[order], places[order]) for (keys, places), order in zip(found, orders, strict=True)]
-        return [Chosen(keys, places, by_slot) for keys, places in found]
-
-    def _with_replicated(self, nodes: list[Subtree]) -> list[Subtree]:
-        """Adds up the sums of replicated rows that came here and tells the totals to all ranks; they take the place of
-        these sums, and count as of the first micro-batch."""
-        if not any(shard.prefix for shard in self.shards):
-            return nodes
-        common, rest = zip(*(self._divided(node) for node in nodes), strict=True)
+    def _replicated(self, come: Sequence[Come]) -> list[Come]:
+        """Adds up the sums of replicated rows that came here, and tells the totals to all ranks. Returns what they
+        tell, which counts as of the first micro-batch."""
+        common = [own._replace(sums=own.sums._replace(taken="below_prefix")) for own in come]
+        found, leaves = self._unpacked(common)
+        lookups = self._lookups_below(found, leaves, torch.from_numpy(found.rows), common)
         whole = 0, tree.width(self.comm.ranks.micro_batches)
-        sums = self.below.kernels.pooled.flat_row_sums(self.below.arrays, self._lookups_below(common), whole)[whole]
-        keys = sums.rows.numpy() + np.repeat(self._keys.first[:-1], sums.counts)
-        words, heads = self._keys.pack_sums([Chosen(keys, np.arange(len(keys)), sums)])
-        come = self.comm.gather(words, purpose="replicated", num_heads=heads)
-        return [Subtree(0, self._keys.unpack_sums(each, 1)[0]) for each in come] + list(rest)
+        sums = self.below.kernels.pooled.flat_row_sums(self.below.arrays, lookups, whole)[whole]
+        ((words, heads),) = self._keys.pack_sums([sums])
+        told = self.comm.gather(words, purpose="replicated", num_heads=heads)
+        return [Come(ComingSums(self._keys.exact(each, 1), 1), [0]) for each in told]
 
-    def _divided(self, node: Subtree) -> tuple[Subtree, Subtree]:
-        """Returns the sums of replicated rows, which have the lowest numbers, and those of the others."""
-        cuts = [
-            int(np.searchsorted(own.rows.numpy(), s.prefix)) for own, s in zip(node.tables, self.shards, strict=True)
-        ]
-        common = [RowSums(own.rows[:cut], own.sums[:cut]) for own, cut in zip(node.tables, cuts, strict=True)]
-        rest = [RowSums(own.rows[cut:], own.sums[cut:]) for own, cut in zip(node.tables, cuts, strict=True)]
-        return Subtree(node.leaf, common), Subtree(node.leaf, rest)
+    def _unpacked(self, come: Sequence[Come], *, may_stay: bool = False) -> tuple[Pieces, list[tuple[int, int, int]]]:
+        """Returns the rows of messages and their sums, and of each piece its first micro-batch, message and node, in
+        the order of micro-batches.
 
-    def _lookups_below(self, nodes: Sequence[Subtree]) -> ops.Lookups:
-        """Returns the sums of each table as lookups below of as many bags of one row, in their nodes' micro-batches.
-
-        A lookup for each node would make many ranks slow: small sums are copied into one for all nodes.
+        may_stay: large sums stay where they are. Small ones are always put together, for one lookup of each table:
+        one for each node and table would make many ranks slow.
         """
-        sequences, nodes = self.below.kernels.sequences, sorted(nodes, key=lambda node: node.leaf)
-        found = []
+        each = ((leaf, m, k) for m, own in enumerate(come) for k, leaf in enumerate(own.leaves))
+        leaves = sorted(each, key=itemgetter(0))
+        num_bytes = sum(own.sums.words.nbytes for own in come)
+        large = may_stay and num_bytes > SMALL_BYTES * len(leaves) * len(self.tables)
+        messages, pieces = [own.sums for own in come], [(m, k) for _, m, k in leaves]
+        return self._keys.unpack_sums(messages, pieces, self._prefix, only_rows=large), leaves
+
+    def _lookups_below(
+        self, found: Pieces, leaves: Sequence[tuple[int, int, int]], slots: Tensor, come: Sequence[Come]
+    ) -> ops.Lookups:
+        """Returns the sums of each table as lookups below of as many bags of one row, in their micro-batches; slots: of
+        `found.rows`."""
+        lookups, T = list[Any](), len(self.tables)
+        groups = [[*range(len(leaves))]] if len(found.sums) else [[p] for p in range(len(leaves))]
+        parts = np.zeros((len(groups), T, self.comm.ranks.micro_batches + 1), np.int64)
+        for g, group in enumerate(groups):
+            for p in group:
+                parts[g, :, leaves[p][0] + 1] += found.counts[:, p]
+        ends, dims = parts.cumsum(2).tolist(), self._keys.dims.tolist()
+        first = at = 0
         for t, name in enumerate(self.weights):
-            own = [(leaf, *tables[t]) for leaf, tables in nodes if len(tables[t].rows)]
-            small = sum(sums.nbytes for _, _, sums in own) <= SMALL_BYTES * len(own)
-            for group in [own] if own and small else [[each] for each in own]:
-                counts = np.zeros(self.comm.ranks.micro_batches + 1, np.int64)
-                for leaf, rows, _ in group:
-                    counts[leaf + 1] += len(rows)
-                bags = KeyedJaggedTensor((name,), _joined([rows for _, rows, _ in group]))
-                sums = _joined([sums for _, _, sums in group])
-                found.append((sequences[name], bags.in_parts(counts.cumsum().tolist()), sums))
-        return found
+            for g, group in enumerate(groups):
+                num, dim = ends[g][t][-1], dims[t]
+                if not num:
+                    continue
+                if len(found.sums):
+                    sums = found.sums[at : at + num * dim]
+                else:
+                    start = int(found.starts[t, group[0]])
+                    sums = come[leaves[group[0]][1]].sums.words[start : start + num * dim].view(torch.float32)
+                bags = KeyedJaggedTensor((name,), slots[first : first + num]).in_parts(ends[g][t])
+                lookups.append((self.below.kernels.sequences[name], bags, sums.view(num, dim)))
+                first, at = first + num, at + num * dim
+        return lookups
 
     # ---- optimizer states, and rows by their ids
 
@@ -681,10 +688,6 @@ class Sharded(Placement):
 
     def flush(self) -> None:
         self.below.flush()
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _same(lookups: ops.Lookups, others: ops.Lookups) -> bool:

@@ -20,7 +20,8 @@ class Transport(Protocol):
 
     A message is a 1-dim, contiguous tensor of uint8 on the CPU with at least one byte; the receiver knows its length.
     Of messages of one rank to another with the same tag, the first that `receive` was called for is the first that was
-    sent, whichever the caller waits for first; those with another tag may be received before them. Only one thread of a rank calls its transport.
+    sent, whichever the caller waits for first; those with another tag may be received before them. Only one thread of a
+    rank calls its transport.
     """
 
     def send(self, message: Tensor, to: int, tag: int) -> InFlight:
