@@ -363,7 +363,8 @@ class CostModel:
     def _waits(self, work: Work, shared: Shared, work_s: Mapping[str, float]) -> dict[str, float]:
         """Returns how long a rank waits for others, by phase. work_s: what its work takes, by name of the event.
 
-        A message takes its turn; those to further ranks take the processor's time beside it. Then either the link
+        A message takes its turn, and one whose length is not known waits for its head, which takes another; those to
+        further ranks take the processor's time beside it. Then either the link
         binds, which the ranks of a machine share if there are others elsewhere, or the processors, which all of them
         need at the same time. Messages follow each other on the link, while the rank works or waits. Raises ValueError
         if the network is not known.
@@ -381,7 +382,7 @@ class CostModel:
             start = now
             if event.kind == "send":
                 free = max(free, now) + sum(event.sent_bytes.values()) * byte_s
-                arrived[event.name] = free + turn_s
+                arrived[event.name] = free + turn_s * (2 if "counts" in event.sent_bytes else 1)
             elif event.kind == "wait":
                 now = max(now, arrived[event.name])
             else:

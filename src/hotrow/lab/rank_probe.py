@@ -140,9 +140,9 @@ def _network(comm: Communicator, pids: Sequence[int]) -> Network:
     rounds: list[tuple[float, float, float, float]] = []
     disturbance = Disturbance(pids)
     for _ in range(ROUNDS):
-        message_s, message_cpu_s = _exchange_s(comm, small, SMALL)
+        message_s, message_cpu_s = (each / 2 for each in _exchange_s(comm, small, SMALL))  # its head, then the message
         whole_s, cpu_s = _exchange_s(comm, large, 4)
-        bytes_s = max(whole_s / 4, whole_s - message_s)  # a disturbed message may seem to take all of it
+        bytes_s = max(whole_s / 4, whole_s - 2 * message_s)  # a disturbed message may seem to take all of it
         rounds.append((LARGE_BYTES / bytes_s, message_s, message_cpu_s, cpu_s / LARGE_BYTES))
     note = _note(disturbance)
     return Network(*(_figure(values, note) for values in zip(*rounds, strict=True)))

@@ -186,7 +186,9 @@ def sum_over_ranks(
     flat = [sums.gradient for sums in nodes.values()]
     head = _header({node: sums.loss for node, sums in nodes.items()}, found, stop, _are_small(flat, micro_batches))
     slices = [(0, length)] * 2 if comm.size == 2 else [*pairwise(tree.starts(length, comm.size))]
-    messages = [_joined([head, *(own.view(torch.int32)[first:last] for own in flat)]) for first, last in slices]
+    words = [own.view(torch.int32) for own in flat]
+    messages = [_joined([head, *(own[first:last] for own in words)]) for first, last in dict.fromkeys(slices)]
+    messages *= comm.size // len(messages)
     arriving = comm.begin(messages, purpose=PURPOSE)
     others = meanwhile()
     first, last = slices[comm.rank]

@@ -379,11 +379,8 @@ class Sharded(Placement):
         after = [words[1 + length :] for words, (_, length) in zip(come, found, strict=True)]
         served = self._pooled.serve(after, strides, bags) if pools else None
         given = np.stack([self._keys.counts(keys) for keys in theirs])
-        # Rows of a table on one rank have their numbers there too.
-        ids = {} if served is None else served.ids
-        pooled = np.concatenate([np.empty(0, np.int64), *(ids[t] + self._keys.first[t] for t in sorted(ids))])
-        lengths = np.array([[len(ids.get(t, ()))] for t in range(T)])
-        cells = np.concatenate([distinct.counts[:, :1], given.T, lengths], axis=1)
+        ids = {} if served is None else served.ids  # rows of a table on one rank have their numbers there too
+        below, lengths = self._by_table([held, *theirs], [distinct.counts[:, HELD], *given], ids)
         return Asked(
             sparse=sparse,
             ids=sparse.values[:0],
@@ -393,7 +390,7 @@ class Sharded(Placement):
             counts=distinct.counts,
             given=given,
             strides=strides,
-            below=self._lookup_below(self._by_table([held, *theirs, pooled], cells), cells.sum(1)),
+            below=self._lookup_below(below, lengths),
             served=served,
         )
 
@@ -416,15 +413,24 @@ class Sharded(Placement):
                 "batch of a hot phase asks for no rows: train it in a cold phase"
             )
 
-    def _by_table(self, keys: Sequence[Numbers], counts: Numbers) -> Numbers:
-        """Returns the rows of several lists of keys, each table by table, of all tables in turn; counts: [T, lists]."""
-        starts = counts.cumsum(0) - counts
-        pieces = [
-            own[starts[t, k] : starts[t, k] + counts[t, k]] - self._keys.first[t]
-            for t in range(len(self.tables))
-            for k, own in enumerate(keys)
-        ]
-        return np.concatenate(pieces)
+    def _by_table(
+        self, keys: Sequence[Numbers], counts: Sequence[Numbers], pooled: Mapping[int, Numbers]
+    ) -> tuple[Numbers, Numbers]:
+        """Returns the rows of several lists of keys, each table by table, of all tables in turn, behind those of a
+        table its `pooled` ids; and the number of rows of each table. counts: by list, of each table."""
+        ends = [own.cumsum().tolist() for own in counts]
+        pieces = list[Numbers]()
+        for t, first_key in enumerate(self._keys.first[:-1].tolist()):
+            for own, end in zip(keys, ends, strict=True):
+                start = end[t - 1] if t else 0
+                if end[t] > start:
+                    pieces.append(own[start : end[t]] - first_key)
+            if t in pooled:
+                pieces.append(pooled[t])
+        lengths = np.sum(counts, axis=0)
+        for t, own in pooled.items():
+            lengths[t] += len(own)
+        return np.concatenate([np.empty(0, np.int64), *pieces]), lengths
 
     def _lookup_below(self, rows: Numbers, counts: Numbers) -> KeyedJaggedTensor:
         """Returns a batch of one bag for each table, of rows of this rank's shard, table by table."""
