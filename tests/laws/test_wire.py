@@ -31,6 +31,8 @@ from hotrow.run.schedule import Schedule
 from hotrow.run.trainer import train_step
 from hotrow.tables import TableConfig
 
+MAX_MEETINGS = 4
+"""Of a step, however many tables there are: ids; rows and vectors; sums and slices; totals."""
 DIM, OF_RANK, MICRO_BATCHES = 4, 48, 4
 ROWS = {"rows": 40, "half": 24, "all": 48, "bags": 12}
 DTYPES: dict[str, Any] = {"half": "float16"}
@@ -73,8 +75,9 @@ class Noting(Communicator):
 
 def stepped(
     plain: Communicator, shards: Mapping[str, Shard], wire_dtype: WireDtype
-) -> tuple[list[tuple[str, str]], dict[str, int], int, int]:
-    """Takes a step; returns what was noted, bytes by purpose, and how many weights and tensors the model has."""
+) -> tuple[list[tuple[str, str]], dict[str, int], int, int, int]:
+    """Takes a step; returns what was noted, bytes by purpose, how many weights and tensors the model has, and how often
+    ranks met."""
     comm = Noting(plain.ranks, plain.transport)
     memory = ShardedMemory(comm=comm, shards=shards, wire_dtype=wire_dtype)
     emb, drawn = EmbeddingCollection(TABLES, memory=memory, seed=1), torch.Generator().manual_seed(2)
@@ -94,8 +97,9 @@ def stepped(
     )
     comm.noted.clear()
     comm.counts.sent_bytes.clear()
+    before = comm.counts.num_meetings
     train_step(parts, batch, 0, StepClock())
-    return comm.noted, comm.counts.sent_bytes, length, len(weights)
+    return comm.noted, comm.counts.sent_bytes, length, len(weights), comm.counts.num_meetings - before
 
 
 def work_of(length: int, num_tensors: int) -> Work:
@@ -132,7 +136,7 @@ def test_a_step_sends_what_is_predicted_in_that_order(
     shards: dict[str, Shard], num_ranks: int, wire_dtype: WireDtype
 ) -> None:
     found = ThreadPool().run(stepped, shards, wire_dtype, num_ranks=num_ranks, micro_batches=MICRO_BATCHES)
-    work = work_of(*found[0][2:])
+    work = work_of(*found[0][2:4])
     _, predicted = share_of(work, work, shards, num_ranks=num_ranks, micro_batches=MICRO_BATCHES, wire_dtype=wire_dtype)
     sent = sum((Counter(own) for _, own, *_ in found), Counter[str]())
     wanted = {purpose: num_ranks * num_bytes for purpose, num_bytes in predicted.by_purpose.items() if num_bytes}
@@ -140,3 +144,4 @@ def test_a_step_sends_what_is_predicted_in_that_order(
     names = {"slices": "dense", "totals": "dense"}
     order = [(event.kind, names.get(event.name, event.name)) for event in predicted.events if event.kind != "work"]
     assert all(noted == order for noted, *_ in found)
+    assert all(meetings <= MAX_MEETINGS for *_, meetings in found)
