@@ -416,7 +416,8 @@ bind_unpack_sums(const std::vector<std::tuple<ConstWords, int64_t, int>>& given,
     nb::gil_scoped_release release;
     if (!unpack_sums(messages, pieces, first_keys, dims, prefix, only_rows, num_threads, out)) return std::nullopt;
   }
-  return std::tuple{std::move(out.counts), std::move(out.starts), array_on<int64_t>(std::move(out.rows), out.total_rows),
+  return std::tuple{std::move(out.counts), std::move(out.starts),
+                    array_on<int64_t>(std::move(out.rows), out.total_rows),
                     array_on<float>(std::move(out.sums), out.total_floats)};
 }
 

@@ -165,7 +165,8 @@ std::vector<SumsMessage> pack_sums(const std::vector<NodeSums>& nodes, const Hom
       const float* sums = nodes[k].sums;
       for (size_t t = 0; t < num_tables; ++t) {
         const int64_t row_bytes = 4 * dims[t];
-        if (own.counts[t]) copies.push_back({reinterpret_cast<const std::byte*>(sums), rows, own.counts[t], row_bytes, to});
+        if (own.counts[t])
+          copies.push_back({reinterpret_cast<const std::byte*>(sums), rows, own.counts[t], row_bytes, to});
         rows += own.counts[t];
         to += own.counts[t] * row_bytes;
         sums += nodes[k].counts[t] * dims[t];
@@ -233,8 +234,8 @@ bool unpack_sums(const std::vector<ComingSums>& messages, const std::vector<std:
       const int64_t count = out.counts[t * num_pieces + p];
       for (size_t i = part.first[t]; i < part.last[t]; ++i) *rows++ = part.keys[i] - first_keys[t];
       if (count && !only_rows) {
-        copies.push_back({reinterpret_cast<const std::byte*>(messages[m].words + part.starts[t]), nullptr, count,
-                          4 * dims[t], to});
+        copies.push_back(
+            {reinterpret_cast<const std::byte*>(messages[m].words + part.starts[t]), nullptr, count, 4 * dims[t], to});
         to += count * 4 * dims[t];
       }
     }

@@ -100,8 +100,8 @@ struct NodeSums {
   const float* sums;
 };
 
-// Who gets the sum of which row: row_of[t][slot] is the row in a slot of table t. The home of a row on every rank is its
-// number mod num_ranks.
+// Who gets the sum of which row: row_of[t][slot] is the row in a slot of table t. The home of a row on every rank is
+// its number mod num_ranks.
 struct Homes {
   std::vector<const int64_t*> row_of;
   Shares shares;
