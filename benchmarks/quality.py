@@ -67,7 +67,7 @@ def clear(path: Path, told: Mapping[str, Any]) -> polars.DataFrame:
 
 def split_of(frame: polars.DataFrame) -> NDArray[np.uint8]:
     """Returns which rows train (0), validate (1) and test (2), as hotrow splits them."""
-    from hotrow.data.prepare.split import RandomPlan, TimeHistogram
+    from hotrow.data.sources.split import RandomPlan, TimeHistogram
 
     shares = (0.8, 0.1, 0.1)
     if "time" not in frame.columns:

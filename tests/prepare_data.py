@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
-from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.sources.schema import Schema, parse_schema
+from hotrow.data.sources.split import SplitPlan
 
 SCHEMA: Schema = parse_schema(
     {

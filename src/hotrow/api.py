@@ -442,7 +442,7 @@ def fit(
     if packed and told:
         raise ValueError(f"{told[0]} is for raw data, but {data} is a packed dataset; leave it out")
     schema, changed = _schema(schema, read), _split_options(split)
-    check_options(**changed)
+    parts = check_options(**changed)
     name = f"{_name_of(data)}-{model}"
     with joined() as comm:
         on_every_rank(comm, lambda: check_free(run))
@@ -457,7 +457,7 @@ def fit(
             )
     with ExitStack() as spool:
         rows = spool.enter_context(_readable(data, Path("runs") if run is None else Path(run).parent, strict=True))
-        opened = open_source("auto" if _is_paths(data) else "frame", rows, schema=schema, **vars(read))
+        opened = open_source("auto" if _is_paths(data) else "frame", rows, schema=schema, split=parts, **vars(read))
         if schema is None and not opened.schema.statistics:  # a published layout, whose schema is as published
             opened = replace(opened, schema=opened.schema.with_defaults())
         opened = opened.with_options(**changed)

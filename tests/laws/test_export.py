@@ -37,8 +37,8 @@ from hotrow.data import transforms
 from hotrow.data.chunk import Keys
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.prepare.split import RandomPlan
 from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.split import RandomPlan
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.data.transforms import Transform
 from hotrow.export import score

@@ -23,11 +23,11 @@ from hotrow.data.prepare import pipeline
 from hotrow.data.prepare.estimate import estimate_work
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder
-from hotrow.data.prepare.split import FOLD_SALT, RandomPlan, row_uniform
 from hotrow.data.prepare.statistics import NUM_FOLDS
 from hotrow.data.prepare.timesort import TimeSort
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.split import FOLD_SALT, RandomPlan, row_uniform
 from hotrow.parallel.communicator import Communicator
 from prepare_data import SCHEMA as SCHEMA_OF_EVERY_KIND
 from prepare_data import file_hashes, make_rows, write_parquet

@@ -12,8 +12,8 @@ import pytest
 
 import hotrow
 from hotrow.data.prepare.prepare import RawEncoder, run_prepare
-from hotrow.data.prepare.split import RandomPlan
 from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.split import RandomPlan
 from hotrow.data.transforms import Transform
 
 BOUNDARIES = [18, 25, 40.5]

@@ -18,6 +18,8 @@ from sklearn.metrics import log_loss
 from hotrow.data.sources.evidence import Tally, _loss, left_out_rates, weigh
 from hotrow.data.sources.guess import SchemaGuess, guess_columns
 from hotrow.data.sources.kinds import as_dense, cuts
+from hotrow.data.sources.schema import SplitSpec
+from hotrow.data.sources.split import RandomPlan
 
 N = 16_000
 Made = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
@@ -141,7 +143,10 @@ def test_no_verdict_depends_on_order_names_or_other_columns(name: str) -> None:
     table = planted(name, seed=1)
     rng = np.random.default_rng(2)
     want = verdicts(guess_columns(table, label="label"), name)
-    other = table.take(pa.array(rng.permutation(N))).rename_columns({name: "user_count", "tag": "x y"})
+    order, trains = np.arange(N), RandomPlan(0, SplitSpec().fractions).assign(0, N, None) == 0
+    for own in (trains, ~trains):  # a row that trains still trains
+        order[own] = rng.permutation(order[own])
+    other = table.take(pa.array(order)).rename_columns({name: "user_count", "tag": "x y"})
     other = other.append_column("noise", pa.array(rng.random(N))).select(["noise", "x y", "user_count", "label"])
     assert verdicts(guess_columns(other, label="label"), "user_count") == want
     assert verdicts(guess_columns(table.drop_columns("tag"), label="label"), name) == want

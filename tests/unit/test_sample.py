@@ -108,6 +108,27 @@ def test_every_file_of_a_folder_is_looked_into(suffix: str, tmp_path: Path, few_
     assert set(rows["day"].cast(pa.int64()).to_pylist()) == set(range(12)) and len(rows) <= 4000
 
 
+@pytest.mark.parametrize("suffix", [*FORMATS, "frame"])
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_rows_have_their_numbers_in_the_table(suffix: str, num_files: int, tmp_path: Path, few_rows: None) -> None:
+    """Of text with quotes and of compressed text that goes on only the first rows' numbers are known."""
+    table = late().append_column("number", pa.array(range(ROWS)))
+    data: object = table
+    if suffix != "frame":
+        sizes = [ROWS] if num_files == 1 else [500, 40_000, ROWS - 40_500]
+        for part, size in enumerate(sizes):
+            FORMATS[suffix](table.slice(sum(sizes[:part]), size), tmp_path / f"{part}.{suffix}")
+            if suffix == "csv":
+                path = tmp_path / f"{part}.csv"
+                path.write_text(path.read_text().replace('"', ""))
+        data = tmp_path
+    found = sample_of(data)
+    number = np.array(found.rows["number"].cast(pa.int64()).to_pylist())
+    known = found.numbers >= 0
+    assert (found.numbers[known] == number[known]).all()
+    assert known.all() or (suffix == "csv.gz" and known.sum() > (1000 if num_files == 1 else 30))
+
+
 def test_members_that_come_late_are_columns_to_prepare(tmp_path: Path) -> None:
     """The first 4 MiB of the first file decided; preparation then refused the column."""
     pad = "x" * 300

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hotrow.data.prepare.split import (
+from hotrow.data.sources.split import (
     RandomPlan,
     RangePlan,
     TimeHistogram,

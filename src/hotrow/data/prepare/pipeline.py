@@ -70,15 +70,6 @@ from hotrow.data.prepare.shares import (
     together,
 )
 from hotrow.data.prepare.spill import MAX_RUNS, SNAPSHOT, CounterPool
-from hotrow.data.prepare.split import (
-    TRAIN,
-    RandomPlan,
-    SplitPlan,
-    TimeHistogram,
-    plan_to_json,
-    reference_plan,
-    sample_mask,
-)
 from hotrow.data.prepare.statistics import Statistics, folds_of, num_folds, raw_transforms
 from hotrow.data.prepare.timesort import TimeOrder, TimeSort, is_rising, sorted_pieces
 from hotrow.data.prepare.workfolder import (
@@ -98,6 +89,15 @@ from hotrow.data.sources.convert import column_of
 from hotrow.data.sources.criteo import CriteoSource
 from hotrow.data.sources.registry import OpenedSource, check_split, rows_per_file
 from hotrow.data.sources.schema import SPLITS
+from hotrow.data.sources.split import (
+    TRAIN,
+    RandomPlan,
+    SplitPlan,
+    TimeHistogram,
+    plan_to_json,
+    reference_plan,
+    sample_mask,
+)
 from hotrow.data.sources.synthetic import SyntheticSource
 from hotrow.data.transforms import Transform, fitted, is_fitted
 from hotrow.kernels import ops

@@ -32,7 +32,6 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.encoder import RowEncoder
 from hotrow.data.prepare.pipeline import Options, prepare
-from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.prepare.statistics import Statistics, raw_transforms
 from hotrow.data.prepare.workfolder import check_out
 from hotrow.data.seen import Seen
@@ -42,6 +41,7 @@ from hotrow.data.sources.inputs import find_files, is_pipe, spooled
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, looks_like_criteo, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
+from hotrow.data.sources.split import SplitPlan
 from hotrow.data.sources.tabular import TextReader
 from hotrow.data.transforms import Transform
 from hotrow.parallel.agreement import on_every_rank
@@ -99,14 +99,15 @@ def run_prepare(
         rows=rows, sample=sample, memory_bytes=_memory_bytes(memory), threads=threads, overwrite=overwrite
     )
     changes = {"split": split, "fractions": fractions, "seed": seed, "min_count": min_count, "hash_cap": hash_cap}
-    check_options(**changes)
+    parts = check_options(**changes)
     comm = comm or Communicator()
 
     def opened() -> OpenedSource:
         if comm.rank == 0:
             check_out(Path(out), overwrite=overwrite)
         given = load_schema(schema) if isinstance(schema, str | Path) else schema
-        return open_source(source, paths, schema=given, rows=rows, **vars(read)).with_options(**changes)
+        found = open_source(source, paths, schema=given, split=parts, rows=rows, **vars(read))
+        return found.with_options(**changes)
 
     if comm.size > 1 and any(map(is_pipe, paths if isinstance(paths, list | tuple) else [paths])):
         raise ValueError("a pipe gives its rows to one process: write them to a file, or prepare without torchrun")

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import Chunk, Position, SharedSource, select_rows
-from hotrow.data.prepare.split import Codes
 from hotrow.data.prepare.workfolder import Mark
 from hotrow.data.sources.schema import SPLITS
+from hotrow.data.sources.split import Codes
 from hotrow.parallel.agreement import everyone, on_every_rank
 from hotrow.parallel.communicator import Communicator
 

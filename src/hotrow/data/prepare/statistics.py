@@ -39,9 +39,9 @@ from hotrow.base.door import read_file
 from hotrow.base.files import atomic_write
 from hotrow.data.chunk import Chunk
 from hotrow.data.native import count_before
-from hotrow.data.prepare.split import FOLD_SALT, row_uniform
 from hotrow.data.sources.convert import column_of, key_hashes
 from hotrow.data.sources.schema import Schema
+from hotrow.data.sources.split import FOLD_SALT, row_uniform
 from hotrow.data.transforms import Transform
 
 MAX_BYTES = 1 << 28

@@ -27,10 +27,10 @@ from hotrow.base.door import open_file
 from hotrow.base.files import atomic_write
 from hotrow.data.chunk import Chunk, Position, keys_from_arrow, keys_to_arrow
 from hotrow.data.prepare.shares import Piece
-from hotrow.data.prepare.split import Codes
 from hotrow.data.prepare.workfolder import CURE, Sorted
 from hotrow.data.sources.histories import merge_spans
 from hotrow.data.sources.schema import Schema
+from hotrow.data.sources.split import Codes
 
 COPIES = 4
 """How often the rows of a run are in memory while they are sorted."""

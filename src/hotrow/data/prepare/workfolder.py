@@ -26,8 +26,8 @@ from hotrow.data.chunk import Position
 from hotrow.data.packed.format import MANIFEST, RESERVED_SPLITS, WORK_FOLDER, Table
 from hotrow.data.prepare.cells import CellCounts
 from hotrow.data.prepare.spill import SNAPSHOT
-from hotrow.data.prepare.split import SplitPlan
 from hotrow.data.sources.schema import SPLITS
+from hotrow.data.sources.split import SplitPlan
 from hotrow.data.transforms import Transform
 
 STATE = "prepare.json"

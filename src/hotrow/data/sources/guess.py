@@ -40,9 +40,11 @@ from hotrow.data.sources.schema import (
     LabelSpec,
     Schema,
     SplitKind,
+    SplitSpec,
     parse_schema,
 )
 from hotrow.data.sources.tabular import TableReader, TextReader
+from hotrow.data.sources.training import training_rows
 
 SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
 MANY_ROWS = 1000
@@ -124,10 +126,11 @@ class SchemaGuess:
 
 
 @with_read_options
-def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
+def guess_columns(source: Any, *, read: ReadOptions, split: SplitSpec = SplitSpec()) -> SchemaGuess:  # noqa: B008
     """Returns the guess about every column with its reason; it need not find a label.
 
     {read}
+    split: which rows will train; labels of other rows decide nothing (`training.py`).
     Raises ValueError if a named column is absent or cannot have its role.
     """
     label, time, roles = read.label, read.time, read.roles
@@ -144,6 +147,7 @@ def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
             raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
     found = sample_rows(source, reader, CsvSpec.model_validate_json(json.dumps(csv)))
     sample, facts = _look_at_all(found.rows, names, csv.get("null_values", MISSING))
+    found = replace(found, rows=sample)
     if any(f.num_missing for f in facts):
         csv.setdefault("null_values", list(MISSING))
     candidates = [f for f in facts if f.name == label or roles.get(f.name) != "exclude"]
@@ -151,7 +155,9 @@ def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
     label_name = None if label_guess is None else label_guess.column
     others = [f for f in candidates if f.name != label_name and roles.get(f.name) != "exclude"]
     labels = None if label_guess is None or label_guess.role != "label" else labels_of(sample, label_guess)
-    time_guess, time_notes, set_later = find_time(others, time, read.time_format, sample, labels)
+    time_guess, time_notes, set_later = find_time(others, time, read.time_format, found, labels, split)
+    if labels is not None:
+        labels = replace(labels, good=training_rows(found, labels, time_guess, split))
     taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
     if both := [name for name in roles if name in taken]:
         raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")
@@ -163,7 +169,10 @@ def guess_columns(source: Any, *, read: ReadOptions) -> SchemaGuess:
     features = _features([f for f in facts if f.name not in taken], sample, labels)
     guesses = [g for f in facts for g in ([taken[f.name]] if f.name in taken else features[f.name])]
     guess = SchemaGuess(guesses, csv, found.origin, notes, question, num_rows=num_rows, is_binary=labels is not None)
-    return guess if labels is None else _with_pairs(_without_leaks(guess, facts, sample, roles), facts, sample, labels)
+    if labels is None:
+        return guess
+    guess = _without_leaks(guess, facts, sample.filter(pa.array(labels.good)), roles)
+    return _with_pairs(guess, facts, sample, labels)
 
 
 def single_ids(guesses: Sequence[Guess]) -> list[str]:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import Any
 
-import pyarrow as pa
-
-from hotrow.data.sources.convert import TimeReader
 from hotrow.data.sources.evidence import CLEAR, Tally, weigh
 from hotrow.data.sources.facts import ColumnFacts, Guess, is_like, shown
 from hotrow.data.sources.guess_label import Labels
 from hotrow.data.sources.kinds import as_dense
+from hotrow.data.sources.sample import Sample
+from hotrow.data.sources.schema import SplitSpec
+from hotrow.data.sources.training import times_of, training_rows
 
 TIME_NAMES = r"(.*_)?(time|timestamp|ts|date|datetime|hour|day|dt|unix_?time|(created|updated|event)_?at)"
 _MONTH, _DAY, _HOUR = "(0[1-9]|1[0-2])", "([0-2][0-9]|3[01])", "([01][0-9]|2[0-3])"
@@ -25,11 +25,16 @@ over time, but not as much."""
 
 
 def find_time(
-    facts: Sequence[ColumnFacts], name: str | None, format: str | None, sample: pa.Table, labels: Labels | None
+    facts: Sequence[ColumnFacts],
+    name: str | None,
+    format: str | None,
+    found: Sample,
+    labels: Labels | None,
+    split: SplitSpec,
 ) -> tuple[Guess | None, tuple[str, ...], list[Guess]]:
     """Returns the time column or None, what the user may decide otherwise, and times that are set with the outcome.
 
-    name, format: of the time column, as the user told.
+    name, format: of the time column, as the user told. split: which rows will train.
     """
     for f in facts:
         if f.name == name:
@@ -48,7 +53,7 @@ def find_time(
     set_later: list[Guess] = []
     # Of several times the one that tells most moments apart is the event's: neither a day nor a user's first visit.
     for f, kind in sorted(able, key=lambda pair: (-pair[0].num_distinct, pair[0].name)):
-        if labels is None or not (share := _told_by_time(f, sample, labels)):
+        if labels is None or not (share := _told_by_time(f, found, labels, split)):
             return Guess("time", f.name, _time_spec(f), kind), tuple(notes), set_later
         why = f"a leak: this time tells {share:.0%} of the label, so it may be set with it; to split by it nonetheless:"
         set_later.append(Guess("", f.name, {}, f"{why} --time {quote(f.name)}"))
@@ -64,17 +69,18 @@ def _kind_of_time(f: ColumnFacts) -> str:
     return "dates as whole numbers, which rise with time" if _is_written_date(f) else ""
 
 
-def _told_by_time(f: ColumnFacts, sample: pa.Table, labels: Labels) -> float:
-    """Returns which share of the label's LogLoss a time takes away, if it is too large for a change over time."""
-    spec, array = _time_spec(f), sample.column(f.name).combine_chunks()
-    times, fault = TimeReader.for_column(array.slice(0, 1024), spec.get("format"))(array, f.name)
-    good = labels.good if fault is None else labels.good & ~fault.rows
+def _told_by_time(f: ColumnFacts, found: Sample, labels: Labels, split: SplitSpec) -> float:
+    """Returns which share of the label's LogLoss a time takes away in rows that train if it is the time to split by;
+    0 if it is no more than a change over time."""
+    time = Guess("time", f.name, _time_spec(f), "")
+    times, _ = times_of(found.rows.column(f.name), time)
+    good = training_rows(found, labels, time, split)
     if not good.any():
         return 0.0
     tally = Tally.of(times[good], labels.positive[good])
-    found = weigh(tally, as_dense(tally, "standardize"))
-    share = 0.0 if found is None else 1 - found.values / found.base
-    return share if found is not None and found.gain >= CLEAR and share > MAX_OF_TIME else 0.0
+    told = weigh(tally, as_dense(tally, "standardize"))
+    share = 0.0 if told is None else 1 - told.values / told.base
+    return share if told is not None and told.gain >= CLEAR and share > MAX_OF_TIME else 0.0
 
 
 def _times_with_gaps(facts: Sequence[ColumnFacts]) -> list[str]:

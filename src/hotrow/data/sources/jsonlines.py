@@ -166,7 +166,9 @@ def _columns_of(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
         raise ValueError(f"{files[0].name} {fault}; write one object a line, as jq -c '.[]' does from an array")
     chosen = [files[i] for i in np.linspace(0, len(files) - 1, min(len(files), MAX_FILES)).astype(int).tolist()]
     for file in chosen:
-        _note_members(excerpt(file, num_rows=MANY_LINES, num_places=8, most_bytes=ESTIMATE_BYTES // len(chosen)), kinds)
+        most_bytes = ESTIMATE_BYTES // len(chosen)
+        part, _ = excerpt(file, num_rows=MANY_LINES, num_places=8, most_bytes=most_bytes)
+        _note_members(part, kinds)
     return {name: pa.list_(pa.string()) if kind is list else pa.string() for name, kind in kinds.items()}
 
 

@@ -36,7 +36,7 @@ from hotrow.data.sources.histories import HistoriesSource, open_columns
 from hotrow.data.sources.inputs import find_files
 from hotrow.data.sources.libsvm import LibsvmReader, tell_libsvm
 from hotrow.data.sources.options import ReadOptions, with_read_options
-from hotrow.data.sources.schema import MISSING, Schema, parse_schema
+from hotrow.data.sources.schema import MISSING, Schema, SplitSpec, parse_schema
 from hotrow.data.sources.synthetic import open_synthetic
 from hotrow.data.sources.tabular import columnar_format
 
@@ -244,6 +244,7 @@ def open_source(
     *,
     read: ReadOptions,
     schema: Schema | None = None,
+    split: SplitSpec = SplitSpec(),  # noqa: B008
     labels: Literal["required", "alone", "ignored"] = "required",
     encodings: Mapping[str, IdEncoding] | None = None,
     values: Literal["strict", "any"] = "strict",
@@ -254,6 +255,7 @@ def open_source(
     schema: how to read columns. If None, the source's own schema is taken, or for csv, parquet, jsonl and frame a
     guess.
     {read}
+    split: how rows will be split, so that a guess looks at labels of training rows alone.
     labels: "alone": without times, to evaluate a model; "ignored": for rows to predict, whose label and time may be
     absent or hold anything. encodings: how ids were held when a data set was prepared. values: "any", for rows to
     score: what is not of its column's kind is missing. rows: how many a synthetic preset
@@ -306,7 +308,7 @@ def open_source(
         if schema is None and name in ("libsvm", "libffm"):
             schema = LibsvmReader(input_files(data) or ()).schema_of_rows()
         if schema is None:
-            guess = guess_columns(data, **vars(read))
+            guess = guess_columns(data, split=split, **vars(read))
             schema, warnings, choices = guess.schema(), guess.warnings, guess.notes
             reasons = {each.column: each.reason for each in guess.of("")}
             notes = (*notes, guess.summary())

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFile, open_columnar
 from hotrow.data.sources.columns import format_of, input_files, open_files
-from hotrow.data.sources.excerpts import RecordCut, excerpt
+from hotrow.data.sources.excerpts import Lines, RecordCut, excerpt
 from hotrow.data.sources.inputs import InputFile
 from hotrow.data.sources.schema import CsvSpec
 from hotrow.data.sources.tabular import FrameReader, TableReader, TextReader, naming, partition_types, with_partition
@@ -32,6 +33,8 @@ NUM_RUNS = 256
 """Runs of rows that are taken of a frame."""
 MAX_FILES = 200
 """Files that are looked into; if there are more, these are spread evenly over them."""
+NUMBER = "\0number"
+"""A column for the rows' numbers, while rows are put together; no file has one called so."""
 SKIPPED_VALUES = 8_000_000
 """Values of columnar files that are read to get at rows within their groups: a fifth of a second."""
 
@@ -43,6 +46,10 @@ class Sample:
     rows: pa.Table
     origin: str
     """Where the rows are from, in words."""
+    numbers: NDArray[np.int64]
+    """The number of each row in the table, from 0; -1 if it is not known."""
+    is_whole: bool
+    """Whether the sample is the whole table."""
 
 
 def sample_rows(data: Any, reader: TableReader, spec: CsvSpec) -> Sample:
@@ -53,7 +60,7 @@ def sample_rows(data: Any, reader: TableReader, spec: CsvSpec) -> Sample:
     files = input_files(data)
     if files is None:
         assert isinstance(reader, FrameReader), "only a frame has no files"
-        rows, is_whole = _spread(reader.table), reader.table.num_rows <= SAMPLE_ROWS
+        rows, is_whole = _spread(_numbered(reader.table)), reader.table.num_rows <= SAMPLE_ROWS
     else:
         rows, is_whole = _of_files(files, reader, spec)
     if not len(rows):
@@ -61,9 +68,13 @@ def sample_rows(data: Any, reader: TableReader, spec: CsvSpec) -> Sample:
     where = reader.files[0].path if len(reader.files) == 1 else f"{len(reader.files):,} files"
     if len(reader.files) > MAX_FILES:
         where = f"{MAX_FILES} of {where}"
-    return Sample(
-        rows, f"{'all ' if is_whole else ''}{len(rows):,} rows {'of' if is_whole else 'from all over'} {where}"
-    )
+    origin = f"{'all ' if is_whole else ''}{len(rows):,} rows {'of' if is_whole else 'from all over'} {where}"
+    return Sample(rows.drop_columns(NUMBER), origin, rows.column(NUMBER).to_numpy(), is_whole)
+
+
+def _numbered(rows: pa.Table, numbers: NDArray[np.int64] | None = None) -> pa.Table:
+    """Returns rows with their numbers, which are those from 0 on if none are given."""
+    return rows.append_column(NUMBER, pa.array(np.arange(len(rows)) if numbers is None else numbers))
 
 
 def _of_files(files: Sequence[InputFile], reader: TableReader, spec: CsvSpec) -> tuple[pa.Table, bool]:
@@ -72,30 +83,46 @@ def _of_files(files: Sequence[InputFile], reader: TableReader, spec: CsvSpec) ->
     chosen = [files[i] for i in numbers.tolist()]
     num_bytes = max(sum(file.num_bytes for file in chosen), 1)
     num_places = max(3, NUM_PLACES // len(chosen))
-    parts = []
+    parts: list[pa.Table] = []
+    are_whole, first = True, 0
     for file in chosen:
         share = max(file.num_bytes / num_bytes, 0.1 / len(chosen))
-        parts.append(_of_file(file, reader, spec, share, num_places))
-    rows = _joined([part for part, _ in parts], reader.schema)
-    is_whole = len(chosen) == len(files) and len(rows) <= SAMPLE_ROWS and all(whole for _, whole in parts)
-    return _spread(rows), is_whole
+        part, num_rows, is_whole = _of_file(file, reader, spec, share, num_places)
+        numbers = part.column(NUMBER).to_numpy()
+        known = (numbers >= 0) & (first >= 0)
+        parts.append(_numbered(part.drop_columns(NUMBER), np.where(known, numbers + first, -1)))
+        first = first + num_rows if min(first, num_rows) >= 0 and len(chosen) == len(files) else -1
+        are_whole &= is_whole
+    rows = _joined(parts, reader.schema)
+    return _spread(rows), len(chosen) == len(files) and len(rows) <= SAMPLE_ROWS and are_whole
 
 
 def _of_file(
     file: InputFile, reader: TableReader, spec: CsvSpec, share: float, num_places: int
-) -> tuple[pa.Table, bool]:
-    """Returns rows of one file, `share` of what is wanted of all, and whether they are all of its rows."""
+) -> tuple[pa.Table, int, bool]:
+    """Returns rows of one file with their numbers in it, `share` of what is wanted of all; how many rows the file has,
+    -1 if that is not known; and whether these are all."""
     num_rows = int(share * SAMPLE_ROWS) + 1
     if format_of(file) in COLUMNAR_SUFFIXES:
         return _of_groups(file, reader, num_rows, num_places, int(share * SKIPPED_VALUES))
     cut = RecordCut(reader.delimiter.encode(), len(reader.names)) if isinstance(reader, TextReader) else None
-    part = excerpt(file, num_rows=num_rows, num_places=num_places, most_bytes=int(share * SAMPLE_BYTES), cut=cut)
+    part, lines = excerpt(file, num_rows=num_rows, num_places=num_places, most_bytes=int(share * SAMPLE_BYTES), cut=cut)
     if part is not file:
         with suppress(ValueError):
-            return _read(open_files([part], spec), reader), False
+            return *_with_numbers(_read(open_files([part], spec), reader), lines, reader, spec), False
         # What is wrong in the excerpt does not lie in the first rows, or is found again, with its line in the file.
-        return _read(open_files([file], spec), reader, num_rows), False
-    return _read(open_files([file], spec), reader), True
+        return _numbered(_read(open_files([file], spec), reader, num_rows)), -1, False
+    rows = _numbered(_read(open_files([file], spec), reader))
+    return rows, len(rows), True
+
+
+def _with_numbers(rows: pa.Table, lines: Lines, reader: TableReader, spec: CsvSpec) -> tuple[pa.Table, int]:
+    """Returns the rows of an excerpt with their numbers in its file, and how many rows the file has, or -1."""
+    header = int(isinstance(reader, TextReader) and spec.column_names is None)
+    numbers = lines.numbers[header:]
+    if len(numbers) != len(rows):  # a line was no record, or half a one: its place is not known
+        return _numbered(rows, np.full(len(rows), -1)), -1
+    return _numbered(rows, np.where(numbers < 0, -1, numbers - header)), max(lines.num_lines - header, -1)
 
 
 def _read(own: TableReader, reader: TableReader, num_rows: int | None = None) -> pa.Table:
@@ -126,7 +153,7 @@ def _joined(parts: Sequence[pa.Table], schema: pa.Schema) -> pa.Table:
     for part in parts[1:]:
         alike = [f.name for f in part.schema if f.name not in table.column_names or _alike(table.field(f.name), f)]
         table = pa.concat_tables([table, part.select(alike)], promote_options="permissive")
-    return table.select([name for name in schema.names if name in table.column_names])
+    return table.select([name for name in (*schema.names, NUMBER) if name in table.column_names])
 
 
 def _alike(one: pa.Field, other: pa.Field) -> bool:
@@ -139,8 +166,8 @@ def _alike(one: pa.Field, other: pa.Field) -> bool:
 
 def _of_groups(
     file: InputFile, reader: TableReader, num_rows: int, num_places: int, most_skipped: int
-) -> tuple[pa.Table, bool]:
-    """Returns rows of a file that stores groups of rows by column, and whether they are all of its rows."""
+) -> tuple[pa.Table, int, bool]:
+    """Returns rows of a file that stores groups of rows by column, as `_of_file`."""
     with naming(file):
         opened = open_columnar(file)
         columns = [name for name in opened.schema.names if name in reader.schema.names]
@@ -148,18 +175,21 @@ def _of_groups(
         total = int(ends[-1]) if len(ends) else 0
         length = total if total <= num_rows else -(-num_rows // num_places)
         places = [0] if total <= num_rows else np.linspace(0, total - length, num_places).astype(int).tolist()
-        parts = []
+        parts, numbers = [], []
         for place in places if total else []:
             group = int(np.searchsorted(ends, place, side="right"))
             inside = place - int(ends[group] - opened.sizes[group])
             inside = min(inside, most_skipped // num_places // max(len(columns), 1))
-            parts += list(_rows_after(_batches(file, opened, columns, group, length), inside, length))
+            first = int(ends[group] - opened.sizes[group]) + inside
+            own = list(_rows_after(_batches(file, opened, columns, group, length), inside, length))
+            numbers.append(np.arange(first, first + sum(map(len, own))))
+            parts += own
     names = [name for name in reader.schema.names if name in columns or name in partition_types([file])]
     kinds = {name: reader.schema.field(name).type for name in names}
     batches = [with_partition(batch, file, names, kinds) for batch in parts]
     if not batches:
-        return opened.schema.empty_table().select(columns), True
-    return pa.Table.from_batches(batches), total <= num_rows
+        return _numbered(opened.schema.empty_table().select(columns)), total, True
+    return _numbered(pa.Table.from_batches(batches), np.concatenate(numbers)), total, total <= num_rows
 
 
 def _batches(

@@ -536,10 +536,10 @@ def _as_version_1_meant(value: dict[str, Any]) -> dict[str, Any]:
     return {"odd_share": 0.0, **value, "csv": {"null_values": [""], **csv} if isinstance(csv, dict) else csv}
 
 
-def check_options(**options: Any) -> None:
-    """Raises ValueError for options of `Schema.with_options` that no schema can take."""
+def check_options(**options: Any) -> SplitSpec:
+    """Returns the split that options of `Schema.with_options` ask for. Raises ValueError if no schema can take them."""
     any_schema = {"label": "label", "time": "time", "categorical": ["id"]}
-    parse_schema(any_schema, where="options").with_options(**options)
+    return parse_schema(any_schema, where="options").with_options(**options).split
 
 
 def load_schema(path: Path | str) -> Schema:

@@ -1,0 +1,110 @@
+"""Law 6 for a guessed schema: no label of a row that will validate or test decides what a column is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from hotrow.data.sources import sample as sampling
+from hotrow.data.sources.guess import guess_columns
+from hotrow.data.sources.schema import Schema, SplitSpec
+from hotrow.data.sources.split import RandomPlan
+
+ROWS = 30_000
+
+
+def clicks(told: np.ndarray[Any, Any], *, with_time: bool) -> pa.Table:
+    """Returns rows whose label is a coin, except in the rows `told`: there a number, an id and a pair tell it."""
+    rng = np.random.default_rng(0)
+    number, user, one, other = (rng.integers(0, top, ROWS) for top in (5000, 400, 12, 12))
+    tells = 1 * (number > 2500) + (user % 2 == 1) + ((one + other) % 2 == 1) >= 2
+    label = np.where(told, tells, rng.random(ROWS) < 0.5)
+    # In the order of time but for neighbours, so that a file's end is not simply its newest rows.
+    time = {"ts": 1_700_000_000 + (np.arange(ROWS) + rng.integers(0, 500, ROWS)) * 60} if with_time else {}
+    text = np.char.add("user ", user.astype(str))
+    return pa.table({"click": label.astype(int), "number": number, "user": text, "one": one, "other": other, **time})
+
+
+def as_csv(table: pa.Table, folder: Path) -> Path:
+    path = as_quoted_csv(table, folder)
+    path.write_text(path.read_text().replace('"', ""))
+    return path
+
+
+def as_quoted_csv(table: pa.Table, folder: Path) -> Path:
+    pyarrow.csv.write_csv(table, folder / "rows.csv")
+    return folder / "rows.csv"
+
+
+def as_json(table: pa.Table, folder: Path) -> Path:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    return folder / "rows.jsonl"
+
+
+def as_parquet(table: pa.Table, folder: Path) -> Path:
+    pq.write_table(table, folder / "rows.parquet", row_group_size=7000)
+    return folder / "rows.parquet"
+
+
+def as_files(table: pa.Table, folder: Path) -> Path:
+    for part, first in enumerate((0, 9000, 21_000)):
+        pq.write_table(table.slice(first, (9000, 12_000, 9000)[part]), folder / f"{part}.parquet", row_group_size=4000)
+    return folder
+
+
+def as_frame(table: pa.Table, folder: Path) -> pa.Table:
+    return table
+
+
+KINDS: dict[str, Callable[[pa.Table, Path], Any]] = {
+    "csv": as_csv,
+    "quoted csv": as_quoted_csv,
+    "jsonl": as_json,
+    "parquet": as_parquet,
+    "files": as_files,
+    "frame": as_frame,
+}
+
+
+def held_out(table: pa.Table, split: SplitSpec) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Returns the rows that will not train: by preparation's own hash, or the newest ones."""
+    if "ts" not in table.column_names or split.kind == "random":
+        return RandomPlan(split.seed, split.fractions).assign(0, len(table), None) > 0
+    time = table["ts"].to_numpy()
+    return time >= np.sort(time)[round(split.fractions[0] * len(time))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampled", [False, True], ids=["whole", "sampled"])
+@pytest.mark.parametrize(
+    ("with_time", "split"),
+    [
+        (True, SplitSpec()),
+        (True, SplitSpec(kind="random", seed=5)),
+        (False, SplitSpec()),
+        (False, SplitSpec(fractions=(0.5, 0.2, 0.3), seed=3)),
+    ],
+    ids=["time", "time but random", "random", "random halves"],
+)
+def test_labels_of_held_out_rows_decide_nothing(
+    kind: str, sampled: bool, with_time: bool, split: SplitSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sampled:
+        monkeypatch.setattr(sampling, "SAMPLE_ROWS", 12_000)
+
+    def guessed(told: np.ndarray[Any, Any]) -> Schema:
+        data = KINDS[kind](clicks(told, with_time=with_time), tmp_path)
+        return guess_columns(data, label="click", split=split).schema()
+
+    held = held_out(clicks(np.zeros(ROWS, np.bool_), with_time=with_time), split)
+    nothing = guessed(np.zeros(ROWS, np.bool_))
+    assert guessed(held) == nothing
+    assert guessed(~held) != nothing, "labels of training rows decide"
