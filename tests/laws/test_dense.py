@@ -11,6 +11,7 @@ from kernel_cases import Guarded, every_backend, running
 from torch import Tensor
 
 from hotrow.kernels import ops, reference
+from hotrow.kernels.types import Activation
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
 
@@ -220,6 +221,39 @@ def test_mlp_writes_its_outputs_and_no_more(samples: int, widths: tuple[int, ...
         for own in (*outputs, *(own for made in grads for own in made)):
             own.check()
             assert not own.tensor.isnan().any()
+
+
+@pytest.mark.parametrize("last", ["relu", "linear"])
+@pytest.mark.parametrize("members", [1, 3])
+def test_members_have_the_bits_that_each_has_alone(members: int, last: Activation) -> None:
+    g = torch.Generator().manual_seed(5)
+    x_MBI, grad_MBO = torch.randn(members, 33, 17, generator=g), torch.randn(members, 33, 3, generator=g)
+    layers = [[torch.randn(n, m, generator=g) for m, n in pairwise((17, 40, 3))] for _ in range(members)]
+    biases = [[torch.randn(len(w), generator=g) for w in own] for own in layers]
+
+    def check() -> None:
+        def leaves() -> list[Tensor]:
+            return [t.clone().requires_grad_() for own in zip(layers, biases, strict=True) for t in (*own[0], *own[1])]
+
+        together, alone = leaves(), leaves()
+        x, y = x_MBI.clone().requires_grad_(), x_MBI.clone().requires_grad_()
+        weights, adds = (
+            [together[k : k + 2] for k in range(0, 4 * members, 4)],
+            [together[k : k + 2] for k in range(2, 4 * members, 4)],
+        )
+        out = ops.mlps(x, weights, adds, last=last)
+        out.backward(grad_MBO)
+        for k in range(members):
+            own = alone[4 * k : 4 * k + 4]
+            expected = ops.mlp(y[k], own[:2], own[2:], last=last)
+            expected.backward(grad_MBO[k])
+            assert torch.equal(out[k], expected)
+        for one, other in zip([x, *together], [y, *alone], strict=True):
+            assert torch.equal(one.grad, other.grad)
+
+    check()
+    for _ in every_backend():
+        check()
 
 
 def test_mlp_lets_nan_through() -> None:

@@ -118,3 +118,21 @@ def test_members_are_dlrms_side_by_side() -> None:
     torch.testing.assert_close(model(dense, pooled), logits.mean(0))
     with model.drawing(0, 0):
         assert torch.equal(model(dense, pooled), logits), "in a step each has a loss of its own"
+
+
+def test_a_step_of_members_has_the_bits_that_each_has_alone() -> None:
+    """Logits, and gradients of weights and rows, with all that a DLRM may have; a member's modules come after those of
+    the members before it, and draw as such."""
+    options: dict[str, Any] = {"concatenated": True, "first_order": True, "dropout": 0.3, "embedding_dropout": 0.4}
+    model, (dense, pooled) = built(members=3, **options), inputs(3 * D)
+    together, apart = pooled.clone().requires_grad_(), pooled.clone().requires_grad_()
+    with model.drawing(7, 1000):
+        logits = model(dense, together)
+        logits.sum().backward()
+        grads = [own.grad.clone() for own in model.parameters()]
+        model.zero_grad()
+        rows = apart.view(B, F, 3, D)
+        alone = [own(dense, rows[:, :, k].reshape(B, F * D)) for k, own in enumerate(model.members)]
+        torch.stack(alone).sum().backward()
+    assert torch.equal(logits, torch.stack(alone)) and torch.equal(together.grad, apart.grad)
+    assert all(torch.equal(one, own.grad) for one, own in zip(grads, model.parameters(), strict=True))

@@ -61,6 +61,7 @@ def test_first_nonfinite_against_isfinite(shape: tuple[int, ...], threads: int) 
                 x.view(-1)[torch.randint(0, x.numel(), (places,), generator=generator)] = value
                 expected = tuple(torch.isfinite(x).logical_not().nonzero()[0].tolist())
                 assert ops.first_nonfinite(x) == expected
+                assert ops.all_finite([values, values]) and not ops.all_finite([values, x])
     finally:
         torch.set_num_threads(before)
 

@@ -364,10 +364,10 @@ def dense_work(model: Network, dims: Mapping[str, int], num_dense: int, batch_si
     for node in _graph(logits):
         saved: Sequence[Tensor] = getattr(node, "saved_tensors", ())
         if type(node).__name__ == "_MLPBackward":
-            weights = list(saved[len(saved) // 2 + 1 :])
+            weights = list(saved[node.num_layers + 1 :])
             if not node.needs_input_grad[0]:
-                constant.append(len(products))
-            products += [(_times(len(saved[0]), batch_size), w.shape[1], w.shape[0]) for w in weights]
+                constant += range(len(products), len(products) + len(weights), node.num_layers)
+            products += [(_times(saved[0].shape[-2], batch_size), w.shape[1], w.shape[0]) for w in weights]
         elif type(node).__name__ == "_InteractionBackward":
             _, vectors, dim = saved[1].shape
             pairs.append((_times(len(saved[1]), batch_size), vectors + 1, dim))

@@ -90,6 +90,16 @@ class Constant(nn.Module):
         return self.bias.expand(len(x), -1)
 
 
+def each(members: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """Returns what each module makes of its own x; x [M, B, I]."""
+    return torch.stack([member(own) for member, own in zip(members, x, strict=True)])
+
+
+def products(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x weight^T of each member; x [M, B, I], weight [M, O, I]."""
+    return x @ weight.transpose(1, 2)
+
+
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Returns x weight^T."""
     return x @ weight.T

@@ -12,10 +12,11 @@ import importlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import repeat
 from operator import itemgetter
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -451,6 +452,16 @@ def first_nonfinite(values: Tensor) -> tuple[int, ...] | None:
     return tuple(index)
 
 
+def all_finite(values: Sequence[Tensor]) -> bool:
+    """Returns whether no value [...] has NaN or infinity: `first_nonfinite` for many small tensors, in a quarter of its
+    time."""
+    module, threads = _native(), torch.get_num_threads()
+    if module is None or any(v.device.type != "cpu" or v.dtype != torch.float32 for v in values):
+        return all(first_nonfinite(own) is None for own in values)
+    rows = (own.detach() if own.dim() == 2 and own.stride(1) == 1 else own.detach().reshape(1, -1) for own in values)
+    return all(module.first_nonfinite(*_views(own), threads) < 0 for own in rows)
+
+
 def are_upper_halves(weight: Tensor) -> bool:
     """Returns whether the lower 16 bits of all of `weight` [...], float32, are 0."""
     if _native() is None or not weight.is_contiguous():
@@ -754,34 +765,47 @@ def weights_stay() -> Iterator[None]:
 
 
 class _MLP(torch.autograd.Function):
-    """The layers of an MLP; `parameters` are weight [O, I] and bias [O] in turn."""
+    """The layers of an MLP on x [B, I], or of M of them, each on its own x [M, B, I]; `parameters` are weight [O, I]
+    and bias [O] in turn, all of one MLP before those of the next."""
 
     @staticmethod
-    def forward(ctx: Any, x_BI: Tensor, last: Activation, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, last: Activation, *parameters: Tensor) -> Tensor:
         weights, biases = parameters[::2], parameters[1::2]
-        x_BI = x_BI.detach().contiguous()
-        outputs = [empty(len(x_BI), len(bias)) for bias in biases]
+        x, num_layers = x.detach().contiguous(), len(weights) // _num_members(x)
+        outputs = [empty(*x.shape[:-1], bias.shape[0]) for bias in biases[:num_layers]]
         ctx.packed = [] if (packed := _packed.get()) is None else [packed.keep(weights)]
-        views = _views(x_BI)[0], _views(*weights), _views(*biases), last == "relu", _views(*outputs)
-        _native().mlp(*views, torch.get_num_threads(), *ctx.packed)
-        ctx.save_for_backward(x_BI, *outputs, *weights)
-        ctx.last = last
+        for k, (own_x, *own) in enumerate(zip(*map(_members, (x, *outputs)), strict=True)):
+            layers = slice(k * num_layers, (k + 1) * num_layers)
+            views = *_views(own_x), _views(*weights[layers]), _views(*biases[layers]), last == "relu", _views(*own)
+            _native().mlp(*views, torch.get_num_threads(), *ctx.packed)
+        ctx.save_for_backward(x, *outputs, *weights)
+        ctx.last, ctx.num_layers = last, num_layers
         return outputs[-1]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        *inputs, out_BO = saved[: len(saved) // 2 + 1]
-        weights = saved[len(inputs) + 1 :]
-        grad = torch.ops.aten.threshold_backward(grad_BO, out_BO, 0) if ctx.last == "relu" else grad_BO.contiguous()
-        grad_weights, grad_biases = [empty(*w.shape) for w in weights], [empty(len(w)) for w in weights]
-        grad_inputs: list[Tensor | None] = [empty(*x.shape) for x in inputs]
-        if not ctx.needs_input_grad[0]:
-            grad_inputs[0] = None
-        views = (_views(*group) for group in (inputs, weights, grad_weights, grad_biases, grad_inputs))
-        _native().mlp_backward(*_views(grad), *views, torch.get_num_threads(), *ctx.packed)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, out = ctx.saved_tensors[: ctx.num_layers + 1]
+        weights = ctx.saved_tensors[ctx.num_layers + 1 :]
+        grad = torch.ops.aten.threshold_backward(grad, out, 0) if ctx.last == "relu" else grad.contiguous()
+        grad_weights, grad_biases = [empty(*w.shape) for w in weights], [empty(w.shape[0]) for w in weights]
+        grad_inputs = [empty(*x.shape) if k or ctx.needs_input_grad[0] else None for k, x in enumerate(inputs)]
+        of_members = zip(*map(_members, (grad, *inputs, *grad_inputs)), strict=False)
+        for k, (own_grad, *own) in enumerate(of_members):
+            layers = slice(k * ctx.num_layers, (k + 1) * ctx.num_layers)
+            parts = own[: len(inputs)], weights[layers], grad_weights[layers], grad_biases[layers], own[len(inputs) :]
+            views = *_views(own_grad), *(_views(*part) for part in parts)
+            _native().mlp_backward(*views, torch.get_num_threads(), *ctx.packed)
         return grad_inputs[0], None, *(grad for pair in zip(grad_weights, grad_biases, strict=True) for grad in pair)
+
+
+def _num_members(x: Tensor) -> int:
+    return x.shape[0] if x.dim() == 3 else 1
+
+
+def _members(x: Tensor | None) -> Iterable[Tensor | None]:
+    """Returns each of M matrices, or the one that there is; None for each if there is none."""
+    return repeat(None) if x is None else x.unbind(0) if x.dim() == 3 else (x,)
 
 
 class _BFloat16MLP(torch.autograd.Function):
@@ -821,20 +845,44 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
     torch's autocast to bfloat16, products are of bfloat16: `reference.mlp_bf16` if `bfloat16_products()`, else torch's.
     Raises ValueError if shapes or dtypes do not fit.
     """
+    _check_layers(x_BI, weights, biases)
+    if _left_to_torch(x_BI):
+        return reference.mlp(x_BI, weights, biases, last=last)
+    function = _BFloat16MLP if _autocast(x_BI) else _MLP
+    return function.apply(x_BI.float(), last, *_in_turn(weights, biases))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def mlps(
+    x_MBI: Tensor, weights: Sequence[Sequence[Tensor]], biases: Sequence[Sequence[Tensor]], *, last: Activation
+) -> Tensor:
+    """Returns the `mlp` of each of M members on its own x, [M, B, O], as one operation of autograd.
+
+    Members have layers of the same widths; the bits of each are those of its `mlp` alone.
+    """
+    if _left_to_torch(x_MBI) or _autocast(x_MBI):
+        each = zip(x_MBI, weights, biases, strict=True)
+        return torch.stack([mlp(x_BI, *layers, last=last) for x_BI, *layers in each])
+    for x_BI, *layers in zip(x_MBI, weights, biases, strict=True):
+        _check_layers(x_BI, *layers)
+    parameters = [own for layers in zip(weights, biases, strict=True) for own in _in_turn(*layers)]
+    return _MLP.apply(x_MBI, last, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _check_layers(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+    """Raises ValueError if shapes or dtypes of an MLP do not fit."""
     width, autocast = x_BI.shape[-1], _autocast(x_BI)
     for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        narrow = {x_BI.dtype, weight.dtype, bias.dtype} != {torch.float32} and not autocast
-        if weight.shape != (len(bias), width) or narrow:
+        narrow = not (x_BI.dtype == weight.dtype == bias.dtype == torch.float32 or autocast)
+        if weight.shape != (bias.shape[0], width) or narrow:
             raise ValueError(
                 f"layer {k}: inputs are {x_BI.dtype} of width {width}, weight {weight.dtype} {tuple(weight.shape)}, "
                 f"bias {bias.dtype} {tuple(bias.shape)}; pass float32 [B, I], [O, I] and [O]"
             )
-        width = len(bias)
-    if _left_to_torch(x_BI):
-        return reference.mlp(x_BI, weights, biases, last=last)
-    parameters = [p.float().contiguous() for pair in zip(weights, biases, strict=True) for p in pair]
-    function = _BFloat16MLP if autocast else _MLP
-    return function.apply(x_BI.float(), last, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+        width = bias.shape[0]
+
+
+def _in_turn(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    return [p.float().contiguous() for pair in zip(weights, biases, strict=True) for p in pair]
 
 
 def product(x_BI: Tensor, weight_OI: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ top MLP has the bias.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from hotrow.models.layers import MLP, Constant, Dropout, Network, dot_interaction, product
+from hotrow.models.layers import MLP, Constant, Dropout, Network, dot_interaction, each, products
 from hotrow.models.spec import DropoutShare, Members, ModelSpec, Width
 
 
@@ -63,20 +63,28 @@ class DLRM(Network):
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
         """Returns logits [B]."""
-        pooled_BFD = pooled_BP.view(-1, self.num_features, self.embedding_dim)
-        if self.row_dropout.moment:
-            kept_BF = self.row_dropout(pooled_BFD.new_ones(pooled_BFD.shape[:2]))
-            pooled_BFD = pooled_BFD * kept_BF[:, :, None]
-        inputs_BI = dot_interaction(self.bottom(dense_BI), pooled_BFD)
-        if self.concatenated:
-            inputs_BI = torch.cat([inputs_BI, pooled_BFD.flatten(1)], dim=1)
-        logits_B1: Tensor = self.top(inputs_BI)
-        logits_B = logits_B1.squeeze(1)
-        if self.first_order_I is not None:
-            inputs_BX = torch.cat([dense_BI, pooled_BFD[:, :, 0]], dim=1)
-            weight_X = torch.cat([self.first_order_I, dense_BI.new_ones(self.num_features)])
-            logits_B = logits_B + product(inputs_BX, weight_X[None]).squeeze(1)
-        return logits_B
+        return _logits([self], dense_BI, pooled_BP.view(1, -1, self.num_features, self.embedding_dim))[0]
+
+
+def _logits(members: Sequence[DLRM], dense_BI: Tensor, pooled_MBFD: Tensor) -> Tensor:
+    """Returns the logits of DLRMs of the same size, each on its own rows, [M, B]."""
+    one, num_members = members[0], len(members)
+    dense_MBI = dense_BI[None] if num_members == 1 else torch.stack([dense_BI] * num_members)
+    if one.row_dropout.moment:
+        kept_MBF = each([own.row_dropout for own in members], pooled_MBFD.new_ones(pooled_MBFD.shape[:3]))
+        pooled_MBFD = pooled_MBFD * kept_MBF[..., None]
+    bottom_MBD = each([own.bottom for own in members], dense_MBI)
+    inputs_MBI = dot_interaction(bottom_MBD.flatten(0, 1), pooled_MBFD.flatten(0, 1))
+    inputs_MBI = inputs_MBI.view(num_members, len(dense_BI), -1)
+    if one.concatenated:
+        inputs_MBI = torch.cat([inputs_MBI, pooled_MBFD.flatten(2)], dim=2)
+    logits_MB = each([own.top for own in members], inputs_MBI).squeeze(2)
+    if one.first_order_I is not None:
+        inputs_MBX = torch.cat([dense_MBI, pooled_MBFD[..., 0]], dim=2)
+        weight_MI = torch.stack([own.first_order_I for own in members if own.first_order_I is not None])
+        weight_MX = torch.cat([weight_MI, dense_BI.new_ones(num_members, one.num_features)], dim=1)
+        logits_MB = logits_MB + products(inputs_MBX, weight_MX[:, None]).squeeze(2)
+    return logits_MB
 
 
 class DLRMs(Network):
@@ -96,8 +104,8 @@ class DLRMs(Network):
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
         """Returns logits [B], or [M, B]."""
         pooled_BFMD = pooled_BP.view(len(pooled_BP), self.num_features, self.num_members, -1)
-        own = [rows.contiguous().flatten(1) for rows in pooled_BFMD.unbind(2)]
-        logits_MB = torch.stack([member(dense_BI, rows) for member, rows in zip(self.members, own, strict=True)])
+        pooled_MBFD = pooled_BFMD.permute(2, 0, 1, 3).contiguous()
+        logits_MB = _logits([cast(DLRM, member) for member in self.members], dense_BI, pooled_MBFD)
         if self.is_drawing:
             return logits_MB
         mean_B = logits_MB[0]

@@ -14,15 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hotrow.kernels.ops import dot_interaction, mlp, product
+from hotrow.kernels.ops import dot_interaction, mlp, mlps, product
 from hotrow.kernels.tree import SERIAL
 from hotrow.kernels.types import Activation
 
@@ -35,8 +37,10 @@ __all__ = [
     "Network",
     "dot_interaction",
     "dots",
+    "each",
     "linear",
     "product",
+    "products",
     "repeated",
     "sigmoid",
     "unit",
@@ -65,15 +69,18 @@ class Network(nn.Module):
         """A block that is a training step, in which `Dropout` draws: step number `step`, of samples that begin at
         `sample` in the batch of all ranks. Elsewhere nothing is dropped."""
         self.is_drawing = True
-        dropouts = [module for module in self.modules() if isinstance(module, Dropout)]
-        for place, module in enumerate(dropouts):
+        for place, module in enumerate(self._dropouts):
             module.moment = (place, step, sample)
         try:
             yield
         finally:
             self.is_drawing = False
-            for module in dropouts:
+            for module in self._dropouts:
                 module.moment = None
+
+    @cached_property
+    def _dropouts(self) -> list[Dropout]:
+        return [module for module in self.modules() if isinstance(module, Dropout)]
 
 
 class Dropout(nn.Module):
@@ -88,20 +95,26 @@ class Dropout(nn.Module):
     def __init__(self, share: float, *, generator: torch.Generator) -> None:
         super().__init__()
         self.share, self._seed = share, generator.initial_seed()
+        self._bits = np.random.Philox(0)
+        self._state: Any = self._bits.state
         self.moment: tuple[int, int, int] | None = None
         """Place of the module, step and first sample; None outside of training steps. `Network.drawing` sets it."""
 
     def forward(self, x_BW: Tensor) -> Tensor:
         """Returns x, in a training step with some elements dropped."""
-        if self.moment is None or not self.share:
-            return x_BW
+        return each([self], x_BW[None])[0]
+
+    def kept(self, out_BW: NDArray[np.float32]) -> None:
+        """Writes what a training step multiplies each element by: 0 or 1 / (1 - share)."""
+        assert self.moment is not None, "outside of a step nothing is drawn"
         place, step, sample = self.moment
-        num_samples, width = x_BW.shape
+        num_samples, width = out_BW.shape
         blocks = -(-width // 16)
-        drawn = np.random.Philox(counter=[sample * blocks, 0, step, 0], key=[self._seed, place])
-        numbers_BW = drawn.random_raw(num_samples * blocks * 4).view(np.uint16).reshape(num_samples, -1)[:, :width]
-        kept_BW = (numbers_BW >= round(self.share * 65536)).astype(np.float32) / np.float32(1 - self.share)
-        return x_BW * torch.from_numpy(kept_BW).to(x_BW.device)
+        counter, key = [sample * blocks, 0, step, 0], [self._seed, place]
+        self._state["state"] = {"counter": np.array(counter, np.uint64), "key": np.array(key, np.uint64)}
+        self._bits.state = self._state  # a new Philox would take ten times as long
+        numbers_BW = self._bits.random_raw(num_samples * blocks * 4).view(np.uint16).reshape(num_samples, -1)[:, :width]
+        np.multiply(numbers_BW >= round(self.share * 65536), 1 / np.float32(1 - self.share), out=out_BW)
 
 
 def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.Linear:
@@ -136,14 +149,45 @@ class MLP(nn.Module):
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """Returns the last layer's output."""
-        layers = [cast(nn.Linear, layer) for layer in self.layers]
-        hidden = 0
-        if any(dropout.moment for dropout in self.dropouts):
-            for layer, dropout in zip(layers, self.dropouts, strict=False):
-                x_BI = dropout(mlp(x_BI, [layer.weight], [layer.bias], last="relu"))
-            hidden = len(self.dropouts)
-        rest = layers[hidden:]
-        return mlp(x_BI, [layer.weight for layer in rest], [layer.bias for layer in rest], last=self.last)
+        return each([self], x_BI[None])[0]
+
+
+def each(members: Sequence[nn.Module], x_MBI: Tensor) -> Tensor:
+    """Returns what each module makes of its own x, [M, B, O]. Modules of one kind and size cost as much as one."""
+    if all(isinstance(member, MLP) for member in members):
+        return _each_mlp(cast(Sequence[MLP], members), x_MBI)
+    if all(isinstance(member, Dropout) for member in members):
+        return _each_dropped(cast(Sequence[Dropout], members), x_MBI)
+    return torch.stack([member(x_BI) for member, x_BI in zip(members, x_MBI, strict=True)])
+
+
+def products(x_MBI: Tensor, weight_MOI: Tensor) -> Tensor:
+    """Returns the `product` of each x with its own weight, [M, B, O]."""
+    zeros_O = weight_MOI.new_zeros(weight_MOI.shape[1])
+    return mlps(x_MBI, [[own] for own in weight_MOI], [[zeros_O]] * len(x_MBI), last="linear")
+
+
+def _each_mlp(members: Sequence[MLP], x_MBI: Tensor) -> Tensor:
+    """Returns the outputs of MLPs of the same widths, [M, B, O]; hidden layers one by one if something drops."""
+    layers = list(zip(*(cast(Sequence[nn.Linear], member.layers) for member in members), strict=True))
+    dropouts = list(zip(*(cast(Sequence[Dropout], member.dropouts) for member in members), strict=True))
+    hidden = len(dropouts) if dropouts and dropouts[0][0].moment else 0
+    for own, dropped in zip(layers[:hidden], dropouts, strict=False):
+        x_MBI = mlps(x_MBI, [[one.weight] for one in own], [[one.bias] for one in own], last="relu")
+        x_MBI = _each_dropped(dropped, x_MBI)
+    rest = list(zip(*layers[hidden:], strict=True))
+    weights, biases = ([[getattr(one, name) for one in own] for own in rest] for name in ("weight", "bias"))
+    return mlps(x_MBI, weights, biases, last=members[0].last)
+
+
+def _each_dropped(members: Sequence[Dropout], x_MBW: Tensor) -> Tensor:
+    """Returns each x with elements dropped by its own module, if this is a training step."""
+    if members[0].moment is None or not members[0].share:
+        return x_MBW
+    kept_MBW = np.empty(x_MBW.shape, np.float32)
+    for member, out_BW in zip(members, kept_MBW, strict=True):
+        member.kept(out_BW)
+    return x_MBW * torch.from_numpy(kept_MBW).to(x_MBW.device)
 
 
 class Linear(nn.Module):
