@@ -65,6 +65,7 @@ from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import CONFIG, RUN, SELECTION, RunFolder, check_free, resume_command
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import make_folder, train
+from hotrow.run.selection import step_to_stop_at
 from hotrow.run.storage import close_tiers
 from hotrow.run.trainer import evaluate
 from hotrow.run.usual import count_split, seen_of
@@ -414,9 +415,9 @@ def fit(
     config: a recipe to train by, as a path or its content, instead of the one for this many rows (config/recipe.py).
     model: "dlrm" (default), "dcn" or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN).
     refit: whether raw data that is split by time or at random is trained on twice. The first run, in RUN/selection,
-        leaves the validation rows out and finds the step with the best weights. The second one, in RUN, trains on them
-        too, from the start, and takes more steps in proportion to its rows. If False, or if there are no validation
-        rows, there is one run.
+        leaves the validation rows out and finds the last step at which they were scored best, within noise. The second
+        one, in RUN, trains on them too, from the start, and takes more steps in proportion to its rows. If False, or if
+        there are no validation rows, there is one run.
     overrides: config options, by their last name if only one option has it (`epochs=3`) or in full
         (`**{"optimizer.dense.lr": 0.1}`). The run's config.yaml has all options as they were used.
 
@@ -499,7 +500,7 @@ def _select(
 
 def _with_validation_rows(opened: OpenedSource, selection: Run) -> tuple[OpenedSource, dict[str, Any], list[str]]:
     """Returns the source with its validation rows among those that train, and the recipe that `selection` found: its
-    own, up to its best step, with all steps stretched by the rows that came to it."""
+    own, up to its last good step, with all steps stretched by the rows that came to it."""
     train_share, validation, test = opened.schema.split.fractions
     rows, recipe = selection.record.rows or {}, read_config(selection.path / CONFIG)
     config = make_config(recipe, origin=str(selection.path / CONFIG))
@@ -507,7 +508,7 @@ def _with_validation_rows(opened: OpenedSource, selection: Run) -> tuple[OpenedS
     def stretched(steps: int) -> int:
         return round(steps * (rows["train"] + rows["val"]) / rows["train"])
 
-    steps = stretched(selection.record.chosen_step or 0)
+    steps = stretched(_last_good_step(selection))
     given = config.train.max_steps
     schedule = {name: steps and stretched(steps) for name, steps in config.optimizer.schedule}
     changes = {
@@ -520,15 +521,24 @@ def _with_validation_rows(opened: OpenedSource, selection: Run) -> tuple[OpenedS
     return opened, _recipe(recipe) or {}, as_overrides(changes)
 
 
+def _last_good_step(selection: Run) -> int:
+    """Returns the step of the last weights that are, within noise, as good as those that a selection chose."""
+    record, chosen = selection.record, selection.record.chosen_step or 0
+    if record.monitor != record.trained_for.loss_figure:
+        return chosen
+    return step_to_stop_at(selection.folder.measurements(), chosen)
+
+
 def _selection_line(selection: Run, changes: Sequence[str]) -> str:
     """Returns what a selection found, and what comes of it, in words."""
     record = selection.record
     found = record.trained_for.line((record.metrics or {})["val"])
     steps = next(change.partition("=")[2] for change in changes if change.startswith("train.max_steps="))
-    best = f"{record.chosen_step:,} of {num_of(record.steps or 0, 'step')}"
+    best, last = f"{record.chosen_step:,} of {num_of(record.steps or 0, 'step')}", _last_good_step(selection)
+    alike = f", and within noise until step {last:,}" if last != record.chosen_step else ""
     return (
-        f"validation rows: {found} after {best} ({selection.path}); now training on these rows too, from the start, "
-        f"{num_of(int(steps), 'step')}"
+        f"validation rows: {found} after {best}{alike} ({selection.path}); now training on these rows too, from the "
+        f"start, {num_of(int(steps), 'step')}"
     )
 
 

@@ -15,9 +15,10 @@ import hotrow
 from hotrow import api
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.prepare.prepare import raw_rows, run_prepare
 from hotrow.report.page import how_selected
 from hotrow.run import runs
+from hotrow.run.selection import step_to_stop_at
 from prepare_data import file_hashes
 
 OPTIONS: dict[str, Any] = {"batch_size": 32, "epochs": 3, "embedding_dim": 4, "top_mlp": [8], "quiet": True}
@@ -49,9 +50,13 @@ def test_the_second_run_trains_all_rows_but_those_of_the_test(timed: bool, tmp_p
         "test": test,
     }
     more = (train + validation) / train
-    assert run.record.steps == round((selection.record.chosen_step or 0) * more)
+    last = step_to_stop_at(selection.folder.measurements(), selection.record.chosen_step or 0)
+    assert run.record.steps == round(last * more)
 
-    by_hand = run_prepare("frame", rows, tmp_path / "packed", **hints, fractions=(0.8 + 0.1, 0.0, 0.1))
+    guessed = raw_rows(first)
+    assert guessed is not None, "a guess looks at labels of training rows alone, so it is that of the first run"
+    schema = guessed.schema
+    by_hand = run_prepare("frame", rows, tmp_path / "packed", schema=schema, fractions=(0.8 + 0.1, 0.0, 0.1))
     raw = yaml.safe_load((selection.path / "config.yaml").read_text())
     raw["train"] |= {"max_steps": run.record.steps, "eval_every": None, "early_stopping": None}
     schedule = raw["optimizer"]["schedule"]

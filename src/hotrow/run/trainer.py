@@ -51,6 +51,7 @@ from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepC
 from hotrow.run.micro import backward, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
 from hotrow.run.scores import gains, scores_of
+from hotrow.run.selection import losses_of_parts
 from hotrow.run.storage import close_tiers
 from hotrow.run.together import nonfinite_inputs
 from hotrow.run.trace import NAME as TRACE
@@ -478,10 +479,13 @@ class Training:
         """Evaluates the model on `split`, says and records the result. step: the step of its weights, if not the last
         one. metrics: as for `evaluate`."""
         step = self.state.step if step is None else step
+        objective = self.parts.objective
+        metrics = objective.metrics() if metrics is None else metrics
         result = self._evaluated(split, metrics=metrics)
         epoch = round(step / self.steps_per_epoch, 4)
-        self.folder.measure("eval", step=step, split=split, epoch=epoch, **result)
-        self.say(f"{split} at step {step}: {self.parts.objective.line(result)}")
+        losses = {"losses": losses_of_parts(metrics, objective)} if split == "val" else {}
+        self.folder.measure("eval", step=step, split=split, epoch=epoch, **result, **losses)
+        self.say(f"{split} at step {step}: {objective.line(result)}")
         return result
 
     @contextmanager
