@@ -25,13 +25,17 @@ FOLD_SALT = 0xF0
 
 
 def row_uniform(seed: int, first_row: int, num_rows: int, *, salt: int) -> NDArray[np.float64]:
-    """Returns a number in [0, 1) for each row from first_row on, a function of (seed, salt, row number) alone.
+    """Returns `uniform_of` each row from first_row on."""
+    return uniform_of(seed, np.arange(first_row, first_row + num_rows), salt=salt)
+
+
+def uniform_of(seed: int, rows: NDArray[np.int64], *, salt: int) -> NDArray[np.float64]:
+    """Returns a number in [0, 1) for each row by its number, a function of (seed, salt, row number) alone.
 
     It is the upper 53 bits of splitmix64 (Steele, Lea, Flood 2014) of the row number, started from the mixed seed.
     """
-    rows = np.arange(first_row, first_row + num_rows, dtype=np.uint64)
     start = mix64(np.array([(seed + salt * GOLDEN) % 2**64], dtype=np.uint64))
-    bits = mix64(start + rows * np.uint64(GOLDEN)) >> np.uint64(11)
+    bits = mix64(start + rows.astype(np.uint64) * np.uint64(GOLDEN)) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
 
 
@@ -49,7 +53,11 @@ class RandomPlan:
     kind: Literal["random"] = "random"
 
     def assign(self, first_row: int, num_rows: int, time: NDArray[np.int64] | None) -> Codes:
-        u = row_uniform(self.seed, first_row, num_rows, salt=SPLIT_SALT)
+        return self.of_rows(np.arange(first_row, first_row + num_rows))
+
+    def of_rows(self, rows: NDArray[np.int64]) -> Codes:
+        """Returns the split of each row by its number."""
+        u = uniform_of(self.seed, rows, salt=SPLIT_SALT)
         train, val, _ = self.fractions
         return (u >= train).astype(np.uint8) + (u >= train + val).astype(np.uint8)
 

@@ -57,6 +57,6 @@ def _last_of(times: NDArray[np.int64], split: SplitSpec, *, is_whole: bool) -> i
 def _trains_by_number(found: Sample, kept: NDArray[np.bool_], split: SplitSpec) -> NDArray[np.bool_]:
     """Returns which sampled rows a random split trains on."""
     numbers = np.cumsum(kept) - 1 if found.is_whole else found.numbers  # preparation numbers the rows that it keeps
-    known = numbers >= 0
-    codes = RandomPlan(split.seed, split.fractions).assign(0, int(numbers.max(initial=-1)) + 1, None)
-    return known & (codes[np.where(known, numbers, 0)] == TRAIN) if len(codes) else known
+    codes = RandomPlan(split.seed, split.fractions).of_rows(numbers)
+    trains: NDArray[np.bool_] = (numbers >= 0) & (codes == TRAIN)
+    return trains
