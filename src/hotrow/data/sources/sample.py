@@ -60,7 +60,7 @@ def sample_rows(data: Any, reader: TableReader, spec: CsvSpec) -> Sample:
     files = input_files(data)
     if files is None:
         assert isinstance(reader, FrameReader), "only a frame has no files"
-        rows, is_whole = _spread(_numbered(reader.table)), reader.table.num_rows <= SAMPLE_ROWS
+        rows, is_whole = _spread(reader.table), reader.table.num_rows <= SAMPLE_ROWS
     else:
         rows, is_whole = _of_files(files, reader, spec)
     if not len(rows):
@@ -138,12 +138,14 @@ def _read(own: TableReader, reader: TableReader, num_rows: int | None = None) ->
 
 
 def _spread(table: pa.Table) -> pa.Table:
-    """Returns SAMPLE_ROWS rows in runs that are spread evenly over the table; or all of a small table."""
-    if len(table) <= SAMPLE_ROWS:
-        return table
-    length = SAMPLE_ROWS // NUM_RUNS
-    starts = np.linspace(0, len(table) - length, NUM_RUNS).astype(int)
-    return pa.concat_tables([table.slice(start, length) for start in starts.tolist()])
+    """Returns SAMPLE_ROWS rows in runs that are spread evenly over the table; or all of a small table. They get numbers
+    if they have none yet."""
+    length = SAMPLE_ROWS // NUM_RUNS if len(table) > SAMPLE_ROWS else len(table)
+    starts = np.linspace(0, len(table) - length, NUM_RUNS if length < len(table) else 1).astype(int).tolist()
+    runs = [table.slice(start, length) for start in starts]
+    if NUMBER not in table.column_names:
+        runs = [_numbered(run, start + np.arange(length)) for start, run in zip(starts, runs, strict=True)]
+    return pa.concat_tables(runs)
 
 
 def _joined(parts: Sequence[pa.Table], schema: pa.Schema) -> pa.Table:
