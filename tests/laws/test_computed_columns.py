@@ -4,6 +4,7 @@ and in exports; their values are those of plain Python."""
 from __future__ import annotations
 
 import importlib.util
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,116 @@ def test_the_same_keys_everywhere(tmp_path: Path, suffix: str) -> None:
     assert scores.std() > 0.05, "else all scores are alike"
 
 
+HISTORIES: dict[str, Any] = {
+    "label": "click",
+    "time": "ts",
+    "dense": [{"column": "seen", "transform": "identity"}, {"column": "seen_lately", "transform": "log1p_clip0"}],
+    "categorical": [
+        {"column": "item", "type": "int"},
+        {"column": "recent", "kind": "sequence", "table": "item", "type": "int"},
+        {"column": "tags", "kind": "multi_hot"},
+        {"column": "first_tags", "kind": "multi_hot", "table": "tags"},
+    ],
+    "transforms": [
+        {"sequence": {"column": "history", "last": 3, "dedup": True, "into": "recent"}},
+        {"sequence": {"column": "tags", "first": 2, "into": "first_tags"}},
+        {"combo_count": {"columns": ["history", "item"], "into": "seen"}},
+        {"combo_count": {"columns": ["recent", "item"], "into": "seen_lately"}},
+    ],
+}
+
+
+def logs_of_lists(num_rows: int, seed: int) -> dict[str, list[Any]]:
+    """Logs with a history of items and tags, some of them empty or absent, or holding what is missing."""
+    rng = np.random.default_rng(seed)
+    rows = {name: values for name, values in logs(num_rows, seed).items() if name in ("click", "ts", "item")}
+    ids = [None, *range(1, 9)]
+    rows["item"] = [ids[i] for i in rng.integers(0, 9, num_rows)]
+    rows["history"] = [[ids[i] for i in rng.integers(0, 9, n)] for n in rng.integers(0, 9, num_rows)]
+    rows["tags"] = [[f"t{i}" for i in rng.integers(0, 6, n)] if n else None for n in rng.integers(0, 5, num_rows)]
+    rows["click"] = [
+        int(rng.random() < (0.8 if i in h else 0.1)) for i, h in zip(rows["item"], rows["history"], strict=True)
+    ]
+    return rows
+
+
+def truth_of_lists(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    recent = []
+    for history in rows["history"]:
+        once: list[Any] = []
+        for item in reversed(history):
+            once += [item] if item not in once else []
+        recent.append(once[:3][::-1])
+    return {
+        "recent": recent,
+        "first_tags": [(tags or [])[:2] for tags in rows["tags"]],
+        "seen": [h.count(i) for h, i in zip(rows["history"], rows["item"], strict=True)],
+        "seen_lately": [r.count(i) for r, i in zip(recent, rows["item"], strict=True)],
+    }
+
+
+def as_file(rows: dict[str, list[Any]], path: Path) -> str:
+    """Saves rows; lists become JSON arrays in text."""
+    if path.suffix == ".csv":
+        lists = {name: [v if v is None else json.dumps(v) for v in rows[name]] for name in ("history", "tags")}
+        rows = rows | lists
+    return save(rows, path)
+
+
+@pytest.mark.filterwarnings("ignore:ids that training never saw")
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_lists_are_the_same_everywhere(tmp_path: Path, suffix: str) -> None:
+    rows, new = logs_of_lists(2000, 0), logs_of_lists(300, 1)
+    categorical = HISTORIES["categorical"]
+    if suffix == ".csv":
+        categorical = [
+            c | {"separator": "json"} if c["column"] in ("recent", "tags") else c for c in HISTORIES["categorical"]
+        ]
+    schema = parse_schema(HISTORIES | {"categorical": categorical}, where="test")
+    source = suffix.removeprefix(".")
+    packed = run_prepare(source, as_file(rows, tmp_path / f"old{suffix}"), tmp_path / "packed", schema=schema)
+    (batch,) = RawEncoder(packed).batches(as_file(new, tmp_path / f"new{suffix}"))
+    train, wanted = packed.split("train").block(0), truth_of_lists(rows)
+    at = {feature.name: i for i, feature in enumerate(packed.info.features)}
+    num_train = len(train.label)
+
+    def rows_of(table: str, ids: list[Any]) -> list[int]:
+        keys = packed.vocabulary(table)
+        if table == "item":
+            valid = np.array([i is not None for i in ids], bool)
+            return keys.lookup(Keys(np.array([i or 0 for i in ids], np.int64), None, valid)).tolist()
+        texts = [text.encode() for text in ids]
+        offsets = np.cumsum([0, *map(len, texts)])
+        return keys.lookup(Keys(np.frombuffer(b"".join(texts), np.uint8), offsets)).tolist()
+
+    for name, table in (("recent", "item"), ("first_tags", "tags")):
+        stored = train.ids[at[name]]
+        assert stored.values.tolist() == rows_of(table, [i for ids in wanted[name][:num_train] for i in ids])
+        assert np.diff(stored.row_splits).tolist() == [len(ids) for ids in wanted[name][:num_train]]
+        found, _, _ = batch.sparse.bags(name)
+        assert found.tolist() == rows_of(table, [i for ids in truth_of_lists(new)[name] for i in ids])
+    np.testing.assert_array_equal(train.dense[0], np.float32(wanted["seen"][:num_train]))
+    np.testing.assert_array_equal(train.dense[1], np.log1p(wanted["seen_lately"][:num_train]).astype(np.float32))
+    np.testing.assert_array_equal(batch.dense[:, 0], np.float32(truth_of_lists(new)["seen"]))
+
+    options = {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "batch_size": 64}
+    run = hotrow.fit(tmp_path / "packed", run=tmp_path / "run", quiet=True, epochs=2, **options)
+    run.export(tmp_path / "out")
+    scorer = load_scorer(tmp_path / "out")
+    assert {*scorer.columns} == {"item", "history", "tags"}
+    inputs = {name: new[name] for name in scorer.columns}
+    scores = run.predict(str(tmp_path / f"new{suffix}"))
+    np.testing.assert_allclose(scorer.score(inputs), scores, rtol=0, atol=1e-5)
+    assert not any(counts["unreadable"] for counts in scorer.seen.columns.values())
+
+    odd = {**new, "history": [["an item", 3, 3], *new["history"][1:]], "item": [3, *new["item"][1:]]}
+    odd["history"] = [[None if i is None else str(i) for i in h] for h in odd["history"]]
+    with pytest.warns(UserWarning, match="scored as missing"):
+        scores = run.predict(pa.table({name: odd[name] for name in scorer.columns}))
+        np.testing.assert_allclose(scorer.score({n: odd[n] for n in scorer.columns}), scores, rtol=0, atol=1e-5)
+    assert [scorer.seen.columns[name]["unreadable"] for name in ("seen", "recent", "seen_lately")] == [1, 1, 1]
+
+
 STARTS = {
     "seconds": pa.timestamp("s"),
     "millis": pa.timestamp("ms", "Asia/Kolkata"),
@@ -253,11 +364,19 @@ def test_published_vectors() -> None:
         ({}, {"hour": {"column": "time", "into": "made"}}, ["'time'", "ts"]),
         ({}, {"log1p_clip0": {"column": "user", "into": "made"}}, ["user", "'user ", "number", "correct the row"]),
         ({"item": [[1]] * 50}, {"hash": {"column": "item", "buckets": 9, "into": "made"}}, ["'item'", "list"]),
+        ({}, {"sequence": {"column": "item", "last": 2, "into": "made"}}, ["'item'", "sequence", "separator"]),
+        ({}, {"combo_count": {"columns": ["price", "item"], "into": "made"}}, ["'price'", "sequence", "separator"]),
+        (
+            {"item": ["a"] * 50, "user": [[1]] * 50},
+            {"combo_count": {"columns": ["user", "item"], "into": "made"}},
+            ["combo_count", "'user' as integers", "'item' as text", "`type`"],
+        ),
         ({"item": [1.5] * 50}, {"hash": {"column": "item", "buckets": 9, "into": "made"}}, ["item", "1.5", "whole"]),
     ],
 )
 def test_bad_columns_are_named(tmp_path: Path, rows: Any, entry: Any, fields: list[str]) -> None:
-    schema = {"label": "click", "categorical": ["made"], "transforms": [entry]}
+    made = {"column": "made", "kind": "sequence" if "sequence" in entry else "one_hot"}
+    schema = {"label": "click", "categorical": [made], "transforms": [entry]}
     for suffix in [".parquet"] if rows else [".csv", ".parquet"]:  # text has neither lists nor floats
         path = save({**logs(50, 0), **rows}, tmp_path / f"rows{suffix}")
         with pytest.raises(ValueError) as caught:  # several parts of one message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,43 @@ def test_transforms_of_numbers_against_plain_python(values: list[float]) -> None
     wanted("clip", lambda x: max(x, 3), low=3)
     wanted("clip", lambda x: min(x, 3), high=3)
     wanted("fill", lambda x: -7 if math.isnan(x) else x, value=-7)
+
+
+LISTS = st.lists(st.lists(st.integers(0, 6), max_size=9))
+
+
+def as_lists(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.array([i for each in lists for i in each], np.uint64)
+    return ids, np.cumsum([0, *map(len, lists)])
+
+
+@given(LISTS, st.integers(1, 5))
+def test_sequences_against_plain_python(lists: list[list[int]], length: int) -> None:
+    ids, splits = as_lists(lists)
+
+    def wanted(truth, **options: Any) -> None:
+        kept = Transform("sequence", options)((ids, splits))
+        found = [ids[i:j][kept[i:j]].tolist() for i, j in pairwise(splits)]
+        assert found == [truth(each) for each in lists]
+
+    def once(ids: list[int]) -> list[int]:
+        return list(dict.fromkeys(ids))
+
+    def once_late(ids: list[int]) -> list[int]:
+        return once(ids[::-1])[::-1]
+
+    wanted(lambda ids: ids[-length:], last=length)
+    wanted(lambda ids: ids[:length], first=length)
+    wanted(once_late, dedup=True)
+    wanted(lambda ids: once_late(ids)[-length:], last=length, dedup=True)
+    wanted(lambda ids: once(ids)[:length], first=length, dedup=True)
+
+
+@given(LISTS)
+def test_combo_count_against_plain_python(lists: list[list[int]]) -> None:
+    ids = [row % 7 for row in range(len(lists))]
+    found = Transform("combo_count")(as_lists(lists), np.array(ids, np.uint64))
+    assert found.tolist() == [each.count(i) for each, i in zip(lists, ids, strict=True)]
 
 
 TIMES = st.integers(-(10**10), 10**10)
@@ -129,6 +167,30 @@ def chain(*made: tuple[str, str, str], **changes: Any) -> dict[str, Any]:
     return {**SCHEMA, "dense": ["y"] if len(made) > 1 else [], "transforms": transforms, **changes}
 
 
+def of_list(*, into: Any = "made", column: str = "seen", **options: Any) -> dict[str, Any]:
+    """A schema with a part of a list of ids. into: what is listed of it."""
+    name = into["column"] if isinstance(into, dict) else into
+    options = options or {"last": 3}
+    return {
+        **SCHEMA,
+        "categorical": ["user", into],
+        "transforms": [{"sequence": {"column": column, "into": name, **options}}],
+    }
+
+
+MADE = {"column": "made", "kind": "sequence"}
+
+
+def test_a_part_of_a_list_is_read_as_the_list() -> None:
+    schema = parse_schema(of_list(into={**MADE, "separator": "|", "type": "int"}), where="s.yaml")
+    assert {spec.column: (spec.kind, spec.separator, spec.type) for spec in schema.id_columns} == {
+        "user": ("one_hot", None, None), "made": ("sequence", "|", "int"), "seen": ("sequence", "|", "int"),
+    }  # fmt: skip
+    assert schema.column_names == ("click", "age", "user", "seen")
+    both = {**of_list(into=MADE), "categorical": [MADE, {"column": "seen", "kind": "multi_hot", "separator": ";"}]}
+    assert [spec.separator for spec in parse_schema(both, where="s.yaml").id_columns] == [";", ";"]
+
+
 def test_a_transform_takes_what_an_earlier_one_computes() -> None:
     schema = parse_schema(chain(("fill", "age", "x"), ("clip", "x", "y")), where="s.yaml")
     assert schema.column_names == ("click", "user", "age")
@@ -181,6 +243,40 @@ def test_a_schema_computes_columns() -> None:
         (chain(("fill", "y", "x"), ("clip", "x", "y")), ["transforms", "'x'", "'y'", "later", "first", "remove"]),
         (chain(("fill", "y", "x"), ("clip", "age", "y")), ["transforms", "'x'", "'y'", "later", "first"]),
         (chain(("fill", "click", "x"), ("clip", "x", "y")), ["transforms", "'x'", "'click'", "label"]),
+        (of_list(into=MADE, first=2, last=2), ["transforms[0]", "sequence.last is 2", "first is 2"]),
+        (of_list(into=MADE, dedup=False), ["transforms[0]", "sequence.last is None", "dedup"]),
+        (of_list(into=MADE, last=0), ["transforms[0]", "sequence.last is 0", "at least 1"]),
+        (of_list(into=MADE, last=2.5), ["transforms[0]", "sequence.last is", "a whole number"]),
+        (of_list(into="made"), ["transforms", "sequence", "'made'", "`kind: sequence`"]),
+        ({**of_list(into=MADE), "dense": ["made"]}, ["transforms", "sequence", "'made'", "under categorical alone"]),
+        (
+            of_list(into=MADE, column="user"),
+            ["transforms", "sequence", "'user'", "one value per row", "column of lists"],
+        ),
+        (of_list(into=MADE, column="age"), ["transforms", "sequence", "'age'", "one value per row"]),
+        (
+            {**of_list(into=MADE), "categorical": [{**MADE, "separator": "|"}, {"column": "seen", "kind": "sequence"}]},
+            ["separator", "'made'", "'seen'", "leave out"],
+        ),
+        (
+            computed("combo_count", column=None, columns=["age", "user"], into="times"),
+            ["transforms", "no input is 'times'"],
+        ),
+        (
+            {**computed("combo_count", column=None, columns=["age", "user"]), "dense": ["log_age", "age"]},
+            ["transforms", "combo_count", "'age'", "one value per row"],
+        ),
+        (
+            {
+                **SCHEMA,
+                "categorical": ["x"],
+                "transforms": [
+                    {"sequence": {"column": "seen", "last": 2, "into": "made"}},
+                    {"hash": {"column": "made", "buckets": 9, "into": "x"}},
+                ],
+            },
+            ["transforms", "hash", "'made'", "list"],
+        ),
         (
             chain(("hash", "tags", "x"), categorical=["x", {"column": "tags", "kind": "multi_hot"}]),
             ["transforms", "hash", "'tags'", "list"],

@@ -351,6 +351,13 @@ def take_keys(keys: Keys, order: NDArray[np.int64]) -> Keys:
     return replace(_from_arrow(_as_arrow(keys).take(pa.array(order))), valid=valid)
 
 
+def some_keys(keys: Keys, kept: NDArray[np.bool_]) -> Keys:
+    """Returns the lists of `keys` with those ids alone whose mask [num_keys] is set."""
+    assert keys.row_splits is not None, "rows hold lists"
+    row_splits = np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])[keys.row_splits]
+    return replace(take_keys(keys, np.flatnonzero(kept)), row_splits=row_splits)
+
+
 def keys_to_arrow(keys: Keys) -> pa.Array:
     """Returns the keys of each row as int64 or large binary, null for a missing one, or as lists of these."""
     flat = pa.array(keys.values, pa.int64()) if keys.offsets is None else _as_arrow(keys)

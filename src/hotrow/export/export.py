@@ -376,8 +376,11 @@ def _computed(made: RawRows) -> tuple[dict[str, Any], ...]:
             "into": into,
             "transform": transform.name,
             "options": dict(transform.options),
-            "columns": [{"name": name, **(_ids if transform.takes_ids else _written)(name, made)} for name in columns],
-            **({"ids": True} if transform.takes_ids else {}),
+            "columns": [
+                {"name": name, **(_written if kind == "number" else _ids)(name, made)}
+                for name, kind in zip(columns, transform.takes(len(columns)), strict=True)
+            ],
+            **({} if transform.makes == "number" else {f"{transform.makes}s": True}),
         }
         for into, (transform, columns) in made.schema.computed.items()
     )
@@ -415,18 +418,16 @@ def _transform(column: DenseColumn) -> Transform:
 def _feature(feature: Feature, made: RawRows | None) -> dict[str, Any]:
     """Returns how raw values of a column become keys."""
     found: dict[str, Any] = {"name": feature.name, "table": feature.table, "kind": feature.kind}
-    if made is None:
-        return found
-    spec = next(column for column in made.schema.categorical if column.column == feature.name)
-    return found | {"separator": spec.separator} | _ids(feature.name, made)
+    return found if made is None else found | {"separator": None} | _ids(feature.name, made)
 
 
 def _ids(column: str, made: RawRows) -> dict[str, Any]:
-    """Returns how raw values of a column become single ids."""
+    """Returns how raw values of a column become ids."""
     encoding = made.encodings[column]
     spec = next(each for each in made.schema.id_columns if each.column == column)
     base = 16 if made.source == "criteo" else 10
-    found = {"keys": encoding, **({} if encoding == "bytes" else {"base": base})}
+    found: dict[str, Any] = {"keys": encoding, **({} if encoding == "bytes" else {"base": base})}
+    found |= {} if spec.kind == "one_hot" else {"kind": spec.kind, "separator": spec.separator}
     return found if spec.buckets is None else found | {"buckets": list(spec.buckets), **_written(column, made)}
 
 

@@ -128,13 +128,29 @@ class Scorer:
     def _computed(self, made: dict[str, Any], columns: Mapping[str, Sequence[Any]]) -> tuple[list[Any], int]:
         """Returns a column that is computed from others, None where it is missing, and how many of their values could
         not be read."""
+        arguments: list[Any] = []
+        lists: list[list[list[Any]]] = []
+        unreadable = 0
+        for column in made["columns"]:
+            values = columns[column["name"]]
+            if "keys" not in column:
+                argument, count = numbers_of(column, [*map(seconds_of, values)])
+            elif "kind" not in column:
+                argument, count = self._hashes(column, values)
+            else:
+                bags, count = readable_lists(column, values)
+                lists.append(bags)
+                hashes, _ = self._hashes(column, [value for bag in bags for value in bag])
+                argument = hashes, np.cumsum([0, *map(len, bags)])
+            arguments.append(argument)
+            unreadable += count
+        found = self._transforms[made["transform"]](*arguments, **made["options"])
+        if made.get("lists"):
+            stays = iter(found.tolist())
+            return [[value for value in bag if next(stays)] for bag in lists[0]], unreadable
         if made.get("ids"):
-            found = [self._hashes(column, columns[column["name"]]) for column in made["columns"]]
-            ids = self._transforms[made["transform"]](*(hashes for hashes, _ in found), **made["options"])
-            return ids.view(np.int64).tolist(), sum(count for _, count in found)
-        read = [numbers_of(column, [*map(seconds_of, columns[column["name"]])]) for column in made["columns"]]
-        numbers = self._transforms[made["transform"]](*(values for values, _ in read), **made["options"])
-        return [None if math.isnan(n) else n for n in numbers.tolist()], sum(count for _, count in read)
+            return found.view(np.int64).tolist(), unreadable
+        return [None if math.isnan(n) else n for n in found.tolist()], unreadable
 
     def _dense(self, column: dict[str, Any], values: Sequence[Any], unreadable: int) -> Tensor:
         """Returns the inputs of a dense column. unreadable: how many values of what it is computed from were not
@@ -166,9 +182,7 @@ class Scorer:
         values, unreadable = self._in_buckets(feature, values)
         for value in values:
             try:
-                key: bytes | int | None = None
-                if not is_missing(single(value)):
-                    key = text_key(value) if feature["keys"] == "bytes" else integer_key(value, feature)
+                key = None if is_missing(single(value)) else key_of(feature, value)
                 hashes.append(HASH_OF_MISSING if key is None else hash_of(key))
             except UnreadableError:
                 unreadable += 1
@@ -212,7 +226,7 @@ class Scorer:
             return int(value)
         if is_missing(value):
             return int(about["missing_row"])
-        key: int | bytes = text_key(value) if feature["keys"] == "bytes" else integer_key(value, feature)
+        key = key_of(feature, value)
         if (cap := about["hash_cap"]) is not None:
             key = (key if isinstance(key, int) else hash_of(key)) % cap
         row: int = self.vocabularies[feature["table"]].get(key, about["unknown_row"])
@@ -352,6 +366,25 @@ def json_list(text: str) -> list[Any]:
     return found
 
 
+def readable_lists(feature: dict[str, Any], values: Sequence[Any]) -> tuple[list[list[Any]], int]:
+    """Returns the lists of a column, with None for ids that cannot be read, and how many ids and lists cannot."""
+    bags: list[list[Any]] = []
+    unreadable = 0
+    for value in values:
+        try:
+            bags.append(list_of(feature, value))
+        except UnreadableError:
+            unreadable += 1
+            bags.append([])
+        for i, each in enumerate(bags[-1]):
+            try:
+                None if is_missing(each) else key_of(feature, each)
+            except UnreadableError:
+                unreadable += 1
+                bags[-1][i] = None
+    return bags, unreadable
+
+
 def single(value: Any) -> Any:
     """Returns the value in a list of one, None for an empty list, and a longer list as text."""
     if not isinstance(value, list):
@@ -407,6 +440,11 @@ def text_key(value: Any) -> bytes:
     if isinstance(value, float | np.floating) and float(value).is_integer() and abs(float(value)) < MAX_EXACT_FLOAT:
         return str(int(value)).encode()
     return str(value).encode()
+
+
+def key_of(feature: dict[str, Any], value: Any) -> bytes | int:
+    """Returns the id that a value means, as its column holds ids. Raises UnreadableError if it means none."""
+    return text_key(value) if feature["keys"] == "bytes" else integer_key(value, feature)
 
 
 HASH_OF_MISSING = 0x9E3779B97F4A7C15

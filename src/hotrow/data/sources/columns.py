@@ -32,6 +32,7 @@ from hotrow.data.chunk import (
     cut_files,
     file_spans,
     most_odd,
+    some_keys,
 )
 from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFormat
 from hotrow.data.sources.convert import (
@@ -122,7 +123,8 @@ class ColumnsSource:
         self._columns = self._wanted_columns()
         self._reader.check_drift(self._columns)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
-        types |= {n: pa.int64() if made.takes_ids else pa.float64() for n, (made, _) in self._computed.items()}
+        for name, (made, inputs) in self._computed.items():
+            types[name] = {"number": pa.float64(), "id": pa.int64()}.get(made.makes) or types[inputs[0]]
         self._id_columns = {feature.column: feature for feature in schema.id_columns}
         cuts = {feature.column: feature.cut() for feature in schema.categorical}
         self._cuts = {name: cut for name, cut in cuts.items() if cut is not None}
@@ -133,6 +135,8 @@ class ColumnsSource:
                     for name, c in self._id_columns.items()
                 }
         self.encodings: dict[str, IdEncoding] = dict(encodings or found)
+        with self._naming(0):
+            self._check_compared()
         self._time_reader = self._make_time_reader()
 
     @property
@@ -250,6 +254,19 @@ class ColumnsSource:
                     )
         return tuple(wanted)
 
+    def _check_compared(self) -> None:
+        """Raises ValueError if a transform compares ids of a list with ids that are read in another way."""
+        for name, (transform, inputs) in self._computed.items():
+            kinds = {column: kind_of(self.encodings[column]) for column in inputs if column in self.encodings}
+            if "list" in transform.takes(len(inputs)) and len({*kinds.values()}) > 1:
+                read = ", ".join(
+                    f"{column!r} as {'text' if kind == 'bytes' else 'integers'}" for column, kind in kinds.items()
+                )
+                raise ValueError(
+                    f"{transform.name} of {name!r} compares ids that are read in two ways, {read}: none would be "
+                    "equal; list the columns under categorical with one `type`"
+                )
+
     def _make_time_reader(self) -> TimeReader:
         if self.schema.time is None or not self._has_time:
             return TimeReader()
@@ -331,16 +348,24 @@ class ColumnsSource:
             return ids[name]
 
         for name, (transform, inputs) in self._computed.items():
-            if transform.takes_ids:
-                hashes = transform(*(key_hashes(ids_of(column)[0]) for column in inputs))
-                stored[name] = pa.array(hashes.view(np.int64))
-                of_inputs[name] = sum(ids_of(column)[2] for column in inputs)
+            arguments: list[Any] = []
+            for column, kind in zip(inputs, transform.takes(len(inputs)), strict=True):
+                if kind == "number":
+                    numbers, fault, num_unreadable = self._numbers(as_seconds(stored[column]), column)
+                    faults.append(fault)
+                    arguments.append(numbers)
+                else:
+                    read, _, num_unreadable = ids_of(column)
+                    hashes = key_hashes(read)
+                    arguments.append((hashes, read.row_splits) if isinstance(read, Keys) and kind == "list" else hashes)
+                of_inputs[name] += of_inputs[column] + num_unreadable
+            made = transform(*arguments)
+            if transform.makes == "list":
+                lists, _, _ = ids_of(inputs[0])
+                assert isinstance(lists, Keys), "lists are not coded"
+                ids[name] = some_keys(lists, made), [], 0
             else:
-                read = [self._numbers(as_seconds(stored[column]), column) for column in inputs]
-                stored[name] = pa.array(transform(*(numbers for numbers, _, _ in read)), from_pandas=True)
-                faults += [fault for _, fault, _ in read]
-                of_inputs[name] = sum(num_unreadable for _, _, num_unreadable in read)
-            of_inputs[name] += sum(of_inputs[column] for column in inputs)
+                stored[name] = pa.array(made.view(np.int64) if transform.makes == "id" else made, from_pandas=True)
         dense = np.empty((len(batch), len(self.schema.dense)), dtype=np.float32)
         for i, name in enumerate(self.schema.dense_names):
             numbers, fault, num_unreadable = self._numbers(stored[name], name)

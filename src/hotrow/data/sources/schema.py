@@ -102,7 +102,7 @@ class DenseSpec(_Column):
     @field_validator("transform")
     @classmethod
     def _of_one_column(cls, name: str) -> str:
-        if Transform(name).num_columns != 1 or Transform(name).takes_ids:
+        if Transform(name).takes(1) != ("number",) or Transform(name).makes != "number":
             raise ValueError(f"{name} is no function of one column of numbers; list it under `transforms`")
         return name
 
@@ -163,7 +163,7 @@ class ComputedSpec(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     column: str | None = None
-    """The column that the transform takes, if it takes one: of numbers, or for `cross` and `hash` of ids."""
+    """The column that the transform takes, if it takes one."""
     columns: tuple[str, ...] = ()
     """The columns that it takes, in its order, if it takes several."""
     into: str
@@ -333,10 +333,15 @@ class Schema(_Strict):
     def _computed_fit(self) -> Schema:
         made = [(spec, spec.transform(name)) for entry in self.transforms for name, spec in entry.items()]
         into, taken = [spec.into for spec, _ in made], [column for spec, _ in made for column in spec.inputs]
+        taken_as = [
+            use for spec, transform in made for use in zip(spec.inputs, transform.takes(len(spec.inputs)), strict=True)
+        ]
         stored = {self.label.column, *(() if self.time is None else (self.time.column,))}
         numbers = {*self.dense_names, *(c.column for c in self.categorical if c.buckets is not None)}
-        numbers |= {column for spec, transform in made if not transform.takes_ids for column in spec.inputs}
+        numbers |= {column for column, kind in taken_as if kind == "number"}
         lists = {c.column for c in self.categorical if c.kind != "one_hot"}
+        lists |= {spec.into for spec, transform in made if transform.makes == "list"}
+        single = {*numbers, *self.feature_names, *into} - lists
         for i, (spec, transform) in enumerate(made):
             if spec.into in (*stored, *spec.inputs) or into.count(spec.into) > 1:
                 raise ValueError(
@@ -354,19 +359,45 @@ class Schema(_Strict):
                 )
             if spec.into not in (*self.dense_names, *self.feature_names, *taken):
                 raise ValueError(f"transforms: no input is {spec.into!r}; list it under categorical or dense")
-            if transform.takes_ids and spec.into in numbers:
+            if transform.makes == "id" and spec.into in numbers:
                 raise ValueError(
                     f"transforms: {transform.name} makes {spec.into!r}, which is an id and no number; list it under "
                     "categorical alone, without `buckets`"
                 )
-            if transform.takes_ids and (several := [column for column in spec.inputs if column in lists]):
+            listed = [c.kind for c in self.categorical if c.column == spec.into]
+            if transform.makes == "list" and (spec.into in numbers or "one_hot" in listed):
                 raise ValueError(
-                    f"transforms: {transform.name} takes columns of one id per row, but {several[0]!r} is a list; "
-                    "leave it out"
+                    f"transforms: {transform.name} makes {spec.into!r}, which is a list of ids; list it under "
+                    "categorical alone, with `kind: sequence` or `multi_hot`"
                 )
+            for column, kind in zip(spec.inputs, transform.takes(len(spec.inputs)), strict=True):
+                if kind == "id" and column in lists:
+                    raise ValueError(
+                        f"transforms: {transform.name} takes columns of one id per row, but {column!r} is a list; "
+                        "leave it out"
+                    )
+                if kind == "list" and column in single:
+                    raise ValueError(
+                        f"transforms: {transform.name} takes a list of ids, but {column!r} has one value per row; name "
+                        "a column of lists, or list it under categorical with `kind: sequence`"
+                    )
+        self._lists_fit()
         if made and self.histories is not None:
             raise ValueError("transforms: `histories` are made of stored columns alone; remove one of the two")
         return self
+
+    def _lists_fit(self) -> None:
+        """Raises ValueError if a computed list is to be read in another way than the list that it is part of."""
+        of_name = {feature.column: feature for feature in self.categorical}
+        for name, feature in of_name.items():
+            source = of_name.get(self._source_of(name), feature)
+            for field in ("type", "separator"):
+                own = getattr(feature, field)
+                if own is not None and own != getattr(source, field):
+                    raise ValueError(
+                        f"categorical: {field} of {name!r} is {own!r}, but it holds ids of {source.column!r}, which "
+                        f"says how they are read; leave out {field} of {name!r}"
+                    )
 
     @model_validator(mode="after")
     def _statistics_fit(self) -> Schema:
@@ -440,12 +471,27 @@ class Schema(_Strict):
         specs = [(name, spec) for entry in self.transforms for name, spec in entry.items()]
         return {spec.into: (spec.transform(name), spec.inputs) for name, spec in specs}
 
+    def _source_of(self, name: str) -> str:
+        """Returns the column whose ids a computed list holds; any other column is its own."""
+        computed = self.computed
+        while name in computed and computed[name][0].makes == "list":
+            name = computed[name][1][0]
+        return name
+
     @property
     def id_columns(self) -> tuple[CategoricalSpec, ...]:
-        """How columns of ids are read: the features, then other columns whose ids transforms take."""
-        taken = [name for transform, names in self.computed.values() if transform.takes_ids for name in names]
-        others = [name for name in dict.fromkeys(taken) if name not in self.feature_names]
-        return (*self.categorical, *(CategoricalSpec(column=name) for name in others))
+        """How columns of ids are read: the features, then other columns whose ids transforms take. A computed list has
+        the ids of a stored one: they are read as the stored column says, or if it is not listed, as the computed one
+        does."""
+        found = {feature.column: feature for feature in self.categorical}
+        for transform, names in self.computed.values():
+            for name, kind in zip(names, transform.takes(len(names)), strict=True):
+                if kind != "number" and name not in found:
+                    found[name] = CategoricalSpec(column=name, kind="sequence" if kind == "list" else "one_hot")
+        read: dict[str, dict[str, Any]] = {}
+        for feature in sorted(self.categorical, key=lambda feature: feature.column in self.computed):
+            read.setdefault(self._source_of(feature.column), {"type": feature.type, "separator": feature.separator})
+        return tuple(spec.model_copy(update=read.get(self._source_of(name), {})) for name, spec in found.items())
 
     @property
     def input_names(self) -> tuple[str, ...]:

@@ -8,7 +8,12 @@ Columns are the function's positional arguments; options are its keyword-only on
 that it does not allow. If options are found in training rows, the file also has a function `fit`. Exports copy these
 files, so they import NumPy and the standard library alone.
 
-A function whose columns are NDArray[np.uint64] is one of ids: it takes their 64-bit hashes and returns ids as uint64.
+The annotations say what a column is, of arguments and of what is returned:
+
+    NDArray[np.float64]                             numbers [n]
+    NDArray[np.uint64]                              ids [n]: their 64-bit hashes in, ids out
+    tuple[NDArray[np.uint64], NDArray[np.int64]]    lists of ids: all hashes, and where each row's begin [n + 1]
+    NDArray[np.bool_]                               returned alone: which ids of the lists stay, in the same order
 """
 
 from __future__ import annotations
@@ -22,13 +27,27 @@ from dataclasses import dataclass, field
 from functools import cache
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from hotrow.base.records import describe, nearest
+
+Kind = Literal["number", "id", "list"]
+"""What a column holds in each row: a number, an id, or several ids."""
+_KINDS: tuple[tuple[Any, Kind], ...] = (
+    (NDArray[np.float64], "number"),
+    (NDArray[np.uint64], "id"),
+    (tuple[NDArray[np.uint64], NDArray[np.int64]], "list"),
+    (NDArray[np.bool_], "list"),
+)
+_NOTHING: dict[Kind, Any] = {
+    "number": np.empty(0),
+    "id": np.empty(0, np.uint64),
+    "list": (np.empty(0, np.uint64), np.zeros(1, np.int64)),
+}
 
 
 class Moments(Protocol):
@@ -70,12 +89,12 @@ class Transform:
             raise ValueError(f"{self.name}.{describe(error)} (options: {known})") from None
         object.__setattr__(self, "options", options.model_dump(mode="json"))
         try:
-            self(*[np.empty(0, np.uint64 if self.takes_ids else np.float64)] * self.num_columns)
+            self(*(_NOTHING[kind] for kind in self.takes(self.num_columns)))
         except ValueError as error:
             raise ValueError(f"{self.name}.{error}") from None
 
-    def __call__(self, *columns: NDArray[Any]) -> NDArray[Any]:
-        """Returns a number for each row [n], of `num_columns` columns [n]; NaN = missing. Of ids: see `takes_ids`."""
+    def __call__(self, *columns: Any) -> NDArray[Any]:
+        """Returns the computed column, of columns of the kinds that it `takes`; a missing number is NaN."""
         function: Callable[..., NDArray[Any]] = _function(self.name)
         return function(*columns, **self.options)
 
@@ -89,11 +108,16 @@ class Transform:
         """Whether the transform takes any number of columns."""
         return bool(_parameters(self.name, Parameter.VAR_POSITIONAL))
 
+    def takes(self, num_columns: int) -> tuple[Kind, ...]:
+        """Returns the kind of each of `num_columns` columns that the transform takes."""
+        found = _parameters(self.name, Parameter.POSITIONAL_OR_KEYWORD)
+        found = found or _parameters(self.name, Parameter.VAR_POSITIONAL) * num_columns
+        return tuple(_kind(p.annotation) for p in found)
+
     @property
-    def takes_ids(self) -> bool:
-        """Whether the transform makes uint64 ids of the 64-bit hashes of ids, and not float64 of float64."""
-        columns = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL)
-        return any(p.annotation == NDArray[np.uint64] for kind in columns for p in _parameters(self.name, kind))
+    def makes(self) -> Kind:
+        """The kind of the column that the transform computes."""
+        return _kind(signature(_function(self.name), eval_str=True).return_annotation)
 
     def __str__(self) -> str:
         """As `log1p_clip0` or `standardize(mean=1.5, std=0.25)`."""
@@ -136,6 +160,10 @@ def _module(name: str) -> Any:
 
 def _function(name: str) -> Any:
     return getattr(_module(name), name)
+
+
+def _kind(annotation: Any) -> Kind:
+    return next(kind for known, kind in _KINDS if known == annotation)
 
 
 @cache
