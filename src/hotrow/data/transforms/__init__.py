@@ -8,7 +8,7 @@ Columns are the function's positional arguments; options are its keyword-only on
 that it does not allow. If options are found in training rows, the file also has a function `fit`. Exports copy these
 files, so they import NumPy and the standard library alone.
 
-The annotations say what a column is, of arguments and of what is returned:
+The annotations say what a column is, of arguments and of what is returned; without one it is a number:
 
     NDArray[np.float64]                             numbers [n]
     NDArray[np.uint64]                              ids [n]: their 64-bit hashes in, ids out
@@ -163,7 +163,7 @@ def _function(name: str) -> Any:
 
 
 def _kind(annotation: Any) -> Kind:
-    return next(kind for known, kind in _KINDS if known == annotation)
+    return next((kind for known, kind in _KINDS if known == annotation), "number")
 
 
 @cache
