@@ -275,6 +275,149 @@ def test_lists_are_the_same_everywhere(tmp_path: Path, suffix: str) -> None:
     assert [scorer.seen.columns[name]["unreadable"] for name in ("seen", "recent", "seen_lately")] == [1, 1, 1]
 
 
+JOINED: dict[str, Any] = {
+    "label": "click",
+    "time": "ts",
+    "dense": ["price", "stock", "item_age"],
+    "categorical": [
+        {"column": "user", "type": "text"},
+        {"column": "item", "type": "int"},
+        "kind",
+        "group",
+        "user_kind",
+        "seller_kind",
+        {"column": "tags", "kind": "multi_hot"},
+        {"column": "price", "buckets": [3, 6]},
+    ],
+    "transforms": [
+        {"age": {"columns": ["ts", "since"], "into": "item_age"}},
+        {"cross": {"columns": ["user", "kind"], "into": "user_kind"}},
+    ],
+    "statistics": ["kind", ["user", "group"]],
+}
+ITEMS: dict[str, list[Any]] = {
+    "id": [3, 1, 2, 4, 6, 7, 8, 9],
+    "kind": ["book", "toy", None, "book", "NA", " toy", "food", "food"],
+    "price": [1.5, None, 7.25, 0.0, 3.0, 4.5, 5.0, 9.0],
+    "stock": [0, 1, 2, None, 400, 5, 6, 7],
+    "since": [1_600_000_000 + 86_400 * day for day in range(7)] + [None],
+    "tags": [["red", "new"], [], None, ["new"], ["red"], ["old", None], ["new", "new"], ["red"]],
+}
+KINDS = {"name": ["food", "toy", "book"], "group": ["home", "play", "play"]}
+
+
+def joined(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The rows with the columns of ITEMS and KINDS, in plain Python."""
+    kinds = [None if kind in ("NA", None) else kind for kind in ITEMS["kind"]]
+    of_item = {key: row for row, key in enumerate(ITEMS["id"])}
+    at = [of_item.get(item) for item in rows["item"]]
+    made = {name: [None if i is None else values[i] for i in at] for name, values in ITEMS.items() if name != "id"}
+    made["kind"] = [None if i is None else kinds[i] for i in at]
+    group = dict(zip(KINDS["name"], KINDS["group"], strict=True))
+    made["group"] = [group.get(kind) for kind in made["kind"]]
+    sold = [of_item.get(seller) for seller in rows["seller"]]
+    made["seller_kind"] = [None if i is None else kinds[i] for i in sold]
+    return rows | made
+
+
+@pytest.mark.filterwarnings("ignore:ids that training never saw")
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_lookups_are_the_same_as_stored_columns(tmp_path: Path, suffix: str) -> None:
+    def logs_of_items(num_rows: int, seed: int) -> dict[str, list[Any]]:
+        rows = {name: values for name, values in logs(num_rows, seed).items() if name not in ("shown", "price")}
+        rng = np.random.default_rng(seed)
+        items = [None, *range(1, 12)]
+        return rows | {name: [items[i] for i in rng.integers(0, 12, num_rows)] for name in ("item", "seller")}
+
+    rows, new = logs_of_items(2000, 0), logs_of_items(300, 1)
+    items = {name: values for name, values in ITEMS.items() if suffix != ".csv" or name != "tags"}
+    left = ("tags",) if suffix == ".csv" else ()
+    columns = [name for name in ("kind", "price", "stock", "since", "tags") if name not in left]
+    categorical = [c for c in JOINED["categorical"] if not (isinstance(c, dict) and c["column"] in left)]
+    if suffix == ".csv":
+        categorical += [{"column": "seller", "type": "int"}]
+    lookups = [
+        {"file": save(items, tmp_path / f"items{suffix}"), "column": "item", "key": "id", "columns": columns},
+        {"file": save(KINDS, tmp_path / "kinds.parquet"), "column": "kind", "key": "name", "columns": ["group"]},
+        {
+            "file": str(tmp_path / f"items{suffix}"),
+            "column": "seller",
+            "key": "id",
+            "columns": ["kind"],
+            "prefix": "seller_",
+        },
+    ]
+    schema = parse_schema(JOINED | {"categorical": categorical, "lookups": lookups}, where="test")
+    packed = run_prepare(suffix[1:], save(rows, tmp_path / f"old{suffix}"), tmp_path / "packed", schema=schema)
+    stored = parse_schema(JOINED | {"categorical": categorical}, where="test")
+    wanted = run_prepare("frame", pa.table(joined(rows)), tmp_path / "wanted", schema=stored)
+    for split in ("train", "val", "test"):
+        assert [p.read_bytes() for p in sorted((packed.path / split).iterdir())] == [
+            p.read_bytes() for p in sorted((wanted.path / split).iterdir())
+        ]
+    assert [source.checksum[:6] for source in packed.info.sources] == ["crc32:"] * 4
+
+    for name in (f"items{suffix}", "kinds.parquet"):  # the dataset has its own copy
+        (tmp_path / name).unlink()
+    options = {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "batch_size": 64}
+    run = hotrow.fit(tmp_path / "packed", run=tmp_path / "run", quiet=True, epochs=2, **options)
+    (batch,) = RawEncoder(run.path / "vocab").batches(save(new, tmp_path / f"new{suffix}"))
+    (truth,) = RawEncoder(wanted).batches(pa.table(joined(new)))
+    np.testing.assert_array_equal(batch.dense, truth.dense)
+    np.testing.assert_array_equal(batch.sparse.values, truth.sparse.values)
+    run.export(tmp_path / "out")
+    scorer = load_scorer(tmp_path / "out")
+    assert {*scorer.columns} == {"ts", "user", "item", "seller"}
+    scores = run.predict(str(tmp_path / f"new{suffix}"))
+    found = scorer.score({name: new[name] for name in scorer.columns})
+    np.testing.assert_allclose(found, scores, rtol=0, atol=1e-5)
+    assert scores.std() > 0.01, "else all scores are alike"
+
+    odd = {name: [None if v is None else str(v) for v in new[name]] for name in scorer.columns}
+    odd["item"][:3] = ["an item"] * 3
+    with pytest.warns(UserWarning, match="scored as missing"):
+        np.testing.assert_allclose(scorer.score(odd), run.predict(pa.table(odd)), rtol=0, atol=1e-5)
+    assert [scorer.seen.columns[name]["unreadable"] for name in ("kind", "group", "item_age")] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "fields"),
+    [
+        ("id,kind\n1,a\n", {"file": "absent.csv"}, ["lookups", "absent.csv", "no such file"]),
+        ("id,kind\n1,a\n", {"columns": ["kin"]}, ["lookups", "items.csv", "'kin'", "kind"]),
+        ("id,kind\n1,a\n", {"key": "ids"}, ["lookups", "items.csv", "'ids'", "did you mean 'id'"]),
+        ("id,kind\n1,a\n2,b\n3,c\n2,d\n1,e\n", {}, ["items.csv:5", "(id)", "2", "items.csv:3 too", "remove"]),
+        ("id,kind\n1,a\n,b\n", {}, ["items.csv:3", "(id)", "missing"]),
+        ("id,kind\n1,a\nx,b\n", {}, ["items.csv:3", "(id)", "'x'", "integer"]),
+        ("id,kind\n1,a,b\n", {}, ["items.csv:2"]),
+        ("id,kind\n1,a\n", {"column": "itm"}, ["old.parquet", "'itm'", "item"]),
+        ("id,user\n1,a\n", {"columns": ["user"]}, ["old.parquet", "'user'", "joined by a lookup"]),
+    ],
+)
+def test_faults_of_lookups_are_named(tmp_path: Path, file: str, change: Any, fields: list[str]) -> None:
+    (tmp_path / "items.csv").write_text(file)
+    change = change | {"file": str(tmp_path / change["file"])} if "file" in change else change
+    entry = {"file": str(tmp_path / "items.csv"), "column": "item", "key": "id", "columns": ["kind"], **change}
+    schema = parse_schema({"label": "click", "categorical": entry["columns"], "lookups": [entry]}, where="test")
+    with pytest.raises(ValueError) as caught:  # several parts of one message
+        run_prepare("parquet", save(logs(50, 0), tmp_path / "old.parquet"), tmp_path / "out", schema=schema)
+    for field in fields:
+        assert field in str(caught.value)
+
+
+def test_a_stored_lookup_that_was_altered_is_refused(tmp_path: Path) -> None:
+    items = save({"id": [1, 2], "kind": ["a", "b"]}, tmp_path / "items.parquet")
+    lookup = {"file": items, "column": "item", "key": "id", "columns": ["kind"]}
+    schema = parse_schema({"label": "click", "categorical": ["kind"], "lookups": [lookup]}, where="test")
+    packed = run_prepare("frame", pa.table(logs(50, 0)), tmp_path / "packed", schema=schema)
+    copy = packed.path / "lookups" / "0.parquet"
+    data = bytearray(copy.read_bytes())
+    data[len(data) // 2] ^= 1
+    copy.write_bytes(data)
+    with pytest.raises(ValueError, match=r"0\.parquet"):
+        RawEncoder(packed.path)
+
+
 STARTS = {
     "seconds": pa.timestamp("s"),
     "millis": pa.timestamp("ms", "Asia/Kolkata"),

@@ -122,6 +122,7 @@ def test_every_field_is_documented() -> None:
             "categorical": "categorical[].",
             "tables": "tables.<name>.",
             "transforms": "transforms[].<name>.",
+            "lookups": "lookups[].",
             "statistics": "statistics[].",
         }.get(section, f"{section}.")
         for name in model.model_fields:

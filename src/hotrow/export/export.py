@@ -7,6 +7,7 @@
       vocab/<table>.parquet          key, row: of raw ids that have a row of their own
       model.py                       the network, in plain torch
       transforms/<name>.py           the transforms that compute inputs from raw values
+      lookups/<place>.parquet        columns that are joined to raw rows by a key
       score.py  seen.py  README.md   raw rows -> scores, with torch and pyarrow alone; how to use it
 
 It is made from a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
@@ -49,7 +50,7 @@ from hotrow.base.records import STRICT, Count, Document
 from hotrow.base.version import __version__
 from hotrow.config.schema import Config
 from hotrow.data.chunk import Keys
-from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
+from hotrow.data.packed.format import LOOKUP, DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.prepare import RawRows, raw_rows
@@ -85,7 +86,7 @@ STATISTICS = "statistics.safetensors"
 SEEN = "seen.py"
 _OWN_FILES, _OWN_FOLDERS = (
     (EXPORT, WEIGHTS, NETWORK, SCORE, SEEN, README, STATISTICS),
-    ("tables", "vocab", "transforms"),
+    ("tables", "vocab", "transforms", "lookups"),
 )
 _OWN_NAMES = {*_OWN_FILES, *_OWN_FOLDERS}
 """What an interrupted export may have left. export.json is written last and makes the export complete."""
@@ -110,6 +111,8 @@ class Description:
     """All files except export.json itself."""
     missing: tuple[str, ...] = ()
     """Texts that mean a missing value in every column."""
+    lookups: tuple[dict[str, JsonValue], ...] = ()
+    """Columns that are joined to raw rows by a key, before any other is computed."""
     transforms: tuple[dict[str, JsonValue], ...] = ()
     """Columns that are computed from others, in the order in which they are computed."""
     statistics: tuple[dict[str, JsonValue], ...] = ()
@@ -157,6 +160,7 @@ def export_checkpoint(
             files |= _write_guide(partial, out.name, config.model)
             files |= _write_transforms(partial, kept)
             files |= _write_statistics(partial, kept)
+            files |= _write_lookups(partial, kept)
             description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, files, seen)
             for folder in (partial / name for name in _OWN_FOLDERS):
                 sync_folder(folder)
@@ -293,6 +297,15 @@ def _write_statistics(folder: Path, kept: PackedDataset) -> dict[str, FileRecord
     return {STATISTICS: _record(folder / STATISTICS)}
 
 
+def _write_lookups(folder: Path, kept: PackedDataset) -> dict[str, FileRecord]:
+    """Copies the columns that are joined to rows; returns their sizes and checksums by file."""
+    made, files = raw_rows(kept), {}
+    for i in range(0 if made is None else len(made.schema.lookups)):
+        shutil.copyfile(kept.lookup_path(i), folder / LOOKUP.format(i))
+        files[LOOKUP.format(i)] = _record(folder / LOOKUP.format(i))
+    return files
+
+
 def _write_texts(folder: Path, texts: Mapping[str, str]) -> dict[str, FileRecord]:
     for name, text in texts.items():
         with atomic_write(folder / name) as file:
@@ -337,6 +350,7 @@ def _describe(
         model={**config.model.model_dump(mode="json"), "num_dense": extra.num_dense},
         csv=None if made is None else made.schema.csv.model_dump(mode="json"),
         missing=() if made is None else made.schema.missing,
+        lookups=() if made is None else _lookups(made),
         transforms=() if made is None else _computed(made),
         statistics=() if made is None else _statistics(made.schema),
         dense=tuple(_dense(column, made) for column in _raw_columns(info, made)),
@@ -366,6 +380,18 @@ def _statistics(schema: Schema) -> tuple[dict[str, Any], ...]:
     return tuple(
         {"features": list(spec.columns), "priors": list(spec.priors), "inputs": list(spec.inputs), "bits": bits}
         for spec in schema.statistics
+    )
+
+
+def _lookups(made: RawRows) -> tuple[dict[str, Any], ...]:
+    """Returns which columns are joined to rows, by which key, and where they are."""
+    return tuple(
+        {
+            "file": LOOKUP.format(i),
+            "column": {"name": spec.column, **_ids(spec.column, made)},
+            "into": {name: f"column {place}" for place, name in enumerate(spec.names)},
+        }
+        for i, spec in enumerate(made.schema.lookups)
     )
 
 

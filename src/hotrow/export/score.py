@@ -73,6 +73,10 @@ class Scorer:
                 self.vocabularies[name] = dict(pairs)
         self._counting = load_module(folder / "seen.py")
         self._counts = Counts(self.about["statistics"], folder / "statistics.safetensors")
+        self._lookups = []
+        for lookup in self.about["lookups"]:
+            joined = pyarrow.parquet.read_table(folder / lookup["file"]).to_pydict()
+            self._lookups.append(({key: row for row, key in enumerate(joined.pop("key"))}, joined))
         paths = (folder / "transforms").glob("*.py")
         self._transforms = {path.stem: getattr(load_module(path), path.stem) for path in paths}
         self.seen: Any = None
@@ -84,6 +88,9 @@ class Scorer:
     def columns(self) -> list[str]:
         """Names of the raw columns that a score is made of."""
         made: dict[str, list[str]] = {}
+        for lookup in self.about["lookups"]:
+            key = lookup["column"]["name"]
+            made |= dict.fromkeys(lookup["into"], made.get(key, [key]))
         for each in self.about["transforms"]:
             taken = [column["name"] for column in each["columns"]]
             made[each["into"]] = [name for column in taken for name in made.get(column, [column])]
@@ -101,6 +108,13 @@ class Scorer:
         usual = self.about["usual"] or {"of": "val", "columns": None, "ranges": {}}
         self.seen = self._counting.Seen(usual["columns"], usual["ranges"], of=usual["of"])
         unreadable: dict[str, int] = {}
+        for lookup, (rows_of, joined) in zip(self.about["lookups"], self._lookups, strict=True):
+            key = lookup["column"]["name"]
+            found, count = keys_of(lookup["column"], columns[key])
+            at = [rows_of.get(each) for each in found]
+            for name, place in lookup["into"].items():
+                columns[name] = [None if row is None else joined[place][row] for row in at]
+                unreadable[name] = count + unreadable.get(key, 0)
         for made in self.about["transforms"]:
             columns[made["into"]], count = self._computed(made, columns)
             unreadable[made["into"]] = count + sum(unreadable.get(column["name"], 0) for column in made["columns"])
@@ -178,16 +192,10 @@ class Scorer:
     def _hashes(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[Any, int]:
         """Returns the 64-bit hash of each value of a column of single ids, uint64 [n], and how many of them could not
         be read."""
-        hashes = []
         values, unreadable = self._in_buckets(feature, values)
-        for value in values:
-            try:
-                key = None if is_missing(single(value)) else key_of(feature, value)
-                hashes.append(HASH_OF_MISSING if key is None else hash_of(key))
-            except UnreadableError:
-                unreadable += 1
-                hashes.append(HASH_OF_MISSING)
-        return np.array(hashes, np.uint64), unreadable
+        keys, more = keys_of(feature, values)
+        hashes = [HASH_OF_MISSING if key is None else hash_of(key) for key in keys]
+        return np.array(hashes, np.uint64), unreadable + more
 
     def _in_buckets(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[Sequence[Any], int]:
         """Returns the ids of a feature of buckets, and how many values could not be read; of others, their values."""
@@ -376,12 +384,9 @@ def readable_lists(feature: dict[str, Any], values: Sequence[Any]) -> tuple[list
         except UnreadableError:
             unreadable += 1
             bags.append([])
-        for i, each in enumerate(bags[-1]):
-            try:
-                None if is_missing(each) else key_of(feature, each)
-            except UnreadableError:
-                unreadable += 1
-                bags[-1][i] = None
+        keys, more = keys_of(feature, bags[-1])
+        bags[-1] = [None if key is None else each for key, each in zip(keys, bags[-1], strict=True)]
+        unreadable += more
     return bags, unreadable
 
 
@@ -445,6 +450,19 @@ def text_key(value: Any) -> bytes:
 def key_of(feature: dict[str, Any], value: Any) -> bytes | int:
     """Returns the id that a value means, as its column holds ids. Raises UnreadableError if it means none."""
     return text_key(value) if feature["keys"] == "bytes" else integer_key(value, feature)
+
+
+def keys_of(feature: dict[str, Any], values: Sequence[Any]) -> tuple[list[bytes | int | None], int]:
+    """Returns the ids that values mean, None if one is missing or none, and how many mean none."""
+    keys: list[bytes | int | None] = []
+    unreadable = 0
+    for value in values:
+        try:
+            keys.append(None if is_missing(single(value)) else key_of(feature, value))
+        except UnreadableError:
+            unreadable += 1
+            keys.append(None)
+    return keys, unreadable
 
 
 HASH_OF_MISSING = 0x9E3779B97F4A7C15

@@ -316,15 +316,15 @@ class RunFolder:
                 path.chmod(0o600)
 
     def keep_vocabulary(self, dataset: Path) -> None:
-        """Takes dataset.json, vocab/ and statistics/ of a packed dataset into the run, so that it can score raw rows by
-        itself.
+        """Takes dataset.json, vocab/, statistics/ and lookups/ of a packed dataset into the run, so that it can score
+        raw rows by itself.
 
         They are hard links, which take no space, or copies if the file system has no links.
         """
-        make_folder(self.vocabulary / "vocab", within=self.path)
-        if (dataset / "statistics").is_dir():
-            make_folder(self.vocabulary / "statistics", within=self.path)
-        for source in [dataset / "dataset.json", *(dataset / "vocab").glob("*"), *(dataset / "statistics").glob("*")]:
+        folders = [name for name in ("vocab", "statistics", "lookups") if name == "vocab" or (dataset / name).is_dir()]
+        for name in folders:
+            make_folder(self.vocabulary / name, within=self.path)
+        for source in [dataset / "dataset.json", *(file for name in folders for file in (dataset / name).glob("*"))]:
             target = self.vocabulary / source.relative_to(dataset)
             remove(target, within=self.path)
             link_or_copy(source, target)

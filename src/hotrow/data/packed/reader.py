@@ -25,6 +25,7 @@ from torch import Tensor
 from hotrow.base.door import is_there, open_file, read_file
 from hotrow.base.files import crc32
 from hotrow.data.packed.format import (
+    LOOKUP,
     MANIFEST,
     STATISTICS,
     Block,
@@ -269,6 +270,11 @@ class PackedDataset:
     def statistics_path(self) -> Path:
         """Returns the path of the label's statistics by value, whose checksum is checked here."""
         return self._side_file(STATISTICS, check="crc32")
+
+    def lookup_path(self, place: int) -> Path:
+        """Returns the path of the columns of a lookup, whose checksum is checked here. place: its place in the
+        schema."""
+        return self._side_file(LOOKUP.format(place), check="crc32")
 
     def vocabulary_path(self, table: str) -> Path:
         """Returns the path of the table's vocabulary; its size is checked here, its content by its reader."""

@@ -38,6 +38,7 @@ from hotrow.data.seen import Seen
 from hotrow.data.sources.columns import format_of, is_paths, open_table
 from hotrow.data.sources.convert import CodedKeys, IdEncoding, column_of
 from hotrow.data.sources.inputs import find_files, is_pipe, spooled
+from hotrow.data.sources.lookup import Lookup
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, looks_like_criteo, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
@@ -179,10 +180,17 @@ def statistics_of(dataset: PackedDataset, schema: Schema) -> Statistics | None:
     return Statistics.load(schema, dataset.statistics_path(), cure=MANIFEST_CURE) if schema.statistics else None
 
 
+def lookups_of(dataset: PackedDataset, schema: Schema) -> list[Lookup]:
+    """Returns the lookups that a dataset keeps."""
+    files = [dataset.lookup_path(i) for i in range(len(schema.lookups))]
+    return [Lookup.load(spec, file, cure=MANIFEST_CURE) for spec, file in zip(schema.lookups, files, strict=True)]
+
+
 class RawEncoder:
     """Encodes raw rows for prediction, with the columns, transforms and vocabularies of a prepared dataset.
 
-    dataset: a packed dataset or its folder; only dataset.json and vocab/ are needed. Vocabularies are loaded if they
+    dataset: a packed dataset or its folder; only dataset.json, vocab/, statistics/ and lookups/ are
+    needed. Vocabularies are loaded if they
     take at most half of the free memory, else searched on disk.
 
     Ids that no training row had, and ids too rare for a row of their own, become row 0; so do missing values, unless
@@ -202,6 +210,7 @@ class RawEncoder:
         self._source = made.source if made.source in {*SOURCE_NAMES} - {"synthetic"} else "auto"
         self._encodings, self._transforms = made.encodings, raw_transforms(made.schema, made.transforms)
         self._statistics = statistics_of(dataset, made.schema)
+        self._lookups = lookups_of(dataset, made.schema)
         if self._source == "criteo":
             # Its own reader takes hex digits for numbers; in other files and in frames they are text.
             self._encodings = dict.fromkeys(made.encodings, "hex")
@@ -238,6 +247,7 @@ class RawEncoder:
             schema=self.schema,
             labels=labels,
             encodings=self._encodings,
+            lookups=self._lookups or None,
             values=values,
         )
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode") as executor:

@@ -57,7 +57,8 @@ from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
 from hotrow.data.sources.jsonlines import JsonReader, is_json_lines
 from hotrow.data.sources.lenient import lenient_keys, lenient_numbers
 from hotrow.data.sources.libsvm import LibsvmReader, tell_libsvm
-from hotrow.data.sources.schema import CsvSpec, Schema
+from hotrow.data.sources.lookup import Lookup, LookupTable
+from hotrow.data.sources.schema import CsvSpec, LookupSpec, Schema
 from hotrow.data.sources.tabular import (
     TEXT_SUFFIXES,
     ColumnarReader,
@@ -84,7 +85,8 @@ class ColumnsSource:
     data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required"; "made": made
     elsewhere, so that only the time is read; "alone": read without the time; "ignored": for rows to predict, whose
     label and time may be absent or hold anything. encodings: how ids were held when a data set was prepared
-    (feature -> `IdEncoding`); if None, the columns' types decide. values: "any": a value that is not of its column's
+    (feature -> `IdEncoding`); if None, the columns' types decide. lookups: those that a data set keeps; if None, the
+    schema's are read from their files. values: "any": a value that is not of its column's
     kind is missing and no fault, for rows to score (`lenient.py`). skip_bad_rows: how many bad rows may be skipped
     before one is an error.
 
@@ -100,6 +102,7 @@ class ColumnsSource:
         name: str = "columns",
         labels: Literal["required", "made", "alone", "ignored"] = "required",
         encodings: Mapping[str, IdEncoding] | None = None,
+        lookups: Sequence[Lookup] | None = None,
         values: Literal["strict", "any"] = "strict",
         skip_bad_rows: int = 0,
     ) -> None:
@@ -116,13 +119,20 @@ class ColumnsSource:
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels in ("required", "made")
         self._computed = schema.computed
-        if labels == "required" and (double := sorted(self._computed.keys() & {*self._reader.schema.names})):
+        joined = [name for spec in schema.lookups for name in spec.names]
+        if labels == "required" and (double := sorted({*self._computed, *joined} & {*self._reader.schema.names})):
             # Rows to score may have such a column, as a file of earlier scores has; it is not read.
-            path = self._reader.files[0].path
-            raise ValueError(f"{path}: column {double[0]!r} is also the `into` of a transform; rename one of them")
+            path, also = self._reader.files[0].path, "joined by a lookup"
+            if double[0] in self._computed:
+                also = "the `into` of a transform"
+            raise ValueError(f"{path}: column {double[0]!r} is also {also}; rename one of them")
         self._columns = self._wanted_columns()
         self._reader.check_drift(self._columns)
+        tables = [] if lookups is not None else [self._lookup_table(spec) for spec in schema.lookups]
+        self._lookup_files = tuple(file for table in tables for file in table.reader.files)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
+        for table in lookups or tables:
+            types |= table.types
         for name, (made, inputs) in self._computed.items():
             types[name] = {"number": pa.float64(), "id": pa.int64()}.get(made.makes) or types[inputs[0]]
         self._id_columns = {feature.column: feature for feature in schema.id_columns}
@@ -135,6 +145,10 @@ class ColumnsSource:
                     for name, c in self._id_columns.items()
                 }
         self.encodings: dict[str, IdEncoding] = dict(encodings or found)
+        self._lookups = lookups or [
+            Lookup.of_table(table, self._id_columns[table.spec.column], self.encodings[table.spec.column])
+            for table in tables
+        ]
         with self._naming(0):
             self._check_compared()
         self._time_reader = self._make_time_reader()
@@ -166,7 +180,7 @@ class ColumnsSource:
         num_rows, exact = self._reader.count_rows()
         if count == "exact" and not exact:
             num_rows, exact = sum(self.count_rows(Position(), Position(len(self._reader.files)))), True
-        return SourceInfo(num_rows, exact, self._reader.files)
+        return SourceInfo(num_rows, exact, (*self._reader.files, *self._lookup_files))
 
     def cuts(self, num_parts: int) -> list[Position]:
         """Returns the begins of parts and the end, as `SharedSource.cuts`; a file of text lies in one part."""
@@ -253,6 +267,18 @@ class ColumnsSource:
                         f"{path}: no column {column!r}{nearest(column, there)}; columns: {', '.join(there)}"
                     )
         return tuple(wanted)
+
+    def _lookup_table(self, spec: LookupSpec) -> LookupTable:
+        try:
+            reader = open_table(spec.file, CsvSpec(null_values=self.schema.csv.null_values))
+        except ValueError as error:
+            raise ValueError(f"lookups: {error}") from None
+        return LookupTable.read(spec, reader, self.schema.missing)
+
+    @property
+    def lookups(self) -> Sequence[Lookup]:
+        """What is joined to the rows."""
+        return self._lookups
 
     def _check_compared(self) -> None:
         """Raises ValueError if a transform compares ids of a list with ids that are read in another way."""
@@ -347,6 +373,11 @@ class ColumnsSource:
                 faults.extend(ids[name][1])
             return ids[name]
 
+        for lookup in self._lookups:
+            keys_of_rows, _, num_unreadable = ids_of(lookup.spec.column)
+            stored |= lookup.of(key_hashes(keys_of_rows))
+            num_unreadable += of_inputs[lookup.spec.column]
+            of_inputs.update(dict.fromkeys(lookup.spec.names, num_unreadable))
         for name, (transform, inputs) in self._computed.items():
             arguments: list[Any] = []
             for column, kind in zip(inputs, transform.takes(len(inputs)), strict=True):

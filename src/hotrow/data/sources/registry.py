@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,7 @@ from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.histories import HistoriesSource, open_columns
 from hotrow.data.sources.inputs import find_files
 from hotrow.data.sources.libsvm import LibsvmReader, tell_libsvm
+from hotrow.data.sources.lookup import Lookup
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.schema import MISSING, Schema, SplitSpec, parse_schema
 from hotrow.data.sources.synthetic import open_synthetic
@@ -247,6 +248,7 @@ def open_source(
     split: SplitSpec = SplitSpec(),  # noqa: B008
     labels: Literal["required", "alone", "ignored"] = "required",
     encodings: Mapping[str, IdEncoding] | None = None,
+    lookups: Sequence[Lookup] | None = None,
     values: Literal["strict", "any"] = "strict",
     rows: int | None = None,
 ) -> OpenedSource:
@@ -257,8 +259,8 @@ def open_source(
     {read}
     split: how rows will be split, so that a guess looks at labels of training rows alone.
     labels: "alone": without times, to evaluate a model; "ignored": for rows to predict, whose label and time may be
-    absent or hold anything. encodings: how ids were held when a data set was prepared. values: "any", for rows to
-    score: what is not of its column's kind is missing. rows: how many a synthetic preset
+    absent or hold anything. encodings: how ids were held when a data set was prepared. lookups: those that it keeps.
+    values: "any", for rows to score: what is not of its column's kind is missing. rows: how many a synthetic preset
     makes.
 
     Raises ValueError naming an unknown source, or what is wrong with the data.
@@ -281,8 +283,9 @@ def open_source(
             raise ValueError(f"{read.hints[0]} is a hint for guessing a schema, but a schema is given; say it there")
         if name not in OF_ANY_COLUMNS:
             raise ValueError(f"source {name} has its own schema; leave {read.hints[0]} out, or prepare the file as csv")
-    if schema is not None and schema.transforms and name == "criteo" and is_paths(data):
-        raise ValueError("transforms: source criteo reads its columns alone; name the source csv with this schema")
+    if schema is not None and (schema.transforms or schema.lookups) and name == "criteo" and is_paths(data):
+        field = "transforms" if schema.transforms else "lookups"
+        raise ValueError(f"{field}: source criteo reads its columns alone; name the source csv with this schema")
     if schema is not None and schema.histories is not None and name in ("criteo", "avazu", "movielens"):
         raise ValueError(f"source {name} cannot make histories; use csv, parquet, jsonl or frame with this schema")
     if name == "criteo" and is_paths(data):
@@ -300,6 +303,7 @@ def open_source(
     reasons: dict[str, str] = {}
     options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": read.skip_bad_rows}
     options |= {} if values == "strict" else {"values": values}
+    options |= {} if lookups is None else {"lookups": lookups}
     source: ColumnsSource | HistoriesSource
     if name == "movielens":
         source = open_movielens(data, schema, **options)
