@@ -91,7 +91,7 @@ STATISTICS = {
         "big",
         "price",
         ["big", "item"],
-        {"columns": ["price", "user", "item"], "priors": [3]},
+        {"columns": ["price", "user", "item"], "priors": [3], "count": True},
     ],
     "tables": {"user": {"min_count": 2}, "item": {"hash_cap": 91}},
 }

@@ -41,12 +41,19 @@ SCHEMA: dict[str, Any] = {
         {"column": "item", "type": "int"},
         {"column": "price", "buckets": [1, 4.5, 20]},
     ],
-    "statistics": ["user", {"columns": ["item"], "priors": [2, 0.5]}, ["user", "item", "price"], ["price"]],
+    "statistics": [
+        "user",
+        {"columns": ["item"], "priors": [2, 0.5], "count": True},
+        ["user", "item", "price"],
+        ["price"],
+    ],
     "tables": {"user": {"min_count": 3}},
 }
+COUNT = 0
+"""In place of a prior: the input is the logarithm of 1 + the rows of the value."""
 STATISTICS = [
     (("user",), (1, 10, 100)),
-    (("item",), (2, 0.5)),
+    (("item",), (2, 0.5, COUNT)),
     (("user", "item", "price"), (1, 10, 100)),
     (("price",), (1, 10, 100)),
 ]
@@ -114,6 +121,13 @@ def folds(num_rows: int) -> list[int]:
     return (row_uniform(0, 0, num_rows, salt=FOLD_SALT) * NUM_FOLDS).astype(int).tolist()
 
 
+def an_input(k: float, num_rows: int, positives: int, p: float) -> float:
+    if k == COUNT:
+        return math.log1p(num_rows)
+    q = (positives + k * p) / (num_rows + k)
+    return max(-8.0, min(8.0, math.log(q / (1 - q)) - math.log(p / (1 - p))))
+
+
 def truth(rows: Rows, of_rows: str | list[int]) -> np.ndarray:
     """Counts values in dictionaries; every row that does not train sees the counts at the end, one that trains those
     before it, or without a time those of other folds."""
@@ -135,9 +149,7 @@ def truth(rows: Rows, of_rows: str | list[int]) -> np.ndarray:
             found_here = []
             for columns, priors in STATISTICS:
                 alike = [i for i in others if all(values[c][i] == values[c][row] for c in columns)]
-                for k in priors:
-                    q = (sum(labels[i] for i in alike) + k * p) / (len(alike) + k)
-                    found_here.append(max(-8.0, min(8.0, math.log(q / (1 - q)) - math.log(p / (1 - p)))))
+                found_here += [an_input(k, len(alike), sum(labels[i] for i in alike), p) for k in priors]
             found[row] = found_here
         return found
     counts: dict[Any, list[int]] = defaultdict(lambda: [0, 0])
@@ -148,9 +160,7 @@ def truth(rows: Rows, of_rows: str | list[int]) -> np.ndarray:
                 for columns, priors in STATISTICS:
                     n, s = counts[columns, tuple(values[c][row] for c in columns)]
                     p = (every[1] + 0.5) / (every[0] + 1)
-                    for k in priors:
-                        q = (s + k * p) / (n + k)
-                        found_here.append(max(-8.0, min(8.0, math.log(q / (1 - q)) - math.log(p / (1 - p)))))
+                    found_here += [an_input(k, n, s, p) for k in priors]
                 found[row] = found_here
             if code == 0 and not last:
                 for key in ["all", *[(columns, tuple(values[c][row] for c in columns)) for columns, _ in STATISTICS]]:
@@ -164,8 +174,8 @@ def test_against_dictionaries(split: str, tmp_path: Path) -> None:
     rows = some_rows(700)
     dataset = prepared(rows, tmp_path, split=split)
     np.testing.assert_allclose(stored(dataset, split, 700), truth(rows, split), rtol=1e-5, atol=1e-6)
-    assert dataset.info.dense_names[1:6] == (
-        "user (prior 1)", "user (prior 10)", "user (prior 100)", "item (prior 2)", "item (prior 0.5)",
+    assert dataset.info.dense_names[1:7] == (
+        "user (prior 1)", "user (prior 10)", "user (prior 100)", "item (prior 2)", "item (prior 0.5)", "item (count)",
     )  # fmt: skip
     assert [column.transform for column in dataset.info.dense][4] == "target_stat(prior=2.0)"
 

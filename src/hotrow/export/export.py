@@ -374,11 +374,17 @@ def _dense(column: DenseColumn, made: RawRows | None) -> dict[str, Any]:
 
 
 def _statistics(schema: Schema) -> tuple[dict[str, Any], ...]:
-    """Returns of each statistic its features, its priors, the names of its inputs, and the bits that number its
+    """Returns of each statistic its features, what makes its inputs and their names, and the bits that number its
     slots."""
     bits = Statistics(schema).bits
     return tuple(
-        {"features": list(spec.columns), "priors": list(spec.priors), "inputs": list(spec.inputs), "bits": bits}
+        {
+            "features": list(spec.columns),
+            "priors": list(spec.priors),
+            "count": spec.count,
+            "inputs": list(spec.inputs),
+            "bits": bits,
+        }
         for spec in schema.statistics
     )
 

@@ -179,14 +179,14 @@ class Scorer:
         return torch.from_numpy(dense)
 
     def _statistics(self, columns: Mapping[str, Sequence[Any]]) -> list[Tensor]:
-        """Returns the label's statistics, in the order of `about["statistics"]` and of their priors."""
+        """Returns the label's statistics, in the order of `about["statistics"]`, of their priors, then the count."""
         features, found = {feature["name"]: feature for feature in self.about["features"]}, []
         for i, statistic in enumerate(self.about["statistics"]):
             hashes = [self._hashes(features[name], columns[name])[0] for name in statistic["features"]]
             numbers = self._counts.of(i, self._transforms["cross"](*hashes).tolist())
-            for prior in statistic["priors"]:
-                x = self._transforms["target_stat"](*numbers, prior=prior)
-                found.append(torch.from_numpy(x.astype(np.float32)))
+            inputs = [self._transforms["target_stat"](*numbers, prior=prior) for prior in statistic["priors"]]
+            inputs += [self._transforms["log1p_clip0"](numbers[0])] if statistic["count"] else []
+            found += [torch.from_numpy(x.astype(np.float32)) for x in inputs]
         return found
 
     def _hashes(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[Any, int]:

@@ -278,7 +278,7 @@ def _seen(dataset: PackedDataset, split: Split, every: int) -> Iterator[tuple[st
         num_rows, positives = file.get_tensor("all")
     p = (positives + 0.5) / (num_rows + 1.0)
     for spec in schema.statistics:
-        priors = sorted(zip(spec.priors, spec.inputs, strict=True))
+        priors = sorted(zip(spec.priors, spec.inputs, strict=False))  # the count comes after them
         places = [dataset.info.dense_names.index(name) for _, name in priors]
         inputs = [_strided(split, every, "dense", place).astype(np.float64) for place in places]
         seen, many = np.abs(inputs[0]) > LEAST_EVIDENCE, None

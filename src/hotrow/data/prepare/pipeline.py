@@ -812,7 +812,7 @@ class _Stages:
     def _dataset_info(self, plan: SplitPlan) -> DatasetInfo:
         found, schema = self._work.results, self._schema
         transforms, tables, checksums = found.transforms or (), found.tables or {}, found.checksums or ()
-        transforms += tuple(f"target_stat(prior={prior!r})" for spec in schema.statistics for prior in spec.priors)
+        transforms += tuple(str(transform) for spec in schema.statistics for transform in spec.transforms)
         sizes = (len(transforms), sorted(tables), len(checksums))
         if sizes != (len(schema.dense_inputs), sorted(schema.table_names), len(self._info.files)):
             raise ValueError(

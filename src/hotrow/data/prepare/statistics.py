@@ -58,7 +58,7 @@ class Statistics:
     def __init__(self, schema: Schema, *, num_folds: int = 1) -> None:
         self._schema, self._specs, self.num_folds = schema, schema.statistics, num_folds
         self._columns = tuple(dict.fromkeys(column for spec in self._specs for column in spec.columns))
-        self._transforms = [[Transform("target_stat", {"prior": k}) for k in spec.priors] for spec in self._specs]
+        self._transforms = [spec.transforms for spec in self._specs]
         # Neither the number of rows nor the memory of a machine may decide what is counted together.
         self.bits = min(MAX_BITS, (MAX_BYTES // (8 * max(1, len(self._specs)))).bit_length() - 1)
         """How many leading bits of a hash number its slot."""
@@ -136,7 +136,7 @@ class Statistics:
                 rows = slice(start, start + BLOCK_ROWS)
                 numbers = [each.astype(np.float64) for each in (*of_value[rows].T, *of_all[rows].T)]
                 for i, transform in enumerate(transforms, column):
-                    out[rows, i] = transform(*numbers)
+                    out[rows, i] = transform(*numbers[: transform.num_columns])
             column += len(transforms)
         return replace(chunk, dense=np.concatenate([chunk.dense, out], 1))
 

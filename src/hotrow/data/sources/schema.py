@@ -202,6 +202,8 @@ class StatisticSpec(_Strict):
     """Features of one id per row, by name."""
     priors: Annotated[tuple[float, ...], Field(strict=False, min_length=1)] = (1.0, 10.0, 100.0)
     """Each makes one input: so many rows of the usual rate are added to those of the value."""
+    count: bool = False
+    """Makes one input more: the logarithm of 1 + the rows of the value."""
 
     @model_validator(mode="before")
     @classmethod
@@ -213,14 +215,21 @@ class StatisticSpec(_Strict):
         for name, values in (("columns", self.columns), ("priors", self.priors)):
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} are {list(values)}; list each once")
-        for prior in self.priors:
-            Transform("target_stat", {"prior": prior})
+        assert self.transforms
         return self
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        """What makes the inputs, of the value's rows, its positives, all rows and all positives, or of the first of
+        these."""
+        counts = (Transform("log1p_clip0"),) if self.count else ()
+        return (*(Transform("target_stat", {"prior": prior}) for prior in self.priors), *counts)
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the inputs that it makes."""
-        return tuple(f"{' x '.join(self.columns)} (prior {prior:g})" for prior in self.priors)
+        kinds = (*(f"prior {prior:g}" for prior in self.priors), *(["count"] if self.count else []))
+        return tuple(f"{' x '.join(self.columns)} ({kind})" for kind in kinds)
 
 
 class LookupSpec(_Strict):
@@ -610,13 +619,16 @@ class Schema(_Strict):
     def to_json(self) -> dict[str, Any]:
         """Returns the schema as JSON-ready values; `parse_schema` reads it.
 
-        `histories`, `lookups`, `statistics`, `transforms` and `label.kind` are left out if they have their defaults, so
-        that earlier versions read it too.
+        `histories`, `lookups`, `statistics` and their `count`, `transforms` and `label.kind` are left out if they have
+        their defaults, so that earlier versions read it too.
         """
         left_out = {name for name in ("histories", "lookups", "statistics", "transforms") if not getattr(self, name)}
         value = self.model_dump(mode="json", exclude=left_out)
         if self.label.kind == "binary":
             del value["label"]["kind"]
+        for spec in value.get("statistics", []):
+            if not spec["count"]:
+                del spec["count"]
         return value
 
 
