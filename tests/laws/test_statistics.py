@@ -464,6 +464,139 @@ def test_statistics_that_cannot_be(change: dict[str, Any], named: str) -> None:
         parse_schema(SCHEMA | change, where="test")
 
 
+def truth_with_lag(rows: Rows, codes_: list[int], lag_s: int) -> np.ndarray:
+    """As `truth`, but a row that does not train sees all rows that are at least so much older, whatever their split."""
+    found, labels = truth(rows, codes_), rows["click"]
+    price = [sum(p >= b for b in (1, 4.5, 20)) for p in rows["price"]]
+    values = {"user": rows["user"], "item": rows["item"], "price": price}
+    for row in np.flatnonzero(codes_):
+        older = [i for i, time in enumerate(rows["time"]) if time + lag_s <= rows["time"][row]]
+        p = (sum(labels[i] for i in older) + 0.5) / (len(older) + 1)
+        own = []
+        for columns, priors in STATISTICS:
+            alike = [i for i in older if all(values[c][i] == values[c][row] for c in columns)]
+            own += [an_input(k, len(alike), sum(labels[i] for i in alike), p) for k in priors]
+        found[row] = own
+    return found
+
+
+def with_times(rows: Rows) -> Rows:
+    """Rows in one hour or two of an hour each, several of a second."""
+    rng = np.random.default_rng(9)
+    return rows | {"time": np.sort(1_700_000_000 + rng.integers(0, 7200, len(rows["time"]))).tolist()}
+
+
+def lagged(rows: Rows, folder: Path, split: str, lag: str, kind: pa.DataType | None = None, **options: Any) -> Any:
+    """The dataset of rows whose statistics have a lag. kind: how times are stored; if None, as integers."""
+    folder.mkdir(parents=True)
+    times = rows["time"] if kind is None else pa.array(rows["time"], pa.timestamp("s")).cast(kind)
+    pq.write_table(
+        pa.table(rows | {"time": times, "item": pa.array(rows["item"], pa.int64())}), folder / "rows.parquet"
+    )
+    schema = SCHEMA | {"split": {"kind": split}, "time": "time", "statistics_lag": lag}
+    opened = open_source("parquet", folder / "rows.parquet", schema=parse_schema(schema, where="test"))
+    prepare(opened, folder / "out", Options(**options))
+    return PackedDataset.open(folder / "out", verify="full")
+
+
+@pytest.mark.parametrize("split", ["time", "random"])
+@pytest.mark.parametrize(("lag", "lag_s"), [("1s", 1), ("90s", 90), ("10m", 600), ("3h", 10800)])
+def test_with_a_lag_other_rows_see_all_that_are_older(split: str, lag: str, lag_s: int, tmp_path: Path) -> None:
+    rows = with_times(some_rows(600))
+    dataset = lagged(rows, tmp_path / "one", split, lag, rows_per_chunk=47)
+    of_rows = codes_by_time(rows) if split == "time" else codes(600, "random")
+    np.testing.assert_allclose(
+        stored(dataset, of_rows, 600), truth_with_lag(rows, of_rows, lag_s), rtol=1e-5, atol=1e-6
+    )
+    frozen = prepared(rows, tmp_path / "frozen", split=split if split == "time" else "random with time")
+    train, without = (np.stack(each.split("train").block(0).dense) for each in (dataset, frozen))
+    np.testing.assert_array_equal(train, without)  # no training byte knows of the lag
+    new = {name: [values[-1]] for name, values in rows.items() if name not in ("click", "time")}
+    (batch,) = RawEncoder(dataset).batches(pa.table({**new, "item": pa.array(new["item"], pa.int64())}))
+    later = {name: [*values, values[-1]] for name, values in rows.items()}
+    later["time"][-1] += 10**6
+    at_the_end = truth_with_lag(later, [*of_rows, 2], lag_s)[-1]
+    np.testing.assert_allclose(batch.dense[0, 1:], at_the_end, rtol=1e-5, atol=1e-6)
+
+
+def codes_by_time(rows: Rows) -> list[int]:
+    """The split of each row by the rule of docs/prepare.md: rows of one time stay together."""
+    times = rows["time"]
+    cuts = [min(range(len(times) + 1), key=lambda n: (abs(n - share * len(times)), n)) for share in (0.8, 0.9)]
+    starts = [i for i in range(len(times) + 1) if i in (0, len(times)) or times[i] != times[i - 1]]
+    first, second = (min(starts, key=lambda start: abs(start - cut)) for cut in cuts)
+    return [0 if row < first else 1 if row < second else 2 for row in range(len(times))]
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("ms"), pa.timestamp("ns", "Asia/Kolkata"), pa.float64(), pa.string()])
+def test_a_lag_is_in_the_unit_of_the_times(kind: pa.DataType, tmp_path: Path) -> None:
+    rows = with_times(some_rows(300))
+    wanted = lagged(rows, tmp_path / "seconds", "random", "10m")
+    if kind == pa.float64():
+        other = lagged(rows | {"time": [float(t) for t in rows["time"]]}, tmp_path / "other", "random", "10m")
+    else:
+        other = lagged(rows, tmp_path / "other", "random", "10m", kind)
+    assert (other.info.splits, other.info.files) == (wanted.info.splits, wanted.info.files)
+
+
+def prepare_lagged(comm: Communicator | None, folder: Path, options: dict[str, Any]) -> None:
+    schema = SCHEMA | {"split": {"kind": "time"}, "time": "time", "statistics_lag": "10m"}
+    opened = open_source("parquet", folder / "rows.parquet", schema=parse_schema(schema, where="test"))
+    prepare(opened, folder / "out", Options(**options), comm=comm)
+
+
+def test_a_lag_of_rows_in_any_order_in_small_chunks_on_ranks_and_after_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = some_rows(600)
+    rows["time"] = [1_700_000_000 + 10 * row for row in range(600)]
+    options = {"rows_per_part": 64, "rows_per_block": 64}
+    for name, each in (
+        ("whole", rows),
+        ("chunks", rows),
+        ("shuffled", shuffled(rows)),
+        ("ranks", rows),
+        ("stop", rows),
+    ):
+        write(each, tmp_path / name)
+    prepare_lagged(None, tmp_path / "whole", options)
+    wanted, options = PackedDataset.open(tmp_path / "whole" / "out").info, options | {"rows_per_chunk": 32}
+    plain = pipeline._Stages._reported
+
+    def reported(stages: Any, name: str, row: int, pieces: Iterator[Any]) -> Iterator[Any]:
+        for i, piece in enumerate(plain(stages, name, row, pieces)):
+            if (name, i) == ("encode", 17):
+                stages._stop.set()
+            yield piece
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline._Stages, "_reported", reported)
+        with pytest.raises(Interrupted):
+            prepare_lagged(None, tmp_path / "stop", options)
+    with RankPool(3) as pool:
+        pool.run(prepare_lagged, tmp_path / "ranks", options, num_ranks=3, micro_batches=3)
+    for name in ("chunks", "shuffled", "stop"):
+        prepare_lagged(None, tmp_path / name, options)
+    for name in ("chunks", "shuffled", "stop", "ranks"):
+        found = PackedDataset.open(tmp_path / name / "out", verify="full").info
+        assert (found.splits, found.files) == (wanted.splits, wanted.files), name
+
+
+def test_a_lag_needs_times_with_a_unit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rows\.parquet.*'time'.*unix times.*statistics_lag"):
+        lagged(some_rows(100), tmp_path / "numbers", "time", "1d")
+    for change, fields in (
+        ({"statistics_lag": "1d"}, ["statistics_lag", "'1d'", "no time"]),
+        ({"statistics_lag": "1d", "time": "time", "statistics": []}, ["statistics_lag", "no statistics"]),
+        ({"statistics_lag": "0d", "time": "time"}, ["statistics_lag"]),
+        ({"statistics_lag": "day", "time": "time"}, ["statistics_lag"]),
+    ):
+        with pytest.raises(ValueError) as caught:
+            parse_schema(SCHEMA | change, where="test")
+        for field in fields:
+            assert field in str(caught.value)
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     dataset = prepared(some_rows(100), tmp_path, split="random")
     path = dataset.statistics_path()

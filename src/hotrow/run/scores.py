@@ -282,7 +282,7 @@ def _seen(dataset: PackedDataset, split: Split, every: int) -> Iterator[tuple[st
         places = [dataset.info.dense_names.index(name) for _, name in priors]
         inputs = [_strided(split, every, "dense", place).astype(np.float64) for place in places]
         seen, many = np.abs(inputs[0]) > LEAST_EVIDENCE, None
-        if len(priors) > 1:
+        if len(priors) > 1 and schema.statistics_lag is None:  # else p is another one for each row
             odds = [np.exp(each) * (p / (1 - p)) for each in inputs[-2:]]
             first, second = (k * (o * (1 - p) - p) for o, (k, _) in zip(odds, priors[-2:], strict=True))
             with np.errstate(all="ignore"):  # rows of so many that priors make no difference

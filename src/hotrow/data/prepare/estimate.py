@@ -13,6 +13,7 @@ from hotrow.base.progress import duration
 from hotrow.data.chunk import Chunk, Keys, SourceInfo
 from hotrow.data.native import Counter
 from hotrow.data.packed.format import ROWS_PER_BLOCK
+from hotrow.data.prepare.lag import ROW_BYTES, STATISTIC_BYTES
 from hotrow.data.prepare.timesort import NUM_WRITTEN, TimeOrder, to_arrow
 from hotrow.data.sources.registry import OpenedSource
 
@@ -91,7 +92,9 @@ def estimate_work(
         input_bytes=info.num_bytes,
         packed_bytes=int(num_rows * sample * row_bytes + num_keys * VOCABULARY_KEY_BYTES + text_bytes),
         spill_bytes=int(
-            num_keys * RUN_KEY_BYTES + text_bytes + num_rows * sample * _sort_bytes(opened, chunks) / sampled
+            num_keys * RUN_KEY_BYTES
+            + text_bytes
+            + num_rows * sample * (_sort_bytes(opened, chunks) / sampled + _lag_bytes(opened))
         ),
         free_bytes=disk_free_bytes(out),
         seconds=per_row_s * num_rows,
@@ -126,6 +129,12 @@ def _sort_bytes(opened: OpenedSource, chunks: list[Chunk]) -> int:
     if order.rises or not opened.schema.statistics:
         return 0
     return sum(NUM_WRITTEN * int(to_arrow(chunk, np.zeros(chunk.num_rows, np.uint8)).nbytes) for chunk in chunks)
+
+
+def _lag_bytes(opened: OpenedSource) -> int:
+    """Returns the bytes of a row in the file of rows that wait to be counted."""
+    schema = opened.schema
+    return 0 if schema.statistics_lag is None else ROW_BYTES + STATISTIC_BYTES * len(schema.statistics)
 
 
 def _row_bytes(opened: OpenedSource, chunks: list[Chunk]) -> int:

@@ -5,10 +5,10 @@
     count    training rows only: how often each id occurs -> vocabularies, rows ranked by popularity
     encode   every row: ids -> row numbers, dense transforms -> the writer; dataset.json last
 
-Everything a model will know about its ids and statistics comes from training rows: no byte of the training split
-depends on another split's labels, ids or numbers (law 6). Results depend on the rows and options alone, not on threads,
-ranks, memory, chunks or interruptions. Unfinished work is in `<out>/.prepare`; see docs/prepare.md. `shares.py` says
-how several ranks divide the work.
+Everything a model will know about its ids and statistics comes from training rows, and with `statistics_lag` from older
+rows: no byte of the training split depends on another split's labels, ids or numbers (law 6). Results depend on the
+rows and options alone, not on threads, ranks, memory, chunks or interruptions. Unfinished work is in `<out>/.prepare`;
+see docs/prepare.md. `shares.py` says how several ranks divide the work.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from hotrow.data.packed.writer import PackedWriter
 from hotrow.data.prepare.cells import CellCounts
 from hotrow.data.prepare.encoder import EncoderPool, RowEncoder
 from hotrow.data.prepare.estimate import estimate_work
+from hotrow.data.prepare.lag import Lagged
 from hotrow.data.prepare.moments import Moments, MomentsRecord
 from hotrow.data.prepare.shares import (
     Interrupted,
@@ -197,6 +198,7 @@ def _begun(
     def scout() -> SourceInfo:
         """What cannot work is refused before anything is made."""
         check_split(opened)
+        _lag_of(opened)
         if comm.size > 1 and not isinstance(opened.source, SHARED_SOURCES):
             raise ValueError("histories are made by one process: prepare them without torchrun")
         return opened.source.scout()
@@ -323,6 +325,7 @@ class _Stages:
     ) -> None:
         self._opened, self._work, self._options, self._comm = opened, work, options, comm
         self._source, self._schema = opened.source, opened.schema
+        self._lag = _lag_of(opened)
         self._info, self._progress, self._say = info, progress, say
         self._rows_total = min(info.num_rows, options.rows or info.num_rows)
         memory_bytes = options.memory_bytes or available_memory_bytes() // 2 // comm.ranks.local_size
@@ -636,7 +639,9 @@ class _Stages:
             is_train = piece.codes == TRAIN
             self._count_piece(counters, piece.chunk, is_train)
             if self._schema.statistics:
-                statistics.add(piece.chunk, is_train, piece.folds)
+                # With a lag, rows to score see all rows, as they would a long time after the last one.
+                counted = is_train if self._lag is None else np.ones_like(is_train)
+                statistics.add(piece.chunk, counted, piece.folds)
             for i, sums in zip(fitted_columns, moments, strict=True):
                 sums.add(piece.chunk.dense[is_train, i])
             cells = cells.with_chunk(piece.chunk, self._schema.dense_names)
@@ -710,11 +715,20 @@ class _Stages:
                 yield replace(piece, chunk=chunk)
             return
         before = Statistics(self._schema)
-        for piece in self._pieces(plan, None, 0, stop=mark.start) if mark.row else ():
-            before.add(piece.chunk, piece.codes == TRAIN)
-            self._check_stop()
-        for piece in pieces:
-            yield replace(piece, chunk=before.joined_to(piece.chunk, piece.codes == TRAIN, after))
+        # A file without a name: its space is free as soon as the process ends, however it ends.
+        with tempfile.TemporaryFile(dir=self._work.folder) as file:
+            lagged = None if self._lag is None else Lagged(self._schema, self._lag, file)
+            for piece in self._pieces(plan, None, 0, stop=mark.start) if mark.row else ():
+                before.add(piece.chunk, piece.codes == TRAIN)
+                if lagged is not None:
+                    lagged.add(piece.chunk)
+                self._check_stop()
+            for piece in pieces:
+                trains = piece.codes == TRAIN
+                chunk = before.joined_to(piece.chunk, trains, after)
+                if lagged is not None:
+                    chunk = lagged.joined_to(piece.chunk, ~trains, chunk)
+                yield replace(piece, chunk=chunk)
 
     def _note_occurrences(self, pieces: Iterator[Piece], encoders: EncoderPool) -> None:
         """Makes the separate pass over `pieces` that vocabularies larger than memory need."""
@@ -848,6 +862,16 @@ class _Stages:
     def _check_stop(self) -> None:
         if self._stop.is_set():
             raise Interrupted
+
+
+def _lag_of(opened: OpenedSource) -> int | None:
+    """Returns the lag of the statistics, in the unit of the rows' times. Raises ValueError if times have no unit."""
+    seconds = opened.schema.statistics_lag_s
+    if seconds is None:
+        return None
+    if not isinstance(opened.source, ColumnsSource):
+        raise ValueError(f"statistics_lag: the rows of source {opened.source.name} have no times; leave it out")
+    return opened.source.ticks(seconds)
 
 
 def _statistics_file(folder: Path, row: int | str) -> Path:

@@ -12,8 +12,9 @@ positive.
 If rows have a time, a training row sees the training rows before it: nothing of it depends on a later row. If they have
 none, it sees the training rows of the other folds, which are drawn: NUM_FOLDS - 1 in NUM_FOLDS of them, so that its
 inputs are like those of a row to score. Either way nothing depends on its own label. Every other row sees all training
-rows, as a server would. A value is known by its 64-bit hash, combinations by the hash of their hashes; counts lie in a
-fixed number of slots, so memory is bounded, and values that share a slot are counted together.
+rows, as a server would; `lag.py` has the other choice. A value is known by its 64-bit hash, combinations by the hash of
+their hashes; counts lie in a fixed number of slots, so memory is bounded, and values that share a slot are counted
+together.
 
 `save` writes the counts of all training rows as safetensors. For statistic i, `i.slots` [m] are the slots that are not
 empty and `i.counts` [m, 2] their rows and positives; `all` [2] counts every training row. Slots of fold k, and its row
@@ -76,7 +77,7 @@ class Statistics:
 
     def add(self, chunk: Chunk, trains: NDArray[np.bool_], folds: NDArray[np.uint8] | None = None) -> None:
         """Counts the training rows of a chunk. folds: the fold of each row [n]; None if there is one."""
-        labels, hashes = _labels(chunk), self._hashes(chunk)
+        labels, hashes = positives(chunk), self.hashes(chunk)
         for pages, own_hashes in zip(self._pages, hashes, strict=True):
             pages[own_hashes[trains] >> np.uint64(64 - self.bits + PAGE_BITS)] = True
         for k in range(self.num_folds):
@@ -91,17 +92,34 @@ class Statistics:
         trains: which rows train [n]; they see the counts so far. after: the counts of all training rows, which the
         other rows see.
         """
-        labels = _labels(chunk)
-        of_all = [
-            np.where(trains, before + np.cumsum(own) - own, last)
-            for own, before, last in zip((trains, trains & labels), self.all[0], after.all[0], strict=True)
+        return self._joined(chunk, *self.counts_before(self.hashes(chunk), positives(chunk), trains, after))
+
+    def counts_before(
+        self,
+        hashes: Sequence[NDArray[np.uint64]],
+        labels: NDArray[np.bool_],
+        trains: NDArray[np.bool_],
+        after: Statistics,
+    ) -> tuple[list[NDArray[Any]], NDArray[np.int64]]:
+        """Returns by statistic rows and positives of each row's value [n, 2], and those of all values [n, 2]; counts
+        the rows that train.
+
+        hashes: of each row's value, by statistic. after: what rows that do not train see; if it is `self`, what rows
+        before them have left there.
+        """
+        so_far = [
+            before + np.cumsum(own) - own for own, before in zip((trains, trains & labels), self.all[0], strict=True)
         ]
-        found = [
-            count_before(hashes, labels, trains, counts[0], last[0])
-            for counts, last, hashes in zip(self.counts, after.counts, self._hashes(chunk), strict=True)
-        ]
+        of_all = np.stack(so_far, 1)
+        if after is not self:
+            of_all[~trains] = after.all[0]
+        found = []
+        for counts, last, own in zip(self.counts, after.counts, hashes, strict=True):
+            of_value = count_before(own, labels, trains, counts[0], last[0])
+            assert of_value is not None
+            found.append(of_value)
         self.all[0] += (trains.sum(), (trains & labels).sum())
-        return self._joined(chunk, found, np.stack(of_all, 1))
+        return found, of_all
 
     def joined_out_of_fold(self, chunk: Chunk, trains: NDArray[np.bool_], folds: NDArray[np.uint8]) -> Chunk:
         """Returns a chunk with the statistics of its rows as dense columns. Training rows do not see those of their own
@@ -111,7 +129,7 @@ class Statistics:
         for k, rows in enumerate(own):
             of_all[rows] -= self.all[k]
         found = []
-        for counts, hashes in zip(self.counts, self._hashes(chunk), strict=True):
+        for counts, hashes in zip(self.counts, self.hashes(chunk), strict=True):
             slots = (hashes >> np.uint64(64 - self.bits)).astype(np.int64)
             of_value = counts[0][slots]
             for more in counts[1:]:
@@ -125,20 +143,21 @@ class Statistics:
         """Returns a chunk of rows to score with their statistics as dense columns."""
         return self.joined_to(chunk, np.zeros(chunk.num_rows, np.bool_), self)
 
-    def _joined(self, chunk: Chunk, found: Sequence[NDArray[Any] | None], of_all: NDArray[np.int64]) -> Chunk:
-        """Returns a chunk with its statistics. found: by statistic, rows and positives of each row's value [n, 2].
-        of_all: those of all values [n, 2]."""
-        out = np.empty((chunk.num_rows, self.num_inputs), np.float32)
+    def _joined(self, chunk: Chunk, found: Sequence[NDArray[Any]], of_all: NDArray[np.int64]) -> Chunk:
+        return replace(chunk, dense=np.concatenate([chunk.dense, self.inputs(found, of_all)], 1))
+
+    def inputs(self, found: Sequence[NDArray[Any]], of_all: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Returns the inputs of rows [n, J], of what `counts_before` returns."""
+        out = np.empty((len(of_all), self.num_inputs), np.float32)
         column = 0
         for of_value, transforms in zip(found, self._transforms, strict=True):
-            assert of_value is not None
-            for start in range(0, chunk.num_rows, BLOCK_ROWS):
+            for start in range(0, len(out), BLOCK_ROWS):
                 rows = slice(start, start + BLOCK_ROWS)
                 numbers = [each.astype(np.float64) for each in (*of_value[rows].T, *of_all[rows].T)]
                 for i, transform in enumerate(transforms, column):
                     out[rows, i] = transform(*numbers[: transform.num_columns])
             column += len(transforms)
-        return replace(chunk, dense=np.concatenate([chunk.dense, out], 1))
+        return out
 
     def total(self) -> Statistics:
         """Returns the counts of all folds together."""
@@ -157,7 +176,7 @@ class Statistics:
         fold, page, slot = np.nonzero(counts[..., 0])
         return (fold << self.bits) + (pages[page] << PAGE_BITS) + slot
 
-    def _hashes(self, chunk: Chunk) -> list[NDArray[np.uint64]]:
+    def hashes(self, chunk: Chunk) -> list[NDArray[np.uint64]]:
         """Returns by statistic the hash of each row's value [n]."""
         of_column = {name: key_hashes(column_of(chunk.keys, name)) for name in self._columns}
         cross = Transform("cross")
@@ -226,6 +245,6 @@ def raw_transforms(schema: Schema, transforms: Sequence[Transform]) -> list[Tran
     return [*transforms[:num_raw], *[Transform("identity")] * (len(transforms) - num_raw)]
 
 
-def _labels(chunk: Chunk) -> NDArray[np.bool_]:
+def positives(chunk: Chunk) -> NDArray[np.bool_]:
     """Returns which rows are positive [n]; rows to score have no labels, and none is."""
     return np.zeros(chunk.num_rows, np.bool_) if chunk.label is None else chunk.label > 0.5

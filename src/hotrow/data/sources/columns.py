@@ -6,6 +6,7 @@ faults). The published layouts (`registry.py`) are this class with their own sch
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -296,11 +297,31 @@ class ColumnsSource:
     def _make_time_reader(self) -> TimeReader:
         if self.schema.time is None or not self._has_time:
             return TimeReader()
-        column = self.schema.time.column
-        first = next(iter(self._reader.read(0, 0, [column], 1024)), None)
-        if first is None:
-            return TimeReader(format=self.schema.time.format)
-        return TimeReader.for_column(self._cells(first.batch.column(0)), self.schema.time.format)
+        first = self._first_times()
+        return (
+            TimeReader(format=self.schema.time.format)
+            if first is None
+            else TimeReader.for_column(first, self.schema.time.format)
+        )
+
+    def _first_times(self) -> pa.Array | None:
+        """Returns the first cells of the time column; None if there is none."""
+        assert self.schema.time is not None
+        first = next(iter(self._reader.read(0, 0, [self.schema.time.column], 1024)), None)
+        return None if first is None else self._cells(first.batch.column(0))
+
+    def ticks(self, seconds: float) -> int:
+        """Returns a span in the unit of the rows' times, rounded up. Raises ValueError if the unit is not known."""
+        assert self.schema.time is not None, "asked of a source that has time"
+        first = self._first_times()
+        per_s = None if first is None else self._time_reader.ticks_per_s(first)
+        if per_s is None:
+            where = f"{self._reader.files[0].path}: column {self.schema.time.column!r}"
+            raise ValueError(
+                f"{where} holds numbers that are no unix times, so statistics_lag cannot be compared with them; store "
+                "timestamps, or give time.format for text"
+            )
+        return math.ceil(seconds * per_s)
 
     def _cells(self, array: pa.Array) -> pa.Array:
         """Returns a column with null for each text that means a missing value."""

@@ -334,6 +334,23 @@ class TimeReader:
         values = filled(array.cast(pa.int64(), safe=False), 0)
         return values, self._fault(column, missing, source)
 
+    def ticks_per_s(self, sample: pa.Array) -> float | None:
+        """Returns how many units of the times that are read a second has; None if they are whole numbers, and those of
+        `sample`, its first cells, are no unix times of seconds, or of thousandths, millionths or billionths."""
+        sample = plain(sample).drop_null()
+        kind = sample.type
+        if is_text(kind):
+            kind = pa.timestamp("us") if self.format is not None else self.target or pa.timestamp("us")
+        if pa.types.is_date32(kind):
+            return 1 / 86400
+        if pa.types.is_timestamp(kind) or pa.types.is_date64(kind):
+            return {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[kind.unit if pa.types.is_timestamp(kind) else "ms"]
+        if not pa.types.is_integer(kind):
+            return 1e6
+        times, _ = self(sample, "")
+        of_units = (unit for unit in (1.0, 1e3, 1e6, 1e9) if len(times) and 1e8 * unit <= np.median(times) < 4e9 * unit)
+        return next(of_units, None)
+
     def _parse(self, array: pa.Array) -> pa.Array:
         if self.format is not None:
             return pc.strptime(array, format=self.format, unit="us", error_is_null=True)

@@ -32,6 +32,9 @@ MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
 HISTORY = "_history"
 """Suffix of a column that holds the earlier values of another column."""
 
+LAG = r"^[1-9][0-9]{0,5}[smhdw]$"
+_LAG_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -335,6 +338,9 @@ class Schema(_Strict):
     statistics: tuple[StatisticSpec, ...] = ()
     """Inputs besides `dense` and `categorical`: the label's statistics by value, over the training rows before each
     row."""
+    statistics_lag: Annotated[str, Field(pattern=LAG)] | None = None
+    """How much older, such as 1d or 6h, rows must be for those that do not train to see them in their statistics,
+    whatever their split is. If None, rows that do not train see the training rows."""
     tables: dict[str, TableSpec] = {}
     """Options of tables by name; tables that are not listed have the defaults."""
     split: SplitSpec = SplitSpec()
@@ -477,6 +483,11 @@ class Schema(_Strict):
             raise ValueError(f"statistics: two inputs are called {repeated[0]!r}; list each statistic once")
         if self.statistics and self.label.kind != "binary":
             raise ValueError(f"statistics count positive labels, but label.kind is {self.label.kind!r}; remove them")
+        if self.statistics_lag is not None and (self.time is None or not self.statistics):
+            what = "no time" if self.time is None else "no statistics"
+            raise ValueError(
+                f"statistics_lag is {self.statistics_lag!r}, but the schema has {what}; add it or leave out the lag"
+            )
         if self.statistics and self.histories is not None:
             raise ValueError("statistics: `histories` make their own rows and labels; remove one of the two")
         return self
@@ -523,6 +534,12 @@ class Schema(_Strict):
     def feature_names(self) -> tuple[str, ...]:
         """Columns of ids, in order."""
         return tuple(c.column for c in self.categorical)
+
+    @property
+    def statistics_lag_s(self) -> int | None:
+        """`statistics_lag` in seconds."""
+        lag = self.statistics_lag
+        return None if lag is None else int(lag[:-1]) * _LAG_UNITS_S[lag[-1]]
 
     @property
     def table_names(self) -> tuple[str, ...]:
@@ -619,10 +636,11 @@ class Schema(_Strict):
     def to_json(self) -> dict[str, Any]:
         """Returns the schema as JSON-ready values; `parse_schema` reads it.
 
-        `histories`, `lookups`, `statistics` and their `count`, `transforms` and `label.kind` are left out if they have
-        their defaults, so that earlier versions read it too.
+        `histories`, `lookups`, `statistics` with their `count` and lag, `transforms` and `label.kind` are left out if
+        they have their defaults, so that earlier versions read it too.
         """
-        left_out = {name for name in ("histories", "lookups", "statistics", "transforms") if not getattr(self, name)}
+        optional = ("histories", "lookups", "statistics", "statistics_lag", "transforms")
+        left_out = {name for name in optional if not getattr(self, name)}
         value = self.model_dump(mode="json", exclude=left_out)
         if self.label.kind == "binary":
             del value["label"]["kind"]
