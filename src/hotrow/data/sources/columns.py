@@ -87,9 +87,8 @@ class ColumnsSource:
     elsewhere, so that only the time is read; "alone": read without the time; "ignored": for rows to predict, whose
     label and time may be absent or hold anything. encodings: how ids were held when a data set was prepared
     (feature -> `IdEncoding`); if None, the columns' types decide. lookups: those that a data set keeps; if None, the
-    schema's are read from their files. values: "any": a value that is not of its column's
-    kind is missing and no fault, for rows to score (`lenient.py`). skip_bad_rows: how many bad rows may be skipped
-    before one is an error.
+    schema's are read from their files. values: "any": a value that is not of its column's kind is missing and no fault,
+    for rows to score (`lenient.py`). skip_bad_rows: how many bad rows may be skipped before one is an error.
 
     Raises ValueError naming file and column if a column is missing, differs between files or has a type that does not
     fit its use.
@@ -297,12 +296,8 @@ class ColumnsSource:
     def _make_time_reader(self) -> TimeReader:
         if self.schema.time is None or not self._has_time:
             return TimeReader()
-        first = self._first_times()
-        return (
-            TimeReader(format=self.schema.time.format)
-            if first is None
-            else TimeReader.for_column(first, self.schema.time.format)
-        )
+        first, text_format = self._first_times(), self.schema.time.format
+        return TimeReader(format=text_format) if first is None else TimeReader.for_column(first, text_format)
 
     def _first_times(self) -> pa.Array | None:
         """Returns the first cells of the time column; None if there is none."""

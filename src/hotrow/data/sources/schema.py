@@ -218,7 +218,8 @@ class StatisticSpec(_Strict):
         for name, values in (("columns", self.columns), ("priors", self.priors)):
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} are {list(values)}; list each once")
-        assert self.transforms
+        for prior in self.priors:
+            Transform("target_stat", {"prior": prior})
         return self
 
     @property
@@ -458,9 +459,9 @@ class Schema(_Strict):
 
     def _lists_fit(self) -> None:
         """Raises ValueError if a computed list is to be read in another way than the list that it is part of."""
-        of_name = {feature.column: feature for feature in self.categorical}
+        of_name, sources = {feature.column: feature for feature in self.categorical}, self._list_sources
         for name, feature in of_name.items():
-            source = of_name.get(self._source_of(name), feature)
+            source = of_name.get(sources.get(name, name), feature)
             for field in ("type", "separator"):
                 own = getattr(feature, field)
                 if own is not None and own != getattr(source, field):
@@ -552,12 +553,14 @@ class Schema(_Strict):
         specs = [(name, spec) for entry in self.transforms for name, spec in entry.items()]
         return {spec.into: (spec.transform(name), spec.inputs) for name, spec in specs}
 
-    def _source_of(self, name: str) -> str:
-        """Returns the column whose ids a computed list holds; any other column is its own."""
-        computed = self.computed
-        while name in computed and computed[name][0].makes == "list":
-            name = computed[name][1][0]
-        return name
+    @property
+    def _list_sources(self) -> dict[str, str]:
+        """By the name of each computed list: the stored column whose ids it holds."""
+        found: dict[str, str] = {}
+        for name, (transform, (first, *_)) in self.computed.items():
+            if transform.makes == "list":
+                found[name] = found.get(first, first)
+        return found
 
     @property
     def id_columns(self) -> tuple[CategoricalSpec, ...]:
@@ -573,10 +576,11 @@ class Schema(_Strict):
             for name, kind in zip(names, transform.takes(len(names)), strict=True):
                 if kind != "number" and name not in found:
                     found[name] = CategoricalSpec(column=name, kind="sequence" if kind == "list" else "one_hot")
-        read: dict[str, dict[str, Any]] = {}
-        for feature in sorted(self.categorical, key=lambda feature: feature.column in self.computed):
-            read.setdefault(self._source_of(feature.column), {"type": feature.type, "separator": feature.separator})
-        return tuple(spec.model_copy(update=read.get(self._source_of(name), {})) for name, spec in found.items())
+        sources, read = self._list_sources, dict[str, dict[str, Any]]()
+        for feature in sorted(self.categorical, key=lambda feature: feature.column in sources):
+            source = sources.get(feature.column, feature.column)
+            read.setdefault(source, {"type": feature.type, "separator": feature.separator})
+        return tuple(spec.model_copy(update=read.get(sources.get(name, name), {})) for name, spec in found.items())
 
     @property
     def input_names(self) -> tuple[str, ...]:
