@@ -44,7 +44,8 @@ from hotrow.setup.setup import Setup
 CONTEXT = multiprocessing.get_context("forkserver")
 # torch's optimizers import torch._dynamo when the first is made, which takes a second.
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "hotrow.run.runs", "hotrow.parallel.launch"])
-HANG_S = 60.0
+HANG_S = 180.0
+"""Ranks of mpiexec each import torch, which takes a minute on a machine that has much else to do."""
 Transport = Literal["gloo", "mpi"]
 TRANSPORTS: tuple[Transport, ...] = ("gloo", "mpi")
 

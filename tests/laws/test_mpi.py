@@ -158,6 +158,22 @@ class WithoutThreads:
         return "MPI of old, v1"
 
 
+class OfAnotherLauncher(WithoutThreads):
+    """Stands in for the module `MPI` over MPICH, which ends the process if it begins under the mpiexec of Open MPI."""
+
+    def Init_thread(self, wanted: int) -> int:  # noqa: N802
+        raise AssertionError("the process would end here")
+
+    def Get_library_version(self) -> str:  # noqa: N802
+        return "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 20:45:26 UTC 2026"
+
+
+def test_an_mpi_that_cannot_begin_under_this_mpiexec_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(rc=SimpleNamespace()))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", OfAnotherLauncher())  # type: ignore[arg-type]
+    assert "the MPI of mpi4py (MPICH Version: 5.0.2) knows 1 process" in entered({"OMPI_COMM_WORLD_SIZE": "2"})
+
+
 def test_an_mpi_without_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in: Any = SimpleNamespace(rc=SimpleNamespace(initialize=True))
     monkeypatch.setitem(sys.modules, "mpi4py", stand_in)
