@@ -137,6 +137,15 @@ class KeyedJaggedTensor:
         return cls(keys, ids_BF.t().reshape(-1))
 
     @classmethod
+    def of_rows(cls, key: str, rows: Tensor, starts: Sequence[int]) -> KeyedJaggedTensor:
+        """Returns a bag for each of some rows, in micro-batches as `in_parts` has them. Nothing is checked, since ranks
+        make one for every table at every step."""
+        made = cls.__new__(cls)
+        made.keys, made.values, made.weights, made._offsets = (key,), rows, None, None
+        made.stride, made.parts = len(rows), tuple(starts)
+        return made
+
+    @classmethod
     def of(cls, bags: Any) -> KeyedJaggedTensor:
         """Returns `bags`, or makes it from another library's object with torchrec's methods, sharing its ids.
 

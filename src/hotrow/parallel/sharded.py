@@ -669,7 +669,7 @@ class Sharded(Placement):
                 else:
                     start = int(found.starts[t, group[0]])
                     sums = come[leaves[group[0]][1]].sums.words[start : start + num * dim].view(torch.float32)
-                bags = KeyedJaggedTensor((name,), slots[first : first + num]).in_parts(ends[g][t])
+                bags = KeyedJaggedTensor.of_rows(name, slots[first : first + num], ends[g][t])
                 lookups.append((self.below.kernels.sequences[name], bags, sums.view(num, dim)))
                 first, at = first + num, at + num * dim
         return lookups
