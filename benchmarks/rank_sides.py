@@ -24,7 +24,7 @@ from hotrow.costs.wire import Wire as TableWire
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.parallel.communicator import Arriving, Communicator, Messages
-from hotrow.parallel.dense import OverRanks
+from hotrow.parallel.dense import DenseExchange, OverRanks
 from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import ShardedMemory
 from hotrow.parallel.shards import Shard
@@ -50,6 +50,8 @@ class RankWork:
     num_ranks: int
     batch_size: int
     """Samples of a global batch."""
+    threads: int = 1
+    """Of each rank."""
     small: bool = False
     """Short tables and narrow layers, to try it."""
     lr: float | None = None
@@ -175,8 +177,10 @@ class OurRank:
         model = make_model(setting)
         sparse, dense = SGD(emb, shape.lr, nonfinite=None), dense_sgd([model], shape.lr)
         self.num_weights = sum(weight.numel() for weight in model.parameters())
-        exchange = OverRanks(self.comm, lambda: None, length=self.num_weights)
         ranks = self.comm.ranks
+        exchange: DenseExchange = DenseExchange(ranks)
+        if ranks.size > 1:
+            exchange = OverRanks(self.comm, lambda: None, length=self.num_weights)
         self.parts = Parts(emb, model, dense, sparse, Schedule([dense, sparse]), ranks=ranks, exchange=exchange)
         self.batches = [part_of(batch, ranks) for batch in setting.batches]
         self.clock = StepClock()

@@ -65,7 +65,7 @@ class Group:
                     self.side,
                     self.work,
                     Seat(rank=rank, address=address, **self.seat),
-                    threads=1,
+                    threads=self.work.threads,
                     module="benchmarks.rank_worker",
                     before=before[rank] if before else (),
                 )
@@ -158,8 +158,8 @@ class RankServer:
 
     def __init__(self, side: str, work: dict[str, Any], settings: dict[str, Any], *, stack: ExitStack) -> None:
         """stack: is closed when the rank has served."""
-        torch.set_num_threads(1)
         seat, of = Seat(**settings), RankWork(**work)
+        torch.set_num_threads(of.threads)
         self.meet: Callable[[], object] = dist.barrier
         transport: Transport = Gloo()
         if seat.address == MPI:

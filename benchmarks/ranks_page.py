@@ -18,6 +18,7 @@ def ranks_table(cells: Sequence[Cell]) -> list[str]:
         ("over_least", wire_lines),
         ("fewer", pooled_lines),
         ("tried_ms", torchrec_lines),
+        ("added_cpu_ms", process_lines),
         ("peer_cpu_ms", mpi_lines),
         ("not_hidden", link_lines),
     ):
@@ -107,6 +108,37 @@ def torchrec_lines(cells: Sequence[Cell]) -> list[str]:
         for cell in cells
     ]
     return [text, "", *table(heads(columns, left=(0, 1, 3)), rows)]
+
+
+def process_lines(cells: Sequence[Cell]) -> list[str]:
+    """Steps of two ranks beside those of one process with as many threads."""
+    text = (
+        "Training steps of two processes of one thread over MPI beside those of one process of two threads. CPU: what "
+        "the busiest rank took of its processor in a step, and what of that a process of one thread does not take that "
+        "trains half of the batch alone."
+    )
+    columns = (
+        "cell",
+        "speed of two ranks",
+        "promised",
+        "two ranks, ms (CPU)",
+        "one process, ms",
+        "CPU added, ms",
+        "clean",
+    )
+    rows = [
+        [
+            cell["name"],
+            f"{cell['ratio']:.2f}x ({cell['spread'][0]:.2f}-{cell['spread'][1]:.2f})",
+            held(f"{cell['least']:.2f}x", holds=cell["ratio"] >= cell["least"], of=cell),
+            _ms(cell, "ours"),
+            f"{cell['peer_ms']:.1f}",
+            f"{cell['added_cpu_ms']:.1f}",
+            clean_rounds(cell),
+        ]
+        for cell in cells
+    ]
+    return [text, "", *table(heads(columns, left=(0, 2)), rows)]
 
 
 def mpi_lines(cells: Sequence[Cell]) -> list[str]:
