@@ -77,16 +77,17 @@ class Caches : public std::enable_shared_from_this<Caches> {
   uint32_t last_batch = 0;  // its number; the next is one more, and they begin again after the last
 
   void add(const std::tuple<int64_t, int64_t, int64_t>& sizes,
-           const std::tuple<uint64_t, float, int64_t, std::tuple<int64_t, int64_t, int64_t>, int64_t, int>& initial,
+           const std::tuple<uint64_t, float, int64_t, std::tuple<int64_t, int64_t, int64_t, int64_t>, int64_t, int>& initial,
            const std::vector<std::tuple<int64_t, float, float, float>>& states, std::shared_ptr<Store> store,
            std::vector<Memory> arrays) {
     const auto [num_rows, pinned, cached] = sizes;
     require(0 <= pinned && 0 <= cached && pinned + cached <= num_rows && num_rows < 0x7FFFFFFF,
             "pinned + cached slots must be within the table's rows, and these below 2^31");
     const auto [key, bound, zero_rows, births, dim, storage] = initial;
-    const auto [prefix, behind, step] = births;
+    const auto [prefix, behind, step, column] = births;
     require(0 <= prefix && 0 <= behind && 1 <= step, "births are of rows, and rise");
-    InitialRow first{key, bound, zero_rows, {prefix, behind, step}, dim, static_cast<Storage>(storage), {}};
+    require(0 <= column && column % 4 == 0, "births begin at a multiple of 4 columns");
+    InitialRow first{key, bound, zero_rows, {prefix, behind, step, column}, dim, static_cast<Storage>(storage), {}};
     for (const auto& [state_dim, constant, of_weight, of_sign] : states) {
       require(of_weight == 0 || state_dim == dim, "a state made of weights must be as long");
       first.states.push_back({state_dim, constant, of_weight, of_sign});

@@ -470,12 +470,12 @@ void bind_pack_rows(const Arrays& weights, Offsets rows, Offsets counts, const A
   const int64_t* next = rows.data();
   for (size_t t = 0; t < weights.arrays.size(); ++t) {
     const int64_t row_bytes = row_bytes_of(weights, t);
-    require(row_bytes == row_bytes_of(slots, t), "slots are not of their table");
     const auto* from = static_cast<const std::byte*>(weights.arrays[t].data());
     for (size_t g = 0; g < to.num_groups; ++g) {
       const int64_t n = to.count(t, g);
       require(n <= rows.data() + rows.size() - next, "fewer rows than counts say");
       if (g <= messages.size()) {
+        require(n == 0 || row_bytes == row_bytes_of(slots, t), "slots are not of their table");
         for (int64_t i = 0; i < n; ++i) {
           require(0 <= next[i] && next[i] < extent(weights.arrays[t], 0), "row out of range");
         }
@@ -544,11 +544,12 @@ void bind_split_sgd(std::vector<Floats> weights, std::vector<LowHalves> low, std
     split_sgd(weights[k].data(), halves[k], grads[k].data(), size(weights[k]), rate, decay, num_threads);
 }
 
-void bind_fill_uniform(uint64_t key, int64_t first_row, int64_t step, FloatMatrix out, float bound, int64_t zero_rows,
-                       int num_threads) {
+void bind_fill_uniform(uint64_t key, int64_t first_row, int64_t step, int64_t column, FloatMatrix out, float bound,
+                       int64_t zero_rows, int num_threads) {
   require(first_row >= 0 && step >= 1, "negative row, or rows that do not rise");
+  require(column >= 0 && column % 4 == 0, "the first column must be a multiple of 4");
   nb::gil_scoped_release release;
-  fill_uniform(key, first_row, step, extent(out, 0), extent(out, 1), bound, zero_rows, out.data(), num_threads);
+  fill_uniform(key, first_row, step, extent(out, 0), column, extent(out, 1), bound, zero_rows, out.data(), num_threads);
 }
 
 void bind_fill_uniform_rows(uint64_t key, Offsets rows, FloatMatrix out, float bound, int64_t zero_rows,

@@ -56,11 +56,11 @@ bool weight_gradient(const std::vector<FeatureBags>& features, const float* grad
   });
 }
 
-void fill_uniform(uint64_t key, int64_t first, int64_t step, int64_t count, int64_t dim, float bound, int64_t zero_rows,
-                  float* out, int num_threads) {
+void fill_uniform(uint64_t key, int64_t first, int64_t step, int64_t count, int64_t column, int64_t dim, float bound,
+                  int64_t zero_rows, float* out, int num_threads) {
   const Kernels& set = kernels();
   for_pieces_of_rows(count, dim, num_threads, [&](int64_t begin, int64_t end) {
-    set.fill_uniform(key, first + begin * step, step, end - begin, dim, bound, zero_rows, out + begin * dim);
+    set.fill_uniform(key, first + begin * step, step, end - begin, column, dim, bound, zero_rows, out + begin * dim);
   });
 }
 
@@ -72,7 +72,7 @@ void fill_uniform_rows(uint64_t key, const int64_t* rows, int64_t count, int64_t
       int64_t next = begin + 1;
       const int64_t step = next < end ? rows[next] - rows[begin] : 1;
       while (step > 0 && next < end && rows[next] - rows[next - 1] == step) ++next;
-      set.fill_uniform(key, rows[begin], std::max<int64_t>(step, 1), next - begin, dim, bound, zero_rows,
+      set.fill_uniform(key, rows[begin], std::max<int64_t>(step, 1), next - begin, 0, dim, bound, zero_rows,
                        out + begin * dim);
       begin = next;
     }

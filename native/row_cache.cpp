@@ -112,7 +112,8 @@ int32_t RowCache::overflow_place() {
 
 void RowCache::create(uint32_t row, int64_t slot) {
   const InitialRow& first = initial_;
-  kernels().fill_uniform(first.key, first.births.of(row), 1, 1, first.dim, first.bound, first.zero_rows, row_.data());
+  kernels().fill_uniform(first.key, first.births.of(row), 1, 1, first.births.column, first.dim, first.bound,
+                         first.zero_rows, row_.data());
   const auto at = [&](size_t part) { return slots_.parts[part].base + slot * slots_.parts[part].bytes; };
   size_t part = 0;
   kernels().store_row(row_.data(), first.dim, first.storage, at(0),

@@ -63,8 +63,8 @@ inline void put_four(const float (&value)[4][kBlocks], int first, float* const* 
 
 }  // namespace
 
-void fill_uniform(uint64_t key, int64_t first, int64_t step, int64_t count, int64_t dim, float bound, int64_t zero_rows,
-                  float* out) {
+void fill_uniform(uint64_t key, int64_t first, int64_t step, int64_t count, int64_t column, int64_t dim, float bound,
+                  int64_t zero_rows, float* out) {
   const int64_t quads = (dim + 3) / 4;
   uint64_t number = static_cast<uint64_t>(first);
   int64_t row = 0, quad = 0;
@@ -75,7 +75,7 @@ void fill_uniform(uint64_t key, int64_t first, int64_t step, int64_t count, int6
     for (int i = 0; i < kBlocks; ++i) {
       blocks.word[0][i] = static_cast<uint32_t>(number);
       blocks.word[1][i] = static_cast<uint32_t>(number >> 32);
-      blocks.word[2][i] = static_cast<uint32_t>(quad);
+      blocks.word[2][i] = static_cast<uint32_t>(column / 4 + quad);
       blocks.word[3][i] = 0;
       place[i] = row < count ? out + row * dim + quad * 4 : out;
       width[i] = row < count ? dim - quad * 4 : 0;

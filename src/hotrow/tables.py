@@ -69,6 +69,8 @@ class Uniform:
     ids."""
     births: Births = WHOLE
     """Which rows of a whole table these are, if this table is a part of it: see `TableConfig.part`."""
+    column: Count = 0
+    """The column of the whole table that is the first one here: a multiple of 4, because four are drawn at once."""
 
     def bound_for(self, num_embeddings: int) -> float:
         """Returns the bound for a table of `num_embeddings` rows."""
@@ -134,11 +136,14 @@ class TableConfig:
             raise ValueError(f"table {self.name!r}: {field} is {count:,}; it must be at least 1 and below 2^63")
         return count
 
-    def part(self, num_embeddings: int, births: Births) -> TableConfig:
-        """Returns a part of this table, of the same name and features, whose rows start as `births` says."""
+    def part(self, num_embeddings: int, births: Births, columns: slice | None = None) -> TableConfig:
+        """Returns a part of this table, of the same name and features, whose rows start as `births` says; columns:
+        which ones it has, all of them if None."""
         assert self.init.births == WHOLE, "a part has no parts"
-        init = replace(self.init, bound=self.init.bound_for(self.num_embeddings), births=births)
-        return replace(self, num_embeddings=num_embeddings, init=init)
+        columns = columns or slice(0, self.embedding_dim)
+        bound = self.init.bound_for(self.num_embeddings)
+        init = replace(self.init, bound=bound, births=births, column=columns.start)
+        return replace(self, num_embeddings=num_embeddings, embedding_dim=columns.stop - columns.start, init=init)
 
     @property
     def num_bytes(self) -> int:

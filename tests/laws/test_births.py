@@ -64,6 +64,20 @@ def test_rows_of_a_part_on_every_instruction_set(births: Births, dim: int, zero_
             assert_same_bits(out_ND, wanted, "reference")
 
 
+@needs_native
+@pytest.mark.parametrize(("column", "dim"), [(0, 4), (4, 7), (8, 1), (12, 64)])
+def test_columns_of_a_part_on_every_instruction_set(column: int, dim: int) -> None:
+    key, births = types.row_key(3, "user"), Births(prefix=2, first=5, step=3)
+    ids = torch.tensor([births.of(row) for row in range(40)])
+    expected = reference.uniform_rows(key, ids, column + dim + 3, 0.037, 1)[:, column : column + dim].contiguous()
+    for where in every_backend():
+        out = Guarded(torch.full((40, dim), SENTINEL))
+        ops.fill_uniform(out.tensor, key=key, bound=0.037, zero_rows=1, births=births, column=column)
+        out.check()
+        assert_same_bits(out.tensor, expected, (column, dim, where))
+    assert_same_bits(reference.uniform_rows(key, ids, dim, 0.037, 1, column), expected, "reference")
+
+
 def test_a_large_part_is_filled_in_tasks() -> None:
     """Rows of several tasks, and the prefix in one of them."""
     births, whole, part = Births(prefix=5000, first=5001, step=2), torch.empty(60_000, 32), torch.empty(30_000, 32)

@@ -152,11 +152,12 @@ struct RowCopy {
 // Copies rows; no two copies write the same bytes.
 void copy_rows(const std::vector<RowCopy>& copies, int num_threads);
 
-// Writes the initial rows first + k * step of a table, k < count, to out[count, dim].
-void fill_uniform(uint64_t key, int64_t first, int64_t step, int64_t count, int64_t dim, float bound, int64_t zero_rows,
-                  float* out, int num_threads);
+// Writes the initial rows first + k * step of a table, k < count, to out[count, dim]: their columns from `column` on, a
+// multiple of 4.
+void fill_uniform(uint64_t key, int64_t first, int64_t step, int64_t count, int64_t column, int64_t dim, float bound,
+                  int64_t zero_rows, float* out, int num_threads);
 
-// The same of rows in any order, rows[count].
+// The same of rows in any order, rows[count], and their first columns.
 void fill_uniform_rows(uint64_t key, const int64_t* rows, int64_t count, int64_t dim, float bound, int64_t zero_rows,
                        float* out, int num_threads);
 

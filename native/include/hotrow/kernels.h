@@ -47,9 +47,9 @@
 //   the order of (row, leaf, as in update); a node's leaves are all leaves of an aligned subtree [n 2^k, (n + 1) 2^k)
 //   that occur. scratch: kMostTreeLevels * dim floats.
 //
-// fill_uniform: rows first + k * step of a table, k < count, written to out[count, dim]; x = the Philox4x32-10 block of
-//     counter (row mod 2^32, row / 2^32, column / 4, 0) and the key;  out = ((x[column mod 4] >> 8) * 2^-23 - 1) *
-//     bound
+// fill_uniform: columns [column, column + dim) of rows first + k * step of a table, k < count, written to
+//     out[count, dim], with 4 a divisor of column; x = the Philox4x32-10 block of counter
+//     (row mod 2^32, row / 2^32, column / 4, 0) and the key;  out = ((x[column mod 4] >> 8) * 2^-23 - 1) * bound
 //   Rows below zero_rows are +0.0, and so are all with a bound of 0.
 //
 // store_row: writes one row of floats to a table's storage, as update does; the floats become what was stored (rounded,
@@ -90,8 +90,8 @@
          (const Rule& rule, const Rows& table, const States& states, const Occurrences& occurrences, float* scratch))  \
   KERNEL(void, sum_rows, (const Occurrences& occurrences, int64_t dim, RowSums* nodes, float* scratch))                \
   KERNEL(void, fill_uniform,                                                                                           \
-         (uint64_t key, int64_t first, int64_t step, int64_t count, int64_t dim, float bound, int64_t zero_rows,       \
-          float* out))                                                                                                 \
+         (uint64_t key, int64_t first, int64_t step, int64_t count, int64_t column, int64_t dim, float bound,          \
+          int64_t zero_rows, float* out))                                                                              \
   KERNEL(void, store_row, (float* row, int64_t dim, Storage storage, void* to, uint16_t* low))                         \
   KERNEL(void, interact,                                                                                               \
          (const float* dense, const float* pooled, int64_t num_features, int64_t dim, int64_t first, int64_t last,     \

@@ -22,9 +22,9 @@
 
 namespace hotrow {
 
-// Which row of a whole table a row starts as, if this table is a part of it.
+// Which row of a whole table a row starts as, and from which column on, if this table is a part of it.
 struct Births {
-  int64_t prefix, first, step;
+  int64_t prefix, first, step, column;
   int64_t of(int64_t row) const { return row < prefix ? row : first + (row - prefix) * step; }
 };
 

@@ -381,7 +381,7 @@ class _Counted:
                 continue
             self.pools = True
             each = _Bags.of(own.table, work.batch_size, own.lookups, wire_dtype, jagged=own.jagged)
-            away = (1.0 - shares[shard.owner]) / self.num_ranks  # the others send and get these bags
+            away = (1.0 - shares[shard.owners[0]]) / self.num_ranks  # the others send and get these bags
             bags += [each.head_bytes, away * each.id_bytes, away * each.vector_bytes, away * each.vector_bytes]
         # What no rank needs is not exchanged: see parallel/sharded.py.
         rows = [own.table for own in work.tables if shards[own.table.name].exchange == "rows"]

@@ -641,11 +641,19 @@ class KernelSet:
 
 
 def fill_uniform(
-    out: Tensor, *, key: int, bound: float, zero_rows: int = 0, first_row: int = 0, births: Births = WHOLE
+    out: Tensor,
+    *,
+    key: int,
+    bound: float,
+    zero_rows: int = 0,
+    first_row: int = 0,
+    births: Births = WHOLE,
+    column: int = 0,
 ) -> None:
     """Writes a table's initial rows from `first_row` on into out [n, D]: U(-bound, bound), see `reference`.
 
-    births: which rows of a whole table these are; zero_rows: of the whole table.
+    births: which rows of a whole table these are; zero_rows: of the whole table; column: of the whole table, the first
+    of the D columns, a multiple of 4.
     """
     done = 0
     for rows in births.runs(first_row, first_row + len(out)):
@@ -653,9 +661,9 @@ def fill_uniform(
         if not len(rows):
             continue
         if _native() is None:
-            reference.fill_uniform(key, rows.start, part, bound, zero_rows, rows.step)
+            reference.fill_uniform(key, rows.start, part, bound, zero_rows, rows.step, column)
         else:
-            _native().fill_uniform(key, rows.start, rows.step, part, bound, zero_rows, torch.get_num_threads())
+            _native().fill_uniform(key, rows.start, rows.step, column, part, bound, zero_rows, torch.get_num_threads())
 
 
 def uniform_rows(

@@ -387,7 +387,8 @@ def pack_rows(
     at = [0] * len(messages)
     for t in range(len(weights)):
         own, *others = groups[t * counts.shape[1] :][: 1 + len(messages)]
-        slots[t][firsts[t] : firsts[t] + len(own)] = weights[t][own]
+        if len(own):
+            slots[t][firsts[t] : firsts[t] + len(own)] = weights[t][own]
         for m, each in enumerate(others):
             values = weights[t][each].view(-1).view(torch.uint8)
             messages[m][at[m] : at[m] + len(values)] = values
@@ -471,21 +472,24 @@ def _largest(counts: Tensor) -> int:
 # Initial rows
 
 
-def fill_uniform(key: int, first_row: int, out: Tensor, bound: float, zero_rows: int, step: int = 1) -> None:
+def fill_uniform(
+    key: int, first_row: int, out: Tensor, bound: float, zero_rows: int, step: int = 1, column: int = 0
+) -> None:
     """Writes a table's rows `first_row`, `first_row + step`, ... into out [n, D]; see `uniform_rows`."""
     n, dim = out.shape
-    out[:] = uniform_rows(key, first_row + step * torch.arange(n), dim, bound, zero_rows)
+    out[:] = uniform_rows(key, first_row + step * torch.arange(n), dim, bound, zero_rows, column)
 
 
-def uniform_rows(key: int, rows: Tensor, dim: int, bound: float, zero_rows: int) -> Tensor:
+def uniform_rows(key: int, rows: Tensor, dim: int, bound: float, zero_rows: int, column: int = 0) -> Tensor:
     """Returns the initial `rows` [n] of a table, [n, D]: `((x >> 8) * 2^-23 - 1) * bound` in float32, x random uint32.
 
+    column: the first of the D columns, a multiple of 4.
     x of (row, column) is word `column % 4` of the Philox4x32-10 block with counter (row mod 2^32, row >> 32,
     column // 4, 0). Rows below `zero_rows` are +0.0, and with a bound of 0 all are.
     """
     quads = -(-dim // 4)
     row = rows.repeat_interleave(quads)
-    quad = torch.arange(quads).repeat(len(rows))
+    quad = (column // 4 + torch.arange(quads)).repeat(len(rows))
     words = philox4x32(torch.stack([row & _MASK, row >> 32, quad, torch.zeros_like(quad)], dim=1), key)
     unit = (words >> 8).float() * 2.0**-23 - 1.0
     out = (unit * _float32(bound)).reshape(len(rows), quads * 4)[:, :dim]

@@ -1,12 +1,14 @@
-"""The exchange of pooled vectors, for tables that lie whole on one rank: the owner pools for the samples of all ranks.
+"""The exchange of pooled vectors, for tables with an owner: it pools for the samples of all ranks.
 
     take     ids, lengths and weights of each rank's samples -> the owner, which looks up the whole batch -> a vector of
              each bag, to the rank that trains its sample
     update   the gradients of these vectors -> the owner, which sums those of a row in the tree, as one process does
 
-The owner has all bags of a batch in their order, so the bits are the same as in one process. If a step also looks up
-rows of such a table one by one (`EmbeddingCollection.sequence`), its gradients travel as sums of rows, since a sum must
-have all its terms in order. sharded.py calls this, and does the same for tables whose rows travel.
+The owner has all bags of a batch in their order, so the bits are the same as in one process. If several owners share
+the columns of a table, each gets the ids and pools its columns, since no number of a vector needs those beside it. If a
+step also looks up rows of a table with one owner one by one (`EmbeddingCollection.sequence`), its gradients travel as
+sums of rows, since a sum must have all its terms in order. sharded.py calls this, and does the same for tables whose
+rows travel.
 """
 
 from __future__ import annotations
@@ -107,14 +109,20 @@ class Pooled:
         self.layout, self._below = Layout.of(tables), below
         self.features = [feature for feature in self.layout.features if feature.table in self.tables]
         self._comm, self._configs, self._wire_dtype = comm, tables, wire_dtype
-        self._owners = [shard.owner for shard in shards]
+        self._shards = shards
         self._bundles = [
-            _bundles([f for f in self.features if self._owners[f.table] == rank]) for rank in range(comm.size)
+            _bundles([self._of(f, rank) for f in self.features if rank in shards[f.table].owners])
+            for rank in range(comm.size)
         ]
-        """By owner."""
+        """By owner, with the columns that it pools."""
         self._kernels: dict[tuple[str, ...], ops.Kernels] = {}
         self._batches: dict[int, PooledBatch] = {}
         """The batches that are not over, by the identity of their slots."""
+
+    def _of(self, feature: Feature, rank: int) -> Feature:
+        """Returns a feature with those columns of the output that a rank pools."""
+        own, start = self._shards[feature.table].columns(_width((feature,)), rank), feature.columns.start
+        return replace(feature, columns=slice(start + own.start, start + own.stop))
 
     # ---- lookups
 
@@ -141,7 +149,9 @@ class Pooled:
             self._check_weights(sparse, sparse.weights, training=training)
         found: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int32)] for _ in range(self._comm.size)]
         for feature in self.features:
-            found[self._owners[feature.table]].append(_pack(sparse, feature.name, wide=self._wide(feature)))
+            words = _pack(sparse, feature.name, wide=self._wide(feature))
+            for owner in self._shards[feature.table].owners:
+                found[owner].append(words)
         return [torch.cat(words) for words in found]
 
     def _wide(self, feature: Feature) -> bool:
@@ -170,7 +180,7 @@ class Pooled:
         """Returns what this rank is to pool. words: by rank, its `requests` here; asked: this rank's, of all ranks."""
         rest, names, bags = list(words), defaultdict[int, list[str]](list), {}
         for feature in self.features:
-            if self._owners[feature.table] == self._comm.rank:
+            if self._comm.rank in self._shards[feature.table].owners:
                 each = [_unpack(own, n, wide=self._wide(feature)) for own, n in zip(rest, strides, strict=True)]
                 rest = [own[length:] for own, (_, length) in zip(rest, each, strict=True)]
                 bags[feature.name] = _joined([own for own, _ in each])
@@ -268,7 +278,8 @@ class Pooled:
     def tables_by_row(self, lookups: ops.Lookups) -> frozenset[int]:
         """Returns which of these tables were looked up row by row too: their gradients must be summed row by row."""
         alone = [kernels for kernels, sparse, _ in lookups if id(sparse.values) not in self._batches]
-        return self.tables & {feature.table for kernels in alone for feature in kernels.layout.features}
+        whole = {t for t in self.tables if not self._shards[t].is_cut}  # of the others, nobody looks up rows
+        return frozenset(whole & {feature.table for kernels in alone for feature in kernels.layout.features})
 
     def gradients(self, lookups: ops.Lookups, *, but: frozenset[int]) -> Callable[[], ops.Lookups]:
         """Sends gradients of pooled vectors to the owners. Returns what waits for those that come here and returns them

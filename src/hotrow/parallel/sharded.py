@@ -80,7 +80,7 @@ class ShardedMemory:
             raise ValueError(f"there is no table {unknown[0]!r} to share; the tables are {', '.join(names)}")
         shards = [self.shards.get(name, Shard()) for name in names]
         for table, shard in zip(tables, shards, strict=True):
-            shard.check(table.name, table.num_embeddings, self.ranks.size)
+            shard.check(table.name, table.num_embeddings, table.embedding_dim, self.ranks.size)
         if self.ranks.micro_batches == 1:  # one rank, and nothing to add up
             return place(tables, self.below, seed=seed)
         below = self.below
@@ -92,9 +92,9 @@ class ShardedMemory:
 
 
 def table_of_rank(table: TableConfig, shard: Shard, ranks: Ranks) -> TableConfig:
-    """Returns the table of the rows that this rank holds, with one row at least."""
+    """Returns the table of the rows and columns that this rank holds, with one row at least."""
     num_rows = max(1, shard.num_local(table.num_embeddings, ranks.rank, ranks.size))
-    return table.part(num_rows, shard.births(ranks.rank, ranks.size))
+    return table.part(num_rows, shard.births(ranks.rank, ranks.size), shard.columns(table.embedding_dim, ranks.rank))
 
 
 def _local_table(table: TableConfig, shard: Shard, ranks: Ranks) -> TableConfig:
@@ -358,6 +358,8 @@ class Sharded(Placement):
         own: list[Any] = []
 
         def requests() -> list[Tensor]:
+            if rows:
+                self._check_whole(batch)
             if pools:
                 bags[:] = self._pooled.requests(batch, training=training)
             found = self._distinct(sparse, spans)
@@ -393,6 +395,16 @@ class Sharded(Placement):
             below=self._lookup_below(below, lengths),
             served=served,
         )
+
+    def _check_whole(self, sparse: KeyedJaggedTensor) -> None:
+        """Raises ValueError, with the cure, if no rank has whole rows of a feature's table."""
+        for feature in self.layout.features:
+            if (shard := self.shards[feature.table]).is_cut and feature.name in sparse.keys:
+                raise ValueError(
+                    f"sequences of feature {feature.name!r} need whole rows of table "
+                    f"{self.tables[feature.table].name!r}, whose columns ranks {', '.join(map(str, shard.owners))} "
+                    "share: give its Shard one owner, or leave the feature out of the batch"
+                )
 
     def _distinct(self, sparse: KeyedJaggedTensor, spans: list[Span]) -> Distinct:
         """Returns the distinct rows of a batch. Raises ValueError for an id outside its table."""
@@ -676,6 +688,19 @@ class Sharded(Placement):
 
     # ---- optimizer states, and rows by their ids
 
+    def new_state(self, table: str, row_shape: Sequence[int]) -> Tensor:
+        """See Placement. Raises ValueError for a number per row if no rank has whole rows."""
+        shard = next(shard for own, shard in zip(self.tables, self.shards, strict=True) if own.name == table)
+        if not shard.is_cut:
+            return self.below.new_state(table, row_shape)
+        if not row_shape:
+            raise ValueError(
+                f"ranks {', '.join(map(str, shard.owners))} share the columns of table {table!r}, and this optimizer "
+                "keeps a number for each whole row: give its Shard one owner, or choose an optimizer with a number for "
+                "each column, such as Adagrad in place of RowWiseAdagrad"
+            )
+        return self.below.new_state(table, self.weights[table].shape[1:])
+
     def attach(self, states: dict[str, Sequence[TableState]]) -> Attached:
         if self._changes is not None:
             self._changes.states = states
@@ -684,7 +709,7 @@ class Sharded(Placement):
     def rows(self, table: str, state: TableState | None = None) -> Rows:
         """Returns whole tables by row: every rank reads the same rows at the same time, and gets all of them."""
         t = next(t for t, each in enumerate(self.tables) if each.name == table)
-        return ShardedRows(self.comm, self.shards[t], self.tables[t].num_embeddings, self.below.rows(table, state))
+        return ShardedRows(self.comm, self.shards[t], self.tables[t], self.below.rows(table, state))
 
     def grow(self, table: TableConfig) -> None:
         raise ValueError(

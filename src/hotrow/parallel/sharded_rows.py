@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.parallel.communicator import Communicator
@@ -23,36 +24,47 @@ PIECE_BYTES = 16 << 20
 
 
 class ShardedRows(Rows):
-    """One array of a table of `num_rows` rows over the ranks of `comm`. below: the rows of this rank's shard."""
+    """One array of a table over the ranks of `comm`. below: the rows of this rank's shard."""
 
-    def __init__(self, comm: Communicator, shard: Shard, num_rows: int, below: Rows) -> None:
+    def __init__(self, comm: Communicator, shard: Shard, table: TableConfig, below: Rows) -> None:
         self._comm, self._shard, self._below = comm, shard, below
-        self.shape, self.dtype = torch.Size((num_rows, *below.shape[1:])), below.dtype
+        dim = below.shape[1:] and (table.embedding_dim,)
+        self.shape, self.dtype = torch.Size((table.num_embeddings, *dim)), below.dtype
+        self.columns = self._columns(comm.rank)
         self.piece_rows = _piece_rows(self.shape[1:].numel())
 
     def read(self, rows: RowIds, /) -> Tensor:
-        """Returns the rows; collective. Each row comes from its home."""
+        """Returns the rows; collective. Each row comes from its home, or its columns from their owners."""
         ids, comm = _ids(rows), self._comm
-        homes = self._shard.homes(ids, comm.size)
-        come = comm.gather(partial(self._bytes_of, ids[homes == comm.rank]), purpose="tables")
+        come = comm.gather(partial(self._bytes_of, ids[self._saves(ids, comm.rank)]), purpose="tables")
         out = torch.empty(len(ids), *self.shape[1:], dtype=self.dtype)
         for rank, own in enumerate(come):
-            at = torch.from_numpy((homes == rank).nonzero()[0])
-            out[at] = own.view(self.dtype).view(len(at), *self.shape[1:])
+            at, part = torch.from_numpy(self._saves(ids, rank).nonzero()[0]), out[..., self._columns(rank)]
+            part[at] = own.view(self.dtype).view(len(at), *part.shape[1:])
         return out
+
+    def _columns(self, rank: int) -> slice:
+        return self._shard.columns(self.shape[1], rank) if self._shard.is_cut else slice(None)
+
+    def _saves(self, ids: Numbers, rank: int) -> NDArray[np.bool_]:
+        """Returns of which rows a rank saves its columns: where they have their home, or all if it shares columns."""
+        if self._shard.is_cut:
+            return self._shard.held(ids, rank, self._comm.size)
+        saves: NDArray[np.bool_] = self._shard.homes(ids, self._comm.size) == rank
+        return saves
 
     def _bytes_of(self, ids: Numbers) -> Tensor:
         return self._read_held(ids).contiguous().view(-1).view(torch.uint8)
 
     def _read_held(self, ids: Numbers) -> Tensor:
         pieces = [self._below.read(local) for local, _ in self._pieces(ids)]
-        return torch.cat(pieces) if pieces else torch.empty(0, *self.shape[1:], dtype=self.dtype)
+        return torch.cat(pieces) if pieces else torch.empty(0, *self._below.shape[1:], dtype=self.dtype)
 
     def write(self, rows: RowIds, values: Tensor, /) -> None:
         """Makes these rows `values`; those that this rank does not hold are left out. Not collective."""
         ids, held = _ids(rows), self.held(rows)
         for local, at in self._pieces(ids[held.numpy()]):
-            self._below.write(local, values[held[at]])
+            self._below.write(local, values[held[at]][..., self.columns].contiguous())
 
     def held(self, rows: RowIds, /) -> Tensor:
         return torch.from_numpy(self._shard.held(_ids(rows), self._comm.rank, self._comm.size).nonzero()[0])
@@ -60,7 +72,7 @@ class ShardedRows(Rows):
     def own(self, rows: RowIds, /) -> tuple[RowIds, Tensor]:
         """See Rows. Each row is saved by its home."""
         ids = _ids(rows)
-        ids = ids[self._shard.homes(ids, self._comm.size) == self._comm.rank]
+        ids = ids[self._saves(ids, self._comm.rank)]
         return torch.from_numpy(ids), self._read_held(ids)
 
     def _pieces(self, ids: Numbers) -> Iterator[tuple[Tensor, slice]]:
@@ -113,11 +125,38 @@ class ShardedChanges:
                 break
         return found
 
+    def writer(self, table: str) -> int | None:
+        """See Changes."""
+        shard = self._shards[table]
+        return shard.owners[0] if shard.is_cut else None
+
     def changed_rows(self, table: str, *, ever: bool) -> Iterator[Tensor]:
+        """See Changes. Collective for a table that has a `writer`."""
         comm, shard = self._comm, self._shards[table]
+        if shard.is_cut:
+            yield from self._of_any_rank(self._held(table, ever=ever))
+            return
         for rows in self._held(table, ever=ever):
             if (own := shard.homes(rows, comm.size) == comm.rank).any():
                 yield torch.from_numpy(rows[own])
+
+    def _of_any_rank(self, pieces: Iterator[Numbers]) -> Iterator[Tensor]:
+        """Yields the rising rows that any rank has in its `pieces`. Owners of columns know different rows as changed:
+        loading writes no row whose own columns stay as they were."""
+        left = np.empty(0, np.int64)
+
+        def offered() -> Tensor:
+            nonlocal left
+            left = left if len(left) else next(pieces, left)
+            return torch.from_numpy(left)
+
+        while True:
+            come = [own.numpy() for own in self._comm.gather(offered, purpose="changed")]
+            if not any(map(len, come)):
+                return
+            last = min(own[-1] for own in come if len(own))
+            left = left[left > last]
+            yield torch.from_numpy(np.unique(np.concatenate([own[own <= last] for own in come])))
 
     def touched_rows(self, table: str) -> Iterator[Tensor]:
         return map(torch.from_numpy, self._held(table, ever=True))

@@ -2,6 +2,7 @@
 
     rows    [0 .. prefix)   replicated: on every rank
             [prefix .. N)   "row": row prefix + k on rank k % R;   "table": all on one rank, the owner
+    columns                 all, where the row is; of a table with several owners, a block on each of them
 
 A rank numbers the rows it holds by rising row: those are the rows of its shard. Each row has one home, the rank that
 adds up the row's gradient and speaks for the row: of a replicated row, row % R; of any other, the rank that holds it.
@@ -23,6 +24,8 @@ from hotrow.tables import WHOLE, Births
 Numbers = NDArray[np.int64]
 Kind = Literal["row", "table"]
 Exchange = Literal["rows", "pooled"]
+QUAD = 4
+"""A block of columns begins at a multiple of it: initial values are drawn four at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,23 +36,41 @@ class Shard:
     """Rows below it are on every rank; all rows of the table if it has no more."""
     kind: Kind = "row"
     """How the other rows are divided: "row" deals them out one by one, "table" gives all to one rank."""
-    owner: Count = 0
-    """The rank that gets them all; 0 for kind "row"."""
+    owner: Count | tuple[Count, ...] = 0
+    """The rank that gets them all; 0 for kind "row". Several ranks, of a table with exchange "pooled", share its
+    columns: each has a block of them (`columns`), in all rows, and pools that."""
     exchange: Exchange = "rows"
     """What travels: rows to the ranks that look them up, and sums of their gradients back; or vectors that the owner
     has pooled, and their gradients. "pooled" is for tables of which one rank holds all rows."""
 
-    def check(self, table: str, num_rows: int, num_ranks: int) -> None:
-        """Raises ValueError, naming `table`, if this cannot be the shard of so many rows on so many ranks."""
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The ranks that have columns, in the order of their blocks; of kind "row" it means nothing."""
+        return self.owner if isinstance(self.owner, tuple) else (self.owner,)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether several ranks share the columns."""
+        return len(self.owners) > 1
+
+    def check(self, table: str, num_rows: int, dim: int, num_ranks: int) -> None:
+        """Raises ValueError, naming `table`, if this cannot be the shard of so many rows and columns on so many
+        ranks."""
         if self.kind not in ("row", "table"):
             raise ValueError(f"table {table!r}: kind is {self.kind!r}; choose 'row' or 'table'")
         if not 0 <= self.prefix <= num_rows:
             raise ValueError(
                 f"table {table!r}: {self.prefix:,} rows are to be replicated, and it has {num_rows:,}: choose 0 to that"
             )
-        if not 0 <= self.owner < num_ranks or (self.kind == "row" and self.owner):
+        most, each = most_owners(dim, num_ranks), set(self.owners)
+        if not each <= set(range(num_ranks)) or not each or (self.kind == "row" and self.owner != 0):
             allowed = "0 for kind 'row'" if self.kind == "row" else f"0 to {num_ranks - 1}"
             raise ValueError(f"table {table!r}: owner is {self.owner}; choose {allowed}")
+        if len(each) < len(self.owners) or len(each) > most or (self.is_cut and self.exchange != "pooled"):
+            raise ValueError(
+                f"table {table!r}: owner is {self.owner} and exchange {self.exchange!r}; of a table of {dim} columns "
+                f"up to {most} different ranks can have a block of columns each, with exchange 'pooled'"
+            )
         if self.exchange not in ("rows", "pooled"):
             raise ValueError(f"table {table!r}: exchange is {self.exchange!r}; choose 'rows' or 'pooled'")
         if self.exchange == "pooled" and (self.kind != "table" or self.prefix):
@@ -64,8 +85,17 @@ class Shard:
 
     def held(self, rows: Numbers, rank: int, num_ranks: int) -> NDArray[np.bool_]:
         """Returns whether a rank holds each row."""
+        if self.is_cut:
+            return np.full(rows.shape, rank in self.owners)
         held: NDArray[np.bool_] = (rows < self.prefix) | (self.homes(rows, num_ranks) == rank)
         return held
+
+    def columns(self, dim: int, rank: int) -> slice:
+        """Returns which columns of a table of `dim` a rank has in the rows that it holds."""
+        if not self.is_cut or rank not in self.owners:
+            return slice(0, dim)
+        k, count, quads = self.owners.index(rank), len(self.owners), -(-dim // QUAD)
+        return slice(QUAD * (quads * k // count), min(dim, QUAD * (quads * (k + 1) // count)))
 
     def local(self, rows: Numbers, num_ranks: int) -> Numbers:
         """Returns the number of each row in the shard of a rank that holds it."""
@@ -75,7 +105,7 @@ class Shard:
         """Returns how many of a table's rows a rank holds."""
         rest = num_rows - self.prefix
         if self.kind == "table":
-            return self.prefix + rest * (rank == self.owner)
+            return self.prefix + rest * (rank in self.owners)
         return self.prefix + (rest - rank + num_ranks - 1) // num_ranks
 
     def rows(self, local: Numbers, rank: int, num_ranks: int) -> Numbers:
@@ -91,6 +121,11 @@ class Shard:
         return Births(prefix=self.prefix, first=self.prefix + rank, step=num_ranks)
 
 
+def most_owners(dim: int, num_ranks: int) -> int:
+    """Returns how many of so many ranks can share the columns of a table of `dim`."""
+    return min(num_ranks, -(-dim // QUAD))
+
+
 def pooled_tables(shards: Mapping[str, Shard]) -> list[str]:
     """Returns the tables whose owners send pooled vectors."""
     return [name for name, shard in shards.items() if shard.exchange == "pooled"]
@@ -102,7 +137,7 @@ class Homes:
     def __init__(self, shards: Sequence[Shard], num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._prefix = np.array([shard.prefix for shard in shards], np.int64)
-        self._owner = np.array([shard.owner if shard.kind == "table" else -1 for shard in shards], np.int64)
+        self._owner = np.array([shard.owners[0] if shard.kind == "table" else -1 for shard in shards], np.int64)
 
     def of_rank(self, rank: int) -> Shares:
         """Returns the same for the kernels of one rank."""

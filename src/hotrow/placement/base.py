@@ -60,6 +60,8 @@ class Rows(Protocol):
     """The type that `read` returns: float32, or float16 if the table is float16. Split weights are joined."""
     piece_rows: int
     """How many rows to read or write at once."""
+    columns: slice = slice(None)
+    """Which numbers of a row `own` returns."""
 
     def read(self, rows: RowIds, /) -> Tensor:
         """Returns these rows [n, ...], exactly; for rows in memory it may be a view."""
@@ -344,6 +346,10 @@ class Changes(Protocol):
 
     def arrays_by_table(self) -> dict[str, list[str]]:
         """Returns by table the names of its arrays: "weight", and those of the attached states."""
+
+    def writer(self, table: str) -> int | None:
+        """Returns the rank that saves the changed rows of a table whose columns several ranks share; all ranks then ask
+        for them, and read them, together. None if each rank saves rows of its own."""
 
     def clear_changed(self) -> None:
         """Forgets the changes so far: a checkpoint has every row as it is."""

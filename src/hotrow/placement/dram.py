@@ -167,7 +167,13 @@ def fill_initial_rows(stored: RowsInMemory, table: TableConfig, seed: int, *, st
         plain = stored.array.dtype == torch.float32
         values = stored.array[rows] if plain else torch.empty(stored.array[rows].shape)
         ops.fill_uniform(
-            values, key=key, bound=bound, zero_rows=init.zero_rows, first_row=rows.start, births=init.births
+            values,
+            key=key,
+            bound=bound,
+            zero_rows=init.zero_rows,
+            first_row=rows.start,
+            births=init.births,
+            column=init.column,
         )
         if not plain:
             stored.write(rows, values)

@@ -306,7 +306,8 @@ class Tiers(Placement):
 
     def _add_cache(self, caches: Any, table: TableConfig, slots: TableSlots, store: Store) -> None:
         init, weight, key = table.init, self.weights[table.name], row_key(self.seed, table.name)
-        bound, births = init.bound_for(table.num_embeddings), (init.births.prefix, init.births.first, init.births.step)
+        bound = init.bound_for(table.num_embeddings)
+        births = (init.births.prefix, init.births.first, init.births.step, init.column)
         states = [
             (state.array[:1].numel(), state.constant, state.of_weight, state.of_sign)
             for state in self.states.get(table.name, ())
@@ -426,6 +427,9 @@ class Tiers(Placement):
 
     def touched_rows(self, table: str) -> Iterator[Tensor]:
         return self.changed_rows(table, ever=True)
+
+    def writer(self, table: str) -> None:
+        return None
 
     def clear_changed(self) -> None:
         self._laid_out().clear_changed()

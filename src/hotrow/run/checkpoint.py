@@ -21,6 +21,7 @@ when all others are done. Each rank reads what it holds.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,6 +57,7 @@ from hotrow.run.checkpoint_files import (
     FileRecord,
     Manifest,
     PartRecord,
+    Pieces,
     Stored,
     Target,
     num_bytes,
@@ -64,7 +66,14 @@ from hotrow.run.checkpoint_files import (
     read_tensors,
     write_tensors,
 )
-from hotrow.run.checkpoint_rows import NumRows, check_chain, link_or_copy, load_chain, next_chain
+from hotrow.run.checkpoint_rows import (
+    NumRows,
+    check_chain,
+    link_or_copy,
+    load_chain,
+    next_chain,
+    write_in_step,
+)
 from hotrow.run.checkpoint_together import explained, write_together, writing
 
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
@@ -82,7 +91,8 @@ def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mappi
     """
     path, comm = Path(path), _comm_of(parts.values())
     contents = _contents(parts, comm)
-    own = [*contents.new.values(), *(contents.together.values() if comm.rank == 0 else ())]
+    shared = [*contents.together.values(), *(arrays for _, arrays in contents.in_step.values())]
+    own = [*contents.new.values(), *(shared if comm.rank == 0 else ())]
     needed = sum(everyone(comm, sum(num_bytes(tensor) for tensors in own for tensor in tensors.values())))
     on_first_rank(comm, lambda: _check_room(path, needed))
     manifest = _write(path, contents, extra or {}, comm)
@@ -115,6 +125,10 @@ def _write(path: Path, contents: _Contents, extra: Mapping[str, Any], comm: Comm
         files = {file: write_together(partial / file, arrays, comm) for file, arrays in contents.together.items()}
         num_written = sum(record.num_bytes for record in files.values()) if comm.rank == 0 else 0
         own, num_own = writing(comm, partial, lambda: _write_files(partial, contents))
+        for file, (writer, arrays) in contents.in_step.items():
+            write = functools.partial(write_in_step, partial / file, arrays, writes=comm.rank == writer)
+            if (record := writing(comm, partial, write)) is not None:
+                own[file], num_own = record, num_own + record.num_bytes
         for each in everyone(comm, {file: [record.num_bytes, record.crc32] for file, record in own.items()}):
             files |= {file: FileRecord(*record) for file, record in each.items()}
         manifest = Manifest(contents.parts, files, sum(everyone(comm, num_written + num_own)), {})
@@ -246,10 +260,12 @@ class _Contents:
     """What a checkpoint is made of."""
 
     parts: dict[str, PartRecord] = field(default_factory=dict)
-    new: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    new: dict[str, Mapping[str, Stored]] = field(default_factory=dict)
     """Files that this rank writes alone, and their tensors."""
     together: dict[str, dict[str, Rows]] = field(default_factory=dict)
     """Files that all ranks write."""
+    in_step: dict[str, tuple[int, Mapping[str, Pieces]]] = field(default_factory=dict)
+    """Files that one rank writes, which it is, while all read the rows together."""
     kept: dict[str, Saved] = field(default_factory=dict)
     """Files that this rank links, and the checkpoint that has them."""
     folders: set[Path] = field(default_factory=set)
@@ -283,7 +299,9 @@ def _add_chains(contents: _Contents, name: str, part: Part, changes: Changes, *,
         found = next_chain(name, table, arrays, changes, before, to_write, comm.rank)
         chains[table] = found.record
         contents.folders |= {Path(name), Path(name, file_name(table))}
-        if comm.size > 1 or rank == 0:
+        if (writer := changes.writer(table)) is not None:
+            contents.in_step |= {file: (writer, tensors) for file, tensors in found.new.items()}
+        elif comm.size > 1 or rank == 0:
             contents.new |= found.new
         if before is not None and rank == 0:
             contents.kept |= dict.fromkeys(found.kept, before)

@@ -12,13 +12,15 @@ tables at most, and all saves together write at most twice the rows that changed
 MAX_LINKS files.
 
 If several ranks share the tables, a save adds a file for each rank that has rows to write: those of which it is the
-home. Any number of ranks can read them, because a file names its rows.
+home. Any number of ranks can read them, because a file names its rows. If ranks share the columns of a table, one of
+them writes whole rows, which the others send it.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,12 +36,15 @@ from hotrow.run.checkpoint_files import (
     CURE,
     Chain,
     ChainRecord,
-    Stored,
+    FileRecord,
+    Pieces,
     check_like,
     check_names,
     held_rows,
+    in_order,
     open_tensors,
     write_held,
+    write_tensors,
 )
 
 MAX_LINKS = 100
@@ -69,7 +74,7 @@ class NextChain(NamedTuple):
     record: ChainRecord
     kept: list[str]
     """Files that the previous checkpoint has."""
-    new: dict[str, dict[str, Stored]]
+    new: dict[str, dict[str, Pieces]]
     """The file that this rank writes, and its tensors; empty if it has none."""
 
 
@@ -90,7 +95,34 @@ class ChangedRows:
 
     def read(self, ids: Tensor, /) -> Tensor:
         """Returns the values in the rows `ids`, or the ids themselves."""
-        return ids if self._rows is None else self._rows.own(ids)[1]
+        if self._rows is None:
+            return ids
+        return self._rows.own(ids)[1] if self._changes.writer(self._table) is None else self._rows.read(ids)
+
+
+class InStep:
+    """What an array holds, read once, piece by piece."""
+
+    def __init__(self, array: Pieces) -> None:
+        self.shape, self.dtype = array.shape, array.dtype
+        self._values = map(array.read, array.pieces())
+
+    def pieces(self) -> Iterator[Tensor]:
+        return self._values
+
+    def read(self, piece: Tensor, /) -> Tensor:
+        return piece
+
+
+def write_in_step(path: Path, arrays: Mapping[str, Pieces], *, writes: bool) -> FileRecord | None:
+    """Writes a file of rows that all ranks read together. writes: this rank does, and gets the record; the others
+    return None. Collective: if writing fails, this rank goes on reading with the others, and then raises."""
+    streams = {name: InStep(array) for name, array in arrays.items()}
+    try:
+        return write_tensors(path, streams) if writes else None
+    finally:
+        for name, _ in in_order(streams):
+            deque(streams[name].pieces(), maxlen=0)
 
 
 def next_chain(
@@ -104,8 +136,13 @@ def next_chain(
 ) -> NextChain:
     """Returns the chain of a table's arrays, by name, after the checkpoint `before`.
 
-    to_write: of each rank that shares the table; rank: the number of this one.
+    to_write: of each rank that shares the table; rank: the number of this one. If the table has a `Changes.writer`,
+    this is collective, and the new file is that of the writer.
     """
+    writer = changes.writer(table)
+    if writer is not None:
+        most = NumRows(*map(max, zip(*to_write, strict=True)))
+        rank, to_write = writer, [most if k == writer else NumRows(0, 0) for k in range(len(to_write))]
     num_rows = next(iter(arrays.values())).shape[0]
     num_changed, num_ever = (sum(each) for each in zip(*to_write, strict=True))
     chain = None if before is None else before.manifest.chain(part, table)
@@ -118,13 +155,16 @@ def next_chain(
     if chain is None:
         chain = Chain(f"{part}/{file_name(table)}", ChainRecord(num_rows, changes.initial(table), ()))
     counts = [each.ever if ever else each.changed for each in to_write]
-    writers = [k for k, count in enumerate(counts) if count] or [0] * ever  # a chain has a file, even without a row
+    if writer is not None:  # what the ranks know together is more than what each knows
+        counts[writer] = sum(map(len, changes.changed_rows(table, ever=ever)))
+    # A chain has a file, even without a row.
+    writers = [k for k, count in enumerate(counts) if count] or [writer or 0] * ever
     record = replace(
         chain.record,
         num_rows=num_rows,  # the table may have grown
         links=(*chain.record.links, *(counts[k] for k in writers)),
     )
-    new: dict[str, dict[str, Stored]] = {}
+    new: dict[str, dict[str, Pieces]] = {}
     if rank in writers:
         stored = {**arrays, ROWS: None}
         file = chain._replace(record=record).files[len(chain.files) + writers.index(rank)]

@@ -127,18 +127,18 @@ def _fill(file: BinaryIO, windows: Sequence[Window], checksum: int) -> int:
         if len(values):
             assert isinstance(ids, Tensor)
             places = ids - rows.start
-            own[places] = values
-            _put(file, start, own.nbytes, places, values)
+            own[..., array.columns][places] = values
+            _put(file, start, own, places, array.columns)
         if len(values) or checksum != _NOTHING:
             checksum = zlib.crc32(own.view(-1).view(torch.uint8).numpy().data, checksum)
     return checksum
 
 
-def _put(file: BinaryIO, start: int, num_bytes: int, places: Tensor, values: Tensor) -> None:
-    """Writes rows to their places in a window of a file, between rows of other ranks."""
+def _put(file: BinaryIO, start: int, own: Tensor, places: Tensor, columns: slice) -> None:
+    """Writes columns of rows to their places in a window of a file, between those of other ranks. own: the window."""
     before = start % mmap.ALLOCATIONGRANULARITY
     try:
-        mapped = mmap.mmap(file.fileno(), before + num_bytes, offset=start - before)
+        mapped = mmap.mmap(file.fileno(), before + own.nbytes, offset=start - before)
     except OSError as error:
         if error.errno not in NO_MAPPING:
             raise
@@ -148,5 +148,5 @@ def _put(file: BinaryIO, start: int, num_bytes: int, places: Tensor, values: Ten
         ) from None
     with mapped:
         page = torch.frombuffer(mapped, dtype=torch.uint8)
-        page[before:].view(values.dtype).view(-1, *values.shape[1:])[places] = values
+        page[before:].view(own.dtype).view(own.shape)[..., columns][places] = own[..., columns][places]
         del page
