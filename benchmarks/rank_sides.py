@@ -34,7 +34,7 @@ from hotrow.run.meters import StepClock
 from hotrow.run.micro import cut
 from hotrow.run.schedule import Schedule
 from hotrow.run.trainer import train_step
-from hotrow.setup.shards import pooled_owners
+from hotrow.setup.shards import pooled_owners, shard_of
 from hotrow.tables import TableConfig
 
 SEED = 1
@@ -227,7 +227,7 @@ def all_pooled(tables: Sequence[TableConfig], shards: Mapping[str, Shard], num_r
 
 
 def pooled_shards(tables: Sequence[TableConfig], batch: Batch, num_ranks: int) -> dict[str, Shard]:
-    """Returns the tables that one rank each should hold and pool, as hotrow's planner has it for steps like `batch`."""
+    """Returns the tables that owners should hold and pool, as hotrow's planner has it for steps like `batch`."""
     parts = [part_of(batch, Ranks(rank, num_ranks, num_ranks)).sparse for rank in range(num_ranks)]
 
     def wire(table: TableConfig) -> TableWire:
@@ -239,7 +239,7 @@ def pooled_shards(tables: Sequence[TableConfig], batch: Batch, num_ranks: int) -
 
     sizes = {table.name: table.num_embeddings * table.embedding_dim for table in tables}
     owned = pooled_owners(tables, {table.name: wire(table) for table in tables}, sizes, num_ranks)
-    return {name: Shard(kind="table", owner=owner, exchange="pooled") for name, owner in owned.items()}
+    return {name: shard_of(owners, pooled=True) for name, owners in owned.items()}
 
 
 def num_lacking(batch: Batch, shards: Mapping[str, Shard], rank: int, num_ranks: int) -> int:

@@ -25,6 +25,7 @@ from hotrow.parallel.shards import Shard
 from hotrow.run import checkpoint_together
 from hotrow.run.checkpoint import verify
 from hotrow.run.checkpoint_files import read_manifest
+from hotrow.run.checkpoint_rows import InStep
 from hotrow.tables import Uniform
 from rank_pool import RankPool
 
@@ -242,11 +243,12 @@ def fail_to_save(comm: Communicator, folder: Path, tiers: str) -> Told:
     saved = saved_of(comm, Kept(tiers))
     step(saved, comm, 0)
 
-    def full(*_: object) -> None:
+    def full(path: Path, arrays: dict[str, InStep]) -> None:
+        next(arrays["rows"].pieces())
         raise OSError("the disk is full")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotrow.run.checkpoint_files.send_down", full)
+        patch.setattr("hotrow.run.checkpoint_rows.write_tensors", full)
         found = told(lambda: hotrow.save_checkpoint(folder / "0", saved.parts))
     hotrow.save_checkpoint(folder / "0", saved.parts)
     saved.emb.placement.close()

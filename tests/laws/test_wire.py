@@ -33,7 +33,7 @@ from hotrow.tables import TableConfig
 
 MAX_MEETINGS = 4
 """Of a step, however many tables there are: ids; rows and vectors; sums and slices; totals."""
-DIM, OF_RANK, MICRO_BATCHES = 4, 48, 4
+DIM, OF_RANK, MICRO_BATCHES = 8, 48, 4
 ROWS = {"rows": 40, "half": 24, "all": 48, "bags": 12}
 DTYPES: dict[str, Any] = {"half": "float16"}
 TABLES = [
@@ -46,6 +46,7 @@ OWNED = Shard(kind="table", owner=1, exchange="pooled")
 SHARDS = {
     "every way": {"rows": Shard(), "half": Shard(), "all": Shard(prefix=48), "bags": OWNED},
     "pooled": dict.fromkeys(ROWS, OWNED),
+    "columns": {**dict.fromkeys(ROWS, Shard(kind="table", owner=(1, 0), exchange="pooled")), "rows": Shard()},
     "rows": {"rows": Shard(), "half": Shard(), "all": Shard(), "bags": Shard(kind="table", owner=1)},
 }
 

@@ -33,7 +33,7 @@ def holders(shard: Shard, num_rows: int, num_ranks: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(("num_rows", "num_ranks", "shard"), CASES)
 def test_numbers_of_rows_against_dealing_them_out(num_rows: int, num_ranks: int, shard: Shard) -> None:
-    shard.check("t", num_rows, num_ranks)
+    shard.check("t", num_rows, 9, num_ranks)
     truth, every = holders(shard, num_rows, num_ranks), np.arange(num_rows)
     homes = shard.homes(every, num_ranks)
     for rank in range(num_ranks):
@@ -45,6 +45,19 @@ def test_numbers_of_rows_against_dealing_them_out(num_rows: int, num_ranks: int,
         assert list(map(shard.births(rank, num_ranks).of, range(len(own)))) == own.tolist()
         assert all(rank in truth[row] for row in every[homes == rank])
     assert ((homes >= 0) & (homes < num_ranks)).all()
+
+
+@pytest.mark.parametrize(("dim", "owners"), [(8, (0, 1)), (19, (2, 0, 1)), (5, (3, 1)), (64, (0, 1, 2)), (7, (2,))])
+def test_columns_are_cut_into_blocks_in_the_order_of_owners(dim: int, owners: tuple[int, ...]) -> None:
+    shard, every = Shard(kind="table", owner=owners, exchange="pooled"), np.arange(12)
+    shard.check("t", 12, dim, 4)
+    blocks = [range(dim)[shard.columns(dim, rank)] for rank in owners]
+    assert [column for block in blocks for column in block] == [*range(dim)]
+    assert all(len(block) and block[0] % 4 == 0 for block in blocks)
+    quads = [-(-len(block) // 4) for block in blocks]
+    assert max(quads) - min(quads) <= 1, "blocks are about as wide"
+    for rank in range(4):
+        assert shard.num_local(12, rank, 4) == shard.held(every, rank, 4).sum() == 12 * (rank in owners)
 
 
 def test_tables_side_by_side() -> None:
@@ -65,12 +78,16 @@ def test_tables_side_by_side() -> None:
         (Shard(exchange="pooled"), "table 'user': exchange is 'pooled', so one rank .* kind is 'row' and prefix 0"),
         (Shard(kind="table", prefix=2, exchange="pooled"), "table 'user': .* kind is 'table' and prefix 2: choose"),
         (Shard(exchange="row"), "table 'user': exchange is 'row'; choose 'rows' or 'pooled'"),  # type: ignore[arg-type]
+        (Shard(kind="table", owner=(0, 2), exchange="pooled"), r"table 'user': owner is \(0, 2\); choose 0 to 1"),
+        (Shard(kind="table", owner=(), exchange="pooled"), r"table 'user': owner is \(\); choose 0 to 1"),
+        (Shard(kind="table", owner=(1, 1), exchange="pooled"), r"table 'user': owner is \(1, 1\) .* up to 2 different"),
+        (Shard(kind="table", owner=(0, 1)), r"table 'user': owner is \(0, 1\) and exchange 'rows'; .* 'pooled'"),
         (Shard(kind="column"), "table 'user': kind is 'column'; choose 'row' or 'table'"),  # type: ignore[arg-type]
     ],
 )
 def test_shards_that_cannot_be_are_refused(shard: Shard, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        shard.check("user", 7, 2)
+        shard.check("user", 7, 6, 2)
 
 
 @pytest.mark.parametrize("largest", [10, 60_000, 1 << 20, 1 << 60])

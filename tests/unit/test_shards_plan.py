@@ -16,7 +16,7 @@ from hotrow.costs.wire import Distinct, Wire
 from hotrow.parallel.messages import WireDtype, narrow
 from hotrow.parallel.pooled import _pack
 from hotrow.parallel.shards import Shard
-from hotrow.setup.shards import MAX_UNEVEN, SMALL_SHARE, hot_prefixes, shards_line, shards_of, wire_of
+from hotrow.setup.shards import MAX_UNEVEN, SMALL_SHARE, hot_prefixes, pooled_owners, shards_line, shards_of, wire_of
 from hotrow.tables import Dtype, TableConfig
 
 BATCH, SAMPLES = 1000, 200_000
@@ -72,7 +72,8 @@ def test_bytes_against_drawn_batches(num_ranks: int, dtype: Dtype) -> None:
         replicated_bytes += (num_ranks - 1) * len(union) * (2 + total)
     predicted = wire_of(config(), own, dataset(), num_ranks)
     pooled_bytes = BATCH * (num_ranks - 1) / num_ranks * (4 + 2 * total)  # what stays with the owner does not travel
-    counted = (split_bytes / steps, replicated_bytes / steps, rows / steps, pooled_bytes, BATCH)
+    owner_bytes = (num_ranks - 1) * (12 + BATCH / num_ranks * 4)
+    counted = (split_bytes / steps, replicated_bytes / steps, rows / steps, pooled_bytes, owner_bytes, BATCH)
     assert np.allclose(predicted, counted, rtol=0.02), (predicted, counted)
     assert dtype != "float32" or predicted.split_bytes <= predicted.replicated_bytes, "copies never save bytes"
 
@@ -212,6 +213,43 @@ def test_a_table_that_would_fill_one_rank_stays_with_all() -> None:
     # Of two tables on three ranks one rank would have none: half of the rows on each of two is 1.5 times the mean.
     tables, data = long_bags(300_000, 300_000)
     assert MAX_UNEVEN < 1.5 and {own.kind for own in shards_of(config(), tables, data, 3).values()} == {"row"}
+
+
+def shared_out(tables: list[TableConfig], found: dict[str, Shard], num_ranks: int) -> list[int]:
+    """By rank, the columns of tables that have as many rows."""
+    each = [(own, found[own.name]) for own in tables]
+    blocks = [(rank, shard.columns(own.embedding_dim, rank)) for own, shard in each for rank in shard.owners]
+    return [sum(own.stop - own.start for of, own in blocks if of == rank) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize(("num_tables", "num_ranks"), [(1, 2), (1, 4), (2, 3), (2, 8), (3, 4), (8, 32), (13, 8)])
+@pytest.mark.parametrize("asked", [{}, {"exchange": "pooled"}])
+def test_few_tables_are_cut_by_columns_until_ranks_are_even(
+    num_tables: int, num_ranks: int, asked: dict[str, Any]
+) -> None:
+    tables, data = long_bags(*(100_000,) * num_tables)
+    raw = {"data": "d", "train": {"batch_size": BATCH}, "parallel": asked}
+    found = shards_of(make_config(raw | {"optimizer": {"sparse": {"name": "adagrad"}}}), tables, data, num_ranks)
+    assert {(shard.kind, shard.exchange) for shard in found.values()} == {("table", "pooled")}
+    held = shared_out(tables, found, num_ranks)
+    assert sum(held) == 16 * num_tables and max(held) <= MAX_UNEVEN * np.mean(held)
+    line = shards_line(tables, found, num_ranks)
+    assert f"{sum(own.is_cut for own in found.values())} cut by columns among ranks that send pooled vectors" in line
+    whole = shards_of(
+        make_config(raw | {"optimizer": {"sparse": {"name": "row_wise_adagrad"}}}), tables, data, num_ranks
+    )
+    assert not any(own.is_cut for own in whole.values()), "its rows have one number each"
+
+
+def test_a_table_is_cut_as_long_as_ids_are_few_bytes() -> None:
+    """Each owner gets all ids: the third would make pooled vectors more than 0.8 of the bytes of rows."""
+    tables = [table("t", 1000, dim=64)]
+    wire = Wire(split_bytes=100, replicated_bytes=200, rows=9, pooled_bytes=50, owner_bytes=20, lookups=9)
+    for num_ranks, owners in ((1, (0,)), (2, (0, 1)), (3, None)):
+        found = pooled_owners(tables, {"t": wire}, {"t": 1000}, num_ranks)
+        assert found == ({} if owners is None else {"t": owners})
+    assert pooled_owners(tables, {"t": wire}, {"t": 1000}, 3, kept=["t"]) == {"t": (0, 1)}
+    assert pooled_owners(tables, {"t": wire}, {"t": 1000}, 3, kept=["t"], whole=["t"]) == {"t": (0,)}
 
 
 def test_exchanges_that_are_asked_for() -> None:

@@ -13,7 +13,8 @@ which is (R - 1) p (2 ids + weights + sum) and (R - 1) (p + q) (id + sum). q is 
 bytes. A row that every rank looks up at every step has p = q = 1: there they cost none, and no lookup waits for it.
 
 A rank that holds a table whole can also get the ids of B bags, L each, and send a pooled vector for each: with its
-gradient that is (R - 1) / R B (L ids + 2 vectors), whatever the rows are.
+gradient that is (R - 1) / R B (L ids + 2 vectors), whatever the rows are. If ranks share the table's columns, each of
+them gets the ids, and the vectors are cut.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ class Wire(NamedTuple):
     """Different rows that all ranks together look up."""
     pooled_bytes: float
     """If one rank holds all rows and pools them."""
+    owner_bytes: float
+    """What each further rank adds that shares the columns and pools its own."""
     lookups: float
     """Ids that all ranks together look up."""
 
@@ -137,6 +140,7 @@ class Wire(NamedTuple):
             replicated_bytes=others * (of_one.split + of_all.split) * (GAP_BYTES + own.sum),
             rows=of_all.split,
             pooled_bytes=others * (bags.head_bytes + (bags.id_bytes + 2 * bags.vector_bytes) / num_ranks),
+            owner_bytes=others * (bags.head_bytes + bags.id_bytes / num_ranks),
             lookups=lookups,
         )
 
@@ -307,7 +311,7 @@ def sharing_amounts(
     pooled = [table for table in own.tables if shards[table.table.name].exchange == "pooled"]
     split = [table for table in own.tables if shards[table.table.name].exchange != "pooled"]
     values = sum(table.rows * table.table.embedding_dim for table in split)
-    features = sum(len(table.table.feature_names) for table in pooled)
+    features = sum(len(shards[each.table.name].owners) * len(each.table.feature_names) for each in pooled)
     rows = {
         "shared steps": 1.0,
         "steps with others": float(num_ranks > 1),
@@ -319,7 +323,7 @@ def sharing_amounts(
         "sent values": values * (num_ranks - 1) / num_ranks,
         "pooled features": float(features),
         "messages of features": float(features * (num_ranks - 1)),
-        "ids for owners": sum(table.lookups for table in pooled),
+        "ids for owners": sum(len(shards[each.table.name].owners) * each.lookups for each in pooled),
         "values for owners": sum(
             float(own.batch_size * len(table.table.feature_names) * table.table.embedding_dim) for table in pooled
         ),
@@ -381,8 +385,10 @@ class _Counted:
                 continue
             self.pools = True
             each = _Bags.of(own.table, work.batch_size, own.lookups, wire_dtype, jagged=own.jagged)
-            away = (1.0 - shares[shard.owners[0]]) / self.num_ranks  # the others send and get these bags
-            bags += [each.head_bytes, away * each.id_bytes, away * each.vector_bytes, away * each.vector_bytes]
+            for owner in shard.owners:
+                away = (1.0 - shares[owner]) / self.num_ranks  # the others send and get these bags
+                vectors = away * each.vector_bytes * shard.width(own.table.embedding_dim, owner)
+                bags += [each.head_bytes, away * each.id_bytes, vectors, vectors]
         # What no rank needs is not exchanged: see parallel/sharded.py.
         rows = [own.table for own in work.tables if shards[own.table.name].exchange == "rows"]
         self.rows_travel = any(shards[table.name].prefix < table.num_embeddings for table in rows)

@@ -23,7 +23,7 @@ class OverRanks:
     capacity_bytes: int
     """DRAM for tables on every rank."""
     owners: dict[str, str]
-    """By table: "replicated", "row", or "rank N"."""
+    """By table: "replicated", "row", "rank N", or "columns on ranks N, M"."""
     held_bytes: list[int]
     """By rank."""
     disk: str | None
@@ -42,7 +42,7 @@ def over_ranks(setup: Setup, alone: Setup | None) -> OverRanks:
     num_ranks, planner, shards = setup.ranks.size, setup.planner, setup.shards
     sizes = {own.name: own.record_bytes for own in demands_of(setup.config, setup.tables, training=True)}
     held_bytes = [
-        sum(shards[t.name].num_local(t.num_embeddings, r, num_ranks) * sizes[t.name] for t in setup.tables)
+        round(sum(_num_held(t, shards[t.name], r, num_ranks) * sizes[t.name] for t in setup.tables))
         for r in range(num_ranks)
     ]
     step = planner.step(setup.below)
@@ -85,8 +85,14 @@ def _gain(step: Step, alone: Setup | None) -> float | None:
         return None
 
 
+def _num_held(table: TableConfig, shard: Shard, rank: int, num_ranks: int) -> float:
+    """Returns how many rows of a table a rank holds; one of some columns alone counts as their share of it."""
+    return shard.num_local(table.num_embeddings, rank, num_ranks) * shard.width(table.embedding_dim, rank)
+
+
 def _owner(table: TableConfig, shard: Shard) -> str:
     """Returns who holds a table, as `OverRanks.owners` says it."""
     if shard.prefix == table.num_embeddings:
         return "replicated"
-    return "row" if shard.kind == "row" else f"rank {shard.owner}"
+    owners = ", ".join(map(str, shard.owners))
+    return "row" if shard.kind == "row" else f"columns on ranks {owners}" if shard.is_cut else f"rank {owners}"

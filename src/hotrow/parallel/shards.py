@@ -79,6 +79,11 @@ class Shard:
                 f"prefix {self.prefix:,}: choose kind 'table' and prefix 0, or exchange 'rows'"
             )
 
+    def width(self, dim: int, rank: int) -> float:
+        """Returns the share of a table's columns that a rank has in the rows that it holds."""
+        own = self.columns(dim, rank)
+        return float(own.stop - own.start) / dim
+
     def homes(self, rows: Numbers, num_ranks: int) -> Numbers:
         """Returns the home of each row."""
         return Homes([self], num_ranks).homes(np.zeros_like(rows), rows)
@@ -94,8 +99,8 @@ class Shard:
         """Returns which columns of a table of `dim` a rank has in the rows that it holds."""
         if not self.is_cut or rank not in self.owners:
             return slice(0, dim)
-        k, count, quads = self.owners.index(rank), len(self.owners), -(-dim // QUAD)
-        return slice(QUAD * (quads * k // count), min(dim, QUAD * (quads * (k + 1) // count)))
+        k, ends = self.owners.index(rank), block_ends(dim, len(self.owners))
+        return slice(ends[k - 1] if k else 0, ends[k])
 
     def local(self, rows: Numbers, num_ranks: int) -> Numbers:
         """Returns the number of each row in the shard of a rank that holds it."""
@@ -119,6 +124,12 @@ class Shard:
         if self.kind == "table":
             return WHOLE
         return Births(prefix=self.prefix, first=self.prefix + rank, step=num_ranks)
+
+
+def block_ends(dim: int, count: int) -> list[int]:
+    """Returns where so many blocks of the columns of a table of `dim` end, which are about as wide."""
+    quads = -(-dim // QUAD)
+    return [min(dim, QUAD * (quads * (k + 1) // count)) for k in range(count)]
 
 
 def most_owners(dim: int, num_ranks: int) -> int:

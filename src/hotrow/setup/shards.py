@@ -4,7 +4,9 @@ of bytes on the wire.
 Copies never save bytes (wire.py), but they cost none where every rank looks a row up at every step, and no lookup waits
 for them. Small tables, whose rows every rank needs at nearly every step, are replicated. Larger ones are dealt out row
 by row, which spreads popular rows evenly. Bags of many ids make pooled vectors fewer bytes than rows. Tables with such
-bags are given to one rank each, if that leaves ranks with about as many rows and lookups as before.
+bags are given to one rank each, if that leaves ranks with about as many rows and lookups as before. If it does not, the
+table that is most of a rank's share is cut by columns for one more rank, as long as the ids, which go to each of them,
+leave pooled vectors fewer bytes.
 parallel/shards.py says where the rows then lie.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 import difflib
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +25,7 @@ from hotrow.costs.demand import record_bytes
 from hotrow.costs.solve import rates_of
 from hotrow.costs.wire import Accesses, Wire, wire_of_table
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.parallel.shards import Shard
+from hotrow.parallel.shards import Shard, block_ends, most_owners
 from hotrow.tables import TableConfig
 
 SMALL_SHARE = 0.01
@@ -70,20 +72,32 @@ def shards_by_bytes(
     sizes = {table.name: table.num_embeddings * record_bytes(table, config.optimizer.sparse.name) for table in tables}
     small = _small(tables, wires, sizes)
     kinds = {table.name: sharding.get(table.name, "replicated" if table.name in small else "row") for table in tables}
-    pooled = _asked_pooled(config, kinds, tables)
+    # An optimizer that keeps a number for each whole row needs whole rows.
+    whole = {table.name for table in tables} if config.optimizer.sparse.name == "row_wise_adagrad" else {*sharding}
+    asked = _asked_pooled(config, kinds, tables)
+    named = [table for table in tables if table.name in asked]
+    pooled = pooled_owners(named, wires, sizes, num_ranks, whole=whole, kept=asked)
     if counted and not config.parallel.hot_rows and config.model.network.lookup != "sequence":
-        pooled |= _counted_pooled(config, kinds, tables, wires, sizes, num_ranks)
+        pooled |= _counted_pooled(config, kinds, tables, wires, sizes, num_ranks, whole)
     kinds |= dict.fromkeys(pooled, "table")
     loads = {t.name: _load(t, wires[t.name], pooled=t.name in pooled) for t in tables if kinds[t.name] == "table"}
-    owners = _owners(loads, num_ranks)
+    owners = _owners(loads, num_ranks, {t.name: _widths(t, len(pooled[t.name])) for t in tables if t.name in pooled})
     found = {}
     for table in tables:
         name, kind = table.name, kinds[table.name]
         if kind == "replicated":
             found[name] = Shard(prefix=table.num_embeddings)
+        elif kind == "row":
+            found[name] = Shard()
         else:
-            found[name] = Shard(kind=kind, owner=owners.get(name, 0), exchange="pooled" if name in pooled else "rows")
+            found[name] = shard_of(owners[name], pooled=name in pooled)
     return found
+
+
+def shard_of(owners: Sequence[int], *, pooled: bool) -> Shard:
+    """Returns the shard of a table of which one rank, or several together, have all columns."""
+    owner = owners[0] if len(owners) == 1 else tuple(owners)
+    return Shard(kind="table", owner=owner, exchange="pooled" if pooled else "rows")
 
 
 def _check_names(option: str, asked: Mapping[str, str], tables: Sequence[TableConfig]) -> None:
@@ -124,46 +138,79 @@ def _counted_pooled(
     wires: Mapping[str, Wire],
     sizes: Mapping[str, int],
     num_ranks: int,
-) -> set[str]:
-    """Returns the tables that `parallel.exchange` leaves open and whose pooled vectors are fewer bytes."""
+    whole: Collection[str],
+) -> dict[str, tuple[int, ...]]:
+    """Returns the tables that `parallel.exchange` leaves open and whose pooled vectors are fewer bytes, with as many
+    ranks as should own them. whole: tables of one owner."""
     sharding, exchange = config.parallel.sharding, config.parallel.exchange
     named = set() if isinstance(exchange, str) else set(exchange)
     left = [table for table in tables if exchange != "rows" and table.name not in named]
-    owned = {t.name for t in left if kinds[t.name] == "table" and _is_fewer(wires[t.name])}
+    owned = [t for t in left if kinds[t.name] == "table" and _is_fewer(wires[t.name])]
     free = [table for table in left if kinds[table.name] == "row" and table.name not in sharding]
-    return owned | pooled_owners(free, wires, sizes, num_ranks).keys()
+    return {table.name: (0,) for table in owned} | pooled_owners(free, wires, sizes, num_ranks, whole=whole)
 
 
-def _is_fewer(wire: Wire) -> bool:
-    return wire.pooled_bytes <= MAX_POOLED * wire.split_bytes and wire.lookups > 0
+def _is_fewer(wire: Wire, num_owners: int = 1) -> bool:
+    pooled_bytes = wire.pooled_bytes + (num_owners - 1) * wire.owner_bytes
+    return pooled_bytes <= MAX_POOLED * wire.split_bytes and wire.lookups > 0
 
 
 def pooled_owners(
-    tables: Sequence[TableConfig], wires: Mapping[str, Wire], sizes: Mapping[str, int], num_ranks: int
-) -> dict[str, int]:
-    """Returns, of tables that would be dealt out row by row, those that one rank each should hold and pool, with it.
+    tables: Sequence[TableConfig],
+    wires: Mapping[str, Wire],
+    sizes: Mapping[str, int],
+    num_ranks: int,
+    *,
+    whole: Collection[str] = (),
+    kept: Collection[str] = (),
+) -> dict[str, tuple[int, ...]]:
+    """Returns, of tables that would be dealt out row by row, those that owners should hold and pool, with these.
 
-    sizes: bytes by table. As long as ranks would be uneven, the table that is the largest share of all lookups or bytes
-    is left out.
+    sizes: bytes by table. As long as ranks would be uneven, the table of which a rank has the largest share of all
+    lookups or bytes gets one more owner, if its pooled vectors are then still fewer bytes, and is left out if not.
+    whole: tables of one owner; kept: tables that are not left out.
     """
     loads = {table.name: _load(table, wires[table.name], pooled=True) for table in tables}
     amounts = loads, {name: float(sizes[name]) for name in loads}
-    names = [name for name in loads if _is_fewer(wires[name])]
-    names.sort(key=lambda name: max(own[name] / sum(own.values()) for own in amounts))
-    while names:
-        owners = _owners({name: loads[name] for name in names}, num_ranks)
-        if max(_unevenness(owners, own, num_ranks) for own in amounts) <= MAX_UNEVEN:
+    most = {t.name: 1 if t.name in whole else most_owners(t.embedding_dim, num_ranks) for t in tables}
+    widths = {t.name: [1.0] for t in tables if t.name in kept or _is_fewer(wires[t.name])}
+
+    def share(name: str) -> float:
+        return max(own[name] / max(sum(own.values()), 1.0) for own in amounts) * max(widths[name])
+
+    def may_grow(name: str) -> bool:
+        return len(widths[name]) < most[name] and _is_fewer(wires[name], len(widths[name]) + 1)
+
+    while True:
+        owners = _owners({name: loads[name] for name in widths}, num_ranks, widths)
+        able = [table for table in tables if table.name in widths and (table.name not in kept or may_grow(table.name))]
+        if not able or max(_unevenness(owners, own, num_ranks, widths) for own in amounts) <= MAX_UNEVEN:
             return owners
-        names.pop()
-    return {}
+        table = max(reversed(able), key=lambda table: share(table.name))
+        if may_grow(table.name):
+            widths[table.name] = _widths(table, len(widths[table.name]) + 1)
+        else:
+            del widths[table.name]
 
 
-def _unevenness(owners: Mapping[str, int], amounts: Mapping[str, float], num_ranks: int) -> float:
+def _widths(table: TableConfig, count: int) -> list[float]:
+    """Returns the shares of a table's columns that so many owners have, in their order."""
+    ends = block_ends(table.embedding_dim, count)
+    return [(end - start) / table.embedding_dim for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _unevenness(
+    owners: Mapping[str, Sequence[int]],
+    amounts: Mapping[str, float],
+    num_ranks: int,
+    widths: Mapping[str, Sequence[float]],
+) -> float:
     """Returns how many times the mean the fullest rank has, if tables without an owner are dealt out evenly."""
     mean, owned = sum(amounts.values()) / num_ranks, [0.0] * num_ranks
-    for name, rank in owners.items():
-        owned[rank] += amounts[name]
-    return (max(owned) + mean - sum(owned) / num_ranks) / mean
+    for name, ranks in owners.items():
+        for rank, width in zip(ranks, widths[name], strict=True):
+            owned[rank] += amounts[name] * width
+    return (max(owned) + mean - sum(owned) / num_ranks) / (mean or 1.0)
 
 
 def wire_of(config: Config, table: TableConfig, dataset: PackedDataset, num_ranks: int) -> Wire:
@@ -201,12 +248,19 @@ def _load(table: TableConfig, wire: Wire, *, pooled: bool) -> float:
     return table.embedding_dim * (wire.lookups if pooled else wire.rows)
 
 
-def _owners(loads: Mapping[str, float], num_ranks: int) -> dict[str, int]:
-    """Returns the ranks that get whole tables: the table with the largest load to the rank that has least so far."""
+def _owners(
+    loads: Mapping[str, float], num_ranks: int, widths: Mapping[str, Sequence[float]]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the ranks that get tables: the table with the largest load in one block of columns to the ranks that have
+    least so far, the widest block to the first of them. widths: of the blocks; one block if a table is not named."""
     of_ranks, owners = [0.0] * num_ranks, {}
-    for name in sorted(loads, key=lambda name: -loads[name]):
-        owners[name] = rank = of_ranks.index(min(of_ranks))
-        of_ranks[rank] += loads[name]
+    blocks = {name: widths.get(name, [1.0]) for name in loads}
+    for name in sorted(loads, key=lambda name: -loads[name] * max(blocks[name])):
+        least = iter(sorted(range(num_ranks), key=of_ranks.__getitem__))
+        ranks = {k: next(least) for k in sorted(range(len(blocks[name])), key=lambda k: -blocks[name][k])}
+        owners[name] = tuple(ranks[k] for k in range(len(ranks)))
+        for rank, width in zip(owners[name], blocks[name], strict=True):
+            of_ranks[rank] += loads[name] * width
     return owners
 
 
@@ -247,8 +301,10 @@ def shards_line(tables: Sequence[TableConfig], shards: Mapping[str, Shard], num_
     owned = sum(shards[table.name].kind == "table" for table in rest)
     hot = sum(shards[table.name].prefix for table in rest)
     pooled = sum(shards[table.name].exchange == "pooled" for table in rest)
+    cut = sum(shards[table.name].is_cut for table in rest)
     parts = [f"{len(copied)} on every rank", f"{len(rest) - owned} dealt out row by row"]
-    parts += [f"{owned - pooled} whole on one rank", f"{pooled} whole on one rank that sends pooled vectors"]
+    parts += [f"{owned - pooled} whole on one rank", f"{pooled - cut} whole on one rank that sends pooled vectors"]
+    parts += [f"{cut} cut by columns among ranks that send pooled vectors"]
     said = ", ".join(part for part in parts if not part.startswith("0 "))
     also = f", and {hot:,} hot rows of these on every rank" if hot else ""
     return f"{num_ranks} ranks share {len(tables)} tables: {said}{also}"
