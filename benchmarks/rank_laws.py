@@ -4,8 +4,9 @@
 
 A DLRM trains on real Criteo rows in eight micro-batches, with every optimizer. The truth is one process in DRAM. It is
 compared with one process in tiers, with 2, 3, 4 and 8 ranks, and with 4 ranks that a signal stops half way and 3
-continue. Their tables are replicated, dealt out by row, or on one rank each, which sends rows or pools them; rows lie
-in DRAM or mostly on disk. Of all combinations those are trained that are needed for any two of these choices to meet.
+continue. Their tables are replicated, dealt out by row, on one rank each, which sends rows or pools them, or cut by
+columns; rows lie in DRAM or mostly on disk. Of all combinations those are trained that are needed for any two of these
+choices to meet.
 Then models with other options and batches of other sizes are trained over ranks, past an epoch's last batch if --steps
 allows; tests/laws/test_model_laws.py has all options, and TBSM, whose histories these rows lack.
 SHA-256 of all weights, of all optimizer states, and of the losses of all steps must be equal. A line a case; the exit
@@ -30,7 +31,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.rank_runs import TRANSPORTS, Transport, differing, outcome, session, wait
 from benchmarks.results import end_on_signals
-from hotrow.config.schema import ParallelConfig
 from hotrow.costs.demand import record_bytes
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
@@ -54,8 +54,8 @@ ODD_SIZES = (500, 505, 496)
 """Batch sizes whose micro-batches begin at other alignments on each number of ranks."""
 RANKS = ((2,), (3,), (4,), (8,), (4, 3))
 """Of the sessions of a run, one after another."""
-TABLES = ("replicated", "table", "row", *(["pooled"] if "exchange" in ParallelConfig.model_fields else []))
-"""How tables are shared; "pooled" ones are as "table", and vectors travel instead of rows."""
+TABLES = ("replicated", "table", "row", "pooled", "column")
+"""How tables are shared; "pooled" ones are as "table", and vectors travel instead of rows, as of "column"."""
 DRAM_PARTS = 4
 """In tiers, the part of its rows' bytes that a rank has in DRAM."""
 LIMIT_S = 600.0
@@ -83,9 +83,14 @@ class Case(NamedTuple):
 def cases() -> dict[str, list[Case]]:
     """Returns by optimizer the cases beside its truth."""
     found = {optimizer: [Case(optimizer, memory="tiers")] for optimizer in OPTIMIZERS}
-    for each in covering([tuple(OPTIMIZERS), RANKS, TABLES, ("dram", "tiers")]):
+    for each in covering([tuple(OPTIMIZERS), RANKS, TABLES, ("dram", "tiers")], can_be):
         found[each[0]].append(Case(*each))
     return found
+
+
+def can_be(each: tuple[Any, ...]) -> bool:
+    """Returns whether hotrow shares tables so under this optimizer."""
+    return each[0] != "row_wise_adagrad" or each[2] != "column"
 
 
 def model_cases() -> dict[str, list[Case]]:
@@ -119,8 +124,8 @@ def settings(case: Case, data: PackedDataset, run: Path, steps: int) -> dict[str
     parallel: dict[str, Any] = {}
     if case.tables != "-":
         parallel["sharding"] = dict.fromkeys(names, "table" if case.tables == "pooled" else case.tables)
-    if case.tables != "-" and "pooled" in TABLES:  # otherwise hotrow chooses by bytes
-        parallel["exchange"] = "pooled" if case.tables == "pooled" else "rows"
+    if case.tables != "-":  # otherwise hotrow chooses by bytes
+        parallel["exchange"] = "pooled" if case.tables in ("pooled", "column") else "rows"
     return {
         "data": str(data.path),
         "run": str(run),

@@ -274,7 +274,7 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "parallel": {"wire_dtype": "fp8"}}, r"parallel\.wire_dtype is 'fp8'; allowed: fp32, bf16, fp16"),
         (
             {"data": "d", "parallel": {"sharding": {"user": "rows"}}},
-            r"parallel\.sharding\.user is 'rows'; allowed: replicated, table, row",
+            r"parallel\.sharding\.user is 'rows'; allowed: replicated, table, row, column",
         ),
         ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
         (

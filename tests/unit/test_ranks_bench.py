@@ -188,7 +188,7 @@ def test_any_two_choices_meet_in_a_case_of_the_laws() -> None:
     found = [each for own in rank_laws.cases().values() for each in own if each.ranks != (1,)]
     choices = [rank_laws.OPTIMIZERS, rank_laws.RANKS, rank_laws.TABLES, ("dram", "tiers")]
     for a, b in combinations(range(4), 2):
-        wanted = {(one, other) for one in choices[a] for other in choices[b]}
+        wanted = {(one, other) for one in choices[a] for other in choices[b]} - {("row_wise_adagrad", "column")}
         assert {(each[a], each[b]) for each in found} == wanted
     assert len(found) < 30
     assert all(own[0] == rank_laws.Case(name, memory="tiers") for name, own in rank_laws.cases().items())

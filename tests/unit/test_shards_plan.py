@@ -241,6 +241,27 @@ def test_few_tables_are_cut_by_columns_until_ranks_are_even(
     assert not any(own.is_cut for own in whole.values()), "its rows have one number each"
 
 
+def test_columns_that_are_asked_for() -> None:
+    tables, data = [table("a", 90_000, 19), table("b", 90_000, 4), table("c", 90_000, 64)], dataset({})
+    raw = {
+        "data": "d",
+        "optimizer": {"sparse": {"name": "adam"}},
+        "parallel": {"sharding": dict.fromkeys("abc", "column")},
+    }
+    found = shards_of(make_config(raw), tables, data, 6)
+    assert [(own.exchange, len(own.owners)) for own in found.values()] == [("pooled", 5), ("pooled", 1), ("pooled", 6)]
+    for more, text in (
+        ({"optimizer": {"sparse": {"name": "row_wise_adagrad"}}}, "table 'a', but optimizer.* choose adagrad"),
+        ({"model": {"name": "tbsm"}}, "table 'a', but model tbsm looks up sequences"),
+        (
+            {"parallel": raw["parallel"] | {"exchange": "rows"}},
+            r"table 'a', but parallel\.exchange says rows: set it to",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            shards_of(make_config(raw | more), tables, data, 6)
+
+
 def test_a_table_is_cut_as_long_as_ids_are_few_bytes() -> None:
     """Each owner gets all ids: the third would make pooled vectors more than 0.8 of the bytes of rows."""
     tables = [table("t", 1000, dim=64)]

@@ -27,7 +27,7 @@ MAX_COUNT = 10**12
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Folder = Annotated[str, AfterValidator(check_path)]
 DenseDtype = Literal["fp32", "tf32", "bf16"]
-Owner = Literal["replicated", "table", "row"]
+Owner = Literal["replicated", "table", "row", "column"]
 """Which ranks hold the rows of a table: all of them, one, or each row another."""
 Exchange = Literal["rows", "pooled"]
 """What ranks send each other of a table that they do not all hold."""
@@ -342,17 +342,19 @@ class ParallelConfig(_Section):
 
     sharding: Literal["auto"] | dict[str, Owner] = "auto"
     """Who holds a table, by its name. `replicated`: every rank. `row`: the ranks in turn, row by row. `table`: one
-    rank. `auto`, and tables that are not named: small tables are replicated, the others are dealt out by `row`, or
-    given to one rank each if their pooled vectors are fewer bytes (`exchange`)."""
+    rank. `column`: as many ranks as there are blocks of 4 columns have a block each, in all rows, and pool it
+    (`exchange`); it works with every optimizer but `row_wise_adagrad`. `auto`, and tables that are not named: small
+    tables are replicated, the others are dealt out by `row`, or given to one rank each, or to several by columns, if
+    their pooled vectors are fewer bytes."""
     hot_rows: Share = 0
     """Share of the rows of all tables that are not replicated, those with most accesses, of which every rank holds a
     copy. No lookup waits for these rows; memory and bytes on the wire grow. Tables that send pooled vectors have no
     copies."""
     exchange: Literal["auto", "rows", "pooled"] | dict[str, Exchange] = "auto"
     """What travels of tables that are not replicated. `rows`: each row to the ranks that look it up, and a sum of its
-    gradients back. `pooled`: ids to the one rank that holds the table, a pooled vector for each bag back, and the
-    vector's gradient. `auto`, and tables that are not named: what is fewer bytes by the dataset's access counts, as
-    long as ranks have about equal work. Models that look up sequences always use `rows`."""
+    gradients back. `pooled`: ids to the rank that holds the table, or to all that share its columns, a pooled vector
+    for each bag back, and the vector's gradient. `auto`, and tables that are not named: what is fewer bytes by the
+    dataset's access counts, as long as ranks have about equal work. Models that look up sequences always use `rows`."""
     wire_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """In which type rows of float32 tables, pooled vectors and sums of gradients travel. `bf16` and `fp16` halve their
     bytes and round them, so that results depend on the number of ranks; a warning says so. A run keeps it when it is

@@ -74,11 +74,13 @@ def shards_by_bytes(
     kinds = {table.name: sharding.get(table.name, "replicated" if table.name in small else "row") for table in tables}
     # An optimizer that keeps a number for each whole row needs whole rows.
     whole = {table.name for table in tables} if config.optimizer.sparse.name == "row_wise_adagrad" else {*sharding}
-    asked = _asked_pooled(config, kinds, tables)
+    cut = _asked_columns(config, tables, num_ranks)
+    asked = _asked_pooled(config, kinds, tables) - cut.keys()
     named = [table for table in tables if table.name in asked]
     pooled = pooled_owners(named, wires, sizes, num_ranks, whole=whole, kept=asked)
     if counted and not config.parallel.hot_rows and config.model.network.lookup != "sequence":
         pooled |= _counted_pooled(config, kinds, tables, wires, sizes, num_ranks, whole)
+    pooled |= cut
     kinds |= dict.fromkeys(pooled, "table")
     loads = {t.name: _load(t, wires[t.name], pooled=t.name in pooled) for t in tables if kinds[t.name] == "table"}
     owners = _owners(loads, num_ranks, {t.name: _widths(t, len(pooled[t.name])) for t in tables if t.name in pooled})
@@ -109,6 +111,28 @@ def _check_names(option: str, asked: Mapping[str, str], tables: Sequence[TableCo
             raise ValueError(f"parallel.{option} names the table {name!r}, which the dataset does not have; {hint}")
 
 
+def _asked_columns(config: Config, tables: Sequence[TableConfig], num_ranks: int) -> dict[str, tuple[int, ...]]:
+    """Returns the tables that `parallel.sharding` cuts by columns, with as many ranks as share them. Raises ValueError
+    if they cannot."""
+    sharding, exchange = config.parallel.sharding, config.parallel.exchange
+    named = {} if isinstance(sharding, str) else sharding
+    found = [table for table in tables if named.get(table.name) == "column"]
+    for table in found:
+        own = exchange if isinstance(exchange, str) else exchange.get(table.name, "auto")
+        obstacles = {
+            "optimizer.sparse.name is row_wise_adagrad, which keeps a number for each whole row: choose adagrad": (
+                config.optimizer.sparse.name == "row_wise_adagrad"
+            ),
+            f"model {config.model.name} looks up sequences, which take whole rows: choose row": (
+                config.model.network.lookup == "sequence"
+            ),
+            "parallel.exchange says rows: set it to auto or pooled": own == "rows",
+        }
+        if text := next((text for text, applies in obstacles.items() if applies), None):
+            raise ValueError(f"parallel.sharding says 'column' for table {table.name!r}, but {text}")
+    return {table.name: tuple(range(most_owners(table.embedding_dim, num_ranks))) for table in found}
+
+
 def _asked_pooled(config: Config, kinds: Mapping[str, Owner], tables: Sequence[TableConfig]) -> set[str]:
     """Returns the tables for which `parallel.exchange` asks for pooled vectors. Raises ValueError if they have none."""
     sharding, exchange = config.parallel.sharding, config.parallel.exchange
@@ -123,7 +147,7 @@ def _asked_pooled(config: Config, kinds: Mapping[str, Owner], tables: Sequence[T
                 f"parallel.exchange asks for pooled vectors of table {name!r}, but model {config.model.name} looks up "
                 "sequences, whose rows travel: set it to auto or rows"
             )
-        if not isinstance(sharding, str) and sharding.get(name, "table") != "table":
+        if not isinstance(sharding, str) and sharding.get(name, "table") not in ("table", "column"):
             raise ValueError(
                 f"parallel.exchange asks for pooled vectors of table {name!r}, which one rank must hold, but "
                 f"parallel.sharding says {sharding[name]!r}: set that to table, or the table's exchange to rows"
