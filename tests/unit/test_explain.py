@@ -247,6 +247,20 @@ def test_four_ranks(plan: Any, write: Any, hardware: Hardware, dataset: PackedDa
     )
 
 
+@pytest.mark.usefixtures("no_changes")
+def test_ranks_that_share_columns(plan: Any, write: Any, hardware: Hardware, dataset: PackedDataset) -> None:
+    linked, name = replace(hardware, network=NETWORK), dataset.info.tables[2].name
+    options = ["--set", "optimizer.sparse.name=adagrad", "--set", f"parallel.sharding={{{name}: column}}", "--ranks", 2]
+    assert f"columns on ranks 0, 1: {name}" in plan(write(), *options, hardware=linked)
+    found = plan(write(), "--json", *options, hardware=linked)["ranks"]
+    tables = tables_of(load_config(write(), ("optimizer.sparse.name=adagrad",)), dataset)
+    copied = [own.num_embeddings for own in tables if found["owners"][own.name] == "replicated"]
+    rows = sum(own.num_embeddings for own in tables) + sum(copied)
+    record = 2 * 4 * tables[0].embedding_dim
+    assert sum(found["held_bytes"]) == rows * record, "each column lies once"
+    assert max(found["held_bytes"]) - min(found["held_bytes"]) <= record * len(tables)
+
+
 def test_a_second_machine_and_a_gpu_are_modelled(
     plan: Any, write: Any, hardware: Hardware, dataset: PackedDataset
 ) -> None:

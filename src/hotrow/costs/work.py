@@ -190,7 +190,8 @@ def work_of(
     run = _Run(train.num_rows, batch_size, min(warmup, num_steps - 1), num_steps)
     demands = demands_of(config, tables, training=True)
     memory = config.tiers
-    num_dense, dims = len(dataset.info.dense), {name: own.embedding_dim for own in tables for name in own.feature_names}
+    whole = config.model.dims_of(dataset)  # a rank may hold some columns of a table
+    num_dense, dims = len(dataset.info.dense), {name: whole[own.name] for own in tables for name in own.feature_names}
     model = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator().manual_seed(0))
     if model.lookup == "sequence":
         raise ValueError(f"models that see every row of a list ({config.model.name}) cannot be predicted yet")

@@ -36,21 +36,22 @@ class ShardedRows(Rows):
     def read(self, rows: RowIds, /) -> Tensor:
         """Returns the rows; collective. Each row comes from its home, or its columns from their owners."""
         ids, comm = _ids(rows), self._comm
-        come = comm.gather(partial(self._bytes_of, ids[self._saves(ids, comm.rank)]), purpose="tables")
+        homes = self._shard.homes(ids, comm.size)
+        come = comm.gather(partial(self._bytes_of, ids[self._saves(homes, comm.rank)]), purpose="tables")
         out = torch.empty(len(ids), *self.shape[1:], dtype=self.dtype)
         for rank, own in enumerate(come):
-            at, part = torch.from_numpy(self._saves(ids, rank).nonzero()[0]), out[..., self._columns(rank)]
+            at, part = torch.from_numpy(self._saves(homes, rank).nonzero()[0]), out[..., self._columns(rank)]
             part[at] = own.view(self.dtype).view(len(at), *part.shape[1:])
         return out
 
     def _columns(self, rank: int) -> slice:
         return self._shard.columns(self.shape[1], rank) if self._shard.is_cut else slice(None)
 
-    def _saves(self, ids: Numbers, rank: int) -> NDArray[np.bool_]:
-        """Returns of which rows a rank saves its columns: where they have their home, or all if it shares columns."""
+    def _saves(self, homes: Numbers, rank: int) -> NDArray[np.bool_]:
+        """Returns of which rows a rank saves its columns: those with their home there, or all if it shares columns."""
         if self._shard.is_cut:
-            return self._shard.held(ids, rank, self._comm.size)
-        saves: NDArray[np.bool_] = self._shard.homes(ids, self._comm.size) == rank
+            return np.full(homes.shape, rank in self._shard.owners)
+        saves: NDArray[np.bool_] = homes == rank
         return saves
 
     def _bytes_of(self, ids: Numbers) -> Tensor:
@@ -72,7 +73,7 @@ class ShardedRows(Rows):
     def own(self, rows: RowIds, /) -> tuple[RowIds, Tensor]:
         """See Rows. Each row is saved by its home."""
         ids = _ids(rows)
-        ids = ids[self._saves(ids, self._comm.rank)]
+        ids = ids[self._saves(self._shard.homes(ids, self._comm.size), self._comm.rank)]
         return torch.from_numpy(ids), self._read_held(ids)
 
     def _pieces(self, ids: Numbers) -> Iterator[tuple[Tensor, slice]]:

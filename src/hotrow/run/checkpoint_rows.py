@@ -116,13 +116,21 @@ class InStep:
 
 def write_in_step(path: Path, arrays: Mapping[str, Pieces], *, writes: bool) -> FileRecord | None:
     """Writes a file of rows that all ranks read together. writes: this rank does, and gets the record; the others
-    return None. Collective: if writing fails, this rank goes on reading with the others, and then raises."""
+    return None. Collective: if the file cannot be written, this rank still reads with the others before it raises."""
     streams = {name: InStep(array) for name, array in arrays.items()}
-    try:
-        return write_tensors(path, streams) if writes else None
-    finally:
+
+    def read_the_rest() -> None:
         for name, _ in in_order(streams):
             deque(streams[name].pieces(), maxlen=0)
+
+    try:
+        if writes:
+            return write_tensors(path, streams)
+    except OSError:  # an error of reading is none: that all ranks have met
+        read_the_rest()
+        raise
+    read_the_rest()
+    return None
 
 
 def next_chain(
