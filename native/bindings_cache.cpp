@@ -76,10 +76,11 @@ class Caches : public std::enable_shared_from_this<Caches> {
  public:
   uint32_t last_batch = 0;  // its number; the next is one more, and they begin again after the last
 
-  void add(const std::tuple<int64_t, int64_t, int64_t>& sizes,
-           const std::tuple<uint64_t, float, int64_t, std::tuple<int64_t, int64_t, int64_t, int64_t>, int64_t, int>& initial,
-           const std::vector<std::tuple<int64_t, float, float, float>>& states, std::shared_ptr<Store> store,
-           std::vector<Memory> arrays) {
+  void add(
+      const std::tuple<int64_t, int64_t, int64_t>& sizes,
+      const std::tuple<uint64_t, float, int64_t, std::tuple<int64_t, int64_t, int64_t, int64_t>, int64_t, int>& initial,
+      const std::vector<std::tuple<int64_t, float, float, float>>& states, std::shared_ptr<Store> store,
+      std::vector<Memory> arrays) {
     const auto [num_rows, pinned, cached] = sizes;
     require(0 <= pinned && 0 <= cached && pinned + cached <= num_rows && num_rows < 0x7FFFFFFF,
             "pinned + cached slots must be within the table's rows, and these below 2^31");
