@@ -149,10 +149,10 @@ class ShardedChanges:
         def offered() -> Tensor:
             nonlocal left
             left = left if len(left) else next(pieces, left)
-            return torch.from_numpy(left)
+            return torch.from_numpy(left.view(np.uint8))
 
         while True:
-            come = [own.numpy() for own in self._comm.gather(offered, purpose="changed")]
+            come = [own.numpy().view(np.int64) for own in self._comm.gather(offered, purpose="changed")]
             if not any(map(len, come)):
                 return
             last = min(own[-1] for own in come if len(own))
