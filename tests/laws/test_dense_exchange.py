@@ -129,3 +129,14 @@ def test_all_ranks_know_before_it_arrives_whether_the_total_is_finite(
     for told, between, numbers in pool.run(overflowed, place, num_ranks=num_ranks, micro_batches=num_ranks):
         assert not told.finite and told.total.gradient.isinf().nonzero().tolist() == [[place]]
         assert (between, numbers) == ([0, 1, 2][:num_ranks], [7, 8, 9][:num_ranks])
+
+
+def few_weights(comm: Communicator, length: int) -> tuple[Found, bool]:
+    told = sum_over_ranks(comm, {(comm.rank, 1): Sums(torch.ones(length), torch.ones(()))}, length=length)
+    return found_of(told), told.finite
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_fewer_weights_than_ranks(pool: RankPool, length: int) -> None:
+    for told, finite in pool.run(few_weights, length, num_ranks=3, micro_batches=3):
+        assert told.total.gradient.tolist() == [3.0] * length and told.total.loss == 3 and finite

@@ -25,6 +25,7 @@ from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.dense import OverRanks
 from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import ShardedMemory
+from hotrow.parallel.shards import Shard
 from hotrow.run.build import Parts
 from hotrow.run.meters import StepClock
 from hotrow.run.schedule import Schedule
@@ -165,6 +166,84 @@ def fails(comm: Communicator) -> list[str]:
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
     told = ThreadPool().run(fails, num_ranks=3, micro_batches=3)
     assert told == [["rank 1: no such row", 0, 1, 2]] * 3
+
+
+def fails_odd(comm: Communicator) -> list[str]:
+    """Returns what waiting twice for an exchange raises whose error has a text that UTF-8 cannot hold."""
+
+    def messages() -> list[Tensor]:
+        if comm.rank == 1:
+            raise ValueError("no folder \udcff")
+        return [torch.arange(3)] * comm.size
+
+    arriving, found = comm.begin(messages, purpose="test"), []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="rank 1: no folder ") as raised:
+            arriving.wait()
+        found.append(str(raised.value))
+    return found
+
+
+def test_an_odd_text_of_an_error_is_raised_at_every_wait() -> None:
+    for told in ThreadPool().run(fails_odd, num_ranks=2, micro_batches=2):
+        assert told[0] == told[1]
+
+
+def fails_in_prepare(comm: Communicator) -> list[Any]:
+    """The gradients of rank 1 for pooled vectors cannot be made once; then steps are exact again."""
+    tables = [TableConfig(name=n, num_embeddings=ROWS, embedding_dim=4, feature_names=(n,)) for n in NAMES]
+    shards = {"b": Shard(kind="table", owner=0, exchange="pooled")}
+    emb = EmbeddingCollection(tables, memory=ShardedMemory(comm=comm, shards=shards), seed=1)
+    optimizer, sparse = hotrow.SGD(emb, 0.5, nonfinite=None), KeyedJaggedTensor(NAMES, torch.arange(12))
+    shared = emb.placement.find(sharded.Sharded)
+    assert shared is not None
+    make, found = shared._pooled._gradients_for, []
+
+    def none(waiting: Any) -> list[Tensor]:
+        raise MemoryError("no memory")
+
+    for failing in (True, False):
+        shared._pooled._gradients_for = none if failing and comm.rank == 1 else make  # type: ignore[method-assign]
+        optimizer.zero_grad()
+        emb(sparse).sum().backward()
+        try:
+            optimizer.prepare()()
+            optimizer.step()
+        except RuntimeError as error:
+            found.append(str(error))
+    start = EmbeddingCollection(tables, seed=1).weights
+    return [*found, *(float((emb.rows(n).read(slice(0, ROWS)) - start[n]).min()) for n in NAMES)]
+
+
+def test_after_an_error_in_what_a_step_needs_steps_are_exact() -> None:
+    """Both ranks look up the same rows, so each gets a gradient of 1 twice: once 0.5 * 2 is taken off."""
+    for failed, *changes in ThreadPool().run(fails_in_prepare, num_ranks=2, micro_batches=2):
+        assert "MemoryError: no memory" in failed and changes == pytest.approx([-1.0, -1.0], rel=1e-6)
+
+
+def two_collections(comm: Communicator) -> list[float]:
+    """Two communicators of the same ranks, whose exchanges have the same numbers and travel at the same time."""
+    other = Communicator(comm.ranks, comm.transport, lane=1)
+    tables = [TableConfig(name=n, num_embeddings=ROWS, embedding_dim=4, feature_names=(n,)) for n in NAMES]
+    pooled = {"b": Shard(kind="table", owner=0, exchange="pooled")}
+    one = EmbeddingCollection(tables[:1], memory=ShardedMemory(comm=comm, shards={"a": Shard(prefix=20)}), seed=1)
+    two = EmbeddingCollection(tables[1:], memory=ShardedMemory(comm=other, shards=pooled), seed=1)
+    optimizer = hotrow.SGD([one, two], 0.5, nonfinite=None)
+    other.gather_number(1, purpose="ahead")
+    for emb, name in ((one, "a"), (two, "b")):
+        emb(KeyedJaggedTensor((name,), torch.arange(6) + 10 * comm.rank)).sum().backward()
+    optimizer.prepare()
+    optimizer.step()
+    changes = []
+    for emb, name in ((one, "a"), (two, "b")):
+        start = EmbeddingCollection(emb.tables, seed=1).weights[name]
+        changes.append(float((emb.rows(name).read(slice(0, ROWS)) - start).sum()))
+    return changes
+
+
+def test_two_collections_over_the_same_ranks_do_not_take_each_others_messages() -> None:
+    for changes in ThreadPool().run(two_collections, num_ranks=2, micro_batches=2):
+        assert changes == pytest.approx([-24.0, -24.0], rel=1e-5)  # 12 rows of 4 numbers, 0.5 each
 
 
 def go_apart(comm: Communicator, more: int) -> str:

@@ -26,7 +26,8 @@ COUNT_BYTES = 16
 """Bytes of a head; `gather_number` sends no more."""
 MAX_ERROR_BYTES = 1 << 14
 """Bytes of an error's text that other ranks get."""
-_COUNTS_TAG, _MAX_TAG = 0, (1 << 31) - 1
+_HEADS_TAG, _TAGS, _LANES = 0, 1 << 20, 1 << 10
+"""How many exchanges have tags of their own, and communicators of one group."""
 Messages: TypeAlias = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 
 
@@ -88,25 +89,27 @@ class Arriving:
         """
         self._counts, self._received, self._in_flight, self._sent = counts, received, in_flight, sent
         self._opened = opened
+        self._check: Callable[[], object] = lambda: None
 
     def wait(self) -> list[Tensor]:
         """Returns what each rank sent here, by rank, when all of it is here and what this rank sent has left.
 
         Raises ValueError if the function that makes messages raised one on any rank, and RuntimeError for any other
-        error there and for a rank that is at another exchange. Called again, it returns the same.
+        error there and for a rank that is at another exchange. Called again, it returns or raises the same.
         """
-        if self._opened is None and not self._in_flight:
-            return self._received
-        start = time.perf_counter()
-        self._counts.wait()
-        opened, self._opened = self._opened, None
-        more, check = opened(self._received) if opened else ((), lambda: None)
-        with _named_errors():
-            for message in (*self._in_flight, *more):
-                message.wait()
-        self._in_flight, self._sent = (), ()
-        self._counts.exchange_s += time.perf_counter() - start
-        check()
+        if self._opened is not None or self._in_flight:
+            start = time.perf_counter()
+            self._counts.wait()
+            opened, self._opened = self._opened, None
+            more: Sequence[InFlight] = ()
+            if opened is not None:
+                more, self._check = opened(self._received)
+            with _named_errors():
+                for message in (*self._in_flight, *more):
+                    message.wait()
+            self._in_flight, self._sent = (), ()
+            self._counts.exchange_s += time.perf_counter() - start
+        self._check()
         return self._received
 
 
@@ -120,6 +123,9 @@ class Communicator:
     ranks: Ranks = field(default_factory=Ranks)
     transport: Transport | None = None
     counts: ExchangeCounts = field(default_factory=ExchangeCounts)
+    lane: int = 0
+    """Communicators that send over one group at the same time have a lane each, so that none takes the messages of
+    another."""
 
     @property
     def rank(self) -> int:
@@ -164,7 +170,7 @@ class Communicator:
             return Arriving(self.counts, [made[0]])
         start = time.perf_counter()
         number = self.counts.begin()
-        tag = 1 + number % _MAX_TAG
+        tag = 1 + self.lane % _LANES * _TAGS + number % _TAGS
         received = list[Tensor](made) if error is None else [torch.empty(0)] * self.size
         sent = [message.view(torch.uint8) for message in made] if error is None else [_described(error)] * self.size
         if lengths is None:
@@ -230,11 +236,11 @@ class Communicator:
 
         number: which exchange this is.
         """
-        mark = number << 32 | zlib.crc32(purpose.encode())
+        mark = (number & 0x7FFFFFFF) << 32 | zlib.crc32(purpose.encode())
         told = torch.tensor([[own, mark] for own in numbers]).view(torch.uint8)
         received = [*told]
-        come = self._receive([COUNT_BYTES] * self.size, _COUNTS_TAG, received)
-        in_flight = [*come, *self._send([*told], _COUNTS_TAG)]
+        come = self._receive([COUNT_BYTES] * self.size, _HEADS_TAG, received)
+        in_flight = [*come, *self._send([*told], _HEADS_TAG)]
         self.counts.add("counts", COUNT_BYTES * (self.size - 1))
 
         def heads() -> list[int]:
@@ -286,4 +292,5 @@ def _made(messages: Messages) -> tuple[Sequence[Tensor], Exception | None]:
 def _described(error: Exception) -> Tensor:
     """Returns the kind and the text of an error, uint8."""
     kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
-    return torch.frombuffer(bytearray(f"{kind}:{error}".encode()[:MAX_ERROR_BYTES]), dtype=torch.uint8)
+    text = f"{kind}:{error}".encode(errors="backslashreplace")
+    return torch.frombuffer(bytearray(text[:MAX_ERROR_BYTES]), dtype=torch.uint8)

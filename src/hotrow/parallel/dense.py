@@ -187,9 +187,8 @@ def sum_over_ranks(
     head = _header({node: sums.loss for node, sums in nodes.items()}, found, stop, _are_small(flat, micro_batches))
     slices = [(0, length)] * 2 if comm.size == 2 else [*pairwise(tree.starts(length, comm.size))]
     words = [own.view(torch.int32) for own in flat]
-    messages = [_joined([head, *(own[first:last] for own in words)]) for first, last in dict.fromkeys(slices)]
-    messages *= comm.size // len(messages)
-    arriving = comm.begin(messages, purpose=PURPOSE)
+    made = {each: _joined([head, *(own[slice(*each)] for own in words)]) for each in dict.fromkeys(slices)}
+    arriving = comm.begin([made[each] for each in slices], purpose=PURPOSE)
     others = meanwhile()
     first, last = slices[comm.rank]
     heard = [_Message.of(words, last - first) for words in arriving.wait()]
@@ -230,7 +229,7 @@ def _added(left: Tensor, right: Tensor) -> Tensor:
 
 def _header(losses: Mapping[Node, Tensor], found: str, stop: int, is_small: bool) -> Tensor:  # noqa: FBT001
     """Returns the words of a message before the slices, int32: numbers, nodes, losses, and text."""
-    text = found.encode()
+    text = found.encode(errors="backslashreplace")
     numbers = [len(losses), len(text), stop, int(is_small), *(number for node in losses for number in node)]
     words = [torch.tensor(numbers, dtype=torch.int32), *(loss.view(1).view(torch.int32) for loss in losses.values())]
     padded = bytearray(text.ljust(4 * _words_of(len(text))))

@@ -11,7 +11,7 @@ def size_variable(environ: Mapping[str, str]) -> str | None:
     WORLD_SIZE comes first: scripts set it inside `srun`, which gives each process the variables of MPI as well.
     """
     names = ["WORLD_SIZE", *mpi_variables(environ)]
-    return next((name for name in names if environ.get(name, "1") != "1"), None)
+    return next((name for name in names if (environ.get(name) or "1") != "1"), None)
 
 
 def mpi_variables(environ: Mapping[str, str]) -> list[str]:
@@ -21,11 +21,16 @@ def mpi_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def nested(environ: Mapping[str, str]) -> str | None:
-    """Returns the variable of mpiexec that says "several" inside another launcher that says so too; otherwise None.
+    """Returns the variable of mpiexec that says "several" inside torchrun; otherwise None.
 
-    srun is left out, because it sets the variables of MPI for programs without MPI as well.
+    A script that mpiexec starts may set the same ranks in torch's variables, for gloo. srun is left out, because it
+    sets the variables of MPI for programs without MPI as well.
     """
     if environ.get("WORLD_SIZE", "1") == "1":
         return None
-    names = ["OMPI_COMM_WORLD_SIZE", *([] if "SLURM_PROCID" in environ else ["PMI_SIZE"])]
-    return next((name for name in names if environ.get(name, "1") != "1"), None)
+    for name in ("OMPI_COMM_WORLD", *([] if "SLURM_PROCID" in environ else ["PMI"])):
+        size, rank = environ.get(f"{name}_SIZE", "1"), environ.get(f"{name}_RANK")
+        same = (size, rank) == (environ["WORLD_SIZE"], environ.get("RANK")) and "TORCHELASTIC_RUN_ID" not in environ
+        if size != "1" and not same:
+            return f"{name}_SIZE"
+    return None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -56,7 +58,12 @@ def communicator(group: Any = None, micro_batches: int | None = None) -> Communi
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     ranks = Ranks(rank, size, size).with_micro_batches(size if micro_batches is None else micro_batches)
-    return Communicator(ranks, Gloo(group))
+    lanes = _lanes.setdefault(dist.group.WORLD if group is None else group, itertools.count())
+    return Communicator(ranks, Gloo(group), lane=next(lanes))
+
+
+_lanes: MutableMapping[Any, Iterator[int]] = WeakKeyDictionary()
+"""By process group, the lanes of its next communicators: its ranks make them in the same order."""
 
 
 def begin_group() -> None:

@@ -45,6 +45,11 @@ def joined(environ: Mapping[str, str] = os.environ) -> Iterator[Communicator]:
         yield Communicator()
         return
     size = environ[variable]
+    if not size.isdecimal():
+        raise ValueError(
+            f"{variable} is {size!r} in the environment; it must be how many processes there are: start hotrow with "
+            "torchrun or mpiexec, which set it, or unset it for one process"
+        )
     if variable != "WORLD_SIZE":
         with joined_by_mpi(int(size), variable) as comm:
             yield comm

@@ -281,9 +281,11 @@ class Pooled:
         whole = {t for t in self.tables if not self._shards[t].is_cut}  # of the others, nobody looks up rows
         return frozenset(whole & {feature.table for kernels in alone for feature in kernels.layout.features})
 
-    def gradients(self, lookups: ops.Lookups, *, but: frozenset[int]) -> Callable[[], ops.Lookups]:
-        """Sends gradients of pooled vectors to the owners. Returns what waits for those that come here and returns them
-        as lookups of rows below; it must be called.
+    def gradients(
+        self, lookups: ops.Lookups, *, but: frozenset[int]
+    ) -> tuple[Arriving | None, Callable[[], ops.Lookups]]:
+        """Sends gradients of pooled vectors to the owners. Returns those that come here, None if there are none, and
+        what returns them as lookups of rows below.
 
         but: tables to leave out.
         """
@@ -293,9 +295,9 @@ class Pooled:
                 wanted = frozenset(f.name for f in kernels.layout.features if f.table not in but)
                 waiting.append(_Waiting(batch, wanted, grad))
         if not any(own.of(bundle) for own in waiting for bundles in self._bundles for bundle in bundles):
-            return lambda: []
+            return None, lambda: []
         arriving = self._comm.begin(partial(self._gradients_for, waiting), purpose="pooled_gradients")
-        return partial(self._come, waiting, arriving)
+        return arriving, partial(self._come, waiting, arriving)
 
     def _come(self, waiting: Sequence[_Waiting], arriving: Arriving) -> ops.Lookups:
         """Returns the gradients that come here as lookups of rows below: features of a table in their order, and each

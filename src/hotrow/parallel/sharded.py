@@ -14,6 +14,7 @@ tables whose owners send pooled vectors instead of rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -150,15 +151,21 @@ class UnderWay(NamedTuple):
     """What ranks send each other for the update of some lookups."""
 
     lookups: ops.Lookups
+    gradients: Arriving | None
+    """Of pooled vectors. None if there are none."""
     pooled: Callable[[], ops.Lookups]
-    """Waits for gradients of pooled vectors, and returns them as lookups below."""
+    """Returns these as lookups below."""
     sums: Arriving | None
     """Sums of rows. None if there are none to send."""
 
     def wait(self) -> None:
-        self.pooled()
-        if self.sums is not None:
-            self.sums.wait()
+        """Returns when all of it is here; both are waited for, also if one of them raises."""
+        try:
+            if self.gradients is not None:
+                self.gradients.wait()
+        finally:
+            if self.sums is not None:
+                self.sums.wait()
 
 
 class Sharded(Placement):
@@ -582,17 +589,18 @@ class Sharded(Placement):
 
     def _drop_sums(self) -> None:
         """Lets sums arrive that no update took, because their step was left out."""
-        if self._sums_under_way is not None:
-            self._sums_under_way.wait()
-            self._sums_under_way = None
+        dropped, self._sums_under_way = self._sums_under_way, None
+        if dropped is not None:
+            with suppress(ValueError, RuntimeError):  # who asked for them heard of it
+                dropped.wait()
 
     def _begin_sums(self, lookups: ops.Lookups) -> UnderWay:
         """Sends gradients of pooled vectors to their owners; and a sum for each aligned subtree of this rank and each
         row to the row's home, unless no row is updated by such sums: that all ranks know."""
         by_row = self._pooled.tables_by_row(lookups)
-        pooled = self._pooled.gradients(lookups, but=by_row)
+        gradients, pooled = self._pooled.gradients(lookups, but=by_row)
         if len(self._pooled.tables) == len(self.tables) and not by_row:
-            return UnderWay(lookups, pooled, None)
+            return UnderWay(lookups, gradients, pooled, None)
         num_heads = [0] * self.comm.size
 
         def sums_for_others() -> list[Tensor]:
@@ -604,7 +612,7 @@ class Sharded(Placement):
             return [words for words, _ in made]
 
         sums = self.comm.begin(sums_for_others, purpose="gradients", num_heads=num_heads)
-        return UnderWay(lookups, pooled, sums)
+        return UnderWay(lookups, gradients, pooled, sums)
 
     def _sums_of(self, lookups: ops.Lookups) -> tuple[ops.Lookups, list[Come]]:
         """Returns gradients of pooled vectors, as lookups below, and the sums that come here, of all micro-batches."""
@@ -613,9 +621,10 @@ class Sharded(Placement):
         if self._sums_under_way is None:
             self.prepare(lookups)
         assert self._sums_under_way is not None
-        (_, pooled, sums), self._sums_under_way = self._sums_under_way, None
-        gradients, come = pooled(), list[Come]()
-        for rank, words in enumerate(() if sums is None else sums.wait()):
+        under_way, self._sums_under_way = self._sums_under_way, None
+        under_way.wait()
+        gradients, come = under_way.pooled(), list[Come]()
+        for rank, words in enumerate(() if under_way.sums is None else under_way.sums.wait()):
             held = tree.aligned(*tree.held(self.comm.ranks.micro_batches, rank, self.comm.size))
             come.append(Come(ComingSums(self._keys.exact(words, len(held)), len(held)), [leaf for leaf, _ in held]))
         return gradients, come
