@@ -110,6 +110,11 @@ low_rank None
 deep_mlp [512, 256]
 structure parallel
 """,
+    "deepfm": """
+second_order True
+deep_mlp [400, 400, 400]
+dropout 0.0
+""",
 }
 
 

@@ -1,0 +1,101 @@
+"""DeepFM (Guo et al., 2017): a factorization machine and an MLP on the same rows; without products, Wide & Deep.
+
+    first order   sum_F w_BF + dense_BI w_I
+    second order  sum over pairs f < g of <v_f, v_g>  =  (|sum_F v_BFD|^2 - sum_F |v_BFD|^2) / 2
+    deep          [dense_BI | v_BFD, all side by side] --MLP--> logit, with the model's bias
+    logits_B = first order + second order + deep
+
+A row holds w, its id's effect by itself, and then v [D], so that one lookup serves all three terms. Dense inputs have
+no vectors: they act in the first order and in the MLP. w_I starts at zero; the MLP is drawn as by `layers.linear`.
+The second order takes time in proportion to F, while products of all pairs take F^2.
+
+Wide & Deep (Cheng et al., 2016) is the same without the second order. Its hand-made crosses of columns, if there are
+any, are columns of the data.
+
+Shape suffixes as in hotrow.batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hotrow.models.layers import MLP, Network, dots, product, weighted_sum
+from hotrow.models.spec import DropoutShare, ModelSpec, Width
+
+
+class DeepFM(Network):
+    """dense [B, I], pooled [B, F * (1 + D)] -> logits [B].
+
+    num_dense: I. num_features: F. embedding_dim: D. deep_mlp: hidden widths; 1 is appended. dropout: of the hidden
+    layers. generator: CPU generator from which the MLP is drawn.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_dense: int,
+        num_features: int,
+        embedding_dim: int,
+        second_order: bool,
+        deep_mlp: Sequence[int],
+        dropout: float,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.num_features, self.second_order = num_features, second_order
+        widths = [num_dense + num_features * embedding_dim, *deep_mlp, 1]
+        self.deep = MLP(widths, generator=generator, last="linear", dropout=dropout)
+        self.first_order_I = nn.Parameter(torch.zeros(num_dense))
+
+    def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
+        """Returns logits [B]."""
+        rows_BFE = pooled_BP.view(len(pooled_BP), self.num_features, -1)  # E = 1 + D
+        vectors_BFD = rows_BFE[:, :, 1:]
+        flat_BX = vectors_BFD.flatten(1)
+        weight_X = torch.cat([self.first_order_I, dense_BI.new_ones(self.num_features)])
+        logits_B1 = product(torch.cat([dense_BI, rows_BFE[:, :, 0]], dim=1), weight_X[None])
+        logits_B1 = logits_B1 + self.deep(torch.cat([dense_BI, flat_BX], dim=1))
+        if not self.second_order:
+            return logits_B1.squeeze(1)
+        sum_BD = weighted_sum(vectors_BFD, dense_BI.new_ones(len(dense_BI), self.num_features))
+        return logits_B1.squeeze(1) + (dots(sum_BD, sum_BD) - dots(flat_BX, flat_BX)) / 2
+
+
+class DeepFMSpec(ModelSpec):
+    """Every id's own weight, the products of all pairs of embeddings, and an MLP on embeddings and dense inputs."""
+
+    network: ClassVar = DeepFM
+    equal_dims: ClassVar = True
+    small: ClassVar[Mapping[str, Any]] = {"deep_mlp": [64, 32], "dropout": 0.2}
+
+    name: Literal["deepfm"] = "deepfm"
+    """DeepFM (Guo et al., 2017); Wide & Deep without `second_order`. Rows have `embedding_dim` + 1 columns: the first
+    is the weight of the id by itself."""
+    second_order: bool = True
+    """Whether the logit gets the products of all pairs of embeddings. Without them the model is Wide & Deep."""
+    deep_mlp: list[Width] = [400, 400, 400]
+    """Widths of the MLP's hidden layers; the last layer, one logit, is added. With [] there are none, which leaves a
+    factorization machine."""
+    dropout: DropoutShare = 0.0
+    """Share of the MLP's hidden units that each sample leaves out in training, another share each time."""
+
+    def row_dim(self, embedding_dim: int) -> int:
+        """Returns the columns of a row: the weight of the id, then its vector."""
+        return 1 + embedding_dim
+
+    def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> DeepFM:
+        """Returns the network."""
+        (row_dim,) = set(dims.values())
+        return DeepFM(
+            num_dense=num_dense,
+            num_features=len(dims),
+            embedding_dim=row_dim - 1,
+            second_order=self.second_order,
+            deep_mlp=self.deep_mlp,
+            dropout=self.dropout,
+            generator=generator,
+        )
