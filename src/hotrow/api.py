@@ -36,7 +36,7 @@ from torch import Tensor
 from hotrow.base.door import is_taken, remove
 from hotrow.base.files import atomic_write, explain_full_disk, size
 from hotrow.base.progress import ProgressCallback, num_of, progress_bar
-from hotrow.config.load import apply_overrides, make_config, options, read_config
+from hotrow.config.load import apply_overrides, make_config, options, overrides_of, read_config, with_model
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.config.schema import Config
 from hotrow.data.packed.format import MANIFEST
@@ -413,7 +413,7 @@ def fit(
     split: "time", "random" or "reference", or a mapping as in a schema, such as
         {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
     config: a recipe to train by, as a path or its content, instead of the one for this many rows (config/recipe.py).
-    model: "dlrm" (default), "dcn" or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN).
+    model: "dlrm" (default), "dcn", "deepfm" or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN).
     refit: whether raw data that is split by time or at random is trained on twice. The first run, in RUN/selection,
         leaves the validation rows out and finds the last step at which they were scored best, within noise. The second
         one, in RUN, trains on them too, from the start, and takes more steps in proportion to its rows. If False, or if
@@ -431,6 +431,8 @@ def fit(
     named = {"name": model, "objective": read.objective}
     given = [f"model.{name}={_as_yaml(name, value)}" for name, value in named.items() if value is not None]
     changes = [*given, *changes]
+    if recipe is not None:
+        recipe = with_model(recipe, overrides_of(changes).get("model.name"))
     # Options are checked before hours of work.
     checked = make_config(apply_overrides({"data": ""} | (recipe or {}), changes), origin="fit")
     model = checked.model.name

@@ -214,12 +214,13 @@ def init(
     paths: Paths,
     *,
     read: ReadOptions,
+    model: Annotated[str | None, typer.Option(help="The recipe's model: dlrm (default), dcn, deepfm or tbsm.")] = None,
     out: Annotated[Path, typer.Option(help="Folder to write schema.yaml and recipe.yaml into.")] = Path(),
 ) -> Answer:
     """Look at logs, or a packed dataset, and write a commented schema and recipe for it."""
     from hotrow.data.prepare.init import run_init
 
-    found = run_init(paths[0] if len(paths) == 1 else paths, out=out, **vars(read))
+    found = run_init(paths[0] if len(paths) == 1 else paths, model=model, out=out, **vars(read))
     result = {"found": found.found, "files": [str(file) for file in found.files], "next": list(found.commands)}
     return result, lambda: _print_init(result)
 

@@ -12,6 +12,7 @@ import inspect
 import json
 import re
 import reprlib
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -97,9 +98,33 @@ def parse_yaml(text: str, *, origin: str) -> Any:
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     """Returns the config in the YAML file at `path`, changed by `a.b=v` overrides, whose values are YAML.
 
+    If they set `model.name`, options of the file that are of its own model alone are dropped, with a warning.
+
     Raises ValueError naming file, field, value and what is allowed, also if there is no such file.
     """
-    return make_config(apply_overrides(read_config(path), overrides), origin=f"config {path}")
+    raw = with_model(read_config(path), overrides_of(overrides).get("model.name"))
+    return make_config(apply_overrides(raw, overrides), origin=f"config {path}")
+
+
+def with_model(raw: dict[str, Any], name: Any) -> dict[str, Any]:
+    """Returns the fields of a recipe for model `name`, if that is not None, in place of its own model.
+
+    Options that its own model has and `name` does not are left out, and one warning names them. All other fields stay,
+    right or wrong: `make_config` checks them.
+    """
+    field = Config.model_fields["model"]
+    known = {model: section.model_fields for model, section in sections_of(field).items()}
+    given = raw.get("model", {})
+    before = given.get("name", field.default.name) if isinstance(given, dict) else None
+    if not all(isinstance(model, str) and model in known for model in (before, name)):
+        return raw
+    dropped = [option for option in given if option in known[before].keys() - known[name].keys()]
+    if dropped:
+        listed = ", ".join(f"model.{option}" for option in dropped)
+        warnings.warn(
+            f"model.name is {name}, so the recipe's options that only {before} has are left out: {listed}", stacklevel=3
+        )
+    return raw | {"model": {option: value for option, value in given.items() if option not in dropped}}
 
 
 def read_config(
@@ -331,7 +356,9 @@ def config_markdown() -> str:
         "# Configuration",
         "",
         "One YAML file describes a run; `--set a.b=value` overrides a field from the command line. Unknown keys are",
-        "refused. This page is generated from `hotrow.config.load` (`python -m hotrow.config.load > docs/config.md`).",
+        "refused. `--set model.name=dcn` is enough to train a recipe with another model: options that only the recipe's own",
+        "model has are left out with a warning, and what the recipe does not say has the default of the new model.",
+        "This page is generated from `hotrow.config.load` (`python -m hotrow.config.load > docs/config.md`).",
     ]
     for title, path, section in sections():
         if not (own := options_of(section)):

@@ -12,11 +12,13 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hotrow.base.door import is_taken, make_folder
 from hotrow.base.files import atomic_write, check_writable
+from hotrow.config.load import make_config
 from hotrow.config.recipe import choose_recipe
 from hotrow.data.packed.format import MANIFEST, read_info
 from hotrow.data.sources.columns import left_out
@@ -58,20 +60,23 @@ def run_init(
     *,
     read: ReadOptions,
     data: str | None = None,
+    model: str | None = None,
     out: Path | str | None = None,
 ) -> InitResult:
     """Looks at `paths` (logs, or the folder of a packed dataset) and says how to train on them.
 
     {read}
-    data: the packed dataset that the recipe will name. out: a folder for schema.yaml and recipe.yaml; None writes
-    nothing. Existing files are never overwritten.
+    data: the packed dataset that the recipe will name. model: `model.name` of the recipe; None means the default.
+    out: a folder for schema.yaml and recipe.yaml; None writes nothing. Existing files are never overwritten.
 
-    Raises ValueError if a path does not exist, a named column is missing, or a file to write exists.
+    Raises ValueError if a path does not exist, a named column is missing, there is no such model, or a file to write
+    exists.
     """
+    model = make_config({"data": "", "model": {} if model is None else {"name": model}}, origin="init").model.name
     if out is not None:
         _check_absent(Path(out) / RECIPE_FILE)  # checked before the logs are read; there may be no schema to write
     with spooled(paths, Path(tempfile.gettempdir())) as files:
-        result = _look(files, read, data, given=paths)
+        result = _look(files, read, data, model=model, given=paths)
     if out is None:
         return result
     folder = Path(out)
@@ -93,7 +98,8 @@ def _check_absent(path: Path) -> None:
     check_writable(path)
 
 
-def _look(paths: Any, read: ReadOptions, data: str | None, *, given: Any) -> InitResult:
+def _look(paths: Any, read: ReadOptions, data: str | None, *, model: str, given: Any) -> InitResult:
+    render = partial(render_recipe, model=model)
     shown = shlex.join(map(str, given if isinstance(given, list | tuple) else [given]))
     if isinstance(paths, str | Path) and is_taken(Path(paths) / MANIFEST):
         info = read_info(Path(paths))
@@ -101,7 +107,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, given: Any) -> Ini
         found = f"a packed dataset of {info.name!r}: rows {rows}; {len(info.dense)} dense, {len(info.features)} sparse"
         num_rows = info.splits["train"].num_rows if "train" in info.splits else 0
         objective = read.objective or _objective_for(info.labels[0].kind)
-        recipe = render_recipe(str(paths), num_rows, exact=True, objective=objective)
+        recipe = render(str(paths), num_rows, exact=True, objective=objective)
         return InitResult(found, None, None, recipe, (f"hotrow train {RECIPE_FILE}",))
     skip = f" --skip-bad-rows {read.skip_bad_rows}" if read.skip_bad_rows else ""
     source = None if read.hints else recognise(paths)
@@ -110,7 +116,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, given: Any) -> Ini
         commands = (f"hotrow prepare {source} {shown} --out {data}{skip}", f"hotrow train {RECIPE_FILE}")
         opened = open_source(source, paths)
         num_rows = _training_rows(opened.source.scout().num_rows, opened.schema)
-        recipe = render_recipe(data, num_rows, exact=False, objective=read.objective)
+        recipe = render(data, num_rows, exact=False, objective=read.objective)
         return InitResult(f"{source} in its published layout", source, None, recipe, commands)
     guess = guess_columns(paths, **vars(read))
     data = data or "data/packed"
@@ -120,7 +126,7 @@ def _look(paths: Any, read: ReadOptions, data: str | None, *, given: Any) -> Ini
         f"hotrow train {RECIPE_FILE}",
     )
     found = "; ".join(filter(None, [f"a table, guessed from {guess.origin}", left_out(paths)]))
-    recipe = render_recipe(data, int(0.8 * guess.num_rows), exact=False, objective=read.objective)
+    recipe = render(data, int(0.8 * guess.num_rows), exact=False, objective=read.objective)
     return InitResult(found, source, render_schema(guess), recipe, commands)
 
 
@@ -196,14 +202,16 @@ def _commented(line: str, comment: str) -> str:
     return f"{line:<{COMMENT_COLUMN}}  # {' '.join(comment.split())}"
 
 
-def render_recipe(data: str, num_rows: int, *, exact: bool, objective: str | None = None) -> str:
+def render_recipe(
+    data: str, num_rows: int, *, exact: bool, model: str = "dlrm", objective: str | None = None
+) -> str:
     """Returns the config that `fit` would choose for the packed dataset `data` with `num_rows` training rows.
 
-    objective: `model.objective`; if None, the default.
+    model: `model.name`. objective: `model.objective`; if None, the default.
     """
-    recipe = choose_recipe(num_rows)
-    model = {"name": "dlrm", **({} if objective in (None, DEFAULT) else {"objective": objective})}
-    sections: dict[str, Any] = {"model": model, "optimizer": {}, "train": {}}
+    recipe = choose_recipe(num_rows, model=model)
+    named = {"name": model, **({} if objective in (None, DEFAULT) else {"objective": objective})}
+    sections: dict[str, Any] = {"model": named, "optimizer": {}, "train": {}}
     for name, value in recipe.items():
         *parents, leaf = name.split(".")
         section = sections
@@ -213,7 +221,7 @@ def render_recipe(data: str, num_rows: int, *, exact: bool, objective: str | Non
     sections["train"]["seed"] = 1
     rows = f"{num_rows:,}" if exact else f"about {num_rows:,}"
     lines = [
-        f"# Trains a DLRM on {' '.join(data.split())}; docs/config.md lists every option.",
+        f"# Trains a model on {' '.join(data.split())}; docs/config.md lists every option.",
         f"# Chosen for {rows} training rows, as by `hotrow demo` and hotrow.fit (reasons: hotrow/config/recipe.py).",
         f"data: {json.dumps(data)}",
         f"model: {_flow(sections['model'])}",
