@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import re
+import warnings
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -317,6 +319,34 @@ def test_overrides_are_yaml_and_reach_into_sections(tmp_path: Path) -> None:
     config = load_config(path, changes)
     assert (config.train.epochs, config.train.batch_size, config.model.top_mlp) == (3, 32, [8, 4])
     assert config.optimizer.sparse.lr == 1e-3
+
+
+@pytest.mark.parametrize(("own", "other"), [*product(MODELS, MODELS)])
+def test_the_name_of_a_model_is_enough(own: str, other: str, tmp_path: Path) -> None:
+    """A recipe that states every option of one model trains any other, which keeps the options that both have."""
+    stated = make_config({"data": "d", "model": {"name": own, "embedding_dim": 9}})
+    (tmp_path / "recipe.yaml").write_text(stated.to_yaml())
+    lost = MODELS[own].model_fields.keys() - MODELS[other].model_fields.keys()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = load_config(tmp_path / "recipe.yaml", [f"model.name={other}"])
+    kept = stated.model.model_dump(exclude={"name", *lost})
+    assert found == stated.model_copy(update={"model": MODELS[other].model_validate(kept)})
+    assert {word for one in told for word in re.findall(r"model\.(\w+)", str(one.message))} == lost
+    assert len(told) == bool(lost)
+
+
+def test_only_what_the_recipe_says_is_left_out(tmp_path: Path) -> None:
+    path, changes = tmp_path / "c.yaml", ["model.bottom_mlp=[4]", "model.name=dcn"]
+    path.write_text("data: d\nmodel: {bottom_mlp: [8]}\n")
+    with pytest.warns(UserWarning, match=r"model\.bottom_mlp"), pytest.raises(ValueError, match="one of dlrm and tbsm"):
+        load_config(path, changes)
+    path.write_text("data: d\nmodel: {botom_mlp: [8]}\n")
+    with pytest.raises(ValueError, match=r"model\.botom_mlp"):
+        load_config(path, changes[1:])
+    for name in ("dcm", "[dcn]", "null"):
+        with pytest.raises(ValueError, match=r"model\.name"):
+            load_config(path, [f"model.name={name}"])
 
 
 def test_an_override_goes_below_the_word_for_memory() -> None:

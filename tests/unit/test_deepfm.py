@@ -52,7 +52,7 @@ def assert_close(ours: Tensor | None, truth: Tensor | None) -> None:
 @pytest.mark.parametrize("num_dense", [0, 3])
 @pytest.mark.parametrize("deep", [[], [12, 6]])
 @pytest.mark.parametrize("second_order", [False, True])
-def test_against_plain_torch(num_dense: int, deep: list[int], second_order: bool) -> None:  # noqa: FBT001
+def test_against_plain_torch(num_dense: int, deep: list[int], second_order: bool) -> None:
     model = build(num_dense, deep_mlp=deep, second_order=second_order)
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():

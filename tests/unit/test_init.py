@@ -12,12 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from hotrow.config.load import make_config
 from hotrow.data.chunk import RowError
 from hotrow.data.prepare.init import render_schema, run_init
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.schema import Schema, load_schema
+from hotrow.models import MODELS
 
 N = 2000
 
@@ -274,6 +276,16 @@ def test_files_are_written_once(tmp_path: Path) -> None:
     assert result.commands[0].endswith(f"--schema {tmp_path}/new/schema.yaml --out data/mine")
     with pytest.raises(ValueError, match=r"recipe\.yaml exists and will not be overwritten"):
         run_init(tmp_path / "x.parquet", out=tmp_path / "new")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_recipe_for_the_model_that_was_named(tmp_path: Path, model: str) -> None:
+    pq.write_table(clicks(), tmp_path / "x.parquet")
+    raw = yaml.safe_load(run_init(tmp_path / "x.parquet", model=model).recipe)
+    assert make_config(raw).model.name == model
+    assert MODELS[model].small.keys() <= raw["model"].keys()
+    with pytest.raises(ValueError, match=r"model\.name is 'deepfn'"):
+        run_init(tmp_path / "x.parquet", model="deepfn")
 
 
 def test_hostile_names_stay_within_their_line() -> None:

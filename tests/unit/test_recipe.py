@@ -10,10 +10,11 @@ import pytest
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.data.prepare.init import render_recipe, run_init
+from hotrow.models import MODELS
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 63, 1000, 19_999, 20_000, 80_000, 600_000, 5_000_000, 5_000_001, 10**9])
-@pytest.mark.parametrize("model", ["dlrm", "tbsm"])
+@pytest.mark.parametrize("model", MODELS)
 def test_every_size_has_a_recipe(num_rows: int, model: str) -> None:
     recipe = choose_recipe(num_rows, model=model)
     config = make_config(apply_overrides({"data": "d"}, [f"model.name={model}", *as_overrides(recipe)]))
@@ -57,6 +58,23 @@ def test_init_writes_the_recipe_that_fit_uses(tmp_path: Path) -> None:
     assert written.train == used.train.model_copy(update=decided)
     about = make_config({"data": "x"} | _parsed(render_recipe("x", 3000, exact=False)))
     assert about.train.batch_size == written.train.batch_size
+
+
+def test_a_recipe_for_one_model_trains_another(tmp_path: Path) -> None:
+    import hotrow
+
+    rows = {"click": [0, 1, 1, 0] * 40, "user": [f"u{k % 7}" for k in range(160)]}
+    recipe = {"model": {"bottom_mlp": [4], "embedding_dim": 3}, "train": {"max_steps": 2, "threads": 1}}
+    with pytest.warns(UserWarning, match=r"model\.bottom_mlp"):
+        run = hotrow.fit(
+            rows, label="click", config=recipe, model="dcn", deep_mlp=[5], run=tmp_path / "run", quiet=True
+        )
+    model = hotrow.load_config(run.path / "config.yaml").model
+    assert model.model_dump(exclude_defaults=True) == {"embedding_dim": 3, "deep_mlp": [5]}
+    assert recipe["model"] == {"bottom_mlp": [4], "embedding_dim": 3}
+    refused = pytest.raises(ValueError, match=r"model\.top_mlp for model dcn; it is one of dlrm and tbsm")
+    with pytest.warns(UserWarning, match=r"model\.bottom_mlp"), refused:
+        hotrow.fit(rows, config=recipe, model="dcn", **{"model.top_mlp": [3]})
 
 
 def _parsed(text: str) -> dict[str, object]:

@@ -98,7 +98,7 @@ def parse_yaml(text: str, *, origin: str) -> Any:
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     """Returns the config in the YAML file at `path`, changed by `a.b=v` overrides, whose values are YAML.
 
-    If they set `model.name`, options of the file that are of its own model alone are dropped, with a warning.
+    If they set `model.name`, options in the file that the new model does not have are left out, with a warning.
 
     Raises ValueError naming file, field, value and what is allowed, also if there is no such file.
     """
@@ -109,21 +109,19 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 def with_model(raw: dict[str, Any], name: Any) -> dict[str, Any]:
     """Returns the fields of a recipe for model `name`, if that is not None, in place of its own model.
 
-    Options that its own model has and `name` does not are left out, and one warning names them. All other fields stay,
-    right or wrong: `make_config` checks them.
+    Options that the recipe's own model has and `name` does not have are left out, and one warning names them. All other
+    fields stay, right or wrong: `make_config` checks them.
     """
     field = Config.model_fields["model"]
     known = {model: section.model_fields for model, section in sections_of(field).items()}
     given = raw.get("model", {})
     before = given.get("name", field.default.name) if isinstance(given, dict) else None
-    if not all(isinstance(model, str) and model in known for model in (before, name)):
+    if not (isinstance(before, str) and isinstance(name, str) and {before, name} <= known.keys()):
         return raw
     dropped = [option for option in given if option in known[before].keys() - known[name].keys()]
     if dropped:
-        listed = ", ".join(f"model.{option}" for option in dropped)
-        warnings.warn(
-            f"model.name is {name}, so the recipe's options that only {before} has are left out: {listed}", stacklevel=3
-        )
+        text = f"the recipe is for model {before}; options that model {name} does not have are left out: "
+        warnings.warn(text + ", ".join(f"model.{option}" for option in dropped), stacklevel=3)
     return raw | {"model": {option: value for option, value in given.items() if option not in dropped}}
 
 
@@ -356,9 +354,11 @@ def config_markdown() -> str:
         "# Configuration",
         "",
         "One YAML file describes a run; `--set a.b=value` overrides a field from the command line. Unknown keys are",
-        "refused. `--set model.name=dcn` is enough to train a recipe with another model: options that only the recipe's own",
-        "model has are left out with a warning, and what the recipe does not say has the default of the new model.",
-        "This page is generated from `hotrow.config.load` (`python -m hotrow.config.load > docs/config.md`).",
+        "refused. This page is generated from `hotrow.config.load` (`python -m hotrow.config.load > docs/config.md`).",
+        "",
+        "`--set model.name=dcn` is enough to train a recipe with another model. Options in the recipe that the new",
+        "model does not have are left out, with a warning; what the recipe does not say has the new model's default.",
+        "`hotrow init --model dcn` writes a recipe for that model and the number of your rows.",
     ]
     for title, path, section in sections():
         if not (own := options_of(section)):

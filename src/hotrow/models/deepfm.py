@@ -57,12 +57,13 @@ class DeepFM(Network):
         vectors_BFD = rows_BFE[:, :, 1:]
         flat_BX = vectors_BFD.flatten(1)
         weight_X = torch.cat([self.first_order_I, dense_BI.new_ones(self.num_features)])
-        logits_B1 = product(torch.cat([dense_BI, rows_BFE[:, :, 0]], dim=1), weight_X[None])
-        logits_B1 = logits_B1 + self.deep(torch.cat([dense_BI, flat_BX], dim=1))
-        if not self.second_order:
-            return logits_B1.squeeze(1)
-        sum_BD = weighted_sum(vectors_BFD, dense_BI.new_ones(len(dense_BI), self.num_features))
-        return logits_B1.squeeze(1) + (dots(sum_BD, sum_BD) - dots(flat_BX, flat_BX)) / 2
+        first_B1 = product(torch.cat([dense_BI, rows_BFE[:, :, 0]], dim=1), weight_X[None])
+        deep_B1: Tensor = self.deep(torch.cat([dense_BI, flat_BX], dim=1))
+        logits_B = (first_B1 + deep_B1).squeeze(1)
+        if self.second_order:
+            sum_BD = weighted_sum(vectors_BFD, dense_BI.new_ones(len(dense_BI), self.num_features))
+            logits_B = logits_B + (dots(sum_BD, sum_BD) - dots(flat_BX, flat_BX)) / 2
+        return logits_B
 
 
 class DeepFMSpec(ModelSpec):

@@ -202,9 +202,7 @@ def _commented(line: str, comment: str) -> str:
     return f"{line:<{COMMENT_COLUMN}}  # {' '.join(comment.split())}"
 
 
-def render_recipe(
-    data: str, num_rows: int, *, exact: bool, model: str = "dlrm", objective: str | None = None
-) -> str:
+def render_recipe(data: str, num_rows: int, *, exact: bool, model: str = "dlrm", objective: str | None = None) -> str:
     """Returns the config that `fit` would choose for the packed dataset `data` with `num_rows` training rows.
 
     model: `model.name`. objective: `model.objective`; if None, the default.
