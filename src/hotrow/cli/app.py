@@ -340,7 +340,10 @@ def train(
             folder = runs.resume(resume, overrides, comm=comm, until_s=until_s)
         else:
             assert config is not None
-            given = on_every_rank(comm, functools.partial(load_config, config, overrides))
+            with warnings.catch_warnings():
+                if comm.rank:  # the first rank tells
+                    warnings.simplefilter("ignore")
+                given = on_every_rank(comm, functools.partial(load_config, config, overrides))
             folder = runs.train(given, comm=comm, until_s=until_s)
     if comm.rank:  # the first rank tells the result
         raise typer.Exit(128 + (folder.record.signal or 0) if folder.record.status == "interrupted" else 0)
