@@ -9,6 +9,7 @@ import math
 import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -582,9 +583,16 @@ def test_a_lag_of_rows_in_any_order_in_small_chunks_on_ranks_and_after_a_stop(
         assert (found.splits, found.files) == (wanted.splits, wanted.files), name
 
 
-def test_a_lag_needs_times_with_a_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [None, "%Y%m%d", "%Y%m%d%H", "%Y%m%d%H%M", "%Y%m%d%H%M%S"])
+def test_a_lag_needs_times_with_a_unit(form: str | None, tmp_path: Path) -> None:
+    rows = some_rows(100)
+    if form is not None:
+        rows["time"] = [int((datetime(2023, 1, 1) + timedelta(hours=row)).strftime(form)) for row in range(100)]
     with pytest.raises(ValueError, match=r"rows\.parquet.*'time'.*unix times.*statistics_lag"):
-        lagged(some_rows(100), tmp_path / "numbers", "time", "1d")
+        lagged(rows, tmp_path / "numbers", "time", "1d")
+
+
+def test_a_lag_without_times_statistics_or_a_length_is_refused() -> None:
     for change, fields in (
         ({"statistics_lag": "1d"}, ["statistics_lag", "'1d'", "no time"]),
         ({"statistics_lag": "1d", "time": "time", "statistics": []}, ["statistics_lag", "no statistics"]),

@@ -41,6 +41,9 @@ WHOLE_FLOAT = r"^(0|-?[1-9]\d*)\.0+$"
 OTHER_BLANKS = ("\u00a0", "\u202f", "\u2009")
 """Blanks that stand between groups of digits besides the ordinary one."""
 HEX = r"^[0-9a-fA-F]{1,8}$"
+_MONTH, _DAY, _HOUR = "(0[1-9]|1[0-2])", "([0-2][0-9]|3[01])", "([01][0-9]|2[0-3])"
+WRITTEN_DATES = (f"(19|20)..{_MONTH}{_DAY}({_HOUR}([0-5][0-9])?)?", f"..{_MONTH}{_DAY}{_HOUR}")
+"""Forms of dates as whole numbers, such as 20141021, 2014102113, 201410211359, and 14102113 as in Avazu's logs."""
 
 
 def kind_of(encoding: IdEncoding) -> KeyKind:
@@ -336,7 +339,8 @@ class TimeReader:
 
     def ticks_per_s(self, sample: pa.Array) -> float | None:
         """Returns how many units of the times that are read a second has; None if they are whole numbers, and those of
-        `sample`, its first cells, are no unix times of seconds, or of thousandths, millionths or billionths."""
+        `sample`, its first cells, are no unix times of seconds, or of thousandths, millionths or billionths, or all
+        look like dates that digits write."""
         sample = plain(sample).drop_null()
         kind = sample.type
         if is_text(kind):
@@ -347,7 +351,10 @@ class TimeReader:
             return {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[kind.unit if pa.types.is_timestamp(kind) else "ms"]
         if not pa.types.is_integer(kind):
             return 1e6
-        times, _ = self(sample, "")
+        times, fault = self(sample, "")
+        times = times if fault is None else times[~fault.rows]
+        if all(any(re.fullmatch(form, str(time)) for form in WRITTEN_DATES) for time in times):
+            return None
         of_units = (unit for unit in (1.0, 1e3, 1e6, 1e9) if len(times) and 1e8 * unit <= np.median(times) < 4e9 * unit)
         return next(of_units, None)
 

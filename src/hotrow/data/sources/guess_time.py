@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import Any
 
+from hotrow.data.sources.convert import WRITTEN_DATES
 from hotrow.data.sources.evidence import CLEAR, Tally, weigh
 from hotrow.data.sources.facts import ColumnFacts, Guess, is_like, shown
 from hotrow.data.sources.guess_label import Labels
@@ -16,9 +17,6 @@ from hotrow.data.sources.schema import SplitSpec
 from hotrow.data.sources.training import times_of, training_rows
 
 TIME_NAMES = r"(.*_)?(time|timestamp|ts|date|datetime|hour|day|dt|unix_?time|(created|updated|event)_?at)"
-_MONTH, _DAY, _HOUR = "(0[1-9]|1[0-2])", "([0-2][0-9]|3[01])", "([01][0-9]|2[0-3])"
-WRITTEN_DATES = (f"(19|20)..{_MONTH}{_DAY}({_HOUR})?", f"..{_MONTH}{_DAY}{_HOUR}")
-"""Forms of dates such as 20141021, 2014102113, and 14102113 as in Avazu's logs."""
 MAX_OF_TIME = 0.05
 """A time that takes away more than this share of the label's LogLoss is set with the outcome: rates of clicks change
 over time, but not as much."""
