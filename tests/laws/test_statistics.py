@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import stat
+import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from numpy.typing import NDArray
 
 from hotrow.data import native, reference
+from hotrow.data.chunk import Chunk, Keys, Position
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import pipeline
 from hotrow.data.prepare.estimate import estimate_work
+from hotrow.data.prepare.lag import Lagged
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.prepare.statistics import NUM_FOLDS
@@ -581,6 +586,39 @@ def test_a_lag_of_rows_in_any_order_in_small_chunks_on_ranks_and_after_a_stop(
     for name in ("chunks", "shuffled", "stop", "ranks"):
         found = PackedDataset.open(tmp_path / name / "out", verify="full").info
         assert (found.splits, found.files) == (wanted.splits, wanted.files), name
+
+
+def test_rows_that_wait_are_counted_in_pieces(tmp_path: Path) -> None:
+    """After many rows of one time, a chunk over a long quiet time sees some, then all of them."""
+    schema = parse_schema({"label": "y", "categorical": ["id"], "time": "t", "statistics": ["id"]}, where="test")
+    num_rows, num_chunks, lag = 5000, 40, 100
+
+    def chunk(times: NDArray[np.int64]) -> Chunk:
+        keys = {"id": Keys(np.zeros(len(times), np.int64))}
+        return Chunk(len(times), np.ones(len(times), np.float32), no_dense(times, 0), keys, Position(), times)
+
+    def no_dense(times: NDArray[np.int64], width: int) -> NDArray[np.float32]:
+        return np.zeros((len(times), width), np.float32)
+
+    def peak_bytes(chunks_before: int) -> int:
+        with (tmp_path / "rows").open("w+b") as file:
+            lagged = Lagged(schema, lag, file)
+            for i in range(chunks_before):
+                busy = chunk(np.full(num_rows, i // 2))
+                lagged.joined_to(busy, np.zeros(num_rows, np.bool_), busy)
+            quiet = chunk(np.arange(num_rows) + num_chunks)
+            before = replace(quiet, dense=no_dense(quiet.time, 3))
+            tracemalloc.start()
+            out = lagged.joined_to(quiet, np.ones(num_rows, np.bool_), before)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        older = np.sort([*np.repeat(np.arange(chunks_before) // 2, num_rows), *quiet.time])
+        seen = np.searchsorted(older, quiet.time - lag, side="right").tolist()
+        wanted = [an_input(1, n, n, (n + 0.5) / (n + 1)) for n in seen]
+        np.testing.assert_allclose(out.dense[:, 0], wanted, rtol=1e-5, atol=1e-6)
+        return peak
+
+    assert peak_bytes(num_chunks) < 2 * peak_bytes(1)
 
 
 @pytest.mark.parametrize("form", [None, "%Y%m%d", "%Y%m%d%H", "%Y%m%d%H%M", "%Y%m%d%H%M%S"])

@@ -5,7 +5,7 @@
         chunk = lagged.joined_to(chunk, ~trains, before)      # before: the chunk with its statistics at the end
 
 A row sees all rows, of every split, that are at least `lag` older than it. Rows wait in `file`, as their hashes, until
-they are so much older than the next chunk; memory does not grow with the lag.
+a row sees them, and are read back a chunk at a time; memory does not grow with the lag.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,38 +65,39 @@ class Lagged:
         own = self.add(chunk)
         if not asked.any():
             return before
-        first, last = own.times[[0, -1]].tolist()
-        for rows in self._until(first - self._lag):
-            self._count(rows.hashes, rows.labels, np.ones(len(rows.times), np.bool_))
-        # Rows that become old enough within the chunk: each is counted before the first row that sees it.
-        older = [*self._until(last - self._lag)]
-        times = np.concatenate([*(rows.times + self._lag for rows in older), own.times[asked]])
-        order = np.argsort(times, kind="stable")
-        is_older = order < len(times) - asked.sum()
-        hashes = np.concatenate([*(rows.hashes for rows in older), own.hashes[:, asked]], 1).take(order, 1)
-        labels = np.concatenate([*(rows.labels for rows in older), own.labels[asked]])[order]
-        found, of_all = self._count(hashes, labels, is_older)
-        inputs = self._counts.inputs([of_value[~is_older] for of_value in found], of_all[~is_older])
         dense = before.dense.copy()
-        dense[asked, -inputs.shape[1] :] = inputs
+        left = np.flatnonzero(asked)
+        for older in self._until(int(own.times[-1]) - self._lag):
+            # Rows of one time may lie in two pieces, so a row that sees the last time of this one waits for the next.
+            seen = int(np.searchsorted(own.times[left], older.times[-1] + self._lag))
+            self._answer(own, left[:seen], older, dense)
+            left = left[seen:]
+        self._answer(own, left, own.some(slice(0)), dense)
         return replace(before, dense=dense)
 
-    def _count(
-        self, hashes: NDArray[np.uint32], labels: NDArray[np.bool_], counted: NDArray[np.bool_]
-    ) -> tuple[list[NDArray[Any]], NDArray[np.int64]]:
-        """Counts rows; returns for each row what was counted before it, as `counts_before`."""
-        whole = [own.astype(np.uint64) << np.uint64(32) for own in hashes]
-        return self._counts.counts_before(whole, labels, counted, self._counts)
+    def _answer(self, own: _Rows, asked: NDArray[np.intp], older: _Rows, dense: NDArray[np.float32]) -> None:
+        """Counts `older` rows, each before the first of the `asked` rows that sees it, and writes the statistics of
+        those to the last columns of `dense`."""
+        order = np.argsort(np.concatenate([older.times + self._lag, own.times[asked]]), kind="stable")
+        is_older = order < len(older.times)
+        hashes = np.concatenate([older.hashes, own.hashes[:, asked]], 1).take(order, 1)
+        labels = np.concatenate([older.labels, own.labels[asked]])[order]
+        whole = [of_rows.astype(np.uint64) << np.uint64(32) for of_rows in hashes]
+        found, of_all = self._counts.counts_before(whole, labels, is_older, self._counts)
+        inputs = self._counts.inputs([of_value[~is_older] for of_value in found], of_all[~is_older])
+        dense[asked, -inputs.shape[1] :] = inputs
 
     def _until(self, time: int) -> Iterator[_Rows]:
-        """Yields the waiting rows up to a time, in their order; they wait no longer."""
+        """Yields the waiting rows up to a time, in their order, a chunk or what is left of it at a time; they wait no
+        longer."""
         while self._oldest is not None or self._places:
             if self._oldest is None:
                 self._file.seek(self._places.popleft())
                 self._oldest = _Rows(*(np.load(self._file) for _ in _Rows._fields))
             num_rows = int(np.searchsorted(self._oldest.times, time, side="right"))
             left = self._oldest.some(slice(num_rows, None))
-            yield self._oldest.some(slice(0, num_rows))
+            if num_rows:
+                yield self._oldest.some(slice(0, num_rows))
             self._oldest = left if len(left.times) else None
             if self._oldest is not None:
                 return
