@@ -634,8 +634,8 @@ def test_a_lag_without_times_statistics_or_a_length_is_refused() -> None:
     for change, fields in (
         ({"statistics_lag": "1d"}, ["statistics_lag", "'1d'", "no time"]),
         ({"statistics_lag": "1d", "time": "time", "statistics": []}, ["statistics_lag", "no statistics"]),
-        ({"statistics_lag": "0d", "time": "time"}, ["statistics_lag"]),
-        ({"statistics_lag": "day", "time": "time"}, ["statistics_lag"]),
+        ({"statistics_lag": "0d", "time": "time"}, ["statistics_lag", "0d", "1d"]),
+        ({"statistics_lag": "day", "time": "time"}, ["statistics_lag", "day", "1d"]),
     ):
         with pytest.raises(ValueError) as caught:
             parse_schema(SCHEMA | change, where="test")

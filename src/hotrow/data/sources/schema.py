@@ -8,6 +8,7 @@ by them, `prepare.py` acts on them. docs/prepare.md lists every field.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
@@ -32,7 +33,6 @@ MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
 HISTORY = "_history"
 """Suffix of a column that holds the earlier values of another column."""
 
-LAG = r"^[1-9][0-9]{0,5}[smhdw]$"
 _LAG_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -236,6 +236,12 @@ class StatisticSpec(_Strict):
         return tuple(f"{' x '.join(self.columns)} ({kind})" for kind in kinds)
 
 
+def _a_lag(value: str) -> str:
+    if re.fullmatch("[1-9][0-9]{0,5}[smhdw]", value) is None:
+        raise ValueError(f"{value!r} is not a whole number from 1 to 999999 and s, m, h, d or w, such as 1d")
+    return value
+
+
 class LookupSpec(_Strict):
     """Columns of a second file, joined to rows by a key."""
 
@@ -339,7 +345,7 @@ class Schema(_Strict):
     statistics: tuple[StatisticSpec, ...] = ()
     """Inputs besides `dense` and `categorical`: the label's statistics by value, over the training rows before each
     row."""
-    statistics_lag: Annotated[str, Field(pattern=LAG)] | None = None
+    statistics_lag: Annotated[str, AfterValidator(_a_lag)] | None = None
     """How much older, such as 1d or 6h, rows must be for those that do not train to see them in their statistics,
     whatever their split is. If None, rows that do not train see the training rows."""
     tables: dict[str, TableSpec] = {}
