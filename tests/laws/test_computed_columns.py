@@ -405,6 +405,56 @@ def test_faults_of_lookups_are_named(tmp_path: Path, file: str, change: Any, fie
         assert field in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "cells", "fields"),
+    [
+        ("dense", ["1", "cheap", "3"], ["items.csv:3", "(worth)", "'cheap'"]),
+        ("categorical", ["1", "x", "3"], ["items.csv:3", "(worth)", "'x'"]),
+        ("clip", ["1", "cheap", "3"], ["items.csv:3", "(worth)", "'cheap'"]),
+        ("categorical", [["a"], ["b"], ["c"]], ["items.parquet", "'my_worth'", "list"]),
+        ("dense", [["a"], ["b"], ["c"]], ["items.parquet", "'my_worth'", "list"]),
+        ("categorical", [{"a": 1}] * 3, ["items.parquet", "'my_worth'", "struct"]),
+    ],
+)
+@pytest.mark.parametrize("skip_bad_rows", [0, 1000])
+def test_a_bad_cell_of_a_lookup_is_blamed_on_its_file(
+    tmp_path: Path, kind: str, cells: list[Any], fields: list[str], skip_bad_rows: int
+) -> None:
+    file = tmp_path / fields[0].split(":")[0]
+    save({"id": [1, 2, 3], "worth": cells}, file)
+    entry = {"file": str(file), "column": "item", "key": "id", "columns": ["worth"], "prefix": "my_"}
+    schema: dict[str, Any] = {"label": "click", "categorical": ["user"], "lookups": [entry]}
+    if kind == "categorical":
+        schema[kind] = [{"column": "my_worth", "type": "int"}]
+    else:
+        schema["dense"] = ["my_worth" if kind == "dense" else "clipped"]
+    if kind == "clip":
+        schema["transforms"] = [{"clip": {"column": "my_worth", "into": "clipped", "low": 0}}]
+    rows, made = save(logs(50, 0), tmp_path / "old.parquet"), parse_schema(schema, where="test")
+    with pytest.raises(ValueError) as caught:  # several parts of one message
+        run_prepare("parquet", rows, tmp_path / "out", schema=made, skip_bad_rows=skip_bad_rows)
+    assert "old.parquet" not in str(caught.value)
+    for field in fields:
+        assert field in str(caught.value)
+
+
+def test_a_few_odd_cells_of_a_lookup_are_missing_and_told(tmp_path: Path) -> None:
+    """The item of the odd cell is in most rows, which have no odd cell of their own."""
+    rows = logs(300, 0) | {"item": [1] * 200 + [*range(100)]}
+    said: list[str] = []
+    found = []
+    for name, cell in (("odd", "cheap"), ("missing", "")):
+        items = tmp_path / f"{name}.csv"
+        items.write_text("id,worth\n" + "".join(f"{i},{cell if i == 1 else i}\n" for i in range(1000)))
+        entry = {"file": str(items), "column": "item", "key": "id", "columns": ["worth"]}
+        value = {"label": "click", "dense": ["worth"], "categorical": ["user"], "lookups": [entry]}
+        schema = parse_schema(value, where="test")
+        made = run_prepare("frame", pa.table(rows), tmp_path / name, schema=schema, announce=said.append)
+        found.append(made.split("train").block(0).dense)
+    np.testing.assert_array_equal(*found)
+    assert [line for line in said if "odd.csv:3" in line and "'cheap'" in line]
+
+
 def test_a_stored_lookup_that_was_altered_is_refused(tmp_path: Path) -> None:
     items = save({"id": [1, 2], "kind": ["a", "b"]}, tmp_path / "items.parquet")
     lookup = {"file": items, "column": "item", "key": "id", "columns": ["kind"]}

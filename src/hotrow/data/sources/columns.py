@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +48,7 @@ from hotrow.data.sources.convert import (
     is_text,
     key_hashes,
     kind_of,
+    plain,
     to_keys,
     to_label,
     to_numbers,
@@ -133,22 +134,20 @@ class ColumnsSource:
         types = {n: self._reader.schema.field(n).type for n in self._columns}
         for table in lookups or tables:
             types |= table.types
+        paths = {name: table.reader.files[0].path for table in tables for name in table.spec.names}
         for name, (made, inputs) in self._computed.items():
             types[name] = {"number": pa.float64(), "id": pa.int64()}.get(made.makes) or types[inputs[0]]
         self._id_columns = {feature.column: feature for feature in schema.id_columns}
         cuts = {feature.column: feature.cut() for feature in schema.categorical}
         self._cuts = {name: cut for name, cut in cuts.items() if cut is not None}
         if values == "strict" or encodings is None:
-            with self._naming(0):
-                found = {
-                    name: default_encoding(pa.float64() if name in self._cuts else types[name], c)
-                    for name, c in self._id_columns.items()
-                }
+            found = dict[str, IdEncoding]()
+            for name, feature in self._id_columns.items():
+                with self._naming(paths.get(name, 0)):
+                    found[name] = default_encoding(pa.float64() if name in self._cuts else types[name], feature)
         self.encodings: dict[str, IdEncoding] = dict(encodings or found)
-        self._lookups = lookups or [
-            Lookup.of_table(table, self._id_columns[table.spec.column], self.encodings[table.spec.column])
-            for table in tables
-        ]
+        self._lookup_notes: list[str] = []
+        self._lookups = lookups or [self._lookup(table) for table in tables]
         with self._naming(0):
             self._check_compared()
         self._time_reader = self._make_time_reader()
@@ -166,7 +165,7 @@ class ColumnsSource:
     def notes(self) -> tuple[str, ...]:
         """What was found out and not given, for the user to check."""
         if not isinstance(self._reader, TextReader):
-            return ()
+            return tuple(self._lookup_notes)
         path = self._reader.files[0].path
         found = [
             f"{path}: the header names column {stored!r} more than once; this one is called {name!r} here"
@@ -174,7 +173,7 @@ class ColumnsSource:
         ]
         if self.schema.csv.delimiter is None:
             found.append(f"columns are cut at {self._reader.delimiter!r} (found in {path})")
-        return tuple(found)
+        return (*found, *self._lookup_notes)
 
     def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
         num_rows, exact = self._reader.count_rows()
@@ -229,12 +228,13 @@ class ColumnsSource:
                 yield file_index, rows
 
     @contextmanager
-    def _naming(self, file_index: int) -> Iterator[None]:
-        """Puts the file's name before a converter's message about a column."""
+    def _naming(self, file: int | str) -> Iterator[None]:
+        """Puts the name of a file of the rows, or of another one, before a converter's message about a column."""
         try:
             yield
         except ValueError as error:
-            raise ValueError(f"{self._reader.files[file_index].path}: {error}") from None
+            path = self._reader.files[file].path if isinstance(file, int) else file
+            raise ValueError(f"{path}: {error}") from None
 
     def chunks(
         self, start: Position | None = None, *, rows_per_chunk: int = 65536, stop: Position | None = None
@@ -274,6 +274,31 @@ class ColumnsSource:
         except ValueError as error:
             raise ValueError(f"lookups: {error}") from None
         return LookupTable.read(spec, reader, self.schema.missing)
+
+    def _lookup(self, table: LookupTable) -> Lookup:
+        """Returns the lookup in a file, whose columns may hold a few odd cells, like those of the rows; they become
+        missing here, so that no row is blamed for them."""
+        for place, name in enumerate(table.spec.names, 1):
+            cells = table.columns[place]
+            with self._naming(table.reader.files[0].path):
+                faults = [self._numbers(read(cells), name)[1] for read in self._reads_of_numbers(name)]
+                if name in self._id_columns:
+                    faults += self._ids(cells, name, DictionaryReader(self.schema.missing))[1]
+            for fault in faults:
+                if fault is not None:
+                    table, note = table.without(fault, place, self._share)
+                    self._lookup_notes.append(note)
+        self._lookup_notes = [*dict.fromkeys(self._lookup_notes)]
+        key = table.spec.column
+        return Lookup.of_table(table, self._id_columns[key], self.encodings[key])
+
+    def _reads_of_numbers(self, name: str) -> Iterator[Callable[[pa.Array], pa.Array]]:
+        """Yields what a column's cells go through before they are read as numbers, for each of its uses."""
+        if name in self.schema.dense_names:
+            yield plain
+        for transform, inputs in self._computed.values():
+            if (name, "number") in zip(inputs, transform.takes(len(inputs)), strict=True):
+                yield as_seconds
 
     @property
     def lookups(self) -> Sequence[Lookup]:

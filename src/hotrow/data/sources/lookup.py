@@ -12,7 +12,7 @@ Keys are compared by their 64-bit hashes. The stored copy is Parquet: `key` int6
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from hotrow.base.door import open_file
 from hotrow.base.files import atomic_write
 from hotrow.base.records import nearest
-from hotrow.data.chunk import Keys, RowError, keys_from_arrow, keys_to_arrow
-from hotrow.data.sources.convert import IdEncoding, key_hashes, plain, to_keys, without_missing
+from hotrow.data.chunk import Keys, RowError, keys_from_arrow, keys_to_arrow, most_odd
+from hotrow.data.sources.convert import Fault, IdEncoding, key_hashes, plain, to_keys, without_missing
 from hotrow.data.sources.schema import CategoricalSpec, LookupSpec
 from hotrow.data.sources.tabular import TableReader, TextReader
 
@@ -68,6 +68,20 @@ class LookupTable:
     def types(self) -> dict[str, pa.DataType]:
         """The types of the columns to join, by the names that they get."""
         return dict(zip(self.spec.names, (column.type for column in self.columns[1:]), strict=True))
+
+    def without(self, fault: Fault, place: int, share: float) -> tuple[Self, str]:
+        """Returns the table without the odd cells of column `place`, and what to tell the user of them. Raises RowError
+        naming one if more than `share` of the cells are odd."""
+        rows = np.flatnonzero(fault.rows)
+        most = most_odd(len(fault.rows), share)
+        first = int(rows[0])
+        error = self.error(first, fault.describe(first)).but(name=self.spec.columns[place - 1])
+        many = f"{len(rows):,} of {len(fault.rows):,} cells of the column are not of its kind"
+        if len(rows) > most:
+            raise error.but(reason=f"{error.reason}; {many}, and {most:,} may be missing; correct them in this file")
+        columns = [*self.columns]
+        columns[place] = columns[place].take(pa.array(np.arange(len(fault.rows)), mask=fault.rows))
+        return replace(self, columns=columns), f"{error}; {many}; they are missing"
 
     def error(self, row: int, reason: str) -> RowError:
         """Returns the error of a row."""
