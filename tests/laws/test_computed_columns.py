@@ -390,6 +390,7 @@ def test_lookups_are_the_same_as_stored_columns(tmp_path: Path, suffix: str) -> 
         ("id,kind\n1,a\n,b\n", {}, ["items.csv:3", "(id)", "missing"]),
         ("id,kind\n1,a\nx,b\n", {}, ["items.csv:3", "(id)", "'x'", "integer"]),
         ("id,kind\n1,a,b\n", {}, ["items.csv:2"]),
+        ("id,kind\n", {}, ["lookups", "items.csv", "no rows"]),
         ("id,kind\n1,a\n", {"column": "itm"}, ["old.parquet", "'itm'", "item"]),
         ("id,user\n1,a\n", {"columns": ["user"]}, ["old.parquet", "'user'", "joined by a lookup"]),
     ],
@@ -453,6 +454,37 @@ def test_a_few_odd_cells_of_a_lookup_are_missing_and_told(tmp_path: Path) -> Non
         found.append(made.split("train").block(0).dense)
     np.testing.assert_array_equal(*found)
     assert [line for line in said if "odd.csv:3" in line and "'cheap'" in line]
+
+
+@pytest.mark.parametrize(
+    ("column", "keys", "shown"),
+    [
+        ("item", ["001", "002", "003"], "001"),
+        ("item", ["1.0", "2.0", "3.0"], "1.0"),
+        ("share", ["1", "2", "3"], "1"),
+        ("item", ["7", "2", "8"], None),
+        ("empty", ["1"], None),
+    ],
+)
+def test_a_lookup_without_any_key_of_the_rows_is_told(
+    tmp_path: Path, column: str, keys: list[str], shown: str | None
+) -> None:
+    rows = {"click": [0, 1] * 50, "item": ["1", "2"] * 50, "share": ["0.25", "0.5"] * 50, "empty": [""] * 100}
+    items = save({"id": keys, "kind": ["a"] * len(keys)}, tmp_path / "items.parquet")
+    entry = {"file": items, "column": column, "key": "id", "columns": ["kind"]}
+    deep = {"file": items, "column": "kind", "key": "id", "columns": ["kind"], "prefix": "again_"}
+    value = {"label": "click", "categorical": ["kind", "again_kind"], "lookups": [entry, deep]}
+    said: list[str] = []
+    schema = parse_schema(value, where="test")
+    run_prepare("frame", pa.table(rows), tmp_path / "out", schema=schema, announce=said.append)
+    about = [line for line in said if "lookups[0]" in line]
+    if shown is None:
+        assert not about
+    else:
+        for text in (items, repr(rows[column][0]), repr(shown), repr(column)):
+            assert text in about[0]
+    # The second lookup has keys, all of them `a`, only if the first has found rows.
+    assert bool([line for line in said if "lookups[1]" in line]) == (column == "item" and shown is None)
 
 
 def test_a_stored_lookup_that_was_altered_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, TypeAlias
@@ -77,6 +78,8 @@ FileFormat: TypeAlias = ColumnarFormat | Literal["jsonl", "libsvm", "libffm", "c
 SUFFIXES_OF_KINDS = (*COLUMNAR_SUFFIXES.values(), TEXT_SUFFIXES, JSON_SUFFIXES)
 """If a folder has files of several kinds, the first of these kinds is taken."""
 SUFFIXES = tuple(suffix for suffixes in SUFFIXES_OF_KINDS for suffix in suffixes)
+FIRST_ROWS = 1024
+"""So many rows say how times are written, and whether keys are those of a lookup."""
 MANY_ROWS = 1000
 """If text has fewer rows than this, their estimated number is nearly exact."""
 
@@ -148,6 +151,8 @@ class ColumnsSource:
         self.encodings: dict[str, IdEncoding] = dict(encodings or found)
         self._lookup_notes: list[str] = []
         self._lookups = lookups or [self._lookup(table) for table in tables]
+        if tables:
+            self._lookup_notes += self._unmatched(tables)
         with self._naming(0):
             self._check_compared()
         self._time_reader = self._make_time_reader()
@@ -292,6 +297,24 @@ class ColumnsSource:
         key = table.spec.column
         return Lookup.of_table(table, self._id_columns[key], self.encodings[key])
 
+    def _unmatched(self, tables: Sequence[LookupTable]) -> Iterator[str]:
+        """Yields a note about each lookup that has none of the keys of the first rows: they may be written otherwise
+        there."""
+        columns = [*{lookup.spec.column: None for lookup in self._lookups if lookup.spec.column in self._columns}]
+        for rows in islice(self._reader.read(0, 0, columns, FIRST_ROWS), 1):
+            stored = dict(zip(columns, rows.batch.columns, strict=True))
+            for i, (table, lookup) in enumerate(zip(tables, self._lookups, strict=True)):
+                spec, cells = table.spec, stored[table.spec.column]
+                with self._naming(0):
+                    hashes = key_hashes(self._ids(cells, spec.column, DictionaryReader(self.schema.missing))[0])
+                stored |= lookup.of(hashes)
+                if len(keys := plain(self._cells(cells)).drop_null()) and not lookup.has_any(hashes):
+                    own, there = keys[0].as_py(), table.columns[0][0].as_py()
+                    yield (
+                        f"lookups[{i}]: {spec.file} has none of the keys of the first {len(cells):,} rows; write them "
+                        f"alike: {spec.column!r} is {own!r} in the rows, {spec.key_name!r} is {there!r} there"
+                    )
+
     def _reads_of_numbers(self, name: str) -> Iterator[Callable[[pa.Array], pa.Array]]:
         """Yields what a column's cells go through before they are read as numbers, for each of its uses."""
         if name in self.schema.dense_names:
@@ -327,7 +350,7 @@ class ColumnsSource:
     def _first_times(self) -> pa.Array | None:
         """Returns the first cells of the time column; None if there is none."""
         assert self.schema.time is not None
-        first = next(iter(self._reader.read(0, 0, [self.schema.time.column], 1024)), None)
+        first = next(iter(self._reader.read(0, 0, [self.schema.time.column], FIRST_ROWS)), None)
         return None if first is None else self._cells(first.batch.column(0))
 
     def ticks(self, seconds: float) -> int:

@@ -60,7 +60,9 @@ class LookupTable:
                     raise error
                 batches.append(rows.batch)
                 places.append((index, rows.lines))
-        table = pa.Table.from_batches(batches) if batches else reader.schema.empty_table()
+        if not sum(batch.num_rows for batch in batches):
+            raise ValueError(f"lookups: {reader.files[0].path} has no rows; give the file that holds the keys")
+        table = pa.Table.from_batches(batches)
         found = [without_missing(plain(table[name].combine_chunks()), missing) for name in wanted]
         return cls(spec, reader, found, places)
 
@@ -132,9 +134,17 @@ class Lookup:
         """Returns the joined columns by name, for rows whose keys have these hashes [n]; null for an unknown key."""
         if not len(self._hashes):
             return {name: pa.nulls(len(hashes), column.type) for name, column in self._columns.items()}
-        places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
-        rows = pa.array(self._order[places], mask=self._hashes[places] != hashes)
+        places, is_there = self._found(hashes)
+        rows = pa.array(self._order[places], mask=~is_there)
         return {name: column.take(rows) for name, column in self._columns.items()}
+
+    def has_any(self, hashes: NDArray[np.uint64]) -> bool:
+        """Returns whether a row, of those whose keys have these hashes [n], has a key of the file."""
+        return bool(self._found(hashes)[1].any())
+
+    def _found(self, hashes: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        return places, self._hashes[places] == hashes
 
     @property
     def types(self) -> dict[str, pa.DataType]:
