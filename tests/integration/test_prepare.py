@@ -112,6 +112,16 @@ def test_against_brute_force(tmp_path: Path, source: str) -> None:
                 assert got[name] == expected, name
 
 
+def test_a_list_with_missing_ids_is_one_missing_value(tmp_path: Path) -> None:
+    tags = [["a", None, None], [None], ["b"], [], None] * 20
+    said: list[str] = []
+    schema = parse_schema({"label": "y", "categorical": [{"column": "tags", "kind": "multi_hot"}]}, where="test")
+    frame = pa.table({"y": [0, 1] * 50, "tags": tags})
+    info = prepare(open_source("frame", frame, schema=schema), tmp_path / "out", announce=said.append).info
+    assert info.summary["missing"] == {"tags": sum(None in row for row in tags if row)}
+    assert [line for line in said if "tags" in line and "40.00%" in line]
+
+
 def test_dataset_tells_how_it_was_made(tmp_path: Path) -> None:
     rows = make_rows(500)
     logs = write_parquet(tmp_path / "logs", rows)

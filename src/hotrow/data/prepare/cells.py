@@ -36,7 +36,7 @@ class CellCounts:
 
     num_rows: Count = 0
     missing: dict[str, Count] = field(default_factory=dict)
-    """Missing cells, odd ones among them; of lists, missing ids."""
+    """Missing cells, odd ones among them; of a column of lists, those that hold a missing id."""
     odd: dict[str, Odd] = field(default_factory=dict)
 
     def with_chunk(self, chunk: Chunk, dense_names: Sequence[str]) -> CellCounts:
@@ -107,4 +107,9 @@ def _num_missing(chunk: Chunk, name: str) -> int:
     column = column_of(chunk.keys, name)
     if isinstance(column, CodedKeys):
         return int((column.codes == column.entries.num_keys - 1).sum())
-    return 0 if column.valid is None else int((~column.valid).sum())
+    if column.valid is None:
+        return 0
+    missing = np.flatnonzero(~column.valid)
+    if column.row_splits is None:
+        return len(missing)
+    return len(np.unique(np.searchsorted(column.row_splits, missing, side="right")))
