@@ -191,31 +191,28 @@ def in_turns(name: str, sides: dict[str, Group], num_rounds: int) -> dict[str, A
     with ExitStack() as stack:
         for side in sides.values():
             stack.enter_context(side).start()
-        same = [
-            side
-            for what, side in sides.items()
-            if what != "ours" and side.work.batch_size == sides["ours"].work.batch_size
-        ]
-        for other in same:
-            compare(name, sides["ours"], other)
+        batch_size = sides["ours"].work.batch_size
+        compare(name, [side for side in sides.values() if side.work.batch_size == batch_size])
         found = row_of(taken_in_turns(sides, num_rounds))
     told = ", ".join(f"{what} {found[f'{what}_ms']:.1f} ms (CPU {found[f'{what}_cpu_ms']:.1f})" for what in sides)
     print(f"{name}: {told}; {bench.how_clean(found)}", file=sys.stderr, flush=True)
     return found
 
 
-def compare(name: str, ours: Group, peer: Group) -> None:
-    """Trains both sides on the same batches. Raises ValueError unless the losses of the whole batches are equal."""
-    wanted = {"do": "train", "first": 0, "steps": COMPARED_STEPS}
-    own = ours.ask(**wanted)[0]["losses"]
-    parts = [answer["losses"] for answer in peer.ask(**wanted)]
-    theirs = [statistics.mean(losses) for losses in zip(*parts, strict=True)]  # ranks have equally many samples
-    for step, (a, b) in enumerate(zip(own, theirs, strict=True)):
-        if not abs(a - b) <= CLOSE:
-            raise ValueError(
-                f"cell {name}: the loss of step {step} is {a:.6f}, the peer's {b:.6f}; not timed. Run the law tests "
-                "(make test): one of the two is wrong"
-            )
+def compare(name: str, sides: Sequence[Group]) -> None:
+    """Trains all sides on the same batches. Raises ValueError unless the losses of the whole batches are those of the
+    first side."""
+    own, *others = [
+        [answer["losses"] for answer in side.ask(do="train", first=0, steps=COMPARED_STEPS)] for side in sides
+    ]
+    for parts in others:
+        theirs = [statistics.mean(losses) for losses in zip(*parts, strict=True)]  # ranks have equally many samples
+        for step, (a, b) in enumerate(zip(own[0], theirs, strict=True)):
+            if not abs(a - b) <= CLOSE:
+                raise ValueError(
+                    f"cell {name}: the loss of step {step} is {a:.6f}, another side's {b:.6f}; not timed. Run the law "
+                    "tests (make test): one of the two is wrong"
+                )
 
 
 def taken_in_turns(sides: dict[str, Group], num_rounds: int) -> bench.Rounds[dict[str, float]]:

@@ -155,10 +155,10 @@ def test_losses_that_differ_are_not_timed() -> None:
 
     ours: Any = Side([0.5, 0.25], [0.5, 0.25])
     alike: Any = Side([0.4, 0.2], [0.6, 0.30001])
-    ranks.compare("c", ours, alike)
+    ranks.compare("c", [ours, alike])
     other: Any = Side([0.4, 0.2], [0.6, 0.31])
     with pytest.raises(ValueError, match="cell c: the loss of step 1 is 0"):
-        ranks.compare("c", ours, other)
+        ranks.compare("c", [ours, alike, other])
 
 
 def test_the_page_says_which_promises_are_held() -> None:
