@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ from hotrow.costs.hardware import Hardware, Network, check_cost_version
 from hotrow.costs.traffic import MAX_IOS, Traffic, disk_of, io_seconds, traffic_of
 from hotrow.costs.wire import Shared
 from hotrow.costs.work import TableWork, Work, lines_of
+from hotrow.parallel.ranks import TransportName
 from hotrow.placement.budget import TableSlots
 from hotrow.tables import TableConfig
 
@@ -68,6 +69,9 @@ class Prediction:
     """What a faster machine would need first: "dense", "rows in DRAM", "disk reads", "python", ..."""
     exchange_s: float = 0.0
     """What ranks take to send each other rows and sums: a part of all phases."""
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+    """Of several ranks, what the step is made of: "own work", the processor's "sharing", with what it takes to send and
+    receive messages, "latency", and "bytes" on the link."""
 
     @property
     def step_s(self) -> float:
@@ -332,6 +336,7 @@ class CostModel:
         """Returns the step of a rank. alone: what its own samples take."""
         crowd = self._crowd(shared.local_size, work.threads)
         seconds = {phase: own_s * crowd.step for phase, own_s in alone.seconds.items()}
+        own_s = sum(seconds.values())
         # Sums of a row's gradients are made beside the dense layers, to be sent.
         sums_s = self._sums_s(work) * crowd.step
         seconds["update"] -= sums_s
@@ -341,11 +346,27 @@ class CostModel:
             for phase, each in zip((name, "dense"), own, strict=True):
                 if any(each.values()):
                     seconds[phase] += self.seconds(f"shared {name}", each, 1) * max(1.0, crowd.cores)
-        waits = self._waits(work, shared, {"sums": sums_s, "rows": seconds["update"]})
+        sharing_s = sum(seconds.values()) - own_s
+        work_s, pace = {"sums": sums_s, "rows": seconds["update"]}, self._pace(work, shared)
+        waits = _waits(shared, work_s, pace)
         seconds = {phase: own_s + waits.get(phase, 0.0) for phase, own_s in seconds.items()}
         exchange_s = sum(waits.values())
-        binds = "the network" if exchange_s > sum(seconds.values()) / 2 else alone.binds
-        return Prediction(seconds=seconds, wait_s=alone.wait_s, binds=binds, exchange_s=exchange_s)
+        messages_s, latency_s = (
+            sum(_waits(shared, work_s, less).values())
+            for less in (pace._replace(byte_s=0.0), pace._replace(byte_s=0.0, further_s=0.0))
+        )
+        return Prediction(
+            seconds=seconds,
+            wait_s=alone.wait_s,
+            binds="the network" if exchange_s > sum(seconds.values()) / 2 else alone.binds,
+            exchange_s=exchange_s,
+            parts_s={
+                "own work": own_s,
+                "sharing": sharing_s + messages_s - latency_s,
+                "latency": latency_s,
+                "bytes": exchange_s - messages_s,
+            },
+        )
 
     def _sums_s(self, work: Work) -> float:
         """Returns the part of an update that adds up each row's gradients."""
@@ -360,36 +381,23 @@ class CostModel:
         share = local_size * threads / cores
         return _Crowd(share, (1 + (full - 1) * min(1.0, busy / free)) * max(1.0, share))
 
-    def _waits(self, work: Work, shared: Shared, work_s: Mapping[str, float]) -> dict[str, float]:
-        """Returns how long a rank waits for others, by phase. work_s: what its work takes, by name of the event.
-
-        A message takes its turn, and one whose length is not known waits for its head, which takes another; those to
-        further ranks take the processor's time beside it. Then either the link
-        binds, which the ranks of a machine share if there are others elsewhere, or the processors, which all of them
-        need at the same time. Messages follow each other on the link, while the rank works or waits. Raises ValueError
-        if the network is not known.
+    def _pace(self, work: Work, shared: Shared) -> _Pace:
+        """Returns how fast messages between the ranks travel. Either the link binds, which the ranks of a machine share
+        if there are others elsewhere, or the processors, which all of them need at the same time. Raises ValueError if
+        the network is not known.
         """
-        network = network_of(self.hardware)
+        network = network_of(self.hardware, shared.transport)
+        if shared.num_ranks == 1:
+            return _Pace(0.0, 0.0, 0.0)
         crowd = max(1.0, self._crowd(shared.local_size, work.threads).cores)
-        further_s = (shared.num_ranks - 2) * network.cpu_s_per_message.value
-        turn_s = (network.s_per_message.value + further_s) * crowd if shared.num_ranks > 1 else 0.0
         cpu_s = network.cpu_s_per_byte.value * shared.local_size / self.hardware.num_cores
         on_link = shared.local_size if shared.local_size < shared.num_ranks else 1
-        byte_s = max(on_link / network.bytes_per_s.value, cpu_s)
-        now = free = 0.0
-        arrived, waits = dict[str, float](), dict[str, float]()
-        for event in shared.events:
-            start = now
-            if event.kind == "send":
-                free = max(free, now) + sum(event.sent_bytes.values()) * byte_s
-                arrived[event.name] = free + turn_s * (2 if "counts" in event.sent_bytes else 1)
-            elif event.kind == "wait":
-                now = max(now, arrived[event.name])
-            else:
-                now += work_s[event.name]
-                continue
-            waits[event.phase] = waits.get(event.phase, 0.0) + now - start
-        return waits
+        return _Pace(
+            byte_s=max(on_link / network.bytes_per_s.value, cpu_s),
+            turn_s=network.s_per_message.value * crowd,
+            further_s=(shared.num_ranks - 2) * network.cpu_s_per_message.value * crowd,
+            stops=network is self.hardware.mpi,
+        )
 
     def _phases(self, work: Work, amounts: Mapping[str, Amounts]) -> dict[str, float]:
         """Returns seconds by phase, without the wait for rows."""
@@ -417,14 +425,59 @@ class CostModel:
         return max(shares, key=lambda what: shares[what])
 
 
-def network_of(hardware: Hardware) -> Network:
-    """Returns what exchanges between ranks take. Raises ValueError, with the cure, if nobody knows."""
-    if hardware.network is None:
+class _Pace(NamedTuple):
+    """Of messages between ranks."""
+
+    byte_s: float
+    turn_s: float
+    """Of a message to one other rank, and one back."""
+    further_s: float
+    """What the processor takes for the same to all further ranks."""
+    stops: bool = False
+    """Whether bytes travel only while the rank waits, as over MPI (parallel/mpi.py)."""
+
+
+def _waits(shared: Shared, work_s: Mapping[str, float], pace: _Pace) -> dict[str, float]:
+    """Returns how long a rank sends to others and waits for them, by phase. work_s: what its work takes, by name of the
+    event.
+
+    A message takes its turn, and one whose length is not known waits for its head, which takes another. Messages follow
+    each other on the link, while the rank works or waits.
+    """
+    now = free = 0.0
+    arrived, waits = dict[str, float](), dict[str, float]()
+    for event in shared.events:
+        start = now
+        if event.kind == "send":
+            turns = 2 if "counts" in event.sent_bytes else 1
+            now += turns * pace.further_s
+            free = max(free, now) + sum(event.sent_bytes.values()) * pace.byte_s
+            arrived[event.name] = free + turns * pace.turn_s
+        elif event.kind == "wait":
+            now = max(now, arrived[event.name])
+        else:
+            now += work_s[event.name]
+            if pace.stops:
+                free = max(free, start) + work_s[event.name]
+                arrived = {name: max(at, start) + work_s[event.name] for name, at in arrived.items()}
+            continue
+        waits[event.phase] = waits.get(event.phase, 0.0) + now - start
+    return waits
+
+
+def network_of(hardware: Hardware, transport: TransportName | None = None) -> Network:
+    """Returns what exchanges between ranks take over a transport. If None, over gloo, or MPI if only MPI is known.
+
+    Raises ValueError, with the cure, if nobody knows.
+    """
+    known = {"gloo": hardware.network, "mpi": hardware.mpi}
+    found = known[transport] if transport is not None else hardware.network or hardware.mpi
+    if found is None:
         raise ValueError(
-            f"the hardware file of {hardware.name} has no network, without which an exchange between ranks has no "
-            "time: measure it again with hotrow probe, or declare it (docs/probe.md)"
+            f"the hardware file of {hardware.name} has no {'mpi' if transport == 'mpi' else 'network'}, without which "
+            "an exchange between ranks has no time: measure it again with hotrow probe, or declare it (docs/probe.md)"
         )
-    return hardware.network
+    return found
 
 
 CALLS = ("steps", "tables", "tensors", "calls", "products")

@@ -36,9 +36,9 @@ _KINDS: dict[str, tuple[str, ...]] = {
         *("features", "jagged features", "features beside lists", "dense columns"),
         *("in tiers", "tables in tiers", "I/Os"),
         # What sharing asks of a rank's processor is done by one thread (parallel/sharded.py).
-        *("shared steps", "steps with others", "shared tables", "messages of tables"),
+        *("shared steps", "steps with others", "messages", "shared tables", "messages of tables"),
         *("shared ids", "shared rows", "shared values"),
-        *("pooled features", "messages of features", "ids for owners", "values for owners"),
+        *("pooled features", "ids for owners", "values for owners"),
         *("sent values", "shared tensors", "shared weights"),
         # The probe measures windows once, for all numbers of threads.
         *("gathered samples", "gathered values", "gathered lists", "gathered ids of lists", "checked values"),

@@ -5,7 +5,7 @@ and `Hardware.notes` says why.
 
 A declared file (YAML) has the same fields and holds some of them: figures that replace measured ones, each with a note
 that names its public source, or `source: assumed` and a note that gives the reason. If it has a `name`, it describes
-another machine, of which it must say everything. machines/ holds three of these.
+another machine, of which it must say everything. machines/ holds some of these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Source = Literal["measured", "declared", "assumed"]
 MACHINES = Path(__file__).with_name("machines")
 """The folder of the declared machines that come with hotrow."""
 CURE = "measure it again with hotrow probe"
-COST_VERSION = 1
+COST_VERSION = 2
 """Of the cost model: raised whenever amounts of `costs/cost.py` change, so that points measured before go unused."""
 DECLARED_CURE = "docs/probe.md says what a declared file holds"
 
@@ -161,7 +161,7 @@ class Gpu:
 
 @record(frozen=True, config=STRICT)
 class Network:
-    """What processes of a run take to send each other bytes, over TCP."""
+    """What processes of a run take to send each other bytes."""
 
     bytes_per_s: BytesPerS
     """That a process sends, and receives at the same time. `hotrow probe` measures it between two processes of this
@@ -169,7 +169,7 @@ class Network:
     s_per_message: Seconds
     """Of a message without bytes to one other process, and one back."""
     cpu_s_per_message: Seconds
-    """Processor time of these in a process: what messages to each further process take."""
+    """Processor time, in a process, of one more such message, to a further process, and of the one back."""
     cpu_s_per_byte: Seconds
     """Processor time, of the sender and the receiver together, of a byte of a large message."""
 
@@ -199,6 +199,9 @@ class Hardware:
     disks: list[Disk] = field(default_factory=list)
     gpus: list[Gpu] = field(default_factory=list)
     network: Network | None = None
+    """Over gloo, which sends by TCP."""
+    mpi: Network | None = None
+    """Over MPI."""
     crowding: Crowding | None = None
     """How many times as long a process's step takes if as many other processes as there are cores left train too."""
     watts: Watts | None = None
@@ -267,9 +270,9 @@ class Hardware:
     def with_declared(self, path: Path | str) -> Hardware:
         """Returns this machine with what the file at `path` declares instead of what was measured.
 
-        A field of the file replaces the field here, except that disks are merged by folder, GPUs by name, and the
-        network, field by field. If the file has a `name`, the result is that machine: nothing of this one is left but
-        date and versions. Raises ValueError, which names the file, the field and the cure.
+        A field of the file replaces the field here, except that disks are merged by folder, GPUs by name, and
+        `network` and `mpi` field by field. If the file has a `name`, the result is that machine: nothing of this one is
+        left but date and versions. Raises ValueError, which names the file, the field and the cure.
         """
         declared = read_declared(path)
         fields = asdict(self)
@@ -279,8 +282,9 @@ class Hardware:
         for name, key in (("disks", "folder"), ("gpus", "name")):
             if isinstance(declared.get(name), list):
                 declared[name] = _merged(fields.get(name, []), declared[name], key)
-        if isinstance(declared.get("network"), dict):
-            declared["network"] = {**(fields.get("network") or {}), **declared["network"]}
+        for name in ("network", "mpi"):
+            if isinstance(declared.get(name), dict):
+                declared[name] = {**(fields.get(name) or {}), **declared[name]}
         notes = declared.get("notes")
         if isinstance(notes, Mapping):
             declared["notes"] = {**fields.get("notes", {}), **notes}

@@ -36,7 +36,8 @@ from hotrow.parallel.communicator import COUNT_BYTES
 from hotrow.parallel.dense import bytes_of_heads
 from hotrow.parallel.messages import WIRE_TYPES, WireDtype, bytes_of_gaps, row_type
 from hotrow.parallel.pooled import bytes_of_bag_heads, bytes_of_bags
-from hotrow.parallel.sharded import REQUEST_HEAD_BYTES
+from hotrow.parallel.ranks import TransportName
+from hotrow.parallel.sharded import REQUEST_HEAD_BYTES, SMALL_BYTES
 from hotrow.parallel.shards import Shard
 from hotrow.tables import TableConfig
 
@@ -217,6 +218,8 @@ class Shared:
     events: Sequence[Event]
     amounts: Mapping[str, dict[str, float]]
     """What the processor does beside an unshared step: in its lookup, and in all that follows."""
+    transport: TransportName | None = None
+    """Over which the ranks exchange messages; None if that is not known."""
 
     @property
     def by_purpose(self) -> dict[str, float]:
@@ -238,6 +241,7 @@ def share_of(
     local_size: int = 1,
     announced: bool = False,
     wire_dtype: WireDtype = "fp32",
+    transport: TransportName | None = None,
 ) -> tuple[Work, Shared]:
     """Returns the work of the rank that has most samples of a step, and what sharing adds to it.
 
@@ -256,6 +260,7 @@ def share_of(
         held=held,
         events=_events(work, found, announced=announced),
         amounts=sharing_amounts(own, shards, num_ranks=num_ranks, num_nodes=found.num_nodes),
+        transport=transport,
     )
     return own, shared
 
@@ -316,20 +321,22 @@ def sharing_amounts(
         "shared steps": 1.0,
         "steps with others": float(num_ranks > 1),
         "shared tables": float(len(split)),
+        "messages": float(num_ranks - 1),
         "messages of tables": float(len(split) * (num_ranks - 1)),
         "shared ids": sum(table.lookups for table in split),
         "shared rows": sum(table.rows for table in split),
         "shared values": values,
         "sent values": values * (num_ranks - 1) / num_ranks,
         "pooled features": float(features),
-        "messages of features": float(features * (num_ranks - 1)),
         "ids for owners": sum(len(shards[each.table.name].owners) * each.lookups for each in pooled),
         "values for owners": sum(
             float(own.batch_size * len(table.table.feature_names) * table.table.embedding_dim) for table in pooled
         ),
     }
     weights = {"shared tensors": num_nodes * own.num_tensors, "shared weights": num_nodes * own.num_weights}
-    return {"lookup": rows, "update": rows | (weights if dense else {})}
+    # Small sums of all ranks are put together: then an update looks up each table once.
+    update = rows if 4 * values > SMALL_BYTES * num_ranks * len(split) else rows | {"messages of tables": 0.0}
+    return {"lookup": rows, "update": update | (weights if dense else {})}
 
 
 class _Rows(NamedTuple):

@@ -1,17 +1,21 @@
-"""What it costs two processes of this machine to train together: exchanges, sharing rows, and each other's presence.
+"""What it costs processes of this machine to train together: exchanges, sharing rows, and each other's presence.
 
-    hotrow probe --starts--> python -m hotrow.lab.rank_probe FOLDER RANK SECONDS, twice; the first writes result.json
+    hotrow probe --starts--> python -m hotrow.lab.rank_probe FOLDER RANK SECONDS, four times; the first writes gloo.json
+                 --starts--> mpiexec -n 2 python -m hotrow.lab.rank_probe FOLDER; the first writes mpi.json
 
-Two processes joined by gloo over loopback, each with half of the cores, exchange messages without bytes and large ones.
-Then they take real training steps of the shapes of step_probe.py: each for itself, and together. What a step together
-takes beyond one of the same samples, its waits for exchanges left out, is what sharing takes: points of `shared
-lookup`, and of `shared update` for all that follows, for costs/cost.py. A process can share a model with nobody, in two
-micro-batches: beside steps of two, such steps say what each further rank adds. Plain steps while the other process
-rests say how much longer they take if it does not (`Hardware.crowding`).
+Two processes exchange messages without bytes and large ones, over gloo, and over MPI if it is installed. Each takes the
+other one for several, too: what each further one takes is what messages to a further rank take.
+Then processes joined by gloo take real training steps of the shapes of step_probe.py: each for itself, two together,
+and four. What the processor works for a step together beyond one of the same samples, exchanges left out, is what
+sharing takes: points of `shared lookup`, and of `shared update` for all that follows, for costs/cost.py. It is the time
+of one thread on its processor, which neither other processes nor the wait for them can disturb. A process can share a
+model with nobody, in two micro-batches: so one, two and four ranks say what each further rank adds. Plain steps while
+the other processes rest say how much longer they take if one does not (`Hardware.crowding`).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -19,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import islice
@@ -41,18 +45,23 @@ from hotrow.costs.hardware import DISTURBED, Figure, Network, Point
 from hotrow.costs.wire import sharing_amounts
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import Split
+from hotrow.lab import mpi_start
 from hotrow.lab.step_probe import PARTS, Drawn, Shape, build_shape, point_of, shapes, work_of_steps
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.dense import OverRanks
 from hotrow.parallel.gloo import communicator
+from hotrow.parallel.launch import joined
 from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.shards import Shard
+from hotrow.parallel.transport import InFlight, Transport
 from hotrow.run.build import Parts
 from hotrow.run.trainer import train_step
 
 SMALL, LARGE_BYTES = 50, 2 << 20
 """Exchanges of a round without bytes, and the bytes of a large message."""
+RANKS, MANY = 4, 9
+"""Processes that take steps together; as how many ranks two processes exchange messages, to see what each takes."""
 ROUNDS = 9
 WARMUP, TIMED = 2, 5
 """Steps with each batch size."""
@@ -63,43 +72,66 @@ PARTS_OF_STEP = {"lookup": ("lookup",), "update": ("dense", "update")}
 """What sharing adds to, by phases."""
 MIN_SHAPES = 6
 """With fewer, there would be fewer points than kinds of amounts."""
-MEET_S, SLACK_S, POLL_S = 30.0, 60.0, 0.05
-"""Time in which the processes must have met; what they may take beside what they measure in; between two looks."""
+SLACK_S, POLL_S = 180.0, 0.05
+"""What processes may take beside the time that they measure in, to meet above all; and between two looks at them."""
 
 
 def measure_ranks(*, seconds: float, progress: Callable[[str], object]) -> Mapping[str, Any]:
-    """Returns fields of `Hardware`: `network`, `crowding`, points by phase as `kernels`; or `notes`, if two processes
-    cannot train together here.
+    """Returns fields of `Hardware`: `network`, `mpi`, `crowding`, points by phase as `kernels`; and `notes` that say
+    why fields are missing, if processes cannot train together here.
     """
-    progress("two processes that train together")
-    with tempfile.TemporaryDirectory(prefix="hotrow-ranks-") as folder:
-        reason = _run_both(Path(folder), seconds)
-        if reason is not None:
-            return {"notes": {"network": f"two processes cannot train together here: {reason}"}}
-        found = TypeAdapter(_Measured).validate_json((Path(folder) / "result.json").read_bytes())
-    return vars(found)
+    progress("processes that train together")
+    found: dict[str, Any] = {"notes": {}}
+    with tempfile.TemporaryDirectory(prefix="hotrow-ranks-") as name:
+        folder = Path(name)
+        for field, run, kind in (("network", _run_over_gloo, _Measured), ("mpi", _run_over_mpi, Network)):
+            if (reason := run(folder, seconds)) is not None:
+                found["notes"][field] = f"two processes cannot train together here: {reason}"
+                continue
+            read = TypeAdapter(kind).validate_json((folder / f"{field}.json").read_bytes())
+            found |= {field: read} if kind is Network else vars(read)
+    return found
 
 
-def _run_both(folder: Path, seconds: float) -> str | None:
-    """Runs the two processes; returns why they failed, None if they did not. seconds: for steps."""
-    command = [sys.executable, "-m", "hotrow.lab.rank_probe", str(folder)]
+def _run_over_gloo(folder: Path, seconds: float) -> str | None:
+    """Runs the processes over gloo; returns why they failed, None if they did not. seconds: for steps."""
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     wait_passively(environ)  # as the ranks of a run do
-    outputs: dict[str, Any] = {"env": environ, "stdout": subprocess.DEVNULL}
-    with (folder / "errors").open("wb") as errors, ExitStack() as stack:
+    command = [sys.executable, "-m", "hotrow.lab.rank_probe", str(folder)]
+    with ExitStack() as stack:
+        errors = stack.enter_context((folder / "errors").open("wb"))
         ranks = [
-            stack.enter_context(subprocess.Popen([*command, str(rank), str(seconds)], stderr=errors, **outputs))
-            for rank in (0, 1)
+            subprocess.Popen([*command, str(rank), str(seconds)], env=environ, stdout=subprocess.DEVNULL, stderr=errors)
+            for rank in range(RANKS)
         ]
-        until_s = time.monotonic() + seconds + SLACK_S
+        return _ended([stack.enter_context(rank) for rank in ranks], folder, seconds)
+
+
+def _run_over_mpi(folder: Path, seconds: float) -> str | None:
+    """The same of two processes over MPI."""
+    environ = dict(os.environ)
+    wait_passively(environ)
+    with (folder / "errors").open("wb") as errors:
         try:
-            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-                if time.monotonic() > until_s:
-                    return "they did not come to an end"
-                time.sleep(POLL_S)
-        finally:
-            for rank in ranks:
-                rank.kill()
+            outputs: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": errors}
+            launcher = mpi_start.start(2, "-m", "hotrow.lab.rank_probe", str(folder), env=environ, **outputs)
+        except ValueError as error:
+            return str(error)
+        with launcher:
+            return _ended([launcher], folder, seconds)
+
+
+def _ended(processes: Sequence[subprocess.Popen[Any]], folder: Path, seconds: float) -> str | None:
+    """Waits for processes, and ends those that are late; returns why they failed, None if they did not."""
+    until_s = time.monotonic() + seconds + SLACK_S
+    try:
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            if time.monotonic() > until_s:
+                return "they did not come to an end"
+            time.sleep(POLL_S)
+    finally:
+        for process in processes:
+            process.terminate()
     said = (folder / "errors").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return (said[-1] if said else "one of them ended without a word") if any(codes) else None
 
@@ -111,39 +143,71 @@ class _Measured:
     kernels: dict[str, list[Point]]
 
 
-# ---- in the two processes
+# ---- in the processes
 
 
 def main(arguments: Sequence[str]) -> None:
-    folder, rank, seconds = arguments
-    until_s = time.monotonic() + float(seconds)
+    folder, *of_gloo = arguments
+    if not of_gloo:
+        with joined() as comm:
+            over_mpi = _network(comm, _others(comm))
+            if comm.rank == 0:
+                write_json(Path(folder, "mpi.json"), asdict(over_mpi))
+            everyone(comm, None)
+        return
+    rank, seconds = int(of_gloo[0]), float(of_gloo[1])
+    until_s = time.monotonic() + seconds
     torch.set_num_threads(max(1, usable_cores() // 2))
-    meet = f"file://{folder}/meet"
-    dist.init_process_group("gloo", init_method=meet, rank=int(rank), world_size=2, timeout=timedelta(seconds=MEET_S))
-    comm = communicator()
-    pids = [pid for pid in everyone(comm, os.getpid()) if pid != os.getpid()]
-    network = _network(comm, pids)
-    crowding, kernels = _steps(comm, pids, until_s)
+    limit = timedelta(seconds=seconds + SLACK_S)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=limit)
+    comm, group = communicator(), dist.new_group([0, 1])
+    two = communicator(group) if rank < 2 else None
+    network = _network(two, _others(two)) if two is not None else None
+    crowding, kernels = _steps(comm, two, until_s)
     points = {phase: [asdict(point) for point in own] for phase, own in kernels.items()}
-    found = {"network": asdict(network), "crowding": asdict(crowding), "kernels": points}
-    if comm.rank == 0:
-        write_json(Path(folder, "result.json"), found)
+    if network is not None and rank == 0:
+        found = {"network": asdict(network), "crowding": asdict(crowding), "kernels": points}
+        write_json(Path(folder, "network.json"), found)
     dist.barrier()
     os._exit(0)  # a thread of gloo may abort a process that ends as usual
 
 
+def _others(comm: Communicator) -> list[int]:
+    return [pid for pid in everyone(comm, os.getpid()) if pid != os.getpid()]
+
+
+@dataclass
+class _AsMany:
+    """A transport to one process that stands for all other ranks, each with tags of its own."""
+
+    transport: Transport
+    other: int
+
+    def send(self, message: torch.Tensor, to: int, tag: int) -> InFlight:
+        return self.transport.send(message, self.other, tag * MANY + to)
+
+    def receive(self, into: torch.Tensor, source: int, tag: int) -> InFlight:
+        return self.transport.receive(into, self.other, tag * MANY + source)
+
+
 def _network(comm: Communicator, pids: Sequence[int]) -> Network:
-    small, large = (
-        [torch.zeros(num_bytes if rank != comm.rank else 0, dtype=torch.uint8) for rank in range(comm.size)]
-        for num_bytes in (1, LARGE_BYTES)
-    )
+    """Returns what exchanges of two ranks take. Both call it."""
+    assert comm.transport is not None
+    many = Communicator(Ranks(size=MANY, micro_batches=MANY), _AsMany(comm.transport, 1 - comm.rank))
+
+    def messages(own: Communicator, num_bytes: int) -> list[torch.Tensor]:
+        return [torch.zeros(num_bytes * (rank != own.rank), dtype=torch.uint8) for rank in range(own.size)]
+
     rounds: list[tuple[float, float, float, float]] = []
     disturbance = Disturbance(pids)
     for _ in range(ROUNDS):
-        message_s, message_cpu_s = (each / 2 for each in _exchange_s(comm, small, SMALL))  # its head, then the message
-        whole_s, cpu_s = _exchange_s(comm, large, 4)
+        # Each message has a head, which is a message too.
+        message_s, message_cpu_s = (each / 2 for each in _exchange_s(comm, messages(comm, 1), SMALL))
+        _, all_cpu_s = (each / 2 for each in _exchange_s(many, messages(many, 1), SMALL))
+        further_s = max(1e-9, all_cpu_s - message_cpu_s) / (MANY - 2)
+        whole_s, cpu_s = _exchange_s(comm, messages(comm, LARGE_BYTES), 4)
         bytes_s = max(whole_s / 4, whole_s - 2 * message_s)  # a disturbed message may seem to take all of it
-        rounds.append((LARGE_BYTES / bytes_s, message_s, message_cpu_s, cpu_s / LARGE_BYTES))
+        rounds.append((LARGE_BYTES / bytes_s, message_s, further_s, cpu_s / LARGE_BYTES))
     note = _note(disturbance)
     return Network(*(_figure(values, note) for values in zip(*rounds, strict=True)))
 
@@ -167,33 +231,34 @@ def _note(disturbance: Disturbance) -> str:
     return f"{DISTURBED}: other work had the processors for {share:.0%} of the time" if share > CLEAN_SHARE else ""
 
 
-def _steps(comm: Communicator, pids: Sequence[int], until_s: float) -> tuple[Figure, dict[str, list[Point]]]:
-    """Returns how much longer plain steps take beside the other rank's, and points of what sharing takes."""
-    times, points = [], {f"shared {name}": [] for name in PARTS_OF_STEP}  # type: ignore[var-annotated]
+def _steps(comm: Communicator, two: Communicator | None, until_s: float) -> tuple[Figure, dict[str, list[Point]]]:
+    """Returns how much longer plain steps take beside another process's, and points of what sharing takes. All ranks of
+    `comm` call it; the first two of them have `two`."""
+    crowded, points = [1.0], {f"shared {name}": [] for name in PARTS_OF_STEP}  # type: ignore[var-annotated]
     in_dram = (shape for shape in shapes(MAX_TABLE_BYTES) if shape.in_tiers is None)
     for number, shape in enumerate(in_dram):
         if number >= MIN_SHAPES and not everyone(comm, time.monotonic() < until_s)[0]:
             break
         with ExitStack() as stack:
-            sides = _Sides(shape, comm, stack, pools=number % 2 == 1)
-            for part in PARTS:
-                disturbance = Disturbance(pids)
-                found = sides.measure(max(2, shape.config.train.batch_size // part), seed=number)
-                times.append(found.crowded)
+            sides = [_Sides(shape, own, stack, pools=number % 2 == 1) for own in (two, comm) if own is not None]
+            for part, own in itertools.product(PARTS, sides):
+                found = own.measure(max(own.comm.size, shape.config.train.batch_size // part), seed=number)
+                crowded += [found.crowded] * (own.comm is two)
                 for name, taken, amounts in found.added:
-                    points[f"shared {name}"].append(point_of(1, amounts, taken, disturbance.share()))
-    return _figure(times), points
+                    points[f"shared {name}"].append(point_of(1, amounts, taken, 0.0))
+            everyone(comm, None)  # others wait here while two take their steps
+    return _figure(crowded[1:] or crowded), points
 
 
 @dataclass(frozen=True)
 class _Found:
     crowded: float
     added: list[tuple[str, list[float], dict[str, float]]]
-    """One of PARTS_OF_STEP, what each shared step took beyond a plain one, waits left out, and its amounts."""
+    """One of PARTS_OF_STEP, what each shared step took beyond a plain one, exchanges left out, and its amounts."""
 
 
 class _Sides:
-    """The same model three times: of this process alone, shared with nobody, and shared with the other."""
+    """The same model three times: of this process alone, shared with nobody, and shared with the others of `comm`."""
 
     def __init__(self, shape: Shape, comm: Communicator, stack: ExitStack, *, pools: bool) -> None:
         """pools: owners pool the tables that are not small."""
@@ -207,17 +272,17 @@ class _Sides:
         self.together.exchange = OverRanks(comm, lambda: None, length=length)
 
     def measure(self, batch_size: int, *, seed: int) -> _Found:
-        """Takes steps on this rank's part of batches; both ranks call it."""
+        """Takes steps on this rank's part of batches; all ranks of `comm` call it."""
         num_steps = WARMUP + TIMED
         split = Drawn(self.shape, batch_size * num_steps, np.random.default_rng([seed, batch_size]))
         loader = Loader(cast(Split, split), batch_size, shuffle_seed=1, part=self.comm.ranks.samples)
         batches = list(islice(loader.epoch(0), num_steps))
-        alone = self._alone(batches)
-        beside = [*self._taken(self.plain, batches)][WARMUP:]
+        alone_s = self._alone_s(batches)
+        plain, beside_s = self._taken(self.plain, batches)
         everyone(self.comm, None)
-        together = [*self._taken(self.together, batches)][WARMUP:]
-        whole = [replace(batch, of_samples=None) for batch in batches]
-        lonely = [*self._taken(self.lonely, whole)][WARMUP:]
+        with _counting_work(self.comm):
+            together, _ = self._taken(self.together, batches)
+        lonely, _ = self._taken(self.lonely, [replace(batch, of_samples=None) for batch in batches])
         everyone(self.comm, None)
         work = work_of_steps(self.shape, self.plain, batches[WARMUP:])
         added = []
@@ -226,23 +291,33 @@ class _Sides:
             amounts = sharing_amounts(work, self.shards[num_ranks], num_ranks=num_ranks, dense=dense)
             for name, phases in PARTS_OF_STEP.items():
                 own = [phase for phase in phases if dense or phase != "dense"]
-                plain_s = statistics.median(sum(step[phase] for phase in own) for step in beside)
+                plain_s = statistics.median(sum(step[phase] for phase in own) for step in plain)
                 taken = [max(1e-7, sum(step[phase] for phase in own) - plain_s) for step in steps]
                 added.append((name, taken, amounts[name]))
-        crowded = statistics.median(sum(step.values()) for step in beside) / alone
-        return _Found(max(1.0, crowded), added)
+        return _Found(max(1.0, beside_s / alone_s), added)
 
-    def _alone(self, batches: Sequence[Batch]) -> float:
-        """Returns the seconds of a plain step of the first rank while the other one rests; both ranks call it."""
-        steps = [*self._taken(self.plain, batches)][WARMUP:] if self.comm.rank == 0 else []
-        everyone(self.comm, None)  # the other one waits here
-        return statistics.median(sum(step.values()) for step in steps) if steps else 1.0
+    def _alone_s(self, batches: Sequence[Batch]) -> float:
+        """Returns the seconds of a plain step of the first rank while the others rest; all ranks call it."""
+        found = self._taken(self.plain, batches)[1] if self.comm.rank == 0 else 1.0
+        everyone(self.comm, None)  # the others wait here
+        return found
 
-    def _taken(self, parts: Parts, batches: Sequence[Batch]) -> Iterator[dict[str, float]]:
+    def _taken(self, parts: Parts, batches: Sequence[Batch]) -> tuple[list[dict[str, float]], float]:
+        """Returns the processor's seconds of each step, by phase, and the median step's seconds; warm-up left out."""
+        found = []
         for step, batch in enumerate(batches):
-            clock = _Laps(self.comm)
+            clock, start_s = _Laps(self.comm), time.perf_counter()
             float(train_step(parts, batch, step, cast(Any, clock)))
-            yield clock.seconds
+            found.append((clock.seconds, time.perf_counter() - start_s))
+        return [seconds for seconds, _ in found[WARMUP:]], statistics.median(s for _, s in found[WARMUP:])
+
+
+@contextmanager
+def _counting_work(comm: Communicator) -> Iterator[None]:
+    """Inside the block `comm` counts this thread's time on its processor for exchanges, instead of their seconds."""
+    before, comm.counts.clock = comm.counts.clock, time.thread_time
+    yield
+    comm.counts.clock = before
 
 
 def _shards(shape: Shape, num_ranks: int, *, pools: bool) -> dict[str, Shard]:
@@ -258,7 +333,7 @@ def _shards(shape: Shape, num_ranks: int, *, pools: bool) -> dict[str, Shard]:
 
 
 class _Laps:
-    """Seconds of a step by phase, without its exchanges."""
+    """What this thread works for a step on its processor, in seconds by phase, without its exchanges."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -266,7 +341,7 @@ class _Laps:
         self._last = self._now()
 
     def _now(self) -> float:
-        return time.perf_counter() - self._comm.counts.exchange_s
+        return time.thread_time() - self._comm.counts.exchange_s
 
     def lap(self, phase: str) -> None:
         now = self._now()

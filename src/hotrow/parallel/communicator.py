@@ -51,6 +51,8 @@ class ExchangeCounts:
     """Bytes that this rank has sent to others, by purpose."""
     exchange_s: float = 0.0
     """Seconds in exchanges, most of it waiting for other ranks."""
+    clock: Callable[[], float] = time.perf_counter
+    """What counts these seconds."""
     num_exchanges: int = 0
     num_meetings: int = 0
     """How often this rank had to wait for others before it could go on: exchanges that begin before it waits for one of
@@ -98,7 +100,7 @@ class Arriving:
         error there and for a rank that is at another exchange. Called again, it returns or raises the same.
         """
         if self._opened is not None or self._in_flight:
-            start = time.perf_counter()
+            start = self._counts.clock()
             self._counts.wait()
             opened, self._opened = self._opened, None
             more: Sequence[InFlight] = ()
@@ -108,7 +110,7 @@ class Arriving:
                 for message in (*self._in_flight, *more):
                     message.wait()
             self._in_flight, self._sent = (), ()
-            self._counts.exchange_s += time.perf_counter() - start
+            self._counts.exchange_s += self._counts.clock() - start
         self._check()
         return self._received
 
@@ -168,7 +170,7 @@ class Communicator:
             if error is not None:
                 raise error
             return Arriving(self.counts, [made[0]])
-        start = time.perf_counter()
+        start = self.counts.clock()
         number = self.counts.begin()
         tag = 1 + self.lane % _LANES * _TAGS + number % _TAGS
         received = list[Tensor](made) if error is None else [torch.empty(0)] * self.size
@@ -184,18 +186,18 @@ class Communicator:
         ids = sum(num_heads[rank] * made[rank].itemsize for rank in away) if num_heads and error is None else 0
         self.counts.add("ids", ids)
         self.counts.add(purpose, sum(len(sent[rank]) for rank in away) - ids)
-        self.counts.exchange_s += time.perf_counter() - start
+        self.counts.exchange_s += self.counts.clock() - start
         return arriving
 
     def gather_number(self, number: int, *, purpose: str) -> list[int]:
         """Sends a number, 0 or more, to all ranks; returns theirs, by rank."""
         if self.size == 1:
             return [number]
-        start = time.perf_counter()
+        start = self.counts.clock()
         heads = self._send_heads([number] * self.size, self.counts.begin(), purpose)
         self.counts.wait()
         found = heads()
-        self.counts.exchange_s += time.perf_counter() - start
+        self.counts.exchange_s += self.counts.clock() - start
         return found
 
     def gather(self, message: Tensor | Callable[[], Tensor], *, purpose: str, num_heads: int = 0) -> list[Tensor]:

@@ -57,7 +57,8 @@ def communicator(group: Any = None, micro_batches: int | None = None) -> Communi
     fewer micro-batches than ranks.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    ranks = Ranks(rank, size, size).with_micro_batches(size if micro_batches is None else micro_batches)
+    ranks = Ranks(rank, size, size, transport="gloo")
+    ranks = ranks.with_micro_batches(size if micro_batches is None else micro_batches)
     lanes = _lanes.setdefault(dist.group.WORLD if group is None else group, itertools.count())
     return Communicator(ranks, Gloo(group), lane=next(lanes))
 

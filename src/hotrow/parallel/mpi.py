@@ -93,7 +93,7 @@ def joined_by_mpi(size: int, variable: str) -> Iterator[Communicator]:
     _begin(module, size, variable)
     atexit.unregister(_end)
     own = module.COMM_WORLD.Dup()  # messages of another library in this process cannot be taken for ours
-    comm = Communicator(Ranks(own.rank, size, size), Mpi(module, own))
+    comm = Communicator(Ranks(own.rank, size, size, transport="mpi"), Mpi(module, own))
     yield replace(comm, ranks=_on_machine(comm))
     own.Free()
     atexit.register(_end, module)

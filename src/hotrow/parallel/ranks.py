@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from hotrow.kernels import tree
+
+TransportName = Literal["gloo", "mpi"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Ranks:
     """Number of this rank among those on its machine."""
     local_size: int = 1
     """Ranks on this machine, which share its cores and memory."""
+    transport: TransportName | None = None
+    """Over which the ranks exchange messages; None if that is not known, as in a plan for machines elsewhere."""
 
     def with_micro_batches(self, micro_batches: int) -> Ranks:
         """Returns the same ranks for a number of micro-batches. Raises ValueError if a rank would have none."""

@@ -236,4 +236,5 @@ def sharing_of(config: Config, tables: Sequence[TableConfig], shards: Mapping[st
         micro_batches=ranks.micro_batches,
         local_size=ranks.local_size,
         wire_dtype=config.parallel.wire_dtype,
+        transport=ranks.transport,
     )

@@ -23,6 +23,7 @@ from hotrow.costs.wire import Shared, share_of
 from hotrow.costs.work import Work, read_counts, work_of
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.messages import WireDtype
+from hotrow.parallel.ranks import TransportName
 from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import MIN_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
 from hotrow.setup.room import Room
@@ -55,6 +56,7 @@ class Sharing:
     local_size: int = 1
     """Ranks on a machine."""
     wire_dtype: WireDtype = "fp32"
+    transport: TransportName | None = None
 
     def share(self, whole: Work, held: Work, *, announced: bool) -> tuple[Work, Shared]:
         """Returns the work of a rank's samples and what sharing adds. whole: of all samples, on whole tables. held:
@@ -69,6 +71,7 @@ class Sharing:
             local_size=self.local_size,
             announced=announced,
             wire_dtype=self.wire_dtype,
+            transport=self.transport,
         )
 
 
