@@ -21,7 +21,7 @@ from hotrow.config.schema import Config
 from hotrow.costs.cost import BLIND_ERROR, PHASES, amounts_of, predict
 from hotrow.costs.demand import tables_of
 from hotrow.costs.fit import least_squares, unit_seconds
-from hotrow.costs.hardware import DISTURBED, Disk, Figure, Hardware, Network, Point
+from hotrow.costs.hardware import COST_VERSION, DISTURBED, Disk, Figure, Hardware, Network, Point
 from hotrow.costs.traffic import Traffic, traffic_of
 from hotrow.costs.wire import share_of, sharing_amounts
 from hotrow.costs.work import Work, work_of
@@ -104,6 +104,7 @@ def machine(work: Work, unit_s: Callable[[str, str], float], *, threads: tuple[i
         num_cores=4,
         dram_bytes=Figure(1e10),
         kernels=kernels,
+        cost_version=COST_VERSION,
         disks=[DISK],
     )
 
@@ -522,13 +523,33 @@ def test_what_travels_while_a_rank_works(work: Work, num_ranks: int) -> None:
 
 
 def test_further_ranks_take_the_processor_alone(work: Work) -> None:
-    """Two turns for ids, for rows, and for slices and sums together; with more than two ranks one for totals, if no
-    byte takes time."""
+    """Two turns for ids, for rows, and for slices and sums together, and one for totals, if no byte takes time. With
+    more than two ranks each of these exchanges takes the processor, one after another."""
     slow = Network(Figure(1e14), s_per_message=Figure(1.0), cpu_s_per_message=Figure(0.3), cpu_s_per_byte=Figure(1e-18))
     hardware = replace(machine(work, some_units), network=slow)
-    for num_ranks, turn_s, turns in ((1, 0.0, 0), (2, 1.0, 6), (5, 1.9, 7)):
+    for num_ranks, turns, messages in ((1, 0, 0), (2, 6, 0), (5, 7, 3 * 9)):
         own, shared = shared_work(work, num_ranks)
-        assert predict(own, hardware, None, shared).exchange_s == pytest.approx(turns * turn_s, rel=1e-3), num_ranks
+        found = predict(own, hardware, None, shared)
+        assert found.exchange_s == pytest.approx(turns + 0.3 * messages, rel=1e-3), num_ranks
+        assert found.parts_s["latency"] == pytest.approx(turns, abs=1e-2)
+        assert sum(found.parts_s.values()) == pytest.approx(found.step_s)
+
+
+def test_a_step_takes_the_network_of_its_transport(work: Work) -> None:
+    """Over MPI nothing travels behind work, so a link of another speed costs all that its bytes take."""
+    slow, fast = (Network(Figure(value), *[Figure(1e-18)] * 3) for value in (1e6, 1e9))
+    both = replace(machine(work, some_units), network=slow, mpi=fast)
+    own, shared = shared_work(work, 3)
+
+    def exchange_s(hardware: Hardware, transport: Any) -> float:
+        return predict(own, hardware, None, replace(shared, transport=transport)).exchange_s
+
+    assert exchange_s(both, "mpi") == pytest.approx(sum(shared.by_purpose.values()) / 1e9, rel=1e-3)
+    assert exchange_s(both, "gloo") == exchange_s(both, None) > 100 * exchange_s(both, "mpi")
+    assert exchange_s(replace(both, network=None), None) == exchange_s(both, "mpi")
+    assert exchange_s(replace(both, network=fast), "gloo") < exchange_s(both, "mpi")
+    with pytest.raises(ValueError, match=r"made up has no mpi, .* hotrow probe, or declare it"):
+        exchange_s(replace(both, mpi=None), "mpi")
 
 
 def test_ranks_of_one_machine_share_its_cores(work: Work) -> None:

@@ -71,7 +71,7 @@ class Prediction:
     """What ranks take to send each other rows and sums: a part of all phases."""
     parts_s: Mapping[str, float] = field(default_factory=dict)
     """Of several ranks, what the step is made of: "own work", the processor's "sharing", with what it takes to send and
-    receive messages, "latency", and "bytes" on the link."""
+    receive messages, "latency", and "bytes on the link"."""
 
     @property
     def step_s(self) -> float:
@@ -364,7 +364,7 @@ class CostModel:
                 "own work": own_s,
                 "sharing": sharing_s + messages_s - latency_s,
                 "latency": latency_s,
-                "bytes": exchange_s - messages_s,
+                "bytes on the link": exchange_s - messages_s,
             },
         )
 
@@ -396,7 +396,7 @@ class CostModel:
             byte_s=max(on_link / network.bytes_per_s.value, cpu_s),
             turn_s=network.s_per_message.value * crowd,
             further_s=(shared.num_ranks - 2) * network.cpu_s_per_message.value * crowd,
-            stops=network is self.hardware.mpi,
+            stops=(shared.transport or ("mpi" if self.hardware.network is None else "gloo")) == "mpi",
         )
 
     def _phases(self, work: Work, amounts: Mapping[str, Amounts]) -> dict[str, float]:

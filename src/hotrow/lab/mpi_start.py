@@ -28,11 +28,15 @@ def mpiexec() -> str | None:
     return shutil.which("mpiexec", path=path)
 
 
+def command(num_ranks: int, *arguments: str) -> list[str]:
+    """Returns what starts `python ARGUMENTS` on ranks. Raises ValueError, with the cure, without an mpiexec."""
+    if (found := mpiexec()) is None:
+        raise ValueError("mpi4py or mpiexec is not installed here: pip install 'hotrow[mpi]'")
+    return [found, "-n", str(num_ranks), sys.executable, *arguments]
+
+
 def start(
     num_ranks: int, *arguments: str, env: Mapping[str, str] = os.environ, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Starts `python ARGUMENTS` on ranks; options: of Popen. Raises ValueError, with the cure, without an mpiexec."""
-    if (found := mpiexec()) is None:
-        raise ValueError("mpi4py or mpiexec is not installed here: pip install 'hotrow[mpi]'")
-    command = [found, "-n", str(num_ranks), sys.executable, *arguments]
-    return subprocess.Popen(command, env={**env, **OF_OPEN_MPI}, **options)
+    """Starts `python ARGUMENTS` on ranks; options: of Popen. Raises ValueError as `command`."""
+    return subprocess.Popen(command(num_ranks, *arguments), env={**env, **OF_OPEN_MPI}, **options)

@@ -31,6 +31,7 @@ from hotrow.costs.demand import required_bytes, tables_of
 from hotrow.costs.hardware import Figure, Hardware
 from hotrow.costs.work import Work
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.lab import mpi_start
 from hotrow.lab.study.data import NotHere, prepared
 from hotrow.lab.study.group import GroupError, MemoryGroup, enter_and
 from hotrow.lab.study.results import files_of, summary_of
@@ -56,7 +57,7 @@ SLACK_BYTES = 256 << 20
 """What a cell in a memory group may use beside its DRAM: batches, activations, dense layers, page cache."""
 CELL_TIMEOUT_S = 900.0
 PREDICTIONS = "predictions.json"
-MODEL_VERSION = 2
+MODEL_VERSION = 3
 """Of what is said of machines that are not here: rows with an older one are modelled again."""
 UNKNOWN = "this machine's figures are missing, from which it would be modelled: run hotrow probe"
 _CURE = "remove the folder, or pass another --out"
@@ -84,8 +85,12 @@ class Studied:
 
     @cached_property
     def _in_order(self) -> list[Cell]:
-        """All cells in the order of pages."""
-        return expand(self.study, origin=self.origin, quick=self.quick)
+        """All cells in the order of pages, without those over MPI if it is not installed."""
+        cells = expand(self.study, origin=self.origin, quick=self.quick)
+        if mpi_start.mpiexec() is not None or not any(map(_is_over_mpi, cells)):
+            return cells
+        self.say("cells over MPI are left out: mpi4py or mpiexec is not installed here (pip install 'hotrow[mpi]')")
+        return [cell for cell in cells if not _is_over_mpi(cell)]
 
     @cached_property
     def cells(self) -> list[Cell]:
@@ -165,7 +170,7 @@ class Studied:
     def predicted(self, cell: Cell, hardware: Hardware, folder: Path, *, threads: int | None = None) -> dict[str, Any]:
         """Returns the step's predicted time on a machine, or why there is none. threads: instead of the config's."""
         dataset = prepared(cell.data, folder / "data")
-        ranks = Ranks(0, cell.ranks, cell.ranks, local_size=cell.ranks)
+        ranks = Ranks(0, cell.ranks, cell.ranks, local_size=cell.ranks, transport=cell.transport)
         try:
             config = self.config_of(cell, dataset, folder / "work")
             setup = Setup.decide(config, dataset, folder, ranks=ranks)
@@ -342,6 +347,10 @@ def _unmeasured(cell: Cell) -> dict[str, Any]:
     return {"key": cell.key, **facts, "status": "modelled", "modelled": {}}
 
 
+def _is_over_mpi(cell: Cell) -> bool:
+    return cell.transport == "mpi" and not cell.is_modelled
+
+
 def _cell_s(cell: Cell) -> float:
     if cell.is_modelled:
         return MODELLED_S
@@ -406,19 +415,24 @@ def run_cell(cell: Cell, config: Config, work: Path) -> dict[str, Any]:
 
 
 def _started(cell: Cell, work: Path, group: MemoryGroup | None, stack: ExitStack) -> list[subprocess.Popen[str]]:
-    """Starts the processes of a cell, one for each rank."""
+    """Starts the processes of a cell, one for each rank; over MPI mpiexec, which starts them."""
     environ = dict(os.environ)
     wait_passively(environ)
+    worker = ["-m", "hotrow.lab.study.worker", str(work / "spec.json")]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    if cell.ranks > 1 and _is_over_mpi(cell):
+        command = enter_and(group, mpi_start.command(cell.ranks, *worker))
+        errors = stack.enter_context((work / "stderr").open("wb"))
+        return [subprocess.Popen(command, env=environ | mpi_start.OF_OPEN_MPI, stderr=errors, **pipes)]
     if cell.ranks > 1:
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         environ |= {"WORLD_SIZE": str(cell.ranks), "LOCAL_WORLD_SIZE": str(cell.ranks)}
     ranks = []
     for rank in range(cell.ranks):
-        command = enter_and(group, [sys.executable, "-m", "hotrow.lab.study.worker", str(work / "spec.json")])
+        command = enter_and(group, [sys.executable, *worker])
         own = environ | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if cell.ranks > 1 else {})
         errors = stack.enter_context((work / ("stderr" if rank == 0 else f"stderr-{rank}")).open("wb"))
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-        ranks.append(subprocess.Popen(command, env=own, text=True, **pipes))  # type: ignore[call-overload]
+        ranks.append(subprocess.Popen(command, env=own, stderr=errors, **pipes))
     return ranks
 
 

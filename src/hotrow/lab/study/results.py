@@ -368,8 +368,10 @@ def _figure(form: str, *path: str, why: bool = False) -> Callable[[Row], str]:
         found: Any = row
         for name in path[:-1]:
             found = found.get(name, {})
-        if found.get(path[-1]) is not None:
-            return form.format(found[path[-1]], **found)
+        if (value := found.get(path[-1])) is not None:
+            if isinstance(value, dict):
+                value = ", ".join(f"{part} {number:,.2f}" for part, number in value.items())
+            return form.format(value, **found)
         return str(found.get("reason", "")) if why else ""
 
     return text
@@ -433,6 +435,7 @@ _SCALING = {
     "times the fewest ranks' speed": ("speedup", "{:.2f}x"),
     "efficiency": ("efficiency", "{:.0%}"),
     "binds, or why nothing is said": ("binds", "{}"),
+    "what a step is made of, ms": ("parts_ms", "{}"),
 }
 _NODES = {
     "machines that hold the tables in DRAM": ("nodes_in_dram", "{}"),

@@ -149,6 +149,7 @@ def step_of_ranks(config: Config, work: Work, machine: Hardware, *, num_ranks: i
     """Returns the modelled step of a rank, all rows in DRAM. each: ranks on a machine. Raises as `predict` does."""
     if num_ranks == 1:
         found, sent = predict(work, machine), 0.0
+        made_of, binds = dict[str, float](), found.binds
     else:
         own, shared = share_of(
             work,
@@ -160,11 +161,14 @@ def step_of_ranks(config: Config, work: Work, machine: Hardware, *, num_ranks: i
             wire_dtype=config.parallel.wire_dtype,
         )
         found, sent = predict(own, machine, None, shared), sum(shared.by_purpose.values())
+        made_of = dict(found.parts_s)
+        binds = max(made_of, key=lambda part: made_of[part])
     return {
         "step_ms": 1e3 * found.step_s,
         "exchange_ms": 1e3 * found.exchange_s,
         "wire_bytes": sent,
-        "binds": found.binds,
+        "parts_ms": {part: 1e3 * seconds for part, seconds in made_of.items()},
+        "binds": binds,
     }
 
 

@@ -13,8 +13,8 @@
             narrow: {model.bottom_mlp: [64], model.top_mlp: [64]}
             wide: {model.bottom_mlp: [512, 256], model.top_mlp: [512, 256]}
 
-Beside fields of a config and of `data`, `ranks` says how many processes train, and `batch_per_rank` the samples of
-each.
+Beside fields of a config and of `data`, `ranks` says how many processes train, `transport` over what they exchange
+messages (gloo or mpi), and `batch_per_rank` the samples of each.
 
 A group may instead, or besides, draw random models; every draw then meets every point of the axes. Sizes of
 `memory.dram` and `memory.file_bytes` may be shares of the tables with their optimizer state: "25%".
@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, JsonValue, Tag, TypeAdapter
 from pydantic.dataclasses import dataclass as record
@@ -42,6 +42,7 @@ from hotrow.base.records import STRICT, Amount, checked
 from hotrow.config.load import make_config, read_config
 from hotrow.config.schema import Config
 from hotrow.lab.study.data import RealRows, SyntheticRows
+from hotrow.parallel.ranks import TransportName
 
 STUDIES = Path(__file__).with_name("studies")
 """The folder of the studies that come with hotrow."""
@@ -177,6 +178,8 @@ class Cell:
     """Processes that train together."""
     batch_per_rank: int | None = None
     """Samples of each rank, if their number grows with the ranks."""
+    transport: TransportName = "gloo"
+    """Over which the ranks exchange messages."""
 
     @property
     def is_modelled(self) -> bool:
@@ -196,7 +199,8 @@ class Cell:
     def fingerprint(self) -> str:
         """Returns what changes if anything changes that the cell's figure depends on."""
         fields = asdict(self)
-        usual = {"ranks": 1, "batch_per_rank": None, "sizes": None, "generated": 0, "buckets": 1024}
+        usual = {"ranks": 1, "batch_per_rank": None, "transport": "gloo", "sizes": None, "generated": 0}
+        usual["buckets"] = 1024
         for own in (fields, fields["data"]):  # cells keep the keys that they had before there were such fields
             for name in usual.keys() & own.keys():
                 if own[name] == usual[name]:
@@ -331,12 +335,17 @@ def _cell(group: str, labels: dict[str, str], raw: dict[str, Any], measures: str
     return cell
 
 
+_OF_RANKS: dict[str, Any] = {"ranks": 1, "batch_per_rank": None, "transport": "gloo"}
+
+
 def _ranks_of(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """Returns the fields of a cell about its ranks, which no config has, and sets the batch that they ask for."""
-    ranks, each = raw.pop("ranks", 1), raw.pop("batch_per_rank", None)
+    ranks, each, transport = (raw.pop(name, usual) for name, usual in _OF_RANKS.items())
     for name, value in {"ranks": ranks, "batch_per_rank": each}.items():
         if value is not None and (type(value) is not int or not 1 <= value <= _MAX_RANKS):
             raise ValueError(f"{where}: {name} is {value!r}; it must be a whole number from 1 to {_MAX_RANKS:,}")
+    if transport not in get_args(TransportName):
+        raise ValueError(f"{where}: transport is {transport!r}; choose one of {', '.join(get_args(TransportName))}")
     if each is not None:
         raw.setdefault("train", {})["batch_size"] = each * ranks
-    return {"ranks": ranks, "batch_per_rank": each}
+    return {"ranks": ranks, "batch_per_rank": each, "transport": transport}

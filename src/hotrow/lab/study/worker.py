@@ -34,6 +34,7 @@ from hotrow.costs.cost import PHASES
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.environment import rank_of
 from hotrow.parallel.launch import joined
 from hotrow.run.folder import RunFolder
 from hotrow.run.meters import Meter, Session
@@ -243,10 +244,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end_with_parent()
     PackedDataset.open(spec.config["data"])
     print("ready", flush=True)
-    if not sys.stdin.readline():
+    # mpiexec passes standard input to the first rank alone; the others wait for it when they meet.
+    rank = rank_of(os.environ)
+    if (rank == 0 or "RANK" in os.environ) and not sys.stdin.readline():
         return  # the study was killed
     found = outcome(spec)
-    if os.environ.get("RANK", "0") == "0":
+    if rank == 0:
         write_json(spec.result, found)
     if "RANK" in os.environ:
         os._exit(0)  # a thread of gloo may abort a process that ends as usual; nothing is left to do
