@@ -86,19 +86,19 @@ def ranks_told(report: Report) -> str:
     return "; ".join(texts)
 
 
-def sockets_told(report: Report) -> str:
-    """Returns the efficiency that is modelled for most ranks of each preset, and says that it is modelled."""
+def sockets_told(machine: str, report: Report) -> str:
+    """Returns the efficiency that is modelled for most ranks of each preset on a declared machine, with what binds
+    there, and says that it is modelled."""
     texts = []
     for group in ("strong", "weak"):
-        own = [row for row in report["cells"] if row["group"] == group]
         found = {}
-        for row in own:
-            for modelled in row["modelled"].values():
-                if "efficiency" in modelled:
-                    found[row["axes"]["preset"]] = f"{modelled['efficiency']:.0%} on {row['ranks']}"
-        texts += (
-            [f"{group} scaling: {', '.join(f'{preset} {told}' for preset, told in found.items())}"] if found else []
-        )
+        for row in (row for row in report["cells"] if row["group"] == group):
+            modelled = row["modelled"].get(machine, {})
+            if "efficiency" in modelled:
+                told = f"{modelled['efficiency']:.0%} on {row['ranks']}"
+                found[row["axes"]["preset"]] = f"{told} ({modelled['binds']})" if "binds" in modelled else told
+        told = ", ".join(f"{preset} {each}" for preset, each in found.items())
+        texts += [f"{group} scaling, and what takes most of a step: {told}"] if found else []
     return f"modelled, not measured; {'; '.join(texts)}" if texts else "not modelled: see the page of the study"
 
 
@@ -107,7 +107,7 @@ def nodes_told(report: Report) -> str:
     texts = []
     for row in report["cells"]:
         if row["group"] == "nodes":
-            found: dict[str, Any] = next(iter(row["modelled"].values()), {})
+            found: dict[str, Any] = row["modelled"].get("cpu-server", {})
             told = f"{found['nodes_in_dram']} / {found['nodes_with_ssd']}" if "fewer" in found else "not known"
             texts.append(f"{row['axes']['preset']} {told}")
     return f"modelled, machines in DRAM / with an SSD: {', '.join(texts)}"
@@ -124,7 +124,8 @@ SENTENCES: Mapping[str, Mapping[str, Callable[[Report], str]]] = {
     "prediction": {"study_prediction": prediction_told},
     "scaling": {
         "study_scaling_ranks": ranks_told,
-        "study_scaling_sockets": sockets_told,
+        "study_scaling_sockets": partial(sockets_told, "sc20-cluster"),
+        "study_scaling_ethernet": partial(sockets_told, "cpu-server"),
         "study_scaling_nodes": nodes_told,
     },
 }

@@ -32,7 +32,7 @@ from hotrow.config.load import make_config
 from hotrow.costs import cost
 from hotrow.costs.cost import amounts_of
 from hotrow.costs.demand import tables_of
-from hotrow.costs.hardware import HARDWARE, Disk, Figure, Gpu, Hardware, Network, Point, this_host
+from hotrow.costs.hardware import COST_VERSION, HARDWARE, Disk, Figure, Gpu, Hardware, Network, Point, this_host
 from hotrow.costs.traffic import traffic_of
 from hotrow.costs.wire import sharing_amounts
 from hotrow.costs.work import work_of
@@ -314,6 +314,7 @@ def made_up() -> Hardware:
         flops_per_s={"1": Figure(9e10), "8": Figure(5e11)},
         random_rows=[Point({"row_bytes": 512.0, "threads": n}, Figure(9e-8 / n**0.8)) for n in (1.0, 8.0)],
         kernels=kernels,
+        cost_version=COST_VERSION,
         disks=[
             Disk(
                 folder="/golden",

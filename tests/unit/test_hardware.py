@@ -15,6 +15,7 @@ import pytest
 from hotrow.base.records import write_sealed
 from hotrow.costs import hardware as module
 from hotrow.costs.hardware import (
+    COST_VERSION,
     HARDWARE,
     MACHINES,
     Disk,
@@ -63,9 +64,11 @@ WHOLE = Hardware(
     flops_per_s={"1": figure(1e11)},
     random_rows=[Point({"row_bytes": 64.0, "threads": 4.0}, figure(1e-8))],
     kernels={"lookup": [Point({"threads": 1.0}, figure(1e-3))]},
+    cost_version=COST_VERSION,
     disks=[DISK],
     gpus=[GPU],
     network=Network(figure(2e9), figure(5e-5), figure(2e-5), figure(3e-10)),
+    mpi=Network(figure(6e9), figure(1e-5), figure(1e-5), figure(2e-10)),
     crowding=figure(1.25),
     watts=figure(100),
     notes={"price_per_hour": "not declared"},
@@ -246,8 +249,8 @@ def _declared_notes(value: Any) -> list[tuple[str, str]]:
     return [*own, *(found for part in parts for found in _declared_notes(part))]
 
 
-def test_there_are_three_declared_machines() -> None:
-    assert {path.stem for path in MACHINES.glob("*.yaml")} == {"cpu-server", "gpu-box", "zion-style"}
+def test_there_are_four_declared_machines() -> None:
+    assert {path.stem for path in MACHINES.glob("*.yaml")} == {"cpu-server", "gpu-box", "sc20-cluster", "zion-style"}
 
 
 # ---- which machine
@@ -312,7 +315,7 @@ def test_a_declared_file_goes_with_figures_of_this_machine(
     monkeypatch.setattr(module, "known_hardware", lambda: WHOLE)
     assert read_hardware(path) == WHOLE.with_declared(path)
     assert read_hardware("zion-style").name == "Zion-style server"
-    with pytest.raises(ValueError, match=r"absent is not a file; .* cpu-server, gpu-box, zion-style"):
+    with pytest.raises(ValueError, match=r"absent is not a file; .* cpu-server, gpu-box, sc20-cluster, zion-style"):
         read_hardware("absent")
 
 
@@ -354,3 +357,6 @@ def test_a_declared_network_keeps_what_it_does_not_say(declare: Callable[[str], 
     made = WHOLE.with_declared(declare("network: {bytes_per_s: {value: 3.0e9, note: https://example.org/nic}}"))
     assert made.network is not None and WHOLE.network is not None
     assert made.network.bytes_per_s.value == 3e9 and made.network.s_per_message == WHOLE.network.s_per_message
+    made = WHOLE.with_declared(declare("mpi: {bytes_per_s: {value: 1.2e10, note: https://example.org/nic}}"))
+    assert made.network == WHOLE.network and made.mpi is not None and WHOLE.mpi is not None
+    assert made.mpi.bytes_per_s.value == 1.2e10 and made.mpi.s_per_message == WHOLE.mpi.s_per_message

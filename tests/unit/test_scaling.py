@@ -17,6 +17,7 @@ from hotrow.costs.demand import tables_of
 from hotrow.costs.hardware import Figure, Hardware
 from hotrow.costs.work import work_of
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.lab import mpi_start
 from hotrow.lab.study import cells, scaling
 from hotrow.lab.study.data import SyntheticRows
 from hotrow.lab.study.run import run_study
@@ -83,6 +84,8 @@ def test_ranks_are_modelled_from_the_fewest_that_hold_the_tables(tmp_path: Path,
     assert (fewest["efficiency"], fewest["least_ranks"]) == (pytest.approx(1), 3)
     assert more["speedup"] == pytest.approx(fewest["step_ms"] / more["step_ms"]) and more["efficiency"] < 1
     assert more["samples_per_s"] == pytest.approx(256e3 / more["step_ms"]) and more["exchange_ms"] > 0
+    assert sum(more["parts_ms"].values()) == pytest.approx(more["step_ms"])
+    assert more["binds"] == max(more["parts_ms"], key=lambda part: more["parts_ms"][part])
     weak = modelled(6, batch_per_rank=64)
     assert weak["samples_per_s"] == pytest.approx(6 * 64e3 / weak["step_ms"])
     assert weak["efficiency"] > more["efficiency"], "an exchange costs less beside more work"
@@ -101,14 +104,16 @@ def test_machines_with_an_ssd(tmp_path: Path, server: Hardware) -> None:
 
 def test_sentences_say_that_they_are_modelled() -> None:
     def row(group: str, preset: str, ranks: int, **found: Any) -> dict[str, Any]:
-        return {"group": group, "ranks": ranks, "axes": {"preset": preset}, "modelled": {"m": found}}
+        return {"group": group, "ranks": ranks, "axes": {"preset": preset}, "modelled": {"cpu-server": found}}
 
     rows = [
-        row("strong", "a", 8, efficiency=0.5),
+        row("strong", "a", 8, efficiency=0.5, binds="latency"),
         row("strong", "b", 8, reason="no"),
         row("nodes", "a", 1, reason="no"),
     ]
-    assert sockets_told({"cells": rows}) == "modelled, not measured; strong scaling: a 50% on 8"
+    told = sockets_told("cpu-server", {"cells": rows})
+    assert told.startswith("modelled, not measured; strong") and told.endswith("a 50% on 8 (latency)")
+    assert sockets_told("another", {"cells": rows}).startswith("not modelled")
     assert nodes_told({"cells": rows}).endswith("with an SSD: a not known")
 
 
@@ -118,6 +123,7 @@ def test_sentences_say_that_they_are_modelled() -> None:
         ({"ranks": 0}, "ranks is 0; it must be a whole number from 1"),
         ({"ranks": 2.0}, "ranks is 2.0; it must be a whole number"),
         ({"batch_per_rank": "x"}, "batch_per_rank is 'x'"),
+        ({"transport": "tcp"}, "transport is 'tcp'"),
     ],
 )
 def test_what_a_cell_of_ranks_may_not_say(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
@@ -141,17 +147,22 @@ def test_two_ranks_and_a_modelled_cell_end_to_end(
     """Real processes, a real exchange, predicted first; beside them what nothing ran for."""
     monkeypatch.setattr(cells, "MAX_S", 0.1)
     many = {"measures": "scaling", "base": {"data.rows": 10_000}, "axes": {"ranks": [1, 4]}}
-    path = study(tmp_path, ranks={"axes": {"ranks": [2]}}, many=many)
+    path = study(tmp_path, ranks={"axes": {"transport": ["gloo", "mpi"], "ranks": [2]}}, many=many)
     raw = yaml.safe_load(path.read_text()) | {"predicts": True, "machines": ["cpu-server"]}
     path.write_text(yaml.safe_dump(raw))
     monkeypatch.setattr("hotrow.lab.study.run._machine", lambda name, here: replace(server, dram_bytes=Figure(1e12)))
-    monkeypatch.setattr("hotrow.lab.study.run.known_hardware", lambda: server)
-    result = run_study(str(path), tmp_path / "out")
+    monkeypatch.setattr("hotrow.lab.study.run.known_hardware", lambda: replace(server, mpi=NETWORK))
+    told: list[str] = []
+    result = run_study(str(path), tmp_path / "out", say=told.append)
+    assert not result["skipped"], result["skipped"]
     rows = {row["key"].split("#")[0]: row for row in result["cells"]}
-    two = rows["ranks/ranks=2"]
-    assert two["status"] == "measured" and two["ranks"] == 2 and 0 < two["exchange_ms"] < two["step_ms"]
-    assert two["wire_bytes"] == pytest.approx(two["predicted"]["wire_bytes"], rel=0.05)
-    assert two["predicted"]["exchange_ms"] > 0 and "modelled" not in two
+    transports = ["gloo"] if mpi_start.mpiexec() is None else ["gloo", "mpi"]
+    assert any("over MPI are left out" in line for line in told) == (len(transports) == 1)
+    for transport in transports:
+        two = rows[f"ranks/ranks=2/transport={transport}"]
+        assert two["status"] == "measured" and two["ranks"] == 2 and 0 < two["exchange_ms"] < two["step_ms"]
+        assert two["wire_bytes"] == pytest.approx(two["predicted"]["wire_bytes"], rel=0.05)
+        assert two["predicted"]["exchange_ms"] > 0 and "modelled" not in two
     four = rows["many/ranks=4"]
     assert four["status"] == "modelled" and "step_ms" not in four and four["modelled"]["cpu-server"]["step_ms"] > 0
     page = (tmp_path / "out" / "report.html").read_text()

@@ -448,8 +448,8 @@ def plan(
     hardware: Annotated[
         Path | None,
         typer.Option(
-            help="The machine: a file that hotrow probe measured or you declare, cpu-server, gpu-box or zion-style; "
-            "default: this one."
+            help="The machine: a file that hotrow probe measured or you declare, cpu-server, gpu-box, sc20-cluster or "
+            "zion-style; default: this one."
         ),
     ] = None,
     ranks: Annotated[
@@ -586,7 +586,7 @@ def study(
         Path | None,
         typer.Option(
             help="This machine's figures, if not those that hotrow probe kept; or a machine to model every cell for: a "
-            "file, cpu-server, gpu-box or zion-style."
+            "file, cpu-server, gpu-box, sc20-cluster or zion-style."
         ),
     ] = None,
 ) -> Answer:

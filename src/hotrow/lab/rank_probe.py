@@ -234,7 +234,7 @@ def _note(disturbance: Disturbance) -> str:
 def _steps(comm: Communicator, two: Communicator | None, until_s: float) -> tuple[Figure, dict[str, list[Point]]]:
     """Returns how much longer plain steps take beside another process's, and points of what sharing takes. All ranks of
     `comm` call it; the first two of them have `two`."""
-    crowded, points = [1.0], {f"shared {name}": [] for name in PARTS_OF_STEP}  # type: ignore[var-annotated]
+    crowded, points = list[float](), {f"shared {name}": [] for name in PARTS_OF_STEP}  # type: ignore[var-annotated]
     in_dram = (shape for shape in shapes(MAX_TABLE_BYTES) if shape.in_tiers is None)
     for number, shape in enumerate(in_dram):
         if number >= MIN_SHAPES and not everyone(comm, time.monotonic() < until_s)[0]:
@@ -247,7 +247,7 @@ def _steps(comm: Communicator, two: Communicator | None, until_s: float) -> tupl
                 for name, taken, amounts in found.added:
                     points[f"shared {name}"].append(point_of(1, amounts, taken, 0.0))
             everyone(comm, None)  # others wait here while two take their steps
-    return _figure(crowded[1:] or crowded), points
+    return _figure(crowded or [1.0, 1.0]), points
 
 
 @dataclass(frozen=True)
