@@ -345,7 +345,7 @@ class CostModel:
             own = [{kind: n for kind, n in amounts.items() if (kind in OF_WEIGHTS) == dense} for dense in (False, True)]
             for phase, each in zip((name, "dense"), own, strict=True):
                 if any(each.values()):
-                    seconds[phase] += self.seconds(f"shared {name}", each, 1) * max(1.0, crowd.cores)
+                    seconds[phase] += self._sharing_s(name, each, work.threads) * max(1.0, crowd.cores)
         sharing_s = sum(seconds.values()) - own_s
         work_s, pace = {"sums": sums_s, "rows": seconds["update"]}, self._pace(work, shared)
         waits = _waits(shared, work_s, pace)
@@ -367,6 +367,11 @@ class CostModel:
                 "bytes on the link": exchange_s - messages_s,
             },
         )
+
+    def _sharing_s(self, name: str, amounts: Amounts, threads: int) -> float:
+        """Returns what sharing takes, which the probe measures for one number of threads: that counts for all."""
+        known = self.measured_threads(f"shared {name}")
+        return self.seconds(f"shared {name}", amounts, min(max(threads, known[0]), known[-1]))
 
     def _sums_s(self, work: Work) -> float:
         """Returns the part of an update that adds up each row's gradients."""

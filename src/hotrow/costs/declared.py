@@ -35,11 +35,9 @@ _KINDS: dict[str, tuple[str, ...]] = {
         *("calls", "products", "tables", "tensors", "split tensors"),
         *("features", "jagged features", "features beside lists", "dense columns"),
         *("in tiers", "tables in tiers", "I/Os"),
-        # What sharing asks of a rank's processor is done by one thread (parallel/sharded.py).
+        # Python shares rows message by message and table by table; kernels sort, copy and add them.
         *("shared steps", "steps with others", "messages", "shared tables", "messages of tables"),
-        *("shared ids", "shared rows", "shared values"),
-        *("pooled features", "ids for owners", "values for owners"),
-        *("sent values", "shared tensors", "shared weights"),
+        *("shared tensors", "pooled features", "ids for owners"),
         # The probe measures windows once, for all numbers of threads.
         *("gathered samples", "gathered values", "gathered lists", "gathered ids of lists", "checked values"),
     ),
@@ -52,6 +50,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
         *("gradients of other widths", "dense values", "pooled values", "layer values", "called values"),
         *("values of last layers", "pairs", *(f"weights by {name}" for name in _DENSE)),
         *("mapped ids", "mapped rows", "missed rows", "moved bytes"),
+        *("shared ids", "shared rows", "shared values", "sent values", "values for owners", "shared weights"),
     ),
 }
 RATES = {kind: rate for rate, kinds in _KINDS.items() for kind in kinds}

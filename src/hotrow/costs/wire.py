@@ -334,8 +334,9 @@ def sharing_amounts(
         ),
     }
     weights = {"shared tensors": num_nodes * own.num_tensors, "shared weights": num_nodes * own.num_weights}
-    # Small sums of all ranks are put together: then an update looks up each table once.
-    update = rows if 4 * values > SMALL_BYTES * num_ranks * len(split) else rows | {"messages of tables": 0.0}
+    # Small sums of all ranks are put together; of large ones an update looks up each rank's by themselves.
+    lookups = num_ranks if 4 * values > SMALL_BYTES * num_ranks * len(split) else 1
+    update = {**rows, "shared tables": float(lookups * len(split)), "messages of tables": 0.0}
     return {"lookup": rows, "update": update | (weights if dense else {})}
 
 

@@ -245,7 +245,7 @@ def _steps(comm: Communicator, two: Communicator | None, until_s: float) -> tupl
                 found = own.measure(max(own.comm.size, shape.config.train.batch_size // part), seed=number)
                 crowded += [found.crowded] * (own.comm is two)
                 for name, taken, amounts in found.added:
-                    points[f"shared {name}"].append(point_of(1, amounts, taken, 0.0))
+                    points[f"shared {name}"].append(point_of(torch.get_num_threads(), amounts, taken, 0.0))
             everyone(comm, None)  # others wait here while two take their steps
     return _figure(crowded or [1.0, 1.0]), points
 
