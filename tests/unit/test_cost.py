@@ -565,8 +565,8 @@ def test_ranks_of_one_machine_share_its_cores(work: Work) -> None:
 
     own, shared = shared_work(work, 8)
     added_s = step_s(1) - (alone_s := predict(own, hardware).step_s)
-    assert step_s(2) == pytest.approx(1.2 * alone_s + added_s)
-    assert step_s(8) == pytest.approx(2 * (1.6 * alone_s + added_s))
+    assert step_s(2) == pytest.approx(1.2 * (alone_s + added_s))
+    assert step_s(8) == pytest.approx(2 * 1.6 * (alone_s + added_s))
     exchange_s = [predict(own, hardware, None, replace(shared, local_size=n)).exchange_s for n in (1, 2, 8)]
     assert exchange_s[0] < exchange_s[1] < exchange_s[2], "a link of several, and processors that copy for all"
 

@@ -345,7 +345,7 @@ class CostModel:
             own = [{kind: n for kind, n in amounts.items() if (kind in OF_WEIGHTS) == dense} for dense in (False, True)]
             for phase, each in zip((name, "dense"), own, strict=True):
                 if any(each.values()):
-                    seconds[phase] += self._sharing_s(name, each, work.threads) * max(1.0, crowd.cores)
+                    seconds[phase] += self._sharing_s(name, each, work.threads) * crowd.step
         sharing_s = sum(seconds.values()) - own_s
         work_s, pace = {"sums": sums_s, "rows": seconds["update"]}, self._pace(work, shared)
         waits = _waits(shared, work_s, pace)

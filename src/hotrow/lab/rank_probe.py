@@ -8,7 +8,7 @@ other one for several, too: what each further one takes is what messages to a fu
 Then processes joined by gloo take real training steps of the shapes of step_probe.py: each for itself, two together,
 and four. What the processor works for a step together beyond one of the same samples, exchanges left out, is what
 sharing takes: points of `shared lookup`, and of `shared update` for all that follows, for costs/cost.py. It is the time
-of one thread on its processor, which neither other processes nor the wait for them can disturb. A process can share a
+of one thread on its processor, in which no wait counts, as if the other processes rested. A process can share a
 model with nobody, in two micro-batches: so one, two and four ranks say what each further rank adds. Plain steps while
 the other processes rest say how much longer they take if one does not (`Hardware.crowding`).
 """
@@ -277,8 +277,10 @@ class _Sides:
         split = Drawn(self.shape, batch_size * num_steps, np.random.default_rng([seed, batch_size]))
         loader = Loader(cast(Split, split), batch_size, shuffle_seed=1, part=self.comm.ranks.samples)
         batches = list(islice(loader.epoch(0), num_steps))
-        alone_s = self._alone_s(batches)
+        rests = self._taken(self.plain, batches) if self.comm.rank == 0 else None
+        everyone(self.comm, None)  # the others have waited here
         plain, beside_s = self._taken(self.plain, batches)
+        alone, alone_s = rests or (plain, beside_s)
         everyone(self.comm, None)
         with _counting_work(self.comm):
             together, _ = self._taken(self.together, batches)
@@ -291,16 +293,13 @@ class _Sides:
             amounts = sharing_amounts(work, self.shards[num_ranks], num_ranks=num_ranks, dense=dense)
             for name, phases in PARTS_OF_STEP.items():
                 own = [phase for phase in phases if dense or phase != "dense"]
-                plain_s = statistics.median(sum(step[phase] for phase in own) for step in plain)
-                taken = [max(1e-7, sum(step[phase] for phase in own) - plain_s) for step in steps]
-                added.append((name, taken, amounts[name]))
+                plain_s, quiet_s = (
+                    statistics.median(sum(step[phase] for phase in own) for step in each) for each in (plain, alone)
+                )
+                # All that a processor does beside other ranks takes longer, which the model counts for itself.
+                taken = [quiet_s / plain_s * (sum(step[phase] for phase in own) - plain_s) for step in steps]
+                added.append((name, [max(1e-7, each) for each in taken], amounts[name]))
         return _Found(max(1.0, beside_s / alone_s), added)
-
-    def _alone_s(self, batches: Sequence[Batch]) -> float:
-        """Returns the seconds of a plain step of the first rank while the others rest; all ranks call it."""
-        found = self._taken(self.plain, batches)[1] if self.comm.rank == 0 else 1.0
-        everyone(self.comm, None)  # the others wait here
-        return found
 
     def _taken(self, parts: Parts, batches: Sequence[Batch]) -> tuple[list[dict[str, float]], float]:
         """Returns the processor's seconds of each step, by phase, and the median step's seconds; warm-up left out."""
