@@ -96,9 +96,9 @@ def sockets_told(machine: str, report: Report) -> str:
             modelled = row["modelled"].get(machine, {})
             if "efficiency" in modelled:
                 told = f"{modelled['efficiency']:.0%} on {row['ranks']}"
-                found[row["axes"]["preset"]] = f"{told} ({modelled['binds']})" if "binds" in modelled else told
+                found[row["axes"]["preset"]] = f"{told} ({modelled['binds']})" if "parts_ms" in modelled else told
         told = ", ".join(f"{preset} {each}" for preset, each in found.items())
-        texts += [f"{group} scaling, and what takes most of a step: {told}"] if found else []
+        texts += [f"{group} scaling: {told}"] if found else []
     return f"modelled, not measured; {'; '.join(texts)}" if texts else "not modelled: see the page of the study"
 
 

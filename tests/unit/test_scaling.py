@@ -107,12 +107,12 @@ def test_sentences_say_that_they_are_modelled() -> None:
         return {"group": group, "ranks": ranks, "axes": {"preset": preset}, "modelled": {"cpu-server": found}}
 
     rows = [
-        row("strong", "a", 8, efficiency=0.5, binds="latency"),
+        row("strong", "a", 8, efficiency=0.5, binds="latency", parts_ms={}),
         row("strong", "b", 8, reason="no"),
         row("nodes", "a", 1, reason="no"),
     ]
     told = sockets_told("cpu-server", {"cells": rows})
-    assert told.startswith("modelled, not measured; strong") and told.endswith("a 50% on 8 (latency)")
+    assert told.startswith("modelled, not measured") and told.endswith("a 50% on 8 (latency)")
     assert sockets_told("another", {"cells": rows}).startswith("not modelled")
     assert nodes_told({"cells": rows}).endswith("with an SSD: a not known")
 
