@@ -75,12 +75,19 @@ KINDS: dict[str, Callable[[pa.Table, Path], Any]] = {
 }
 
 
-def held_out(table: pa.Table, split: SplitSpec) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Returns the rows that will not train: by preparation's own hash, or the newest ones."""
+def held_out(table: pa.Table, split: SplitSpec, rows: int = ROWS) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Returns the rows that will not train: by preparation's own hash, or the newest of the first `rows`."""
     if "ts" not in table.column_names or split.kind == "random":
-        return RandomPlan(split.seed, split.fractions).assign(0, len(table), None) > 0
-    time = table["ts"].to_numpy()
-    return time >= np.sort(time)[round(split.fractions[0] * len(time))]
+        held = RandomPlan(split.seed, split.fractions).assign(0, len(table), None) > 0
+    else:
+        time = table["ts"].to_numpy()
+        held = time >= np.sort(time[:rows])[round(split.fractions[0] * rows)]
+    return held | (np.arange(len(table)) >= rows)
+
+
+def sample_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "SAMPLE_ROWS", 5000)
+    monkeypatch.setattr(excerpts, "HEAD_BYTES", 1 << 14)
 
 
 RANDOM, BY_TIME = (False, SplitSpec()), (True, SplitSpec())
@@ -94,14 +101,65 @@ def test_labels_of_held_out_rows_decide_nothing(
     kind: str, sampled: bool, with_time: bool, split: SplitSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sampled:
-        monkeypatch.setattr(sampling, "SAMPLE_ROWS", 5000)
-        monkeypatch.setattr(excerpts, "HEAD_BYTES", 1 << 14)
+        sample_less(monkeypatch)
 
     def guessed(told: np.ndarray[Any, Any]) -> Schema:
         data = KINDS[kind](clicks(told, with_time=with_time), tmp_path)
         return guess_columns(data, label="click", split=split).schema()
 
-    held = held_out(clicks(np.zeros(ROWS, np.bool_), with_time=with_time), split)
+    check(guessed, held_out(clicks(np.zeros(ROWS, np.bool_), with_time=with_time), split))
+
+
+def check(guessed: Callable[[np.ndarray[Any, Any]], Schema], held: np.ndarray[Any, Any]) -> None:
     nothing = guessed(np.zeros(ROWS, np.bool_))
     assert guessed(held) == nothing
     assert guessed(~held) != nothing, "labels of training rows decide"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_may_begin_with_its_newest_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample_less(monkeypatch)
+    backwards = np.arange(ROWS)[::-1]
+
+    def guessed(told: np.ndarray[Any, Any]) -> Schema:
+        data = KINDS[kind](clicks(told, with_time=True).take(backwards), tmp_path)
+        return guess_columns(data, label="click").schema()
+
+    check(guessed, held_out(clicks(np.zeros(ROWS, np.bool_), with_time=True), SplitSpec()))
+
+
+@pytest.mark.parametrize("split", [SplitSpec(), SplitSpec(kind="random")], ids=["time", "random"])
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("kind", ["csv", "parquet", "frame"])
+def test_rows_beyond_the_first_that_are_prepared_decide_nothing(
+    kind: str, sampled: bool, split: SplitSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sampled:
+        sample_less(monkeypatch)
+
+    def guessed(told: np.ndarray[Any, Any]) -> Schema:
+        data = KINDS[kind](clicks(told, with_time=True), tmp_path)
+        return guess_columns(data, label="click", time="ts", split=split, rows=7000).schema()
+
+    check(guessed, held_out(clicks(np.zeros(ROWS, np.bool_), with_time=True), split, 7000))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("column", "skip"), [("click", 1), ("number", 1), ("ts", 1), ("ts", 0), ("other", 2)])
+def test_a_row_that_is_left_out_moves_the_split_of_the_rows_after_it(
+    column: str, skip: int, sampled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sampled:
+        sample_less(monkeypatch)
+    split = SplitSpec(kind="random")
+
+    def guessed(told: np.ndarray[Any, Any]) -> Schema:
+        path = as_csv(clicks(told, with_time=True), tmp_path)
+        lines = path.read_text().splitlines()
+        cells = lines[1].split(",")
+        cells[lines[0].split(",").index(column)] = "soon"
+        path.write_text("\n".join([lines[0], ",".join(cells), *lines[2:]]) + "\n")
+        return guess_columns(path, label="click", time="ts", split=split, skip_bad_rows=skip).schema()
+
+    held = held_out(clicks(np.zeros(ROWS, np.bool_), with_time=True), split)
+    check(guessed, np.append(True, held[:-1]))

@@ -44,7 +44,7 @@ from hotrow.data.sources.schema import (
     parse_schema,
 )
 from hotrow.data.sources.tabular import TableReader, TextReader
-from hotrow.data.sources.training import training_rows
+from hotrow.data.sources.training import Training
 
 SEQUENCE_NAMES = r".*(hist|seq|recent|last|prev|session).*"
 MANY_ROWS = 1000
@@ -126,11 +126,18 @@ class SchemaGuess:
 
 
 @with_read_options
-def guess_columns(source: Any, *, read: ReadOptions, split: SplitSpec = SplitSpec()) -> SchemaGuess:  # noqa: B008
+def guess_columns(
+    source: Any,
+    *,
+    read: ReadOptions,
+    split: SplitSpec = SplitSpec(),  # noqa: B008
+    rows: int | None = None,
+) -> SchemaGuess:
     """Returns the guess about every column with its reason; it need not find a label.
 
     {read}
-    split: which rows will train; labels of other rows decide nothing (`training.py`).
+    split: which rows will train; labels of other rows decide nothing (`training.py`). rows: how many of the first rows
+    will be prepared; if None, all.
     Raises ValueError if a named column is absent or cannot have its role.
     """
     label, time, roles = read.label, read.time, read.roles
@@ -155,9 +162,10 @@ def guess_columns(source: Any, *, read: ReadOptions, split: SplitSpec = SplitSpe
     label_name = None if label_guess is None else label_guess.column
     others = [f for f in candidates if f.name != label_name and roles.get(f.name) != "exclude"]
     labels = None if label_guess is None or label_guess.role != "label" else labels_of(sample, label_guess)
-    time_guess, time_notes, set_later = find_time(others, time, read.time_format, found, labels, split)
+    training = Training(reader, csv.get("null_values", MISSING), split, read.skip_bad_rows, rows)
+    time_guess, time_notes, set_later = find_time(others, time, read.time_format, found, labels, training)
     if labels is not None:
-        labels = replace(labels, good=training_rows(found, labels, time_guess, split))
+        labels = replace(labels, good=training.among(found, labels, time_guess))
     taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
     if both := [name for name in roles if name in taken]:
         raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")

@@ -13,8 +13,7 @@ from hotrow.data.sources.facts import ColumnFacts, Guess, is_like, shown
 from hotrow.data.sources.guess_label import Labels
 from hotrow.data.sources.kinds import as_dense
 from hotrow.data.sources.sample import Sample
-from hotrow.data.sources.schema import SplitSpec
-from hotrow.data.sources.training import times_of, training_rows
+from hotrow.data.sources.training import Training
 
 TIME_NAMES = r"(.*_)?(time|timestamp|ts|date|datetime|hour|day|dt|unix_?time|(created|updated|event)_?at)"
 MAX_OF_TIME = 0.05
@@ -28,11 +27,11 @@ def find_time(
     format: str | None,
     found: Sample,
     labels: Labels | None,
-    split: SplitSpec,
+    training: Training,
 ) -> tuple[Guess | None, tuple[str, ...], list[Guess]]:
     """Returns the time column or None, what the user may decide otherwise, and times that are set with the outcome.
 
-    name, format: of the time column, as the user told. split: which rows will train.
+    name, format: of the time column, as the user told. training: tells which rows will train.
     """
     for f in facts:
         if f.name == name:
@@ -51,7 +50,7 @@ def find_time(
     set_later: list[Guess] = []
     # Of several times the one that tells most moments apart is the event's: neither a day nor a user's first visit.
     for f, kind in sorted(able, key=lambda pair: (-pair[0].num_distinct, pair[0].name)):
-        if labels is None or not (share := _told_by_time(f, found, labels, split)):
+        if labels is None or not (share := _told_by_time(f, found, labels, training)):
             return Guess("time", f.name, _time_spec(f), kind), tuple(notes), set_later
         why = f"a leak: this time tells {share:.0%} of the label, so it may be set with it; to split by it nonetheless:"
         set_later.append(Guess("", f.name, {}, f"{why} --time {quote(f.name)}"))
@@ -67,12 +66,11 @@ def _kind_of_time(f: ColumnFacts) -> str:
     return "dates as whole numbers, which rise with time" if _is_written_date(f) else ""
 
 
-def _told_by_time(f: ColumnFacts, found: Sample, labels: Labels, split: SplitSpec) -> float:
+def _told_by_time(f: ColumnFacts, found: Sample, labels: Labels, training: Training) -> float:
     """Returns which share of the label's LogLoss a time takes away in rows that train if it is the time to split by;
     0 if it is no more than a change over time."""
     time = Guess("time", f.name, _time_spec(f), "")
-    times, _ = times_of(found.rows.column(f.name), time)
-    good = training_rows(found, labels, time, split)
+    good, (times, _) = training.among(found, labels, time), training.times(found, time)
     if not good.any():
         return 0.0
     tally = Tally.of(times[good], labels.positive[good])

@@ -260,8 +260,8 @@ def open_source(
     split: how rows will be split, so that a guess looks at labels of training rows alone.
     labels: "alone": without times, to evaluate a model; "ignored": for rows to predict, whose label and time may be
     absent or hold anything. encodings: how ids were held when a data set was prepared. lookups: those that it keeps.
-    values: "any", for rows to score: what is not of its column's kind is missing. rows: how many a synthetic preset
-    makes.
+    values: "any", for rows to score: what is not of its column's kind is missing. rows: how many of the first rows are
+    wanted, or how many a synthetic preset makes.
 
     Raises ValueError naming an unknown source, or what is wrong with the data.
     """
@@ -312,7 +312,7 @@ def open_source(
         if schema is None and name in ("libsvm", "libffm"):
             schema = LibsvmReader(input_files(data) or ()).schema_of_rows()
         if schema is None:
-            guess = guess_columns(data, split=split, **vars(read))
+            guess = guess_columns(data, split=split, rows=rows, **vars(read))
             schema, warnings, choices = guess.schema(), guess.warnings, guess.notes
             reasons = {each.column: each.reason for each in guess.of("")}
             notes = (*notes, guess.summary())
