@@ -163,3 +163,9 @@ def test_a_row_that_is_left_out_moves_the_split_of_the_rows_after_it(
 
     held = held_out(clicks(np.zeros(ROWS, np.bool_), with_time=True), split)
     check(guessed, np.append(True, held[:-1]))
+
+
+def test_no_label_decides_anything_if_any_number_of_rows_may_be_left_out() -> None:
+    one, other = (clicks(np.full(ROWS, told), with_time=False) for told in (False, True))
+    found = [guess_columns(table, label="click", skip_bad_rows=10**7).schema() for table in (one, other)]
+    assert found[0] == found[1]

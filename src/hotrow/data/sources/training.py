@@ -91,7 +91,7 @@ class Training:
         plan, trains = RandomPlan(self.split.seed, self.split.fractions), np.flatnonzero(kept)
         for shift in range(num_unknown + 1 if sum(self.split.fractions[1:]) else 0):
             trains = trains[plan.of_rows(np.maximum(numbers[trains] - shift, 0)) == TRAIN]
-            if not len(trains):
+            if shift >= numbers[trains].max(initial=0):
                 break
         return np.isin(np.arange(len(kept)), trains)
 
