@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotrow.models.dlrm import DLRM, DLRMs, DLRMSpec
 from hotrow.models.layers import Dropout
@@ -68,6 +70,24 @@ def test_nothing_is_dropped_outside_of_a_step() -> None:
     assert torch.equal(
         built(dropout=0.3, embedding_dropout=0.4, **options)(dense, pooled), built(**options)(dense, pooled)
     )
+
+
+def test_a_step_without_dropout_computes_what_scoring_computes() -> None:
+    class Operations(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.found.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    model, each = built(concatenated=True, first_order=True), []
+    for block in (nullcontext(), model.drawing(7, 0)):
+        with block, Operations() as operations:
+            model(*inputs())
+        each.append(operations.found)
+    assert each[0] == each[1]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

@@ -70,7 +70,7 @@ def _logits(members: Sequence[DLRM], dense_BI: Tensor, pooled_MBFD: Tensor) -> T
     """Returns the logits of DLRMs of the same size, each on its own rows, [M, B]."""
     one, num_members = members[0], len(members)
     dense_MBI = dense_BI[None] if num_members == 1 else torch.stack([dense_BI] * num_members)
-    if one.row_dropout.moment:
+    if one.row_dropout.moment and one.row_dropout.share:
         kept_MBF = each([own.row_dropout for own in members], pooled_MBFD.new_ones(pooled_MBFD.shape[:3]))
         pooled_MBFD = pooled_MBFD * kept_MBF[..., None]
     bottom_MBD = each([own.bottom for own in members], dense_MBI)
