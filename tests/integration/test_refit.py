@@ -77,6 +77,18 @@ def test_the_report_says_what_the_first_run_found(tmp_path: Path) -> None:
     assert not how_selected(hotrow.load(run.path / "selection").folder.facts())
 
 
+def test_losses_of_parts_are_kept_where_they_are_read(tmp_path: Path) -> None:
+    def kept(run: hotrow.Run) -> set[bool]:
+        return {"losses" in line for line in run.folder.measurements() if line.get("split") == "val"}
+
+    twice, once = (
+        hotrow.fit(clicks(1000, timed=False), label="click", run=tmp_path / f"{refit}", refit=refit, **OPTIONS)
+        for refit in (True, False)
+    )
+    assert kept(hotrow.load(twice.path / "selection")) == {True}
+    assert kept(once) == {False}
+
+
 def test_ids_of_validation_rows_are_known_afterwards(tmp_path: Path) -> None:
     rows = clicks(1500, timed=True)
     run = hotrow.fit(rows, label="click", time="ts", run=tmp_path / "run", **OPTIONS)

@@ -1,8 +1,8 @@
 """After how many steps to stop, by the validation rows of a run that went further.
 
 On a few thousand validation rows the best evaluation is the best one partly by chance, and then it often comes early.
-So the last one counts that is no worse than it within noise. Each evaluation keeps the losses of NUM_PARTS parts of the
-rows, from which the noise of the difference between any two evaluations follows.
+So we take the last one that is no worse than it within noise. In a run that finds the best step each evaluation keeps
+the losses of NUM_PARTS parts of the rows, from which the noise of the difference between any two evaluations follows.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from hotrow.run.build import Parts, build, look_up
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.exact import ADVICE, ADVICE_FOR_BFLOAT16, CODE, FirstPart
-from hotrow.run.folder import RunFolder, resume_command
+from hotrow.run.folder import SELECTION, RunFolder, resume_command
 from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepClock, merged, meters_of_rows
 from hotrow.run.micro import backward, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
@@ -483,7 +483,8 @@ class Training:
         metrics = objective.metrics() if metrics is None else metrics
         result = self._evaluated(split, metrics=metrics)
         epoch = round(step / self.steps_per_epoch, 4)
-        losses = {"losses": losses_of_parts(metrics, objective)} if split == "val" else {}
+        is_selection = split == "val" and self.folder.path.resolve().name == SELECTION
+        losses = {"losses": losses_of_parts(metrics, objective)} if is_selection else {}
         self.folder.measure("eval", step=step, split=split, epoch=epoch, **result, **losses)
         self.say(f"{split} at step {step}: {objective.line(result)}")
         return result
