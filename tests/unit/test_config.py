@@ -32,7 +32,7 @@ memory auto
 run None
 optimizer.dense.name sgd
 optimizer.dense.lr 0.1
-optimizer.dense.weight_decay 0.0
+optimizer.dense.weight_decay None
 optimizer.sparse.name row_wise_adagrad
 optimizer.sparse.lr 0.05
 optimizer.sparse.eps None

@@ -61,12 +61,13 @@ else:
 class DenseOptimizerConfig(_Section):
     """The torch optimizer of the MLPs."""
 
-    name: Literal["sgd", "adagrad", "adam"] = "sgd"
-    """`torch.optim.SGD`, `Adagrad` or `Adam`, with torch's defaults for options that are not listed here."""
+    name: Literal["sgd", "adagrad", "adam", "adamw"] = "sgd"
+    """`torch.optim.SGD`, `Adagrad`, `Adam` or `AdamW`, with torch's defaults for options that are not listed here."""
     lr: Positive = 0.1
     """Learning rate before the schedule."""
-    weight_decay: NotNegative = 0.0
-    """L2 penalty on the weights and biases of the MLPs, at every step; tables have no such penalty."""
+    weight_decay: NotNegative | None = None
+    """L2 penalty on the weights and biases of the MLPs, at every step; tables have no such penalty. `adamw` multiplies
+    them by 1 - lr * weight_decay instead of adding to gradients. null means torch's default: 0.01 for adamw, else 0."""
 
 
 class SparseOptimizerConfig(_Section):

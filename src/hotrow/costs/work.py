@@ -195,7 +195,6 @@ def work_of(
     model = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator().manual_seed(0))
     if model.lookup == "sequence":
         raise ValueError(f"models that see every row of a list ({config.model.name}) cannot be predicted yet")
-    precision, dense_optimizer = config.train.precision, config.optimizer.dense.name
     return Work(
         batch_size=batch_size,
         num_dense=num_dense,
@@ -203,8 +202,8 @@ def work_of(
         if like is None
         else tuple(own.of(table, demand) for own, table, demand in zip(like.tables, tables, demands, strict=True)),
         optimizer=config.optimizer.sparse.name,
-        dense_optimizer="split sgd" if precision == "split_bf16" and dense_optimizer == "sgd" else dense_optimizer,
-        precision=precision,
+        dense_optimizer=dense_optimizer_of(config),
+        precision=config.train.precision,
         threads=default_threads() if config.train.threads == "auto" else config.train.threads,
         gathered_samples=run.gathered_samples(shuffle=config.train.shuffle),
         verified_samples=run.verified_samples(),
@@ -223,6 +222,12 @@ def read_counts(config: Config, tables: Sequence[TableConfig], dataset: PackedDa
         return {}
     num_steps = num_rows / min(config.train.batch_size, num_rows)
     return {table.name: Counted.of(table.name, accesses_of(table, dataset), num_steps) for table in tables}
+
+
+def dense_optimizer_of(config: Config) -> str:
+    """Returns `Work.dense_optimizer`; adamw costs what adam does."""
+    name = config.optimizer.dense.name
+    return {"adamw": "adam", "sgd": "split sgd" if config.train.precision == "split_bf16" else "sgd"}.get(name, name)
 
 
 def not_modelled(config: Config) -> str | None:

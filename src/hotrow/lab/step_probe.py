@@ -35,7 +35,7 @@ from hotrow.costs.demand import TABLE_DTYPES, demands_of
 from hotrow.costs.hardware import DISTURBED, Figure, Point
 from hotrow.costs.solve import rates_of
 from hotrow.costs.traffic import Traffic
-from hotrow.costs.work import TableWork, Work, dense_work
+from hotrow.costs.work import TableWork, Work, dense_optimizer_of, dense_work
 from hotrow.data.packed.format import Block, DatasetInfo, DenseColumn, Feature, Ragged, Table
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset, Split
@@ -394,13 +394,12 @@ def work_of_steps(shape: Shape, parts: Parts, batches: Sequence[Batch]) -> Work:
                 jagged=length != 1,
             )
         )
-    dense = config.optimizer.dense.name
     return Work(
         batch_size=batch_size,
         num_dense=shape.num_dense,
         tables=tuple(own),
         optimizer=config.optimizer.sparse.name,
-        dense_optimizer="split sgd" if config.train.precision == "split_bf16" and dense == "sgd" else dense,
+        dense_optimizer=dense_optimizer_of(config),
         precision=config.train.precision,
         threads=1,
         **dense_work(parts.model, dims, shape.num_dense, batch_size),

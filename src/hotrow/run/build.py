@@ -38,7 +38,12 @@ from hotrow.setup.device import DenseDevice, splits_dense
 from hotrow.setup.setup import Setup
 from hotrow.tables import TableConfig
 
-_DENSE_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+_DENSE_OPTIMIZERS: dict[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 
 
 _SPARSE_OPTIMIZERS: dict[str, Any] = {
@@ -109,7 +114,7 @@ def build_optimizers(
     fused = True if all(parameter.device.type == "cpu" for parameter in model.parameters()) else None  # torch's choice
     make = optim.SplitSGDBF16 if splits_dense(config) else partial(_DENSE_OPTIMIZERS[dense.name], fused=fused)
     return (
-        make(model.parameters(), lr=dense.lr, weight_decay=dense.weight_decay),
+        make(model.parameters(), **dense.model_dump(exclude={"name"}, exclude_none=True)),
         # nonfinite=None: train_step checks both sides itself, before either is changed.
         _SPARSE_OPTIMIZERS[sparse.name](embedding, lr=sparse.lr, nonfinite=None, **options),
     )

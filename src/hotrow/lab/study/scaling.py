@@ -21,11 +21,10 @@ from hotrow.costs.demand import TABLE_DTYPES, record_bytes
 from hotrow.costs.hardware import Hardware
 from hotrow.costs.traffic import LARGE_PAGE_BYTES, MAX_IOS, Traffic, io_seconds
 from hotrow.costs.wire import Accesses, share_of, wire_of_work
-from hotrow.costs.work import SAMPLES, TableWork, Work, dense_work
+from hotrow.costs.work import SAMPLES, TableWork, Work, dense_optimizer_of, dense_work
 from hotrow.lab.study.data import SyntheticRows
 from hotrow.lab.study.study import Cell
 from hotrow.parallel.shards import Shard
-from hotrow.setup.device import splits_dense
 from hotrow.setup.memory import AUTO_SHARE
 from hotrow.setup.shards import shards_by_bytes
 from hotrow.tables import TableConfig
@@ -68,7 +67,7 @@ def work_of_rows(config: Config, rows: SyntheticRows) -> Work:
         num_dense=rows.dense,
         tables=tuple(tables),
         optimizer=optimizer,
-        dense_optimizer="split sgd" if splits_dense(config) else config.optimizer.dense.name,
+        dense_optimizer=dense_optimizer_of(config),
         precision=precision,
         threads=1 if config.train.threads == "auto" else config.train.threads,
         gathered_samples=float(batch_size),
