@@ -512,7 +512,7 @@ def _with_validation_rows(opened: OpenedSource, selection: Run) -> tuple[OpenedS
 
     steps = stretched(_last_good_step(selection))
     given = config.train.max_steps
-    schedule = {name: steps and stretched(steps) for name, steps in config.optimizer.schedule}
+    schedule = {name: stretched(steps) for name, steps in config.optimizer.schedule if isinstance(steps, int)}
     changes = {
         "train.max_steps": steps if given is None else min(steps, given),
         "train.eval_every": None,

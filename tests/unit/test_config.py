@@ -41,6 +41,7 @@ optimizer.sparse.betas None
 optimizer.sparse.beta None
 optimizer.sparse.l1 None
 optimizer.sparse.l2 None
+optimizer.schedule.name quadratic
 optimizer.schedule.warmup_steps 0
 optimizer.schedule.decay_start_step None
 optimizer.schedule.decay_steps 0
@@ -287,6 +288,20 @@ def test_yaml_round_trip() -> None:
         (
             {"data": "d", "optimizer": {"sparse": {"name": "sgd", "eps": 1e-8}}},
             r"optimizer\.sparse: eps is 1e-08, but sgd has no such option",
+        ),
+        ({"data": "d", "optimizer": {"schedule": {"name": "cosine"}}}, "decay_steps is 0, but cosine"),
+        (
+            {"data": "d", "optimizer": {"schedule": {"name": "one_cycle", "decay_steps": 5}}},
+            "warmup_steps is 0, but one_cycle",
+        ),
+        (
+            {
+                "data": "d",
+                "optimizer": {
+                    "schedule": {"name": "one_cycle", "warmup_steps": 3, "decay_start_step": 9, "decay_steps": 5}
+                },
+            },
+            "decay_start_step is 9, but one_cycle",
         ),
         ({"data": "d", "optimizer": {"schedule": {"decay_start_step": 9}}}, "decay_start_step is 9, but decay_steps"),
         (

@@ -29,6 +29,7 @@ Folder = Annotated[str, AfterValidator(check_path)]
 DenseDtype = Literal["fp32", "tf32", "bf16"]
 Owner = Literal["replicated", "table", "row", "column"]
 """Which ranks hold the rows of a table: all of them, one, or each row another."""
+ScheduleName = Literal["quadratic", "cosine", "one_cycle"]
 Exchange = Literal["rows", "pooled"]
 """What ranks send each other of a table that they do not all hold."""
 MAX_TRACED = 10_000
@@ -110,14 +111,19 @@ class SparseOptimizerConfig(_Section):
 
 
 class ScheduleConfig(_Section):
-    """The learning rate over the steps, for MLPs and tables: linear warm-up, then constant, then quadratic decay."""
+    """The learning rate over the steps, for MLPs and tables: warm-up, then constant, then decay."""
 
+    name: ScheduleName = "quadratic"
+    """The decay. `quadratic`: at its k-th step the rate is lr * (1 - k / decay_steps)^2, at least 1e-7. `cosine`: half
+    a cosine from lr to 0, as torch's CosineAnnealingLR. `one_cycle`: warm-up and decay are half a cosine each, from
+    lr / 25 up to lr and down to lr / 250000, as torch's OneCycleLR; momentum and betas stay. The rate at the end of the
+    decay is kept."""
     warmup_steps: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Steps over which the learning rate rises linearly from lr / warmup_steps to lr."""
+    """Steps over which the learning rate rises to lr, linearly from lr / warmup_steps except with `one_cycle`."""
     decay_start_step: Count | None = None
     """First step of the decay; null means the step at which the warm-up ends."""
     decay_steps: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Length of the decay. At its k-th step the rate is lr * (1 - k / decay_steps)^2, at least 1e-7. 0: no decay."""
+    """Length of the decay. 0: no decay, only with `quadratic`."""
 
     @model_validator(mode="after")
     def _in_order(self) -> ScheduleConfig:
@@ -126,6 +132,15 @@ class ScheduleConfig(_Section):
             raise ValueError(f"decay_start_step is {start}, but decay_steps is 0; set it to the length of the decay")
         if start is not None and start < self.warmup_steps:
             raise ValueError(f"decay_start_step is {start}, before the warm-up ends at step {self.warmup_steps}")
+        if self.name != "quadratic" and not self.decay_steps:
+            raise ValueError(f"decay_steps is 0, but {self.name} decays; set it to the run's steps after its warm-up")
+        if self.name == "one_cycle" and self.warmup_steps < 2:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps}, but one_cycle rises first; set it to 2 or more, for instance to "
+                "30 % of the run's steps"
+            )
+        if self.name == "one_cycle" and start not in (None, self.warmup_steps):
+            raise ValueError(f"decay_start_step is {start}, but one_cycle decays after its warm-up; set it to null")
         return self
 
 
