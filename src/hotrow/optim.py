@@ -17,9 +17,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from hotrow.embedding import EmbeddingCollection, Pending
 from hotrow.kernels import ops
+from hotrow.kernels.tree import SERIAL
 from hotrow.kernels.types import Algorithm, Rule, split, widen
 from hotrow.placement.base import Attached, Rows, TableState
 from hotrow.tables import TableConfig
@@ -638,8 +640,9 @@ def clip_grad_norm_(
     parameters = dict.fromkeys(parameter for root in roots for parameter in root.parameters())
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     pooled = [pending.grad for emb in collections for pending in emb.pending]
-    norms = [torch.linalg.vector_norm(grad, norm_type) for grad in [*grads, *pooled]]
-    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    # Torch leaves a piece to one thread; its norm of a whole strided gradient depends on the number of threads.
+    pieces = [piece for grad in [*grads, *pooled] for piece in torch.split(grad.reshape(-1), SERIAL)]
+    norm = get_total_norm(pieces, norm_type)
     if not torch.isfinite(norm):
         if error_if_nonfinite:
             places = [*map(nonfinite_gradient, collections), *map(nonfinite_parameter_gradient, roots)]

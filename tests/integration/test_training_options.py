@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hotrow.batch import Batch
 from hotrow.config.load import apply_overrides, make_config
@@ -16,9 +18,10 @@ from hotrow.costs.demand import tables_of
 from hotrow.costs.work import Work, work_of
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.run.build import Parts, build
-from hotrow.run.meters import Session, StepClock
-from hotrow.run.trainer import train_step
+from hotrow.parallel.ranks import Ranks
+from hotrow.run.build import Parts, build, look_up
+from hotrow.run.meters import StepClock
+from hotrow.run.trainer import NonFiniteError, train_step
 from hotrow.setup.setup import Setup
 
 BASE: dict[str, Any] = {
@@ -50,7 +53,7 @@ def test_adamw_against_torch(dataset: PackedDataset, tmp_path: Path, changes: tu
     theirs = copy.deepcopy(ours.model)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=lr, weight_decay=decay, foreach=False, fused=False)
     for step, batch in batches(dataset):
-        train_step(ours, batch, step, StepClock(Session(10), []))
+        train_step(ours, batch, step, StepClock())
         for own, other in zip(theirs.parameters(), ours.model.parameters(), strict=True):
             assert other.grad is not None
             own.grad = other.grad.clone()
@@ -65,3 +68,50 @@ def test_a_step_with_adamw_is_predicted_as_one_with_adam(dataset: PackedDataset)
         return work_of(config, tables_of(config, dataset), dataset)
 
     assert work("adamw") == work("adam") != work("sgd")
+
+
+def steps(parts: Parts, dataset: PackedDataset, num_steps: int) -> list[torch.Tensor]:
+    """All weights and rows after some steps."""
+    for step, batch in itertools.islice(batches(dataset), num_steps):
+        train_step(parts, batch, step, StepClock())
+    return [own.detach().clone() for own in (*parts.model.parameters(), *parts.embedding.weights.values())]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("limit", [0.05, 100.0])
+def test_clipping_against_torch(dataset: PackedDataset, tmp_path: Path, limit: float, micro_batches: int) -> None:
+    changes = f"train.micro_batches={micro_batches}", "optimizer.dense.lr=0.1"
+    free, ours = (parts_of(dataset, tmp_path, f"train.clip_norm={each}", *changes) for each in ("null", limit))
+    theirs, (_, batch) = copy.deepcopy(ours.model), next(batches(dataset))
+    before = [own.clone() for own in ours.embedding.weights.values()]
+    with torch.no_grad():
+        rows = look_up(ours.model, ours.embedding, batch.sparse)
+    rows = rows.clone().requires_grad_()
+    binary_cross_entropy_with_logits(theirs(batch.dense, rows), batch.label).backward()
+    norm = torch.nn.utils.clip_grad_norm_([*theirs.parameters(), rows], limit)
+    assert 0.05 < norm < 100
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+    steps(free, dataset, 1)
+    steps(ours, dataset, 1)
+    for own, other in zip(theirs.parameters(), ours.model.parameters(), strict=True):
+        torch.testing.assert_close(other, own, rtol=1e-5, atol=1e-7)
+    factor = min(1.0, limit / float(norm))
+    for was, own, other in zip(before, ours.embedding.weights.values(), free.embedding.weights.values(), strict=True):
+        torch.testing.assert_close(own - was, (other - was) * factor, rtol=1e-3, atol=1e-8)
+
+
+def test_a_norm_that_overflows_changes_nothing(dataset: PackedDataset, tmp_path: Path) -> None:
+    parts = parts_of(dataset, tmp_path, "train.clip_norm=1")
+    _, batch = next(batches(dataset))
+    before = steps(parts, dataset, 0)
+    for weight in parts.model.parameters():
+        weight.register_hook(lambda grad: torch.full_like(grad, 1e30))
+    with pytest.raises(NonFiniteError, match="norm of the gradients"):
+        train_step(parts, batch, 0, StepClock())
+    assert all(map(torch.equal, before, steps(parts, dataset, 0)))
+
+
+def test_ranks_cannot_clip_yet(dataset: PackedDataset, tmp_path: Path) -> None:
+    config = make_config({**BASE, "data": str(dataset.path), "train": {"clip_norm": 1}})
+    with pytest.raises(ValueError, match=r"train\.clip_norm is 1\.0, .*several ranks.* null"):
+        Setup.decide(config, dataset, tmp_path, ranks=Ranks(0, 2))

@@ -44,6 +44,7 @@ VARIANTS = {
     "adam, row-wise adagrad": ["optimizer.dense.name=adam", "optimizer.sparse.name=row_wise_adagrad"],
     "adamw, cosine": ["optimizer.dense.name=adamw", "optimizer.schedule.name=cosine", "optimizer.sparse.name=ftrl"],
     "one cycle": ["optimizer.schedule.name=one_cycle", "optimizer.schedule.decay_start_step=null"],
+    "clipped": ["train.clip_norm=0.05"],
     "early stopping": ["train.early_stopping=2", "optimizer.dense.lr=0.3"],
     "stored order": ["train.shuffle=false"],
     "float16 tables": ["train.precision=fp16"],

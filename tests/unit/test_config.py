@@ -57,6 +57,7 @@ train.seed 1
 train.threads auto
 train.precision fp32
 train.dense_dtype fp32
+train.clip_norm None
 train.nonfinite raise
 train.log_every 50
 train.trace None

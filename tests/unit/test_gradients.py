@@ -219,6 +219,21 @@ def test_where_an_id_repeats_the_norm_is_that_of_the_pooled_gradients() -> None:
         torch.testing.assert_close(now, was * factor)
 
 
+def test_the_norm_of_a_strided_gradient_is_exact_and_the_same_on_any_number_of_threads() -> None:
+    """As a model leaves it whose first operation joins pooled rows with other inputs."""
+    linear = torch.nn.Linear(420, 2048, bias=False)
+    linear.weight.grad = torch.randn(2048, 500, generator=torch.Generator().manual_seed(1))[:, 10:430]
+    threads, norms = torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            norms.append(float(clip_grad_norm_(linear, 1e6)))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(set(norms)) == 1
+    assert norms[0] == pytest.approx(float(linear.weight.grad.double().norm()), rel=1e-6)
+
+
 def test_what_backward_was_given_is_left_alone() -> None:
     emb = make()
     grad = torch.full((3, 5), 4.0)

@@ -211,6 +211,10 @@ class TrainConfig(_Section):
     `bf16`: bfloat16. On a CPU with `avx512_bf16` and no AMX, hotrow's own products of MLPs are used; elsewhere bfloat16
     is used in the operations for which torch's autocast uses it. This is faster on GPUs and on CPUs with bfloat16
     products; on other CPUs it is slower, and a warning says so. The first line of a run names the arithmetic."""
+    clip_norm: Positive | None = None
+    """The largest norm of a step's gradients: those of the MLPs and of pooled rows, all together, are scaled down to it
+    (`hotrow.clip_grad_norm_`). Only on one process, in any number of micro-batches; plans leave out the time that it
+    takes. null: gradients stay as they are."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What happens at a step if its loss, or a gradient of MLPs or tables, is NaN or infinite. `raise`: the run ends
     and says what was found and where. `skip`: the step changes neither MLPs nor tables, is counted (`steps_skipped` in

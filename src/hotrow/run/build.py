@@ -70,13 +70,15 @@ class Parts:
     ranks: Ranks = field(default_factory=Ranks)
     exchange: DenseExchange = None  # type: ignore[assignment]  # made in __post_init__ of `ranks`
     """Adds up what micro-batches sum, over all ranks."""
+    clip_norm: float | None = None
+    """The largest norm of a step's gradients; if None, there is no limit."""
 
     def __post_init__(self) -> None:
         self.exchange = self.exchange or DenseExchange(self.ranks)
 
     def with_state(self) -> dict[str, Part]:
         """Returns the parts that a checkpoint holds, by the names of their files."""
-        others = ("schedule", "dense", "objective", "ranks", "exchange")
+        others = ("schedule", "dense", "objective", "ranks", "exchange", "clip_norm")
         return {name: part for name, part in vars(self).items() if name not in others}
 
 
@@ -101,8 +103,17 @@ def build(setup: Setup, comm: Communicator | None = None) -> Parts:
     embedding, model = build_network(setup, comm)
     dense_optimizer, sparse_optimizer = build_optimizers(setup.config, embedding, model)
     schedule = Schedule([dense_optimizer, sparse_optimizer], **setup.config.optimizer.schedule.model_dump())
-    objective = setup.config.model.trained_for
-    return Parts(embedding, model, dense_optimizer, sparse_optimizer, schedule, setup.dense, objective, setup.ranks)
+    return Parts(
+        embedding,
+        model,
+        dense_optimizer,
+        sparse_optimizer,
+        schedule,
+        setup.dense,
+        objective=setup.config.model.trained_for,
+        ranks=setup.ranks,
+        clip_norm=setup.config.train.clip_norm,
+    )
 
 
 def build_optimizers(

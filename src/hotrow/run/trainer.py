@@ -36,7 +36,7 @@ from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
 from hotrow.models.layers import Network
 from hotrow.objectives.objective import Metrics, Objective
-from hotrow.optim import nonfinite_gradient, nonfinite_parameter_gradient
+from hotrow.optim import clip_grad_norm_, nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.parallel.agreement import MAX_NAMED, StillSame, everyone
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.dense import DenseExchange, OverRanks
@@ -87,6 +87,7 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
     with parts.dense.arithmetic():
         loss = backward(parts, batch, rows, step)
     check_finite(parts, batch, loss)
+    clip(parts)
     clock.lap("dense")
     try:
         parts.sparse_optimizer.step()
@@ -110,6 +111,14 @@ def check_finite(parts: Parts, batch: Batch, loss: Tensor) -> None:
     if alone:
         found += nonfinite_inputs(batch)
     raise NonFiniteError("; ".join([f"the loss is {float(loss)}", *(text for text in found if text)]))
+
+
+def clip(parts: Parts) -> None:
+    """Scales all gradients down to `parts.clip_norm`. Raises NonFiniteError if their norm overflows."""
+    if parts.clip_norm is not None:
+        norm = clip_grad_norm_([parts.model, parts.embedding], parts.clip_norm)
+        if not math.isfinite(norm):
+            raise NonFiniteError(f"the norm of the gradients, which are finite, is {float(norm)}")
 
 
 @torch.no_grad()
