@@ -19,6 +19,7 @@ from hotrow.costs.work import Work, work_of
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.ranks import Ranks
+from hotrow.run import runs
 from hotrow.run.build import Parts, build, look_up
 from hotrow.run.meters import StepClock
 from hotrow.run.trainer import NonFiniteError, train_step
@@ -115,3 +116,36 @@ def test_ranks_cannot_clip_yet(dataset: PackedDataset, tmp_path: Path) -> None:
     config = make_config({**BASE, "data": str(dataset.path), "train": {"clip_norm": 1}})
     with pytest.raises(ValueError, match=r"train\.clip_norm is 1\.0, .*several ranks.* null"):
         Setup.decide(config, dataset, tmp_path, ranks=Ranks(0, 2))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize(("smoothing", "weight"), [(0.2, 1.0), (0.0, 3.0), (0.1, 0.25)])
+def test_the_loss_against_torch(
+    dataset: PackedDataset, tmp_path: Path, smoothing: float, weight: float, micro_batches: int
+) -> None:
+    """One step of SGD, from the loss as torch's users write it."""
+    changes = f"train.label_smoothing={smoothing}", f"train.pos_weight={weight}", "optimizer.dense.lr=0.1"
+    ours = parts_of(dataset, tmp_path, *changes, f"train.micro_batches={micro_batches}")
+    theirs, (_, batch) = copy.deepcopy(ours.model), next(batches(dataset))
+    with torch.no_grad():
+        rows = look_up(ours.model, ours.embedding, batch.sparse).clone()
+    criterion = torch.nn.BCEWithLogitsLoss(pos_weight=torch.tensor(weight))
+    loss = criterion(theirs(batch.dense, rows), batch.label * (1 - smoothing) + smoothing / 2)
+    loss.backward()
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+    torch.testing.assert_close(train_step(ours, batch, 0, StepClock()), loss.detach(), rtol=1e-5, atol=1e-6)
+    for own, other in zip(theirs.parameters(), ours.model.parameters(), strict=True):
+        torch.testing.assert_close(other, own, rtol=1e-5, atol=1e-7)
+
+
+def test_metrics_do_not_know_the_options_of_the_loss(dataset: PackedDataset, tmp_path: Path) -> None:
+    """The same weights, one step short of the first update, judged with and without the options."""
+    judged = []
+    for changes in ((), ("train.label_smoothing=0.3", "train.pos_weight=5")):
+        raw = {**BASE, "data": str(dataset.path), "run": str(tmp_path / f"run{len(judged)}")}
+        frozen = "optimizer.dense.lr=1e-30", "optimizer.sparse.lr=1e-30", "train.max_steps=1", "train.eval_every=2"
+        run = runs.train(make_config(apply_overrides(raw, [*frozen, *changes])))
+        lines = [line for line in run.measurements() if line["kind"] == "eval"]
+        assert any("losses" in line for line in lines)
+        judged.append((run.record.metrics, lines))
+    assert judged[0] == judged[1]

@@ -53,6 +53,12 @@ PHASES += ["hot.eval_samples=100"]
 VARIANTS = {
     "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
     "adam": ["optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.early_stopping=1"],
+    "adamw, cosine, weighted loss": [
+        "optimizer.dense.name=adamw",
+        "optimizer.schedule={name: cosine, warmup_steps: 5, decay_steps: 20}",
+        "train.label_smoothing=0.1",
+        "train.pos_weight=3",
+    ],
     "ftrl, stored order": ["optimizer.sparse.name=ftrl", "train.shuffle=false"],
     "float16": ["train.precision=fp16", "optimizer.sparse.name=adagrad", "parallel.exchange={t2: pooled}"],
     "split": ["train.precision=split_bf16", "train.dense_dtype=bf16", "parallel.sharding={t0: replicated, t2: row}"],
@@ -165,6 +171,7 @@ def refused(comm: Communicator, function: Callable[..., Any], *arguments: Any) -
         pytest.param("sgd", 2, 4, marks=pytest.mark.slow),
         ("sgd", 4, 4),
         ("adam", 3, 4),
+        ("adamw, cosine, weighted loss", 2, 3),
         ("ftrl, stored order", 3, 3),
         ("float16", 4, 5),
         ("split", 2, 2),

@@ -57,6 +57,8 @@ train.seed 1
 train.threads auto
 train.precision fp32
 train.dense_dtype fp32
+train.label_smoothing 0.0
+train.pos_weight 1.0
 train.clip_norm None
 train.nonfinite raise
 train.log_every 50
@@ -290,6 +292,13 @@ def test_yaml_round_trip() -> None:
             {"data": "d", "optimizer": {"sparse": {"name": "sgd", "eps": 1e-8}}},
             r"optimizer\.sparse: eps is 1e-08, but sgd has no such option",
         ),
+        (
+            {"data": "d", "model": {"objective": "squared_error"}, "train": {"pos_weight": 3}},
+            r"train\.pos_weight is 3\.0, but model\.objective squared_error has no such option; set it to 1\.0",
+        ),
+        ({"data": "d", "train": {"label_smoothing": 1}}, r"train\.label_smoothing"),
+        ({"data": "d", "train": {"pos_weight": 0}}, r"train\.pos_weight"),
+        ({"data": "d", "train": {"clip_norm": 0}}, r"train\.clip_norm"),
         ({"data": "d", "optimizer": {"schedule": {"name": "cosine"}}}, "decay_steps is 0, but cosine"),
         (
             {"data": "d", "optimizer": {"schedule": {"name": "one_cycle", "decay_steps": 5}}},

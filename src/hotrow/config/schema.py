@@ -18,6 +18,7 @@ from hotrow.base.records import SECTION
 from hotrow.models import MODELS
 from hotrow.models.spec import ModelSpec
 from hotrow.objectives import OBJECTIVES
+from hotrow.objectives.objective import Objective
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -211,6 +212,13 @@ class TrainConfig(_Section):
     `bf16`: bfloat16. On a CPU with `avx512_bf16` and no AMX, hotrow's own products of MLPs are used; elsewhere bfloat16
     is used in the operations for which torch's autocast uses it. This is faster on GPUs and on CPUs with bfloat16
     products; on other CPUs it is slower, and a warning says so. The first line of a run names the arithmetic."""
+    label_smoothing: Share = 0.0
+    """How far the loss moves labels towards 1/2: with 0.1, 0 and 1 count as 0.05 and 0.95. Metrics, and so early
+    stopping, use the labels as they are. Only for `model.objective` binary_cross_entropy."""
+    pos_weight: Positive = 1.0
+    """Weight of samples with label 1 in the loss, as in torch's BCEWithLogitsLoss. Metrics weigh all samples alike:
+    with another weight than 1, scores are not rates of clicks, so calibration and LogLoss become worse. Only for
+    `model.objective` binary_cross_entropy."""
     clip_norm: Positive | None = None
     """The largest norm of a step's gradients: those of the MLPs and of pooled rows, all together, are scaled down to it
     (`hotrow.clip_grad_norm_`). Only on one process, in any number of micro-batches; plans leave out the time that it
@@ -432,6 +440,24 @@ class Config(_Section):
                 f"{', '.join(allowed)} or null"
             )
         return self
+
+    @model_validator(mode="after")
+    def _loss_has_options(self) -> Config:
+        taken = self.model.trained_for.loss_options
+        for name in dict.fromkeys(name for each in OBJECTIVES.values() for name in each.loss_options):
+            value, neutral = getattr(self.train, name), TrainConfig.model_fields[name].default
+            if name not in taken and value != neutral:
+                raise ValueError(
+                    f"train.{name} is {value}, but model.objective {self.model.objective} has no such option; set it "
+                    f"to {neutral}, or choose another objective"
+                )
+        return self
+
+    @property
+    def objective(self) -> Objective:
+        """What the model is trained for, with the options of `train` that change its loss."""
+        objective = self.model.trained_for
+        return type(objective)(**{name: getattr(self.train, name) for name in objective.loss_options})
 
     @property
     def monitor(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +21,7 @@ _PIECE_ROWS = 1 << 20
 """Rows turned into float64 at a time."""
 
 
+@dataclass(frozen=True)
 class BinaryCrossEntropy(Objective):
     """One label, 0 or 1. Outputs are logits; a score is the probability of label 1.
 
@@ -35,8 +37,14 @@ class BinaryCrossEntropy(Objective):
 
     `measured` takes 12 bytes of memory per row. If all labels are equal, `auc` and `ne` (and `calibration`, if there is
     no positive) are NaN.
+
+    label_smoothing, pos_weight: the loss of a sample is -(pos_weight t log p + (1 - t) log(1 - p)), where t is the
+    label moved towards 1/2 by that share of the way. Metrics know neither.
     """
 
+    label_smoothing: float = 0.0
+    pos_weight: float = 1.0
+    loss_options: ClassVar = ("label_smoothing", "pos_weight")
     name: ClassVar = "binary_cross_entropy"
     label: ClassVar[LabelKind] = "binary"
     figures: ClassVar = ("num_rows", "auc", "logloss", "ne", "calibration", "accuracy", "base_rate", "base_logloss")
@@ -60,7 +68,11 @@ class BinaryCrossEntropy(Objective):
 
     def summed(self, outputs_B: Tensor, labels_BL: Tensor) -> Tensor:
         """Returns the sum of the binary cross-entropies of at most SERIAL samples, 0-dim."""
-        return binary_cross_entropy_with_logits(outputs_B, labels_BL[:, 0], reduction="sum")
+        target_B = labels_BL[:, 0]
+        if self.label_smoothing:
+            target_B = target_B + self.label_smoothing * (0.5 - target_B)
+        weight = None if self.pos_weight == 1 else outputs_B.new_tensor(self.pos_weight)
+        return binary_cross_entropy_with_logits(outputs_B, target_B, pos_weight=weight, reduction="sum")
 
     @staticmethod
     def scores(outputs_B: Tensor) -> Tensor:

@@ -59,6 +59,8 @@ class Objective:
     name: ClassVar[str]
     label: ClassVar[LabelKind]
     """What a label must be."""
+    loss_options: ClassVar[tuple[str, ...]] = ()
+    """The options of `train` that its class takes as arguments; they change the loss alone, no metric."""
     figures: ClassVar[tuple[str, ...]]
     """Names of the numbers that `compute` returns. `num_rows` is one of them."""
     optional: ClassVar[tuple[str, ...]]

@@ -54,7 +54,7 @@ def learning(runs: Sequence[RunFacts]) -> list[Chart]:
         return {KEPT: [point for point in curve if point[0] == chosen]}
 
     of_splits: dict[str | None, str] = {"val": "validation", "test": "test"}
-    losses = lines("train", "loss", {None: "" if several else "training"})
+    losses = lines("train", "loss", {None: "" if several else ", ".join(["training", *_options_of_loss(runs[0])])})
     measures = measures_of(runs)
     loss = runs[0].objective.loss_figure
     losses |= {} if several else lines("eval", loss, of_splits)
@@ -72,6 +72,13 @@ def learning(runs: Sequence[RunFacts]) -> list[Chart]:
                 curves_chart(curves, y_label=measure.title, label=f"{name} over steps", caption=caption, dashed=[KEPT])
             )
     return charts
+
+
+def _options_of_loss(run: RunFacts) -> list[str]:
+    """Returns the options of `train` that make the training loss another one than the evaluations'."""
+    defaults = {name: str(getattr(run.objective, name)) for name in run.objective.loss_options}
+    given = {name: run.options.get(f"train.{name}", default) for name, default in defaults.items()}
+    return [f"{name} {value}" for name, value in given.items() if value != defaults[name]]
 
 
 def measures_of(runs: Sequence[RunFacts]) -> dict[str, Measure]:

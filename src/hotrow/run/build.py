@@ -110,7 +110,7 @@ def build(setup: Setup, comm: Communicator | None = None) -> Parts:
         sparse_optimizer,
         schedule,
         setup.dense,
-        objective=setup.config.model.trained_for,
+        objective=setup.config.objective,
         ranks=setup.ranks,
         clip_norm=setup.config.train.clip_norm,
     )

@@ -493,7 +493,8 @@ class Training:
         result = self._evaluated(split, metrics=metrics)
         epoch = round(step / self.steps_per_epoch, 4)
         is_selection = split == "val" and self.folder.path.resolve().name == SELECTION
-        losses = {"losses": losses_of_parts(metrics, objective)} if is_selection else {}
+        plain = self.config.model.trained_for  # these losses are compared as metrics are
+        losses = {"losses": losses_of_parts(metrics, plain)} if is_selection else {}
         self.folder.measure("eval", step=step, split=split, epoch=epoch, **result, **losses)
         self.say(f"{split} at step {step}: {objective.line(result)}")
         return result
