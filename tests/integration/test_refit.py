@@ -60,7 +60,9 @@ def test_the_second_run_trains_all_rows_but_those_of_the_test(timed: bool, tmp_p
     raw = yaml.safe_load((selection.path / "config.yaml").read_text())
     raw["train"] |= {"max_steps": run.record.steps, "eval_every": None, "early_stopping": None}
     schedule = raw["optimizer"]["schedule"]
-    raw["optimizer"]["schedule"] = {name: steps and round(steps * more) for name, steps in schedule.items()}
+    raw["optimizer"]["schedule"] = {
+        name: round(steps * more) if isinstance(steps, int) else steps for name, steps in schedule.items()
+    }
     alone = runs.train(
         make_config(raw | {"data": str(by_hand.path), "run": str(tmp_path / "alone")}, origin="test"), quiet=True
     )

@@ -142,7 +142,7 @@ def test_metrics_do_not_know_the_options_of_the_loss(dataset: PackedDataset, tmp
     """The same weights, one step short of the first update, judged with and without the options."""
     judged = []
     for changes in ((), ("train.label_smoothing=0.3", "train.pos_weight=5")):
-        raw = {**BASE, "data": str(dataset.path), "run": str(tmp_path / f"run{len(judged)}")}
+        raw = {**BASE, "data": str(dataset.path), "run": str(tmp_path / f"{len(judged)}/selection")}
         frozen = "optimizer.dense.lr=1e-30", "optimizer.sparse.lr=1e-30", "train.max_steps=1", "train.eval_every=2"
         run = runs.train(make_config(apply_overrides(raw, [*frozen, *changes])))
         lines = [line for line in run.measurements() if line["kind"] == "eval"]

@@ -100,7 +100,7 @@ class Rig:
 
     def _add(self, t: int, native: Any) -> None:
         shape = self.shapes[t]
-        first = (KEY, BOUND, ZERO_ROWS, (0, 0, 1), shape.dim, shape.storage)
+        first = (KEY, BOUND, ZERO_ROWS, (0, 0, 1, 0), shape.dim, shape.storage)
         self.natives.append(native)
         sizes = (shape.num_rows, shape.pinned, shape.cached)
         self.caches.add(sizes, first, list(shape.states), native, self.arrays[t])

@@ -48,6 +48,7 @@ VALUES: dict[str, list[Any]] = {
     "model.num_cross_layers": [1, 3, 0],
     "model.low_rank": [None, 2, 0],
     "model.deep_mlp": WIDTHS,
+    "model.second_order": [True, False, 1],
     "model.structure": ["parallel", "stacked", "none"],
     "optimizer.dense.name": ["sgd", "adagrad", "adam", "adamw", "lion"],
     "optimizer.dense.lr": [0.01, 1, 0],

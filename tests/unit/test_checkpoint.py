@@ -269,7 +269,7 @@ def test_a_file_system_that_cannot_map_files_is_named(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(mmap, "mmap", refused)
     with (tmp_path / "whole").open("w+b") as file, pytest.raises(ValueError, match=r"whole together: .* set `run` to"):
-        _put(file, 0, 8, torch.arange(1), torch.ones(1, 2))
+        _put(file, 0, torch.ones(1, 2), torch.arange(1), slice(None))
 
 
 def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

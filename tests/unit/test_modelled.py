@@ -15,7 +15,7 @@ from hotrow.costs import declared as module
 from hotrow.costs.cost import PHASES, CostModel, amounts_of
 from hotrow.costs.declared import RATES, faster, modelled, rate_of, read_machine
 from hotrow.costs.demand import tables_of
-from hotrow.costs.hardware import MACHINES, Figure, Hardware, Point
+from hotrow.costs.hardware import COST_VERSION, MACHINES, Figure, Hardware, Point
 from hotrow.costs.traffic import traffic_of
 from hotrow.costs.wire import sharing_amounts
 from hotrow.costs.work import work_of
@@ -27,6 +27,7 @@ from hotrow.placement.budget import TableSlots
 KINDS = ("steps", "calls", "multiply-adds", "lines from beyond 2 MiB", "pooled values beyond 2 MiB", "ids")
 HERE = Hardware(
     name="here",
+    cost_version=COST_VERSION,
     date="2026-01-31",
     host={},
     versions={},
