@@ -27,6 +27,8 @@ from unittest.mock import patch
 import numpy as np
 import yaml
 
+os.environ["TRITON_INTERPRET"] = "1"  # as in tests: without a GPU, plans of one are refused sooner
+
 from hotrow.cli import plan as cli_plan
 from hotrow.config.load import make_config
 from hotrow.costs import cost

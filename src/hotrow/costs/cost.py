@@ -401,7 +401,7 @@ class CostModel:
             byte_s=max(on_link / network.bytes_per_s.value, cpu_s),
             turn_s=network.s_per_message.value * crowd,
             further_s=(shared.num_ranks - 2) * network.cpu_s_per_message.value * crowd,
-            stops=(shared.transport or ("mpi" if self.hardware.network is None else "gloo")) == "mpi",
+            stops=transport_of(self.hardware, shared.transport) == "mpi",
         )
 
     def _phases(self, work: Work, amounts: Mapping[str, Amounts]) -> dict[str, float]:
@@ -470,16 +470,21 @@ def _waits(shared: Shared, work_s: Mapping[str, float], pace: _Pace) -> dict[str
     return waits
 
 
+def transport_of(hardware: Hardware, transport: TransportName | None) -> TransportName:
+    """Returns the transport; if None, gloo, or MPI if only MPI is known of the machine."""
+    return transport or ("mpi" if hardware.network is None and hardware.mpi is not None else "gloo")
+
+
 def network_of(hardware: Hardware, transport: TransportName | None = None) -> Network:
-    """Returns what exchanges between ranks take over a transport. If None, over gloo, or MPI if only MPI is known.
+    """Returns what exchanges between ranks take over the transport of `transport_of`.
 
     Raises ValueError, with the cure, if nobody knows.
     """
-    known = {"gloo": hardware.network, "mpi": hardware.mpi}
-    found = known[transport] if transport is not None else hardware.network or hardware.mpi
+    name = transport_of(hardware, transport)
+    found = hardware.mpi if name == "mpi" else hardware.network
     if found is None:
         raise ValueError(
-            f"the hardware file of {hardware.name} has no {'mpi' if transport == 'mpi' else 'network'}, without which "
+            f"the hardware file of {hardware.name} has no {'mpi' if name == 'mpi' else 'network'}, without which "
             "an exchange between ranks has no time: measure it again with hotrow probe, or declare it (docs/probe.md)"
         )
     return found

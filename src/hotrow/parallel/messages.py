@@ -47,7 +47,7 @@ class Keys:
         if self._wire_dtype == "fp32":
             return made
         each = [(words[:num], words[num:].view(torch.float32), num) for words, num in made]
-        return [(torch.cat([keys, *narrow([sums], self._wire_dtype)]), num) for keys, sums, num in each]
+        return [(torch.cat([head, *narrow([sums], self._wire_dtype)]), num) for head, sums, num in each]
 
     def unpack_sums(
         self,
