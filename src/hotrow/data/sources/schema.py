@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -670,6 +671,10 @@ def parse_schema(value: Any, *, where: str) -> Schema:
     if value.get("version") == 1:
         value = _as_version_1_meant(value)
     try:
+        value = _interval_by_interval(value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    try:
         # JSON mode: strict about scalars, while a list may stand for a tuple.
         return Schema.model_validate_json(json.dumps(value, default=str))
     except ValidationError as error:
@@ -680,6 +685,33 @@ def _as_version_1_meant(value: dict[str, Any]) -> dict[str, Any]:
     """Returns a schema of version 1 with what its absent fields meant."""
     csv = value.get("csv", {})
     return {"odd_share": 0.0, **value, "csv": {"null_values": [""], **csv} if isinstance(csv, dict) else csv}
+
+
+def _interval_by_interval(value: dict[str, Any]) -> dict[str, Any]:
+    """Writes `piecewise` with `boundaries` as an entry for each interval, and the input that it makes as theirs."""
+    entries, parts = list[Any](), dict[str, list[str]]()
+    made = value.get("transforms")
+    for entry in made if isinstance(made, list) else ():
+        options = entry.get("piecewise") if isinstance(entry, dict) and len(entry) == 1 else None
+        if not isinstance(options, dict) or not {"boundaries", "into"} <= options.keys():
+            entries.append(entry)
+            continue
+        ends, into = options["boundaries"], str(options["into"])
+        numbers = isinstance(ends, list) and all(type(end) in (int, float) for end in ends)
+        if not numbers or len(ends) < 2 or any(low >= high for low, high in pairwise(ends)):
+            raise ValueError(f"transforms: piecewise.boundaries are {ends}; give at least two numbers, in rising order")
+        rest = {name: option for name, option in options.items() if name != "boundaries"}
+        parts[into] = [f"{into} {low} to {high}" for low, high in pairwise(ends)]
+        for name, (low, high) in zip(parts[into], pairwise(ends), strict=True):
+            entries.append({"piecewise": {**rest, "into": name, "low": low, "high": high}})
+    if not parts:
+        return value
+    dense = list[Any]()
+    for spec in value["dense"] if isinstance(value.get("dense"), list) else ():
+        fields = spec if isinstance(spec, dict) else {"column": spec}
+        names = parts.get(str(fields.get("column")))
+        dense += [spec] if names is None else [{**fields, "column": name} for name in names]
+    return {**value, "transforms": entries, "dense": dense}
 
 
 def check_options(**options: Any) -> SplitSpec:
