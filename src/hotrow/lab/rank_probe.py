@@ -46,7 +46,7 @@ from hotrow.costs.wire import sharing_amounts
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import Split
 from hotrow.lab import mpi_start
-from hotrow.lab.step_probe import PARTS, Drawn, Shape, build_shape, point_of, shapes, work_of_steps
+from hotrow.lab.step_probe import Drawn, Shape, build_shape, point_of, shapes, work_of_steps
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.dense import OverRanks
@@ -65,6 +65,9 @@ RANKS, MANY = 4, 9
 ROUNDS = 9
 WARMUP, TIMED = 2, 5
 """Steps with each batch size."""
+SAMPLES, PARTS = 2048, (1, 8)
+"""A step has at least so many samples, or an eighth of them. What a value takes is less than the noise of steps that are
+much smaller than those that ranks share."""
 MAX_TABLE_BYTES = 48 << 20
 REPLICATED_ROWS = 64
 """Tables of at most so many rows lie on both ranks, as small tables of a run do."""
@@ -163,6 +166,7 @@ def main(arguments: Sequence[str]) -> None:
     comm, group = communicator(), dist.new_group([0, 1])
     two = communicator(group) if rank < 2 else None
     network = _network(two, _others(two)) if two is not None else None
+    everyone(comm, None)  # the others rest meanwhile
     crowding, kernels = _steps(comm, two, until_s)
     points = {phase: [asdict(point) for point in own] for phase, own in kernels.items()}
     if network is not None and rank == 0:
@@ -242,7 +246,7 @@ def _steps(comm: Communicator, two: Communicator | None, until_s: float) -> tupl
         with ExitStack() as stack:
             sides = [_Sides(shape, own, stack, pools=number % 2 == 1) for own in (two, comm) if own is not None]
             for part, own in itertools.product(PARTS, sides):
-                found = own.measure(max(own.comm.size, shape.config.train.batch_size // part), seed=number)
+                found = own.measure(max(SAMPLES, shape.config.train.batch_size) // part, seed=number)
                 crowded += [found.crowded] * (own.comm is two)
                 for name, taken, amounts in found.added:
                     points[f"shared {name}"].append(point_of(torch.get_num_threads(), amounts, taken, 0.0))
