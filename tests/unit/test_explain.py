@@ -26,7 +26,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.forecast import foretell as foretelling
 from hotrow.forecast.changes import changes as changes_of
 from hotrow.forecast.explain import bind
-from hotrow.forecast.ranks import rank_of
+from hotrow.forecast.ranks import as_one_rank
 from hotrow.placement.budget import Memory, TableDemand
 from hotrow.placement.tiers import Tiers
 from hotrow.run import runs, trainer
@@ -298,7 +298,7 @@ def test_other_exchanges_of_ranks(plan: Any, write: Any, hardware: Hardware, dat
         dataset=dataset,
         hardware=linked,
     )
-    found = {each.what: each for each in changes_of(rank_of(alone, config, 2), None)}
+    found = {each.what: each for each in changes_of(as_one_rank(alone, config, 2), None)}
     for what, option in (
         ("another exchange of rows", "parallel.exchange=pooled"),
         ("numbers that travel rounded", "parallel.wire_dtype=bf16"),

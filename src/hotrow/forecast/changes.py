@@ -16,7 +16,7 @@ from hotrow.config.load import apply_overrides, make_config
 from hotrow.costs.cost import Prediction, network_of
 from hotrow.costs.declared import modelled_by
 from hotrow.costs.hardware import Disk, Figure, Gpu
-from hotrow.forecast.ranks import rank_of
+from hotrow.forecast.ranks import as_one_rank
 from hotrow.parallel.shards import pooled_tables
 from hotrow.placement.budget import Memory
 from hotrow.setup.slots import SlotPlanner, looks_at_accesses, threads_of
@@ -144,7 +144,7 @@ def _speed_with(planner: SlotPlanner, memory: Memory | None, option: str, most_r
     config, sharing = make_config(apply_overrides(planner.config.model_dump(mode="json"), [option])), planner.sharing
     if sharing is not None:
         _check_few(planner, most_rows)
-        other = rank_of(planner, config, sharing.num_ranks, local_size=sharing.local_size)
+        other = as_one_rank(planner, config, sharing.num_ranks, local_size=sharing.local_size)
     else:
         if looks_at_accesses(planner.config, config):
             _check_few(planner, most_rows)
@@ -187,7 +187,7 @@ def _speed_of_two(planner: SlotPlanner, most_rows: float) -> float:
     network_of(planner.hardware)
     _check_few(planner, most_rows)
     config = planner.config.with_micro_batches(max(2, planner.config.train.micro_batches or 0))
-    other = rank_of(planner, config, 2)
+    other = as_one_rank(planner, config, 2)
     return other.work.batch_size / step_at(other, planner.budget)
 
 

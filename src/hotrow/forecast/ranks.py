@@ -57,7 +57,7 @@ def over_ranks(setup: Setup, alone: Setup | None) -> OverRanks:
     )
 
 
-def rank_of(planner: SlotPlanner, config: Config, num_ranks: int, *, local_size: int = 1) -> SlotPlanner:
+def as_one_rank(planner: SlotPlanner, config: Config, num_ranks: int, *, local_size: int = 1) -> SlotPlanner:
     """Returns the planner of the first of several ranks, in as much DRAM. local_size: ranks on a machine."""
     dataset = planner.dataset
     assert dataset is not None
