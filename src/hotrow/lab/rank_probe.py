@@ -66,8 +66,8 @@ ROUNDS = 9
 WARMUP, TIMED = 2, 5
 """Steps with each batch size."""
 SAMPLES, PARTS = 2048, (1, 8)
-"""A step has at least so many samples, or an eighth of them. In much smaller steps than ranks share, what a value takes is
-less than the noise."""
+"""Steps have at least so many samples, or an eighth of them: in much smaller ones, what a value takes is less than the
+noise."""
 MAX_TABLE_BYTES = 48 << 20
 REPLICATED_ROWS = 64
 """Tables of at most so many rows lie on both ranks, as small tables of a run do."""
