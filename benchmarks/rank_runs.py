@@ -46,6 +46,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "hotrow.run.runs", "hotrow.parallel.launch"])
 HANG_S = 180.0
 """Ranks of mpiexec each import torch, which takes a minute on a machine that has much else to do."""
+ENDING_S = 5.0
+"""In which mpiexec sees that a rank has failed, and ends the others."""
 Transport = Literal["gloo", "mpi"]
 TRANSPORTS: tuple[Transport, ...] = ("gloo", "mpi")
 
@@ -53,7 +55,8 @@ TRANSPORTS: tuple[Transport, ...] = ("gloo", "mpi")
 @dataclass
 class OfMpi:
     """A rank that mpiexec started, as the process of `multiprocessing` that it would be over gloo. Its exit code is
-    that of mpiexec, which ends all ranks if one ends with another than 0, and does not tell theirs."""
+    that of mpiexec, which ends all ranks if one ends with another than 0, and does not tell theirs. So it is 0 if the
+    rank has gone and mpiexec goes on."""
 
     launcher: subprocess.Popen[bytes]
     noted: Path
@@ -65,6 +68,9 @@ class OfMpi:
 
     @property
     def exitcode(self) -> int | None:
+        if self.launcher.poll() is None and self.noted.exists() and not is_alive(self.pid):
+            self.join(ENDING_S)
+            return 0 if self.launcher.poll() is None else self.launcher.returncode
         return self.launcher.poll()
 
     def join(self, timeout: float | None = None) -> None:
@@ -234,6 +240,13 @@ def outcome(run: Path) -> dict[str, str]:
         if line["kind"] in ("train", "eval")
     }
     return {"losses": json.dumps(losses), "metrics": json.dumps(folder.record.final_metrics), **_bits(folder)}
+
+
+def is_alive(pid: int) -> bool:
+    """Returns whether a process runs or is stopped. Linux only."""
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

@@ -69,6 +69,8 @@ _WHEN_FINISHED = (
 )
 """Fields that every finished run has."""
 _DOCUMENT = Document(RunRecord, marks={"hotrow_run": 2}, cure="restore it from a copy, or train a new run")
+ENDING_S = 3.0
+"""How long a process that was killed may take to let go of a run's folder: mpiexec ends before its last rank has."""
 
 
 class RunFolder:
@@ -153,7 +155,12 @@ class RunFolder:
         if self._is_claimed:
             yield
             return
-        with claim(self.path) as claimed:
+        with ExitStack() as claims:
+            claimed = claims.enter_context(claim(self.path))
+            until_s = time.monotonic() + ENDING_S
+            while claimed is False and time.monotonic() < until_s:
+                time.sleep(0.1)
+                claimed = claims.enter_context(claim(self.path))
             if claimed is False:
                 raise ValueError(
                     f"another process trains in {self.path}: wait until it has ended, or end it (SIGTERM lets it save "
