@@ -36,6 +36,7 @@ from torch import Tensor
 from hotrow.base.door import is_taken, remove
 from hotrow.base.files import atomic_write, explain_full_disk, size
 from hotrow.base.progress import ProgressCallback, num_of, progress_bar
+from hotrow.batch import Batch
 from hotrow.config.load import apply_overrides, make_config, options, overrides_of, read_config, with_model
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.config.schema import Config
@@ -187,8 +188,9 @@ class Run:
     @torch.no_grad()
     def _outputs(
         self, data: Any, *, labels: Literal["ignored", "alone"], strict: bool
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields outputs and labels of raw rows, piece by piece. labels: "alone": labels are read, but not times."""
+    ) -> Iterator[tuple[Tensor, Batch]]:
+        """Yields outputs of raw rows, and the rows, piece by piece. labels: "alone": labels and weights are read, but
+        not times."""
         embedding, model, dense, _ = self._network
         first_row, seen, raw = 0, seen_of(self.record), RawEncoder(self.folder.vocabulary)
         values: Literal["strict", "any"] = "strict" if strict else "any"
@@ -200,7 +202,7 @@ class Run:
                     row = first_row + error.sample
                     raise ValueError(f"row {row:,} of the data, from 0: {error.feature} has {error.reason}") from None
                 first_row += len(outputs_B)
-                yield outputs_B, batch.label
+                yield outputs_B, batch
         self._tell_of(seen)
 
     def _tell_of(self, seen: Seen) -> None:
@@ -262,8 +264,8 @@ class Run:
         if RawEncoder(self.folder.vocabulary).schema.histories is not None:
             raise ValueError("this run's rows are made of histories: prepare the new events, and pass --data FOLDER")
         metrics = self._network.objective.metrics()
-        for outputs_B, label_B in self._outputs(data, labels="alone", strict=strict):
-            metrics.update(outputs_B, label_B)
+        for outputs_B, batch in self._outputs(data, labels="alone", strict=strict):
+            metrics.update(outputs_B, batch.label, batch.weight)
         if not metrics.num_rows:
             shown = str(data) if _is_paths(data) else "the frame"
             raise ValueError(f"{shown} has no rows to judge the run by; give a file that has some")

@@ -237,6 +237,8 @@ class Batch:
     label: Tensor
     of_samples: int | None = None
     """Samples of the global batch of which this is one rank's part; if None, this is the whole."""
+    weight: Tensor | None = None
+    """How much each sample counts in the loss, float32 [B]; if None, each counts 1."""
 
     @property
     def num_samples(self) -> int:
@@ -252,9 +254,10 @@ class Batch:
         return len(self.label)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """Returns the batch with dense values and labels on `device`; ids stay in host memory."""
+        """Returns the batch with dense values, labels and weights on `device`; ids stay in host memory."""
         dense, label = (each.to(device, non_blocking=non_blocking) for each in (self.dense, self.label))
-        return Batch(dense, self.sparse, label, self.of_samples)
+        weight = None if self.weight is None else self.weight.to(device, non_blocking=non_blocking)
+        return Batch(dense, self.sparse, label, self.of_samples, weight)
 
     def __iter__(self) -> Iterator[Tensor | KeyedJaggedTensor]:
         return iter((self.dense, self.sparse, self.label))

@@ -111,15 +111,21 @@ def cases(model: str, *more: Sequence[Any], every: bool = False) -> list[tuple[A
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows that every model takes: ids and their histories, and dense inputs."""
+    """Rows that every model takes: ids and their histories, dense inputs, and weights, every third of them 0."""
     rng, n = np.random.default_rng(1), 5200
     ids = {"user": rng.integers(0, 300, n), "item": rng.integers(0, 200, n), "category": rng.integers(0, 7, n)}
     dense = {f"x{k}": rng.standard_normal(n).astype(np.float32) for k in range(DENSE)}
     lengths = rng.integers(0, 4, n)
     lists = {f"{name}_history": [rng.integers(0, 9, k).tolist() for k in lengths] for name in ("item", "category")}
-    other = {"label": rng.integers(0, 2, n), "time": np.arange(n)}
+    other = {"label": rng.integers(0, 2, n), "time": np.arange(n), "weight": rng.random(n) * (np.arange(n) % 3)}
     listed = [{"column": name, "kind": "sequence", "table": name.removesuffix("_history")} for name in lists]
-    schema = {"label": "label", "time": "time", "dense": list(dense), "categorical": [*ids, *listed]}
+    schema = {
+        "label": "label",
+        "weight": "weight",
+        "time": "time",
+        "dense": list(dense),
+        "categorical": [*ids, *listed],
+    }
     table = pa.table({**ids, **dense, **other, **{name: pa.array(own) for name, own in lists.items()}})
     path = tmp_path_factory.mktemp("models") / "data"
     return run_prepare("frame", table, path, schema=parse_schema(schema, where="test")).path
@@ -168,7 +174,7 @@ def found_of(parts: Parts, batch: Batch, offset: int, threads: int) -> dict[str,
     rows = {name: (elsewhere(own, offset).requires_grad_(), offsets) for name, (own, offsets) in rows.items()}
     logits = parts.model(elsewhere(batch.dense, offset), rows[""][0] if "" in rows else rows)
     leaves = dict(parts.model.named_parameters()) | {f"rows {name}": own for name, (own, _) in rows.items()}
-    loss = parts.objective.loss(logits, batch.labels, len(batch))
+    loss = parts.objective.loss(logits, batch.labels, len(batch), batch.weight)
     grads = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
     torch.set_num_threads(1)
     named = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
@@ -221,7 +227,8 @@ def trained(
         start, stop = (first + at for at in comm.ranks.samples(last - first))
         own = slice(start, stop)
         sparse = whole.sparse.samples(start, stop)
-        batch = Batch(whole.dense[own].clone(), sparse, whole.label[own].clone(), of_samples=last - first)
+        dense, label, weight = (each[own].clone() for each in (whole.dense, whole.label, whole.weight))
+        batch = Batch(dense, sparse, label, of_samples=last - first, weight=weight)
         losses.append(trainer.train_step(parts, batch, step, trainer.StepClock(session)))
     torch.set_num_threads(1)
     found = {f"loss {step}": loss for step, loss in enumerate(losses)} | parts.model.state_dict()
@@ -340,9 +347,10 @@ def looked_for(comm: Communicator, data: Path, options: dict[str, Any]) -> list[
 def test_a_loss_of_many_samples_is_the_same_on_any_threads(objective: Objective) -> None:
     logits_B = torch.randn(34_287, generator=torch.Generator().manual_seed(3)).requires_grad_()
     labels_BL, threads, found = (logits_B[:, None] > 0.3).float(), torch.get_num_threads(), []
+    weight_B = (logits_B.detach() * 7).frac().abs()
     for number in (1, 2, 3):
         torch.set_num_threads(number)
-        loss = objective.loss(logits_B, labels_BL, 34_287)
+        loss = objective.loss(logits_B, labels_BL, 34_287) + objective.loss(logits_B, labels_BL, 34_287, weight_B)
         found.append((bits(loss), bits(torch.autograd.grad(loss, logits_B)[0]), bits(sigmoid(logits_B))))
     torch.set_num_threads(threads)
     assert found[0] == found[1] == found[2]

@@ -33,6 +33,7 @@ SMALL = {"batch_size": 64, "epochs": 1, "embedding_dim": 2, "bottom_mlp": [4], "
 TOLD: dict[str, Any] = {
     "label": "click",
     "objective": "squared_error",
+    "weight": "paid",
     "time": "seen",
     "time_format": "%d/%m/%Y",
     "categorical": ["age"],
@@ -52,9 +53,17 @@ def logs(tmp_path: Path) -> Path:
     draw = np.random.default_rng(0)
     with (tmp_path / "logs.csv").open("w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(["click", "seen", "age", "level", "tags", "zip", "note", "item"])
+        rows.writerow(["click", "seen", "age", "level", "tags", "zip", "note", "item", "paid"])
         for i in range(N):
-            numbers = [i % 50, i % 3, "a|b" if i % 2 else "c", f"{i % 40}", f"n{i % 9}", "-" if i % 5 else f"i{i % 7}"]
+            numbers = [
+                i % 50,
+                i % 3,
+                "a|b" if i % 2 else "c",
+                f"{i % 40}",
+                f"n{i % 9}",
+                "-" if i % 5 else f"i{i % 7}",
+                1 + i % 2,
+            ]
             rows.writerow(["" if i == 7 else draw.integers(2), f"{1 + i // 40:02}/02/2024", *numbers])
     return tmp_path / "logs.csv"
 
@@ -77,7 +86,7 @@ def hotrow_command(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def kinds(dataset: PackedDataset) -> dict[str, Any]:
     schema: Any = dataset.info.ids["schema"]
-    return {name: schema[name] for name in ("label", "time", "dense", "categorical")} | {
+    return {name: schema[name] for name in ("label", "weight", "time", "dense", "categorical")} | {
         "nulls": schema["csv"]["null_values"],
         "rows": sum(split.num_rows for split in dataset.info.splits.values()),
     }
@@ -99,6 +108,7 @@ def test_every_option_means_the_same_everywhere(
     monkeypatch.chdir(tmp_path)
     by_python = kinds(run_prepare("csv", logs, tmp_path / "a", **TOLD))
     assert by_python["rows"] == N - 1
+    assert by_python["weight"] == {"column": "paid"}
     assert by_python["time"] == {"column": "seen", "format": "%d/%m/%Y"}
     assert [column["column"] for column in by_python["dense"]] == ["level"]
     assert {c["column"]: (c["kind"], c["type"]) for c in by_python["categorical"]} == {

@@ -216,7 +216,7 @@ class TrainConfig(_Section):
     """How far the loss moves labels towards 1/2: with 0.1, 0 and 1 count as 0.05 and 0.95. Metrics, and so early
     stopping, use the labels as they are. Only for `model.objective` binary_cross_entropy."""
     pos_weight: Positive = 1.0
-    """Weight of samples with label 1 in the loss, as in torch's BCEWithLogitsLoss. Metrics weigh all samples alike:
+    """Weight of samples with label 1 in the loss, as in torch's BCEWithLogitsLoss. It changes no metric:
     with another weight than 1, scores are not rates of clicks, so calibration and LogLoss become worse. Only for
     `model.objective` binary_cross_entropy."""
     clip_norm: Positive | None = None

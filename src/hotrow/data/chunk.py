@@ -152,6 +152,8 @@ class Chunk:
     """[num_rows] if the source has a time column."""
     odd: tuple[OddCells, ...] = ()
     """Cells that are missing, and rows that are left out, because they are not of their column's kind."""
+    weight: NDArray[np.float32] | None = None
+    """[num_rows] how much each row counts, checked by the source; None if each counts 1."""
     unreadable: Mapping[str, int] = field(default_factory=dict)
     """How many values are not of their column's kind, by column; only rows to score have such values."""
 
@@ -328,6 +330,7 @@ def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
         dense=chunk.dense[mask],
         keys=keys,
         time=None if chunk.time is None else chunk.time[mask],
+        weight=None if chunk.weight is None else chunk.weight[mask],
         odd=tuple(cells.of(mask) for cells in chunk.odd),
     )
 

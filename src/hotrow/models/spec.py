@@ -67,6 +67,10 @@ class Dataset(Protocol):
     path: Path
     info: Any
 
+    @property
+    def splits(self) -> Mapping[str, Any]:
+        """The rows, by the name of their split."""
+
     def table_configs(self, embedding_dim: Mapping[str, int]) -> tuple[TableConfig, ...]:
         """The tables, with the given number of columns each."""
 
@@ -114,6 +118,7 @@ class ModelSpec(BaseModel):
     def check(self, dataset: Dataset) -> None:
         """Raises ValueError, before a run has a folder, if the model cannot be trained on `dataset`."""
         self._check_labels(dataset)
+        _check_weights(dataset)
         dims = self.dims_of(dataset)
         if self.equal_dims and len(set(dims.values())) > 1:
             listed = ", ".join(f"{name} {dim}" for name, dim in dims.items())
@@ -170,3 +175,14 @@ class ModelSpec(BaseModel):
                 f"`{DEFAULT}: 16` for all tables that are not named"
             )
         return {name: self.row_dim(given.get(name, given.get(DEFAULT, 0))) for name in names}
+
+
+def _check_weights(dataset: Dataset) -> None:
+    """Raises ValueError if no row of a split counts. Nearly always the first block of a split has one that does."""
+    for name, split in dataset.splits.items():
+        weights = (split.block(i).weight for i in range(split.num_blocks if dataset.info.weight else 0))
+        if dataset.info.weight and split.num_rows and not any(own.any() for own in weights):
+            raise ValueError(
+                f"{dataset.path}: the weight {dataset.info.weight!r} is 0 in all {split.num_rows:,} rows of the {name} "
+                "split, so none of them counts: correct the column, split otherwise, or leave `weight` out"
+            )

@@ -25,7 +25,8 @@ _PIECE_ROWS = 1 << 20
 class BinaryCrossEntropy(Objective):
     """One label, 0 or 1. Outputs are logits; a score is the probability of label 1.
 
-    With z the logit, p the predicted probability, y the label, r the mean label over all n rows:
+    With z the logit, p the predicted probability, y the label, r the mean label over all n rows (with weights, every
+    mean and share is a weighted one, and a random row is drawn by weight):
         auc           P(score of a random positive > score of a random negative), ties counting one half
         logloss       -mean(y log p + (1 - y) log(1 - p)), natural logarithm; computed as mean(log(1 + e^z) - y z)
         base_logloss  the same for the constant prediction p = r, which is the entropy H(r)
@@ -38,8 +39,8 @@ class BinaryCrossEntropy(Objective):
     `measured` takes 12 bytes of memory per row. If all labels are equal, `auc` and `ne` (and `calibration`, if there is
     no positive) are NaN.
 
-    label_smoothing, pos_weight: the loss of a sample is -(pos_weight t log p + (1 - t) log(1 - p)), where t is the
-    label moved towards 1/2 by that share of the way. Metrics know neither.
+    label_smoothing, pos_weight: the loss of a sample is -w (pos_weight t log p + (1 - t) log(1 - p)), where t is the
+    label moved towards 1/2 by that share of the way, and w the weight of the sample. Metrics know neither of the two.
     """
 
     label_smoothing: float = 0.0
@@ -66,36 +67,42 @@ class BinaryCrossEntropy(Objective):
     monitors: ClassVar = ("logloss", "auc")
     score: ClassVar = "probability of a positive label"
 
-    def summed(self, outputs_B: Tensor, labels_BL: Tensor) -> Tensor:
-        """Returns the sum of the binary cross-entropies of at most SERIAL samples, 0-dim."""
+    def summed(self, outputs_B: Tensor, labels_BL: Tensor, weight_B: Tensor | None = None) -> Tensor:
+        """Returns the weighted sum of the binary cross-entropies of at most SERIAL samples, 0-dim."""
         target_B = labels_BL[:, 0]
         if self.label_smoothing:
             target_B = target_B + self.label_smoothing * (0.5 - target_B)
-        weight = None if self.pos_weight == 1 else outputs_B.new_tensor(self.pos_weight)
-        return binary_cross_entropy_with_logits(outputs_B, target_B, pos_weight=weight, reduction="sum")
+        positive = None if self.pos_weight == 1 else outputs_B.new_tensor(self.pos_weight)
+        return binary_cross_entropy_with_logits(
+            outputs_B, target_B, weight=weight_B, pos_weight=positive, reduction="sum"
+        )
 
     @staticmethod
     def scores(outputs_B: Tensor) -> Tensor:
         """Returns the probability of label 1 for each sample, [B]."""
         return torch.sigmoid(outputs_B)
 
-    def measured(self, outputs_N: NDArray[np.float32], label_N: NDArray[np.bool_]) -> dict[str, Any]:
+    def measured(
+        self, outputs_N: NDArray[np.float32], label_N: NDArray[np.bool_], weight_N: NDArray[np.float32] | None = None
+    ) -> dict[str, Any]:
         """Returns the figures that the class lists."""
-        num_rows, num_positive = len(label_N), int(label_N.sum())
-        rate = num_positive / num_rows
-        loss, mean_prediction, accuracy = _sums(outputs_N, label_N) / num_rows
+        num_rows = len(label_N)
+        weights = np.broadcast_to(np.float32(1), num_rows) if weight_N is None else weight_N
+        total, positive = (float(own.sum(dtype=np.float64)) for own in (weights, weights[label_N]))
+        rate = min(1.0, positive / total)  # the sums may round in different ways
+        loss, mean_prediction, accuracy = _sums(outputs_N, label_N, weights) / total
         base = entropy(rate)
-        single = num_positive in (0, num_rows)
+        single = not (positive and weights[~label_N].any())
         return {
             "num_rows": num_rows,
-            "auc": auc(outputs_N, label_N),
+            "auc": auc(outputs_N, label_N, weight_N),
             "logloss": float(loss),
             "ne": math.nan if single else float(loss) / base,
-            "calibration": float(mean_prediction) / rate if num_positive else math.nan,
+            "calibration": float(mean_prediction) / rate if positive else math.nan,
             "accuracy": float(accuracy),
             "base_rate": rate,
             "base_logloss": base,
-            "undefined": f"all {num_rows} labels are {int(label_N[0])}: auc and ne need both" if single else None,
+            "undefined": f"all {num_rows} labels are {int(positive > 0)}: auc and ne need both" if single else None,
         }
 
     def doubts(self, figures: Figures, rows: str) -> dict[str, str]:
@@ -147,22 +154,26 @@ class BinaryCrossEntropy(Objective):
         ]
 
 
-def _sums(logits: NDArray[np.float32], labels: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Returns the sums over rows of loss, predicted probability, and correct decisions."""
+def _sums(logits: NDArray[np.float32], labels: NDArray[np.bool_], weights: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Returns the weighted sums over rows of loss, predicted probability, and correct decisions."""
     sums = np.zeros(3)
     for start in range(0, len(logits), _PIECE_ROWS):
         z = logits[start : start + _PIECE_ROWS].astype(np.float64)
-        label = labels[start : start + _PIECE_ROWS]
+        label, weight = (own[start : start + _PIECE_ROWS] for own in (labels, weights))
         loss, probability = np.logaddexp(0.0, z) - label * z, 0.5 * (1.0 + np.tanh(0.5 * z))
-        sums += loss.sum(), probability.sum(), ((z >= 0) == label).sum()
+        right = weight.sum(where=(z >= 0) == label, dtype=np.float64)
+        sums += (loss * weight).sum(), (probability * weight).sum(), right
     return sums
 
 
-def auc(scores: NDArray[np.float32], labels: NDArray[np.bool_]) -> float:
+def auc(scores: NDArray[np.float32], labels: NDArray[np.bool_], weights: NDArray[np.float32] | None = None) -> float:
     """Returns P(score of a random positive > score of a random negative) + P(equal) / 2; NaN if a class is missing.
 
-    It is exact: for each positive, it counts the negatives strictly below and the negatives not above, in integers.
+    With weights, rows are drawn in proportion to them. Without, it is exact: for each positive, it counts the negatives
+    strictly below and the negatives not above, in integers.
     """
+    if weights is not None:
+        return _weighted_auc(scores, labels, weights.astype(np.float64))
     negatives, positives = np.sort(scores[~labels]), np.sort(scores[labels])
     if not len(negatives) or not len(positives):
         return math.nan
@@ -173,6 +184,16 @@ def auc(scores: NDArray[np.float32], labels: NDArray[np.bool_]) -> float:
             np.searchsorted(negatives, piece, "right").sum()
         )
     return twice / (2 * len(negatives) * len(positives))
+
+
+def _weighted_auc(scores: NDArray[np.float32], labels: NDArray[np.bool_], weights: NDArray[np.float64]) -> float:
+    order = np.argsort(scores[~labels], kind="stable")
+    negatives, positives = scores[~labels][order], scores[labels]
+    below = np.concatenate([[0.0], np.cumsum(weights[~labels][order])])  # weight of the first k negatives
+    if not below[-1] or not weights[labels].any():
+        return math.nan
+    twice = below[np.searchsorted(negatives, positives, "left")] + below[np.searchsorted(negatives, positives, "right")]
+    return float(np.average(twice, weights=weights[labels]) / (2 * below[-1]))
 
 
 def entropy(rate: float) -> float:

@@ -47,13 +47,13 @@ class Objective:
     """A loss, the metrics that judge a model, and the scores that it gives.
 
         objective = OBJECTIVES["binary_cross_entropy"]
-        objective.loss(outputs_B, batch.labels, batch.num_samples).backward()
+        objective.loss(outputs_B, batch.labels, batch.num_samples, batch.weight).backward()
         metrics = objective.metrics()
-        metrics.update(outputs_B, batch.labels)      # per batch
+        metrics.update(outputs_B, batch.labels, batch.weight)      # per batch
         metrics.compute()["auc"]
         objective.scores(outputs_B)                  # what `predict` returns
 
-    outputs_B is what a network returns, float32 [B]; labels are float32 [B, L].
+    outputs_B is what a network returns, float32 [B]; labels are float32 [B, L], weights float32 [B] or None.
     """
 
     name: ClassVar[str]
@@ -78,17 +78,18 @@ class Objective:
     score: ClassVar[str]
     """What a score is, in words that follow "the"."""
 
-    def loss(self, outputs_B: Tensor, labels_BL: Tensor, num_samples: int) -> Tensor:
-        """Returns the summed loss of these samples divided by `num_samples`, 0-dim.
+    def loss(self, outputs_B: Tensor, labels_BL: Tensor, num_samples: int, weight_B: Tensor | None = None) -> Tensor:
+        """Returns the sum over these samples of weight times loss, divided by `num_samples`, 0-dim.
 
-        Each stretch of SERIAL samples is one operation, so that the number of threads changes no bit
-        (`layers.sigmoid`).
+        weight_B: if None, each weighs 1. Each stretch of SERIAL samples is one operation, so that the number of threads
+        changes no bit (`layers.sigmoid`).
         """
-        stretches = zip(torch.split(outputs_B, SERIAL), torch.split(labels_BL, SERIAL), strict=True)
+        columns = [outputs_B, labels_BL, *([] if weight_B is None else [weight_B])]
+        stretches = zip(*(torch.split(column, SERIAL) for column in columns), strict=True)
         return functools.reduce(torch.add, [self.summed(*each) for each in stretches]) / num_samples
 
-    def summed(self, outputs_B: Tensor, labels_BL: Tensor) -> Tensor:
-        """Returns the sum of the losses of at most SERIAL samples, 0-dim, in one operation of torch."""
+    def summed(self, outputs_B: Tensor, labels_BL: Tensor, weight_B: Tensor | None = None) -> Tensor:
+        """Returns the sum of the weighted losses of at most SERIAL samples, 0-dim, in one operation of torch."""
         raise NotImplementedError
 
     @staticmethod
@@ -100,10 +101,13 @@ class Objective:
         """Returns an empty accumulator of this objective's metrics."""
         return Metrics(self)
 
-    def measured(self, outputs_N: NDArray[np.float32], label_N: NDArray[Any]) -> dict[str, Any]:
+    def measured(
+        self, outputs_N: NDArray[np.float32], label_N: NDArray[Any], weight_N: NDArray[np.float32] | None = None
+    ) -> dict[str, Any]:
         """Returns `figures` of N >= 1 rows, and `undefined`: why some are NaN, or None.
 
-        outputs_N: finite. label_N: bool for binary labels, else float32.
+        outputs_N: finite. label_N: bool for binary labels, else float32. weight_N: at least one is above 0; if None,
+        each is 1. A row of weight k counts as k rows, but for `num_rows`.
         """
         raise NotImplementedError
 
@@ -153,23 +157,28 @@ class Metrics:
     influence, and the order of rows changes only the last bits of sums. Ranks exchange outputs and labels, and each
     one adds the rows of all.
 
-    Memory per row: a float32, and a label of one byte if labels are binary, else of four.
+    Memory per row: a float32, a label of one byte if labels are binary, else of four, and four of a weight, if there
+    are weights.
     """
 
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
         self._outputs: list[NDArray[np.float32]] = []
         self._labels: list[NDArray[Any]] = []
+        self._weights: list[NDArray[np.float32]] = []
 
     @property
     def num_rows(self) -> int:
         return sum(len(labels) for labels in self._labels)
 
-    def update(self, outputs: Tensor | ArrayLike, labels: Tensor | ArrayLike) -> None:
-        """Adds rows: outputs [n] of any float dtype, kept as float32, and labels [n] or [n, 1].
+    def update(
+        self, outputs: Tensor | ArrayLike, labels: Tensor | ArrayLike, weights: Tensor | ArrayLike | None = None
+    ) -> None:
+        """Adds rows: outputs [n] of any float dtype, kept as float32, labels [n] or [n, 1], and for all rows or for
+        none weights [n].
 
-        Raises ValueError for NaN or infinite outputs, because the model diverged, and for labels that the objective
-        does not take.
+        Raises ValueError for NaN or infinite outputs, because the model diverged, for labels that the objective does
+        not take, and for weights that are negative or not finite.
         """
         output_n = _to_numpy(outputs).astype(np.float32).reshape(-1)
         label_n = _to_numpy(labels).reshape(-1)
@@ -178,23 +187,36 @@ class Metrics:
         if not np.isfinite(output_n).all():
             bad = int((~np.isfinite(output_n)).sum())
             raise ValueError(f"{bad} of {len(output_n)} scores are NaN or infinite; the model has diverged, lower lr")
+        labels_n = checked_labels(label_n, self._objective.label)
+        if weights is not None:
+            weight_n = _to_numpy(weights).astype(np.float32).reshape(-1)
+            if len(weight_n) != len(label_n) or not ((weight_n >= 0) & (weight_n < np.inf)).all():
+                raise ValueError(f"weights must be {len(label_n)} finite numbers, 0 or more, one per score")
+            self._weights.append(weight_n)
         self._outputs.append(output_n)
-        self._labels.append(checked_labels(label_n, self._objective.label))
+        self._labels.append(labels_n)
+        if len(self._weights) not in (0, len(self._labels)):
+            raise ValueError("some rows came with weights and some without; pass them for all rows or for none")
 
     def compute(self) -> dict[str, Any]:
         """Returns the objective's figures, and `undefined`: in words why some are NaN, or None if none is.
 
-        Raises ValueError if no row was added.
+        Raises ValueError if no row was added, or all weights are 0.
         """
         if not self.num_rows:
             raise ValueError("no rows were added, so there is nothing to compute; is the split empty?")
-        return self._objective.measured(*self.rows())
+        outputs, labels, weights = self.rows()
+        if weights is not None and not weights.any():
+            raise ValueError(f"the weights of all {len(labels)} rows are 0, so there is nothing to judge by")
+        return self._objective.measured(outputs, labels, weights)
 
-    def rows(self) -> tuple[NDArray[np.float32], NDArray[Any]]:
-        """Returns the outputs and labels of all rows, at least one; labels are bool if they are binary."""
+    def rows(self) -> tuple[NDArray[np.float32], NDArray[Any], NDArray[np.float32] | None]:
+        """Returns the outputs, labels and weights of all rows, at least one; labels are bool if they are binary, and
+        weights None if there are none."""
         outputs, labels = np.concatenate(self._outputs), np.concatenate(self._labels)
-        self._outputs, self._labels = [outputs], [labels]
-        return outputs, labels
+        weights = np.concatenate(self._weights) if self._weights else None
+        self._outputs, self._labels, self._weights = [outputs], [labels], [] if weights is None else [weights]
+        return outputs, labels, weights
 
     def figures(self) -> dict[str, Any]:
         """Returns `compute()` as it is written to files: None in place of NaN."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from hotrow.objectives.objective import Figures, LabelKind, Measure, Objective, 
 class SquaredError(Objective):
     """One label, any finite number. The output is the prediction of it, and the score.
 
-    With s the output and y the label of each of n rows, sums in float64:
+    With s the output and y the label of each of n rows, sums in float64, and means weighted if rows have weights:
         rmse, mse     the root of mean((s - y)^2), and that mean
         mae           mean(|s - y|)
         r2            1 - mse / base_mse; above 0 is better than knowing the mean alone
@@ -43,29 +44,36 @@ class SquaredError(Objective):
     monitors: ClassVar = ("rmse", "mae")
     score: ClassVar = "predicted number"
 
-    def summed(self, outputs_B: Tensor, labels_BL: Tensor) -> Tensor:
-        """Returns the sum of the squared errors of at most SERIAL samples, 0-dim."""
-        return mse_loss(outputs_B, labels_BL[:, 0], reduction="sum")
+    def summed(self, outputs_B: Tensor, labels_BL: Tensor, weight_B: Tensor | None = None) -> Tensor:
+        """Returns the weighted sum of the squared errors of at most SERIAL samples, 0-dim."""
+        if weight_B is None:
+            return mse_loss(outputs_B, labels_BL[:, 0], reduction="sum")
+        return (weight_B * mse_loss(outputs_B, labels_BL[:, 0], reduction="none")).sum()
 
     @staticmethod
     def scores(outputs_B: Tensor) -> Tensor:
         """Returns the predicted number for each sample, [B]."""
         return outputs_B
 
-    def measured(self, outputs_N: NDArray[np.float32], label_N: NDArray[np.float32]) -> dict[str, Any]:
+    def measured(
+        self, outputs_N: NDArray[np.float32], label_N: NDArray[np.float32], weight_N: NDArray[np.float32] | None = None
+    ) -> dict[str, Any]:
         """Returns the figures that the class lists."""
+        mean = functools.partial(np.average, weights=weight_N)
         labels = label_N.astype(np.float64)
         errors = outputs_N - labels
-        mse, base = float(np.mean(errors**2)), float(np.var(labels))
+        counted = label_N if weight_N is None else label_N[weight_N > 0]
+        mse, base = float(mean(errors**2)), float(mean((labels - mean(labels)) ** 2))
+        base = 0.0 if (counted == counted[0]).all() else base  # rounding may have left something
         return {
             "num_rows": len(labels),
             "rmse": math.sqrt(mse),
             "mse": mse,
-            "mae": float(np.mean(np.abs(errors))),
+            "mae": float(mean(np.abs(errors))),
             "r2": 1 - mse / base if base else math.nan,
             "base_mse": base,
-            "bias": float(np.mean(errors)),
-            "undefined": None if base else f"all {len(labels)} labels are {label_N[0]:g}: r2 needs several values",
+            "bias": float(mean(errors)),
+            "undefined": None if base else f"all {len(labels)} labels are {counted[0]:g}: r2 needs several values",
         }
 
     def doubts(self, figures: Figures, rows: str) -> dict[str, str]:

@@ -45,7 +45,7 @@ def backward(parts: Parts, batch: Batch, rows: Any, step: int) -> Tensor:
     if batch.sparse.parts is None:
         with parts.model.drawing(step, 0):
             outputs = parts.dense.outputs(parts.model, batch.dense, rows)
-        loss = _loss(parts, outputs, batch.labels, batch.num_samples)
+        loss = _loss(parts, outputs, batch)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return loss.detach() / parts.model.num_members
     if parts.ranks.size == 1:
@@ -76,11 +76,14 @@ def backward_in_parts(parts: Parts, batch: Batch, rows: Any, step: int, total: T
     return total(nodes, weights) / parts.model.num_members
 
 
-def _loss(parts: Parts, outputs: Tensor, labels_BL: Tensor, num_samples: int) -> Tensor:
-    """Returns the loss, 0-dim; of several members the sum, so that each of them trains as it would alone."""
-    labels_BL = labels_BL.to(outputs.device)
+def _loss(parts: Parts, outputs: Tensor, batch: Batch, own: slice = slice(None)) -> Tensor:
+    """Returns the loss of the samples `own`, 0-dim; of several members the sum, so that each of them trains as it would
+    alone."""
+    labels_BL = batch.labels[own].to(outputs.device)
+    weight_B = None if batch.weight is None else batch.weight[own].to(outputs.device)
     members = outputs if outputs.dim() > 1 else [outputs]
-    return functools.reduce(torch.add, [parts.objective.loss(own_B, labels_BL, num_samples) for own_B in members])
+    losses = [parts.objective.loss(own_B, labels_BL, batch.num_samples, weight_B) for own_B in members]
+    return functools.reduce(torch.add, losses)
 
 
 def _sums_of_part(
@@ -102,7 +105,7 @@ def _sums_of_part(
     rows, leaves = looked_up.samples(start, stop)
     with parts.model.drawing(step, first + start):
         outputs = parts.dense.outputs(parts.model, batch.dense[start:stop], rows)
-    loss = _loss(parts, outputs, batch.labels[start:stop], batch.num_samples)
+    loss = _loss(parts, outputs, batch, slice(start, stop))
     grads = torch.autograd.grad(loss, [*weights, *leaves])
     looked_up.take(start, stop, grads[len(weights) :])
     sums = [loss.detach(), *(grad.contiguous() for grad in grads[: len(weights)])]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -60,7 +60,9 @@ def gains(parts: Parts, split: Split, *, train_s: float, is_first: bool) -> tupl
     if len(batch) < 2:
         return 0, {}
     columns = _exchangeable(columns_of(split.info), split.info.features, alone=parts.model.lookup != "sequence")
-    inputs = _Inputs(parts, batch.dense, rows, batch.label.numpy())
+    inputs = _Inputs(
+        parts, batch.dense, rows, batch.label.numpy(), None if batch.weight is None else batch.weight.numpy()
+    )
     seconds, began = max(MIN_SECONDS, MAX_SHARE * train_s), time.monotonic()
     before = inputs.losses()
     every = math.ceil((time.monotonic() - began) * SHUFFLES * len(columns) / seconds)
@@ -109,6 +111,7 @@ class _Inputs:
     dense: Tensor
     rows: Any
     labels: NDArray[np.float32]
+    weights: NDArray[np.float32] | None
 
     @property
     def num_rows(self) -> int:
@@ -119,19 +122,21 @@ class _Inputs:
         objective, num_parts = self.parts.objective, min(STRETCHES, self.num_rows)
         outputs_B = self.parts.dense.outputs(self.parts.model, self.dense, self.rows).cpu().numpy()
         label_B = self.labels > 0 if objective.label == "binary" else self.labels
-        each = [objective.measured(outputs_B[k::num_parts], label_B[k::num_parts]) for k in range(num_parts)]
+        columns: list[Any] = [outputs_B, label_B, *([] if self.weights is None else [self.weights])]
+        each = [objective.measured(*(own[k::num_parts] for own in columns)) for k in range(num_parts)]
         return np.array([figures[objective.loss_figure] for figures in each])
 
     def of_rows(self, chosen: Tensor) -> _Inputs:
         """Returns the chosen rows."""
-        rows = self._taken(chosen, self.parts.embedding.feature_names)
-        return _Inputs(self.parts, self.dense[chosen], rows, self.labels[chosen.numpy()])
+        rows, at = self._taken(chosen, self.parts.embedding.feature_names), chosen.numpy()
+        weights = None if self.weights is None else self.weights[at]
+        return _Inputs(self.parts, self.dense[chosen], rows, self.labels[at], weights)
 
     def exchanged(self, column: Column, order: Tensor) -> _Inputs:
         """Returns the rows with what is made of a column in another order."""
         dense_BI, places = self.dense.clone(), list(column.dense)
         dense_BI[:, places] = self.dense[order][:, places]
-        return _Inputs(self.parts, dense_BI, self._taken(order, column.features), self.labels)
+        return replace(self, dense=dense_BI, rows=self._taken(order, column.features))
 
     def _taken(self, order: Tensor, features: Sequence[str]) -> Any:
         """Returns the tables' rows, those of `features` as `order` has them."""
@@ -159,21 +164,24 @@ def scores_of(
     dataset: PackedDataset,
     split: str,
     objective: Objective,
-    judged: tuple[NDArray[np.float32], NDArray[Any]],
+    judged: tuple[NDArray[np.float32], NDArray[Any], NDArray[np.float32] | None],
     gained: tuple[int, dict[str, Gain]],
 ) -> Scores:
-    """Returns what the scores of a split show. judged: the outputs and labels of its rows, in their order. gained: what
-    `gains` returned."""
+    """Returns what the scores of a split show. judged: the outputs, labels and weights of its rows, in their order.
+    gained: what `gains` returned."""
     every = -(-len(judged[0]) // MAX_ROWS)
-    outputs, labels = (each[::every] for each in judged)
+    outputs, labels, weights = (None if each is None else each[::every] for each in judged)
+    assert outputs is not None and labels is not None
     scores = objective.scores(torch.from_numpy(outputs)).double().numpy()
 
     def group(rows: NDArray[Any], value: str = "", *, judge: bool = False) -> Group:
-        found = objective.measured(outputs[rows], labels[rows]) if judge else {}
+        own = weights[rows] if weights is not None and weights[rows].any() else None
+        found = objective.measured(outputs[rows], labels[rows], own) if judge else {}
         figures = {
             name: None if math.isnan(found[name]) else float(found[name]) for name in objective.measures if judge
         }
-        return Group(len(rows), float(scores[rows].mean()), float(labels[rows].mean(dtype=np.float64)), value, figures)
+        score, label = (float(np.average(each[rows].astype(np.float64), weights=own)) for each in (scores, labels))
+        return Group(len(rows), score, label, value, figures)
 
     own = dataset.split(split)
     order, (num_rows, by_column) = np.argsort(scores, kind="stable"), gained

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hotrow.objectives.objective import Metrics, Objective
 
@@ -26,9 +27,12 @@ and higher nowhere beyond noise; one standard error cost 0.006 and 0.0008 on two
 
 def losses_of_parts(metrics: Metrics, objective: Objective) -> list[float]:
     """Returns the mean loss of each part of the rows; the k-th row is in part k modulo NUM_PARTS."""
-    outputs, labels = (torch.from_numpy(values.astype(np.float32)) for values in metrics.rows())
-    parts = ((outputs[k::NUM_PARTS], labels[k::NUM_PARTS, None]) for k in range(min(NUM_PARTS, len(outputs))))
-    return [float(objective.loss(*part, len(part[0]))) for part in parts]
+    columns = [torch.from_numpy(own.astype(np.float32)) for own in metrics.rows() if own is not None]
+
+    def loss(outputs: Tensor, labels: Tensor, *weights: Tensor) -> float:
+        return float(objective.loss(outputs, labels[:, None], len(outputs), *weights))
+
+    return [loss(*(own[k::NUM_PARTS] for own in columns)) for k in range(min(NUM_PARTS, len(columns[0])))]
 
 
 def step_to_stop_at(lines: Iterable[Mapping[str, Any]], best_step: int) -> int:

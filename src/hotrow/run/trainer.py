@@ -137,19 +137,20 @@ def evaluate(
 
     num_batches: how many batches of EVAL_BATCH_SIZE to evaluate, from the first; if None, all. dense: where the model
     computes; if None, on the CPU. comm: the ranks that share the tables; each scores whole batches, and all return what
-    one process returns. metrics: empty; holds the outputs and labels afterwards, for who needs them.
+    one process returns. metrics: empty; holds the outputs, labels and weights afterwards, for who needs
+    them.
     """
     dense, comm = dense or DenseDevice(), comm or Communicator()
     metrics = objective.metrics() if metrics is None else metrics
-    for outputs_B, label_B in islice(_scored(embedding, model, split, dense, comm), num_batches):
-        metrics.update(outputs_B, label_B)
+    for scored in islice(_scored(embedding, model, split, dense, comm), num_batches):
+        metrics.update(*scored)
     return metrics.figures()
 
 
 def _scored(
     embedding: EmbeddingCollection, model: Network, split: Split, dense: DenseDevice, comm: Communicator
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields outputs and labels of batch after batch of EVAL_BATCH_SIZE, on every rank.
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yields outputs, labels and, if there are any, weights of batch after batch of EVAL_BATCH_SIZE, on every rank.
 
     Of R batches in a row, each rank scores one, because a product's bits may depend on the rows it has.
     """
@@ -162,9 +163,10 @@ def _scored(
         rows = look_up(model, embedding, batch.sparse)
         outputs_B = dense.outputs(model, batch.dense, rows).cpu() if len(batch) else batch.label
         del rows  # before those of the next batch come beside them
-        for scored in comm.gather(torch.cat([outputs_B, batch.label]), purpose="evaluation"):
+        columns = [outputs_B, batch.label, *([] if batch.weight is None else [batch.weight])]
+        for scored in comm.gather(torch.cat(columns), purpose="evaluation"):
             if len(scored):
-                yield scored[: len(scored) // 2], scored[len(scored) // 2 :]
+                yield scored.chunk(len(columns))
 
 
 class Interrupt:

@@ -27,8 +27,8 @@ from hotrow.base.version import __version__
 from hotrow.objectives.objective import LabelKind
 
 FORMAT = "hotrow-packed"
-VERSION = 2
-"""The newest version. A dataset with one binary label is written in version 1, which earlier hotrows read too."""
+VERSION = 3
+"""The newest version. A dataset is written in the earliest version that can hold it, which earlier hotrows read too."""
 MANIFEST = "dataset.json"
 WORK_FOLDER = ".prepare"
 """Folder of unfinished work inside the dataset's folder; removed when the dataset is complete."""
@@ -180,6 +180,8 @@ class DatasetInfo:
     """What the rows are, e.g. "criteo"."""
     labels: Annotated[tuple[Label, ...], Field(min_length=1)] = (Label(),)
     """What a model is to predict, in stored order."""
+    weight: str | None = None
+    """Name of the column of sample weights: float32, finite, 0 or more. If None, every row counts 1."""
     dense: tuple[DenseColumn, ...] = ()
     features: Annotated[tuple[Feature, ...], Field(min_length=1)]
     tables: tuple[Table, ...]
@@ -218,10 +220,18 @@ class DatasetInfo:
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """Names of the columns of every part: labels, dense, features. A feature may have the name of a dense column,
-        which is made of the same raw column; then it is stored as "NAME (ids)"."""
-        features = (f"{name} (ids)" if name in self.dense_names else name for name in self.feature_names)
-        return (*(label.name for label in self.labels), *self.dense_names, *features)
+        """Names of the columns of every part: labels, weight, dense, features. A feature may have the name of a dense
+        column, which is made of the same raw column; then it is stored as "NAME (ids)". A weight that is an input too
+        is stored as "NAME (weight)"."""
+        features = [f"{name} (ids)" if name in self.dense_names else name for name in self.feature_names]
+        inputs, weights = [*self.dense_names, *features], [] if self.weight is None else [self.weight]
+        weights = [f"{name} (weight)" if name in inputs else name for name in weights]
+        return (*(label.name for label in self.labels), *weights, *inputs)
+
+    @property
+    def num_targets(self) -> int:
+        """Stored columns before the dense ones: labels and weight."""
+        return len(self.labels) + (self.weight is not None)
 
     @property
     def dense_names(self) -> tuple[str, ...]:
@@ -241,7 +251,7 @@ class DatasetInfo:
     def row_bytes(self) -> int:
         """Stored bytes per row, not counting the ids of lists."""
         sizes = (8 if f.kind != "one_hot" else np.dtype(self.id_dtype(f)).itemsize for f in self.features)
-        return 4 * (len(self.labels) + len(self.dense)) + sum(sizes)
+        return 4 * (self.num_targets + len(self.dense)) + sum(sizes)
 
     def id_dtype(self, feature: Feature) -> type[np.int32 | np.int64]:
         """Returns the integer type in which ids of `feature` are stored."""
@@ -261,19 +271,32 @@ def _of_version_1(fields: dict[str, Any]) -> dict[str, Any]:
     if "labels" in fields:
         raise ValueError(f"labels: there is no such field in version 1; {MANIFEST_CURE}")
     own = [("labels", [{"name": value}]) if name == "label" else (name, value) for name, value in fields.items()]
-    return dict(own)
+    return _of_version_2(dict(own))
+
+
+def _of_version_2(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a manifest of version 2, which is version 3 without weights."""
+    if "weight" in fields:
+        raise ValueError(f"weight: there is no such field in version 1 or 2; {MANIFEST_CURE}")
+    return fields
 
 
 def _written(info: DatasetInfo) -> tuple[int, dict[str, Any]]:
     """Returns the version in which `info` is written, the earliest that can hold it, and its fields."""
+    own = asdict(info)
+    if info.weight is not None:
+        return 3, own
+    del own["weight"]
     if [label.kind for label in info.labels] != ["binary"]:
-        return 2, asdict(info)
-    own = asdict(info).items()
-    return 1, dict(("label", value[0]["name"]) if name == "labels" else (name, value) for name, value in own)
+        return 2, own
+    return 1, dict(("label", value[0]["name"]) if name == "labels" else (name, value) for name, value in own.items())
 
 
 _DOCUMENT = Document(
-    DatasetInfo, marks={"format": FORMAT, "version": VERSION}, cure=MANIFEST_CURE, earlier={1: _of_version_1}
+    DatasetInfo,
+    marks={"format": FORMAT, "version": VERSION},
+    cure=MANIFEST_CURE,
+    earlier={1: _of_version_1, 2: _of_version_2},
 )
 
 
@@ -316,8 +339,9 @@ def read_info(folder: Path) -> DatasetInfo:
 
 
 def arrow_schema(info: DatasetInfo) -> pa.Schema:
-    """Returns the columns of every part, none of them nullable: labels, dense, features, in the manifest's order."""
-    kinds = [pa.float32()] * (len(info.labels) + len(info.dense))
+    """Returns the columns of every part, none of them nullable: labels, weight, dense, features, in the manifest's
+    order."""
+    kinds = [pa.float32()] * (info.num_targets + len(info.dense))
     for feature in info.features:
         kind = pa.from_numpy_dtype(info.id_dtype(feature))
         if feature.kind != "one_hot":
@@ -338,11 +362,13 @@ Ids = NDArray[Any] | Ragged
 
 
 class Block(NamedTuple):
-    """The columns of n consecutive rows: labels L x [n], dense I x [n], ids by feature [n] or ragged."""
+    """The columns of n consecutive rows: labels L x [n], dense I x [n], ids by feature [n] or ragged, and weights [n]
+    or None."""
 
     labels: tuple[NDArray[np.float32], ...]
     dense: tuple[NDArray[np.float32], ...]
     ids: tuple[Ids, ...]
+    weight: NDArray[np.float32] | None = None
 
     @property
     def label(self) -> NDArray[np.float32]:
@@ -356,13 +382,14 @@ class Block(NamedTuple):
     @property
     def columns(self) -> tuple[Ids, ...]:
         """All columns, in stored order."""
-        return (*self.labels, *self.dense, *self.ids)
+        return (*self.labels, *([] if self.weight is None else [self.weight]), *self.dense, *self.ids)
 
 
 def columns_of(info: DatasetInfo, columns: Sequence[Any]) -> Block:
     """Returns columns in stored order as a `Block`."""
-    first, last = len(info.labels), len(info.labels) + len(info.dense)
-    return Block(tuple(columns[:first]), tuple(columns[first:last]), tuple(columns[last:]))
+    first, last = info.num_targets, info.num_targets + len(info.dense)
+    weight = None if info.weight is None else columns[first - 1]
+    return Block(tuple(columns[: len(info.labels)]), tuple(columns[first:last]), tuple(columns[last:]), weight)
 
 
 def slice_ids(ids: Ids, start: int, stop: int) -> Ids:
@@ -395,13 +422,18 @@ def select_ids(ids: Ids, mask: NDArray[np.bool_]) -> Ids:
 
 
 def check_values(info: DatasetInfo, block: Block) -> None:
-    """Raises ValueError naming column and row unless labels are of their kind, dense values finite, ids within their
-    tables."""
+    """Raises ValueError naming column and row unless labels are of their kind, weights and dense values finite, weights
+    not negative, ids within their tables."""
     for label, column in zip(info.labels, block.labels, strict=True):
         good = (column == 0) | (column == 1) if label.kind == "binary" else np.isfinite(column)
         if not good.all():
             row, allowed = int((~good).argmax()), "0 or 1" if label.kind == "binary" else "a finite number"
             raise ValueError(f"column {label.name!r}, row {row}: label is {column[row]}; it must be {allowed}")
+    if block.weight is not None and not (good := (block.weight >= 0) & (block.weight < np.inf)).all():
+        row = int((~good).argmax())
+        raise ValueError(
+            f"column {info.weight!r}, row {row}: weight is {block.weight[row]}; it must be a finite number, 0 or more"
+        )
     for name, column in zip(info.dense_names, block.dense, strict=True):
         if not np.isfinite(column).all():
             row = int((~np.isfinite(column)).argmax())

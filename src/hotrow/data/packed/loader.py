@@ -92,7 +92,8 @@ class Loader:
 
     `len(loader)` is the number of batches per epoch, wherever the loader starts.
 
-    Batch: dense float32 [B, I]; label float32 [B], or [B, L] if the dataset has several; sparse with one key per
+    Batch: dense float32 [B, I]; label float32 [B], or [B, L] if the dataset has several; weight float32 [B] or None;
+    sparse with one key per
     feature in the dataset's order, int32 ids (int64 if a table has more than 2^31 rows), without offsets if all
     features are one-hot.
 
@@ -343,7 +344,7 @@ def _joined(pieces: list[list[Ids]]) -> list[Ids]:
 
 def _assemble(columns: list[Ids], info: DatasetInfo, of_samples: int | None) -> Batch:
     """Returns the batch of `columns`, in stored order, in new tensors."""
-    labels, dense, ids = columns_of(info, columns)
+    labels, dense, ids, weights = columns_of(info, columns)
     num_rows, num_dense = len(labels[0]), len(dense)
     offsets = None
     if any(isinstance(column, Ragged) for column in ids):
@@ -354,7 +355,8 @@ def _assemble(columns: list[Ids], info: DatasetInfo, of_samples: int | None) -> 
     stacked = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *dense])).view(num_dense, num_rows).t()
     sparse = KeyedJaggedTensor(info.feature_names, torch.from_numpy(values), offsets=offsets)
     label = torch.from_numpy(labels[0].copy() if len(labels) == 1 else np.stack(labels, axis=1))
-    return Batch(stacked.contiguous(), sparse, label, of_samples)
+    weight = None if weights is None else torch.from_numpy(weights.copy())
+    return Batch(stacked.contiguous(), sparse, label, of_samples, weight)
 
 
 def _lengths(ids: Ids) -> NDArray[np.int64]:

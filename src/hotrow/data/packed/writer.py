@@ -38,6 +38,7 @@ from hotrow.data.packed.format import (
     SplitInfo,
     arrow_schema,
     check_values,
+    columns_of,
     concatenate_ids,
     slice_ids,
     split_columns,
@@ -170,15 +171,16 @@ class _BlockBuffer:
     def __init__(self, info: DatasetInfo, capacity: int) -> None:
         self.num_rows = 0
         self.capacity = capacity
-        self._labels = np.empty((len(info.labels), capacity), np.float32)
+        self._info = info
+        self._targets = np.empty((info.num_targets, capacity), np.float32)
         self._dense = np.empty((len(info.dense), capacity), np.float32)
         self._one_hot = [np.empty(capacity, info.id_dtype(f)) if f.kind == "one_hot" else None for f in info.features]
         self._lists: list[list[Ragged]] = [[] for _ in info.features]
 
-    def append(self, labels: NDArray[Any], dense: NDArray[Any], ids: Sequence[Ids]) -> None:
-        """Copies rows, which must fit: labels [n, L], dense [n, I], ids by feature."""
-        rows = slice(self.num_rows, self.num_rows + len(labels))
-        self._labels[:, rows] = labels.T
+    def append(self, targets: NDArray[Any], dense: NDArray[Any], ids: Sequence[Ids]) -> None:
+        """Copies rows, which must fit: labels and weight as one matrix, dense [n, I], ids by feature."""
+        rows = slice(self.num_rows, self.num_rows + len(targets))
+        self._targets[:, rows] = targets.T
         self._dense[:, rows] = dense.T
         for column, pieces, values in zip(self._one_hot, self._lists, ids, strict=True):
             if isinstance(values, Ragged):
@@ -197,7 +199,7 @@ class _BlockBuffer:
         )
         self._lists = [[] for _ in self._lists]
         self.num_rows = 0
-        return Block(tuple(column[:n] for column in self._labels), tuple(column[:n] for column in self._dense), ids)
+        return columns_of(self._info, [*self._targets[:, :n], *self._dense[:, :n], *ids])
 
 
 class PackedWriter:
@@ -258,9 +260,10 @@ class PackedWriter:
         label: ArrayLike,
         dense: ArrayLike,
         sparse: Mapping[str, NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]],
+        weight: ArrayLike | None = None,
     ) -> None:
         """Adds rows to `split`: label [n], or [n, L] if there are L labels; dense [n, I]; ids by feature, [n] or
-        `(values, row_splits [n + 1])`.
+        `(values, row_splits [n + 1])`; weight [n] if the dataset has weights.
 
         Raises ValueError naming column and row for values that the format does not allow, and if shapes disagree;
         OSError when the disk is full, saying what was kept.
@@ -268,11 +271,16 @@ class PackedWriter:
         labels, dense = np.asarray(label), np.asarray(dense)
         labels = labels[:, None] if labels.ndim == 1 else labels
         ids = self._check_shapes(labels, dense, split_columns(self.info, sparse))
+        weights = np.empty((len(labels), 0)) if weight is None else np.asarray(weight).reshape(-1, 1)
+        if weights.shape != (len(labels), self.info.num_targets - len(self.info.labels)):
+            wanted = "None, as the dataset has no weights" if self.info.weight is None else f"[{len(labels)}]"
+            raise ValueError(f"weight has shape {None if weight is None else np.shape(weight)}; it must be {wanted}")
+        targets = np.concatenate([labels, weights], axis=1, dtype=np.float32) if weights.size else labels
         buffer, start = self._buffer(split), 0
         while start < len(labels):
             stop = min(len(labels), start + buffer.capacity - buffer.num_rows)
             rows = slice(start, stop)
-            buffer.append(labels[rows], dense[rows], [slice_ids(column, start, stop) for column in ids])
+            buffer.append(targets[rows], dense[rows], [slice_ids(column, start, stop) for column in ids])
             start = stop
             if buffer.num_rows == buffer.capacity:
                 with self._explain_full_disk():

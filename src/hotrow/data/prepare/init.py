@@ -154,7 +154,7 @@ def _schema_lines(guess: SchemaGuess) -> Iterator[str]:
         yield _commented("label: {column: FILL_IN}", found)
     for note in guess.notes:
         yield f"# {' '.join(note.split())}"
-    for role in ("label", "time"):
+    for role in ("label", "weight", "time"):
         for g in guess.of(role)[:1]:
             yield _commented(f"{role}: {_flow(g.spec)}", g.reason)
     for role in ("dense", "categorical"):

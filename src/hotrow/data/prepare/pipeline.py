@@ -815,13 +815,14 @@ class _Stages:
     def _write_piece(piece: Piece, encode: RowEncoder, writer: PackedWriter) -> None:
         """Appends the rows of a piece to their splits."""
         dense, ids = encode(piece.chunk)
-        label = piece.chunk.label
+        label, weight = piece.chunk.label, piece.chunk.weight
         assert label is not None, "a source for preparation has labels"
         for code, split in enumerate(SPLITS):
             chosen = piece.codes == code
             if chosen.any():
                 part = {name: select_ids(column, chosen) for name, column in ids.items()}
-                writer.append(split, label[chosen], dense[chosen], part)
+                own = None if weight is None else weight[chosen]
+                writer.append(split, label[chosen], dense[chosen], part, own)
 
     def _dataset_info(self, plan: SplitPlan) -> DatasetInfo:
         found, schema = self._work.results, self._schema
@@ -838,6 +839,7 @@ class _Stages:
         return DatasetInfo(
             name=self._source.name,
             labels=(Label(schema.label.column, schema.label.kind),),
+            weight=None if schema.weight is None else schema.weight.column,
             dense=tuple(DenseColumn(name, transform) for name, transform in dense),
             features=tuple(Feature(c.column, c.table_name, c.kind) for c in schema.categorical),
             tables=tuple(tables[name] for name in schema.table_names),

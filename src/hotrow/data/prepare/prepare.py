@@ -236,10 +236,10 @@ class RawEncoder:
         """Yields batches of at most `batch_size` rows, in the data's order.
 
         data: paths or an Arrow-capable frame, as for `run_prepare`. labels: "ignored": label and time are not read and
-        may hold anything, and `Batch.label` is NaN; "alone": the label is read, the time is not. values: "strict": a
-        value that is not of its column's kind is a RowError naming the row, as in preparation. seen: counts what the
-        rows hold. Raises ValueError naming file and column, and RowError for a line that cannot be cut into columns or
-        has no label.
+        may hold anything, and `Batch.label` is NaN; "alone": label and weight are read, the time is not. values:
+        "strict": a value that is not of its column's kind is a RowError naming the row, as in preparation. seen: counts
+        what the rows hold. Raises ValueError naming file and column, and RowError for a line that cannot be cut into
+        columns or has no label.
         """
         opened = open_source(
             self._source_of(data),
@@ -260,7 +260,7 @@ class RawEncoder:
                 if seen is not None:
                     _count(seen, self.schema, chunk, dense, ids)
                 label = np.full(chunk.num_rows, np.nan, np.float32) if chunk.label is None else chunk.label
-                yield _batch(dense, ids, label)
+                yield _batch(dense, ids, label, chunk.weight)
 
     def _source_of(self, data: Any) -> str:
         """Returns the source that reads `data`: for rows of Criteo's columns in another form, the source of that
@@ -356,7 +356,12 @@ class _Searched:
         return self.vocabulary.lookup(keys)
 
 
-def _batch(dense: NDArray[np.float32], ids: dict[str, Ids], label: NDArray[np.float32]) -> Batch:
+def _batch(
+    dense: NDArray[np.float32],
+    ids: dict[str, Ids],
+    label: NDArray[np.float32],
+    weight: NDArray[np.float32] | None,
+) -> Batch:
     columns = list(ids.values())
     values = np.concatenate([column.values if isinstance(column, Ragged) else column for column in columns])
     offsets = None
@@ -365,4 +370,5 @@ def _batch(dense: NDArray[np.float32], ids: dict[str, Ids], label: NDArray[np.fl
         lengths = [np.diff(column.row_splits) if isinstance(column, Ragged) else ones for column in columns]
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]))
     sparse = KeyedJaggedTensor(tuple(ids), torch.from_numpy(values), offsets=offsets)
-    return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(label))
+    weights = None if weight is None else torch.from_numpy(weight)
+    return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(label), weight=weights)

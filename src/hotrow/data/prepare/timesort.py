@@ -133,6 +133,7 @@ def _mapped(descriptor: int) -> pa.Table:
 def to_arrow(chunk: Chunk, codes: Codes) -> pa.RecordBatch:
     """Returns the rows of a chunk as they are stored. codes: the split of each."""
     columns = {"time": pa.array(chunk.time), "split": pa.array(codes), "label": pa.array(chunk.label)}
+    columns |= {} if chunk.weight is None else {"weight": pa.array(chunk.weight)}
     columns |= {f"dense {i}": pa.array(np.ascontiguousarray(numbers)) for i, numbers in enumerate(chunk.dense.T)}
     columns |= {f"keys {name}": keys_to_arrow(keys) for name, keys in chunk.keys.items()}
     return pa.RecordBatch.from_pydict(columns)
@@ -165,4 +166,5 @@ def _from_arrow(batch: pa.RecordBatch, schema: Schema, next_row: int, position: 
         dense[:, i] = columns[f"dense {i}"].to_numpy()
     keys = {name: keys_from_arrow(columns[f"keys {name}"]) for name in schema.feature_names}
     label, time, codes = (columns[name].to_numpy() for name in ("label", "time", "split"))
-    return Piece(Chunk(batch.num_rows, label, dense, keys, position, time), codes, next_row)
+    weight = columns["weight"].to_numpy() if "weight" in columns else None
+    return Piece(Chunk(batch.num_rows, label, dense, keys, position, time, weight=weight), codes, next_row)

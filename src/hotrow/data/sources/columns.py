@@ -53,6 +53,7 @@ from hotrow.data.sources.convert import (
     to_keys,
     to_label,
     to_numbers,
+    to_weight,
     without_missing,
 )
 from hotrow.data.sources.inputs import InputFile, find_files, prefetch
@@ -88,11 +89,12 @@ class ColumnsSource:
     """Rows of any table, as `schema` reads them.
 
     data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required"; "made": made
-    elsewhere, so that only the time is read; "alone": read without the time; "ignored": for rows to predict, whose
-    label and time may be absent or hold anything. encodings: how ids were held when a data set was prepared
-    (feature -> `IdEncoding`); if None, the columns' types decide. lookups: those that a data set keeps; if None, the
-    schema's are read from their files. values: "any": a value that is not of its column's kind is missing and no fault,
-    for rows to score (`lenient.py`). skip_bad_rows: how many bad rows may be skipped before one is an error.
+    elsewhere, so that only the time is read; "alone": read with the weight and without the time; "ignored": for rows to
+    predict, whose label, weight and time may be absent or hold anything. encodings: how ids were held when a data set
+    was prepared (feature -> `IdEncoding`); if None, the columns' types decide. lookups: those that a data set keeps;
+    if None, the schema's are read from their files. values: "any": a value that is not of its column's kind is missing
+    and no fault, for rows to score (`lenient.py`). skip_bad_rows: how many bad rows may be skipped before one is an
+    error.
 
     Raises ValueError naming file and column if a column is missing, differs between files or has a type that does not
     fit its use.
@@ -257,9 +259,9 @@ class ColumnsSource:
 
     def _wanted_columns(self) -> tuple[str, ...]:
         """Returns the columns to read. Raises ValueError naming one that no file has, and the nearest name."""
-        absent = set()
+        absent = set[str]()
         if not self._has_label:
-            absent.add(self.schema.label.column)
+            absent |= {self.schema.label.column, *self.schema.weight_names}
         if self.schema.time is not None and not self._has_time:
             absent.add(self.schema.time.column)
         wanted = [c for c in self.schema.column_names if c not in absent or c in self.schema.input_names]
@@ -377,7 +379,8 @@ class ColumnsSource:
         batch, lines = rows.batch, rows.lines
         with self._naming(file_index):
             parts, faults = self._columns_of(batch, dictionaries)
-        cells = {f.column: f for f in reversed(faults) if self._share > 0 and f.column != self.schema.label.column}
+        exact = {self.schema.label.column, *self.schema.weight_names}
+        cells = {f.column: f for f in reversed(faults) if self._share > 0 and f.column not in exact}
         odd = tuple(self._odd_cells(fault, lines, file_index) for fault in cells.values())
         kept = ~self._skipped([f for f in faults if f.column not in cells], lines, file_index, len(batch))
         for found in odd:
@@ -386,9 +389,9 @@ class ColumnsSource:
             with self._naming(file_index):
                 parts, _ = self._columns_of(batch.filter(pa.array(kept)), dictionaries)
             odd = tuple(found.of(kept) for found in odd)
-        label, time, dense, keys, unreadable = parts
+        label, weight, time, dense, keys, unreadable = parts
         position = Position(file_index, rows.end, rows.end, self.skipped.num_rows)
-        return Chunk(len(dense), label, dense, keys, position, time, odd, unreadable)
+        return Chunk(len(dense), label, dense, keys, position, time, odd, weight, unreadable)
 
     def _odd_cells(self, fault: Fault, lines: NDArray[np.int64], file_index: int) -> OddCells:
         """Returns the odd cells of one column. Raises RowError if the column has more of them than may be odd."""
@@ -416,15 +419,18 @@ class ColumnsSource:
 
     def _columns_of(
         self, batch: pa.RecordBatch, dictionaries: DictionaryReader
-    ) -> tuple[tuple[Any, Any, Any, KeyColumns, dict[str, int]], list[Fault]]:
+    ) -> tuple[tuple[Any, Any, Any, Any, KeyColumns, dict[str, int]], list[Fault]]:
         stored = {name: batch.column(i) for i, name in enumerate(self._columns)}
         faults: list[Fault | None] = []
         unreadable: dict[str, int] = {}
         of_inputs = Counter[str]()
-        label = time = None
+        label = weight = time = None
         if self._has_label:
             label, fault = to_label(self._cells(stored[self.schema.label.column]), self.schema.label)
             faults.append(fault)
+            for name in self.schema.weight_names:
+                weight, fault = to_weight(self._cells(stored[name]), name)
+                faults.append(fault)
         if self._has_time:
             assert self.schema.time is not None
             time, fault = self._time_reader(self._cells(stored[self.schema.time.column]), self.schema.time.column)
@@ -472,7 +478,7 @@ class ColumnsSource:
         for name in self.schema.feature_names:
             keys[name], _, num_unreadable = ids_of(name)
             unreadable[name] = of_inputs[name] + num_unreadable
-        return (label, time, dense, KeyColumns(keys), unreadable), [f for f in faults if f is not None]
+        return (label, weight, time, dense, KeyColumns(keys), unreadable), [f for f in faults if f is not None]
 
     def _ids(
         self, array: pa.Array, name: str, dictionaries: DictionaryReader

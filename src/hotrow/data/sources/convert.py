@@ -266,6 +266,16 @@ def to_label(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fau
     return label, _fault(spec.column, bad, array, reason)
 
 
+def to_weight(array: pa.Array, column: str) -> tuple[NDArray[np.float32], Fault | None]:
+    """Returns the weight of each row. Faults: a missing one, one that is no finite number, and one below 0."""
+    array = plain(array)
+    numbers, fault = to_numbers(array, column)
+    bad = ~((numbers >= 0) & (numbers <= np.finfo(np.float32).max))
+    bad = bad if fault is None else bad | fault.rows
+    reason = "is not a weight; it must be a finite number, 0 or more"
+    return np.where(bad, 0, numbers).astype(np.float32), _fault(column, bad, array, reason)
+
+
 def _with_digits(array: pa.Array) -> pa.Array:
     """Returns text with 1 for "true" and 0 for "false"."""
     words = pc.utf8_lower(pc.utf8_trim_whitespace(array))

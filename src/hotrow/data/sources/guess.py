@@ -79,9 +79,9 @@ class SchemaGuess:
 
     def summary(self) -> str:
         """Returns the guesses in a few lines, for a user who wrote no schema."""
-        roles = ("label", "time", "dense", "categorical", "")
+        roles = ("label", "weight", "time", "dense", "categorical", "")
         names = {role: ", ".join(shown(g.column) for g in self.of(role)) for role in roles}
-        told = ", ".join(f"{role} {names[role]}" for role in ("label", "time") if names[role])
+        told = ", ".join(f"{role} {names[role]}" for role in ("label", "weight", "time") if names[role])
         left_out = f"; left out {names['']}" if names[""] else ""
         line = (
             f"schema guessed: {told}; dense {names['dense'] or 'none'}; ids {names['categorical']}{left_out} "
@@ -118,8 +118,7 @@ class SchemaGuess:
                 f"no id column found in {self.origin}; name one (--categorical COLUMN, in Python categorical=[...])"
             )
         value["label"] = self.of("label")[0].spec
-        if self.of("time"):
-            value["time"] = self.of("time")[0].spec
+        value |= {role: found[0].spec for role in ("weight", "time") if (found := self.of(role))}
         value |= {"csv": self.csv, "split": {"kind": self.split_kind}, "tables": self.tables}
         value["statistics"] = self.statistics
         return parse_schema(value, where="guessed schema")
@@ -140,15 +139,16 @@ def guess_columns(
     will be prepared; if None, all.
     Raises ValueError if a named column is absent or cannot have its role.
     """
-    label, time, roles = read.label, read.time, read.roles
+    label, weight, time, roles = read.label, read.weight, read.time, read.roles
     rule = LABEL_RULE.fullmatch(label or "")
-    reader, csv = _open(source, (label, rule and rule[1], time, *roles), read.null_values)
+    reader, csv = _open(source, (label, rule and rule[1], weight, time, *roles), read.null_values)
     names = list(reader.schema.names)
     made: dict[str, Any] = {}
     if rule and label not in names:
         label = rule[1]
         made = {"at_least": float(rule[2])} if rule[2] else {"positive": [v.strip() for v in rule[3].split(",")]}
-    for what, name in (("label", label), ("time", time), *((role, name) for name, role in roles.items())):
+    named = [("label", label), ("weight", weight), ("time", time)]
+    for what, name in (*named, *((role, name) for name, role in roles.items())):
         if name is not None and name not in names:
             columns = ", ".join(map(shown, names))
             raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
@@ -157,7 +157,13 @@ def guess_columns(
     found = replace(found, rows=sample)
     if any(f.num_missing for f in facts):
         csv.setdefault("null_values", list(MISSING))
-    candidates = [f for f in facts if f.name == label or roles.get(f.name) != "exclude"]
+    given = [(name, what) for what, name in named if name is not None]
+    if twice := [(name, what) for name, what in given if dict(given)[name] != what]:
+        raise ValueError(
+            f"column {twice[0][0]!r} cannot be both {twice[0][1]} and {dict(given)[twice[0][0]]}; name another"
+        )
+    weights = [_weight(f) for f in facts if f.name == weight]
+    candidates = [f for f in facts if f.name == label or (roles.get(f.name) != "exclude" and f.name != weight)]
     label_guess, question, notes = find_label(candidates, label, made, read)
     label_name = None if label_guess is None else label_guess.column
     others = [f for f in candidates if f.name != label_name and roles.get(f.name) != "exclude"]
@@ -166,7 +172,7 @@ def guess_columns(
     time_guess, time_notes, set_later = find_time(others, time, read.time_format, found, labels, training)
     if labels is not None:
         labels = replace(labels, good=training.among(found, labels, time_guess))
-    taken = {g.column: g for g in (label_guess, time_guess) if g is not None}
+    taken = {g.column: g for g in (label_guess, time_guess, *weights) if g is not None}
     if both := [name for name in roles if name in taken]:
         raise ValueError(f"column {both[0]!r} cannot be both {roles[both[0]]} and {taken[both[0]].role}; name it once")
     later = [g for g in (*set_later, *other_labels(others, labels)) if g.column not in {**taken, **roles}]
@@ -312,6 +318,12 @@ def _told(f: ColumnFacts, role: Role) -> Guess:
     if f.kind in ("list", "other") and not is_empty:
         raise ValueError(f"categorical lists column {f.name!r}, which holds {f.stored} values; name it in lists")
     return _categorical(f)
+
+
+def _weight(f: ColumnFacts) -> Guess:
+    if f.kind not in ("int", "float", "bool"):
+        raise ValueError(f"weight column {f.name!r} holds {f.stored} values; it must hold numbers, 0 or more")
+    return Guess("weight", f.name, {"column": f.name}, f"as told; {f.low:g} to {f.high:g}")
 
 
 def _feature(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | None) -> list[Guess]:

@@ -33,6 +33,7 @@ class ReadOptions:
 
     label: str | None = _option('The 0/1 column, or a rule: "rating >= 4", "action = buy, cart". Guessed if not given.')
     objective: str | None = _option("What the model is for, as in model.objective; it says what the label must be.")
+    weight: str | None = _option("The column of how much a row counts, 0 or more. Every row counts 1 if not given.")
     time: str | None = _option("The column to split by time; guessed if not given.")
     time_format: str | None = _option('strptime format of that column\'s text, e.g. "%d/%m/%Y %H:%M".')
     categorical: Sequence[str] = _option("Columns of ids.", ())
@@ -44,7 +45,7 @@ class ReadOptions:
     skip_bad_rows: int = _option("How many bad rows may be skipped; skipped rows are counted.", 0)
 
     def __post_init__(self) -> None:
-        for name in ("label", "objective", "time", "time_format"):
+        for name in ("label", "objective", "weight", "time", "time_format"):
             if not isinstance(given := getattr(self, name), str | None):
                 kinds = {"time_format": "a strptime format", "objective": "its name"}
                 what = kinds.get(name, "the name of a column")

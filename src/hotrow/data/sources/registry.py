@@ -283,8 +283,9 @@ def open_source(
             raise ValueError(f"{read.hints[0]} is a hint for guessing a schema, but a schema is given; say it there")
         if name not in OF_ANY_COLUMNS:
             raise ValueError(f"source {name} has its own schema; leave {read.hints[0]} out, or prepare the file as csv")
-    if schema is not None and (schema.transforms or schema.lookups) and name == "criteo" and is_paths(data):
-        field = "transforms" if schema.transforms else "lookups"
+    more = [field for field in ("transforms", "lookups", "weight") if schema is not None and getattr(schema, field)]
+    if more and name == "criteo" and is_paths(data):
+        field = more[0]
         raise ValueError(f"{field}: source criteo reads its columns alone; name the source csv with this schema")
     if schema is not None and schema.histories is not None and name in ("criteo", "avazu", "movielens"):
         raise ValueError(f"source {name} cannot make histories; use csv, parquet, jsonl or frame with this schema")

@@ -83,6 +83,10 @@ class LabelSpec(_Column):
         return self
 
 
+class WeightSpec(_Column):
+    """How much a row counts, in training and in metrics: a finite number, 0 or more."""
+
+
 class TimeSpec(_Column):
     """The time of an event: timestamps, dates, numbers that rise with time, or text."""
 
@@ -335,6 +339,8 @@ class Schema(_Strict):
     """1: as before hotrow knew more missing texts than the empty one: only it is missing, only in CSV and JSON Lines,
     and no cell may be odd."""
     label: LabelSpec
+    weight: WeightSpec | None = None
+    """The column of sample weights. If None, every row counts 1."""
     time: TimeSpec | None = None
     dense: tuple[DenseSpec, ...] = ()
     categorical: tuple[CategoricalSpec, ...] = Field(min_length=1)
@@ -370,6 +376,12 @@ class Schema(_Strict):
                 raise ValueError(
                     f"{kind} lists {self.label.column!r}, which is the label: the model would see the answer; remove it"
                 )
+        if self.label.column in self.weight_names:
+            raise ValueError(
+                f"weight is {self.label.column!r}, which is the label; name another column, or leave it out"
+            )
+        if self.weight is not None and self.histories is not None:
+            raise ValueError("weight: `histories` make their own rows, which all count 1; remove one of the two")
         if self.split.kind == "time" and self.time is None:
             raise ValueError("split.kind is 'time', but no time column is named; name one under 'time', or use random")
         if unknown := sorted(set(self.tables) - {*self.table_names, DEFAULT}):
@@ -381,7 +393,7 @@ class Schema(_Strict):
     @model_validator(mode="after")
     def _lookups_fit(self) -> Schema:
         joined = [name for spec in self.lookups for name in spec.names]
-        known = {self.label.column, *(() if self.time is None else (self.time.column,)), *self.computed}
+        known = {*self.target_names, *self.computed}
         read = {feature.column: feature for feature in self.categorical}
         taken = {column for _, columns in self.computed.values() for column in columns}
         used = {*self.dense_names, *self.feature_names, *taken, *(spec.column for spec in self.lookups)}
@@ -414,7 +426,7 @@ class Schema(_Strict):
         taken_as = [
             use for spec, transform in made for use in zip(spec.inputs, transform.takes(len(spec.inputs)), strict=True)
         ]
-        stored = {self.label.column, *(() if self.time is None else (self.time.column,))}
+        stored = set(self.target_names)
         numbers = {*self.dense_names, *(c.column for c in self.categorical if c.buckets is not None)}
         numbers |= {column for column, kind in taken_as if kind == "number"}
         lists = {c.column for c in self.categorical if c.kind != "one_hot"}
@@ -600,9 +612,18 @@ class Schema(_Strict):
 
     @property
     def column_names(self) -> tuple[str, ...]:
-        """Every column to read, once: label, time, inputs."""
-        time = () if self.time is None else (self.time.column,)
-        return tuple(dict.fromkeys((self.label.column, *time, *self.input_names)))
+        """Every column to read, once: label, weight, time, inputs."""
+        return tuple(dict.fromkeys((*self.target_names, *self.input_names)))
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """The column of weights, if there is one."""
+        return () if self.weight is None else (self.weight.column,)
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """Columns that say of a row what came of it, what it counts and when it was: label, weight, time."""
+        return (self.label.column, *self.weight_names, *(() if self.time is None else (self.time.column,)))
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -647,10 +668,10 @@ class Schema(_Strict):
     def to_json(self) -> dict[str, Any]:
         """Returns the schema as JSON-ready values; `parse_schema` reads it.
 
-        `histories`, `lookups`, `statistics` with their `count` and lag, `transforms` and `label.kind` are left out if
-        they have their defaults, so that earlier versions read it too.
+        `histories`, `lookups`, `statistics` with their `count` and lag, `transforms`, `weight` and `label.kind` are
+        left out if they have their defaults, so that earlier versions read it too.
         """
-        optional = ("histories", "lookups", "statistics", "statistics_lag", "transforms")
+        optional = ("histories", "lookups", "statistics", "statistics_lag", "transforms", "weight")
         left_out = {name for name in optional if not getattr(self, name)}
         value = self.model_dump(mode="json", exclude=left_out)
         if self.label.kind == "binary":
@@ -767,6 +788,7 @@ def _path(loc: Place) -> str:
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "label": LabelSpec,
+    "weight": WeightSpec,
     "time": TimeSpec,
     "dense": DenseSpec,
     "categorical": CategoricalSpec,
