@@ -1,6 +1,6 @@
 """Run preparation in child processes that SIGKILL themselves at a chosen rename, then let it finish; print the hashes.
 
-    python kill_prepare.py LOGS FOLDER
+    python kill_prepare.py LOGS FOLDER [BASE]
 
 Renames are where state becomes durable, so between any two of them a kill finds what a real one would. Children are
 forked before any thread exists. Prints one JSON line: hashes of an undisturbed run, and per kill of the continued one.
@@ -10,11 +10,15 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hotrow.data.prepare.pipeline import Options, prepare
+from hotrow.data.prepare.prepare import _Earlier
+from hotrow.data.sources.options import ReadOptions
 from hotrow.data.sources.registry import open_source
+from hotrow.data.sources.schema import SplitSpec
 from prepare_data import SCHEMA, file_hashes
 
 NUM_KILLS = 7
@@ -35,8 +39,15 @@ def run(logs: Path, out: Path, kill_at: int | None = None, when: str = "before")
         return result
 
     Path.replace = counted  # type: ignore[method-assign, assignment]
-    opened = open_source("parquet", logs, schema=SCHEMA)
-    prepare(opened, out, Options(rows_per_block=128, rows_per_part=256, rows_per_chunk=200, snapshot_every_s=0.0))
+    options = Options(rows_per_block=128, rows_per_part=256, rows_per_chunk=200, snapshot_every_s=0.0)
+    if len(sys.argv) > 3:
+        earlier = _Earlier.open(sys.argv[3])
+        split = SplitSpec(kind="random", fractions=(1.0, 0.0, 0.0))
+        opened = earlier.opened("parquet", logs, split=split, rows=None, read=ReadOptions())
+        options = replace(options, base=earlier.base)
+    else:
+        opened = open_source("parquet", logs, schema=SCHEMA)
+    prepare(opened, out, options)
     out.with_suffix(".renames").write_text(str(count))
 
 

@@ -259,11 +259,19 @@ def prepare(
         int | None, typer.Option(help="Threads for encoding; default: the cores this process may use.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at --out.")] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="The day before, a dataset or a run: its schema and the rows of its ids are kept, new ids get new "
+            "rows. none: this is the first day."
+        ),
+    ] = None,
 ) -> Answer:
     """Pack raw logs: count the training rows, number ids by popularity, encode. Resumable; torchrun shares the work."""
     from hotrow.base.progress import progress_bar
     from hotrow.data.prepare.prepare import run_prepare
     from hotrow.parallel.launch import joined
+    from hotrow.run.folder import dataset_of
 
     with joined() as comm, progress_bar() if comm.rank == 0 else nullcontext() as progress:
         dataset = run_prepare(
@@ -285,6 +293,7 @@ def prepare(
             progress=progress,
             announce=None if comm.rank else lambda line: print(line, file=sys.stderr),
             comm=comm,
+            base=None if base is None else dataset_of(base),
         )
     if comm.rank:  # the first rank tells the result
         raise typer.Exit
@@ -296,7 +305,7 @@ def prepare(
         "summary": dict(dataset.info.summary),
         "checksum": dataset.checksum,
     }
-    said = ("notes", "left_out")
+    said = ("notes", "left_out", "ids")
     summary = {name: value for name, value in dataset.info.summary.items() if name not in said}
     return result, lambda: _print_fields({"out": result["out"], "rows": result["rows"], "summary": summary})
 

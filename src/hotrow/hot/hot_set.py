@@ -168,7 +168,7 @@ def tables_of(
 ) -> list[TableUse]:
     """Returns how each table is used, by the counts of `counts_of`."""
     counts = counts_of(dataset)
-    if dataset.has_counts:
+    if dataset.is_ranked:
         return [TableUse(name, record_bytes[name], own, None, small_table_bytes) for name, own in counts.items()]
     return [ranked(name, record_bytes[name], own, small_table_bytes) for name, own in counts.items()]
 
@@ -184,10 +184,10 @@ def counts_of(dataset: PackedDataset) -> dict[str, NDArray[Any]]:
 
 
 def ranked(
-    name: str, record_bytes: int, counts: NDArray[np.int64], small_table_bytes: int = SMALL_TABLE_BYTES
+    name: str, record_bytes: int, counts: NDArray[Any], small_table_bytes: int = SMALL_TABLE_BYTES
 ) -> TableUse:
     """Puts a table's rows in the order of their accesses. counts: by row number."""
-    order = np.concatenate([[0], 1 + np.argsort(-counts[1:], kind="stable")])
+    order = np.concatenate([[0], 1 + np.argsort(-counts[1:].astype(np.int64), kind="stable")])
     return TableUse(name, record_bytes, counts[order], order, small_table_bytes)
 
 

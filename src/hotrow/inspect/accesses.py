@@ -109,8 +109,10 @@ def split_accesses(dataset: PackedDataset, name: str = "train") -> Accesses:
 def _table_accesses(dataset: PackedDataset, split: Split, table: str) -> TableAccesses:
     features = dataset.info.features
     columns = [j for j, feature in enumerate(features) if feature.table == table]
-    counted = dataset.info.table_by_name[table].counts_file in dataset.info.files
-    counts = dataset.counts(table) if counted else _counted(dataset, table, columns)
+    own = dataset.info.table_by_name[table]
+    counts = dataset.counts(table) if own.counts_file in dataset.info.files else _counted(dataset, table, columns)
+    if own.parent is not None:  # rows of later days are behind older ones
+        counts = _falling(counts)
     return TableAccesses(
         name=table,
         num_embeddings=dataset.info.table_by_name[table].num_embeddings,
@@ -126,7 +128,11 @@ def _counted(dataset: PackedDataset, table: str, columns: list[int]) -> NDArray[
     counts = np.zeros(dataset.info.table_by_name[table].num_embeddings, np.int64)
     for ids in _split_batches(dataset.split("train"), columns, COUNTED_SAMPLES):
         counts += np.bincount(ids, minlength=len(counts))
-    return np.concatenate([counts[:1], np.sort(counts[1:])[::-1]]).astype(np.uint64)
+    return _falling(counts).astype(np.uint64)
+
+
+def _falling(counts: NDArray[Any]) -> NDArray[Any]:
+    return np.concatenate([counts[:1], np.sort(counts[1:])[::-1]])
 
 
 def _split_batches(split: Split, columns: list[int], batch_size: int) -> BatchIds:

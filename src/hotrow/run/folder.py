@@ -40,7 +40,8 @@ from hotrow.base.files import LOCK, atomic_write, check_path, check_writable, cl
 from hotrow.base.machine import host_facts, versions
 from hotrow.base.records import Document
 from hotrow.config.load import parse_yaml
-from hotrow.data.packed.format import read_info
+from hotrow.data.packed.format import MANIFEST, read_info
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.report.facts import RunFacts, coverage_of, read_lines
 from hotrow.report.page import NAME as REPORT
 from hotrow.report.page import write_report
@@ -534,3 +535,22 @@ def _measurement(line: bytes, where: str) -> dict[str, Any]:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def dataset_of(path: str) -> str:
+    """Returns the folder of the dataset that the run at `path` was trained on; `path` itself if it is not a run.
+
+    Raises ValueError if that dataset is not there any more.
+    """
+    if not is_taken(Path(path) / RUN):
+        return path
+    known = RunFolder.open(path).record.dataset
+    if known is None:
+        raise ValueError(f"{path} is a run that has not come to its dataset; name a packed dataset")
+    found = Path(known["path"])
+    if not is_taken(found / MANIFEST) or PackedDataset.open(found).checksum != known["checksum"]:
+        raise ValueError(
+            f"{path} was trained on the dataset {found}, and none or another one is there now; name the folder where "
+            "that dataset lies"
+        )
+    return str(found)

@@ -183,7 +183,7 @@ def _shards(
     """Returns by table which ranks hold which rows: if hot batches have phases, every rank holds the hot rows."""
     if hot is None or not config.hot.takes_turns:
         return shards_of(config, tables, dataset, num_ranks)
-    shards = shards_of(config, tables, dataset, num_ranks, hot=hot.hot.prefixes(ranked=dataset.has_counts))
+    shards = shards_of(config, tables, dataset, num_ranks, hot=hot.hot.prefixes(ranked=dataset.is_ranked))
     _check_merging(config, shards, hot.hot.num_beyond({name: shard.prefix for name, shard in shards.items()}))
     return shards
 

@@ -35,7 +35,7 @@ WORK_FOLDER = ".prepare"
 ROWS_PER_BLOCK = 65_536
 """One block is one Arrow record batch: the unit of checksums and of shuffling."""
 MAX_ROWS_PER_BLOCK = 1 << 24
-RESERVED_SPLITS = frozenset({"vocab", "counts", "statistics", "lookups"})
+RESERVED_SPLITS = frozenset({"vocab", "counts", "statistics", "lookups", "rare"})
 
 STATISTICS = "statistics/counts.safetensors"
 """Path, within the folder, of the label's statistics by value."""
@@ -77,7 +77,7 @@ class Feature:
 @dataclass(frozen=True, config=STRICT)
 class Table:
     """The ids of one embedding table. Row 0 is for rare and unseen ids; the other rows follow by falling training
-    count."""
+    count, and those of each later day behind them."""
 
     name: str
     num_embeddings: Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -87,7 +87,7 @@ class Table:
     missing_row: Count | None = None
     """The row that stands for a missing value; if None, no value was missing in training."""
     num_dropped: Count = 0
-    """Distinct raw ids sent to row 0 by the minimum count or the cap."""
+    """Distinct raw ids sent to row 0 by the minimum count or the cap; in a chain of days, those that wait for a row."""
     vocabulary: str | None = None
     """Content id of `vocab/<name>`; None if ids need no vocabulary."""
     parent: str | None = None
@@ -102,6 +102,11 @@ class Table:
     def counts_file(self) -> str:
         """Path of the accesses per row within the dataset's folder."""
         return f"counts/{file_name(self.name)}"
+
+    @property
+    def rare_files(self) -> tuple[str, str]:
+        """Paths of the ids that wait for a row, and of their counts, within the dataset's folder."""
+        return f"rare/{self.vocabulary_file}", f"rare/{self.counts_file}"
 
     @property
     def id_dtype(self) -> type[np.int32 | np.int64]:
@@ -187,7 +192,7 @@ class DatasetInfo:
     tables: tuple[Table, ...]
     splits: dict[str, SplitInfo] = Field(default_factory=dict)
     files: dict[str, FileRecord] = Field(default_factory=dict)
-    """Files under vocab/, counts/, statistics/ and lookups/, by path relative to the folder."""
+    """Files under vocab/, counts/, statistics/, lookups/ and rare/, by path relative to the folder."""
     ids: dict[str, JsonValue] = Field(default_factory=dict)
     """How raw ids became row numbers: minimum count, cap, hashing, seed of the split."""
     sources: tuple[SourceFile, ...] = ()
@@ -313,7 +318,7 @@ def _check_side_path(path: str) -> None:
     folder, *rest = path.split("/")
     if folder not in RESERVED_SPLITS or not rest:
         raise ValueError(
-            f"files names {path!r}; only paths below vocab/, counts/, statistics/ and lookups/ are allowed"
+            f"files names {path!r}; only paths below vocab/, counts/, statistics/, lookups/ and rare/ are allowed"
         )
     for component in rest:
         check_name(component, what=f"path component of files entry {path!r}")

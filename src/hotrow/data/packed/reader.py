@@ -256,6 +256,11 @@ class PackedDataset:
         """Whether the accesses of every table's rows are known."""
         return all(table.counts_file in self.info.files for table in self.info.tables)
 
+    @property
+    def is_ranked(self) -> bool:
+        """Whether rows are numbered by falling accesses, which are known; rows of later days are behind older ones."""
+        return self.has_counts and all(table.parent is None for table in self.info.tables)
+
     def counts(self, table: str) -> NDArray[np.unsignedinteger[Any]]:
         """Returns the accesses per row of `table` in the training split, memory-mapped: uint32 or uint64."""
         if table not in self._counts:
@@ -275,6 +280,14 @@ class PackedDataset:
         """Returns the path of the columns of a lookup, whose checksum is checked here. place: its place in the
         schema."""
         return self._side_file(LOOKUP.format(place), check="crc32")
+
+    def rare_paths(self, table: str) -> tuple[Path, Path] | None:
+        """Returns the paths of the ids of `table` that wait for a row, and of their counts, whose checksums are checked
+        here; None if the dataset keeps none."""
+        ids, counts = self._table(table).rare_files
+        if ids not in self.info.files:
+            return None
+        return self._side_file(ids, check="crc32"), self._side_file(counts, check="crc32")
 
     def vocabulary_path(self, table: str) -> Path:
         """Returns the path of the table's vocabulary; its size is checked here, its content by its reader."""

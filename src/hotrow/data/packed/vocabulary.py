@@ -16,10 +16,11 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,33 +190,106 @@ def build_vocabulary(
         wide_counts = builder.num_accesses >= 2**32
         builder.rank(max_rows, counts.fileno(), COUNTS_HEADER_BYTES, wide_counts)
         _write_counts_header(counts, counts_path, builder.num_rows, 8 if wide_counts else 4)
-        _write_vocabulary(vocab, builder, key_kind, hash_cap)
-    return TableSummary(
-        builder.num_rows, builder.num_keys, builder.missing_row, builder.num_distinct, builder.num_accesses
-    )
+        summary = TableSummary(
+            builder.num_rows, builder.num_keys, builder.missing_row, builder.num_distinct, builder.num_accesses
+        )
+
+        def write(directory_bits: int, index_bytes: int, offsets: list[int]) -> list[tuple[int, int]]:
+            written: list[tuple[int, int]] = builder.write(vocab.fileno(), directory_bits, index_bytes == 8, offsets)
+            return written
+
+        _write_sections(vocab, summary, key_kind, hash_cap, write)
+    return summary
 
 
-def _write_vocabulary(file: BinaryIO, builder: Any, key_kind: KeyKind, hash_cap: int) -> None:
+class Entries(NamedTuple):
+    """Keys with their rows, in the order of a vocabulary file: by hash, equal hashes by the keys' bytes."""
+
+    hashes: NDArray[np.uint64]
+    """[n]."""
+    rows: NDArray[np.int64]
+    """[n]."""
+    strings: Keys | None
+    """The keys [n], if a vocabulary must store them."""
+
+
+def write_vocabulary(
+    path: Path, pieces: Iterable[Entries], summary: TableSummary, *, key_kind: KeyKind, hash_cap: int = 0
+) -> None:
+    """Writes the keys of all `pieces`, none of them empty, as a vocabulary, whole or not at all.
+
+    pieces: in the order of the file. summary: how many keys and rows there are. OSError passes through.
+    """
+    write = partial(_write_pieces, is_stored=stores_bytes(key_kind, hash_cap))
+    with atomic_write(path) as file:
+        _write_sections(file, summary, key_kind, hash_cap, partial(write, file, pieces))
+
+
+def _write_pieces(
+    file: BinaryIO,
+    pieces: Iterable[Entries],
+    directory_bits: int,
+    index_bytes: int,
+    offsets: list[int],
+    *,
+    is_stored: bool,
+) -> list[tuple[int, int]]:
+    """Writes the sections, as the native builder does; returns size and checksum of each."""
+    index, ends, crcs = f"<u{index_bytes}", list(offsets), [0] * len(offsets)
+
+    def put(section: int, array: NDArray[Any]) -> None:
+        file.seek(ends[section])
+        file.write(array.data)
+        ends[section] += array.nbytes
+        crcs[section] = zlib.crc32(array.data, crcs[section])
+
+    if is_stored:
+        put(3, np.zeros(1, "<u8"))
+    place = num_buckets = key_end = 0
+    for hashes, rows, strings in pieces:
+        buckets = (hashes >> np.uint64(64 - directory_bits)).astype(np.int64)
+        begun, num_buckets = num_buckets, int(buckets[-1]) + 1
+        put(0, (place + np.searchsorted(buckets, np.arange(begun, num_buckets))).astype(index))
+        put(1, hashes)
+        put(2, rows.astype(index))
+        if strings is not None and strings.offsets is not None:
+            put(3, (strings.offsets[1:] + key_end).astype("<u8"))
+            put(4, strings.values)
+            key_end += int(strings.offsets[-1])
+        place += len(hashes)
+    put(0, np.full(2**directory_bits + 1 - num_buckets, place, index))
+    file.flush()
+    return [(end - at, crc) for at, end, crc in zip(offsets, ends, crcs, strict=True)]
+
+
+def _write_sections(
+    file: BinaryIO,
+    summary: TableSummary,
+    key_kind: KeyKind,
+    hash_cap: int,
+    write: Callable[[int, int, list[int]], list[tuple[int, int]]],
+) -> None:
+    """Writes a vocabulary. write: writes its sections at the offsets it is given, and returns their sizes and
+    checksums."""
     # Two to four keys per bucket, so that a bucket's hashes fit in one or two cache lines.
-    directory_bits = max(1, (builder.num_keys // 4).bit_length())
-    index_bytes = 4 if builder.num_rows < 2**32 else 8
+    directory_bits = max(1, (summary.num_keys // 4).bit_length())
+    index_bytes = 4 if summary.num_embeddings < 2**32 else 8
     stored = stores_bytes(key_kind, hash_cap)
-    sizes = section_bytes(builder.num_keys, directory_bits, index_bytes, stores_bytes=stored)
+    sizes = section_bytes(summary.num_keys, directory_bits, index_bytes, stores_bytes=stored)
     offsets = [HEADER_BYTES]
     for num_bytes in sizes[:-1]:
         offsets.append(-(-(offsets[-1] + (num_bytes or 0)) // ALIGNMENT) * ALIGNMENT)
-    written = builder.write(file.fileno(), directory_bits, index_bytes == 8, offsets)
-    sections = tuple(Section(at, *section) for at, section in zip(offsets, written, strict=True))
+    written = write(directory_bits, index_bytes, offsets)
     header = Header(
         key_kind=key_kind,
         index_bytes=index_bytes,
         directory_bits=directory_bits,
-        num_keys=builder.num_keys,
-        num_embeddings=builder.num_rows,
-        missing_row=builder.missing_row,
+        num_keys=summary.num_keys,
+        num_embeddings=summary.num_embeddings,
+        missing_row=summary.missing_row,
         hash_cap=hash_cap,
-        num_accesses=builder.num_accesses,
-        sections=sections,
+        num_accesses=summary.num_accesses,
+        sections=tuple(Section(at, *section) for at, section in zip(offsets, written, strict=True)),
     )
     os.pwrite(file.fileno(), header.pack(), 0)
     os.ftruncate(file.fileno(), header.num_bytes)  # the last sections may be empty
@@ -244,15 +318,15 @@ def _crc_of(file: BinaryIO, offset: int, num_bytes: int) -> int:
     return crc
 
 
-def write_counts(path: Path | str, counts: NDArray[np.uint32]) -> None:
-    """Writes the accesses per row of a table that has no vocabulary."""
-    body = counts.tobytes()
-    raw = _COUNTS_HEADER.pack(
-        COUNTS_MAGIC, VERSION, BYTE_ORDER, COUNTS_HEADER_BYTES, counts.itemsize, len(counts), zlib.crc32(body)
-    )
-    raw = raw.ljust(COUNTS_HEADER_BYTES - _CRC.size, b"\0")
+def write_counts(path: Path | str, counts: NDArray[np.uint32 | np.uint64]) -> None:
+    """Writes accesses per row, which may be mapped."""
+    path = Path(path)
     with atomic_write(path) as file:
-        file.write(raw + _CRC.pack(zlib.crc32(raw)) + body)
+        file.seek(COUNTS_HEADER_BYTES)
+        for start in range(0, len(counts), READ_BYTES):
+            file.write(counts[start : start + READ_BYTES].data)
+        file.flush()
+        _write_counts_header(file, path, len(counts), counts.itemsize)
 
 
 def open_counts(path: Path | str) -> NDArray[Any]:
@@ -346,6 +420,20 @@ class Vocabulary:
         hashes = hash_keys(keys, hash_cap=self.header.hash_cap)
         lookup_rows(self._table, keys, hashes, missing_row=self.missing_row, out=out)
         return out
+
+    def within(self, first: int, last: int) -> Entries:
+        """Returns the keys whose hash is from `first` to `last`."""
+        table, strings = self._table, None
+        begin = int(np.searchsorted(table.hashes, np.uint64(first)))
+        end = int(np.searchsorted(table.hashes, np.uint64(last), side="right"))
+        if table.key_offsets is not None and table.key_bytes is not None:
+            offsets = table.key_offsets[begin : end + 1].astype(np.int64)
+            strings = Keys(table.key_bytes[offsets[0] : offsets[-1]], offsets - offsets[0])
+        return Entries(table.hashes[begin:end], table.rows[begin:end].astype(np.int64), strings)
+
+    def rows_of(self, hashes: NDArray[np.uint64], strings: Keys | None) -> NDArray[Any]:
+        """Returns the rows of valid keys by their hash, and by the keys themselves if the vocabulary stores them."""
+        return self.lookup_hashes(hashes) if strings is None else self.lookup(strings)
 
     def lookup_hashes(self, hashes: NDArray[np.uint64]) -> NDArray[Any]:
         """Looks up valid keys by their hash; only for vocabularies that store no bytes, where the hash is the key."""

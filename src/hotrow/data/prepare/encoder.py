@@ -195,7 +195,7 @@ class _Occurrences:
         for part in range(self._num_parts):
             chosen = order[ends[part - 1] if part else 0 : ends[part]]
             if self._bytes:
-                data, lengths = _take_strings(keys, chosen)
+                data, lengths = take_strings(keys, chosen)
                 self._append(self._file("keys", part), data)
                 self._append(self._file("lengths", part), lengths)
             else:
@@ -288,7 +288,7 @@ class _Occurrences:
                 yield vocabulary.lookup(Keys(np.fromfile(file, np.uint8, int(offsets[-1])), offsets))
 
 
-def _take_strings(keys: Keys, chosen: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+def take_strings(keys: Keys, chosen: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
     """Returns `(bytes, lengths)` of the chosen keys, which are of kind "bytes"."""
     assert keys.offsets is not None
     lengths = np.diff(keys.offsets)[chosen]

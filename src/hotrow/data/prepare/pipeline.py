@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass as record
 
-from hotrow.base.door import make_folder
+from hotrow.base.door import make_folder, remove
 from hotrow.base.files import explain_full_disk, file_name
 from hotrow.base.machine import available_memory_bytes, usable_cores, versions
 from hotrow.base.progress import ProgressCallback, ProgressMeter
@@ -56,8 +56,10 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.data.prepare.cells import CellCounts
+from hotrow.data.prepare.days import Base
 from hotrow.data.prepare.encoder import EncoderPool, RowEncoder
 from hotrow.data.prepare.estimate import estimate_work
+from hotrow.data.prepare.extend import Counted
 from hotrow.data.prepare.lag import Lagged
 from hotrow.data.prepare.moments import Moments, MomentsRecord
 from hotrow.data.prepare.shares import (
@@ -131,6 +133,8 @@ class Options:
     """Number of first rows of the source to prepare. If None, all are prepared."""
     sample: float = 1.0
     """Share of rows to keep, chosen by a hash of the row number."""
+    base: Base | None = None
+    """What the rows extend, if they are a day of a chain; they are then read by its schema and encodings."""
 
     memory_bytes: int | None = None
     """Memory for counters, vocabularies and rows in flight. If None, half of what this process may use."""
@@ -199,9 +203,12 @@ def _begun(
         """What cannot work is refused before anything is made."""
         check_split(opened)
         _lag_of(opened)
+        info = opened.source.scout()
+        if options.base is not None:
+            options.base.check_is_new(info, opened.schema)
         if comm.size > 1 and not isinstance(opened.source, SHARED_SOURCES):
             raise ValueError("histories are made by one process: prepare them without torchrun")
-        return opened.source.scout()
+        return info
 
     def begin() -> WorkFolder | None:
         return _begin(opened, out, options, source_info, say) if comm.rank == 0 else None
@@ -231,7 +238,7 @@ def _begin(
     opened: OpenedSource, out: Path, options: Options, info: SourceInfo, say: Callable[[str], None]
 ) -> WorkFolder:
     work = WorkFolder(out, _identity(opened, options, info), overwrite=options.overwrite)
-    for note in opened.notes:
+    for note in (*opened.notes, *(() if options.base is None else options.base.notes())):
         say(f"note: {note}")
     if work.resumed:
         say(f"continuing the work found in {work.folder}")
@@ -252,7 +259,7 @@ def fingerprint(opened: OpenedSource) -> str:
 
 def _identity(opened: OpenedSource, options: Options, info: SourceInfo) -> dict[str, Any]:
     """Returns what decides the bytes of the result; a resume is refused if any of it differs."""
-    return {
+    return ({} if options.base is None else {"day": asdict(options.base.day)}) | {
         "source": opened.source.name,
         "files": {f.path: f"{f.num_bytes} bytes, changed {f.mtime_ns}" for f in info.files},
         "schema": opened.schema.to_json(),
@@ -323,7 +330,7 @@ class _Stages:
         say: Callable[[str], None],
         comm: Communicator,
     ) -> None:
-        self._opened, self._work, self._options, self._comm = opened, work, options, comm
+        self._opened, self._work, self._options, self._comm, self._base = opened, work, options, comm, options.base
         self._source, self._schema = opened.source, opened.schema
         self._lag = _lag_of(opened)
         self._info, self._progress, self._say = info, progress, say
@@ -568,6 +575,8 @@ class _Stages:
         return {"rows_total": marks[-1].row, "marks": tuple(marks)}
 
     def _transforms(self, states: Sequence[_Counted]) -> tuple[str, ...]:
+        if self._base is not None and self._base.dataset is not None:
+            return self._base.transforms
         transforms = []
         for dense in self._schema.dense:
             moments = Moments()
@@ -606,14 +615,16 @@ class _Stages:
                     own.merge(self._load_statistics(Path(file)))
                 path = self._work.out / STATISTICS
                 make_folder(path.parent, within=self._work.out)
-                own.save(_statistics_file(self._work.folder, "by-fold"))
-                own.total().save(path)
+                found = own if self._base is None else own.with_earlier(self._base.statistics(self._schema))
+                found.save(_statistics_file(self._work.folder, "by-fold"))
+                found.total().save(path)
 
         on_every_rank(self._comm, write)
 
-    def _load_statistics(self, file: Path) -> Statistics:
-        """Reads statistics by fold."""
-        return Statistics.load(self._schema, file, num_folds=num_folds(self._schema), cure=CURE)
+    def _load_statistics(self, file: Path, *, earlier: bool = False) -> Statistics:
+        """Reads statistics by fold. earlier: with those of the rows of earlier days."""
+        folds = num_folds(self._schema)
+        return Statistics.load(self._schema, file, num_folds=folds + (earlier and folds > 1), cure=CURE)
 
     def _count_rows(self, plan: SplitPlan, counters: CounterPool, state: _Counted, statistics: Statistics) -> _Counted:
         fitted_columns = [i for i, d in enumerate(self._schema.dense) if is_fitted(d.transform)]
@@ -680,15 +691,26 @@ class _Stages:
         path = self._work.out / "vocab" / file_name(table)
         options = self._schema.table(table)
         counts_path, min_count = self._work.out / "counts" / file_name(table), options.min_count
-        summary = counters.build(table, path, counts_path, min_count=min_count, others=others)
+        if self._base is None:
+            summary = counters.build(table, path, counts_path, min_count=min_count, others=others)
+            num_dropped = summary.num_distinct - summary.num_keys
+        else:
+            work = self._work.fresh(f"day-{file_name(table)}")
+            make_folder(work)
+            counters.build(table, work / "vocab", work / "counts", others=others)
+            day = Counted.open(work / "vocab", work / "counts")
+            num_dropped = self._base.extend(table, day, self._work.out, min_count=min_count, work=work)
+            remove(work, within=self._work.out)
+        found = Vocabulary.open(path, verify="header")
         return Table(
             name=table,
-            num_embeddings=summary.num_embeddings,
-            num_keys=summary.num_keys,
+            num_embeddings=found.num_embeddings,
+            num_keys=found.num_keys,
             key_kind=self._source.key_kinds[self._schema.features_of(table)[0]],
-            missing_row=summary.missing_row or None,
-            num_dropped=summary.num_distinct - summary.num_keys,
-            vocabulary=Vocabulary.open(path, verify="header").id,
+            missing_row=found.missing_row or None,
+            num_dropped=num_dropped,
+            vocabulary=found.id,
+            parent=None if self._base is None else self._base.vocabulary_id(table),
         )
 
     def _encoders(self, info: DatasetInfo, suffix: str) -> EncoderPool:
@@ -707,14 +729,15 @@ class _Stages:
     def _with_statistics(self, pieces: Iterator[Piece], plan: SplitPlan, mark: Mark) -> Iterator[Piece]:
         """Yields the pieces from `mark` on with their statistics as dense columns; if rows have a time, those before it
         are read for them."""
-        after = self._load_statistics(_statistics_file(self._work.folder, "by-fold"))
+        file_of_all = _statistics_file(self._work.folder, "by-fold")
+        after = self._load_statistics(file_of_all, earlier=self._base is not None)
         if after.num_folds > 1:
             for piece in pieces:
                 assert piece.folds is not None, "_pieces gives them"
                 chunk = after.joined_out_of_fold(piece.chunk, piece.codes == TRAIN, piece.folds)
                 yield replace(piece, chunk=chunk)
             return
-        before = Statistics(self._schema)
+        before = Statistics(self._schema) if self._base is None else self._base.statistics(self._schema)
         # A file without a name: its space is free as soon as the process ends, however it ends.
         with tempfile.TemporaryFile(dir=self._work.folder) as file:
             lagged = None if self._lag is None else Lagged(self._schema, self._lag, file)
@@ -782,7 +805,8 @@ class _Stages:
                 results = self._work.results
                 self._write_lookups()
                 rows_read = results.rows_total if results.sorted is None else results.sorted.rows_read
-                writer.complete(whole, self._summary(rows_read or 0, skipped))
+                unknown = {} if self._base is None else self._base.unknown(out, info.tables, self._say)
+                writer.complete(whole, self._summary(rows_read or 0, skipped) | unknown)
 
         on_every_rank(comm, complete)
         self._work.remove()
@@ -850,6 +874,7 @@ class _Stages:
                 "split": plan_to_json(plan),
                 "rows": self._options.rows,
                 "sample": self._options.sample,
+                **({} if self._base is None else {"day": asdict(self._base.day)}),
             },
             sources=tuple(SourceFile(f.path, f.num_bytes, checksum) for f, checksum in files),
             licence=schema.licence,

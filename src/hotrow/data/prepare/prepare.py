@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError
 from hotrow.data.packed.format import MANIFEST, MANIFEST_CURE, Ids, Ragged
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
+from hotrow.data.prepare.days import Base, Day
 from hotrow.data.prepare.encoder import RowEncoder
 from hotrow.data.prepare.pipeline import Options, prepare
 from hotrow.data.prepare.statistics import Statistics, raw_transforms
@@ -41,13 +42,15 @@ from hotrow.data.sources.inputs import find_files, is_pipe, spooled
 from hotrow.data.sources.lookup import Lookup
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, looks_like_criteo, open_source
-from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
+from hotrow.data.sources.schema import Schema, SplitSpec, check_options, load_schema, parse_schema
 from hotrow.data.sources.split import SplitPlan
 from hotrow.data.sources.tabular import TextReader
 from hotrow.data.transforms import Transform
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.communicator import Communicator
 
+NO_BASE = "none"
+"""In place of a base, for the first day of a chain."""
 KEPT_ROWS = 1 << 16
 SCORE = "score"
 """Name of the column of scores in the file that prediction writes."""
@@ -74,6 +77,7 @@ def run_prepare(
     progress: ProgressCallback | None = None,
     announce: Callable[[str], None] | None = None,
     comm: Communicator | None = None,
+    base: Path | str | None = None,
 ) -> PackedDataset:
     """Prepares raw logs into the packed dataset `out`; called again with the same arguments, it continues after a stop.
 
@@ -91,6 +95,8 @@ def run_prepare(
     memory: bytes or text such as "4GiB" for counters, vocabularies and buffers (the libraries take some 0.4 GB more);
     if None, half of what is free. threads: tables counted or encoded at a time. Neither of the two changes a byte.
     progress, announce, comm: see `pipeline.prepare`.
+    base: the dataset of the day before, which the rows extend: with its schema, its rows of ids and its statistics.
+    All rows then train, unless `split` or `fractions` is given. "none": the rows are the first day of such a chain.
 
     Raises ValueError naming the field, file, row or option that is wrong; OSError when the disk is full, and
     `pipeline.Interrupted` on Ctrl-C: after these two the same call continues.
@@ -102,10 +108,21 @@ def run_prepare(
     changes = {"split": split, "fractions": fractions, "seed": seed, "min_count": min_count, "hash_cap": hash_cap}
     parts = check_options(**changes)
     comm = comm or Communicator()
+    earlier = None if base in (None, NO_BASE) else on_every_rank(comm, lambda: _Earlier.open(str(base)))
+    if earlier is not None:
+        given = {"schema": schema, "min_count": min_count, "hash_cap": hash_cap, **dict.fromkeys(read.hints, True)}
+        if named := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"{named[0]} is given, but a day has that of its base {base}: leave {named[0]} out")
+        if split is None and fractions is None:
+            parts = check_options(split="random", fractions=(1.0, 0.0, 0.0), seed=seed)
+    if base is not None:
+        options = replace(options, base=Base() if earlier is None else earlier.base)
 
     def opened() -> OpenedSource:
         if comm.rank == 0:
             check_out(Path(out), overwrite=overwrite)
+        if earlier is not None:
+            return earlier.opened(source, paths, split=parts, rows=rows, read=read)
         given = load_schema(schema) if isinstance(schema, str | Path) else schema
         found = open_source(source, paths, schema=given, split=parts, rows=rows, **vars(read))
         return found.with_options(**changes)
@@ -135,6 +152,7 @@ class _Ids:
     split: SplitPlan
     rows: Count | None
     sample: float
+    day: Day | None = None
 
 
 _IDS = TypeAdapter(_Ids)
@@ -150,6 +168,8 @@ class RawRows:
     """How raw ids are held, by feature."""
     transforms: list[Transform]
     """Transforms of the dense columns, then of the statistics."""
+    day: int
+    """Number of the dataset in a chain of days; 1 if it extends none."""
 
 
 def raw_rows(dataset: PackedDataset) -> RawRows | None:
@@ -172,7 +192,48 @@ def raw_rows(dataset: PackedDataset) -> RawRows | None:
         transforms = [Transform.parse(column.transform) for column in info.dense]
     except ValueError as error:
         raise ValueError(f"{where}: dense: {error}") from None
-    return RawRows(made.source, schema, made.encodings, transforms)
+    return RawRows(made.source, schema, made.encodings, transforms, 1 if made.day is None else made.day.number)
+
+
+@dataclass(frozen=True)
+class _Earlier:
+    """The dataset of the day before, and how its rows are read."""
+
+    base: Base
+    path: str
+    raw: RawRows
+
+    @staticmethod
+    def open(path: str) -> _Earlier:
+        """Raises ValueError if there is no whole dataset at `path`, or rows cannot extend it."""
+        dataset = PackedDataset.open(path, verify="sizes")
+        raw = raw_rows(dataset)
+        if raw is None:
+            raise ValueError(f"{path}: its ids were not made from raw rows, so no rows can extend it; prepare raw rows")
+        if raw.schema.histories is not None:
+            raise ValueError(
+                f"{path}: its schema has `histories`, which would begin anew with each day; prepare all days together"
+            )
+        transforms = [str(transform) for transform in raw.transforms[: len(raw.schema.dense)]]
+        return _Earlier(Base(dataset, raw.day, tuple(transforms)), path, raw)
+
+    def opened(self, source: str, paths: Any, *, split: SplitSpec, rows: int | None, read: ReadOptions) -> OpenedSource:
+        """Opens the rows of the day, with the schema of the base but for the split."""
+        is_criteo, schema = self.raw.source == "criteo", self.raw.schema.model_copy(update={"split": split})
+        source = "criteo" if is_criteo and source == "auto" else source
+        if (source == "criteo") != is_criteo:
+            raise ValueError(f"source is {source}, but {self.path} was prepared by source {self.raw.source}: name that")
+        if schema.statistics_lag is not None and split.fractions[0] < 1:
+            raise ValueError(
+                "statistics_lag: all rows of a day must train, because rows that wait to be counted are not kept from "
+                "day to day; leave out split and fractions"
+            )
+        is_made = source == "synthetic"
+        given = {} if is_made else {"schema": schema, "encodings": self.raw.encodings}
+        found = open_source(source, paths, rows=rows, **given, **vars(read))
+        if is_made and found.schema.model_copy(update={"split": split}) != schema:
+            raise ValueError(f"{paths} makes other columns than {self.path} has; use the preset or file of its rows")
+        return replace(found, schema=schema)
 
 
 def statistics_of(dataset: PackedDataset, schema: Schema) -> Statistics | None:

@@ -182,13 +182,24 @@ class Statistics:
         cross = Transform("cross")
         return [cross(*(of_column[name] for name in spec.columns)) for spec in self._specs]
 
-    def merge(self, other: Statistics) -> None:
-        """Adds the counts of other rows."""
+    def merge(self, other: Statistics, *, fold: int = 0) -> None:
+        """Adds the counts of other rows, those of their first fold to `fold`."""
         for i, counts in enumerate(other.counts):
             slots = other._counted(i)
-            self.counts[i].reshape(-1, 2)[slots] += counts.reshape(-1, 2)[slots]
+            own, more = self.counts[i].reshape(-1, 2), counts.reshape(-1, 2)[slots]
+            slots += fold << self.bits
+            # Many days may have more rows than a counter holds; it then stays at its limit, as in `count_before`.
+            own[slots] = np.minimum(own[slots].astype(np.uint64) + more, np.iinfo(np.uint32).max)
             self._pages[i] |= other._pages[i]
-        self.all += other.all
+        self.all[fold : fold + other.num_folds] += other.all
+
+    def with_earlier(self, earlier: Statistics) -> Statistics:
+        """Returns these counts and those of the rows of earlier days, as one fold more if there are several: no row of
+        theirs is in a fold of these."""
+        found = Statistics(self._schema, num_folds=self.num_folds + (self.num_folds > 1))
+        found.merge(self)
+        found.merge(earlier, fold=found.num_folds - 1)
+        return found
 
     def save(self, path: Path) -> None:
         """Writes the counts. OSError passes through."""

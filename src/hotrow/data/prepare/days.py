@@ -1,0 +1,154 @@
+"""Days of a chain: a dataset of newer rows extends an older one, its base, so that a model can go on from day to day.
+
+    base = Base(PackedDataset.open("data/day_1"), number=1, transforms=("log1p_clip0",))
+    dataset = prepare(opened, "data/day_2", base=base)          # pipeline.py
+
+The base gives the transforms with their parameters, the row of every id, the counts of ids that are still too rare for
+a row, and the label's statistics. `Base()` is what the first day extends: nothing; that day keeps what the next one
+needs. `extend.py` numbers new ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic.dataclasses import dataclass as record
+
+from hotrow.base.door import make_folder
+from hotrow.base.files import crc32
+from hotrow.base.records import STRICT, Count
+from hotrow.data.chunk import SourceInfo
+from hotrow.data.packed.format import MANIFEST_CURE, Table
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.vocabulary import Vocabulary, open_counts
+from hotrow.data.prepare.extend import Counted, Extension, empty_vocabulary
+from hotrow.data.prepare.statistics import Statistics
+from hotrow.data.sources.schema import Schema
+
+
+@record(frozen=True, config=STRICT)
+class Day:
+    """The place of a dataset in a chain of days, as `ids` in dataset.json keeps it."""
+
+    number: Count
+    """1 for the first day."""
+    parent: str | None = None
+    """Name of the folder of the dataset that this one extends; None for the first day."""
+    parent_checksum: str | None = None
+    """Checksum of that dataset, the SHA-256 of its dataset.json."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a day extends."""
+
+    dataset: PackedDataset | None = None
+    """The day before; None if there is none."""
+    number: int = 0
+    """Its number."""
+    transforms: tuple[str, ...] = ()
+    """What is done to its dense columns."""
+
+    @property
+    def day(self) -> Day:
+        """The day that extends this."""
+        if self.dataset is None:
+            return Day(1)
+        return Day(self.number + 1, self.dataset.path.resolve().name, self.dataset.checksum)
+
+    def check_is_new(self, info: SourceInfo, schema: Schema) -> None:
+        """Raises ValueError if files were already prepared as the day before: their rows would count twice."""
+        if self.dataset is None:
+            return
+        known = {(Path(f.path).name, f.num_bytes): f.checksum for f in self.dataset.info.sources}
+        again = [
+            file.path
+            for file in info.files
+            if (checksum := known.get((Path(file.path).name, file.num_bytes)))
+            and Path(file.path).is_file()
+            and checksum == f"crc32:{crc32(Path(file.path)):08x}"
+        ]
+        # Days may join the same lookup files, which are listed among the others.
+        if again and (not schema.lookups or len(again) == len(info.files)):
+            raise ValueError(
+                f"{again[0]} was already prepared as {self.dataset.path}, and its rows would count twice; name the "
+                "files of the new day alone"
+            )
+
+    def vocabulary_id(self, table: str) -> str | None:
+        """Returns the id of the vocabulary that the day extends; None for the first day."""
+        return None if self.dataset is None else self.dataset.info.table_by_name[table].vocabulary
+
+    def extend(self, table: str, day: Counted, out: Path, *, min_count: int, work: Path) -> int:
+        """Writes the vocabulary and counts of a table into the dataset `out`, from the ids of the day, all of which
+        `day` counts; returns how many ids wait for a row. work: an empty folder for files.
+
+        Raises ValueError naming the file of the base that was cut or altered.
+        """
+        extension = Extension(*self._known(table, day.vocabulary, work), day, min_count=min_count, tmp_dir=work)
+        own = Table(table, 1)
+        paths = [out / name for name in (own.vocabulary_file, own.counts_file, *own.rare_files)]
+        for path in paths:
+            make_folder(path.parent, within=out)
+        extension.write(*paths)
+        return extension.num_rare
+
+    def _known(self, table: str, like: Vocabulary, work: Path) -> tuple[Vocabulary, Counted]:
+        """Returns the vocabulary of the base, and the ids that wait for a row there."""
+        nothing = empty_vocabulary(work / "nothing", like)
+        none = Counted(nothing, np.zeros(1, np.uint32))
+        if self.dataset is None:
+            return nothing, none
+        base = Vocabulary.open(self.dataset.vocabulary(table).path)
+        if (base.key_kind, base.header.hash_cap) != (like.key_kind, like.header.hash_cap):
+            raise ValueError(
+                f"table {table!r}: ids are of kind {like.key_kind!r}, but {self.dataset.path} holds {base.key_kind!r}; "
+                "give the columns the type that they have there"
+            )
+        paths = self.dataset.rare_paths(table)
+        return base, none if paths is None else Counted.open(*paths)
+
+    def statistics(self, schema: Schema) -> Statistics:
+        """Returns the label's statistics at the end of the base."""
+        if self.dataset is None:
+            return Statistics(schema)
+        return Statistics.load(schema, self.dataset.statistics_path(), cure=MANIFEST_CURE)
+
+    def notes(self) -> Iterator[str]:
+        """Yields what a user should know of the base: which ids it has forgotten."""
+        for table in () if self.dataset is None else self.dataset.info.tables:
+            if table.num_dropped and self.dataset is not None and self.dataset.rare_paths(table.name) is None:
+                yield (
+                    f"{self.dataset.path} does not know how often it saw the {table.num_dropped:,} ids of table "
+                    f"{table.name!r} that are below min_count: they count from this day on; to count them from the "
+                    "first day, prepare that day with --base none"
+                )
+
+    def unknown(self, out: Path, tables: Sequence[Table], say: Callable[[str], None]) -> dict[str, Any]:
+        """Returns, for the summary of the dataset `out`, what lookups of its training rows lost to ids without a row,
+        and says it."""
+        if self.dataset is None:
+            return {}
+        found = {}
+        say(f"ids that {self.day.parent} has no row for:")
+        for table in tables:
+            first = self.dataset.info.table_by_name[table.name].num_embeddings
+            counts = open_counts(out / table.counts_file)
+            left, new = int(counts[0]), int(counts[first:].sum(dtype=np.uint64))
+            found[table.name] = own = {
+                "lookups": int(counts.sum(dtype=np.uint64)),
+                "unknown_to_base": left + new,
+                "unknown": left,
+                "new_rows": table.num_embeddings - first,
+                "ids_below_min_count": table.num_dropped,
+            }
+            share, share_left = ((own[key] / max(own["lookups"], 1)) for key in ("unknown_to_base", "unknown"))
+            say(
+                f"  {table.name}: {share:.2%} of {own['lookups']:,} lookups; {own['new_rows']:,} ids got a row, "
+                f"{table.num_dropped:,} are below min_count ({share_left:.2%} of lookups)"
+            )
+        return {"ids": found}

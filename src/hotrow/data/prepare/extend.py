@@ -1,0 +1,218 @@
+"""Extends the vocabulary of a table by the ids of a day: rows keep their numbers, and new ids get the next ones.
+
+    base   the ids that have rows
+    rare   the ids of earlier days that have none, numbered by first sight, and how often each was seen
+    day    the ids of the day's training rows, ranked and counted as if every one got a row
+
+An id that reaches `min_count` over all days gets a row. New rows follow by falling count over all days, ties by first
+sight: ids of earlier days come first, then those of the day as they are ranked there. docs/vocabulary.md says the same.
+
+The three are read side by side, a range of hashes at a time, and what is known of each id lies in unnamed files, so
+memory does not grow with the tables.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.chunk import Keys
+from hotrow.data.packed.vocabulary import (
+    Entries,
+    TableSummary,
+    Vocabulary,
+    open_counts,
+    write_counts,
+    write_vocabulary,
+)
+from hotrow.data.prepare.encoder import take_strings
+
+IDS_PER_RANGE = 1 << 18
+PLACES_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A vocabulary, and how often each of its rows was seen."""
+
+    vocabulary: Vocabulary
+    counts: NDArray[Any]
+
+    @staticmethod
+    def open(vocabulary: Path, counts: Path) -> Counted:
+        """Opens and checks both files."""
+        return Counted(Vocabulary.open(vocabulary), open_counts(counts))
+
+    def count(self, row: int) -> int:
+        """Returns how often a row was seen; 0 if it is row 0, which here stands for no id."""
+        return int(self.counts[row]) if row else 0
+
+
+class Extension:
+    """A vocabulary, extended by the ids of a day.
+
+    min_count: how often an id must have been seen over all days to get a row. tmp_dir: for files without a name, of 8
+    bytes for each row and each id of `rare` and `day`.
+    """
+
+    def __init__(self, base: Vocabulary, rare: Counted, day: Counted, *, min_count: int, tmp_dir: Path) -> None:
+        self._base, self._rare, self._day, self._tmp_dir = base, rare, day, tmp_dir
+        self._first_of_day = rare.vocabulary.num_embeddings - 1
+        """The place of the day's first id; those of earlier days come before it."""
+        self._numbers = self._mapped("<i8", self._first_of_day + day.vocabulary.num_embeddings - 1)
+        """By place: the row of an id that gets one, else minus its number among the rare ids, from 1 on; 0: no id."""
+        self.num_embeddings, self.num_rare, self._rare_accesses = base.num_embeddings, 0, 0
+        self._number(min_count)
+
+    def write(self, vocabulary: Path, counts: Path, rare: Path, rare_counts: Path) -> None:
+        """Writes the extended vocabulary, the day's accesses by row, and the ids that still wait, with their counts."""
+        day, place = self._day.vocabulary, self._missing_place
+        missing = 0 if place is None else int(self._numbers[place])
+        for sign, paths, num_rows, missing_row, num_accesses in (
+            (1, (vocabulary, counts), self.num_embeddings, self._base.missing_row or missing, day.header.num_accesses),
+            (-1, (rare, rare_counts), self.num_rare + 1, -missing, self._rare_accesses),
+        ):
+            missing_row = max(missing_row, 0)
+            of_rows = self._mapped("<u8" if num_accesses >= 2**32 else "<u4", num_rows)
+            num_keys = num_rows - 1 - (missing_row > 0)
+            summary = TableSummary(num_rows, num_keys, missing_row, num_keys, num_accesses)
+            pieces = self._pieces(sign, of_rows)
+            write_vocabulary(paths[0], pieces, summary, key_kind=day.key_kind, hash_cap=day.header.hash_cap)
+            if missing_row:
+                of_rows[missing_row] = self._day.count(day.missing_row) if sign > 0 else self._missing_total
+            of_rows[0] = num_accesses - int(of_rows.sum(dtype=np.uint64))
+            write_counts(paths[1], of_rows)
+
+    def _mapped(self, dtype: str, size: int) -> NDArray[Any]:
+        """Returns zeros in a file without a name. Raises OSError if the disk is full: a write to a mapped file of which
+        the disk has no room ends the process."""
+        with tempfile.TemporaryFile(dir=self._tmp_dir) as file:
+            for start in range(0, size, PLACES_AT_ONCE):
+                file.write(np.zeros(min(PLACES_AT_ONCE, size - start), dtype).data)
+            file.flush()
+            return np.memmap(file, dtype, "r+", shape=(size,)) if size else np.zeros(0, dtype)
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """Yields first and last hash of ranges that all ids fall into."""
+        num_ids = sum(v.num_keys for v in (self._base, self._rare.vocabulary, self._day.vocabulary))
+        num_ranges = num_ids // IDS_PER_RANGE + 1
+        for i in range(num_ranges):
+            yield (i << 64) // num_ranges, (i + 1 << 64) // num_ranges - 1
+
+    def _fresh(self, first: int, last: int) -> tuple[Entries, NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the ids with these hashes that have no row in the base, in no order, and how often each was seen over
+        all days and on the day. Their `rows` are places in the order of first sight, from 0 on."""
+        rare, day = self._rare.vocabulary.within(first, last), self._day.vocabulary.within(first, last)
+        again = self._day.vocabulary.rows_of(rare.hashes, rare.strings)
+        known = [v.rows_of(day.hashes, day.strings) for v in (self._base, self._rare.vocabulary)]
+        new = np.flatnonzero((known[0] == 0) & (known[1] == 0))
+        before = np.concatenate([self._rare.counts[rare.rows], np.zeros(len(new), np.int64)]).astype(np.int64)
+        # Row 0 of the day, which rare ids have that were not seen, counts nothing.
+        of_day = self._day.counts[np.concatenate([again, day.rows[new]])].astype(np.int64)
+        places = np.concatenate([rare.rows - 1, self._first_of_day + day.rows[new] - 1])
+        strings = _joined_strings([rare.strings, _some_strings(day.strings, new)])
+        return Entries(np.concatenate([rare.hashes, day.hashes[new]]), places, strings), before + of_day, of_day
+
+    @property
+    def _missing_place(self) -> int | None:
+        """The place of the missing value; None if it has a row in the base, or was never missing."""
+        rare, day = self._rare.vocabulary.missing_row, self._day.vocabulary.missing_row
+        if self._base.missing_row or not (rare or day):
+            return None
+        return rare - 1 if rare else self._first_of_day + day - 1
+
+    @property
+    def _missing_total(self) -> int:
+        return sum(found.count(found.vocabulary.missing_row) for found in (self._rare, self._day))
+
+    def _number(self, min_count: int) -> None:
+        """Numbers the ids, in the order of their places within each count."""
+        num_ids = Counter[int]()
+        for first, last in self._ranges():
+            found, totals, _ = self._fresh(first, last)
+            self._numbers[found.rows] = totals
+            num_ids.update(_sizes(totals[totals >= min_count]))
+        if (place := self._missing_place) is not None:
+            self._numbers[place] = total = self._missing_total
+            num_ids.update({total: 1} if total >= min_count else {})
+        next_row = {}
+        for total in sorted(num_ids, reverse=True):
+            next_row[total] = self.num_embeddings
+            self.num_embeddings += num_ids[total]
+        for start in range(0, len(self._numbers), PLACES_AT_ONCE):
+            own = self._numbers[start : start + PLACES_AT_ONCE]
+            got, waits = np.flatnonzero(own >= min_count), np.flatnonzero((own > 0) & (own < min_count))
+            self._rare_accesses += int(own[waits].sum())
+            own[waits] = -1 - self.num_rare - np.arange(len(waits))
+            self.num_rare += len(waits)
+            got = got[np.argsort(own[got], kind="stable")]
+            end = 0
+            for total, size in _sizes(own[got]).items():
+                begin, end = end, end + size
+                own[got[begin:end]] = next_row[total] + np.arange(size)
+                next_row[total] += size
+
+    def _pieces(self, sign: int, counts: NDArray[Any]) -> Iterator[Entries]:
+        """Yields the ids with a row, or with -1 those that wait for one, in the order of a vocabulary file; counts them
+        by row: accesses of the day, or of all days."""
+        for first, last in self._ranges():
+            found, totals, of_day = self._fresh(first, last)
+            numbers = sign * self._numbers[found.rows]
+            got = np.flatnonzero(numbers > 0)
+            counts[numbers[got]] = (of_day if sign > 0 else totals)[got]
+            parts = [Entries(found.hashes[got], numbers[got], _some_strings(found.strings, got))]
+            if sign > 0:
+                parts.append(self._base.within(first, last))
+                counts[parts[1].rows] = self._day.counts[
+                    self._day.vocabulary.rows_of(parts[1].hashes, parts[1].strings)
+                ]
+            yield from _in_order(parts)
+
+
+def empty_vocabulary(path: Path, like: Vocabulary) -> Vocabulary:
+    """Writes and returns a vocabulary without ids, for keys as those of `like`."""
+    write_vocabulary(path, (), TableSummary(1, 0, 0, 0, 0), key_kind=like.key_kind, hash_cap=like.header.hash_cap)
+    return Vocabulary.open(path)
+
+
+def _sizes(values: NDArray[np.int64]) -> dict[int, int]:
+    """Returns how often each value comes, by rising value."""
+    found, sizes = np.unique(values, return_counts=True)
+    return dict(zip(found.tolist(), sizes.tolist(), strict=True))
+
+
+def _in_order(parts: Sequence[Entries]) -> Iterator[Entries]:
+    """Yields the entries of all parts in the order of a vocabulary file, if there are any."""
+    hashes, rows = np.concatenate([part.hashes for part in parts]), np.concatenate([part.rows for part in parts])
+    strings = _joined_strings([part.strings for part in parts])
+    order = np.argsort(hashes, kind="stable")
+    ordered = hashes[order]
+    if strings is not None and strings.offsets is not None and (ordered[1:] == ordered[:-1]).any():
+        ends, data = strings.offsets.tolist(), strings.values.tobytes()
+        order = np.array(sorted(order.tolist(), key=lambda i: (hashes[i], data[ends[i] : ends[i + 1]])))
+    if len(order):
+        yield Entries(ordered, rows[order], _some_strings(strings, order))
+
+
+def _joined_strings(parts: Sequence[Keys | None]) -> Keys | None:
+    """Returns the keys of all parts, one after the other; None if there are no strings."""
+    found = [part for part in parts if part is not None and part.offsets is not None]
+    if not found:
+        return None
+    lengths = np.concatenate([np.diff(part.offsets) for part in found if part.offsets is not None])
+    return _strings(np.concatenate([part.values for part in found]), lengths)
+
+
+def _some_strings(keys: Keys | None, chosen: NDArray[np.intp]) -> Keys | None:
+    return None if keys is None else _strings(*take_strings(keys, chosen))
+
+
+def _strings(data: NDArray[np.uint8], lengths: NDArray[Any]) -> Keys:
+    return Keys(data, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))

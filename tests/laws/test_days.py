@@ -1,0 +1,450 @@
+"""Laws of a chain of days: an id keeps its row for life, new ids get rows by their counts over all days, statistics go
+on. The truth counts ids in dictionaries, day after day, in plain Python.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotrow.data.chunk import Keys
+from hotrow.data.native import Counter as KeyCounter
+from hotrow.data.packed.format import Ragged
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.vocabulary import Entries, Vocabulary, build_vocabulary, open_counts
+from hotrow.data.packed.writer import PackedWriter
+from hotrow.data.prepare import extend, pipeline
+from hotrow.data.prepare.days import Base
+from hotrow.data.prepare.extend import Counted, Extension
+from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
+from hotrow.data.prepare.prepare import RawEncoder, _Earlier, run_prepare
+from hotrow.data.prepare.statistics import Statistics
+from hotrow.data.sources.options import ReadOptions
+from hotrow.data.sources.registry import open_source
+from hotrow.data.sources.schema import SplitSpec, parse_schema
+from hotrow.hot.hot_set import tables_of
+from hotrow.inspect.accesses import split_accesses
+from hotrow.parallel.communicator import Communicator
+from packed_data import make_info
+from prepare_data import SCHEMA, file_hashes, make_rows, to_table, write_parquet
+from rank_pool import RankPool
+
+Rows = dict[str, list[Any]]
+SIZES: dict[str, Any] = {"rows_per_block": 64, "rows_per_part": 128, "rows_per_chunk": 100}
+NOTHING = Base()
+ALL_TRAIN = SplitSpec(kind="random", fractions=(1.0, 0.0, 0.0))
+DAYS_SCHEMA = parse_schema(
+    SCHEMA.to_json()
+    | {"tables": {"default": {"min_count": 3}, "tags": {"min_count": 30}, "hashed": {"hash_cap": 40, "min_count": 25}}}
+    | {"statistics": ["user", ["user", "site"]]},
+    where="test",
+)
+
+
+def day_rows(day: int, num_rows: int = 700) -> Rows:
+    """Clicks of a day: most ids are those of the days before, and some are new."""
+    rows, rng = make_rows(num_rows, seed=day), np.random.default_rng(day)
+    drifts = rng.integers(0, 40 * day + 1, num_rows).tolist()
+    return rows | {
+        "ts": [2000 * day + t for t in rows["ts"]],
+        "item": [None if i is None else i + d for i, d in zip(rows["item"], drifts, strict=True)],
+        "seen": [[i + d for i in ids or ()] for ids, d in zip(rows["seen"], drifts, strict=True)],
+        "user": [f"v{d}" if d > 60 else u for u, d in zip(rows["user"], drifts, strict=True)],
+    }
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("logs")
+    return [write_parquet(folder / f"day_{day}", day_rows(day)) for day in range(1, 4)]
+
+
+def first_day(logs: Path, out: Path, *, schema: Any = DAYS_SCHEMA, base: Base | None = NOTHING, **options: Any) -> None:
+    opened = open_source("parquet", logs, schema=schema.model_copy(update={"split": ALL_TRAIN}))
+    prepare(opened, out, Options(base=base, **SIZES | options))
+
+
+def next_day(comm: Communicator | None, logs: Path, out: Path, base: Path, options: dict[str, Any]) -> None:
+    earlier = _Earlier.open(str(base))
+    opened = earlier.opened("parquet", logs, split=ALL_TRAIN, rows=None, read=ReadOptions())
+    prepare(opened, out, Options(base=earlier.base, **SIZES | options), comm=comm)
+
+
+@pytest.fixture(scope="module")
+def days(logs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three days, each prepared on the one before."""
+    folder = tmp_path_factory.mktemp("days")
+    out = [folder / f"day_{day}" for day in range(1, 4)]
+    first_day(logs[0], out[0])
+    for i in (1, 2):
+        next_day(None, logs[i], out[i], out[i - 1], {})
+    return out
+
+
+class Truth:
+    """The ids of one table over days."""
+
+    def __init__(self, min_count: int) -> None:
+        self.min_count = min_count
+        self.rows: dict[Any, int] = {}
+        self.seen = Counter[Any]()
+        """Over all days, until an id has a row."""
+        self.sight: dict[Any, int] = {}
+        """Ids in the order of the day of first sight, and there by falling count, ties by first appearance."""
+
+    def add(self, ids: list[Any]) -> None:
+        of_day = Counter(ids)  # in the order of first appearance
+        for key in sorted(of_day, key=lambda key: -of_day[key]):
+            self.sight.setdefault(key, len(self.sight))
+        self.seen.update({key: n for key, n in of_day.items() if key not in self.rows})
+        enough = [key for key, n in self.seen.items() if n >= self.min_count and key not in self.rows]
+        for key in sorted(enough, key=lambda key: (-self.seen[key], self.sight[key])):
+            self.rows[key] = len(self.rows) + 1
+
+    @property
+    def waiting(self) -> list[Any]:
+        return sorted((key for key in self.seen if key not in self.rows), key=lambda key: self.sight[key])
+
+
+def ids_of_table(rows: Rows, table: str) -> list[Any]:
+    """Ids in the order of counting: by row, feature, place in a list."""
+    features = {"item": ["item", "seen"], "hashed": ["site"]}.get(table, [table])
+    cells = chain.from_iterable(zip(*(rows[feature] for feature in features), strict=True))
+    return [as_counted(key, table) for cell in cells for key in (cell if isinstance(cell, list) else [cell])]
+
+
+def as_counted(key: Any, table: str) -> Any:
+    return key % 40 if table == "hashed" else key
+
+
+def stored_ids(dataset: PackedDataset, feature: str) -> list[Any]:
+    place, found = dataset.info.feature_names.index(feature), []
+    part = dataset.split("train")
+    for ids in (part.block(i).ids[place] for i in range(part.num_blocks)):
+        if isinstance(ids, Ragged):
+            found += [ids.values[a:b].tolist() for a, b in pairwise(ids.row_splits.tolist())]
+        else:
+            found += ids.tolist()
+    return found
+
+
+def test_rows_are_those_of_dictionaries(days: list[Path]) -> None:
+    truths = {t: Truth(DAYS_SCHEMA.table(t).min_count) for t in DAYS_SCHEMA.table_names}
+    for number, path in enumerate(days, 1):
+        dataset, rows = PackedDataset.open(path, verify="full"), day_rows(number)
+        for name, truth in truths.items():
+            table, ids, before = dataset.info.table_by_name[name], ids_of_table(rows, name), dict(truth.rows)
+            truth.add(ids)
+            assert table.num_embeddings == len(truth.rows) + 1
+            assert (table.missing_row or 0) == truth.rows.get(None, 0)
+            assert table.num_dropped == len(truth.waiting)
+            counts = Counter(truth.rows.get(key, 0) for key in ids)
+            assert dataset.counts(name).tolist() == [counts[row] for row in range(len(truth.rows) + 1)]
+            rare = Counted.open(*(path / file for file in table.rare_files))
+            assert rare.counts.tolist() == [0, *(truth.seen[key] for key in truth.waiting)]
+            if number == 1:
+                continue
+            assert dataset.info.summary["ids"][name] == {
+                "lookups": len(ids),
+                "unknown_to_base": sum(key not in before for key in ids),
+                "unknown": counts[0],
+                "new_rows": len(truth.rows) - len(before),
+                "ids_below_min_count": len(truth.waiting),
+            }
+            assert table.parent == PackedDataset.open(days[number - 2]).info.table_by_name[name].vocabulary
+        for feature in dataset.info.features:
+            found = truths[feature.table].rows
+            for cell, row in zip(rows[feature.name], stored_ids(dataset, feature.name), strict=True):
+                keys = cell if isinstance(cell, list) else [cell]
+                of_cell = [found.get(as_counted(key, feature.table), 0) for key in keys]
+                assert row == (of_cell if isinstance(cell, list) else of_cell[0])
+    grown = PackedDataset.open(days[2]).info.summary["ids"]
+    assert all(own["new_rows"] > 0 for own in grown.values()) and any(own["unknown"] for own in grown.values())
+
+
+def test_an_id_keeps_its_row_for_life(days: list[Path]) -> None:
+    rows = to_table(day_rows(1))
+    found = [next(RawEncoder(path).batches(rows)).sparse for path in days]
+    for older, newer in pairwise(found):
+        had = older.values > 0
+        assert (older.values[had] == newer.values[had]).all()
+        assert (newer.values[~had] > 0).any(), "ids that were rare get rows later"
+
+
+def test_the_chain_is_recorded_and_transforms_are_frozen(days: list[Path]) -> None:
+    infos = [PackedDataset.open(path).info for path in days]
+    assert infos[0].ids["day"] == {"number": 1, "parent": None, "parent_checksum": None}
+    for i in (1, 2):
+        checksum = PackedDataset.open(days[i - 1]).checksum
+        assert infos[i].ids["day"] == {"number": i + 1, "parent": f"day_{i}", "parent_checksum": checksum}
+        assert infos[i].dense == infos[0].dense
+        assert infos[i].ids["schema"] == infos[0].ids["schema"]
+    assert "standardize(mean=" in infos[0].dense[1].transform
+
+
+def test_the_first_day_of_a_chain_is_a_plain_dataset_and_its_rare_ids(logs: list[Path], tmp_path: Path) -> None:
+    for name, base in (("plain", None), ("chain", Base())):
+        first_day(logs[0], tmp_path / name, base=base)
+    plain, of_chain = (file_hashes(tmp_path / name) for name in ("plain", "chain"))
+    assert {name for name in of_chain if name not in plain} == {
+        f"rare/{kind}/{table}" for kind in ("vocab", "counts") for table in DAYS_SCHEMA.table_names
+    }
+    assert {n: h for n, h in plain.items() if n != "dataset.json"}.items() <= of_chain.items()
+
+
+def test_a_plain_dataset_is_a_base_that_has_forgotten_its_rare_ids(logs: list[Path], tmp_path: Path) -> None:
+    first_day(logs[0], tmp_path / "day_1", base=None)
+    said: list[str] = []
+    dataset = run_prepare("parquet", logs[1], tmp_path / "day_2", base=tmp_path / "day_1", announce=said.append)
+    truth = Truth(3)
+    truth.add(ids_of_table(day_rows(1), "user"))
+    truth.seen = Counter({key: n for key, n in truth.seen.items() if key in truth.rows})
+    truth.sight = {key: place for key, place in truth.sight.items() if key in truth.rows}
+    truth.add(ids_of_table(day_rows(2), "user"))
+    assert stored_ids(dataset, "user") == [truth.rows.get(key, 0) for key in day_rows(2)["user"]]
+    assert any("'user'" in line and "--base none" in line for line in said)
+    assert {name: part.num_rows for name, part in dataset.splits.items()} == {"train": 700}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threads": 1},
+        {"rows_per_chunk": 61},
+        {"snapshot_every_s": 0.0},
+        {"memory_bytes": 24_000},
+    ],
+    ids=str,
+)
+def test_how_it_runs_moves_no_byte(
+    days: list[Path], logs: list[Path], tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "MIN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(extend, "IDS_PER_RANGE", 13)
+    monkeypatch.setattr(extend, "PLACES_AT_ONCE", 7)
+    next_day(None, logs[2], tmp_path / "day_3", days[1], options)
+    assert file_hashes(tmp_path / "day_3") == file_hashes(days[2])
+
+
+@pytest.mark.parametrize(("stage", "number"), [("count", 1), ("count", 6), ("encode", 0), ("encode", 5)])
+def test_stopped_and_continued_moves_no_byte(
+    days: list[Path], logs: list[Path], tmp_path: Path, stage: str, number: int
+) -> None:
+    plain = pipeline._Stages._reported
+
+    def reported(stages: Any, name: str, row: int, pieces: Iterator[Any]) -> Iterator[Any]:
+        for i, piece in enumerate(plain(stages, name, row, pieces)):
+            if (name, i) == (stage, number):
+                stages._stop.set()
+            yield piece
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline._Stages, "_reported", reported)
+        with pytest.raises(Interrupted):
+            next_day(None, logs[2], tmp_path / "day_3", days[1], {})
+    with pytest.raises(ValueError, match=r"day\.number is 2, was 3"):
+        next_day(None, logs[2], tmp_path / "day_3", days[0], {})
+    next_day(None, logs[2], tmp_path / "day_3", days[1], {"rows_per_chunk": 77})
+    assert file_hashes(tmp_path / "day_3") == file_hashes(days[2])
+
+
+def test_killed_at_any_rename_and_continued_gives_the_same_bytes(
+    days: list[Path], logs: list[Path], tmp_path: Path
+) -> None:
+    script = Path(__file__).resolve().parents[1] / "kill_prepare.py"
+    command = [sys.executable, script, logs[1], tmp_path, days[0]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert len(result["killed"]) == 7 and result["renames"] > 20
+    for when, hashes in result["killed"].items():
+        assert hashes == result["plain"], when
+
+
+def test_ranks_move_no_byte(days: list[Path], logs: list[Path], tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        pool.run(next_day, logs[2], tmp_path / "day_3", days[1], {}, num_ranks=2, micro_batches=2)
+    assert file_hashes(tmp_path / "day_3") == file_hashes(days[2])
+
+
+def dense_of(dataset: PackedDataset, first: int) -> np.ndarray:
+    part = dataset.split("train")
+    return np.concatenate([np.stack(part.block(i).dense[first:], 1) for i in range(part.num_blocks)])
+
+
+def test_statistics_are_those_of_one_preparation_over_all_days(
+    days: list[Path], logs: list[Path], tmp_path: Path
+) -> None:
+    first_day(logs[0].parent, tmp_path / "all", base=None)
+    whole, of_days = PackedDataset.open(tmp_path / "all"), [PackedDataset.open(path) for path in days]
+    found = np.concatenate([dense_of(day, len(DAYS_SCHEMA.dense)) for day in of_days])
+    assert found.tobytes() == dense_of(whole, len(DAYS_SCHEMA.dense)).tobytes()
+    assert len(np.unique(found)) > 100
+    assert of_days[2].statistics_path().read_bytes() == whole.statistics_path().read_bytes()
+
+
+def test_statistics_without_a_time_count_earlier_days_and_other_folds(logs: list[Path], tmp_path: Path) -> None:
+    """The truth counts a dictionary for each row; `folds_of` draws the folds."""
+    schema = parse_schema(
+        {"label": "click", "categorical": ["site"], "statistics": [{"columns": ["site"], "priors": [5]}]}, where="test"
+    )
+    first_day(logs[0], tmp_path / "day_1", schema=schema)
+    next_day(None, logs[1], tmp_path / "day_2", tmp_path / "day_1", {})
+    dataset, (one, two) = PackedDataset.open(tmp_path / "day_2"), (day_rows(1), day_rows(2))
+    fold = np.concatenate([pipeline.folds_of(schema, 0, 700)])
+    wanted = []
+    for row, site in enumerate(two["site"]):
+        others = [i for i in range(700) if fold[i] != fold[row]]
+        seen = [*zip(one["site"], one["click"], strict=True), *((two["site"][i], two["click"][i]) for i in others)]
+        own = [click for each, click in seen if each == site]
+        p = (sum(click for _, click in seen) + 0.5) / (len(seen) + 1)
+        q = (sum(own) + 5 * p) / (len(own) + 5)
+        wanted.append(np.log(q / (1 - q)) - np.log(p / (1 - p)))
+    np.testing.assert_allclose(dense_of(dataset, 0)[:, 0], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_counts_of_many_days_stay_at_their_limit() -> None:
+    schema = parse_schema({"label": "y", "time": "t", "categorical": ["a"], "statistics": ["a"]}, where="test")
+    one, other = Statistics(schema), Statistics(schema)
+    for each in (one, other):
+        each.counts[0][0, 5] = 3 << 30, 7
+        each._pages[0][0] = True
+    one.merge(other)
+    assert one.counts[0][0, 5].tolist() == [2**32 - 1, 14]
+
+
+def test_what_asks_for_popularity_sorts_the_rows_of_later_days(days: list[Path]) -> None:
+    first, last = PackedDataset.open(days[0]), PackedDataset.open(days[2])
+    assert first.is_ranked and not last.is_ranked
+    for use in tables_of(last, dict.fromkeys(DAYS_SCHEMA.table_names, 4)):
+        assert (np.diff(use.counts[1:].astype(np.int64)) <= 0).all()
+        assert use.order is not None and (use.counts == last.counts(use.name)[use.order]).all()
+    for table in split_accesses(last).tables:
+        assert table.counts.tolist() == sorted(last.counts(table.name)[1:].tolist(), reverse=True)
+
+
+def damaged(change: Callable[[Path], object]) -> Callable[[Path, Path], Path]:
+    def change_copy(day: Path, folder: Path) -> Path:
+        shutil.copytree(day, folder / "day_2")
+        change(folder / "day_2")
+        return folder / "day_2"
+
+    return change_copy
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda base: (base / "train" / "part-00002.arrow").unlink(), r"part-00002\.arrow.*missing"),
+        (lambda base: (base / "dataset.json").unlink(), r"no dataset\.json"),
+        (lambda base: flip(base / "vocab" / "user"), r"vocab/user.*altered"),
+        (lambda base: flip(base / "rare" / "vocab" / "item"), r"rare/vocab/item.*altered"),
+        (lambda base: flip(base / "rare" / "counts" / "item"), r"rare/counts/item.*altered"),
+        (lambda base: flip(base / "statistics" / "counts.safetensors"), r"counts\.safetensors.*altered"),
+        (lambda base: shutil.copy(base / "vocab" / "item", base / "vocab" / "user"), r"vocab/user"),
+    ],
+)
+def test_a_damaged_base_is_refused_by_name(
+    days: list[Path], logs: list[Path], tmp_path: Path, change: Callable[[Path], object], named: str
+) -> None:
+    base = damaged(change)(days[1], tmp_path)
+    with pytest.raises(ValueError, match=named):
+        run_prepare("parquet", logs[2], tmp_path / "day_3", base=base)
+    assert not (tmp_path / "day_3" / "dataset.json").exists()
+
+
+def test_what_would_break_the_chain_is_refused(days: list[Path], logs: list[Path], tmp_path: Path) -> None:
+    def refused(
+        named: str, *, data: Any = logs[2], source: str = "parquet", base: Path = days[1], **given: Any
+    ) -> None:
+        with pytest.raises(ValueError, match=named):
+            run_prepare(source, data, tmp_path / "out", base=base, **given)
+        assert not (tmp_path / "out").exists()
+
+    refused("schema is given", schema=DAYS_SCHEMA)
+    refused("min_count is given", min_count=5)
+    refused("label is given", label="click")
+    refused(r"part-0\.parquet was already prepared as .*day_2", data=logs[1])
+    refused("prepared by source parquet", source="criteo")
+    (tmp_path / "empty").mkdir()
+    refused("no dataset.json", base=tmp_path / "empty")
+    with PackedWriter(tmp_path / "made", make_info()) as writer:
+        rows = {f.name: ([0], [0, 1]) if f.kind != "one_hot" else [0] for f in writer.info.features}
+        sparse = {name: tuple(map(np.array, r)) if isinstance(r, tuple) else np.array(r) for name, r in rows.items()}
+        writer.append("train", np.zeros(1), np.zeros((1, len(writer.info.dense))), sparse)
+        writer.close()
+    refused("not made from raw rows", base=tmp_path / "made")
+    texts = to_table(day_rows(3)).drop_columns("item").append_column("item", [["x"] * 700])
+    refused("item", source="frame", data=texts)
+
+
+def test_days_with_a_lag_train_on_all_rows(tmp_path: Path) -> None:
+    schema = {"label": "y", "time": "t", "categorical": ["a"], "statistics": ["a"], "statistics_lag": "1h"}
+    for day in (1, 2):
+        text = "\n".join(f"{i % 2},2024-01-0{day}T{i // 4:02}:00:00,{i % 3}" for i in range(40))
+        (tmp_path / f"{day}.csv").write_text(f"y,t,a\n{text}\n")
+    run_prepare("csv", tmp_path / "1.csv", tmp_path / "one", schema=parse_schema(schema, where="test"), base="none")
+    with pytest.raises(ValueError, match="statistics_lag"):
+        run_prepare("csv", tmp_path / "2.csv", tmp_path / "two", base=tmp_path / "one", split="time")
+    dataset = run_prepare("csv", tmp_path / "2.csv", tmp_path / "two", base=tmp_path / "one")
+    assert dataset.split("train").num_rows == 40
+
+
+def test_a_day_may_have_a_split_and_joins_other_parts_of_it(days: list[Path], logs: list[Path], tmp_path: Path) -> None:
+    dataset = run_prepare("parquet", logs[2], tmp_path / "out", base=days[1], split="time")
+    assert all(dataset.split(name).num_rows > 50 for name in ("train", "val", "test"))
+    assert dataset.counts("user").sum() == dataset.split("train").num_rows
+
+
+def test_equal_hashes_are_in_the_order_of_their_bytes() -> None:
+    def entries(hashes: list[int], texts: list[bytes], first_row: int) -> Entries:
+        ends = np.cumsum([0, *map(len, texts)])
+        keys = Keys(np.frombuffer(b"".join(texts), np.uint8), ends)
+        return Entries(np.array(hashes, np.uint64), np.arange(first_row, first_row + len(hashes)), keys)
+
+    (found,) = extend._in_order([entries([3, 9], [b"b", b"x"], 1), entries([3, 3], [b"a", b"bb"], 3)])
+    assert found.hashes.tolist() == [3, 3, 3, 9]
+    assert found.rows.tolist() == [3, 1, 4, 2]
+    assert found.strings is not None and found.strings.values.tobytes() == b"abbbx"
+
+
+@pytest.mark.parametrize("kind", ["int", "bytes"])
+def test_a_written_vocabulary_has_the_bytes_of_a_built_one(kind: Any, tmp_path: Path) -> None:
+    """Of no ids, of one, and of many."""
+    rng = np.random.default_rng(0)
+    for num_keys in (0, 1, 3000):
+        ids = rng.zipf(1.3, num_keys) % 900
+        texts = [f"{i}" * (1 + i % 3) for i in ids.tolist()]
+        data = np.frombuffer("".join(texts).encode(), np.uint8)
+        counter = KeyCounter(kind)
+        counter.add(Keys(ids) if kind == "int" else Keys(data, np.cumsum([0, *map(len, texts)])))
+        counter.drain(tmp_path / "run")
+        for name, least in (("all", 1), ("some", 3)):
+            files = [tmp_path / f"{name}-{what}" for what in ("vocab", "counts")]
+            build_vocabulary(
+                [tmp_path / "run"], *files, key_kind=kind, min_count=least, memory_bytes=1 << 20, tmp_dir=tmp_path
+            )
+        day = Counted.open(tmp_path / "all-vocab", tmp_path / "all-counts")
+        empty = extend.empty_vocabulary(tmp_path / "empty", day.vocabulary)
+        extension = Extension(empty, Counted(empty, np.zeros(1, np.uint32)), day, min_count=3, tmp_dir=tmp_path)
+        extension.write(*(tmp_path / name for name in ("vocab", "counts", "rare", "rare-counts")))
+        assert (tmp_path / "vocab").read_bytes() == (tmp_path / "some-vocab").read_bytes()
+        assert (tmp_path / "counts").read_bytes() == (tmp_path / "some-counts").read_bytes()
+        assert open_counts(tmp_path / "rare-counts").sum() == open_counts(tmp_path / "counts")[0]
+        assert Vocabulary.open(tmp_path / "rare").num_keys == extension.num_rare
