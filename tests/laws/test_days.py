@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forked import COMMAND, run_forked
 from hotrow.data.chunk import Keys
 from hotrow.data.native import Counter as KeyCounter
 from hotrow.data.packed.format import Ragged
@@ -35,6 +36,7 @@ from hotrow.data.sources.schema import SplitSpec, parse_schema
 from hotrow.hot.hot_set import tables_of
 from hotrow.inspect.accesses import split_accesses
 from hotrow.parallel.communicator import Communicator
+from hotrow.run.folder import RunFolder, dataset_of
 from packed_data import make_info
 from prepare_data import SCHEMA, file_hashes, make_rows, to_table, write_parquet
 from rank_pool import RankPool
@@ -377,6 +379,8 @@ def test_what_would_break_the_chain_is_refused(days: list[Path], logs: list[Path
             run_prepare(source, data, tmp_path / "out", base=base, **given)
         assert not (tmp_path / "out").exists()
 
+    with pytest.raises(ValueError, match="is the base itself"):
+        run_prepare("parquet", logs[2], days[1], base=days[1], overwrite=True)
     refused("schema is given", schema=DAYS_SCHEMA)
     refused("min_count is given", min_count=5)
     refused("label is given", label="click")
@@ -392,6 +396,26 @@ def test_what_would_break_the_chain_is_refused(days: list[Path], logs: list[Path
     refused("not made from raw rows", base=tmp_path / "made")
     texts = to_table(day_rows(3)).drop_columns("item").append_column("item", [["x"] * 700])
     refused("item", source="frame", data=texts)
+
+
+def test_a_run_stands_for_the_dataset_that_it_was_trained_on(
+    days: list[Path], logs: list[Path], tmp_path: Path
+) -> None:
+    shutil.copytree(days[1], tmp_path / "day_2")
+    run = RunFolder.create(tmp_path / "run", name="any")
+    with pytest.raises(ValueError, match="has not come to its dataset"):
+        dataset_of(str(run.path))
+    checksum = PackedDataset.open(tmp_path / "day_2").checksum
+    run.update(dataset={"path": str(tmp_path / "day_2"), "checksum": checksum, "name": "parquet"})
+    done = run_forked(COMMAND, "prepare", "auto", logs[2], "--base", run.path, "--out", tmp_path / "day_3", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["summary"]["ids"]["user"]["new_rows"] > 0
+    for name in ("vocab", "rare"):
+        assert file_hashes(tmp_path / "day_3", below=name) == file_hashes(days[2], below=name)
+    shutil.copy(days[0] / "dataset.json", tmp_path / "day_2" / "dataset.json")
+    with pytest.raises(ValueError, match=r"another one is there now"):
+        dataset_of(str(run.path))
+    assert dataset_of(str(tmp_path / "day_2")) == str(tmp_path / "day_2"), "a dataset stands for itself"
 
 
 def test_days_with_a_lag_train_on_all_rows(tmp_path: Path) -> None:

@@ -183,9 +183,7 @@ def counts_of(dataset: PackedDataset) -> dict[str, NDArray[Any]]:
     return count_accesses(dataset, 1.0, seed=0)
 
 
-def ranked(
-    name: str, record_bytes: int, counts: NDArray[Any], small_table_bytes: int = SMALL_TABLE_BYTES
-) -> TableUse:
+def ranked(name: str, record_bytes: int, counts: NDArray[Any], small_table_bytes: int = SMALL_TABLE_BYTES) -> TableUse:
     """Puts a table's rows in the order of their accesses. counts: by row number."""
     order = np.concatenate([[0], 1 + np.argsort(-counts[1:].astype(np.int64), kind="stable")])
     return TableUse(name, record_bytes, counts[order], order, small_table_bytes)

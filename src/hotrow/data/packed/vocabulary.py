@@ -431,9 +431,9 @@ class Vocabulary:
             strings = Keys(table.key_bytes[offsets[0] : offsets[-1]], offsets - offsets[0])
         return Entries(table.hashes[begin:end], table.rows[begin:end].astype(np.int64), strings)
 
-    def rows_of(self, hashes: NDArray[np.uint64], strings: Keys | None) -> NDArray[Any]:
-        """Returns the rows of valid keys by their hash, and by the keys themselves if the vocabulary stores them."""
-        return self.lookup_hashes(hashes) if strings is None else self.lookup(strings)
+    def rows_of(self, other: Entries) -> NDArray[Any]:
+        """Returns the rows that the keys of a similar vocabulary have here; 0: none."""
+        return self.lookup_hashes(other.hashes) if other.strings is None else self.lookup(other.strings)
 
     def lookup_hashes(self, hashes: NDArray[np.uint64]) -> NDArray[Any]:
         """Looks up valid keys by their hash; only for vocabularies that store no bytes, where the hash is the key."""

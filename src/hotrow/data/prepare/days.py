@@ -1,7 +1,7 @@
 """Days of a chain: a dataset of newer rows extends an older one, its base, so that a model can go on from day to day.
 
     base = Base(PackedDataset.open("data/day_1"), number=1, transforms=("log1p_clip0",))
-    dataset = prepare(opened, "data/day_2", base=base)          # pipeline.py
+    dataset = prepare(opened, "data/day_2", Options(base=base))     # pipeline.py
 
 The base gives the transforms with their parameters, the row of every id, the counts of ids that are still too rare for
 a row, and the label's statistics. `Base()` is what the first day extends: nothing; that day keeps what the next one
@@ -103,13 +103,8 @@ class Base:
         none = Counted(nothing, np.zeros(1, np.uint32))
         if self.dataset is None:
             return nothing, none
-        base = Vocabulary.open(self.dataset.vocabulary(table).path)
-        if (base.key_kind, base.header.hash_cap) != (like.key_kind, like.header.hash_cap):
-            raise ValueError(
-                f"table {table!r}: ids are of kind {like.key_kind!r}, but {self.dataset.path} holds {base.key_kind!r}; "
-                "give the columns the type that they have there"
-            )
-        paths = self.dataset.rare_paths(table)
+        base, paths = Vocabulary.open(self.dataset.vocabulary(table).path), self.dataset.rare_paths(table)
+        assert base.key_kind == like.key_kind, "rows are read by the encodings of the base"
         return base, none if paths is None else Counted.open(*paths)
 
     def statistics(self, schema: Schema) -> Statistics:
@@ -139,16 +134,17 @@ class Base:
             first = self.dataset.info.table_by_name[table.name].num_embeddings
             counts = open_counts(out / table.counts_file)
             left, new = int(counts[0]), int(counts[first:].sum(dtype=np.uint64))
-            found[table.name] = own = {
+            found[table.name] = {
                 "lookups": int(counts.sum(dtype=np.uint64)),
                 "unknown_to_base": left + new,
                 "unknown": left,
                 "new_rows": table.num_embeddings - first,
                 "ids_below_min_count": table.num_dropped,
             }
-            share, share_left = ((own[key] / max(own["lookups"], 1)) for key in ("unknown_to_base", "unknown"))
+        for name, own in found.items():
+            share, left_share = (own[key] / max(own["lookups"], 1) for key in ("unknown_to_base", "unknown"))
             say(
-                f"  {table.name}: {share:.2%} of {own['lookups']:,} lookups; {own['new_rows']:,} ids got a row, "
-                f"{table.num_dropped:,} are below min_count ({share_left:.2%} of lookups)"
+                f"  {name}: {share:.2%} of {own['lookups']:,} lookups; new rows: {own['new_rows']:,}, ids below "
+                f"min_count: {own['ids_below_min_count']:,} ({left_share:.2%} of lookups)"
             )
         return {"ids": found}

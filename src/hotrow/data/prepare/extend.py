@@ -24,14 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import Keys
-from hotrow.data.packed.vocabulary import (
-    Entries,
-    TableSummary,
-    Vocabulary,
-    open_counts,
-    write_counts,
-    write_vocabulary,
-)
+from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, open_counts, write_counts, write_vocabulary
 from hotrow.data.prepare.encoder import take_strings
 
 IDS_PER_RANGE = 1 << 18
@@ -110,8 +103,8 @@ class Extension:
         """Returns the ids with these hashes that have no row in the base, in no order, and how often each was seen over
         all days and on the day. Their `rows` are places in the order of first sight, from 0 on."""
         rare, day = self._rare.vocabulary.within(first, last), self._day.vocabulary.within(first, last)
-        again = self._day.vocabulary.rows_of(rare.hashes, rare.strings)
-        known = [v.rows_of(day.hashes, day.strings) for v in (self._base, self._rare.vocabulary)]
+        again = self._day.vocabulary.rows_of(rare)
+        known = [vocabulary.rows_of(day) for vocabulary in (self._base, self._rare.vocabulary)]
         new = np.flatnonzero((known[0] == 0) & (known[1] == 0))
         before = np.concatenate([self._rare.counts[rare.rows], np.zeros(len(new), np.int64)]).astype(np.int64)
         # Row 0 of the day, which rare ids have that were not seen, counts nothing.
@@ -169,10 +162,8 @@ class Extension:
             counts[numbers[got]] = (of_day if sign > 0 else totals)[got]
             parts = [Entries(found.hashes[got], numbers[got], _some_strings(found.strings, got))]
             if sign > 0:
-                parts.append(self._base.within(first, last))
-                counts[parts[1].rows] = self._day.counts[
-                    self._day.vocabulary.rows_of(parts[1].hashes, parts[1].strings)
-                ]
+                parts.append(old := self._base.within(first, last))
+                counts[old.rows] = self._day.counts[self._day.vocabulary.rows_of(old)]
             yield from _in_order(parts)
 
 

@@ -113,6 +113,8 @@ def run_prepare(
         given = {"schema": schema, "min_count": min_count, "hash_cap": hash_cap, **dict.fromkeys(read.hints, True)}
         if named := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{named[0]} is given, but a day has that of its base {base}: leave {named[0]} out")
+        if Path(out).resolve() == Path(str(base)).resolve():
+            raise ValueError(f"{out} is the base itself; choose another folder for the day")
         if split is None and fractions is None:
             parts = check_options(split="random", fractions=(1.0, 0.0, 0.0), seed=seed)
     if base is not None:
