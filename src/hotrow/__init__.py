@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hotrow.data.packed.loader import Loader
     from hotrow.data.packed.reader import PackedDataset
     from hotrow.embedding import EmbeddingCollection
+    from hotrow.export.delta import apply_delta
     from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16, clip_grad_norm_
     from hotrow.parallel.launch import shard
     from hotrow.parallel.shards import Shard
@@ -42,6 +43,7 @@ __all__ = [
     "TableConfig",
     "Uniform",
     "__version__",
+    "apply_delta",
     "clip_grad_norm_",
     "fit",
     "load",
@@ -63,6 +65,7 @@ _HOMES = {
     "hotrow.data.packed.loader": ("Loader",),
     "hotrow.data.packed.reader": ("PackedDataset",),
     "hotrow.embedding": ("EmbeddingCollection",),
+    "hotrow.export.delta": ("apply_delta",),
     "hotrow.parallel.launch": ("shard",),
     "hotrow.parallel.shards": ("Shard",),
     "hotrow.placement.budget": ("DeviceMemory", "Memory"),

@@ -52,7 +52,8 @@ from hotrow.data.sources.registry import OpenedSource, open_source
 from hotrow.data.sources.schema import Schema, check_options, load_schema, parse_schema
 from hotrow.data.sources.tabular import frame_to_arrow
 from hotrow.embedding import EmbeddingCollection
-from hotrow.export.export import export_checkpoint
+from hotrow.export.delta import write_delta
+from hotrow.export.export import export_checkpoint, write_export
 from hotrow.models.layers import Network
 from hotrow.models.spec import SampleError
 from hotrow.objectives.objective import Objective
@@ -138,19 +139,29 @@ class Run:
         return checkpoints.get(wanted, checkpoints[newest])
 
     def export(
-        self, out: Path | str, *, step: int | None = None, progress: ProgressCallback | None = None
+        self,
+        out: Path | str,
+        *,
+        since: Path | str | None = None,
+        step: int | None = None,
+        progress: ProgressCallback | None = None,
     ) -> dict[str, Any]:
         """Writes weights, vocabularies and rules to the new folder `out`, to score without hotrow; see docs/export.md.
 
-        step: the step of the checkpoint; if None, the checkpoint that this run predicts with. Returns what export.json
-        says. Raises ValueError if there is no such checkpoint, `out` exists already or the disk has too little room.
+        since: an earlier export; `out` is then a delta, which `hotrow.apply_delta` takes. step: the step of the
+        checkpoint; if None, the checkpoint that this run predicts with. Returns what export.json, or delta.json, says.
+        Raises ValueError if there is no such checkpoint, `out` exists already, the disk has too little room, or `since`
+        is damaged or of another model.
         """
         checkpoints = list_checkpoints(self.folder.checkpoints)
         if step is not None and step not in checkpoints:
             kept = ", ".join(map(str, checkpoints)) or "none"
             raise ValueError(f"run {self.path} has no checkpoint of step {step}; it keeps {kept}")
         checkpoint = self.checkpoint if step is None else checkpoints[step]
-        return export_checkpoint(checkpoint, self.folder.vocabulary, out, seen=seen_of(self.record), progress=progress)
+        vocabulary, seen = self.folder.vocabulary, seen_of(self.record)
+        if since is None:
+            return export_checkpoint(checkpoint, vocabulary, out, seen=seen, progress=progress)
+        return write_delta(since, out, lambda to: write_export(to, checkpoint, vocabulary, seen, progress))
 
     @cached_property
     def _network(self) -> _Loaded:

@@ -32,7 +32,7 @@ from packed_data import OF_TOY_ROWS
 from resealed import reseal
 
 VERBS = ["demo", "init", "prepare", "inspect", "plan", "train", "eval", "predict", "export", "check"]
-VERBS += ["doctor", "probe", "study", "clean"]
+VERBS += ["doctor", "probe", "study", "clean", "apply"]
 SMALL = "{embedding_dim: 4, bottom_mlp: [8], top_mlp: [8]}"
 
 
@@ -79,6 +79,12 @@ def test_from_raw_rows_to_scores(
     assert (exported["step"], exported["tables"]) == (result["steps"], 26)
     assert "exported exists already" in hotrow("export", result["run_dir"], "--out", "exported", code=2, **tools)
     assert hotrow("check", "exported", "--json", **tools)["kind"] == "export"
+    again = hotrow("train", "small.yaml", "--set", "train.epochs=3", "--json", **tools)
+    written = hotrow("export", again["run_dir"], "--since", "exported", "--out", "delta", "--json", **tools)
+    assert written["number"] == 1 and written["rows"] > 0
+    assert hotrow("check", "delta", "--json", **tools)["kind"] == "delta"
+    assert hotrow("apply", "exported", "delta", "--json", **tools)["rows"] == written["rows"]
+    assert "has it already" in hotrow("apply", "exported", "delta", code=2, **tools)
     for artifact in ("packed", result["run_dir"], f"{result['run_dir']}/checkpoints/step-{result['steps']}"):
         assert hotrow("check", artifact, "--json", **tools)["ok"]
     assert hotrow("clean", result["run_dir"], "--json", **tools)["bytes_freed"] >= 0

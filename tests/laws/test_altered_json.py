@@ -72,6 +72,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.yaml").write_text(json.dumps(config_of(folder / "data", folder / name, **more)))
         runs.train(load_config(folder / f"{name}.yaml"), quiet=True)
     hotrow.load(folder / "plain").export(folder / "export")
+    hotrow.load(folder / "tiered").export(folder / "delta", since=folder / "export")
+    hotrow.apply_delta(folder / "export", folder / "delta", folder / "forward")
     for stage, count in (("count", 2), ("encode", 5)):
         with pytest.MonkeyPatch.context() as patch:
             StopAfter(patch, stage, count)
@@ -129,6 +131,18 @@ def scorer(folder: Path) -> None:
     module.Scorer(folder)
 
 
+def bring_forward(export: Path, delta: Path, out: Path) -> None:
+    shutil.rmtree(out, ignore_errors=True)
+    hotrow.apply_delta(export, delta, out)
+
+
+def go_on_from(export: Path, run: Path, out: Path) -> None:
+    """Write the next delta."""
+    shutil.rmtree(out, ignore_errors=True)
+    with closing(hotrow.load(run)) as loaded:
+        loaded.export(out, since=export)
+
+
 def read_dataset(folder: Path) -> None:
     tools.check(folder)
     for _ in RawEncoder(folder).batches(NEW_ROWS):
@@ -147,8 +161,8 @@ def go_on(made: Path, stage: str) -> None:
 
 def cases(made: Path) -> dict[str, Case]:
     """By a name of the file, and of what reads it if several do."""
-    data, plain, tiered, export, count, encode = (
-        made / name for name in ("data", "plain", "tiered", "export", "count", "encode")
+    data, plain, tiered, export, delta, forward, count, encode = (
+        made / name for name in ("data", "plain", "tiered", "export", "delta", "forward", "count", "encode")
     )
     out = made / "out"
     work = ".prepare/prepare.json"
@@ -162,6 +176,8 @@ def cases(made: Path) -> dict[str, Case]:
         "run": Case(plain, plain / "run.json", lambda: tell(plain)),
         "run in tiers": Case(tiered, tiered / "run.json", lambda: tell(tiered)),
         "export": Case(export, export / "export.json", lambda: tools.check(export)),
+        "delta": Case(delta, delta / "delta.json", lambda: bring_forward(export, delta, out)),
+        "chain": Case(forward, forward / "chain.json", lambda: go_on_from(forward, plain, out)),
         "counters": Case(count, count / ".prepare/counts/counters.json", lambda: go_on(made, "count")),
         "work, counting": Case(count, count / work, lambda: go_on(made, "count")),
         "work, encoding": Case(encode, encode / work, lambda: go_on(made, "encode")),
@@ -171,7 +187,7 @@ def cases(made: Path) -> dict[str, Case]:
 
 NAMES = [
     *("dataset", "vocabulary", "manifest", "manifest, resumed", "chains", "chains, resumed", "run", "run in tiers"),
-    *("export", "counters", "work, counting", "work, encoding", "parts"),
+    *("export", "delta", "chain", "counters", "work, counting", "work, encoding", "parts"),
 ]
 
 
@@ -229,7 +245,7 @@ def faults(case: Case, num_forged: int, num_plain: int) -> list[str]:
     return found
 
 
-FORGED = {"dataset": 20, "export": 60, "run": 12, "manifest": 10}
+FORGED = {"dataset": 20, "export": 60, "delta": 30, "chain": 10, "run": 12, "manifest": 10}
 """Changes of the quick test with the checksum made right; of others 4, which take up to a tenth of a second each."""
 
 

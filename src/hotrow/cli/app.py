@@ -430,6 +430,9 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     *,
     out: Annotated[Path, typer.Option(help="Folder to make; must not exist yet.")],
+    since: Annotated[
+        Path | None, typer.Option(help="An earlier export: write a delta, which holds only what changed since.")
+    ] = None,
     step: Annotated[
         int | None, typer.Option(help="Step of the checkpoint to export; default: the one that `predict` uses.")
     ] = None,
@@ -439,7 +442,9 @@ def export(
     from hotrow.base.progress import progress_bar
 
     with progress_bar() as progress:
-        made = load(run).export(out, step=step, progress=progress)
+        made = load(run).export(out, since=since, step=step, progress=progress)
+    if since is not None:
+        return {"run_dir": str(run), "since": str(since), "out": str(out), **_summary_of(made)}
     return {
         "run_dir": str(run),
         "out": str(out),
@@ -448,6 +453,30 @@ def export(
         "files": len(made["files"]) + 1,
         "bytes": sum(file["num_bytes"] for file in made["files"].values()),
     }
+
+
+def _summary_of(delta: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what people want to know of a delta."""
+    return {
+        "number": delta["number"],
+        **{what: sum(table[what] for table in delta["tables"].values()) for what in ("rows", "ids")},
+        "bytes": sum(file["num_bytes"] for file in delta["files"].values()),
+    }
+
+
+@verb("apply", home="hotrow.export.delta", example="hotrow apply clicks-export clicks-delta-2")
+def apply(
+    export: Annotated[Path, typer.Argument(help="The export to bring forward.")],
+    delta: Annotated[Path, typer.Argument(help="The next delta, which `hotrow export --since` wrote.")],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to make of both, which must not exist yet; default: change EXPORT.")
+    ] = None,
+) -> Answer:
+    """Bring an export forward: change the rows, ids and weights that a delta names."""
+    from hotrow.export.delta import apply_delta
+
+    return {"export": str(out or export), **_summary_of(apply_delta(export, delta, out))}
 
 
 @verb("plan", home="hotrow.cli.plan", example="hotrow plan recipes/criteo-small.yaml --target 50000")
@@ -565,9 +594,9 @@ def probe(
 
 @verb("check", home="hotrow.cli.tools", example="hotrow check data/criteo")
 def check(
-    path: Annotated[Path, typer.Argument(help="A packed dataset, a checkpoint, a run or an export.")],
+    path: Annotated[Path, typer.Argument(help="A packed dataset, a checkpoint, a run, an export or a delta.")],
 ) -> Answer:
-    """Verify every byte of a packed dataset, a checkpoint, a run or an export against its checksums."""
+    """Verify every byte of a packed dataset, a checkpoint, a run, an export or a delta against its checksums."""
     from hotrow.cli import tools
 
     return tools.check(path)

@@ -28,7 +28,8 @@ from hotrow.data.packed.format import MANIFEST as DATASET
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.synthetic_config import criteo_kaggle
-from hotrow.export.export import EXPORT, verify_export
+from hotrow.export.delta import DELTA, verify_delta
+from hotrow.export.export import CHAIN, EXPORT, verify_export
 from hotrow.hot.hot_set import check_budget
 from hotrow.inspect.accesses import first_batches, open_accesses
 from hotrow.inspect.hot_rows import compare_ways, record_bytes_of
@@ -141,9 +142,9 @@ def _dataset_facts(dataset: PackedDataset, tables: list[dict[str, Any]], split: 
 
 
 def check(path: Path | str) -> dict[str, Any]:
-    """Reads every byte of a packed dataset, a checkpoint, a run or an export; returns what was checked.
+    """Reads every byte of a packed dataset, a checkpoint, a run, an export or a delta; returns what was checked.
 
-    Raises ValueError naming the first file that is missing or damaged, or if `path` is none of the four.
+    Raises ValueError naming the first file that is missing or damaged, or if `path` is none of the five.
     """
     path = Path(path)
     if is_taken(path / DATASET):
@@ -157,11 +158,13 @@ def check(path: Path | str) -> dict[str, Any]:
         checkpoints = list_checkpoints(run.checkpoints)
         num_bytes = sum(map(_check_checkpoint, checkpoints.values())) + _check_vocabularies(run) + _check_notes(run)
         return {"kind": "run", "path": str(path), "checkpoints": list(checkpoints), "bytes": num_bytes, "ok": True}
-    if is_taken(path / EXPORT):
+    if is_taken(path / EXPORT) or is_taken(path / CHAIN):
         return {"kind": "export", "path": str(path), "bytes": verify_export(path), "ok": True}
+    if is_taken(path / DELTA):
+        return {"kind": "delta", "path": str(path), "bytes": verify_delta(path), "ok": True}
     raise ValueError(
-        f"{path} was not written by hotrow: it has no {DATASET}, {MANIFEST}, {RUN} or {EXPORT}; pass a packed "
-        "dataset, a checkpoint (RUN/checkpoints/step-N), a run or an export"
+        f"{path} was not written by hotrow: it has no {DATASET}, {MANIFEST}, {RUN}, {EXPORT} or {DELTA}; pass a packed "
+        "dataset, a checkpoint (RUN/checkpoints/step-N), a run, an export or a delta"
     )
 
 

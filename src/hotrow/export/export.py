@@ -11,9 +11,10 @@
       score.py  seen.py  README.md   raw rows -> scores, with torch and pyarrow alone; how to use it
 
 It is made from a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
-vocabularies. The folder appears when it is complete. docs/export.md is its specification. score.py here, data/seen.py
-and the files of data/transforms are copied as they are, README.md is made of guide.md, and model.py is plain.py
-followed by the model's own file and by the `scores` of its objective.
+vocabularies. The folder appears when it is complete, and follows the umask, since it is made to be given away.
+docs/export.md is its specification. score.py here, data/seen.py and the files of data/transforms are copied as they
+are, README.md is made of guide.md, and model.py is plain.py followed by the model's own file and by the `scores` of its
+objective. delta.py beside this file writes what changed since an earlier export.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import errno
 import inspect
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from pydantic import JsonValue
 from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
-from hotrow.base.door import check_folder, check_real, is_there, remove
+from hotrow.base.door import check_folder, check_real, is_taken, is_there, remove
 from hotrow.base.files import (
     PARTIAL_SUFFIX,
     atomic_write,
@@ -69,6 +71,7 @@ from hotrow.run.checkpoint_files import (
     Chain,
     FileRecord,
     Manifest,
+    Pieces,
     check_like,
     check_names,
     crc32,
@@ -83,13 +86,15 @@ from hotrow.tables import TableConfig
 FORMAT_VERSION = 1
 EXPORT, WEIGHTS, NETWORK, SCORE, README = "export.json", "model.safetensors", "model.py", "score.py", "README.md"
 STATISTICS = "statistics.safetensors"
-SEEN = "seen.py"
-_OWN_FILES, _OWN_FOLDERS = (
-    (EXPORT, WEIGHTS, NETWORK, SCORE, SEEN, README, STATISTICS),
-    ("tables", "vocab", "transforms", "lookups"),
-)
-_OWN_NAMES = {*_OWN_FILES, *_OWN_FOLDERS}
+SEEN, CHAIN = "seen.py", "chain.json"
+FOLDERS = ("tables", "vocab", "transforms", "lookups")
+_OWN_FILES = (EXPORT, WEIGHTS, NETWORK, SCORE, SEEN, README, STATISTICS, CHAIN)
+OWN_NAMES = (*_OWN_FILES, *FOLDERS)
 """What an interrupted export may have left. export.json is written last and makes the export complete."""
+ALIGNMENT = 4096
+"""The rows of a table begin at a multiple of this in its file: a page, so that a table that grows stays in place."""
+KEYS_PER_GROUP = 1 << 17
+"""Of a vocabulary in Parquet, in memory at a time."""
 _WITHOUT_VALUE = 0.0
 """The value of a missing dense input, after the transform."""
 
@@ -126,7 +131,7 @@ class Description:
                 check_name(component, what=f"files: file name in {file!r}")
 
 
-_DOCUMENT = Document(Description, marks={"hotrow_export": FORMAT_VERSION}, cure="export the run again")
+DOCUMENT = Document(Description, marks={"hotrow_export": FORMAT_VERSION}, cure="export the run again")
 
 
 def export_checkpoint(
@@ -143,34 +148,51 @@ def export_checkpoint(
     file is verified before it is read. Raises ValueError if `out` exists or cannot be made, if the disk has too little
     room, or if a file is damaged, which it names; OSError if the disk becomes full.
     """
-    out = Path(out)
-    partial = _free_place(out)
+    with becoming(Path(out), "export", OWN_NAMES, FOLDERS, doing=f"exporting {checkpoint}") as partial:
+        description = write_export(Whole(partial), checkpoint, vocabulary, seen, progress)
+    return {**DOCUMENT.marks, **asdict(description)}
+
+
+class Whole:
+    """Writes the tables and vocabularies of an export into files of `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, description: Description, num_bytes: int) -> None:
+        """Raises ValueError if the export that is described, with `num_bytes` of rows, cannot be written."""
+        check_room(self.folder, num_bytes, what="export", cure="choose another")
+
+    def table(self, name: str, tensor: str, rows: Pieces) -> FileRecord:
+        """Writes a table as file `name`; returns size and checksum of the file."""
+        return write_tensors(self.folder / name, {tensor: rows}, alignment=ALIGNMENT)
+
+    def vocabulary(self, name: str, keys: Vocabulary, done: Callable[[int], None]) -> FileRecord:
+        """Writes a vocabulary as file `name`; returns size and checksum of the file."""
+        integers = keys.key_kind == "int" or keys.header.hash_cap != 0
+        write_keys(self.folder / name, pa.int64() if integers else pa.large_binary(), _entries(keys, done))
+        return file_record(self.folder / name)
+
+
+def write_export(
+    to: Whole, checkpoint: Path, vocabulary: Path, seen: Seen | None, progress: ProgressCallback | None
+) -> Description:
+    """Writes the files of an export, export.json last; returns what it says. Arguments as of `export_checkpoint`."""
     manifest, kept = read_manifest(checkpoint), PackedDataset.open(vocabulary)
     wanted = {name: record for name, record in manifest.files.items() if name.startswith((f"{PART}/", WEIGHTS))}
     verify(checkpoint, replace(manifest, files=wanted))
     config, tables = read_model(checkpoint, manifest, kept)
-    needed = sum(4 * table.num_embeddings * table.embedding_dim for table in tables)
-    check_room(out, needed, what="export", cure="choose another")
-    full = explain_full_disk(out.absolute().parent, f"exporting {checkpoint}", "Nothing of the export is kept.")
-    try:
-        with full:
-            _make(partial, out)
-            files = _write_weights(partial, checkpoint, manifest, tables, progress)
-            files |= _write_vocabularies(partial, kept, progress)
-            files |= _write_guide(partial, out.name, config.model)
-            files |= _write_transforms(partial, kept)
-            files |= _write_statistics(partial, kept)
-            files |= _write_lookups(partial, kept)
-            description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, files, seen)
-            for folder in (partial / name for name in _OWN_FOLDERS):
-                sync_folder(folder)
-            _DOCUMENT.write(partial / EXPORT, description)
-            partial.rename(out)
-            sync_folder(out.absolute().parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return {**_DOCUMENT.marks, **asdict(description)}
+    description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, seen)
+    to.begin(description, sum(4 * table.num_embeddings * table.embedding_dim for table in tables))
+    files = _write_weights(to, checkpoint, manifest, tables, progress)
+    files |= _write_vocabularies(to, kept, progress)
+    files |= _write_guide(to.folder, description.run, config.model)
+    files |= _write_transforms(to.folder, kept)
+    files |= _write_statistics(to.folder, kept)
+    files |= _write_lookups(to.folder, kept)
+    description = replace(description, files=files)
+    DOCUMENT.write(to.folder / EXPORT, description)
+    return description
 
 
 def verify_export(path: Path) -> int:
@@ -178,44 +200,81 @@ def verify_export(path: Path) -> int:
 
     Raises ValueError naming the first file that is missing, or whose size or checksum differs.
     """
-    total = 0
-    check_folder(path, files=_OWN_FILES, folders=_OWN_FOLDERS)
-    for name, wanted in _DOCUMENT.read(path / EXPORT).files.items():
-        file = path / name
-        if not is_there(file, within=path) or (file.stat().st_size, crc32(file)) != (wanted.num_bytes, wanted.crc32):
-            raise ValueError(f"{file} is missing, cut off or altered: {EXPORT} says otherwise; export the run again")
-        total += wanted.num_bytes
-    return total
+    check_folder(path, files=_OWN_FILES, folders=FOLDERS)
+    if not is_taken(path / EXPORT):
+        half = "a delta has changed it in half: run the same `hotrow apply` again"
+        raise ValueError(f"{path} has no {EXPORT}: {half if is_taken(path / CHAIN) else 'export the run again'}")
+    return verify_files(path, DOCUMENT.read(path / EXPORT).files, said_by=EXPORT, cure="export the run again")
 
 
-def _free_place(out: Path) -> Path:
-    """Returns where the export is made before it becomes `out`. Raises ValueError if either place is taken."""
+def verify_files(path: Path, files: Mapping[str, FileRecord], *, said_by: str, cure: str) -> int:
+    """Compares files in the folder `path` with their sizes and checksums; returns the bytes read.
+
+    Raises ValueError naming the first that is missing, or that differs from what the file `said_by` says.
+    """
+    for name, wanted in files.items():
+        if not is_there(path / name, within=path) or file_record(path / name) != wanted:
+            raise ValueError(f"{path / name} is missing, cut off or altered: {said_by} says otherwise; {cure}")
+    return sum(record.num_bytes for record in files.values())
+
+
+@contextmanager
+def becoming(out: Path, what: str, own: Collection[str], folders: Sequence[str], *, doing: str) -> Iterator[Path]:
+    """Yields a folder with empty `folders`, which becomes `out` when the block ends, or is removed if the block raises.
+
+    own: the names that an interrupted block may have left. what: names `out` in errors. Raises ValueError if `out`
+    exists or cannot be made, or if its place holds other files; OSError, which says `doing`, if the disk is full.
+    """
+    partial = _free_place(out, what, own)
+    try:
+        with explain_full_disk(out.absolute().parent, doing, f"Nothing of the {what} is kept."):
+            _make(partial, out, what, folders)
+            yield partial
+            give_away(partial)
+            for folder in (partial / name for name in folders):
+                sync_folder(folder)
+            partial.rename(out)
+            sync_folder(out.absolute().parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def give_away(folder: Path) -> None:
+    """Gives all in `folder` its own mode, which is what the umask left of it when it was made."""
+    mode = folder.stat().st_mode & 0o777
+    for path in folder.rglob("*"):
+        path.chmod(mode if path.is_dir() else mode & 0o666)
+
+
+def _free_place(out: Path, what: str, own: Collection[str]) -> Path:
+    """Returns where a folder is made before it becomes `out`. Raises ValueError if either place is taken."""
     if out.exists() or out.is_symlink():
-        raise ValueError(f"export folder {out} exists already; remove it or choose another name")
+        raise ValueError(f"{what} folder {out} exists already; remove it or choose another name")
     partial = out.with_name(out.name + PARTIAL_SUFFIX)
     names = {path.name.removesuffix(PARTIAL_SUFFIX) for path in partial.iterdir()} if partial.is_dir() else set()
-    if (partial.exists() and not partial.is_dir()) or not names <= _OWN_NAMES:
-        raise ValueError(f"{partial}, where the export would be made, holds other files; move it or choose another out")
+    if (partial.exists() and not partial.is_dir()) or not names <= {*own}:
+        raise ValueError(f"{partial}, where the {what} would be made, holds other files; move it or choose another out")
     return partial
 
 
-def _make(partial: Path, out: Path) -> None:
+def _make(partial: Path, out: Path, what: str, folders: Sequence[str]) -> None:
     try:
         check_real(partial)
         remove(partial)
-        for folder in (partial, *(partial / name for name in _OWN_FOLDERS)):
-            folder.mkdir(mode=0o700)
+        for folder in (partial, *(partial / name for name in folders)):
+            folder.mkdir()
     except FileNotFoundError:
-        raise ValueError(f"export folder {out}: there is no folder {out.parent}; make it or choose another") from None
+        raise ValueError(f"{what} folder {out}: there is no folder {out.parent}; make it or choose another") from None
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
             raise
         reason = (error.strerror or str(error)).lower()
-        raise ValueError(f"export folder {out} cannot be made: {reason}; choose another place") from None
+        raise ValueError(f"{what} folder {out} cannot be made: {reason}; choose another place") from None
 
 
 def _write_weights(
-    folder: Path,
+    to: Whole,
     checkpoint: Path,
     manifest: Manifest,
     tables: Sequence[TableConfig],
@@ -224,16 +283,16 @@ def _write_weights(
     """Writes the dense parameters and all tables; returns sizes and checksums by file."""
     with open_tensors(checkpoint / WEIGHTS) as file:
         dense = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a mapping
-    files = {WEIGHTS: write_tensors(folder / WEIGHTS, dense)}
+    files = {WEIGHTS: write_tensors(to.folder / WEIGHTS, dense)}
     counted = _Counted(progress, "tables", sum(table.num_embeddings for table in tables))
     for table in tables:
         name = f"tables/{file_name(table.name)}.safetensors"
         rows = LookedUpRows(checkpoint, manifest, table, done=counted)
-        files[name] = write_tensors(folder / name, {f"{table.name}.weight": rows})
+        files[name] = to.table(name, f"{table.name}.weight", rows)
     return files
 
 
-def _write_vocabularies(folder: Path, kept: PackedDataset, progress: ProgressCallback | None) -> dict[str, FileRecord]:
+def _write_vocabularies(to: Whole, kept: PackedDataset, progress: ProgressCallback | None) -> dict[str, FileRecord]:
     """Writes the dataset's vocabularies as Parquet; returns sizes and checksums by file."""
     tables = [table for table in kept.info.tables if _has_vocabulary(kept, table)]
     counted = _Counted(progress, "keys", sum(table.num_keys for table in tables))
@@ -241,20 +300,35 @@ def _write_vocabularies(folder: Path, kept: PackedDataset, progress: ProgressCal
     for table in tables:
         kept.vocabulary(table.name)  # raises if it is not the one that dataset.json names
         name = f"vocab/{file_name(table.name)}.parquet"
-        _write_keys(folder / name, Vocabulary.open(kept.vocabulary_path(table.name)), counted)
-        files[name] = _record(folder / name)
+        files[name] = to.vocabulary(name, Vocabulary.open(kept.vocabulary_path(table.name)), counted)
     return files
 
 
-def _write_keys(path: Path, vocabulary: Vocabulary, done: Callable[[int], None]) -> None:
-    integers = vocabulary.key_kind == "int" or vocabulary.header.hash_cap != 0
-    kind = pa.int64() if integers else pa.large_binary()
+def write_keys(path: Path, kind: pa.DataType, tables: Iterable[pa.Table]) -> None:
+    """Writes `key`, of type `kind`, and `row` as Parquet, whose bytes do not depend on how keys are cut into tables."""
     schema = pa.schema([pa.field("key", kind, nullable=False), pa.field("row", pa.int64(), nullable=False)])
     with atomic_write(path) as file, pa.parquet.ParquetWriter(file, schema) as writer:
-        for keys, rows in vocabulary.entries():
-            columns = [_to_arrow(keys), pa.array(rows.astype("int64"))]
-            writer.write_batch(pa.record_batch(columns, schema=schema))
-            done(len(rows))
+        for group in regrouped(tables, schema, KEYS_PER_GROUP):
+            writer.write_table(group)
+
+
+def regrouped(tables: Iterable[pa.Table], schema: pa.Schema, num_rows: int) -> Iterator[pa.Table]:
+    """Yields the columns of `schema` in tables of `num_rows` rows, the last one of fewer."""
+    left = schema.empty_table()
+    for table in tables:
+        left = pa.concat_tables([left, table.select(schema.names).cast(schema)])
+        while len(left) > num_rows:
+            yield left[:num_rows].combine_chunks()
+            left = left[num_rows:]
+    if len(left):
+        yield left.combine_chunks()
+
+
+def _entries(vocabulary: Vocabulary, done: Callable[[int], None]) -> Iterator[pa.Table]:
+    """Yields `key` and `row` of a vocabulary, in its order."""
+    for keys, rows in vocabulary.entries():
+        yield pa.table({"key": _to_arrow(keys), "row": rows.astype("int64")})
+        done(len(rows))
 
 
 def _to_arrow(keys: Keys) -> pa.Array:
@@ -294,7 +368,7 @@ def _write_statistics(folder: Path, kept: PackedDataset) -> dict[str, FileRecord
     if made is None or not made.schema.statistics:
         return {}
     shutil.copyfile(kept.statistics_path(), folder / STATISTICS)
-    return {STATISTICS: _record(folder / STATISTICS)}
+    return {STATISTICS: file_record(folder / STATISTICS)}
 
 
 def _write_lookups(folder: Path, kept: PackedDataset) -> dict[str, FileRecord]:
@@ -302,7 +376,7 @@ def _write_lookups(folder: Path, kept: PackedDataset) -> dict[str, FileRecord]:
     made, files = raw_rows(kept), {}
     for i in range(0 if made is None else len(made.schema.lookups)):
         shutil.copyfile(kept.lookup_path(i), folder / LOOKUP.format(i))
-        files[LOOKUP.format(i)] = _record(folder / LOOKUP.format(i))
+        files[LOOKUP.format(i)] = file_record(folder / LOOKUP.format(i))
     return files
 
 
@@ -310,7 +384,7 @@ def _write_texts(folder: Path, texts: Mapping[str, str]) -> dict[str, FileRecord
     for name, text in texts.items():
         with atomic_write(folder / name) as file:
             file.write(text.encode())
-    return {name: _record(folder / name) for name in texts}
+    return {name: file_record(folder / name) for name in texts}
 
 
 def network_source(model: str, objective: Objective) -> str:
@@ -327,7 +401,8 @@ def network_source(model: str, objective: Objective) -> str:
     return plain + "\n\n" + "".join(lines) + "\n\n" + scores + "\n"
 
 
-def _record(path: Path) -> FileRecord:
+def file_record(path: Path) -> FileRecord:
+    """Returns size and checksum of a file."""
     return FileRecord(path.stat().st_size, crc32(path))
 
 
@@ -337,9 +412,9 @@ def _describe(
     config: Config,
     kept: PackedDataset,
     tables: Sequence[TableConfig],
-    files: dict[str, FileRecord],
     seen: Seen | None,
 ) -> Description:
+    """Returns what export.json says, except of its files."""
     info, made = kept.info, raw_rows(kept)
     kinds = {feature.name: feature for feature in info.features}
     return Description(
@@ -357,7 +432,7 @@ def _describe(
         features=tuple(_feature(kinds[name], made) for table in tables for name in table.feature_names),
         tables=tuple(_table(table, kept, made) for table in tables),
         usual=_usual(seen),
-        files=files,
+        files={},
     )
 
 

@@ -8,7 +8,8 @@ beside it is the network, transforms/ are functions of numbers, and seen.py coun
 be read and to be taken over into other systems. They read export.json, the weights and the vocabularies, and nothing
 else, and hold whole tables and vocabularies in memory.
 
-Any value gets a score: what is no id or number of its column is missing.
+Any value gets a score: what is no id or number of its column is missing. A table without a vocabulary takes row
+numbers, and refuses anything else.
 """
 
 from __future__ import annotations
@@ -102,8 +103,14 @@ class Scorer:
         """Returns the score of each row, [B]; README.md says what it is.
 
         columns: raw values by name, None for a missing one. Warns of what stands out beside the rows that validated the
-        model: unknown ids, missing values, numbers outside the range of training.
+        model: unknown ids, missing values, numbers outside the range of training. Raises ValueError, which names the
+        column and the row, if a column is missing, has another length, or has no row number where one is needed.
         """
+        for name in self.columns:
+            if name not in columns:
+                raise ValueError(f"column {name!r} is missing; pass it, with None for each missing value")
+            if len(columns[name]) != (num_rows := len(columns[self.columns[0]])):
+                raise ValueError(f"column {name!r} has {len(columns[name])} rows, {self.columns[0]!r} has {num_rows}")
         columns = {name: [self._with_null(value) for value in values] for name, values in columns.items()}
         usual = self.about["usual"] or {"of": "val", "columns": None, "ranges": {}}
         self.seen = self._counting.Seen(usual["columns"], usual["ranges"], of=usual["of"])
@@ -216,22 +223,28 @@ class Scorer:
             except UnreadableError:
                 unreadable += 1
                 bags.append([])
-        for value in (value for bag in bags for value in bag):
+        for i, value in ((i, value) for i, bag in enumerate(bags) for value in bag):
             try:
-                rows.append(self._row(feature, value))
+                rows.append(self._row(feature, value, i))
             except UnreadableError:
                 unreadable, value = unreadable + 1, None
-                rows.append(self._row(feature, None))
+                rows.append(self._row(feature, None, i))
             missing.append(is_missing(value))
         if self.tables[feature["table"]]["vocabulary"] is not None:  # else row 0 is a row like any other
             self.seen.add_ids(feature["name"], np.array(rows), np.array(missing, bool), unreadable=unreadable)
         offsets = np.cumsum([0, *map(len, bags)])
         return torch.tensor(rows, dtype=torch.int64), torch.from_numpy(offsets)
 
-    def _row(self, feature: dict[str, Any], value: Any) -> int:
-        about = self.tables[feature["table"]]["vocabulary"]
+    def _row(self, feature: dict[str, Any], value: Any, i: int) -> int:
+        """Returns the row of a value in row i of a feature."""
+        table = self.tables[feature["table"]]
+        about, num_rows = table["vocabulary"], table["num_embeddings"]
         if about is None:
-            return int(value)
+            (number,), _ = keys_of({**feature, "keys": "int"}, [value])
+            if not isinstance(number, int) or not 0 <= number < num_rows:
+                where = f"column {feature['name']!r}, row {i}: {value!r}"
+                raise ValueError(f"{where} is no row of its table; pass an integer from 0 to {num_rows - 1}")
+            return number
         if is_missing(value):
             return int(about["missing_row"])
         key = key_of(feature, value)
@@ -289,6 +302,8 @@ def load_module(path: Path) -> Any:
 
 def read_about(path: Path) -> dict[str, Any]:
     """Returns export.json. Raises ValueError if its bytes differ from the SHA-256 in its last line but one."""
+    if not path.exists() and path.with_name("chain.json").exists():
+        raise ValueError(f"{path.parent}: a delta has changed it in half; run the same `hotrow apply` again")
     text = path.read_bytes()
     body, _, end = text.rpartition(b' "checksum": ')
     if end != f'"{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode():

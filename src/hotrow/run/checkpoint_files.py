@@ -85,11 +85,11 @@ class FileRecord:
     crc32: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> FileRecord:
-    """Writes a safetensors file from the tensors' own memory; returns its size and crc32."""
+def write_tensors(path: Path, tensors: Mapping[str, Stored], *, alignment: int = 8) -> FileRecord:
+    """Writes a safetensors file from the tensors' own memory; returns its size and crc32. alignment: see `head_of`."""
     make_folder(path.parent)
     ordered = in_order(tensors)
-    head, end = head_of(ordered)
+    head, end = head_of(ordered, alignment)
     checksum, left = zlib.crc32(head), end
     with atomic_write(path) as file:
         file.write(head)
@@ -103,15 +103,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored]) -> FileRecord:
     return FileRecord(len(head) + end, f"{checksum:08x}")
 
 
-def head_of(ordered: Iterable[tuple[str, Stored]]) -> tuple[bytes, int]:
-    """Returns the beginning of a file, up to the first tensor, and the bytes of all tensors."""
+def head_of(ordered: Iterable[tuple[str, Stored]], alignment: int = 8) -> tuple[bytes, int]:
+    """Returns the beginning of a file, up to the first tensor, and the bytes of all tensors.
+
+    alignment: the first tensor begins at a multiple of so many bytes.
+    """
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + num_bytes(tensor)
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text, end
 
 

@@ -1,0 +1,520 @@
+"""A delta: what changed between two exports of a model, as a folder that brings the earlier one forward.
+
+    clicks-2/
+      delta.json               its number, the exports before and after it, its tables, size and crc32 of its files
+      files/...                files of the new export that differ, whole; its export.json is always among them
+      rows/<table>.parquet     row, weight: rows that are new or differ in a bit; a weight is D float32, little-endian
+      ids/<table>.parquet      key, row, gone: ids that are new, and those that no longer have this row
+
+An export is named by its checksum, the SHA-256 of its export.json, which holds the checksums of its other files. A
+delta says which export it changes, and which came before that one; an export's chain.json says the same of the export.
+So a delta that is too early, too late, of another branch or of another model is told from the next one. An export that
+was brought forward has the bytes of a whole export. docs/export.md is the specification of both.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from hashlib import sha256
+from itertools import chain, pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from pydantic.dataclasses import dataclass as record
+
+from hotrow.base.door import check_folder, is_taken, is_there, make_folder, open_file, read_file
+from hotrow.base.files import (
+    PARTIAL_SUFFIX,
+    atomic_write,
+    check_name,
+    check_room,
+    claim,
+    explain_full_disk,
+    sync_folder,
+)
+from hotrow.base.records import STRICT, Count, Document, short
+from hotrow.base.version import __version__
+from hotrow.data.chunk import Keys
+from hotrow.data.native import hash_keys
+from hotrow.data.packed.vocabulary import Vocabulary
+from hotrow.data.sources.convert import text_keys
+from hotrow.export import export as whole
+from hotrow.export.export import CHAIN, DOCUMENT, EXPORT, FOLDERS, Description, file_record, verify_files
+from hotrow.run.checkpoint_files import FileRecord, Pieces, head_of
+
+DELTA = "delta.json"
+_FILES, _ROWS, _IDS = _PARTS = ("files", "rows", "ids")
+IDS_AT_ONCE, BYTES_AT_ONCE = 1 << 16, 1 << 22
+_CURE = "copy the delta again, or export it again"
+Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+@record(frozen=True, config=STRICT)
+class TableChange:
+    """What a delta does to one table."""
+
+    tensor: str
+    num_embeddings: Count
+    """In the new export."""
+    embedding_dim: Annotated[int, Field(ge=1, le=1 << 24)]
+    rows: Count = 0
+    """Rows that are new or differ."""
+    ids: Count = 0
+    """Ids that are new or gone; one whose row is another is both."""
+
+
+@record(frozen=True, config=STRICT)
+class Delta:
+    """The content of delta.json."""
+
+    created_by: str
+    number: Count
+    """Its place in the chain, from 1."""
+    exports: tuple[Checksum, ...]
+    """Checksums of the exports before it, the oldest first. It changes the last of them."""
+    result: Checksum
+    """Checksum of the new export."""
+    tables: dict[str, TableChange]
+    """By the names of their files, without suffix."""
+    removed: tuple[str, ...]
+    """Files that the new export does not have."""
+    files: dict[str, FileRecord]
+    """All files of the delta except delta.json itself."""
+
+    def __post_init__(self) -> None:
+        for name in (*self.tables, *chain(*(file.split("/") for file in (*self.files, *self.removed)))):
+            check_name(name, what="files: file name")
+        if self.number < 1 or self.number != len(self.exports):
+            raise ValueError(f"number is {self.number}; it must be that of the exports before it, {len(self.exports)}")
+
+
+@record(frozen=True, config=STRICT)
+class Chain:
+    """The content of chain.json: checksums of the exports that an export was, the oldest first, and its own."""
+
+    exports: tuple[Checksum, ...]
+
+
+_DOCUMENT = Document(Delta, marks={"hotrow_delta": 1}, cure=_CURE)
+_CHAIN = Document(Chain, marks={"hotrow_chain": 1}, cure="restore it from a copy, or take a whole export")
+
+
+# ---- making a delta
+
+
+def write_delta(since: Path | str, out: Path | str, write: Callable[[whole.Whole], Description]) -> dict[str, Any]:
+    """Writes the folder `out`: the changes from the export `since` to the one that `write` writes.
+
+    Returns the content of delta.json. Raises ValueError if `since` is damaged, is of another model, or already is this
+    export, and as `export_checkpoint` does. Memory does not grow with tables or vocabularies.
+    """
+    since, doing = Path(since), f"writing what changed since {since}"
+    folders = (*_PARTS, *(f"{_FILES}/{name}" for name in FOLDERS))
+    with whole.becoming(Path(out), "delta", (DELTA, *_PARTS), folders, doing=doing) as partial:
+        whole.verify_export(since)
+        before, exports = DOCUMENT.read(since / EXPORT), _chain_of(since)
+        changes = Changes(partial, since, before)
+        after, result = write(changes), _checksum_of(changes.folder)
+        if result == exports[-1]:
+            raise ValueError(f"{since} already is this export; export a later step or another run")
+        for name in before.files:
+            if (same := changes.folder / name).exists() and filecmp.cmp(same, since / name, shallow=False):
+                same.unlink()
+        files = sorted(path for path in partial.rglob("*") if path.is_file())
+        delta = Delta(
+            created_by=f"hotrow {__version__} and pyarrow {pa.__version__}",
+            number=len(exports),
+            exports=exports,
+            result=result,
+            tables=changes.tables,
+            removed=tuple(sorted(before.files.keys() - after.files.keys())),
+            files={path.relative_to(partial).as_posix(): file_record(path) for path in files},
+        )
+        _DOCUMENT.write(partial / DELTA, delta)
+    return {**_DOCUMENT.marks, **asdict(delta)}
+
+
+class Changes(whole.Whole):
+    """Writes a delta into the folder `delta`: of tables and vocabularies what differs from `since`, other files whole.
+
+    before: what export.json says of `since`. tables: what was found to differ.
+    """
+
+    def __init__(self, delta: Path, since: Path, before: Description) -> None:
+        super().__init__(delta / _FILES)
+        self.tables: dict[str, TableChange] = {}
+        self._delta, self._since, self._before = delta, since, before
+
+    def begin(self, description: Description, num_bytes: int) -> None:
+        """Raises ValueError, which names the field, if `since` is of another model."""
+        own, other = ({**each.model, "features": each.features} for each in (description, self._before))
+        for name in own | other:
+            if own.get(name) != other.get(name):
+                raise ValueError(
+                    f"{self._since} is of another model: its {name} is {short(other.get(name))}, that of run "
+                    f"{description.run} is {short(own.get(name))}; a delta has weights and ids alone: export it whole"
+                )
+
+    def table(self, name: str, tensor: str, rows: Pieces) -> FileRecord:
+        """Writes the rows that differ; returns size and checksum of the whole file."""
+        num_rows, dim = rows.shape
+        head, num_bytes = _head(tensor, num_rows, dim)
+        schema, checksum = _rows_schema(dim), zlib.crc32(head)
+
+        def changed() -> Iterator[pa.Table]:
+            nonlocal checksum
+            start = 0
+            with open_file(self._since / name) as file:
+                file.seek(8 + int.from_bytes(file.read(8), "little"))
+                for piece in rows.pieces():
+                    new = rows.read(piece).contiguous().numpy()
+                    checksum = zlib.crc32(new.data, checksum)
+                    old = np.frombuffer(file.read(new.nbytes), np.uint32).reshape(-1, dim)
+                    differs = np.ones(len(new), np.bool_)  # so are rows beyond the end of the earlier table
+                    differs[: len(old)] = (new.view(np.uint32)[: len(old)] != old).any(1)
+                    places, data = np.flatnonzero(differs), pa.py_buffer(new[differs])
+                    weights = pa.FixedSizeBinaryArray.from_buffers(schema.field(1).type, len(places), [None, data])
+                    yield pa.table([pa.array(start + places), weights], schema=schema)
+                    start += len(new)
+
+        found = _write(self._delta / _ROWS / _parquet(name), schema, changed())
+        self.tables[Path(name).stem] = TableChange(tensor, num_rows, dim, rows=found)
+        return FileRecord(len(head) + num_bytes, f"{checksum:08x}")
+
+    def vocabulary(self, name: str, keys: Vocabulary, done: Callable[[int], None]) -> FileRecord:
+        """Writes the ids that differ; returns size and checksum of the whole file."""
+        entire, own, old = super().vocabulary(name, keys, done), self.folder / name, self._since / name
+        schema = _schema_of(own)
+        if name in self._before.files and _schema_of(old) == schema:
+            changes = _id_changes(old, own, schema)
+            found = _write(self._delta / _IDS / _parquet(name), _ids_schema(schema), changes)
+            self.tables[own.stem] = replace(self.tables[own.stem], ids=found)
+            own.unlink()
+        return entire
+
+
+def _id_changes(old: Path, new: Path, schema: pa.Schema) -> Iterator[pa.Table]:
+    """Yields which ids of the vocabulary `new` are not in `old` with the same row, and which of `old` not in `new`."""
+    before = _Rising(_hashed(old, schema))
+    for table in chain(_hashed(new, schema), [None]):
+        others = before.up_to(table)
+        come, go = (others[:0], others) if table is None else (_without(table, others), _without(others, table))
+        marked = [
+            each.append_column("gone", pa.array([which] * len(each), pa.bool_()))
+            for each, which in ((come, False), (go, True))
+        ]
+        yield pa.concat_tables(marked).sort_by("hash")
+
+
+def _without(table: pa.Table, others: pa.Table) -> pa.Table:
+    """Returns the ids of `table` that are not among `others` with the same row. No two ids of one have the same row."""
+    rows = table["row"].to_numpy(), others["row"].to_numpy()
+    _, own, other = np.intersect1d(*rows, assume_unique=True, return_indices=True)
+    stays = np.ones(len(table), np.bool_)
+    stays[own[table["hash"].to_numpy()[own] == others["hash"].to_numpy()[other]]] = False
+    return table.filter(pa.array(stays))
+
+
+def _hashed(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
+    """Yields ids as `_tables` does, with the hashes of their keys, by which they rise."""
+    for table in _tables(path, schema):
+        keys = table["key"].combine_chunks()
+        found = Keys(keys.to_numpy()) if pa.types.is_integer(keys.type) else text_keys(keys)
+        yield table.append_column("hash", pa.array(hash_keys(found)))
+
+
+class _Rising:
+    """Tables in which `hash` rises, read as far as is asked for."""
+
+    def __init__(self, tables: Iterator[pa.Table]) -> None:
+        self._tables, self._left = tables, next(tables)
+
+    def up_to(self, other: pa.Table | None) -> pa.Table:
+        """Returns the rows not returned before with a hash up to that of the last row of `other`; if None, all."""
+        if other is not None and not len(other):
+            return self._left[:0]
+        limit = 2**64 - 1 if other is None else other["hash"][-1].as_py()
+        while not len(self._left) or self._left["hash"][-1].as_py() <= limit:
+            if (more := next(self._tables, None)) is None:
+                break
+            self._left = pa.concat_tables([self._left, more])
+        end = int(np.searchsorted(self._left["hash"].to_numpy(), np.uint64(limit), "right"))
+        found, self._left = self._left[:end], self._left[end:]
+        return found
+
+
+# ---- files of a delta
+
+
+def _parquet(name: str) -> str:
+    """Returns the name of a table's files in a delta, from that of its file in an export."""
+    return f"{Path(name).stem}.parquet"
+
+
+def _head(tensor: str, num_rows: int, dim: int) -> tuple[bytes, int]:
+    """Returns the beginning of a table's file, and the bytes of its rows."""
+    like: Any = SimpleNamespace(shape=(num_rows, dim), dtype=torch.float32)
+    return head_of([(tensor, like)], whole.ALIGNMENT)
+
+
+def _rows_schema(dim: int) -> pa.Schema:
+    types = {"row": pa.int64(), "weight": pa.binary(4 * dim)}
+    return pa.schema([pa.field(name, each, nullable=False) for name, each in types.items()])
+
+
+def _ids_schema(keys: pa.Schema) -> pa.Schema:
+    return keys.append(pa.field("gone", pa.bool_(), nullable=False))
+
+
+def _schema_of(vocabulary: Path) -> pa.Schema:
+    with open_file(vocabulary) as file:
+        return pa.parquet.read_schema(file).remove_metadata()
+
+
+def _at_once(schema: pa.Schema) -> int:
+    """Returns how many rows of a file of a delta are in memory at a time."""
+    return IDS_AT_ONCE if "key" in schema.names else max(1, BYTES_AT_ONCE // schema.field("weight").type.byte_width)
+
+
+def _write(path: Path, schema: pa.Schema, tables: Iterator[pa.Table]) -> int:
+    """Writes columns of tables as a Parquet file, which does not appear without rows; returns the number of rows."""
+    rising = {field.name: "DELTA_BINARY_PACKED" for field in schema if pa.types.is_int64(field.type)}
+    options = {"use_dictionary": False, "compression": "none", "write_statistics": False, "column_encoding": rising}
+    num_rows = 0
+    with atomic_write(path) as file, pa.parquet.ParquetWriter(file, schema, **options) as writer:
+        for group in whole.regrouped(tables, schema, _at_once(schema)):
+            writer.write_table(group)
+            num_rows += len(group)
+    if not num_rows:
+        path.unlink()
+    return num_rows
+
+
+def _tables(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
+    """Yields an empty table, and then the rows of a Parquet file, if there is one, some at a time.
+
+    Raises ValueError, which names the file, if it has other columns than `schema`.
+    """
+    yield schema.empty_table()
+    if is_there(path):
+        with open_file(path) as file:
+            found = pa.parquet.ParquetFile(file)
+            if not found.schema_arrow.equals(schema):
+                raise ValueError(f"{path} has other columns than {', '.join(schema.names)}; {_CURE}")
+            for batch in found.iter_batches(_at_once(schema)):
+                yield pa.Table.from_batches([batch])
+
+
+# ---- the chain
+
+
+def _checksum_of(export: Path) -> str:
+    """Returns the SHA-256 of export.json, which names an export."""
+    return sha256(read_file(export / EXPORT)).hexdigest()
+
+
+def _chain_of(export: Path) -> tuple[str, ...]:
+    """Returns the checksums of the exports that `export` was, the oldest first, and at last its own.
+
+    Raises ValueError if its chain.json is of another export.
+    """
+    own = _checksum_of(export)
+    exports = _CHAIN.read(export / CHAIN).exports if is_taken(export / CHAIN) else (own,)
+    # chain.json is written before anything changes, and export.json after everything has.
+    if own not in exports[-2:]:
+        raise ValueError(f"{export / CHAIN} is of another export; {_CHAIN.cure}")
+    return exports if own == exports[-1] else exports[:-1]
+
+
+def _check_next(delta: Delta, path: Path, export: Path) -> tuple[str, ...]:
+    """Returns the chain of `export`. Raises ValueError, which says what to do, if `delta` is not the next one."""
+    what = f"{path} is delta {delta.number}"
+    if not is_taken(export / EXPORT):
+        if not is_taken(export / CHAIN):
+            raise ValueError(f"{export} is not an export: it has no {EXPORT}; pass a folder that `hotrow export` wrote")
+        exports = _CHAIN.read(export / CHAIN).exports
+        if exports[-2:] != (delta.exports[-1], delta.result):
+            number = len(exports) - 1
+            raise ValueError(
+                f"{what}, and delta {number} of this export was applied in half: apply that one again first"
+            )
+        return exports[:-1]
+    exports = _chain_of(export)
+    if exports[-1] == delta.exports[-1]:
+        return exports
+    if delta.result in exports:
+        raise ValueError(f"{what}, and {export} has it already: go on with the delta after {len(exports) - 1}")
+    if exports[-1] in delta.exports:
+        first = delta.exports.index(exports[-1]) + 1
+        raise ValueError(f"{what}, and {export} lacks {first} to {delta.number - 1}: apply these first, in order")
+    if common := sum(each in delta.exports for each in exports):
+        cure = "bring a copy of the first export forward along one branch, or take a whole export"
+        raise ValueError(f"{what} of another branch, which parted from {export} after delta {common - 1}: {cure}")
+    cure = "apply it to the export that it was made for, or take a whole export"
+    raise ValueError(f"{what} of another model or export, which {export} never was: {cure}")
+
+
+# ---- applying a delta
+
+
+def verify_delta(path: Path) -> int:
+    """Compares every file of a delta with its size and crc32; returns the bytes read.
+
+    Raises ValueError naming the first file that is missing, or whose size or checksum differs.
+    """
+    check_folder(path, files=(DELTA,), folders=_PARTS)
+    if not is_taken(path / DELTA):
+        raise ValueError(f"{path} is not a delta, or half of one: it has no {DELTA}; {_CURE}")
+    delta = _DOCUMENT.read(path / DELTA)
+    num_bytes = verify_files(path, delta.files, said_by=DELTA, cure=_CURE)
+    if f"{_FILES}/{EXPORT}" not in delta.files or _checksum_of(path / _FILES) != delta.result:
+        raise ValueError(f"{path / DELTA}: result is not the checksum of {_FILES}/{EXPORT}; {_CURE}")
+    return num_bytes
+
+
+def apply_delta(export: Path | str, delta: Path | str, out: Path | str | None = None) -> dict[str, Any]:
+    """Brings the folder `export` forward by `delta`, after which it has the bytes of the whole export of that day.
+
+    out: a folder to make of both; `export` then stays as it is. Returns the content of delta.json. Both folders are
+    verified first. If a call is interrupted, the earlier export is there, or one that is refused until the same call is
+    made again. Raises ValueError, which says what to do, if the delta is not the next one or a file is damaged.
+    """
+    export, path = Path(export), Path(delta)
+    verify_delta(path)
+    found = _DOCUMENT.read(path / DELTA)
+    doing, kept = f"applying {path}", f"{export} is as it was, or refused until the delta is applied."
+    with claim(export) as is_ours, explain_full_disk(export, doing, kept):
+        if is_ours is False:
+            raise ValueError(f"another process is applying a delta to {export}; wait for it and try again")
+        exports, is_half = _check_next(found, path, export), not is_taken(export / EXPORT)
+        num_bytes = 0 if is_half and out is None else whole.verify_export(export)
+        if out is None:
+            _bring_forward(export, path, found, exports, is_half=is_half)
+        else:
+            with whole.becoming(Path(out), "export", whole.OWN_NAMES, FOLDERS, doing=doing) as partial:
+                check_room(partial, num_bytes, what="export", cure="choose another place")
+                for name in (*DOCUMENT.read(export / EXPORT).files, EXPORT):
+                    shutil.copyfile(export / name, partial / name)
+                _bring_forward(partial, path, found, exports, is_half=False)
+    return {**_DOCUMENT.marks, **asdict(found)}
+
+
+def _bring_forward(folder: Path, path: Path, delta: Delta, exports: tuple[str, ...], *, is_half: bool) -> None:
+    """Changes the export in `folder`. Whatever can be refused is made beside its place first; from then on, the same
+    call made again ends what this one began.
+
+    is_half: an earlier call began.
+    """
+    after = DOCUMENT.read(path / _FILES / EXPORT)
+    tables = {f"tables/{stem}.safetensors": change for stem, change in delta.tables.items()}
+    for name, change in tables.items():
+        head, num_bytes = _head(change.tensor, change.num_embeddings, change.embedding_dim)
+        if name not in after.files or len(head) + num_bytes != after.files[name].num_bytes:
+            raise ValueError(f"{path / DELTA}: tables.{Path(name).stem} is not as its {EXPORT} says; {_CURE}")
+    staged = [name for name in after.files if _stage(folder, path, name, after.files[name], is_half=is_half)]
+    _CHAIN.write(folder / CHAIN, Chain((*exports, delta.result)))
+    (folder / EXPORT).unlink(missing_ok=True)  # so that nobody reads it
+    sync_folder(folder)
+    for name, change in tables.items():
+        _change_table(folder / name, path / _ROWS / _parquet(name), change)
+    for name in staged:
+        _beside(folder / name).replace(folder / name)
+    for name in delta.removed:
+        (folder / name).unlink(missing_ok=True)
+    for each in (folder, *(folder / name for name in FOLDERS)):
+        make_folder(each)
+        sync_folder(each)
+    if is_half:  # what there was could not be verified before
+        verify_files(folder, after.files, said_by=EXPORT, cure="take a whole export")
+    _copy(path / _FILES / EXPORT, folder / EXPORT)
+    whole.give_away(folder)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + PARTIAL_SUFFIX)
+
+
+def _copy(source: Path, target: Path) -> None:
+    with open_file(source) as file, atomic_write(target) as copy:
+        shutil.copyfileobj(file, copy, 1 << 20)
+
+
+def _stage(folder: Path, delta: Path, name: str, wanted: FileRecord, *, is_half: bool) -> bool:
+    """Makes a file of the new export beside its place; returns whether it changes. Tables change in their place.
+
+    Raises ValueError if it comes out otherwise than it should.
+    """
+    own, source, ids = folder / name, delta / _FILES / name, delta / _IDS / _parquet(name)
+    is_merged = name.startswith("vocab/") and is_there(ids)
+    if not (is_merged or is_there(source)) or (is_half and is_there(own) and file_record(own) == wanted):
+        return False
+    make_folder(own.parent)
+    if is_merged:
+        whole.write_keys(_beside(own), _schema_of(own).field("key").type, _merged(own, ids))
+    else:
+        _copy(source, _beside(own))
+    if file_record(_beside(own)) != wanted:
+        _beside(own).unlink()
+        raise ValueError(
+            f"{own} comes out otherwise than in the new export with pyarrow {pa.__version__}: install what wrote the "
+            f"delta, {_DOCUMENT.read(delta / DELTA).created_by}, or take a whole export"
+        )
+    return True
+
+
+def _merged(vocabulary: Path, ids: Path) -> Iterator[pa.Table]:
+    """Yields the ids of a vocabulary without those that are gone and with those that are new, in their order."""
+    schema = _schema_of(vocabulary)
+    changes = _Rising(_hashed(ids, _ids_schema(schema)))
+    for table in chain(_hashed(vocabulary, schema), [None]):
+        found = changes.up_to(table)
+        come, gone = (found.filter(pa.array(found["gone"].to_numpy() == which)) for which in (False, True))
+        come = come.drop_columns("gone")
+        both = come if table is None else pa.concat_tables([_without(table, gone), come])
+        yield both.sort_by([("hash", "ascending"), ("key", "ascending")])
+
+
+def _change_table(path: Path, rows: Path, change: TableChange) -> None:
+    """Gives the table in `path` its new size and rows, in place. A call that is made again ends in the same bytes."""
+    width, schema = 4 * change.embedding_dim, _rows_schema(change.embedding_dim)
+    head, num_bytes = _head(change.tensor, change.num_embeddings, change.embedding_dim)
+    with open_file(path) as file:
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(begin)
+        if begin != len(head):  # its rows lie elsewhere in the file, as those of earlier versions do
+            with atomic_write(path) as copy:
+                copy.write(head)
+                shutil.copyfileobj(file, copy, 1 << 24)
+    with open_file(path, "r+b", buffering=0) as file:
+        file.write(head)
+        file.truncate(len(head) + num_bytes)
+        for table in _tables(rows, schema):
+            for batch in table.to_batches():
+                numbers, data = batch["row"].to_numpy(), batch["weight"]
+                if len(numbers) and not 0 <= numbers.min() <= numbers.max() < change.num_embeddings:
+                    raise ValueError(f"{rows} names a row that {change.tensor} does not have; {_CURE}")
+                weights = np.frombuffer(data.buffers()[1], np.uint8, width * len(data), width * data.offset)
+                _write_rows(file.fileno(), len(head), numbers, weights.reshape(-1, width))
+        os.fsync(file.fileno())
+
+
+def _write_rows(descriptor: int, begin: int, rows: NDArray[np.int64], weights: NDArray[np.uint8]) -> None:
+    """Writes weights [n, width] to their rows, of which the first lies at `begin`; neighbours at once."""
+    width, firsts = weights.shape[1], np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    for first, last in pairwise([*firsts.tolist(), len(rows)]):
+        data, place = weights[first:last].reshape(-1).data, begin + width * int(rows[first])
+        while data:
+            moved = os.pwrite(descriptor, data, place)
+            data, place = data[moved:], place + moved

@@ -1,0 +1,545 @@
+"""Law: an export and the deltas after it are the whole export of that day, to the byte; other deltas are refused.
+
+The whole export of a day is that of a run, or a made-up one, with tables and ids that change, come and go at random.
+What a delta holds is compared with all rows and ids of both days, side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import Tensor
+
+import hotrow
+from hotrow.cli import tools
+from hotrow.config.load import make_config
+from hotrow.data.chunk import Keys
+from hotrow.data.native import hash_keys
+from hotrow.data.prepare.pipeline import Options, prepare
+from hotrow.data.sources.registry import open_source
+from hotrow.export import delta as deltas
+from hotrow.export import export as exports
+from hotrow.export.delta import apply_delta, write_delta
+from hotrow.export.export import Description, Whole, becoming
+from hotrow.run import runs
+from hotrow.run.checkpoint_files import write_tensors
+from prepare_data import SCHEMA, make_rows, to_table
+from resealed import reseal
+
+DIM = 3
+Day = dict[str, tuple[dict[Any, int], np.ndarray]]
+"""By table: the row of each id, and the weights."""
+MODEL = {"name": "dlrm", "num_dense": 0, "top_mlp": [4]}
+
+
+class Pieces:
+    """Rows of a table, five at a time."""
+
+    dtype = torch.float32
+
+    def __init__(self, weights: np.ndarray) -> None:
+        self.shape, self._weights = torch.Size(weights.shape), torch.from_numpy(weights)
+
+    def pieces(self) -> Iterator[slice]:
+        return (slice(start, start + 5) for start in range(0, len(self._weights), 5))
+
+    def read(self, piece: slice) -> Tensor:
+        return self._weights[piece]
+
+
+def keys_of(ids: list[Any]) -> Keys:
+    if not ids or isinstance(ids[0], int):
+        return Keys(np.array(ids, np.int64))
+    return Keys(np.frombuffer(b"".join(ids), np.uint8), np.cumsum([0, *map(len, ids)]))
+
+
+def as_vocabulary(rows: dict[Any, int], kind: str) -> Any:
+    """What an export reads of a vocabulary: ids by their hashes, in two pieces."""
+    ids = list(rows)
+    hashes = hash_keys(keys_of(ids)).tolist() if ids else []
+    order = [key for _, key in sorted(zip(hashes, ids, strict=True))]
+    halves = [half for half in (order[: len(order) // 2], order[len(order) // 2 :]) if half]
+    entries = [(keys_of(half), np.array([rows[key] for key in half], np.uint32)) for half in halves]
+    return SimpleNamespace(key_kind=kind, header=SimpleNamespace(hash_cap=0), entries=lambda: iter(entries))
+
+
+def write(to: Whole, day: Day, number: int, **changes: Any) -> Description:
+    """An export of `day`: a table of text ids, one of integers and one without a vocabulary."""
+    description = Description(
+        created_by="a test",
+        run=f"run-{number}",
+        step=number,
+        dataset={},
+        model={**MODEL, **changes},
+        csv=None,
+        dense=(),
+        features=tuple({"name": name} for name in day),
+        tables=(),
+        files={},
+    )
+    to.begin(description, 0)
+    dense = torch.full((4, 2), float(number))
+    files = {"model.safetensors": write_tensors(to.folder / "model.safetensors", {"w": dense})}
+    for name, (rows, weights) in day.items():
+        file = f"tables/{name}.safetensors"
+        files[file] = to.table(file, f"{name}.weight", Pieces(weights))
+        if name != "plain":
+            kind = "bytes" if name == "text" else "int"
+            files[f"vocab/{name}.parquet"] = to.vocabulary(
+                f"vocab/{name}.parquet", as_vocabulary(rows, kind), lambda _: None
+            )
+    texts = {"README.md": "the same", f"transforms/of_{number % 2}.py": "x"}
+    for name, text in texts.items():
+        (to.folder / name).write_text(text)
+        files[name] = exports.file_record(to.folder / name)
+    description = replace(description, files=files)
+    exports.DOCUMENT.write(to.folder / "export.json", description)
+    return description
+
+
+def write_whole(out: Path, day: Day, number: int, **changes: Any) -> Path:
+    with becoming(out, "export", exports.OWN_NAMES, exports.FOLDERS, doing="testing") as partial:
+        write(Whole(partial), day, number, **changes)
+    return out
+
+
+def next_day(day: Day, rng: np.random.Generator, number: int) -> Day:
+    """Some rows change, some by the sign of a zero or a NaN alone; ids come, go, and take rows of others."""
+    found: Day = {}
+    for name, (old, weights) in day.items():
+        rows, more = dict(old), int(rng.integers(-1 if number == 3 else 0, 9))
+        size = max(len(weights) + more, 1)
+        new = np.zeros((size, DIM), np.float32)
+        new[: len(weights)] = weights[:size]
+        new[len(weights) :] = rng.normal(size=(max(size - len(weights), 0), DIM))
+        for row in rng.integers(0, size, 4):
+            new[row, rng.integers(DIM)] = rng.choice([0.0, -0.0, np.nan, 1.5])
+        rows = {key: row for key, row in rows.items() if row < size and rng.random() > 0.2}
+        taken = set(rows.values())
+        for row in sorted(set(range(1, size)) - taken):
+            if rng.random() < 0.8:
+                value = int(rng.integers(-(2**62), 2**62)) if rng.random() < 0.5 else int(rng.integers(0, 30))
+                key: Any = value if name != "text" else ("\u00e4" * (value % 5)).encode() + str(value % 1000).encode()
+                rows |= {} if key in rows else {key: row}
+        found[name] = rows, new
+    return found
+
+
+def days(count: int, seed: int = 0) -> list[Day]:
+    rng = np.random.default_rng(seed)
+    found = [{name: ({}, rng.normal(size=(9, DIM)).astype(np.float32)) for name in ("text", "int", "plain")}]
+    for number in range(1, count):
+        found.append(next_day(found[-1], rng, number))
+    return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pieces() -> Iterator[None]:
+    """Everything goes through in several pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exports, "KEYS_PER_GROUP", 4)
+        patch.setattr(deltas, "IDS_AT_ONCE", 3)
+        patch.setattr(deltas, "BYTES_AT_ONCE", 4 * DIM * 2)
+        yield
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Files of an export, but for chain.json, which a whole one does not have."""
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found.pop("chain.json", None)
+    return found
+
+
+Chain = tuple[list[Path], list[Path]]
+
+
+def make_chain(folder: Path, count: int = 4, seed: int = 0) -> Chain:
+    """Whole exports of the days, and the deltas between them, numbered."""
+    wholes, made = [], []
+    for number, day in enumerate(days(count, seed)):
+        wholes.append(write_whole(folder / f"whole-{number}", day, number))
+        if number == 0:
+            shutil.copytree(wholes[0], folder / "upstream")
+        else:
+            out = folder / f"delta-{number}"
+            write_delta(folder / "upstream", out, lambda to, day=day, number=number: write(to, day, number))
+            made.append(out)
+            apply_delta(folder / "upstream", out)
+    return wholes, made
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    return make_chain(tmp_path_factory.mktemp("chain"))
+
+
+@pytest.fixture
+def base(made: Chain, tmp_path: Path) -> Path:
+    """A copy of the first export."""
+    return Path(shutil.copytree(made[0][0], tmp_path / "base"))
+
+
+# ---- base + deltas = the whole export
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_export_and_its_deltas_are_the_whole_export(tmp_path: Path, seed: int) -> None:
+    wholes, made = make_chain(tmp_path, 5, seed)
+    in_place = Path(shutil.copytree(wholes[0], tmp_path / "in-place"))
+    for number, (whole, delta) in enumerate(zip(wholes[1:], made, strict=True), 1):
+        previous, new = (
+            wholes[number - 1] if number == 1 else tmp_path / f"new-{number - 1}",
+            tmp_path / f"new-{number}",
+        )
+        kept = files_of(previous)
+        assert apply_delta(in_place, delta)["number"] == number
+        apply_delta(previous, delta, new)
+        assert files_of(in_place) == files_of(new) == files_of(whole)
+        assert files_of(previous) == kept
+        assert tools.check(new)["kind"] == tools.check(in_place)["kind"] == "export"
+        assert tools.check(delta)["kind"] == "delta"
+
+
+def test_a_delta_holds_what_differs_and_nothing_else(made: Chain) -> None:
+    for before, after, delta in zip(made[0], made[0][1:], made[1], strict=False):
+        described = json.loads((delta / "delta.json").read_text())
+        for name in ("text", "int", "plain"):
+            old, new = (load_file(each / f"tables/{name}.safetensors")[f"{name}.weight"] for each in (before, after))
+            differ = {
+                row: weights.tobytes()
+                for row, weights in enumerate(new)
+                if row >= len(old) or weights.tobytes() != old[row].tobytes()
+            }
+            path = delta / f"rows/{name}.parquet"
+            found = pq.read_table(path).to_pydict() if path.exists() else {"row": [], "weight": []}
+            assert dict(zip(found["row"], found["weight"], strict=True)) == differ
+            assert described["tables"][name]["rows"] == len(differ)
+        for name in ("text", "int"):
+            sides = [pq.read_table(each / f"vocab/{name}.parquet").to_pydict() for each in (before, after)]
+            old_ids, new_ids = ({*zip(each["key"], each["row"], strict=True)} for each in sides)
+            path = delta / f"ids/{name}.parquet"
+            ids = pq.read_table(path).to_pydict() if path.exists() else {"key": [], "row": [], "gone": []}
+            found = {*zip(ids["key"], ids["row"], ids["gone"], strict=True)}
+            assert found == {(*each, False) for each in new_ids - old_ids} | {
+                (*each, True) for each in old_ids - new_ids
+            }
+
+
+def test_one_id_goes_and_two_come(tmp_path: Path) -> None:
+    """The slot of one that goes is used again."""
+    rows = {f"id {i}".encode(): i for i in range(1, 1000)}
+    weights = np.zeros((1002, DIM), np.float32)
+    later = {key: row for key, row in rows.items() if row != 7} | {b"new": 7, b"newer": 1000}
+    base = write_whole(tmp_path / "base", {"text": (rows, weights)}, 0)
+    whole = write_whole(tmp_path / "whole", {"text": (later, weights)}, 2)
+    write_delta(base, tmp_path / "delta", lambda to: write(to, {"text": (later, weights)}, 2))
+    ids = pq.read_table(tmp_path / "delta/ids/text.parquet").to_pylist()
+    assert sorted(ids, key=lambda each: each["key"]) == [
+        {"key": b"id 7", "row": 7, "gone": True},
+        {"key": b"new", "row": 7, "gone": False},
+        {"key": b"newer", "row": 1000, "gone": False},
+    ]
+    assert not (tmp_path / "delta/files/vocab/text.parquet").exists()
+    apply_delta(base, tmp_path / "delta")
+    assert files_of(base) == files_of(whole)
+
+
+def test_exports_of_earlier_versions_whose_rows_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = days(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(exports, "ALIGNMENT", 8)
+        base = write_whole(tmp_path / "base", one, 0)
+    write_delta(base, tmp_path / "delta", lambda to: write(to, two, 1))
+    apply_delta(base, tmp_path / "delta")
+    assert files_of(base) == files_of(write_whole(tmp_path / "whole", two, 1))
+
+
+def test_the_days_of_a_run(tmp_path: Path) -> None:
+    """Trained further, and then on rows with other ids: rows are renumbered, and tables grow."""
+    for name, num_rows in (("first", 300), ("second", 600)):
+        opened = open_source("frame", to_table(make_rows(num_rows)), schema=SCHEMA)
+        prepare(opened, tmp_path / name, Options(rows_per_part=200, rows_per_block=100))
+    trained = [
+        run_of(tmp_path, name, data, steps)
+        for name, data, steps in (("a", "first", 3), ("b", "first", 6), ("c", "second", 6))
+    ]
+    base = tmp_path / "base"
+    trained[0].export(base)
+    for number, run in enumerate(trained[1:], 1):
+        whole, delta = tmp_path / f"whole-{number}", tmp_path / f"delta-{number}"
+        run.export(whole)
+        described = run.export(delta, since=base)
+        assert described["number"] == number
+        assert sum(table["rows"] for table in described["tables"].values()) > 0
+        apply_delta(base, delta)
+        assert files_of(base) == files_of(whole)
+    with pytest.raises(ValueError, match="is of another model: its embedding_dim is 4, that of run d is 8"):
+        run_of(tmp_path, "d", "first", 3, embedding_dim=8).export(tmp_path / "delta", since=base)
+
+
+def run_of(folder: Path, name: str, data: str, steps: int, *, embedding_dim: int = 4) -> hotrow.Run:
+    config = {
+        "data": str(folder / data),
+        "run": str(folder / name),
+        "model": {"embedding_dim": embedding_dim, "bottom_mlp": [4], "top_mlp": [4]},
+        "train": {"batch_size": 30, "epochs": 9, "max_steps": steps, "threads": 1},
+    }
+    return hotrow.load(runs.train(make_config(config), quiet=True).path)
+
+
+# ---- an apply that is interrupted
+
+
+class Stopped(BaseException):
+    """As a kill: nobody expects it."""
+
+
+def stopping(patch: pytest.MonkeyPatch, after: int) -> None:
+    """Stops at the call number `after` of those that change the disk, before it if the number is odd, else behind it;
+    every later one stops too, so that nothing is tidied up."""
+    calls = 0
+
+    def counted(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > after + 1 or (calls == after + 1 and after % 2):
+                raise Stopped
+            found = plain(*arguments, **options)
+            if calls == after + 1:
+                raise Stopped
+            return found
+
+        return call
+
+    for owner, name in ((os, "pwrite"), (os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "rename")):
+        patch.setattr(owner, name, counted(getattr(owner, name)))
+
+
+def test_an_interrupted_apply_leaves_the_old_or_is_refused_until_it_has_ended(
+    made: Chain, base: Path, tmp_path: Path
+) -> None:
+    """At every call that changes the disk."""
+    old, new = files_of(base), files_of(made[0][1])
+    after, seen = 0, set()
+    while True:
+        folder = Path(shutil.copytree(base, tmp_path / "case"))
+        with pytest.MonkeyPatch.context() as patch:
+            stopping(patch, after)
+            try:
+                apply_delta(folder, made[1][0])
+            except Stopped:
+                pass
+            else:
+                assert files_of(folder) == new
+                break
+        left = {name: data for name, data in files_of(folder).items() if not name.endswith(".partial")}
+        try:
+            exports.verify_export(folder)
+            state = "old" if old == {name: left[name] for name in old if name in left} else "new"
+            assert state == "old" or left == new
+        except ValueError as error:
+            assert "hotrow apply" in str(error)
+            state = "half"
+            with pytest.raises(ValueError, match="in half"):
+                write_delta(folder, tmp_path / "delta", lambda to: write(to, {}, 9))
+            with pytest.raises(ValueError, match="in half"):
+                apply_delta(folder, made[1][0], tmp_path / "out")
+            with pytest.raises(ValueError, match=r"delta 2, and delta 1 .* in half"):
+                apply_delta(folder, made[1][1])
+        seen.add(state)
+        if state == "new":
+            with pytest.raises(ValueError, match="has it already"):
+                apply_delta(folder, made[1][0])
+        else:
+            apply_delta(folder, made[1][0])
+        assert files_of(folder) == new
+        apply_delta(folder, made[1][1])
+        assert files_of(folder) == files_of(made[0][2])
+        shutil.rmtree(folder)
+        after += 1
+    assert seen >= {"old", "half"} and after > 20
+
+
+def test_a_new_folder_appears_when_it_is_whole(made: Chain, base: Path, tmp_path: Path) -> None:
+    kept = files_of(base)
+    for after in (0, 3, 9, 21):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+            stopping(patch, after)
+            apply_delta(base, made[1][0], tmp_path / "new")
+        assert not (tmp_path / "new").exists() and files_of(base) == kept
+    apply_delta(base, made[1][0], tmp_path / "new")
+    assert files_of(tmp_path / "new") == files_of(made[0][1])
+
+
+def test_what_was_damaged_before_an_interrupted_apply_went_on_is_found(
+    made: Chain, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(deltas, "_change_table", lambda *_: (_ for _ in ()).throw(Stopped))
+        apply_delta(base, made[1][0])
+    path = base / "README.md"
+    path.write_text("another")
+    with pytest.raises(ValueError, match=r"README.md is missing, cut off or altered.*take a whole export"):
+        apply_delta(base, made[1][0])
+
+
+# ---- what is refused
+
+
+def refused(export: Path, delta: Path, said: str) -> None:
+    """It says so, and changes nothing."""
+    before = {path: path.read_bytes() for path in export.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=said):
+        apply_delta(export, delta)
+    assert before == {path: path.read_bytes() for path in export.rglob("*") if path.is_file()}
+
+
+def test_a_gap_a_repeat_and_another_order(made: Chain, base: Path) -> None:
+    refused(base, made[1][1], "is delta 2, and .* lacks 1 to 1: apply these first")
+    refused(base, made[1][2], "is delta 3, and .* lacks 1 to 2: apply these first")
+    apply_delta(base, made[1][0])
+    refused(base, made[1][0], "is delta 1, and .* has it already: go on with the delta after 1")
+    refused(base, made[1][2], "lacks 2 to 2")
+    apply_delta(base, made[1][1])
+    refused(base, made[1][0], "has it already: go on with the delta after 2")
+    apply_delta(base, made[1][2])
+
+
+def test_a_fork(made: Chain, base: Path, tmp_path: Path) -> None:
+    """Two deltas of one export, and what follows the other one."""
+    day = days(2, seed=7)[1]
+    other = Path(shutil.copytree(base, tmp_path / "other"))
+    write_delta(other, tmp_path / "other-1", lambda to: write(to, day, 5))
+    apply_delta(base, made[1][0])
+    refused(base, tmp_path / "other-1", "of another branch, which parted from .* after delta 0")
+    apply_delta(other, tmp_path / "other-1")
+    refused(other, made[1][1], "of another branch")
+
+
+def test_another_model_and_another_export(made: Chain, base: Path, tmp_path: Path) -> None:
+    one, two = days(2)
+    for number, (changes, said) in enumerate(
+        [({"top_mlp": [5]}, r"top_mlp is \[4\], that of run run-1 is \[5\]"), ({"more": 1}, "more is None")]
+    ):
+        with pytest.raises(ValueError, match=f"is of another model: its {said}"):
+            write_delta(base, tmp_path / "delta", lambda to, changes=changes: write(to, two, 1, **changes))
+        assert not (tmp_path / "delta").exists() and number < 2
+    foreign = write_whole(tmp_path / "foreign", one, 0, top_mlp=[5])
+    write_delta(foreign, tmp_path / "of-foreign", lambda to: write(to, two, 1, top_mlp=[5]))
+    refused(base, tmp_path / "of-foreign", "of another model or export")
+
+
+def test_half_a_delta_and_altered_bytes(made: Chain, base: Path, tmp_path: Path) -> None:
+    whole = made[1][0]
+    for name in files_of(whole):
+        for change in ("remove", "cut", "alter"):
+            delta = Path(shutil.copytree(whole, tmp_path / "delta"))
+            raw = (delta / name).read_bytes()
+            (delta / name).unlink()
+            if change != "remove":
+                (delta / name).write_bytes(raw[:-1] if change == "cut" else bytes([raw[0] ^ 1]) + raw[1:])
+            said = "delta.json" if name == "delta.json" else f"{Path(name).name} is missing, cut off or altered"
+            refused(base, delta, f"{said}.*copy the delta again")
+            with pytest.raises(ValueError, match="copy the delta again"):
+                tools.check(delta) if (delta / "delta.json").exists() else deltas.verify_delta(delta)
+            shutil.rmtree(delta)
+
+
+def test_a_delta_that_is_written_in_half_is_not_there(base: Path, tmp_path: Path) -> None:
+    def stop(to: Whole) -> Description:
+        write(to, days(2)[1], 1)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_delta(base, tmp_path / "delta", stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_damaged_export_is_refused_by_both(made: Chain, base: Path, tmp_path: Path) -> None:
+    path = base / "tables/int.safetensors"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    refused(base, made[1][0], r"int.safetensors is missing, cut off or altered")
+    with pytest.raises(ValueError, match=r"int.safetensors is missing, cut off or altered"):
+        write_delta(base, tmp_path / "delta", lambda to: write(to, days(2)[1], 1))
+
+
+def test_other_bad_input(made: Chain, base: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty is not an export: it has no export.json"):
+        apply_delta(tmp_path / "empty", made[1][0])
+    with pytest.raises(ValueError, match="empty is not a delta, or half of one"):
+        apply_delta(base, tmp_path / "empty")
+    with pytest.raises(ValueError, match="exists already; remove it or choose another name"):
+        apply_delta(base, made[1][0], tmp_path / "empty")
+    with pytest.raises(ValueError, match="exists already"):
+        write_delta(base, tmp_path / "empty", lambda to: write(to, days(2)[1], 1))
+    with pytest.raises(ValueError, match="base already is this export"):
+        write_delta(base, tmp_path / "delta", lambda to: write(to, days(1)[0], 0))
+    shutil.copy(made[0][0].parent / "upstream/chain.json", base / "chain.json")
+    with pytest.raises(ValueError, match=r"chain.json is of another export; restore it"):
+        apply_delta(base, made[1][0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("number", 2, "number is 2; it must be that of the exports before it, 1"),
+        ("result", "0" * 64, "result is not the checksum of files/export.json"),
+        ("removed", ["../../x"], "must not start with"),
+        ("tables", {"../x": {"tensor": "t", "num_embeddings": 1, "embedding_dim": 3}}, "must not start with"),
+        ("tables", {"int": {"tensor": "t", "num_embeddings": 1 << 60, "embedding_dim": 3}}, "tables.int is not as"),
+    ],
+)
+def test_a_forged_delta_is_refused_by_field(
+    made: Chain, base: Path, tmp_path: Path, field: str, value: Any, said: str
+) -> None:
+    delta = Path(shutil.copytree(made[1][0], tmp_path / "delta"))
+    reseal(delta / "delta.json", lambda fields: fields.update({field: value}))
+    refused(base, delta, said)
+
+
+def test_another_pyarrow_that_writes_other_bytes_is_named(
+    made: Chain, base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = {i: i for i in range(1, 1000)}
+    weights = np.zeros((1002, DIM), np.float32)
+    export = write_whole(tmp_path / "export", {"int": (rows, weights)}, 0)
+    write_delta(export, tmp_path / "delta", lambda to: write(to, {"int": (rows | {-5: 1000}, weights)}, 2))
+    monkeypatch.setattr(exports, "KEYS_PER_GROUP", 9)
+    with pytest.raises(ValueError, match=r"int.parquet comes out otherwise .* install what wrote the delta, hotrow"):
+        apply_delta(export, tmp_path / "delta")
+    assert exports.verify_export(export)
+
+
+# ---- made to be given away
+
+
+def test_exports_and_deltas_follow_the_umask(tmp_path: Path) -> None:
+    one, two = days(2)
+    before = os.umask(0o027)
+    try:
+        base = write_whole(tmp_path / "base", one, 0)
+        write_delta(base, tmp_path / "delta", lambda to: write(to, two, 1))
+        apply_delta(base, tmp_path / "delta", tmp_path / "new")
+        os.umask(0o077)
+        apply_delta(base, tmp_path / "delta")
+    finally:
+        os.umask(before)
+    for folder in (base, tmp_path / "delta", tmp_path / "new"):
+        for path in (folder, *folder.rglob("*")):
+            assert stat.S_IMODE(path.stat().st_mode) == (0o750 if path.is_dir() else 0o640), path
