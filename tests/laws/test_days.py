@@ -24,7 +24,7 @@ from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Entries, Vocabulary, build_vocabulary, open_counts
 from hotrow.data.packed.writer import PackedWriter
-from hotrow.data.prepare import extend, pipeline
+from hotrow.data.prepare import estimate, extend, pipeline
 from hotrow.data.prepare.days import Base
 from hotrow.data.prepare.extend import Counted, Extension
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
@@ -416,6 +416,15 @@ def test_a_run_stands_for_the_dataset_that_it_was_trained_on(
     with pytest.raises(ValueError, match=r"another one is there now"):
         dataset_of(str(run.path))
     assert dataset_of(str(tmp_path / "day_2")) == str(tmp_path / "day_2"), "a dataset stands for itself"
+
+
+def test_a_disk_without_room_for_what_a_day_takes_over_is_refused(
+    days: list[Path], logs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = sum(file.num_bytes for file in PackedDataset.open(days[1]).info.files.values())
+    monkeypatch.setattr(estimate, "disk_free_bytes", lambda _: taken)
+    with pytest.raises(ValueError, match="are free"):
+        run_prepare("parquet", logs[2], tmp_path / "day_3", base=days[1])
 
 
 def test_days_with_a_lag_train_on_all_rows(tmp_path: Path) -> None:

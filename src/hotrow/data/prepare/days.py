@@ -60,6 +60,11 @@ class Base:
             return Day(1)
         return Day(self.number + 1, self.dataset.path.resolve().name, self.dataset.checksum)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the vocabularies and counts that a day takes over."""
+        return 0 if self.dataset is None else sum(file.num_bytes for file in self.dataset.info.files.values())
+
     def check_is_new(self, info: SourceInfo, schema: Schema) -> None:
         """Raises ValueError if files were already prepared as the day before: their rows would count twice."""
         if self.dataset is None:

@@ -244,6 +244,8 @@ def _begin(
         say(f"continuing the work found in {work.folder}")
     else:
         estimate = estimate_work(opened, info, out, rows=options.rows, sample=options.sample)
+        if options.base is not None:
+            estimate = replace(estimate, packed_bytes=estimate.packed_bytes + options.base.num_bytes)
         say(str(estimate))
         estimate.check_disk(out)
         with explain_full_disk(out, "beginning", "Nothing had been kept yet."):
