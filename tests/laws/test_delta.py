@@ -325,7 +325,7 @@ def stopping(patch: pytest.MonkeyPatch, after: int) -> None:
 
         return call
 
-    for owner, name in ((os, "pwrite"), (os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "rename")):
+    for owner, name in ((np.memmap, "flush"), (os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "rename")):
         patch.setattr(owner, name, counted(getattr(owner, name)))
 
 
@@ -473,9 +473,15 @@ def test_a_damaged_export_is_refused_by_both(made: Chain, base: Path, tmp_path: 
     path = base / "tables/int.safetensors"
     raw = path.read_bytes()
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    refused(base, made[1][0], r"int.safetensors is missing, cut off or altered")
+    with pytest.raises(ValueError, match=r"int.safetensors is missing, cut off or altered"):
+        apply_delta(base, made[1][0], tmp_path / "out")
     with pytest.raises(ValueError, match=r"int.safetensors is missing, cut off or altered"):
         write_delta(base, tmp_path / "delta", lambda to: write(to, days(2)[1], 1))
+    path.write_bytes(raw[:-1])
+    refused(base, made[1][0], r"int.safetensors is missing, cut off or altered")
+    path.write_bytes(raw)
+    (base / "README.md").write_text("The same")
+    refused(base, made[1][0], r"README.md is missing, cut off or altered")
 
 
 def test_other_bad_input(made: Chain, base: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from hashlib import sha256
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -30,7 +30,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 from pydantic.dataclasses import dataclass as record
 
@@ -388,8 +387,9 @@ def apply_delta(export: Path | str, delta: Path | str, out: Path | str | None = 
     """Brings the folder `export` forward by `delta`, after which it has the bytes of the whole export of that day.
 
     out: a folder to make of both; `export` then stays as it is. Returns the content of delta.json. Both folders are
-    verified first. If a call is interrupted, the earlier export is there, or one that is refused until the same call is
-    made again. Raises ValueError, which says what to do, if the delta is not the next one or a file is damaged.
+    verified first; without `out`, tables only by their sizes, since reading them takes longer than changing them. If a
+    call is interrupted, the earlier export is there, or one that is refused until the same call is made again. Raises
+    ValueError, which says what to do, if the delta is not the next one or a file is damaged.
     """
     export, path = Path(export), Path(delta)
     verify_delta(path)
@@ -399,12 +399,13 @@ def apply_delta(export: Path | str, delta: Path | str, out: Path | str | None = 
         if is_ours is False:
             raise ValueError(f"another process is applying a delta to {export}; wait for it and try again")
         exports, is_half = _check_next(found, path, export), not is_taken(export / EXPORT)
-        num_bytes = 0 if is_half and out is None else whole.verify_export(export)
         if out is None:
+            if not is_half:
+                whole.verify_export(export, unread=("tables/",))
             _bring_forward(export, path, found, exports, is_half=is_half)
         else:
             with whole.becoming(Path(out), "export", whole.OWN_NAMES, FOLDERS, doing=doing) as partial:
-                check_room(partial, num_bytes, what="export", cure="choose another place")
+                check_room(partial, whole.verify_export(export), what="export", cure="choose another place")
                 for name in (*DOCUMENT.read(export / EXPORT).files, EXPORT):
                     shutil.copyfile(export / name, partial / name)
                 _bring_forward(partial, path, found, exports, is_half=False)
@@ -488,8 +489,8 @@ def _merged(vocabulary: Path, ids: Path) -> Iterator[pa.Table]:
 
 def _change_table(path: Path, rows: Path, change: TableChange) -> None:
     """Gives the table in `path` its new size and rows, in place. A call that is made again ends in the same bytes."""
-    width, schema = 4 * change.embedding_dim, _rows_schema(change.embedding_dim)
-    head, num_bytes = _head(change.tensor, change.num_embeddings, change.embedding_dim)
+    shape = change.num_embeddings, change.embedding_dim
+    head, num_bytes = _head(change.tensor, *shape)
     with open_file(path) as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
         file.seek(begin)
@@ -500,21 +501,15 @@ def _change_table(path: Path, rows: Path, change: TableChange) -> None:
     with open_file(path, "r+b", buffering=0) as file:
         file.write(head)
         file.truncate(len(head) + num_bytes)
-        for table in _tables(rows, schema):
-            for batch in table.to_batches():
-                numbers, data = batch["row"].to_numpy(), batch["weight"]
-                if len(numbers) and not 0 <= numbers.min() <= numbers.max() < change.num_embeddings:
-                    raise ValueError(f"{rows} names a row that {change.tensor} does not have; {_CURE}")
-                weights = np.frombuffer(data.buffers()[1], np.uint8, width * len(data), width * data.offset)
-                _write_rows(file.fileno(), len(head), numbers, weights.reshape(-1, width))
+        os.posix_fallocate(
+            file.fileno(), 0, len(head) + num_bytes
+        )  # a full disk is an error here, a crash in a mapping
+        table = np.memmap(file, np.uint32, "r+", len(head), shape)
+        for batch in (batch for found in _tables(rows, _rows_schema(shape[1])) for batch in found.to_batches()):
+            numbers, data = batch["row"].to_numpy(), batch["weight"]
+            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < shape[0]:
+                raise ValueError(f"{rows} names a row that {change.tensor} does not have; {_CURE}")
+            weights = np.frombuffer(data.buffers()[1], np.uint32, len(data) * shape[1], data.offset * shape[1] * 4)
+            table[numbers] = weights.reshape(-1, shape[1])
+        table.flush()
         os.fsync(file.fileno())
-
-
-def _write_rows(descriptor: int, begin: int, rows: NDArray[np.int64], weights: NDArray[np.uint8]) -> None:
-    """Writes weights [n, width] to their rows, of which the first lies at `begin`; neighbours at once."""
-    width, firsts = weights.shape[1], np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-    for first, last in pairwise([*firsts.tolist(), len(rows)]):
-        data, place = weights[first:last].reshape(-1).data, begin + width * int(rows[first])
-        while data:
-            moved = os.pwrite(descriptor, data, place)
-            data, place = data[moved:], place + moved
