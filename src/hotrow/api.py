@@ -66,7 +66,7 @@ from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_witho
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import CONFIG, RUN, SELECTION, RunFolder, check_free, resume_command
 from hotrow.run.record import RunRecord
-from hotrow.run.runs import make_folder, train
+from hotrow.run.runs import config_of, make_folder, train
 from hotrow.run.selection import step_to_stop_at
 from hotrow.run.storage import close_tiers
 from hotrow.run.trainer import evaluate
@@ -335,6 +335,10 @@ class Run:
             f"({record.backend['isa']}, {num_of(record.backend['threads'], 'thread')})",
             f"  weights  of step {record.chosen_step:,} of {record.steps:,}",
         ]
+        if record.parent is not None:
+            lines.append(f"  from     step {record.parent.step:,} of {record.parent.path}")
+            if (before := record.parent.metrics) is not None:
+                lines.append(f"           its weights on these training rows: {record.trained_for.line(before)}")
         if record.predicted is not None and record.step_ms is not None:
             expected, phases = record.predicted, record.predicted["step_ms"]
             shown_ms = ", ".join(f"{phase} {ms:.3g} ({phases[phase]:.3g})" for phase, ms in record.step_ms.items())
@@ -440,7 +444,9 @@ def fit(
     Ctrl-C saves the run and returns it with the status "interrupted"; during preparation it raises `Interrupted`
     (hotrow.data.prepare.pipeline). Raises ValueError if the data or an option is wrong.
     """
-    recipe, changes = _recipe(config), [f"{_option(name)}={_as_yaml(name, value)}" for name, value in overrides.items()]
+    changes = [f"{_option(name)}={_as_yaml(name, value)}" for name, value in overrides.items()]
+    from_run = overrides_of(changes).get("from_run")
+    recipe = _recipe(config_of(from_run) if config is None and from_run is not None else config)
     named = {"name": model, "objective": read.objective}
     given = [f"model.{name}={_as_yaml(name, value)}" for name, value in named.items() if value is not None]
     changes = [*given, *changes]
@@ -450,6 +456,11 @@ def fit(
     checked = make_config(apply_overrides({"data": ""} | (recipe or {}), changes), origin="fit")
     model = checked.model.name
     packed = isinstance(data, str | Path) and is_taken(Path(data) / MANIFEST)
+    if from_run is not None and not packed:
+        raise ValueError(
+            f"from_run is {from_run!r}, whose weights belong to the row numbers of its data: pass a packed dataset "
+            "with the same vocabularies in place of raw data"
+        )
     read = replace(read, objective=checked.model.objective)
     told = [
         *(name for name in read.given if name != "objective"),

@@ -251,6 +251,22 @@ class SparseOptimizer(torch.optim.Optimizer):
                 found |= {f"{t}.{state.name}": part.emb.placement.rows(table, state) for state in states}
         return found
 
+    def follow_weights(self, table: str, start: int = 0) -> None:
+        """Gives states that begin with a value made of a row's weight (FTRL's z) the value for its weight now, in the
+        rows of `table` from `start` on. Other states stay. If ranks share the table, all of them call this."""
+        for part, attached in zip(self._parts, self._attached, strict=True):
+            for group in self.param_groups[part.groups]:
+                for state in attached.states[table] if group["name"] == table else ():
+                    formula = self._initial(group, state)
+                    if not (formula.of_weight or formula.of_sign):
+                        continue
+                    weights, stored = part.emb.rows(table), part.emb.placement.rows(table, state)
+                    for rows in stored.pieces(start):
+                        found = weights.read(rows).float()
+                        values = formula._replace(array=torch.zeros_like(found))
+                        values.fill(slice(None), found)
+                        stored.write(rows, values.array)
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Raises ValueError for tables in tiers, whose states may be larger than memory."""
         for part in self._parts:

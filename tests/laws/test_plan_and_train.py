@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dcn": {"name": "dcn", "embedding_dim": 8, "deep_mlp": [4], "num_cross_layers": 1},
     "tbsm": TBSM,
 }
-FIXED = {"data", "run", "model.name", "train.max_steps"}
+FIXED = {"data", "run", "from_run", "model.name", "train.max_steps"}
 """Options that are not drawn; a run's folder may not exist yet, of which a plan says nothing."""
 WIDTHS: list[Any] = [[], [8], [16, 8], [0], 4]
 VALUES: dict[str, list[Any]] = {
@@ -79,6 +79,7 @@ VALUES: dict[str, list[Any]] = {
     "train.label_smoothing": [0, 0.1, 1],
     "train.pos_weight": [1, 3, 0],
     "train.clip_norm": [None, 1, 0],
+    "train.freeze": [[], ["dense"], ["tables"], ["large"], ["dense", "tables"], ["none"]],
     "train.nonfinite": ["raise", "skip"],
     "train.trace": [None, "1:1", "1"],
     "train.log_every": [1, 50, 0],

@@ -29,6 +29,7 @@ PUBLIC_OPTIONS = """
 data
 device auto
 memory auto
+from_run None
 run None
 optimizer.dense.name sgd
 optimizer.dense.lr 0.1
@@ -60,6 +61,7 @@ train.dense_dtype fp32
 train.label_smoothing 0.0
 train.pos_weight 1.0
 train.clip_norm None
+train.freeze []
 train.nonfinite raise
 train.log_every 50
 train.trace None
@@ -180,7 +182,7 @@ def test_absurd_values_are_refused_by_their_option(section: type[BaseModel], pat
             assert path.rpartition(".")[2] in str(error) and len(str(error)) < 600
         else:
             assert make_config(parse_yaml(config.to_yaml(), origin="")) == config
-            assert path in ("data", "run", "memory.ssd", "memory.file") or len(value) < 400
+            assert path in ("data", "run", "from_run", "memory.ssd", "memory.file") or len(value) < 400
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)

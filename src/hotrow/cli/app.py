@@ -313,12 +313,17 @@ def prepare(
 @verb(
     "train",
     home="hotrow.api",
-    example="hotrow train recipes/criteo-small.yaml --set train.seed=2   (go on: hotrow train --resume RUN)",
+    example="hotrow train recipes/criteo-small.yaml --set train.seed=2   (go on: hotrow train --resume RUN; a new run "
+    "from its weights: hotrow train --from RUN --set data=data/day_2)",
 )
 def train(
     config: Annotated[Path | None, typer.Argument(help="A YAML config, e.g. recipes/criteo-small.yaml.")] = None,
     *,
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder to the same bits.")] = None,
+    from_: Annotated[
+        Path | None,
+        typer.Option("--from", help="Start from the weights of this finished run; without a CONFIG, with its options."),
+    ] = None,
     trace: Annotated[
         str | None,
         typer.Option(help="START:COUNT: write where each moment of these steps went to trace.json, for Perfetto."),
@@ -329,7 +334,7 @@ def train(
     ] = None,
     set_: Set = None,
 ) -> Answer:
-    """Train as a config says, or continue an interrupted run; torchrun or mpiexec starts several ranks of it."""
+    """Train as a config says, continue an interrupted run, or start from a finished one; also on several ranks."""
     from hotrow.api import Run
     from hotrow.base.progress import num_of
     from hotrow.config.load import load_config
@@ -338,8 +343,8 @@ def train(
     from hotrow.run import runs
 
     began_s = monotonic()
-    if (config is None) == (resume is None):
-        raise ValueError("pass a config to start a run, or --resume RUN to continue one")
+    if (resume is None) == (config is None and from_ is None):
+        raise ValueError("pass a config, or --from RUN, to start a run, or --resume RUN to continue one")
     if max_minutes is not None and not max_minutes > 0:
         raise ValueError(f"--max-minutes is {max_minutes:g}; give a number above 0, or leave it out")
     until_s = math.inf if max_minutes is None else began_s + 60 * max_minutes
@@ -348,6 +353,10 @@ def train(
         if resume is not None:
             folder = runs.resume(resume, overrides, comm=comm, until_s=until_s)
         else:
+            if from_ is not None:
+                overrides.append(f"from_run={json.dumps(str(from_))}")
+                if config is None:
+                    config, overrides = runs.config_of(from_), ["run=null", *overrides]
             assert config is not None
             with warnings.catch_warnings():
                 if comm.rank:  # the first rank tells

@@ -223,6 +223,9 @@ class TrainConfig(_Section):
     """The largest norm of a step's gradients: those of the MLPs and of pooled rows, all together, are scaled down to it
     (`hotrow.clip_grad_norm_`). Only on one process, in any number of micro-batches; plans leave out the time that it
     takes. null: gradients stay as they are."""
+    freeze: list[str] = []
+    """What keeps its weights: `dense` (the MLPs), `tables` (all of them), or names of tables. Makes sense with weights
+    that were trained before (`from_run`); plans leave out the time that it saves."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What happens at a step if its loss, or a gradient of MLPs or tables, is NaN or infinite. `raise`: the run ends
     and says what was found and where. `skip`: the step changes neither MLPs nor tables, is counted (`steps_skipped` in
@@ -416,6 +419,8 @@ class Config(_Section):
     it; results are the same bits."""
     hot: HotConfig = HotConfig()
     parallel: ParallelConfig = ParallelConfig()
+    from_run: Folder | None = None
+    """Folder of a finished run whose weights this one starts from (`hotrow train --from`); null: random weights."""
     run: Folder | None = None
     """Folder of the run, which must not exist yet; null means runs/<dataset>-<model>-NNN with the next free number."""
 

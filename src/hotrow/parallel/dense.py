@@ -220,6 +220,8 @@ def bytes_of_heads(num_nodes: float) -> float:
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Returns 1-dim tensors end to end, on pages that are kept from step to step."""
+    if not parts:  # all weights are frozen
+        return torch.empty(0)
     return torch.cat(list(parts), out=ops.empty(sum(map(len, parts)), dtype=parts[0].dtype))
 
 

@@ -101,6 +101,9 @@ def build_network(setup: Setup, comm: Communicator | None = None) -> tuple[Embed
 def build(setup: Setup, comm: Communicator | None = None) -> Parts:
     """Returns what a step works on, before the first step. comm: as for `build_network`."""
     embedding, model = build_network(setup, comm)
+    named: dict[str, Any] = {**embedding.switches, "dense": model, "tables": embedding}
+    for name in setup.config.train.freeze:
+        named[name].requires_grad_(requires_grad=False)
     dense_optimizer, sparse_optimizer = build_optimizers(setup.config, embedding, model)
     schedule = Schedule([dense_optimizer, sparse_optimizer], **setup.config.optimizer.schedule.model_dump())
     return Parts(

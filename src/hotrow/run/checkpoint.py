@@ -156,33 +156,35 @@ def _check_seen(partial: Path) -> None:
         raise ValueError(f"{partial}, which rank 0 has made, is not here: {SHARED}")
 
 
-def load_checkpoint(path: Path | str, parts: Mapping[str, Part]) -> dict[str, Any]:
+def load_checkpoint(path: Path | str, parts: Mapping[str, Part], *, anew: bool = False) -> dict[str, Any]:
     """Copies the checkpoint at `path` into `parts` after verifying every byte of it; returns its `extra`.
 
     parts: built as they were when saved, on any placement; some of the saved parts may be left out. If ranks share the
-    tables, all of them call this: each verifies a part of the bytes and reads its own rows, whoever wrote them.
+    tables, all of them call this: each verifies a part of the bytes and reads its own rows, whoever wrote them. anew:
+    for another run that starts from these weights. Options of optimizers, rates among them, stay as they are, and
+    tables may have more rows than were saved, which stay as they are too.
     Raises ValueError naming a file that is missing, cut off or altered, a tensor whose name, shape or dtype does not
     fit, or a part with lower halves from `SplitSGDBF16` that is given to another optimizer.
     """
     path, comm = Path(path), _comm_of(parts.values())
     manifest = on_every_rank(comm, lambda: read_manifest(path))
     verify(path, manifest, comm=comm)
-    on_every_rank(comm, lambda: _load(path, manifest, parts))
+    on_every_rank(comm, lambda: _load(path, manifest, parts, anew=anew))
     _continue_from(path, manifest, parts)
     return dict(manifest.extra)
 
 
-def _load(path: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
+def _load(path: Path, manifest: Manifest, parts: Mapping[str, Part], *, anew: bool) -> None:
     for name, part in parts.items():
         if name not in manifest.parts:
             raise ValueError(f"checkpoint {path} has no part {name!r}; it has {', '.join(manifest.parts)}")
         if isinstance(part, Optimizer):
-            _restore_optimizer(part, path, name, manifest)
+            _restore_optimizer(part, path, name, manifest, anew=anew)
         elif manifest.parts[name].chains is not None:
-            _load_chains(path, manifest, name, part)
+            _load_chains(path, manifest, name, part, grown=anew)
         else:
             for file, tensors in _describe(name, part)[0].items():
-                read_tensors(path / file, tensors)
+                read_tensors(path / file, tensors, grown=anew)
 
 
 def verify(path: Path, manifest: Manifest | None = None, *, comm: Communicator | None = None) -> int:
@@ -343,7 +345,7 @@ def _write_files(folder: Path, contents: _Contents) -> tuple[dict[str, FileRecor
     return {**{file: before.manifest.files[file] for file, before in contents.kept.items()}, **records}, num_written
 
 
-def _load_chains(path: Path, manifest: Manifest, name: str, part: Part) -> None:
+def _load_chains(path: Path, manifest: Manifest, name: str, part: Part, *, grown: bool) -> None:
     if not isinstance(part, EmbeddingCollection | SparseOptimizer):
         raise ValueError(f"checkpoint {path}: part {name!r} holds embedding tables; this is a {type(part).__name__}")
     for table, arrays in _tables(part).items():
@@ -351,7 +353,7 @@ def _load_chains(path: Path, manifest: Manifest, name: str, part: Part) -> None:
             raise ValueError(
                 f"checkpoint {path} has no table {table!r} in its part {name!r}; load it into the same model"
             )
-        load_chain(path, chain, table, arrays, _changes(part))
+        load_chain(path, chain, table, arrays, _changes(part), grown=grown)
 
 
 def _continue_from(path: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
@@ -428,8 +430,9 @@ def _plain(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     )
 
 
-def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Manifest) -> None:
-    """Puts back what `_flatten_optimizer` took apart; state that exists already is filled in place."""
+def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Manifest, *, anew: bool) -> None:
+    """Puts back what `_flatten_optimizer` took apart; state that exists already is filled in place. anew: the options
+    of its groups stay, apart from the steps that they count."""
     rest, file = manifest.parts[name], path / f"{name}.safetensors"
     tensors, own = _flatten_optimizer(optimizer)
     found = []
@@ -444,10 +447,15 @@ def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Ma
             "float32 to go on from with another optimizer"
         )
     groups = _checked_groups(f"{path / MANIFEST}: parts.{name}", rest.param_groups, own.param_groups)
+    if anew:
+        groups = [
+            {key: theirs[key] if key == "steps" else value for key, value in mine.items()}
+            for theirs, mine in zip(groups, own.param_groups, strict=True)
+        ]
     if rest.chains is not None:
-        _load_chains(path, manifest, name, optimizer)
+        _load_chains(path, manifest, name, optimizer, grown=anew)
     elif isinstance(optimizer, SparseOptimizer) or found == sorted(tensors):
-        read_tensors(file, tensors)
+        read_tensors(file, tensors, grown=anew)
     else:  # torch's Adam and SGD make their state at the first step
         with open_tensors(file) as opened:
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # it is not a mapping

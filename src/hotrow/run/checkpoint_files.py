@@ -142,12 +142,32 @@ def send_down(file: BinaryIO) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read_tensors(path: Path, into: Mapping[str, Target]) -> None:
-    """Copies the tensors of a safetensors file into existing ones, in pieces. Raises ValueError if they do not fit."""
+class FirstRows(Rows):
+    """The first rows of an array, as many as a shorter table had."""
+
+    def __init__(self, array: Rows, num_rows: int) -> None:
+        self._array, self.dtype, self.piece_rows = array, array.dtype, array.piece_rows
+        self.shape = torch.Size((min(num_rows, array.shape[0]), *array.shape[1:]))
+
+    def read(self, rows: RowIds, /) -> Tensor:
+        return self._array.read(rows)
+
+    def write(self, rows: RowIds, values: Tensor, /) -> None:
+        self._array.write(rows, values)
+
+    def held(self, rows: RowIds, /) -> Tensor | None:
+        return self._array.held(rows)
+
+
+def read_tensors(path: Path, into: Mapping[str, Target], *, grown: bool = False) -> None:
+    """Copies the tensors of a safetensors file into existing ones, in pieces. grown: tables may have more rows than the
+    file, which stay as they are. Raises ValueError if tensors do not fit."""
     with open_tensors(path) as file:
         check_names(path, file.keys(), into)
         for name, tensor in into.items():
             stored = file.get_slice(name)
+            if grown and not isinstance(tensor, Tensor):
+                tensor = FirstRows(tensor, stored.get_shape()[0])
             check_like(path, name, stored, tensor.dtype, tensor.shape)
             if not isinstance(tensor, Tensor):
                 for piece in tensor.pieces():

@@ -37,6 +37,7 @@ from hotrow.run.checkpoint_files import (
     Chain,
     ChainRecord,
     FileRecord,
+    FirstRows,
     Pieces,
     check_like,
     check_names,
@@ -197,12 +198,23 @@ def link_or_copy(source: Path, target: Path) -> int:
             return copy.tell()
 
 
-def load_chain(path: Path, chain: Chain, table: str, arrays: Mapping[str, Rows], changes: Changes | None) -> None:
+def load_chain(
+    path: Path,
+    chain: Chain,
+    table: str,
+    arrays: Mapping[str, Rows],
+    changes: Changes | None,
+    *,
+    grown: bool = False,
+) -> None:
     """Fills `arrays`, by name, with what the chain in the checkpoint folder `path` says, also for rows in no link.
 
-    Raises ValueError, with nothing changed, if a link does not fit the arrays or its row ids do not rise.
+    grown: arrays may have more rows, which stay as they are. Raises ValueError, with nothing changed, if a link does
+    not fit the arrays or its row ids do not rise.
     """
     record = chain.record
+    if grown:
+        arrays = {name: FirstRows(array, record.num_rows) for name, array in arrays.items()}
     for name, array in arrays.items():
         if (own := array.shape[0]) != record.num_rows:
             raise ValueError(f"{path / chain.stem}: {name} has {record.num_rows:,} rows; this model's has {own:,}")

@@ -36,8 +36,9 @@ class FirstPart:
         self._hook = model.register_forward_pre_hook(self._keep)
 
     def _keep(self, _: nn.Module, given: tuple[Any, ...]) -> None:
-        self._hook.remove()
-        self._given = _placed(given, 0)
+        if torch.is_grad_enabled():  # rows may be scored before the first step
+            self._hook.remove()
+            self._given = _placed(given, 0)
 
     def differing(self, dense: DenseDevice) -> list[str]:
         """Returns what has other bits if the same micro-batch lies 4 bytes further, or if there is one more thread:

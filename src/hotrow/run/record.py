@@ -5,7 +5,7 @@ folder.py writes run.json, trainer.py takes up the state of a checkpoint, build.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -109,6 +109,23 @@ def _check_columns(columns: dict[str, dict[str, dict[str, int]]]) -> dict[str, d
 
 
 @record(config=STRICT)
+class Parent:
+    """The run from whose weights this one starts."""
+
+    path: str
+    step: Count
+    """The step of its weights."""
+    checksum: str
+    """SHA-256 of the manifest of their checkpoint, which has the checksums of all files."""
+    states: list[str]
+    """The optimizers whose states go on: dense, sparse, both or none."""
+    rows_added: dict[str, Count]
+    """By table, the rows that the other run did not have."""
+    metrics: dict[str, Any] | None = None
+    """Of its weights, on this run's training rows before the first step; None if it was trained on the same dataset."""
+
+
+@record(config=STRICT)
 class RunRecord:
     """What run.json says of a run. The closing lines, `--json` and studies are made of it.
 
@@ -124,6 +141,8 @@ class RunRecord:
     preparation: str | None = None
     error: str | None = None
     dataset: _Dataset | None = None
+    parent: Parent | None = None
+    """None if the run begins with random weights."""
     rows: dict[str, Count] | None = None
     seeds: dict[str, Count] | None = None
     backend: _Backend | None = None
@@ -191,6 +210,7 @@ class RunRecord:
         fields = {
             **{name: getattr(self, name) for name in ("status", "ended", "signal", *_SPEED, "ranks", "write_budget")},
             "memory": None if self.memory is None else _memory_summary(self.memory),
+            "parent": None if self.parent is None else asdict(self.parent),
         }
         return {
             **{name: metrics.get(name) for name in names},

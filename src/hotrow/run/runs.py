@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -49,6 +49,7 @@ from hotrow.placement.tiers import Tiers
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, SilentFolder, noting, resume_command
 from hotrow.run.restart import how_to_go_on, mark_launch, restart_folder, was_restarted
+from hotrow.run.start import Start, start_of
 from hotrow.run.storage import describe, disk_shortfall, full_device
 from hotrow.run.trainer import Interrupt, MakeMeter, Training
 from hotrow.setup.device import storage_line
@@ -93,14 +94,17 @@ def _train_new(
     comm, runs = heartbeat.comm, folder.path if folder else Path(config.run or "runs")
     shown: list[str] = []
 
-    def decide() -> Setup:
+    def decide() -> tuple[Setup, Start | None]:
         """What cannot work is refused before a folder is made."""
         dataset = PackedDataset.open(config.data, verify="sizes")
-        known = config.model_copy(update={"data": str(dataset.path.resolve())})
-        return Setup.decide(known, dataset, runs, ranks=comm.ranks)
+        paths = {"data": str(dataset.path.resolve())}
+        if config.from_run is not None:
+            paths["from_run"] = str(Path(config.from_run).resolve())
+        setup = Setup.decide(config.model_copy(update=paths), dataset, runs, ranks=comm.ranks)
+        return setup, start_of(setup)
 
     with noting(shown.append):  # there is no folder yet
-        setup = on_every_rank(comm, decide)
+        setup, start = on_every_rank(comm, decide)
     _check_same(comm, setup)
     name = f"{setup.dataset.path.resolve().name}-{config.model.name}"
     made = folder or make_folder(comm, lambda: RunFolder.create(config.run, name=name))
@@ -109,7 +113,7 @@ def _train_new(
         if comm.rank == 0:
             mark_launch(folder.path, config)
         folder.keep_vocabulary(setup.dataset.path)
-        return _run(setup.in_folder(folder.path), folder, None, heartbeat, interrupt, also)
+        return _run(setup.in_folder(folder.path), folder, start, heartbeat, interrupt, also)
 
 
 def make_folder(comm: Communicator, make: Callable[[], RunFolder]) -> RunFolder:
@@ -200,15 +204,24 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, in
     if comm.ranks.local_rank == 0:
         remove_left_rows(folder)  # the run may go on with its rows elsewhere, and nobody would look there again
 
-    def decide() -> Setup:
+    def decide() -> tuple[Setup, Start | None]:
         _check_is_there(config, folder)
         dataset = PackedDataset.open(config.data, verify="sizes")
-        return Setup.decide(config, dataset, folder.path, ranks=comm.ranks)
+        setup = Setup.decide(config, dataset, folder.path, ranks=comm.ranks)
+        return setup, None if newest is not None else start_of(setup, folder.record.parent)
 
     with noting(lambda text: folder.count_shown([text])):
-        setup = on_every_rank(comm, decide)
+        setup, start = on_every_rank(comm, decide)
     _check_same(comm, setup)
-    return _run(setup, folder, newest, heartbeat, interrupt)
+    return _run(setup, folder, newest or start, heartbeat, interrupt)
+
+
+def config_of(run: Path | str) -> Path:
+    """Returns the config file of a run, to train another like it. Raises ValueError if it is not a run or has none."""
+    path = RunFolder.open(run).path / CONFIG
+    if not is_taken(path):
+        raise ValueError(f"{run} ended before its first step, without a {CONFIG}: choose a run that has finished")
+    return path
 
 
 def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
@@ -286,12 +299,13 @@ def _start_again(folder: RunFolder) -> str:
 def _run(
     setup: Setup,
     folder: RunFolder,
-    checkpoint: Path | None,
+    found: Path | Start | None,
     heartbeat: Heartbeat,
     interrupt: Interrupt,
     also: MakeMeter | None = None,
 ) -> RunFolder:
-    """Foretells, builds, trains and finishes what was decided, from `checkpoint` on; if None, from the first step."""
+    """Foretells, builds, trains and finishes what was decided, from the checkpoint `found` on; otherwise from the first
+    step, with the weights of another run or, if None, with random ones."""
     comm = heartbeat.comm.with_micro_batches(setup.ranks.micro_batches)
     heartbeat.cure, heartbeat.last_words = how_to_go_on(folder.path), folder.fail
     forecast = foretell(setup, what_helps=also is None and comm.rank == 0)
@@ -299,7 +313,7 @@ def _run(
         training = Training(setup, folder, interrupt, progress, also, forecast, comm)
         heartbeat.step = lambda: training.state.step
         with closing(training):
-            _begin(training, checkpoint)
+            _begin(training, found)
             training.loop()
             _end(training)
     return folder
@@ -317,18 +331,30 @@ def _surroundings(setup: Setup, folder: RunFolder, interrupt: Interrupt, comm: C
         yield progress
 
 
-def _begin(training: Training, checkpoint: Path | None) -> None:
-    """Takes up the state of a checkpoint, and says and records what was decided."""
-    if checkpoint is not None:
-        training.restore(checkpoint)
+def _begin(training: Training, found: Path | Start | None) -> None:
+    """Takes up what was found, and says and records what was decided."""
+    if isinstance(found, Start):
+        training.start(found)
+    elif found is not None:
+        training.restore(found)
     if training.writes_files:
         _say_what_was_decided(training)
+    if isinstance(found, Start):
+        _look_back(training, found)
     if guessed := unnamed_interface(training.comm):
         training.warn("guessed_interface", guessed)
     if training.state.ended:
         step, asked = training.state.step, training.num_steps
         wanted = f" of {asked}" if step <= asked else f", past the {asked} steps that the config now asks for"
         training.say(f"nothing to train: the run ended at step {step}{wanted} ({training.state.ended})")
+
+
+def _look_back(training: Training, start: Start) -> None:
+    """Says and records what the run starts with, and how good that is on rows that it has not seen."""
+    training.say(start.line())
+    if training.folder.record.parent is None:  # no earlier session has come so far
+        metrics = training.score("train") if start.is_new_data else None
+        training.folder.update(parent=replace(start.record, metrics=metrics))
 
 
 def _end(training: Training) -> None:

@@ -52,6 +52,7 @@ from hotrow.run.micro import backward, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
 from hotrow.run.scores import gains, scores_of
 from hotrow.run.selection import losses_of_parts
+from hotrow.run.start import Start
 from hotrow.run.storage import close_tiers
 from hotrow.run.together import nonfinite_inputs
 from hotrow.run.trace import NAME as TRACE
@@ -532,6 +533,11 @@ class Training:
         if self.writes_files:
             prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)
         return path
+
+    def start(self, start: Start) -> None:
+        """Takes over the weights of another run, before the first step."""
+        with self._aside():
+            start.load(self.parts)
 
     def restore(self, path: Path) -> None:
         """Continues from the checkpoint at `path`; a run that had ended goes on if there are more steps to do now.

@@ -92,6 +92,7 @@ class Setup:
         if ranks.size > 1:
             check_ranks(config, dense)
         copies_on = device_of_copies(config, dense) if training else None
+        check_freeze(config, tables, beside=copies_on is not None or config.hbm is not None)
         hot = hot_rows_of(config, tables, dataset, device=copies_on) if training else None
         hardware = (hardware or known_hardware()) if training else None
         shards = _shards(config, tables, dataset, ranks.size, hot) if ranks.size > 1 else {}
@@ -153,6 +154,23 @@ def check_data(config: Config, dataset: PackedDataset) -> None:
         raise ValueError(
             f"train.early_stopping is {patience}, but {dataset.path} has no rows in a split 'val' to stop by; prepare "
             "the data with one, or set it to null"
+        )
+
+
+def check_freeze(config: Config, tables: Sequence[TableConfig], *, beside: bool) -> None:
+    """Raises ValueError if `train.freeze` names what is not there, leaves nothing to train, or freezes some tables of
+    which others than the CPU keep rows (beside)."""
+    names, frozen = [table.name for table in tables], config.train.freeze
+    for name in frozen:
+        if name not in ("dense", "tables", *names):
+            raise ValueError(f"train.freeze names {name!r}; it may name dense, tables, {', '.join(names)}")
+    trained = [] if "tables" in frozen else [name for name in names if name not in frozen]
+    if "dense" in frozen and not trained:
+        raise ValueError("train.freeze leaves nothing to train: leave out dense, or tables")
+    if beside and 0 < len(trained) < len(names):
+        raise ValueError(
+            f"train.freeze leaves {', '.join(trained)} to train, but rows on a GPU are trained for all tables or none: "
+            "name tables, or none of them, or keep rows on the CPU (memory.hbm: null, hot.schedule: none)"
         )
 
 

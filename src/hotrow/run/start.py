@@ -1,0 +1,168 @@
+"""Runs that start from the weights of a finished run (`from_run`), maybe with other rates, losses, optimizers or rows.
+
+`start_of` finds that run's checkpoint and refuses what does not fit, before the new run's folder is made; `Start.load`
+takes the weights over. Before its first step the new run has every weight and every score of the other run, to the bit.
+From then on it is a run like any other, and needs the other one no more once it has saved a checkpoint of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hotrow.base.door import read_file
+from hotrow.config.load import make_config
+from hotrow.config.schema import Config, OptimizerConfig, ScheduleConfig
+from hotrow.data.packed.format import DatasetInfo, Table
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.run.build import Parts
+from hotrow.run.checkpoint import Part, list_checkpoints, load_checkpoint
+from hotrow.run.checkpoint_files import MANIFEST, read_manifest
+from hotrow.run.folder import CONFIG, RunFolder, resume_command
+from hotrow.run.record import Extra, Parent, read_extra
+from hotrow.setup.device import splits_dense
+from hotrow.setup.setup import Setup
+from hotrow.tables import TableConfig
+
+
+@dataclass(frozen=True)
+class Start:
+    """Whose weights a run starts from, and what of them."""
+
+    checkpoint: Path
+    record: Parent
+    is_new_data: bool
+    """Whether the run trains on another dataset than the weights were trained on."""
+
+    def load(self, parts: Parts) -> None:
+        """Gives `parts` the weights, and the states of optimizers that go on. Collective.
+
+        A new row gets the weights of row 0, which stood for its id so far, and the states of a row that was never
+        looked up.
+        """
+        optimizers: dict[str, Part] = {"dense": parts.dense_optimizer, "sparse": parts.sparse_optimizer}
+        states = {f"{name}_optimizer": optimizers[name] for name in self.record.states}
+        load_checkpoint(self.checkpoint, {"embedding": parts.embedding, "model": parts.model, **states}, anew=True)
+        for table, added in self.record.rows_added.items():
+            rows = parts.embedding.rows(table)
+            first = rows.shape[0] - added
+            row = rows.read(slice(0, 1)).clone()
+            for piece in rows.pieces(first):
+                rows.write(piece, row.repeat(piece.stop - piece.start, 1))
+            parts.sparse_optimizer.follow_weights(table, first if "sparse" in self.record.states else 0)
+
+    def line(self) -> str:
+        """Returns what the run starts with, in words."""
+        kept, added = self.record.states, sum(self.record.rows_added.values())
+        states = {0: "states of optimizers begin anew", 1: f"states of the {''.join(kept)} optimizer alone go on"}
+        new = f"; {added:,} new rows of tables begin with the weights of their table's row 0" if added else ""
+        return (
+            f"starts with the weights of step {self.record.step} of {self.record.path}; "
+            f"{states.get(len(kept), 'states of optimizers go on')}{new}"
+        )
+
+
+def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
+    """Returns what the run of `setup` starts from; None if it begins with random weights.
+
+    before: what an earlier session of the run found. Raises ValueError, with the cure, if the run that `from_run` names
+    has not finished, has other weights than then, or is of another model or of other ids.
+    """
+    config = setup.config
+    if config.from_run is None:
+        return None
+    folder = RunFolder.open(config.from_run)
+    if folder.record.status != "finished":
+        raise ValueError(
+            f"from_run: {folder.path} is {folder.record.status}, and a run starts from a finished one: finish it with "
+            f"{resume_command(folder.path)}, or choose another"
+        )
+    step = folder.record.chosen_step or 0
+    if (checkpoint := list_checkpoints(folder.checkpoints).get(step)) is None:
+        raise ValueError(
+            f"from_run: {folder.path} has no checkpoint of step {step}, whose weights it chose: restore it from a "
+            "copy, or choose another run"
+        )
+    extra = read_extra(checkpoint, read_manifest(checkpoint))
+    theirs = make_config(extra.config, origin=f"{checkpoint / MANIFEST}: extra: config")
+    added = _rows_added(setup, extra.tables, PackedDataset.open(folder.vocabulary).info, folder.path)
+    _check_model(setup, theirs, extra, folder.path)
+    checksum = hashlib.sha256(read_file(checkpoint / MANIFEST)).hexdigest()
+    if before is not None and before.checksum != checksum:
+        raise ValueError(
+            f"from_run: the weights of {folder.path} are not those that this run started from, and it has no "
+            "checkpoint of its own yet: remove its folder and start it again"
+        )
+    record = Parent(str(folder.path), step, checksum, _states_of(config.optimizer, theirs.optimizer), added)
+    return Start(checkpoint, record, extra.dataset != setup.dataset.checksum)
+
+
+def _check_model(setup: Setup, theirs: Config, extra: Extra, run: Path) -> None:
+    """Raises ValueError if the weights of `run` do not fit the model of `setup`."""
+    own = setup.config
+    cure = f"set it to that, or leave out the recipe: {run / CONFIG} is taken then"
+    options = {
+        "model.name": (own.model.name, theirs.model.name),
+        "model.objective": (own.model.objective, theirs.model.objective),
+        "train.precision": (own.train.precision, theirs.train.precision),
+    }
+    if splits_dense(own) != splits_dense(theirs):  # the optimizer has the lower halves of the weights
+        options["optimizer.dense.name"] = own.optimizer.dense.name, theirs.optimizer.dense.name
+    for option, (mine, other) in options.items():
+        if mine != other:
+            raise ValueError(f"{option} is {mine!r}, and {run}, from which this run starts, has {other!r}: {cure}")
+    if _shapes(own, setup.tables, extra.num_dense) != _shapes(theirs, extra.tables, extra.num_dense):
+        differing = [name for name, value in theirs.model if getattr(own.model, name) != value]
+        there = ", ".join(f"model.{name} is {getattr(theirs.model, name)!r}" for name in differing)
+        raise ValueError(f"{run}, from which this run starts, has layers of other sizes; there {there}: {cure}")
+    if own.optimizer.sparse.name == "ftrl" and (warmup := own.optimizer.schedule.warmup_steps):
+        raise ValueError(
+            f"optimizer.schedule.warmup_steps is {warmup}, but ftrl computes weights from the rate, so that a warm-up "
+            "makes the weights of from_run small: set it to 0, or choose another optimizer.sparse.name"
+        )
+
+
+def _shapes(config: Config, tables: tuple[TableConfig, ...], num_dense: int) -> Mapping[str, object]:
+    """Returns the shapes of all weights, without the rows of tables."""
+    dims = {name: table.embedding_dim for table in tables for name in table.feature_names}
+    network = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator())
+    return {**{name: own.shape for name, own in network.state_dict().items()}, "rows": dims}
+
+
+def _rows_added(setup: Setup, tables: tuple[TableConfig, ...], theirs: DatasetInfo, run: Path) -> dict[str, int]:
+    """Returns by table how many rows were added. Raises ValueError if a row stands for another id than in `run`."""
+    dataset, own = setup.dataset, setup.dataset.info
+    if (own.dense, own.features) != (theirs.dense, theirs.features):
+        names = sorted({each.name for each in {*own.dense} ^ {*theirs.dense}})
+        names += sorted({each.name for each in {*own.features} ^ {*theirs.features}})
+        raise ValueError(
+            f"data: {dataset.path} does not have the columns of {run}, from which this run starts; they differ in "
+            f"{', '.join(names) or 'their order'}: prepare it by the schema of that run's data"
+        )
+    for table in own.tables:
+        if not _extends(table, theirs.table_by_name[table.name]):
+            raise ValueError(
+                f"data: {dataset.path}: rows of table {table.name!r} stand for other ids than in {run}, from which "
+                "this run starts; prepare the data with the vocabularies of that run's data"
+            )
+    before = {table.name: table.num_embeddings for table in tables}
+    return {table.name: table.num_embeddings - before[table.name] for table in setup.tables}
+
+
+def _extends(table: Table, before: Table) -> bool:
+    """Returns whether all rows of `before` stand for the same ids in `table`."""
+    same = table.vocabulary == before.vocabulary or (table.parent is not None and table.parent == before.vocabulary)
+    return same and table.num_embeddings >= before.num_embeddings
+
+
+def _states_of(own: OptimizerConfig, theirs: OptimizerConfig) -> list[str]:
+    """Returns the optimizers whose states go on: those of the same name. FTRL computes weights from states and rates,
+    so its rates must have been the same too, and constant."""
+    same = {"dense": own.dense.name == theirs.dense.name, "sparse": own.sparse.name == theirs.sparse.name}
+    if own.sparse.name == "ftrl":
+        same["sparse"] = own.sparse == theirs.sparse and own.schedule == theirs.schedule == ScheduleConfig()
+    return [name for name, goes_on in same.items() if goes_on]

@@ -1,0 +1,429 @@
+"""Law 3 for a run that starts from another run's weights: it begins with that run's bits, wherever rows lie.
+
+The truths are the other run itself, which says what it predicts and goes on by `resume`, and tensors in its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hotrow
+from expanded import expanded
+from hotrow.config.load import apply_overrides, make_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.parallel.communicator import Communicator
+from hotrow.run import runs, trainer
+from hotrow.run.checkpoint import list_checkpoints
+from hotrow.run.folder import RunFolder
+from hotrow.run.start import Start
+from packed_data import OF_TOY_ROWS
+from rank_pool import RankPool
+from resealed import reseal
+
+BASE: dict[str, Any] = {
+    "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16, 8]},
+    "optimizer": {"dense": {"lr": 0.05}, "sparse": {"lr": 0.05}},
+    "train": {"batch_size": 37, "eval_every": None, "log_every": 4, "seed": 5, "threads": 1, "micro_batches": 2},
+    "memory": "dram",
+}
+ADAM = ["optimizer.dense.name=adam", "optimizer.sparse.name=adam"]
+TIERS = ["memory={dram: 70KiB, writes: in_place}"]
+TABLE_ROWS, GROWN = (50, 20, 3000), (57, 20, 3300)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("from") / "data", table_rows=TABLE_ROWS).path
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
+    """Other rows of the same columns and ids."""
+    return make_dataset(tmp_path_factory.mktemp("from") / "other", table_rows=TABLE_ROWS, seed=1).path
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
+    """Other rows, and ids that `data` does not have."""
+    return make_dataset(tmp_path_factory.mktemp("from") / "grown", table_rows=GROWN, seed=2).path
+
+
+def config(data: Path, run: Path, *changes: str) -> Any:
+    return make_config(apply_overrides({**BASE, "data": str(data), "run": str(run)}, changes))
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`trained(*changes)`: a finished run; one for each set of changes."""
+    found: dict[tuple[str, ...], Path] = {}
+
+    def run_of(*changes: str) -> Path:
+        if changes not in found:
+            found[changes] = runs.train(config(data, tmp_path_factory.mktemp("parent") / "run", *changes)).path
+        return found[changes]
+
+    return run_of
+
+
+Trained = Callable[..., Path]
+
+
+def newest(run: Path) -> dict[str, bytes]:
+    """The bytes of all tensors of the newest checkpoint."""
+    checkpoints = list_checkpoints(run / "checkpoints")
+    return expanded(checkpoints[max(checkpoints)])
+
+
+def of_part(tensors: dict[str, bytes], part: str) -> dict[str, bytes]:
+    return {name: own for name, own in tensors.items() if name.startswith(part)}
+
+
+# ---- the first step
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        ADAM,
+        ["train.precision=fp16"],
+        ["train.precision=split_bf16", "optimizer.sparse.name=sgd"],
+        ["train.early_stopping=1", "train.eval_every=3", "optimizer.dense.lr=1.5"],
+        TIERS,
+    ],
+    ids=["row-wise adagrad", "adam", "float16", "split", "early stopping", "tiers"],
+)
+def test_it_begins_with_the_other_runs_predictions(
+    trained: Trained, other: Path, tmp_path: Path, changes: list[str]
+) -> None:
+    parent = trained(*changes)
+    loaded = hotrow.load(parent)
+    expected = loaded.evaluate("train", data=other)
+    loaded.close()
+    run = runs.train(config(other, tmp_path / "run", *changes, f"from_run={parent}", "train.max_steps=1"))
+    found = run.record.parent
+    assert found is not None
+    assert found.metrics == expected
+    assert (found.step, found.states) == (loaded.record.chosen_step, ["dense", "sparse"])
+    first = run.measurements()[0]
+    assert (first["step"], first["split"], first["auc"]) == (0, "train", expected["auc"])
+
+
+@pytest.mark.parametrize("wanted", [[], TIERS, ["train.seed=9"]], ids=["DRAM", "tiers", "another seed"])
+@pytest.mark.parametrize("before", [[], TIERS], ids=["from DRAM", "from tiers"])
+def test_frozen_parts_keep_the_other_runs_bits(
+    trained: Trained, data: Path, tmp_path: Path, before: list[str], wanted: list[str]
+) -> None:
+    parent = trained(*before)
+    start = newest(parent)
+    changes = [*wanted, f"from_run={parent}", "train.max_steps=6"]
+    for frozen, kept in {
+        "[tables]": ["embedding/t0.", "embedding/t1.", "embedding/t2.", "sparse_optimizer."],
+        "[t0, t2]": ["embedding/t0.", "embedding/t2."],
+        "[dense, t1]": ["embedding/t1.", "model."],
+    }.items():
+        run = runs.train(config(data, tmp_path / frozen, *changes, f"train.freeze={frozen}"))
+        end = newest(run.path)
+        for part in ("embedding/t0.", "embedding/t1.", "embedding/t2.", "sparse_optimizer.", "model."):
+            if part in kept:
+                assert of_part(end, part) == of_part(start, part), (frozen, part)
+            elif part != "sparse_optimizer.":
+                assert of_part(end, part) != of_part(start, part), (frozen, part)
+
+
+# ---- states of optimizers
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["optimizer.dense.name=adagrad", "optimizer.sparse.name=adagrad"],
+        ADAM,
+        ["optimizer.sparse.name=ftrl"],
+        ["train.precision=split_bf16"],
+    ],
+    ids=["adagrad", "adam", "ftrl", "split"],
+)
+@pytest.mark.parametrize("memory", [[], TIERS], ids=["DRAM", "tiers"])
+def test_it_goes_on_as_the_other_run_would(
+    trained: Trained, data: Path, tmp_path: Path, changes: list[str], memory: list[str]
+) -> None:
+    """With constant rates and rows in stored order, a second epoch is the first epoch of a run that starts there."""
+    parent = trained(*changes, "train.shuffle=false")
+    whole = shutil.copytree(parent, tmp_path / "whole")
+    runs.resume(whole, ["train.epochs=2"])
+    run = runs.train(config(data, tmp_path / "run", *changes, *memory, "train.shuffle=false", f"from_run={parent}"))
+    assert newest(run.path) == newest(whole)
+
+
+def test_ftrl_starts_from_the_weights_of_another_optimizer(trained: Trained, data: Path, tmp_path: Path) -> None:
+    """A step with so small a rate changes hardly anything: without its z, FTRL would forget the rows of the batch."""
+    parent = trained()
+    ftrl = ["optimizer.sparse={name: ftrl, lr: 1e-4, l1: 1e-3, l2: 0.1}", "train.freeze=[dense]", "train.max_steps=1"]
+    run = runs.train(config(data, tmp_path / "run", *ftrl, f"from_run={parent}"))
+    assert run.record.parent is not None
+    assert run.record.parent.states == ["dense"]
+    start, end = (newest(each) for each in (parent, run.path))
+    for name in of_part(start, "embedding/"):
+        before, after = (torch.frombuffer(bytearray(each[name]), dtype=torch.float32) for each in (start, end))
+        torch.testing.assert_close(after, before, rtol=0, atol=2e-4)
+        assert not torch.equal(after, before)
+
+
+# ---- more rows
+
+
+@pytest.mark.parametrize("changes", [[], ADAM, ["optimizer.sparse={name: ftrl, l1: 1e-3}"]], ids=["", "adam", "ftrl"])
+def test_new_rows_begin_as_row_0(
+    trained: Trained, grown: Path, tmp_path: Path, changes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, found = trained(*changes), dict[str, list[torch.Tensor]]()
+    plain = Start.load
+
+    def load(start: Start, parts: Any) -> None:
+        plain(start, parts)
+        emb, optimizer = parts.embedding, parts.sparse_optimizer
+        names = [emb.tables[int(key.partition(".")[0])].name + key.partition(".")[2] for key in optimizer.state_rows()]
+        states = dict(zip(names, optimizer.state_rows().values(), strict=True))
+        found[str(len(found))] = [
+            *(emb.rows(f"t{t}").whole().clone() for t in range(3)),
+            *(each.whole().clone() for each in states.values()),
+        ]
+
+    monkeypatch.setattr(Start, "load", load)
+    ends = []
+    for number, memory in enumerate(([], TIERS)):
+        run = runs.train(config(grown, tmp_path / str(number), *changes, *memory, f"from_run={parent}"))
+        ends.append(newest(run.path))
+        assert run.record.parent is not None
+        assert run.record.parent.rows_added == {"t0": 7, "t1": 0, "t2": 300}
+    assert ends[0] == ends[1]
+    assert all(map(torch.equal, *found.values()))
+    start = newest(parent)
+    for t, (own, num_before) in enumerate(zip(found["0"], TABLE_ROWS, strict=False)):
+        before = torch.frombuffer(bytearray(start[f"embedding/t{t}.safetensors:weight"]), dtype=torch.float32)
+        assert torch.equal(own[:num_before], before.view(num_before, 8))
+        assert (own[num_before:] == own[0]).all()
+    if not changes:
+        for own, num_before in zip(found["0"][3:], TABLE_ROWS, strict=True):
+            assert own[:num_before].any() and not own[num_before:].any()
+
+
+def test_a_grown_ftrl_row_keeps_its_weight(trained: Trained, grown: Path, tmp_path: Path) -> None:
+    """New rows have a z that gives row 0's weight, so that a small step from there is small."""
+    ftrl = ["optimizer.sparse={name: ftrl, lr: 1e-4}"]
+    parent = trained(*ftrl, "train.epochs=2")
+    run = runs.train(config(grown, tmp_path / "run", *ftrl, f"from_run={parent}", "train.max_steps=2"))
+    start, end = (
+        torch.frombuffer(bytearray(newest(each)["embedding/t0.safetensors:weight"]), dtype=torch.float32).view(-1, 8)
+        for each in (parent, run.path)
+    )
+    torch.testing.assert_close(end[50:], start[:1].expand(7, 8), rtol=0, atol=1e-3)
+
+
+# ---- interrupted
+
+
+@pytest.mark.parametrize("stop", [1, 9])
+@pytest.mark.parametrize("changes", [ADAM, TIERS], ids=["adam", "tiers"])
+def test_an_interrupted_start_ends_in_the_same_bits(
+    trained: Trained, grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], stop: int
+) -> None:
+    """Killed before its first checkpoint, it starts from the other run once more; later, from its own checkpoint."""
+    parent = trained(*changes)
+    wanted = [*changes, f"from_run={parent}", "optimizer.dense.lr=0.01", "train.label_smoothing=0.1"]
+    wanted += ["checkpoint.every=4", "train.freeze=[t1]"]
+    whole = runs.train(config(grown, tmp_path / "whole", *wanted))
+    plain = trainer.train_step
+
+    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
+        if number == stop:
+            raise KeyboardInterrupt
+        return plain(parts, batch, number, clock)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", step)
+        with pytest.raises(KeyboardInterrupt):
+            runs.train(config(grown, tmp_path / "run", *wanted))
+    run = runs.resume(tmp_path / "run")
+    assert newest(run.path) == newest(whole.path)
+    assert run.record.metrics == whole.record.metrics
+    assert run.record.parent == whole.record.parent
+    evals = [[line for line in each.measurements() if line["kind"] == "eval"] for each in (run, whole)]
+    assert evals[0] == evals[1]
+    assert set(run.record.warnings) <= {"reference_backend", *OF_TOY_ROWS}
+
+
+def test_it_needs_the_other_run_only_until_its_first_checkpoint(
+    trained: Trained, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = shutil.copytree(trained(), tmp_path / "parent")
+    wanted = config(other, tmp_path / "run", f"from_run={parent}", "checkpoint.every=4")
+    plain = trainer.train_step
+
+    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
+        if number == limit:
+            raise KeyboardInterrupt
+        return plain(parts, batch, number, clock)
+
+    monkeypatch.setattr(trainer, "train_step", step)
+    limit = 2
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(wanted)
+    kept = shutil.copytree(parent, tmp_path / "kept")
+    limit = 99
+    runs.resume(parent, ["train.epochs=2"])
+    with pytest.raises(ValueError, match="are not those that this run started from"):
+        runs.resume(tmp_path / "run")
+    shutil.rmtree(parent)
+    kept.rename(parent)
+    limit = 6
+    with pytest.raises(KeyboardInterrupt):
+        runs.resume(tmp_path / "run")
+    shutil.rmtree(parent)
+    limit = 99
+    assert runs.resume(tmp_path / "run").record.status == "finished"
+
+
+# ---- ranks
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def _train(comm: Communicator, raw: dict[str, Any]) -> None:
+    runs.train(make_config(raw), comm=comm, quiet=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [ADAM, ["optimizer.sparse.name=ftrl", "train.freeze=[dense]"], [*TIERS, "train.freeze=[tables]"]],
+    ids=["adam", "ftrl, frozen layers", "tiers, frozen tables"],
+)
+def test_ranks_start_with_the_same_bits(
+    trained: Trained, grown: Path, tmp_path: Path, pool: RankPool, changes: list[str]
+) -> None:
+    wanted = [*changes, f"from_run={trained()}"]
+    alone = runs.train(config(grown, tmp_path / "one", *wanted))
+    sharded = "parallel.sharding={t0: replicated, t1: row, t2: row}"
+    raw = config(grown, tmp_path / "two", *wanted, sharded).model_dump(mode="json")
+    pool.run(_train, raw, num_ranks=2, micro_batches=2)
+    two = RunFolder.open(tmp_path / "two")
+    assert newest(two.path) == newest(alone.path)
+    assert two.record.metrics == alone.record.metrics
+    assert two.record.parent == alone.record.parent
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (["from_run=PARENT/nowhere"], r"nowhere is not a run"),
+        (["model.name=dcn"], r"model\.name is 'dcn', and .* has 'dlrm': set it to that, or leave out the recipe"),
+        (["model.top_mlp=[4]"], r"layers of other sizes; there model\.top_mlp is \[16, 8\]: set it to that"),
+        (["model.embedding_dim=16"], r"other sizes; there model\.embedding_dim is 8: set it to that"),
+        (["train.precision=fp16"], r"train\.precision is 'fp16', and .* has 'fp32'"),
+        (
+            ["optimizer.sparse.name=ftrl", "optimizer.schedule.warmup_steps=9"],
+            r"optimizer\.schedule\.warmup_steps is 9, but ftrl .*: set it to 0",
+        ),
+        (["train.freeze=[t9]"], r"train\.freeze names 't9'; it may name dense, tables, t0, t1, t2"),
+        (["train.freeze=[dense, t0, t1, t2]"], r"train\.freeze leaves nothing to train"),
+        (["train.freeze=[dense, tables]"], r"train\.freeze leaves nothing to train"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_folder_is_made(
+    trained: Trained, data: Path, tmp_path: Path, changes: list[str], error: str
+) -> None:
+    parent = trained()
+    raw = {**BASE, "data": str(data), "run": str(tmp_path / "run"), "from_run": str(parent)}
+    if "model.name=dcn" in changes:
+        raw["model"] = {"embedding_dim": 8}
+    with pytest.raises(ValueError, match=error):
+        runs.train(make_config(apply_overrides(raw, [each.replace("PARENT", str(parent)) for each in changes])))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unfinished_run_is_refused(
+    trained: Trained, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, plain = tmp_path / "parent", trainer.train_step
+
+    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
+        if number == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return plain(parts, batch, number, clock)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", step)
+        runs.train(config(data, parent))
+    with pytest.raises(ValueError, match=r"is interrupted, .*: finish it with hotrow train --resume .*parent"):
+        runs.train(config(data, tmp_path / "run", f"from_run={parent}"))
+    gone = shutil.copytree(trained(), tmp_path / "gone")
+    shutil.rmtree(gone / "checkpoints")
+    with pytest.raises(ValueError, match=r"gone has no checkpoint of step \d+, .* restore it"):
+        runs.train(config(data, tmp_path / "run", f"from_run={gone}"))
+
+
+def test_other_columns_and_fewer_rows_are_refused(
+    trained: Trained, make_dataset: Callable[..., PackedDataset], tmp_path: Path
+) -> None:
+    for name, shape, error in (
+        ("columns", {"num_dense": 2}, "they differ in d2: prepare it by the schema"),
+        ("fewer", {"table_rows": (50, 20, 2999)}, "rows of table 't2' stand for other ids"),
+    ):
+        dataset = make_dataset(tmp_path / name, **{"table_rows": TABLE_ROWS, **shape})
+        with pytest.raises(ValueError, match=error):
+            runs.train(config(dataset.path, tmp_path / "run", f"from_run={trained()}"))
+
+
+def test_ids_tell_whether_rows_fit(tmp_path: Path) -> None:
+    """Vocabularies are the same, or extend those of the other run, as dataset.json says of each."""
+    made = []
+    for number, ids in enumerate(("abcab", "abdcabd")):
+        rows = "click,item\n" + "".join(f"{k % 2},{name}\n" for k, name in enumerate(ids * 20))
+        (tmp_path / f"{number}.csv").write_text(rows)
+        made.append(tmp_path / str(number))
+        run_prepare("csv", str(tmp_path / f"{number}.csv"), made[-1], label="click")
+    small = [f"model={json.dumps({'embedding_dim': 4, 'bottom_mlp': [], 'top_mlp': [4]})}"]
+    parent = runs.train(config(made[0], tmp_path / "parent", *small)).path
+    wanted = config(made[1], tmp_path / "run", *small, f"from_run={parent}")
+    with pytest.raises(ValueError, match=r"rows of table 'item' stand for other ids than in .*; prepare the data"):
+        runs.train(wanted)
+    ids = PackedDataset.open(made[0]).info.table_by_name["item"].vocabulary
+
+    def extend(fields: dict[str, Any]) -> None:
+        next(table for table in fields["tables"] if table["name"] == "item")["parent"] = ids
+
+    reseal(made[1] / "dataset.json", extend)
+    found = runs.train(wanted).record.parent
+    assert found is not None and found.rows_added["item"] == 1
+
+
+# ---- who calls it
+
+
+def test_fit_takes_the_other_runs_recipe(trained: Trained, other: Path, tmp_path: Path) -> None:
+    run = hotrow.fit(other, run=tmp_path / "run", from_run=str(trained()), max_steps=2)
+    assert run.record.steps == 2
+    parent = run.record.parent
+    assert parent is not None and parent.metrics is not None
+    assert re.search(rf"from +step {parent.step} of {re.escape(parent.path)}\n", run.closing_lines("rows", []))
+    assert run.summary()["parent"]["metrics"] == parent.metrics
+    with pytest.raises(ValueError, match="pass a packed dataset"):
+        hotrow.fit({"click": [0, 1] * 50}, label="click", from_run=str(trained()))
