@@ -26,8 +26,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "dcn": {"name": "dcn", "embedding_dim": 8, "deep_mlp": [4], "num_cross_layers": 1},
     "tbsm": TBSM,
 }
-FIXED = {"data", "run", "from_run", "model.name", "train.max_steps"}
-"""Options that are not drawn; a run's folder may not exist yet, of which a plan says nothing."""
+FIXED = {"data", "run", "from_run", "model.name", "train.max_steps", "train.sinks"}
+"""Options that are not drawn; a run's folder may not exist yet, nor a package, of which a plan says nothing."""
 WIDTHS: list[Any] = [[], [8], [16, 8], [0], 4]
 VALUES: dict[str, list[Any]] = {
     "device": ["auto", "cpu", "cuda", "tpu"],

@@ -65,6 +65,7 @@ train.freeze []
 train.nonfinite raise
 train.log_every 50
 train.trace None
+train.sinks []
 checkpoint.every None
 checkpoint.keep_last 2
 checkpoint.keep_best True

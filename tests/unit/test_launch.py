@@ -80,6 +80,8 @@ def test_every_method_that_writes_is_silent() -> None:
         "warn",
         "fail",
         "count_shown",
+        "is_training",
+        "options",
     }
     public = {name for name in vars(RunFolder) if not name.startswith("_")}
     assert public - reading <= set(vars(SilentFolder))

@@ -235,6 +235,10 @@ class TrainConfig(_Section):
     trace: Annotated[str, AfterValidator(_check_trace)] | None = None
     """Steps that torch.profiler follows: START:COUNT, such as 100:20 for the steps 100 to 119. Their phases and torch's
     operations are written to trace.json in the run's folder, for Perfetto or chrome://tracing. null: no trace."""
+    sinks: list[Literal["wandb", "mlflow"]] = []
+    """Trackers that take the run's options and the numbers of metrics.jsonl too: W&B, MLflow. They are packages of
+    their own, which you install and log in to (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`); without them nothing
+    leaves this machine. A tracker that fails is a counted warning, and the run goes on."""
 
 
 class CheckpointConfig(_Section):

@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -47,6 +48,7 @@ from hotrow.report.page import NAME as REPORT
 from hotrow.report.page import write_report
 from hotrow.run.checkpoint_rows import link_or_copy
 from hotrow.run.record import ALL_DONE, Counted, RunRecord
+from hotrow.run.sinks import Sink, open_sink
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
 _FILES = (RUN, CONFIG, METRICS, LOG, REPORT, "trace.json", "launch.json", LOCK)
@@ -84,7 +86,7 @@ class RunFolder:
         self.path = path
         self.record = record
         """What run.json holds; `update` changes it."""
-        self._board: Any = None
+        self._sinks: dict[str, Sink] = {}
         self._is_claimed = False
         self._depth, self._thread = 0, threading.get_ident()
         """How many `with` blocks of this folder are open, and in which thread; `_note` counts warnings meanwhile."""
@@ -237,17 +239,22 @@ class RunFolder:
             commands["Train on"] = f"{resume_command(self.path)} --set train.epochs=MORE"
         return commands
 
+    def is_training(self) -> bool:
+        """Returns whether a process trains here now."""
+        if self.record.status != "running":
+            return False
+        with claim(self.path) as claimed:
+            return claimed is False
+
+    def options(self) -> dict[str, str]:
+        """Returns the options in config.yaml by dotted name; {} before the first step, or if the file is damaged."""
+        with suppress(OSError, ValueError):
+            return dict(_flat(parse_yaml(read_file(self.path / CONFIG).decode(), origin=CONFIG)))
+        return {}
+
     def facts(self) -> RunFacts:
         """Returns what a report shows of this run. Lines of metrics.jsonl that are damaged are counted and left out."""
         lines, left_out = read_lines(self.path / METRICS)
-        options = {}
-        with suppress(OSError, ValueError):  # without a config, or with a damaged one, the page has no options
-            config = parse_yaml(read_file(self.path / CONFIG).decode(), origin=CONFIG)
-            options = dict(_flat(config))
-        is_training = False
-        if self.record.status == "running":
-            with claim(self.path) as claimed:
-                is_training = claimed is False
         record, info, selection = asdict(self.record), None, None
         with suppress(OSError, ValueError):  # before the run has its vocabularies
             info = read_info(self.vocabulary)
@@ -259,9 +266,9 @@ class RunFolder:
             record=record,
             lines=lines,
             lines_left_out=left_out,
-            is_training=is_training,
+            is_training=self.is_training(),
             commands=self.commands(),
-            options=options,
+            options=self.options(),
             coverage=coverage_of(record["dataset"]),
             info=info,
             selection=selection,
@@ -280,18 +287,26 @@ class RunFolder:
                 self.warn("no_report", text)
 
     def measure(self, kind: str, *, step: int, **values: Any) -> None:
-        """Writes a line of metrics.jsonl, and its numbers as TensorBoard scalars if `open_tensorboard` was called.
+        """Writes a line of metrics.jsonl, and gives its numbers to TensorBoard and other sinks that are open.
 
         Scalars of a split carry its name, as in `val/auc`; otherwise two splits at one step would make one curve.
         """
         with open_file(self.path / METRICS, "ab") as file:
             file.write(json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n")
-        if self._board is not None:
-            group = values.get("split", kind)
-            for name, value in values.items():
-                for tag, number in value.items() if isinstance(value, Mapping) else [("", value)]:
-                    if isinstance(number, int | float):
-                        self._board.add_scalar("/".join(part for part in (group, name, tag) if part), number, step)
+        group = values.get("split", kind)
+        scalars = {
+            "/".join(part for part in (group, name, tag) if part): number
+            for name, value in values.items()
+            for tag, number in (value.items() if isinstance(value, Mapping) else [("", value)])
+            if isinstance(number, int | float)
+        }
+        for name, sink in [*self._sinks.items()]:
+            try:
+                for tag, number in scalars.items():
+                    sink.add_scalar(tag, number, step)
+            except Exception as error:  # such as a server that is away, for which a run need not end
+                del self._sinks[name]
+                self.warn("sink_lost", f"no more numbers go to {name}: {type(error).__name__}: {error}")
 
     def measurements(self) -> list[dict[str, Any]]:
         """Returns the lines of metrics.jsonl, without a last line that a kill cut off. Raises ValueError naming file
@@ -317,11 +332,19 @@ class RunFolder:
         from torch.utils.tensorboard import SummaryWriter  # heavy, and an extra
 
         make_folder(self.path / "tensorboard", within=self.path)
-        self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
-        self._board.flush()  # only now is the file there, which anybody may read
+        board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
+        board.flush()  # only now is the file there, which anybody may read
+        self._sinks["tensorboard"] = Sink(board.add_scalar, board.close)
         for path in (self.path / "tensorboard").iterdir():
             if path.is_file():
                 path.chmod(0o600)
+
+    def open_sinks(self, names: Sequence[str]) -> None:
+        """Gives the numbers of this session to the trackers that `train.sinks` names, too."""
+        name = _safe(self.path.resolve().name)
+        key = f"{name}-{zlib.crc32(self.record.started.encode()):08x}"
+        for kind in names:
+            self._sinks[kind] = open_sink(kind, name=name, key=key, options=self.options())
 
     def keep_vocabulary(self, dataset: Path) -> None:
         """Takes dataset.json, vocab/, statistics/ and lookups/ of a packed dataset into the run, so that it can score
@@ -370,9 +393,8 @@ class RunFolder:
         if self._depth == 0:
             self._noting.close()
             self.count_shown()
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        for name in [*self._sinks]:
+            self._sinks.pop(name).close()
         if error is not None:
             self.fail(f"{type(error).__name__}: {error}")
         if self.record.status != "running":
@@ -434,6 +456,9 @@ class SilentFolder(RunFolder):
 
     @override
     def open_tensorboard(self, *, step: int) -> None: ...
+
+    @override
+    def open_sinks(self, names: Sequence[str]) -> None: ...
 
     @override
     def keep_vocabulary(self, dataset: Path) -> None: ...

@@ -1,0 +1,145 @@
+"""W&B and MLflow as sinks: fakes take the place of both packages and keep what they are given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hotrow.config.load import make_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.run import runs
+from hotrow.run.folder import RunFolder
+
+Numbers = dict[tuple[str, str, int], float]
+"""By run, name and step."""
+
+
+class Tracker(ModuleType):
+    """What both packages have that hotrow calls. A server that is away fails at each number."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.numbers: Numbers = {}
+        self.configs: dict[str, dict[str, str]] = {}
+        self.open: str | None = None
+        self.away = False
+
+    def take(self, name: str, value: float, step: int) -> None:
+        if self.away:
+            raise ConnectionError("the server is away")
+        assert self.open is not None
+        self.numbers[self.open, name, step] = value
+
+
+class Wandb(Tracker):
+    def init(self, *, id: str, name: str, config: dict[str, str], resume: str) -> Wandb:
+        assert resume == "allow" and not set(id) & set("/\\#?%:")
+        self.open, self.configs[id] = id, config
+        return self
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, values: dict[str, Any]) -> None:
+        (name, value), (_, step) = values.items()
+        self.take(name, value, step)
+
+    def finish(self) -> None:
+        self.open = None
+
+
+class Mlflow(Tracker):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.tags: dict[str, dict[str, str]] = {}
+
+    def search_runs(self, *, filter_string: str, output_format: str) -> list[Any]:
+        assert output_format == "list"
+        found = [run for run, tags in self.tags.items() if filter_string == f"tags.hotrow = '{tags['hotrow']}'"]
+        return [SimpleNamespace(info=SimpleNamespace(run_id=run)) for run in found]
+
+    def start_run(self, *, run_id: str | None = None, run_name: str = "", tags: dict[str, str] | None = None) -> None:
+        self.open = run_id or f"run {len(self.tags)}"
+        if run_id is None:
+            assert tags is not None
+            self.tags[self.open] = tags
+
+    def log_params(self, params: dict[str, str]) -> None:
+        assert self.open is not None
+        self.configs[self.open] = params
+
+    def log_metric(self, name: str, value: float, *, step: int) -> None:
+        self.take(name, value, step)
+
+    def end_run(self) -> None:
+        self.open = None
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> PackedDataset:
+    return make_dataset(tmp_path_factory.mktemp("sinks") / "data")
+
+
+@pytest.fixture(params=["wandb", "mlflow"])
+def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tracker:
+    fake = {"wandb": Wandb, "mlflow": Mlflow}[request.param](request.param)
+    monkeypatch.setitem(sys.modules, request.param, fake)
+    return fake
+
+
+def train(dataset: PackedDataset, run: Path, *sinks: str) -> RunFolder:
+    model = {"embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]}
+    options = {"batch_size": 64, "threads": 1, "log_every": 2, "max_steps": 4, "sinks": list(sinks)}
+    raw = {"data": str(dataset.path), "run": str(run), "model": model, "train": options, "memory": "dram"}
+    return runs.train(make_config(raw), quiet=True)
+
+
+def scalars(run: RunFolder) -> dict[tuple[str, int], float]:
+    """The numbers of metrics.jsonl, by the name that TensorBoard gives them and by step."""
+    found = {}
+    for line in run.measurements():
+        for name, value in line.items():
+            inner = value if isinstance(value, dict) else {"": value}
+            for tag, number in inner.items() if name != "step" else ():
+                if isinstance(number, int | float):
+                    path = "/".join(part for part in (line.get("split", line["kind"]), name, tag) if part)
+                    found[path, line["step"]] = number
+    return found
+
+
+def test_a_tracker_gets_all_numbers_and_follows_a_resumed_run(
+    dataset: PackedDataset, tmp_path: Path, tracker: Tracker
+) -> None:
+    run = train(dataset, tmp_path / "a run", tracker.__name__)
+    run = runs.resume(run.path, ["train.max_steps=8"], quiet=True)
+    assert tracker.open is None, "closed at the end"
+    (key,) = tracker.configs
+    assert tracker.configs[key]["train.batch_size"] == "64"
+    assert {run for run, *_ in tracker.numbers} == {key}
+    assert scalars(run).items() <= {(name, step): v for (_, name, step), v in tracker.numbers.items()}.items()
+    train(dataset, tmp_path / "b", tracker.__name__)
+    assert len(tracker.configs) == 2, "another run is another one there too"
+
+
+def test_a_tracker_that_fails_costs_a_warning_and_not_the_run(
+    dataset: PackedDataset, tmp_path: Path, tracker: Tracker
+) -> None:
+    tracker.away = True
+    run = train(dataset, tmp_path / "run", tracker.__name__)
+    assert run.record.status == "finished"
+    assert run.record.warnings["sink_lost"]["count"] == 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_an_absent_tracker_is_refused_before_a_folder_is_made(
+    dataset: PackedDataset, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=f"train.sinks .*pip install {name}"):
+        train(dataset, tmp_path / "run", name)
+    assert not (tmp_path / "run").exists()
