@@ -41,7 +41,7 @@ from hotrow.config.load import apply_overrides, make_config, options, overrides_
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.config.schema import Config
 from hotrow.data.packed.format import MANIFEST
-from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.prepare.pipeline import fingerprint, prepare
 from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.seen import Seen
@@ -56,7 +56,7 @@ from hotrow.export.delta import write_delta
 from hotrow.export.export import export_checkpoint, write_export
 from hotrow.models.layers import Network
 from hotrow.models.spec import SampleError
-from hotrow.objectives.objective import Objective
+from hotrow.objectives.objective import Metrics, Objective
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.launch import joined
@@ -110,6 +110,17 @@ class Run:
     def metrics(self) -> dict[str, Any]:
         """The final metrics on the test split (else the validation split) under their names, and `split`; {} before."""
         return self.record.final_metrics
+
+    @property
+    def history(self) -> dict[str, list[Any]]:
+        """The lines of metrics.jsonl as columns of one length, which `pandas.DataFrame` and `polars.DataFrame` take.
+
+        `kind` (train, eval, swap), `step`, `split` (of an eval) and a column for each number, None where a line has
+        none: `loss`, `lr.dense` and others of training, the metrics of evaluations. Steps rise within a kind and split.
+        """
+        lines = [_flat_numbers(line) for line in self.folder.measurements()]
+        names = dict.fromkeys(("kind", "step", "split", *(name for line in lines for name in line)))
+        return {name: [line.get(name) for line in lines] for name in names}
 
     def summary(self) -> dict[str, Any]:
         """Returns one flat record of how the run went: what `hotrow train --json` prints."""
@@ -295,6 +306,22 @@ class Run:
 
         Raises ValueError if `data` was prepared with other vocabularies: its row numbers would mean other ids.
         """
+        rows, _, found = self._judged(split, data)
+        self._tell_of(count_split(rows, seen_of(self.record)))
+        self._doubt(found, f"the {split} split")
+        return found
+
+    def outputs(
+        self, split: str = "test", *, data: Path | str | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[Any]]:
+        """Returns the model's outputs for the rows of a split, in their order, and the labels of these rows.
+
+        data and errors: as for `evaluate`. Labels are bool if they are binary.
+        """
+        return self._judged(split, data)[1].rows()
+
+    def _judged(self, split: str, data: Path | str | None) -> tuple[Split, Metrics, dict[str, Any]]:
+        """Returns the rows of a split, their outputs and labels, and the metrics of these."""
         dataset = PackedDataset.open(self._dataset_path() if data is None else data)
         own = PackedDataset.open(self.folder.vocabulary)
         for table in dataset.info.tables:
@@ -305,10 +332,8 @@ class Run:
                     "score its raw rows instead (`hotrow eval RUN ROWS` or `hotrow predict`)"
                 )
         embedding, model, dense, objective = self._network
-        found = evaluate(embedding, model, dataset.split(split), objective, dense=dense)
-        self._tell_of(count_split(dataset.split(split), seen_of(self.record)))
-        self._doubt(found, f"the {split} split")
-        return found
+        rows, judged = dataset.split(split), objective.metrics()
+        return rows, judged, evaluate(embedding, model, rows, objective, dense=dense, metrics=judged)
 
     def _dataset_path(self) -> Path:
         path = None if self.record.dataset is None else Path(self.record.dataset["path"])
@@ -376,6 +401,16 @@ class Run:
             for name, value in figures.items()
         )
         return f"<table>{rows}</table>"
+
+
+def _flat_numbers(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the words of a line of metrics.jsonl, and its numbers by dotted name, all but the step as floats."""
+    flat = {name: value for name, value in line.items() if name in ("kind", "step", "split")}
+    for name, value in line.items():
+        for inner, number in value.items() if isinstance(value, Mapping) else [("", value)]:
+            if isinstance(number, int | float) and name != "step":
+                flat[f"{name}.{inner}" if inner else name] = float(number)
+    return flat
 
 
 def _wire_line(ranks: Mapping[str, Any], expected: Mapping[str, Any]) -> str:

@@ -332,6 +332,10 @@ def train(
         float | None,
         typer.Option(help="When so many minutes are over, save a checkpoint and end with exit code 138 (SIGUSR1)."),
     ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(help="Train so many runs, with seeds from train.seed on, and show the mean and its error."),
+    ] = None,
     set_: Set = None,
 ) -> Answer:
     """Train as a config says, continue an interrupted run, or start from a finished one; also on several ranks."""
@@ -349,7 +353,14 @@ def train(
         raise ValueError(f"--max-minutes is {max_minutes:g}; give a number above 0, or leave it out")
     until_s = math.inf if max_minutes is None else began_s + 60 * max_minutes
     overrides = [*(set_ or ()), *([] if trace is None else [f"train.trace={json.dumps(trace)}"])]
+    if seeds is not None and (resume is not None or size_variable(os.environ) is not None):
+        raise ValueError(
+            "--seeds begins runs in one process: leave out --resume, and start it without torchrun or mpiexec"
+        )
     with joined() as comm:
+        if seeds is not None:
+            assert config is not None
+            return _train_seeds(load_config(config, overrides), seeds, until_s)
         if resume is not None:
             folder = runs.resume(resume, overrides, comm=comm, until_s=until_s)
         else:
@@ -370,6 +381,56 @@ def train(
     assert run.record.dataset is not None, "training has begun"
     title = f"{run.record.dataset['name']}, {num_of(result['epochs'], 'epoch')}"
     return result, lambda: print(run.closing_lines(title, run.next_commands()))
+
+
+def _train_seeds(config: Any, num_seeds: int, until_s: float) -> Answer:
+    """Trains a config with several seeds, one after another; a signal ends the series."""
+    from hotrow.run import runs
+    from hotrow.tune.compare import of_seeds, over_seeds, with_error
+
+    records, paths = [], []
+    for own in of_seeds(config, num_seeds):
+        folder = runs.train(own, until_s=until_s)
+        records.append(folder.record)
+        paths.append(str(folder.path))
+        if folder.record.status == "interrupted":
+            return {"status": "interrupted", "signal": folder.record.signal, "runs": paths}
+    metrics = over_seeds(records)
+    result = {"status": "finished", "runs": paths, "split": records[0].final_metrics.get("split"), "metrics": metrics}
+    shown = {name: with_error(own) for name, own in metrics.items()}
+    return result, lambda: _print_fields({"runs": paths, "split": result["split"], "mean and its error": shown})
+
+
+@verb("runs", home="hotrow.tune.compare", example="hotrow runs   (two of them: hotrow runs runs/a runs/b)")
+def runs(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="A folder, whose runs are listed (default: runs), or two runs.")
+    ] = None,
+    *,
+    remove: Annotated[list[Path] | None, typer.Option(help="Remove this run; may be repeated.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
+) -> Answer:
+    """List runs, compare two of them on their test rows, or remove some."""
+    from hotrow.base.files import folder_bytes, size
+    from hotrow.run.folder import RunFolder
+    from hotrow.tune import compare, listing
+
+    if remove:
+        if paths:
+            raise ValueError(f"--remove names the runs to remove, so leave out {paths[0]}")
+        found = [RunFolder.open(path) for path in remove]  # all of them, before one goes
+        for run in found:
+            if not yes:
+                about = f"{run.record.status}, {size(folder_bytes(run.path))}"
+                typer.confirm(f"remove {run.path} ({about})?", abort=True, err=True)
+        return {"removed": [str(path) for path in remove], "bytes_freed": sum(map(listing.remove_run, remove))}
+    if paths is not None and len(paths) > 2:
+        raise ValueError("two runs are compared, one folder is listed; for more, hotrow report sets runs side by side")
+    if paths is not None and len(paths) == 2:
+        pair = compare.compare(*paths)
+        return pair, lambda: print(*compare.lines_of(pair), sep="\n")
+    rows = listing.list_runs(paths[0] if paths else Path("runs"))
+    return {"runs": rows}, lambda: print(*listing.lines_of(rows), sep="\n")
 
 
 @verb(

@@ -105,6 +105,18 @@ class BinaryCrossEntropy(Objective):
             "undefined": f"all {num_rows} labels are {int(positive > 0)}: auc and ne need both" if single else None,
         }
 
+    def influences(self, outputs_N: NDArray[np.float32], label_N: NDArray[np.bool_]) -> dict[str, NDArray[np.float64]]:
+        """Returns those of `auc` (DeLong et al., 1988), `logloss` and `ne`."""
+        z, rate = outputs_N.astype(np.float64), float(label_N.mean())
+        loss_N = np.logaddexp(0.0, z) - label_N * z
+        loss = float(loss_N.mean())
+        found = {"logloss": loss_N - loss}
+        if 0 < rate < 1:
+            base, slope = entropy(rate), math.log((1 - rate) / rate)
+            found["ne"] = (loss_N - loss) / base - loss / base**2 * slope * (label_N - rate)
+            found["auc"] = _auc_influence(outputs_N, label_N)
+        return found
+
     def doubts(self, figures: Figures, rows: str) -> dict[str, str]:
         """Returns `worse_than_a_constant` and `auc_below_half`, if they are so."""
         told, loss, base, area = {}, figures["logloss"], figures["base_logloss"], figures["auc"]
@@ -194,6 +206,18 @@ def _weighted_auc(scores: NDArray[np.float32], labels: NDArray[np.bool_], weight
         return math.nan
     twice = below[np.searchsorted(negatives, positives, "left")] + below[np.searchsorted(negatives, positives, "right")]
     return float(np.average(twice, weights=weights[labels]) / (2 * below[-1]))
+
+
+def _auc_influence(scores: NDArray[np.float32], labels: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Returns, for each row, how its share of the other label's rows that it beats differs from the AUC, over the share
+    of its own label; both labels must occur."""
+    found = np.empty(len(scores))
+    for own, sign in ((labels, 1), (~labels, -1)):
+        others = np.sort(sign * scores[~own])
+        mine = sign * scores[own]
+        beaten = (np.searchsorted(others, mine, "left") + np.searchsorted(others, mine, "right")) / (2 * len(others))
+        found[own] = (beaten - beaten.mean()) / own.mean()
+    return found
 
 
 def entropy(rate: float) -> float:

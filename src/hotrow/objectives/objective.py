@@ -111,6 +111,15 @@ class Objective:
         """
         raise NotImplementedError
 
+    def influences(self, outputs_N: NDArray[np.float32], label_N: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
+        """Returns, for measures, by how much each of N rows moves the figure, times N.
+
+        Their mean is 0, and their deviation over the root of N is the standard error of the figure over rows; for two
+        models on the same rows, that of their differences is the error of the difference. A measure that is not here,
+        or undefined on these rows, has no error.
+        """
+        return {}
+
     def doubts(self, figures: Figures, rows: str) -> dict[str, str]:
         """Returns what is wrong with a model that has these metrics, by the code under which runs count it.
 

@@ -76,6 +76,18 @@ class SquaredError(Objective):
             "undefined": None if base else f"all {len(labels)} labels are {counted[0]:g}: r2 needs several values",
         }
 
+    def influences(self, outputs_N: NDArray[np.float32], label_N: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
+        """Returns those of `rmse`, `mae` and `r2`."""
+        labels = label_N.astype(np.float64)
+        error_N, spread_N = outputs_N - labels, (labels - labels.mean()) ** 2
+        mse, base = float((error_N**2).mean()), float(spread_N.mean())
+        found = {"mae": np.abs(error_N) - np.abs(error_N).mean()}
+        if mse:
+            found["rmse"] = (error_N**2 - mse) / (2 * math.sqrt(mse))
+        if base:
+            found["r2"] = mse / base**2 * (spread_N - base) - (error_N**2 - mse) / base
+        return found
+
     def doubts(self, figures: Figures, rows: str) -> dict[str, str]:
         """Returns `worse_than_a_constant`, if it is so."""
         if figures["r2"] is None or figures["r2"] >= 0:

@@ -1,0 +1,207 @@
+"""`hotrow runs`, `train --seeds` and `Run.history`, as a user has them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars
+import pytest
+
+from hotrow.api import load
+from hotrow.base.files import claim
+from hotrow.cli import app as cli
+from hotrow.config.load import make_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.run import runs
+from hotrow.run.folder import RunFolder
+from hotrow.tune.compare import compare
+from hotrow.tune.listing import list_runs, remove_run
+
+
+def train(data: Path, run: Path, **options: Any) -> RunFolder:
+    model = {"embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]}
+    train = {"batch_size": 64, "threads": 1, "log_every": 2, "eval_every": 0.5, **options}
+    raw = {"data": str(data), "run": str(run), "model": model, "train": train, "memory": "dram"}
+    return runs.train(make_config(raw), quiet=True)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., PackedDataset]) -> Path:
+    """Two runs of one dataset in runs/, and one of another dataset in others/."""
+    folder = tmp_path_factory.mktemp("work")
+    make_dataset(folder / "data", bag=False)
+    make_dataset(folder / "other", bag=False, seed=1)
+    train(folder / "data", folder / "runs" / "a")
+    train(folder / "data", folder / "runs" / "deep" / "b", seed=2, batch_size=16)
+    train(folder / "other", folder / "others" / "c")
+    return folder
+
+
+def hotrow(
+    *arguments: str | Path, code: int = 0, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Run the command in this process; its stdout, or its stderr where `code` is not 0."""
+    monkeypatch.setattr(sys, "argv", ["hotrow", *map(str, arguments)])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code or 0) == code, out + err
+    return err if code else out
+
+
+# ---- the list
+
+
+def test_the_list_has_each_run_and_what_differs(work: Path) -> None:
+    a, b = list_runs(work / "runs")
+    assert (a["run"], b["run"]) == (str(work / "runs" / "a"), str(work / "runs" / "deep" / "b"))
+    assert a["status"] == b["status"] == "finished" and a["split"] == "test"
+    assert b["options"] == {"train.batch_size": "16", "train.seed": "2"}
+    assert a["metrics"]["auc"] == load(a["run"]).metrics["auc"]
+    assert a["bytes"] > 0 and a["samples_per_s"] > 0
+
+
+def test_a_run_that_was_killed_or_damaged_is_in_the_list(work: Path, tmp_path: Path) -> None:
+    killed = train(work / "data", tmp_path / "killed", max_steps=2)
+    killed.update(status="running")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "run.json").write_text("{}")
+    damaged, found = list_runs(tmp_path)
+    assert (damaged["status"], found["status"]) == ("unreadable", "killed")
+    assert "run.json" in damaged["reason"]
+    with claim(killed.path):
+        assert list_runs(tmp_path)[1]["status"] == "running"
+
+
+def test_the_list_for_people(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(work)
+    out = hotrow("runs", capsys=capsys, monkeypatch=monkeypatch)
+    head, *lines = out.splitlines()
+    assert len(lines) == 2 and "auc" in head and "train.seed=2" in lines[1]
+    found = json.loads(hotrow("runs", "runs", "--json", capsys=capsys, monkeypatch=monkeypatch))
+    assert [row["run"] for row in found["runs"]] == ["runs/a", "runs/deep/b"]
+    assert "nowhere is not a folder" in hotrow("runs", "nowhere", code=2, capsys=capsys, monkeypatch=monkeypatch)
+    assert "two runs" in hotrow("runs", "a", "b", "c", code=2, capsys=capsys, monkeypatch=monkeypatch)
+    (work / "empty").mkdir(exist_ok=True)
+    assert hotrow("runs", "empty", capsys=capsys, monkeypatch=monkeypatch).strip() == "no runs"
+
+
+# ---- two runs
+
+
+def test_two_runs_are_compared_on_their_test_rows(work: Path) -> None:
+    a, b = work / "runs" / "a", work / "runs" / "deep" / "b"
+    found, back = compare(a, b), compare(b, a)
+    assert found["rows"] == 128
+    assert found["options"]["train.seed"] == {str(a): "1", str(b): "2"}
+    for name, own in found["metrics"].items():
+        assert (own["first"], own["second"]) == (load(a).metrics[name], load(b).metrics[name])
+        assert own["difference"] == pytest.approx(-back["metrics"][name]["difference"])
+        assert own["error"] == pytest.approx(back["metrics"][name]["error"]) and own["error"] > 0
+    alike = compare(a, a)["metrics"]
+    assert all(own["within_noise"] and own["difference"] == 0 for own in alike.values())
+
+
+def test_runs_of_other_test_rows_are_refused_by_name(work: Path, tmp_path: Path) -> None:
+    a, c = work / "runs" / "a", work / "others" / "c"
+    with pytest.raises(ValueError, match=rf"{re.escape(str(a))}.*{re.escape(str(c))}"):
+        compare(a, c)
+    unbegun = RunFolder.create(tmp_path / "unbegun", name="x")
+    with pytest.raises(ValueError, match="unbegun ended before its first step"):
+        compare(a, unbegun.path)
+    with pytest.raises(ValueError, match="is not a run"):
+        compare(a, tmp_path)
+
+
+def test_the_comparison_for_people(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(work)
+    out = hotrow("runs", "runs/a", "runs/a", capsys=capsys, monkeypatch=monkeypatch)
+    assert "within noise" in out
+    found = json.loads(hotrow("runs", "runs/a", "runs/deep/b", "--json", capsys=capsys, monkeypatch=monkeypatch))
+    assert found["metrics"]["auc"]["within_noise"] in (True, False)
+
+
+# ---- removal
+
+
+def test_a_run_is_removed_after_a_question(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train(work / "data", tmp_path / "run", max_steps=2)
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: (_ for _ in ()).throw(cli.typer.Abort))
+    hotrow("runs", "--remove", run.path, code=1, capsys=capsys, monkeypatch=monkeypatch)
+    assert run.path.exists(), "the answer was no"
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: True)
+    hotrow("runs", "--remove", run.path, capsys=capsys, monkeypatch=monkeypatch)
+    assert not run.path.exists() and tmp_path.exists()
+
+
+def test_several_runs_are_removed_or_none(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (train(work / "data", tmp_path / name, max_steps=1).path for name in ("a", "b"))
+    said = hotrow("runs", "--remove", a, "--remove", work, "--yes", code=2, capsys=capsys, monkeypatch=monkeypatch)
+    assert f"{work} is not a run" in said and a.exists()
+    assert "leave out" in hotrow("runs", b, "--remove", a, code=2, capsys=capsys, monkeypatch=monkeypatch)
+    found = hotrow("runs", "--remove", a, "--remove", b, "--yes", "--json", capsys=capsys, monkeypatch=monkeypatch)
+    assert json.loads(found)["bytes_freed"] > 0 and not a.exists() and not b.exists()
+
+
+def test_a_run_that_trains_is_not_removed(work: Path, tmp_path: Path) -> None:
+    run = train(work / "data", tmp_path / "run", max_steps=1)
+    with claim(run.path), pytest.raises(ValueError, match="another process trains"):
+        remove_run(run.path)
+    assert run.path.exists()
+
+
+# ---- seeds
+
+
+def test_train_with_seeds(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = "{embedding_dim: 4, bottom_mlp: [4], top_mlp: [4]}"
+    Path("r.yaml").write_text(f"data: {work}/data\nmodel: {model}\ntrain: {{batch_size: 64, threads: 1}}\n")
+    tools: dict[str, Any] = {"capsys": capsys, "monkeypatch": monkeypatch}
+    found = json.loads(hotrow("train", "r.yaml", "--seeds", "3", "--json", **tools).splitlines()[-1])
+    assert found["runs"] == [f"runs/data-dlrm-00{k}" for k in (1, 2, 3)]
+    own = [load(run) for run in found["runs"]]
+    assert [run.record.seeds for run in own] == [{"train.seed": k} for k in (1, 2, 3)]
+    figures = [run.metrics["logloss"] for run in own]
+    mean = sum(figures) / 3
+    error = (sum((figure - mean) ** 2 for figure in figures) / 6) ** 0.5
+    assert found["metrics"]["logloss"] == {"mean": pytest.approx(mean), "error": pytest.approx(error)}
+    assert "--seeds is 0" in hotrow("train", "r.yaml", "--seeds", "0", code=2, **tools)
+    assert "--seeds" in hotrow("train", "--resume", "runs/data-dlrm-001", "--seeds", "2", code=2, **tools)
+
+
+# ---- the history
+
+
+def test_the_history_of_a_run_is_a_frame(work: Path) -> None:
+    run = load(work / "runs" / "a")
+    frame = polars.DataFrame(run.history)
+    lines = run.folder.measurements()
+    assert len(frame) == len(lines)
+    for line, row in zip(lines, frame.to_dicts(), strict=True):
+        assert (row["kind"], row["step"], row["split"]) == (line["kind"], line["step"], line.get("split"))
+        if line["kind"] == "train":
+            assert (row["loss"], row["lr.dense"], row["auc"]) == (line["loss"], line["lr"]["dense"], None)
+        else:
+            assert (row["auc"], row["loss"]) == (line["auc"], None)
+    steps = frame.filter(polars.col("kind") == "train")["step"].to_list()
+    assert steps == sorted(steps) and steps
+
+
+def test_a_run_before_its_first_step_has_an_empty_history(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", name="x")
+    assert load(folder.path).history == {"kind": [], "step": [], "split": []}
