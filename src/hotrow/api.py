@@ -41,6 +41,7 @@ from hotrow.config.load import apply_overrides, make_config, options, overrides_
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.config.schema import Config
 from hotrow.data.packed.format import MANIFEST
+from hotrow.data.packed.groups import Groups
 from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.prepare.pipeline import fingerprint, prepare
 from hotrow.data.prepare.prepare import RawEncoder
@@ -56,6 +57,7 @@ from hotrow.export.delta import write_delta
 from hotrow.export.export import export_checkpoint, write_export
 from hotrow.models.layers import Network
 from hotrow.models.spec import SampleError
+from hotrow.objectives.calibration import Calibration, calibrated, for_all_negatives
 from hotrow.objectives.objective import Metrics, Objective
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.communicator import Communicator
@@ -64,7 +66,7 @@ from hotrow.report.page import NAME as REPORT
 from hotrow.run.build import build_network, look_up, read_model
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
-from hotrow.run.folder import CONFIG, RUN, SELECTION, RunFolder, check_free, resume_command
+from hotrow.run.folder import CONFIG, RUN, RunFolder, check_free, resume_command
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import config_of, make_folder, train
 from hotrow.run.selection import step_to_stop_at
@@ -73,7 +75,7 @@ from hotrow.run.trainer import evaluate
 from hotrow.run.usual import count_split, seen_of
 from hotrow.setup.beside import EVAL_BATCH_SIZE
 from hotrow.setup.device import DenseDevice
-from hotrow.setup.setup import Setup
+from hotrow.setup.setup import SELECTION, Setup
 
 _SCORE_WRITERS: dict[str, Any] = {".parquet": pyarrow.parquet.ParquetWriter, ".csv": pyarrow.csv.CSVWriter}
 
@@ -170,9 +172,20 @@ class Run:
             raise ValueError(f"run {self.path} has no checkpoint of step {step}; it keeps {kept}")
         checkpoint = self.checkpoint if step is None else checkpoints[step]
         vocabulary, seen = self.folder.vocabulary, seen_of(self.record)
+        layers = [calibration.layer] if (calibration := self._calibration(checkpoint)) else []
+        layers += [for_all_negatives(self.record.negatives_kept)] if self.record.negatives_kept else []
         if since is None:
-            return export_checkpoint(checkpoint, vocabulary, out, seen=seen, progress=progress)
-        return write_delta(since, out, lambda to: write_export(to, checkpoint, vocabulary, seen, progress))
+            return export_checkpoint(checkpoint, vocabulary, out, calibration=layers, seen=seen, progress=progress)
+        return write_delta(since, out, lambda to: write_export(to, checkpoint, vocabulary, layers, seen, progress))
+
+    def _calibration(self, checkpoint: Path) -> Calibration | None:
+        """Returns what was fitted to the weights of a checkpoint; warns if the run has only that of other weights."""
+        found = self.record.calibration
+        if found is None or checkpoint.name == f"step-{found.step}":
+            return found
+        text = f"the scores of {checkpoint} are not calibrated: {found.method} was fitted to step {found.step}"
+        warnings.warn(text, stacklevel=4)
+        return None
 
     @cached_property
     def _network(self) -> _Loaded:
@@ -181,7 +194,9 @@ class Run:
         setup = Setup.decide(_on_this_machine(config), kept, self.path, training=False)
         embedding, model = build_network(setup)
         load_checkpoint(checkpoint, {"embedding": embedding, "model": model})
-        return _Loaded(embedding, model, setup.dense, config.model.trained_for)
+        if (calibration := self._calibration(checkpoint)) is not None:
+            calibration.follow(model)
+        return _Loaded(embedding, model, setup.dense, config.objective)
 
     def close(self) -> None:
         """Frees the model, and removes the files of tables that do not fit in memory."""
@@ -214,6 +229,7 @@ class Run:
         """Yields outputs of raw rows, and the rows, piece by piece. labels: "alone": labels and weights are read, but
         not times."""
         embedding, model, dense, _ = self._network
+        kept = self.record.negatives_kept
         first_row, seen, raw = 0, seen_of(self.record), RawEncoder(self.folder.vocabulary)
         values: Literal["strict", "any"] = "strict" if strict else "any"
         with _readable(data, strict=strict) as rows:
@@ -224,7 +240,7 @@ class Run:
                     row = first_row + error.sample
                     raise ValueError(f"row {row:,} of the data, from 0: {error.feature} has {error.reason}") from None
                 first_row += len(outputs_B)
-                yield outputs_B, batch
+                yield outputs_B if kept is None else calibrated(outputs_B, **for_all_negatives(kept)), batch
         self._tell_of(seen)
 
     def _tell_of(self, seen: Seen) -> None:
@@ -285,9 +301,10 @@ class Run:
         """
         if RawEncoder(self.folder.vocabulary).schema.histories is not None:
             raise ValueError("this run's rows are made of histories: prepare the new events, and pass --data FOLDER")
-        metrics = self._network.objective.metrics()
+        metrics, by = (objective := self._network.objective).metrics(), objective.by
+        groups = None if by is None else Groups(PackedDataset.open(self.folder.vocabulary).info, by)
         for outputs_B, batch in self._outputs(data, labels="alone", strict=strict):
-            metrics.update(outputs_B, batch.label, batch.weight)
+            metrics.update(outputs_B, batch.label, batch.weight, None if groups is None else groups.of(batch))
         if not metrics.num_rows:
             shown = str(data) if _is_paths(data) else "the frame"
             raise ValueError(f"{shown} has no rows to judge the run by; give a file that has some")
@@ -374,6 +391,8 @@ class Run:
             ]
             if record.ranks is not None and "wire_bytes_per_step" in expected:
                 lines.append(f"  wire     {_wire_line(record.ranks, expected)}")
+        if record.calibration is not None:
+            lines.append(f"  scores   {record.calibration.line()}")
         if memory is not None and "dram_bytes" in memory:
             lines += [
                 f"  memory   {size(memory['dram_bytes'])} of DRAM, {size(memory['disk_bytes'])} on disk: "

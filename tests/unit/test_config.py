@@ -66,6 +66,9 @@ train.nonfinite raise
 train.log_every 50
 train.trace None
 train.sinks []
+metrics.by None
+calibration.method None
+calibration.negatives_kept 1.0
 checkpoint.every None
 checkpoint.keep_last 2
 checkpoint.keep_best True

@@ -17,7 +17,8 @@ from hotrow.base.files import ByteRate, check_path, parse_byte_rate, parse_bytes
 from hotrow.base.records import SECTION
 from hotrow.models import MODELS
 from hotrow.models.spec import ModelSpec
-from hotrow.objectives import OBJECTIVES
+from hotrow.objectives import BY_GROUP, OBJECTIVES, objective_of
+from hotrow.objectives.calibration import Method
 from hotrow.objectives.objective import Objective
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -53,7 +54,9 @@ if TYPE_CHECKING:
     Model = ModelSpec
     Monitor = str
 else:
-    Monitor = Literal[tuple(dict.fromkeys(name for each in OBJECTIVES.values() for name in each.monitors))]
+    Monitor = Literal[
+        tuple(dict.fromkeys(name for each in (*OBJECTIVES.values(), *BY_GROUP.values()) for name in each.monitors))
+    ]
     Model = Annotated[
         Union[tuple(Annotated[spec, Tag(name)] for name, spec in MODELS.items())],  # noqa: UP007  # made from a list
         Discriminator(_model_name),
@@ -194,7 +197,8 @@ class TrainConfig(_Section):
     monitor: Monitor | None = None
     """The validation metric that decides which weights are best; each `model.objective` has its own. null: the first
     one that it has. binary_cross_entropy has `logloss`, of which the lowest is best, and `auc`, of which the highest is
-    best; AUC depends only on the order of the scores, not on whether predicted rates are right."""
+    best; AUC depends only on the order of the scores, not on whether predicted rates are right. With `metrics.by` it
+    has `gauc` too."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 1
     """Determines the initial weights, the initial rows of the tables and the order of samples, and nothing else."""
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
@@ -239,6 +243,29 @@ class TrainConfig(_Section):
     """Trackers that take the run's options and the numbers of metrics.jsonl too: W&B, MLflow. They are packages of
     their own, which you install and log in to (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`); without them nothing
     leaves this machine. A tracker that fails is a counted warning, and the run goes on."""
+
+
+class MetricsConfig(_Section):
+    """What a model is judged by, beside the metrics of its objective (docs/runs.md)."""
+
+    by: Annotated[str, Field(min_length=1, max_length=255)] | None = None
+    """A feature with one id per row, such as the user. `gauc` is then the AUC among rows of the same value, as the mean
+    over values with both labels, each weighted by its rows. Rare, unseen and missing values do not count. Only for
+    `model.objective` binary_cross_entropy. null: there is no `gauc`."""
+
+
+class CalibrationConfig(_Section):
+    """What makes probabilities of a trained model's scores that are rates of clicks (docs/runs.md). It changes no
+    weight. Only for `model.objective` binary_cross_entropy."""
+
+    method: Method | None = None
+    """What is fitted to the validation rows after training, and then belongs to the model. `platt`: a slope and an
+    intercept of log odds, which need few rows. `isotonic`: rates that rise with the score in steps, which need some
+    thousand rows; scores become equal, which changes AUC a little. null: nothing is."""
+    negatives_kept: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The share r of the rows with label 0 that the dataset has, if the others were left out of it. `predict`, `eval`
+    of raw rows, and exports then make p / (p + (1 - p) / r) of a probability p (He et al., 2014): the rate among all
+    rows. Rows of the dataset are judged without it."""
 
 
 class CheckpointConfig(_Section):
@@ -412,6 +439,8 @@ class Config(_Section):
     model: Model = next(iter(MODELS.values())).model_validate({})
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    calibration: CalibrationConfig = CalibrationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     memory: Annotated[
         Annotated[Literal["auto", "dram"], Tag("word")] | Annotated[MemoryConfig, Tag("mapping")],
@@ -441,12 +470,26 @@ class Config(_Section):
         return self
 
     @model_validator(mode="after")
+    def _only_clicks_have_rates(self) -> Config:
+        if self.model.objective in BY_GROUP:
+            return self
+        for path, section in (("metrics", self.metrics), ("calibration", self.calibration)):
+            for name, value in section:
+                if value != (neutral := type(section).model_fields[name].default):
+                    raise ValueError(
+                        f"{path}.{name} is {value!r}, but model.objective {self.model.objective} predicts numbers, not "
+                        f"rates: set it to {'null' if neutral is None else neutral}, or choose {' or '.join(BY_GROUP)}"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _monitor_is_measured(self) -> Config:
-        allowed = self.model.trained_for.monitors
+        allowed = self.objective.monitors
         if self.train.monitor not in (None, *allowed):
+            needs = "gauc needs metrics.by, and " if self.train.monitor == "gauc" else ""
             raise ValueError(
-                f"train.monitor is {self.train.monitor!r}; with model.objective {self.model.objective} it may be "
-                f"{', '.join(allowed)} or null"
+                f"train.monitor is {self.train.monitor!r}; {needs}with model.objective {self.model.objective} it may "
+                f"be {', '.join(allowed)} or null"
             )
         return self
 
@@ -464,9 +507,10 @@ class Config(_Section):
 
     @property
     def objective(self) -> Objective:
-        """What the model is trained for, with the options of `train` that change its loss."""
-        objective = self.model.trained_for
-        return type(objective)(**{name: getattr(self.train, name) for name in objective.loss_options})
+        """What the model is trained for, with the options of `train` that change its loss, judged as `metrics` says."""
+        objective, by = objective_of(self.model.objective, self.metrics.by), {"by": self.metrics.by}
+        options = {name: getattr(self.train, name) for name in objective.loss_options}
+        return type(objective)(**options, **(by if objective.by else {}))
 
     @property
     def monitor(self) -> str:

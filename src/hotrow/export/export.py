@@ -63,6 +63,7 @@ from hotrow.data.sources.schema import DenseSpec, Schema
 from hotrow.data.transforms import Transform, source_of
 from hotrow.models import MODELS
 from hotrow.models.spec import ModelSpec
+from hotrow.objectives.calibration import calibrated
 from hotrow.objectives.objective import Objective
 from hotrow.run.build import read_model
 from hotrow.run.checkpoint import verify
@@ -122,6 +123,8 @@ class Description:
     """Columns that are computed from others, in the order in which they are computed."""
     statistics: tuple[dict[str, JsonValue], ...] = ()
     """Of which features the label's statistics are inputs, after the dense columns, and with which priors."""
+    calibration: tuple[dict[str, JsonValue], ...] = ()
+    """The arguments of model.py's `calibrated`, of each time it is applied to the network's outputs."""
     usual: dict[str, JsonValue] | None = None
     """What the validation rows held by column, to compare rows with; None if the run does not know."""
 
@@ -139,17 +142,19 @@ def export_checkpoint(
     vocabulary: Path,
     out: Path | str,
     *,
+    calibration: Sequence[dict[str, Any]] = (),
     seen: Seen | None = None,
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """Writes the folder `out` from `checkpoint` and from the dataset.json and vocab/ in the folder `vocabulary`.
 
-    seen: knows what is usual in rows to score; if None, nothing is known. Returns the content of export.json. Every
-    file is verified before it is read. Raises ValueError if `out` exists or cannot be made, if the disk has too little
-    room, or if a file is damaged, which it names; OSError if the disk becomes full.
+    calibration: the arguments of `calibrated` for each layer of calibration that follows the network. seen: knows what
+    is usual in rows to score; if None, nothing is known. Returns the content of export.json. Every file is verified
+    before it is read. Raises ValueError if `out` exists or cannot be made, if the disk has too little room, or if a
+    file is damaged, which it names; OSError if the disk becomes full.
     """
     with becoming(Path(out), "export", OWN_NAMES, FOLDERS, doing=f"exporting {checkpoint}") as partial:
-        description = write_export(Whole(partial), checkpoint, vocabulary, seen, progress)
+        description = write_export(Whole(partial), checkpoint, vocabulary, calibration, seen, progress)
     return {**DOCUMENT.marks, **asdict(description)}
 
 
@@ -175,7 +180,12 @@ class Whole:
 
 
 def write_export(
-    to: Whole, checkpoint: Path, vocabulary: Path, seen: Seen | None, progress: ProgressCallback | None
+    to: Whole,
+    checkpoint: Path,
+    vocabulary: Path,
+    calibration: Sequence[dict[str, Any]],
+    seen: Seen | None,
+    progress: ProgressCallback | None,
 ) -> Description:
     """Writes the files of an export, export.json last; returns what it says. Arguments as of `export_checkpoint`."""
     manifest, kept = read_manifest(checkpoint), PackedDataset.open(vocabulary)
@@ -190,7 +200,7 @@ def write_export(
     files |= _write_transforms(to.folder, kept)
     files |= _write_statistics(to.folder, kept)
     files |= _write_lookups(to.folder, kept)
-    description = replace(description, files=files)
+    description = replace(description, files=files, calibration=tuple(calibration))
     DOCUMENT.write(to.folder / EXPORT, description)
     return description
 
@@ -396,7 +406,7 @@ def _write_texts(folder: Path, texts: Mapping[str, str]) -> dict[str, FileRecord
 
 def network_source(model: str, objective: Objective) -> str:
     """Returns model.py: plain.py, then the file of the model without the imports that plain.py replaces, and the
-    function that makes scores of its outputs."""
+    functions that calibrate its outputs and make scores of them."""
     text = inspect.getsource(sys.modules[MODELS[model].__module__])
     lines = text.splitlines(keepends=True)
     for node in ast.parse(text).body:
@@ -405,7 +415,7 @@ def network_source(model: str, objective: Objective) -> str:
                 lines[line] = ""
     plain = Path(__file__).with_name("plain.py").read_text("utf-8")
     scores = inspect.cleandoc(inspect.getsource(objective.scores)).removeprefix("@staticmethod\n")
-    return plain + "\n\n" + "".join(lines) + "\n\n" + scores + "\n"
+    return "\n\n".join([plain, "".join(lines), inspect.getsource(calibrated), scores + "\n"])
 
 
 def file_record(path: Path) -> FileRecord:

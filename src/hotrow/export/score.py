@@ -83,6 +83,7 @@ class Scorer:
         self.seen: Any = None
         definition = load_module(folder / "model.py")
         self.model, self.scores = build_network(definition, self.about), definition.scores
+        self._calibrated = definition.calibrated
         self.model.load_state_dict(load_file(folder / "model.safetensors"))
 
     @property
@@ -137,6 +138,8 @@ class Scorer:
             warnings.warn(text, stacklevel=2)
         num_rows = len(next(iter(rows.values()))[1]) - 1
         outputs = self.model(torch.stack(dense, 1) if dense else torch.empty(num_rows, 0), self._look(rows))
+        for layer in self.about.get("calibration", ()):
+            outputs = self._calibrated(outputs, **layer)
         scores: Tensor = self.scores(outputs)
         return scores
 

@@ -48,8 +48,10 @@ class BinaryCrossEntropy(Objective):
     loss_options: ClassVar = ("label_smoothing", "pos_weight")
     name: ClassVar = "binary_cross_entropy"
     label: ClassVar[LabelKind] = "binary"
-    figures: ClassVar = ("num_rows", "auc", "logloss", "ne", "calibration", "accuracy", "base_rate", "base_logloss")
-    optional: ClassVar = ("auc", "ne", "calibration")
+    figures: ClassVar[tuple[str, ...]] = (
+        *("num_rows", "auc", "logloss", "ne", "calibration", "accuracy", "base_rate", "base_logloss"),
+    )
+    optional: ClassVar[tuple[str, ...]] = ("auc", "ne", "calibration")
     measures: ClassVar[Mapping[str, Measure]] = {
         "auc": Measure("AUC", "higher"),
         "logloss": Measure("LogLoss", "lower"),
@@ -61,10 +63,10 @@ class BinaryCrossEntropy(Objective):
             beside=" (a constant rate: 1)",
         ),
     }
-    summary: ClassVar = ("auc", "logloss", "ne", "calibration", "base_logloss")
+    summary: ClassVar[tuple[str, ...]] = ("auc", "logloss", "ne", "calibration", "base_logloss")
     loss_figure: ClassVar = "logloss"
     loss_title: ClassVar = "LogLoss"
-    monitors: ClassVar = ("logloss", "auc")
+    monitors: ClassVar[tuple[str, ...]] = ("logloss", "auc")
     score: ClassVar = "probability of a positive label"
 
     def summed(self, outputs_B: Tensor, labels_BL: Tensor, weight_B: Tensor | None = None) -> Tensor:

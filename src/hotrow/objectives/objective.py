@@ -77,6 +77,8 @@ class Objective:
     """The measures that may decide which weights are best; the first is the default."""
     score: ClassVar[str]
     """What a score is, in words that follow "the"."""
+    by: str | None = None
+    """The feature whose values make groups of rows, by which the model is judged too; None if there is none."""
 
     def loss(self, outputs_B: Tensor, labels_BL: Tensor, num_samples: int, weight_B: Tensor | None = None) -> Tensor:
         """Returns the sum over these samples of weight times loss, divided by `num_samples`, 0-dim.
@@ -119,6 +121,16 @@ class Objective:
         or undefined on these rows, has no error.
         """
         return {}
+
+    def measured_by_group(
+        self,
+        outputs_N: NDArray[np.float32],
+        label_N: NDArray[Any],
+        weight_N: NDArray[np.float32] | None,
+        group_N: NDArray[np.int64],
+    ) -> dict[str, Any]:
+        """Returns what `measured` returns, and the figures by group, if the objective has `by`."""
+        raise NotImplementedError
 
     def doubts(self, figures: Figures, rows: str) -> dict[str, str]:
         """Returns what is wrong with a model that has these metrics, by the code under which runs count it.
@@ -166,8 +178,8 @@ class Metrics:
     influence, and the order of rows changes only the last bits of sums. Ranks exchange outputs and labels, and each
     one adds the rows of all.
 
-    Memory per row: a float32, a label of one byte if labels are binary, else of four, and four of a weight, if there
-    are weights.
+    Memory per row: a float32, a label of one byte if labels are binary, else of four, four of a weight, if there are
+    weights, and eight of a group, if the objective has groups.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -175,16 +187,21 @@ class Metrics:
         self._outputs: list[NDArray[np.float32]] = []
         self._labels: list[NDArray[Any]] = []
         self._weights: list[NDArray[np.float32]] = []
+        self._groups: list[NDArray[np.int64]] = []
 
     @property
     def num_rows(self) -> int:
         return sum(len(labels) for labels in self._labels)
 
     def update(
-        self, outputs: Tensor | ArrayLike, labels: Tensor | ArrayLike, weights: Tensor | ArrayLike | None = None
+        self,
+        outputs: Tensor | ArrayLike,
+        labels: Tensor | ArrayLike,
+        weights: Tensor | ArrayLike | None = None,
+        groups: Tensor | ArrayLike | None = None,
     ) -> None:
-        """Adds rows: outputs [n] of any float dtype, kept as float32, labels [n] or [n, 1], and for all rows or for
-        none weights [n].
+        """Adds rows: outputs [n] of any float dtype, kept as float32, labels [n] or [n, 1], for all rows or for none
+        weights [n], and if the objective has `by`, groups [n].
 
         Raises ValueError for NaN or infinite outputs, because the model diverged, for labels that the objective does
         not take, and for weights that are negative or not finite.
@@ -204,6 +221,7 @@ class Metrics:
             self._weights.append(weight_n)
         self._outputs.append(output_n)
         self._labels.append(labels_n)
+        self._groups += [] if groups is None else [_to_numpy(groups).astype(np.int64)]
         if len(self._weights) not in (0, len(self._labels)):
             raise ValueError("some rows came with weights and some without; pass them for all rows or for none")
 
@@ -217,6 +235,8 @@ class Metrics:
         outputs, labels, weights = self.rows()
         if weights is not None and not weights.any():
             raise ValueError(f"the weights of all {len(labels)} rows are 0, so there is nothing to judge by")
+        if self._groups:
+            return self._objective.measured_by_group(outputs, labels, weights, np.concatenate(self._groups))
         return self._objective.measured(outputs, labels, weights)
 
     def rows(self) -> tuple[NDArray[np.float32], NDArray[Any], NDArray[np.float32] | None]:

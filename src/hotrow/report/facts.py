@@ -19,7 +19,7 @@ from hotrow.base.door import read_file
 from hotrow.base.records import MAX_COUNT
 from hotrow.data.packed.format import DatasetInfo
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.objectives import DEFAULT, OBJECTIVES
+from hotrow.objectives import DEFAULT, OBJECTIVES, objective_of
 from hotrow.objectives.objective import Objective
 
 MAX_POINTS = 240
@@ -70,7 +70,8 @@ class RunFacts:
     @property
     def objective(self) -> Objective:
         """What the model is trained for."""
-        return OBJECTIVES.get(str(self.record.get("objective")), OBJECTIVES[DEFAULT])
+        name = str(self.record.get("objective"))
+        return objective_of(name if name in OBJECTIVES else DEFAULT, self.record.get("metrics_by"))
 
 
 def read_lines(path: Path) -> tuple[list[Line], int]:

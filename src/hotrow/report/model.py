@@ -206,19 +206,23 @@ def score_charts(run: RunFacts) -> list[Chart]:
         y_scale="value", ticks={k: str(k) for k in range(1, len(tenths) + 1)}, dashed=("mean score",), width=WIDTH,
         height=HEIGHT, label="Calibration",
     )  # fmt: skip
+    known = mapping_in(run.record, "calibration") if scores.get("split") == "test" else {}
+    fitted = f" They were calibrated on validation rows ({known['method']})." if known else ""
     of = {"score": "scores and of labels"}.get(next(iter(histogram), ""), "scores by label")
     return [
         Chart(spread, f"Distribution of {of}; scores are the {score}."),
-        Chart(calibration, "Calibration: where the lines part, scores are too high or too low."),
+        Chart(calibration, f"Calibration: where the lines part, scores are too high or too low.{fitted}"),
     ]
 
 
 def segment_grids(run: RunFacts) -> Sequence[Grid]:
     """Returns the measures of the rows of each value of a column with few values."""
-    measures = run.objective.measures
+    segments = mapping_in(run.record, "scores", "segments")
+    known = {name for groups in segments.values() for group in groups for name in group["figures"]}
+    measures = {name: measure for name, measure in run.objective.measures.items() if name in known}
     heads = ["rows", "mean label", "mean score", "score / label", *(measure.title for measure in measures.values())]
     found = []
-    for name, groups in mapping_in(run.record, "scores", "segments").items():
+    for name, groups in segments.items():
         rows: list[list[Cell | str]] = []
         for group in groups:
             ratio = group["score"] / group["label"] if group["label"] else None

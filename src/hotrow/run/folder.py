@@ -49,11 +49,10 @@ from hotrow.report.page import write_report
 from hotrow.run.checkpoint_rows import link_or_copy
 from hotrow.run.record import ALL_DONE, Counted, RunRecord
 from hotrow.run.sinks import Sink, open_sink
+from hotrow.setup.setup import SELECTION
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
 _FILES = (RUN, CONFIG, METRICS, LOG, REPORT, "trace.json", "launch.json", LOCK)
-SELECTION = "selection"
-"""The run in a run's folder that found how many steps to train, if `fit` trained again with the validation rows."""
 _FOLDERS = ("checkpoints", "vocab", "data", "memory", "tensorboard", SELECTION)
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """What could end a line of log.txt, or change how a terminal shows it."""

@@ -17,7 +17,8 @@ from hotrow.base.records import STRICT, Amount, Count, checked
 from hotrow.costs.cost import PHASES
 from hotrow.forecast.foretell import Predicted
 from hotrow.hot.turns import TurnsState
-from hotrow.objectives import DEFAULT, OBJECTIVES
+from hotrow.objectives import BY_GROUP, DEFAULT, OBJECTIVES, objective_of
+from hotrow.objectives.calibration import Calibration
 from hotrow.objectives.objective import Objective
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.tables import TableConfig
@@ -159,6 +160,8 @@ class RunRecord:
     best_step: Count | None = None
     objective: str = DEFAULT
     """What the model is trained for; runs by earlier versions do not say it."""
+    metrics_by: str | None = None
+    """The feature by whose values the model is judged too."""
     monitor: str | None = None
     memory: Annotated[dict[str, JsonValue], AfterValidator(_check_memory)] | None = None
     ranks: dict[str, JsonValue] | None = None
@@ -174,6 +177,10 @@ class RunRecord:
     """By split, what its rows held by column, as `data/seen.py` counts it; None of runs by earlier versions."""
     ranges: dict[str, tuple[FiniteFloat, FiniteFloat]] | None = None
     """The lowest and highest usual number of each number column in training, after its transform."""
+    calibration: Calibration | None = None
+    """What follows the network of the weights of its step."""
+    negatives_kept: Amount | None = None
+    """The share of rows with label 0 that the data has; None if it has all."""
     scores: Scores | None = None
     """None of runs by earlier versions, and of runs without validation and test rows."""
 
@@ -181,6 +188,10 @@ class RunRecord:
         """Raises ValueError if the metrics are not those of the objective."""
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective is {self.objective!r}; this hotrow knows {', '.join(OBJECTIVES)}")
+        if self.metrics_by is not None and self.objective not in BY_GROUP:
+            raise ValueError(f"metrics_by is {self.metrics_by!r}, but objective is {self.objective!r}")
+        if not 0 < (self.negatives_kept or 1.0) <= 1:
+            raise ValueError(f"negatives_kept is {self.negatives_kept}; it must be above 0 and at most 1")
         for split, figures in (self.metrics or {}).items():
             try:
                 self.trained_for.check(figures)
@@ -189,8 +200,8 @@ class RunRecord:
 
     @property
     def trained_for(self) -> Objective:
-        """The loss, metrics and scores that `objective` names."""
-        return OBJECTIVES[self.objective]
+        """The loss, metrics and scores that `objective` and `metrics_by` name."""
+        return objective_of(self.objective, self.metrics_by)
 
     @property
     def final_metrics(self) -> dict[str, Any]:

@@ -159,6 +159,8 @@ RESUMABLE = (
     "train.nonfinite",
     "train.trace",
     "train.sinks",
+    "calibration.method",
+    "calibration.negatives_kept",
     "checkpoint.every",
     "checkpoint.keep_last",
     "data",
@@ -341,6 +343,9 @@ def _begin(training: Training, found: Path | Start | None) -> None:
         training.start(found)
     elif found is not None:
         training.restore(found)
+    config, kept = training.config, training.config.calibration.negatives_kept
+    judged = {"objective": config.model.objective, "metrics_by": config.metrics.by}
+    training.folder.update(**judged, negatives_kept=None if kept == 1 else kept)  # on all ranks, which check metrics
     if training.writes_files:
         _say_what_was_decided(training)
     if isinstance(found, Start):
@@ -447,7 +452,6 @@ def _say_what_was_decided(training: Training) -> None:
         write_budget=None,
         dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
         rows={name: split.num_rows for name, split in dataset.splits.items()},
-        objective=config.model.objective,
         seeds={"train.seed": config.train.seed},
         predicted=training.forecast.predicted,
         backend=asdict(backend),

@@ -177,9 +177,8 @@ def scores_of(
     def group(rows: NDArray[Any], value: str = "", *, judge: bool = False) -> Group:
         own = weights[rows] if weights is not None and weights[rows].any() else None
         found = objective.measured(outputs[rows], labels[rows], own) if judge else {}
-        figures = {
-            name: None if math.isnan(found[name]) else float(found[name]) for name in objective.measures if judge
-        }
+        names = [name for name in objective.measures if name in found]
+        figures = {name: None if math.isnan(found[name]) else float(found[name]) for name in names}
         score, label = (float(np.average(each[rows].astype(np.float64), weights=own)) for each in (scores, labels))
         return Group(len(rows), score, label, value, figures)
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,6 +28,7 @@ from hotrow.base.progress import ProgressLine, duration, rate
 from hotrow.base.waiting import may_spin
 from hotrow.batch import Batch
 from hotrow.config.schema import interval_steps, is_due
+from hotrow.data.packed.groups import Groups
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import Split
 from hotrow.embedding import EmbeddingCollection
@@ -35,6 +36,7 @@ from hotrow.forecast.foretell import Forecast
 from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
 from hotrow.models.layers import Network
+from hotrow.objectives.calibration import Calibration, fitted
 from hotrow.objectives.objective import Metrics, Objective
 from hotrow.optim import clip_grad_norm_, nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.parallel.agreement import MAX_NAMED, StillSame, everyone
@@ -46,7 +48,7 @@ from hotrow.run.build import Parts, build, look_up
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.exact import ADVICE, ADVICE_FOR_BFLOAT16, CODE, FirstPart
-from hotrow.run.folder import SELECTION, RunFolder, resume_command
+from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepClock, merged, meters_of_rows
 from hotrow.run.micro import backward, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
@@ -62,7 +64,7 @@ from hotrow.run.wear import WriteMeter, checkpoint_bytes
 from hotrow.run.wire import WireMeter
 from hotrow.setup.beside import EVAL_BATCH_SIZE
 from hotrow.setup.device import DenseDevice
-from hotrow.setup.setup import Setup
+from hotrow.setup.setup import SELECTION, Setup
 
 MakeMeter: TypeAlias = Callable[[Session], Meter]
 MAX_SKIPPED = 100
@@ -143,19 +145,20 @@ def evaluate(
     """
     dense, comm = dense or DenseDevice(), comm or Communicator()
     metrics = objective.metrics() if metrics is None else metrics
-    for scored in islice(_scored(embedding, model, split, dense, comm), num_batches):
-        metrics.update(*scored)
+    for scored in islice(_scored(embedding, model, split, objective.by, dense, comm), num_batches):
+        metrics.update(**scored)
     return metrics.figures()
 
 
 def _scored(
-    embedding: EmbeddingCollection, model: Network, split: Split, dense: DenseDevice, comm: Communicator
-) -> Iterator[tuple[Tensor, ...]]:
-    """Yields outputs, labels and, if there are any, weights of batch after batch of EVAL_BATCH_SIZE, on every rank.
+    embedding: EmbeddingCollection, model: Network, split: Split, by: str | None, dense: DenseDevice, comm: Communicator
+) -> Iterator[dict[str, Tensor]]:
+    """Yields outputs, labels and, if there are any, weights and groups by the feature `by`, of batch after batch of
+    EVAL_BATCH_SIZE, on every rank.
 
     Of R batches in a row, each rank scores one, because a product's bits may depend on the rows it has.
     """
-    first = comm.rank * EVAL_BATCH_SIZE
+    first, groups = comm.rank * EVAL_BATCH_SIZE, None if by is None else Groups(split.info, by)
 
     def own(num_samples: int) -> tuple[int, int]:
         return min(first, num_samples), min(first + EVAL_BATCH_SIZE, num_samples)
@@ -164,10 +167,14 @@ def _scored(
         rows = look_up(model, embedding, batch.sparse)
         outputs_B = dense.outputs(model, batch.dense, rows).cpu() if len(batch) else batch.label
         del rows  # before those of the next batch come beside them
-        columns = [outputs_B, batch.label, *([] if batch.weight is None else [batch.weight])]
-        for scored in comm.gather(torch.cat(columns), purpose="evaluation"):
+        columns = {"outputs": outputs_B, "labels": batch.label}
+        columns |= {} if batch.weight is None else {"weights": batch.weight}
+        columns |= (
+            {} if groups is None else {"groups": groups.of(batch).double()}
+        )  # as exact as float32 and row numbers
+        for scored in comm.gather(torch.cat([*columns.values()]), purpose="evaluation"):
             if len(scored):
-                yield scored.chunk(len(columns))
+                yield dict(zip(columns, scored.chunk(len(columns)), strict=True))
 
 
 class Interrupt:
@@ -600,19 +607,48 @@ class Training:
             with self._aside():
                 load_checkpoint(best, {"embedding": self.parts.embedding, "model": self.parts.model})
         judged = {split: self.parts.objective.metrics() for split in ("val", "test") if self._has(split)}
-        metrics = {
-            split: self.score(split, step=chosen, metrics=own)
-            for split, own in judged.items()
-            if not (split == "val" and val)
-        }
-        metrics |= {"val": val} if val else {}
+        metrics = {"val": val} if val else {}
+        if "val" in judged and not val:
+            metrics["val"] = self.score("val", step=chosen, metrics=judged["val"])
+        calibration = self._calibrate(judged.get("val"), chosen)
+        if "test" in judged:
+            metrics["test"] = self.score("test", step=chosen, metrics=judged["test"])
         doubts = self.parts.objective.doubts
         self._warn_of([doubts(metrics[split], f"the {split} split") for split in ("val", "test") if split in metrics])
         if self.writes_files:
             self._count_columns()
         if judged:
             self._look_at_scores(*list(judged.items())[-1])
-        self.folder.update(status="finished", ended=state.ended, chosen_step=chosen, metrics=metrics, **self.figures())
+        self.folder.update(
+            status="finished",
+            ended=state.ended,
+            chosen_step=chosen,
+            metrics=metrics,
+            calibration=calibration,
+            **self.figures(),
+        )
+
+    def _calibrate(self, judged: Metrics | None, step: int) -> Calibration | None:
+        """Returns the map of `calibration.method` for the weights of `step`, which from here on follows the model.
+
+        It is fitted to the validation rows, which are judged without it: `judged` holds their outputs, or will. Without
+        such rows it is the map of the selection, whose weights had not seen them. Collective.
+        """
+        if (method := self.config.calibration.method) is None:
+            return None
+        if judged is not None:
+            if not judged.num_rows:  # it was scored when these weights were the newest
+                self._evaluated("val", metrics=judged)
+            found = fitted(method, *judged.rows(), step=step)
+        elif (selected := RunFolder.open(self.folder.path / SELECTION).record.calibration) is not None:
+            found = replace(selected, step=step, from_selection=True)
+        else:
+            self.warn("not_calibrated", f"the run in {SELECTION}/ was not calibrated, so this one is not", count=1)
+            return None
+        self.say(f"calibration: {found.line()}")
+        if self._has("test"):
+            found.follow(self.parts.model)
+        return found
 
     def _count_columns(self) -> None:
         """Keeps what the splits hold by column. A run is not lost if a block that it did not train on is damaged."""

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hotrow.config.schema import Config
 from hotrow.costs.demand import demands_of, tables_of
 from hotrow.costs.hardware import Hardware, known_hardware
+from hotrow.data.packed.groups import Groups
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.calibrate import Calibration
 from hotrow.hot.turns import check_hot, choose_rows
@@ -30,6 +32,8 @@ from hotrow.setup.shards import shards_of
 from hotrow.setup.slots import Sharing, SlotPlanner
 from hotrow.tables import TableConfig
 
+SELECTION = "selection"
+"""The run in a run's folder that found how many steps to train, if `fit` trained again with the validation rows."""
 MERGED = ("sgd", "adagrad", "row_wise_adagrad")
 """Optimizers whose states are sums over steps, so that the changes of several ranks may be added up."""
 
@@ -83,7 +87,7 @@ class Setup:
         """
         ranks = ranks or Ranks()
         if training:
-            check_data(config, dataset)
+            check_data(config, dataset, folder)
         if room is not None and room.machine is not None:
             config = with_threads_of(room.machine, config)
         ranks = ranks.with_micro_batches(config.train.micro_batches or ranks.size)
@@ -141,19 +145,39 @@ class Setup:
         return _held(self.tables, self.shards, self.ranks)
 
 
-def check_data(config: Config, dataset: PackedDataset) -> None:
-    """Raises ValueError, with the cure, if the dataset lacks what training with `config` needs."""
+def check_data(config: Config, dataset: PackedDataset, folder: Path) -> None:
+    """Raises ValueError, with the cure, if the dataset lacks what training with `config` in `folder` needs."""
     for table in dataset.info.tables:
         # Training reads no vocabulary, and reading all takes a second per GB, so this looks at sizes and headers alone;
         # the contents are left to `hotrow check` and `predict`. Preparing the same data again makes the same ones.
         if table.vocabulary_file in dataset.info.files:
             dataset.vocabulary(table.name)
     config.model.check(dataset)
+    if config.metrics.by is not None:
+        Groups(dataset.info, config.metrics.by)
     patience = config.train.early_stopping
     if patience is not None and not ("val" in dataset.splits and dataset.split("val").num_rows):
         raise ValueError(
             f"train.early_stopping is {patience}, but {dataset.path} has no rows in a split 'val' to stop by; prepare "
             "the data with one, or set it to null"
+        )
+    if config.calibration.method is not None and not (folder / SELECTION).is_dir():
+        _check_rows_to_fit(f"calibration.method is {config.calibration.method!r}", dataset)
+
+
+def _check_rows_to_fit(asked: str, dataset: PackedDataset) -> None:
+    """Raises ValueError, with the cure, if the validation rows do not have both labels."""
+    split = dataset.splits.get("val")
+    found = (
+        set[float]()
+        if split is None
+        else {float(label) for index in range(split.num_blocks) for label in np.unique(split.block(index).label)}
+    )
+    if len(found) < 2:
+        has = f"has rows of label {found.pop():g} alone" if found else "has no rows"
+        raise ValueError(
+            f"{asked}, but the split 'val' of {dataset.path} {has}, to which nothing can be fitted; split the data "
+            "differently, or set it to null"
         )
 
 
