@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -28,8 +28,11 @@ def sampled(*axes: Iterable[Any], pairs: bool = True) -> list[Any]:
     ]
 
 
-def covering(sizes: Sequence[int], strength: int) -> set[tuple[int, ...]]:
-    """Returns rows of numbers, below `sizes`, that have every combination of any `strength` columns."""
+def covering(
+    sizes: Sequence[int], strength: int, *, valid: Callable[[tuple[int, ...]], bool] = lambda row: True
+) -> set[tuple[int, ...]]:
+    """Returns `valid` rows of numbers, below `sizes`, that have every combination of any `strength` columns, except
+    combinations with which none of 40 rows is valid."""
     draw, rows = random.Random(0), set[tuple[int, ...]]()
     columns = list(itertools.combinations(range(len(sizes)), strength))
     missing = {
@@ -42,7 +45,10 @@ def covering(sizes: Sequence[int], strength: int) -> set[tuple[int, ...]]:
     while missing:
         chosen, at = min(missing)  # each row has one that is missing, and as many more as 40 draws find
         fixed = dict(zip(chosen, at, strict=True))
-        drawn = (tuple(fixed.get(c, draw.randrange(size)) for c, size in enumerate(sizes)) for _ in range(40))
+        drawn = [tuple(fixed.get(c, draw.randrange(size)) for c, size in enumerate(sizes)) for _ in range(40)]
+        if not (drawn := list(filter(valid, drawn))):
+            missing.remove((chosen, at))
+            continue
         best = max(drawn, key=lambda row: len(found(row)))
         rows.add(best)
         missing -= found(best)

@@ -1,4 +1,5 @@
-"""Law 2 for models: no option of any makes bits depend on the number of ranks or threads, or on where a batch lies.
+"""The contract of a model: no option of any makes bits depend on the number of ranks or threads, on where a batch or a
+row lies, or on an interruption; a sample's output depends on no other sample; an export computes the same.
 
 Models and their options are those of the registry, so a new one is tested by existing. Torch's products depend on
 addresses on processors for which MKL has no kernels of their own; MKL's kernels for SSE4.2 do so on every processor, so
@@ -21,14 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from benchmarks.rank_laws import covering
 from hotrow.batch import Batch
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
+from hotrow.costs.demand import required_bytes
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
+from hotrow.export import score
+from hotrow.export.export import network_source
 from hotrow.kernels import ops
 from hotrow.models import MODELS
 from hotrow.models.dlrm import DLRM
@@ -37,13 +40,16 @@ from hotrow.objectives import OBJECTIVES
 from hotrow.objectives.objective import Objective
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.dense import OverRanks
+from hotrow.placement.tiers import Tiers
 from hotrow.run import runs, trainer
 from hotrow.run.build import Parts, build, look_up
+from hotrow.run.checkpoint import load_checkpoint, save_checkpoint
 from hotrow.run.exact import CODE, FirstPart
 from hotrow.run.meters import Session
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
 from rank_pool import RankPool
+from sampled import covering
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="the reference's products are torch's")
 MAX_RANKS = 4
@@ -77,14 +83,14 @@ def values_of(annotation: Any) -> list[Any]:
         return [[], [9], [6, 70]]
     if origin is dict:
         return [{"default": 3, "user": 9}]
-    found = {type(None): [None], bool: [False, True], int: [3, 17], float: [0.5]}
+    found = {type(None): [None], bool: [False, True], int: [3, 17], float: [0.0, 0.5]}
     assert annotation in found, f"say which values an option of type {annotation} is tried with"
     return found[annotation]
 
 
-def cases(model: str, *more: Sequence[Any], every: bool = False) -> list[tuple[Any, ...]]:
+def cases(model: str, *more: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Returns combinations of the options of a model, and of `more`: (options, *more), in which any value of one meets
-    any value of another; every: all combinations."""
+    any value of another."""
     spec = MODELS[model]
     options = {name: values_of(field.annotation) for name, field in spec.model_fields.items() if name != "name"}
     if "num_cross_layers" in options:
@@ -105,15 +111,14 @@ def cases(model: str, *more: Sequence[Any], every: bool = False) -> list[tuple[A
             return False
         return True
 
-    numbers = [range(len(factor)) for factor in factors]
-    return [*map(chosen, filter(valid, itertools.product(*numbers)) if every else covering(numbers, valid))]
+    return [*map(chosen, sorted(covering([len(factor) for factor in factors], 2, valid=valid)))]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows that every model takes: ids and their histories, dense inputs, and weights, every third of them 0."""
     rng, n = np.random.default_rng(1), 5200
-    ids = {"user": rng.integers(0, 300, n), "item": rng.integers(0, 200, n), "category": rng.integers(0, 7, n)}
+    ids = {"user": rng.integers(0, 3000, n), "item": rng.integers(0, 2000, n), "category": rng.integers(0, 7, n)}
     dense = {f"x{k}": rng.standard_normal(n).astype(np.float32) for k in range(DENSE)}
     lengths = rng.integers(0, 4, n)
     lists = {f"{name}_history": [rng.integers(0, 9, k).tolist() for k in lengths] for name in ("item", "category")}
@@ -210,20 +215,32 @@ def test_addresses_and_threads_change_no_bit(pool: RankPool, data: Path, model: 
 
 
 def trained(
-    comm: Communicator, data: Path, options: dict[str, Any], sizes: Sequence[int], threads: int
+    comm: Communicator,
+    data: Path,
+    options: dict[str, Any],
+    sizes: Sequence[int],
+    threads: int,
+    moves: Path | None = None,
 ) -> dict[str, bytes]:
-    """Takes a step on each of the batches; returns the bits of losses, weights and rows."""
+    """Takes a step on each of the batches; returns the bits of losses, weights and rows. moves: a folder through which
+    the run goes from rows on disk to rows in DRAM before its third step."""
     with_simple_products()
     torch.set_num_threads(threads)
     config = config_of(data, options, comm.ranks.micro_batches)
     setup = Setup.decide(config, PackedDataset.open(data), data, ranks=comm.ranks)
-    parts = build(setup, comm)
+    parts = build(setup if moves is None else on_disk(setup, moves), comm)
     if comm.size > 1:
         length = sum(weight.numel() for weight in parts.model.parameters())
         parts.exchange = OverRanks(comm, lambda: None, length=length)
     session = Session(len(sizes))
     whole, losses = batch_of(data, sum(sizes)), []
     for step, (first, last) in enumerate(itertools.pairwise(itertools.accumulate(sizes, initial=0))):
+        if moves is not None and step == 2:
+            save_checkpoint(moves / "step", parts.with_state())
+            assert any(store.path is not None for store in parts.embedding.placement.find(Tiers).stores)
+            parts.embedding.placement.close()
+            parts = build(setup, comm)
+            load_checkpoint(moves / "step", parts.with_state())
         start, stop = (first + at for at in comm.ranks.samples(last - first))
         own = slice(start, stop)
         sparse = whole.sparse.samples(start, stop)
@@ -257,6 +274,75 @@ def test_ranks_change_no_bit_with_any_options(pool: RankPool, data: Path, model:
         for V, R, threads in itertools.product(VS, RANKS, THREADS):
             if R <= V:
                 check_ranks(pool, data, options, V, R, threads)
+
+
+# ---- rows on disk, and a run that stops
+
+
+def on_disk(setup: Setup, folder: Path) -> Setup:
+    """Returns a setup with half of the rows in files."""
+    needed = required_bytes(setup.config, setup.tables)
+    memory = {"dram": int(0.7 * needed), "ssd": str(folder / "rows"), "lookahead": 0}
+    raw = setup.config.model_dump(mode="json")
+    config = make_config({**raw, "memory": memory, "train": {**raw["train"], "batch_size": max(BATCHES[1])}})
+    return Setup.decide(config, setup.dataset, folder)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_on_disk_and_a_stop_change_no_bit(pool: RankPool, data: Path, tmp_path: Path, model: str) -> None:
+    for number, (options,) in enumerate(cases(model)):
+        (truth,) = pool.run(trained, data, options, BATCHES[1], 1, num_ranks=1, micro_batches=1)
+        (tmp_path / str(number)).mkdir()
+        (found,) = pool.run(trained, data, options, BATCHES[1], 1, tmp_path / str(number), num_ranks=1, micro_batches=1)
+        assert [name for name in truth if found[name] != truth[name]] == [], options
+
+
+# ---- samples, and exports
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_sample_depends_on_no_other(data: Path, model: str) -> None:
+    """So a batch may be cut anywhere, in a training step too."""
+    for (options,) in cases(model):
+        setup = Setup.decide(config_of(data, options, 1), PackedDataset.open(data), data)
+        parts, batch, found = build(setup), batch_of(data, 61), []
+        for edges in ((0, 61), (0, 1, 30, 61)):
+            for start, stop in itertools.pairwise(edges):
+                rows = look_up(parts.model, parts.embedding, batch.sparse.samples(start, stop))
+                with torch.no_grad(), parts.model.drawing(5, start):
+                    found.append(parts.model(batch.dense[start:stop], rows))
+        whole, cut = found[0], torch.cat(found[1:], -1)
+        torch.testing.assert_close(cut, whole, rtol=0, atol=1e-5 * float(whole.abs().max()) + 1e-6, msg=str(options))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_export_computes_the_same(data: Path, tmp_path: Path, model: str) -> None:
+    """Its file of the network is in plain torch; test_export.py has whole exports."""
+    for number, (options,) in enumerate(cases(model)):
+        setup = Setup.decide(config_of(data, options, 1), PackedDataset.open(data), data)
+        parts, batch = build(setup), batch_of(data, 61)
+        (tmp_path / f"{number}.py").write_text(network_source(model, parts.objective))
+        about = {
+            "model": {**setup.config.model.model_dump(mode="json"), "num_dense": DENSE},
+            "tables": [{"name": table.name, "embedding_dim": table.embedding_dim} for table in setup.tables],
+            "features": [
+                {"name": name, "table": table.name}
+                for name in parts.embedding.feature_names
+                for table in setup.tables
+                if name in table.feature_names
+            ],
+        }
+        definition = score.load_module(tmp_path / f"{number}.py")
+        exported = score.build_network(definition, about)
+        with torch.no_grad():
+            for weight in parts.model.parameters():  # some start at zero
+                weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())) * 0.2
+            exported.load_state_dict(parts.model.state_dict())
+            rows = look_up(parts.model, parts.embedding, batch.sparse)
+            ours, theirs = parts.model(batch.dense, rows), exported(batch.dense, rows)
+        assert float(ours.std()) > 0
+        torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5 * float(ours.abs().max()) + 1e-6, msg=str(options))
+        assert torch.equal(definition.scores(ours), parts.objective.scores(ours))
 
 
 # ---- a model of one's own

@@ -19,6 +19,13 @@ def test_every_pair_is_in_the_sample(sizes: tuple[int, ...]) -> None:
     assert len(covering(sizes, 1)) == max(sizes)
 
 
+def test_rows_that_are_not_valid_are_left_out() -> None:
+    rows = covering((3, 3, 4), 2, valid=lambda row: row[0] != 1 and row[1] <= row[0])
+    assert {row[:2] for row in rows} == {(0, 0), (2, 0), (2, 1), (2, 2)}
+    for a in (0, 1):
+        assert {(row[a], row[2]) for row in rows} == set(itertools.product((0, 2) if a == 0 else range(3), range(4)))
+
+
 def test_what_is_not_in_the_sample_is_slow() -> None:
     found = sampled("ab", range(4), pairs=False)
     assert [each.values for each in found] == [*itertools.product("ab", range(4))]
