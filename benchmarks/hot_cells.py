@@ -29,7 +29,7 @@ from hotrow.hot.calibrate import calibrate, find_hot
 from hotrow.hot.hot_set import HotSet, counts_of, hot_samples
 from hotrow.inspect.hot_rows import record_bytes_of
 from hotrow.kernels.types import Algorithm
-from hotrow.models.tbsm import SUFFIX as HISTORY
+from hotrow.models.spec import HISTORY
 from hotrow.placement.budget import TableDemand, slot_bytes
 
 SWAPS = 4

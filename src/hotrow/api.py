@@ -485,7 +485,8 @@ def fit(
     split: "time", "random" or "reference", or a mapping as in a schema, such as
         {"kind": "random", "fractions": [0.6, 0.2, 0.2], "seed": 1}.
     config: a recipe to train by, as a path or its content, instead of the one for this many rows (config/recipe.py).
-    model: "dlrm" (default), "dcn", "deepfm" or "tbsm". run: the run's folder (default: the next runs/NAME-MODEL-NNN).
+    model: a name in docs/config.md, such as "dcn"; default "dlrm". run: the run's folder (default: the next
+        runs/NAME-MODEL-NNN).
     refit: whether raw data that is split by time or at random is trained on twice. The first run, in RUN/selection,
         leaves the validation rows out and finds the last step at which they were scored best, within noise. The second
         one, in RUN, trains on them too, from the start, and takes more steps in proportion to its rows. If False, or if

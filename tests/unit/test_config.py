@@ -101,15 +101,18 @@ objective binary_cross_entropy
 """
 OPTIONS_OF_MODELS = {
     "dlrm": """
+dropout 0.0
+layer_norm False
 bottom_mlp [512, 256, 64]
 top_mlp [512, 256]
 concatenated False
 first_order False
 members 1
-dropout 0.0
 embedding_dropout 0.0
 """,
     "tbsm": """
+dropout 0.0
+layer_norm False
 bottom_mlp [512, 256, 64]
 top_mlp [512, 256]
 history_steps 20
@@ -117,15 +120,25 @@ attention_mlp [15, 15]
 final_mlp [60]
 """,
     "dcn": """
+dropout 0.0
+layer_norm False
 num_cross_layers 3
 low_rank None
 deep_mlp [512, 256]
 structure parallel
 """,
     "deepfm": """
+dropout 0.0
+layer_norm False
 second_order True
 deep_mlp [400, 400, 400]
+""",
+    "din": """
 dropout 0.0
+layer_norm False
+attention_mlp [80, 40]
+top_mlp [200, 80]
+use_softmax False
 """,
 }
 
@@ -218,8 +231,8 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "memory": {"file": "\ud800"}}, r"memory\.file: path is '\\ud800'; it must be valid Unicode"),
         ({"data": "d", "model": {"top_mlp": [8, 0]}}, r"model\.top_mlp is 0; allowed: a list of integers >= 1"),
         (
-            {"data": "d", "model": {"attention_mlp": [8]}},
-            r"unknown key model\.attention_mlp for model dlrm; it is one of tbsm: remove it, or set model\.name to t",
+            {"data": "d", "model": {"history_steps": 8}},
+            r"unknown key model\.history_steps for model dlrm; it is one of tbsm: remove it, or set model\.name to t",
         ),
         (
             {"data": "d", "model": {"name": "tbsm", "first_order": True}},

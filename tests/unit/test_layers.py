@@ -125,7 +125,9 @@ def test_models_take_products_and_sums_from_layers() -> None:
 
 def torchs_sums(tree: ast.AST) -> set[str]:
     """Names of SUMS that a file takes as an attribute, or imports from torch."""
-    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    # Names of a module are its own, such as an option called layer_norm.
+    found = {node.attr for node in attributes if ast.unparse(node.value) != "self"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             found |= {alias.name for alias in node.names}

@@ -214,7 +214,7 @@ def init(
     paths: Paths,
     *,
     read: ReadOptions,
-    model: Annotated[str | None, typer.Option(help="The recipe's model: dlrm (default), dcn, deepfm or tbsm.")] = None,
+    model: Annotated[str | None, typer.Option(help="The recipe's model by its name, such as dcn or din.")] = None,
     out: Annotated[Path, typer.Option(help="Folder to write schema.yaml and recipe.yaml into.")] = Path(),
 ) -> Answer:
     """Look at logs, or a packed dataset, and write a commented schema and recipe for it."""

@@ -21,6 +21,14 @@ class ModelSpec:
         vars(self).update(options)
 
 
+MLPSpec = ModelSpec
+
+
+def histories_of(feature_names: Sequence[str], model: str) -> dict[str, str]:
+    """Returns by feature X the feature X_history, which holds its earlier ids."""
+    return {name.removesuffix("_history"): name for name in feature_names if name.endswith("_history")}
+
+
 class SampleError(ValueError):
     """A sample of a batch that the model cannot take. sample: its position in the batch, from 0."""
 
@@ -44,20 +52,34 @@ def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.
     return nn.Linear(num_inputs, num_outputs)
 
 
+class LayerNorm(nn.LayerNorm):
+    """Normalises each row, with a learned weight and bias."""
+
+
 class MLP(nn.Module):
-    """Linear layers, a ReLU after each, except the last if `last="linear"`; `dropout` acts in training alone."""
+    """Linear layers, a ReLU after each, except the last if `last="linear"`; with `layer_norm` there is a norm before
+    the ReLU of each hidden layer, which the last is if it is `hidden`. `dropout` acts in training alone."""
 
     def __init__(
-        self, widths: Sequence[int], *, generator: torch.Generator, last: str = "relu", dropout: float = 0.0
+        self,
+        widths: Sequence[int],
+        *,
+        generator: torch.Generator,
+        last: str = "relu",
+        dropout: float = 0.0,
+        layer_norm: bool = False,
+        hidden: bool = False,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(linear(n, m, generator) for n, m in pairwise(widths))
         self.last = last
+        self.norms = nn.ModuleList(LayerNorm(width) for width in widths[1 : None if hidden else -1] if layer_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the last layer's output."""
         for k, layer in enumerate(self.layers):
             x = layer(x)
+            x = self.norms[k](x) if k < len(self.norms) else x
             x = torch.relu(x) if self.last == "relu" or k + 1 < len(self.layers) else x
         return x
 
@@ -87,7 +109,7 @@ class Constant(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the same vector for every row of x."""
-        return self.bias.expand(len(x), -1)
+        return per_sample(self.bias, x)
 
 
 def each(members: Sequence[nn.Module], x: Tensor) -> Tensor:
@@ -103,6 +125,16 @@ def products(x: Tensor, weight: Tensor) -> Tensor:
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Returns x weight^T."""
     return x @ weight.T
+
+
+def along(x: Tensor, width: int) -> Tensor:
+    """Returns each value of x `width` times, along a new last axis."""
+    return x[..., None].expand(*x.shape, width)
+
+
+def per_sample(values: Tensor, x: Tensor) -> Tensor:
+    """Returns the values once for each row of x."""
+    return values.expand(len(x), -1)
 
 
 def dots(x: Tensor, y: Tensor) -> Tensor:
@@ -128,6 +160,23 @@ def unit(x: Tensor) -> Tensor:
 def sigmoid(x: Tensor) -> Tensor:
     """Returns 1 / (1 + e^-x)."""
     return torch.sigmoid(x)
+
+
+def bag_sums(x: Tensor, offsets: Tensor) -> Tensor:
+    """Returns the sum of each bag's rows of x; bag b has those from offsets[b] to offsets[b + 1]."""
+    bags = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
+    return x.new_zeros(len(offsets) - 1, x.shape[1]).index_add(0, bags, x)
+
+
+def per_bag(x: Tensor, offsets: Tensor) -> Tensor:
+    """Returns row b of x once for each row of bag b."""
+    return x.repeat_interleave(offsets.diff(), 0)
+
+
+def bag_softmax(x: Tensor, offsets: Tensor) -> Tensor:
+    """Returns e^x divided by its sum over the bag."""
+    exp = torch.exp(x - per_bag(torch.segment_reduce(x, "max", lengths=offsets.diff(), unsafe=True), offsets))
+    return exp / per_bag(bag_sums(exp, offsets), offsets)
 
 
 def dot_interaction(dense: Tensor, rows: Tensor) -> Tensor:

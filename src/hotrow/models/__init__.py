@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from hotrow.models.dcn import DCNSpec
 from hotrow.models.deepfm import DeepFMSpec
+from hotrow.models.din import DINSpec
 from hotrow.models.dlrm import DLRMSpec
 from hotrow.models.spec import ModelSpec
 from hotrow.models.tbsm import TBSMSpec
 
 MODELS: dict[str, type[ModelSpec]] = {
-    spec.model_fields["name"].default: spec for spec in (DLRMSpec, TBSMSpec, DCNSpec, DeepFMSpec)
+    spec.model_fields["name"].default: spec for spec in (DLRMSpec, TBSMSpec, DCNSpec, DeepFMSpec, DINSpec)
 }
 """By the name that `model.name` selects; the first is the default."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.models.layers import MLP, Linear, Network
-from hotrow.models.spec import ModelSpec, Steps, Width
+from hotrow.models.spec import MLPSpec, Steps, Width
 
 
 class CrossLayer(nn.Module):
@@ -44,8 +44,9 @@ class DCN(Network):
     """dense [B, I], pooled [B, P] -> logits [B].
 
     num_inputs: X. low_rank: R, or None for full matrices. deep_mlp: widths of the deep tower; if there are none, the
-    logit is a linear map of x_L. stacked: whether the tower runs on x_L, else on x_0. generator: CPU generator from
-    which all weights are drawn: cross layers first (V, then W), then the deep tower, then the last layer.
+    logit is a linear map of x_L. stacked: whether the tower runs on x_L, else on x_0. dropout, layer_norm: of the
+    tower's layers. generator: CPU generator from which all weights are drawn: cross layers first (V, then W), then the
+    deep tower, then the last layer.
     """
 
     def __init__(
@@ -56,12 +57,15 @@ class DCN(Network):
         low_rank: int | None,
         deep_mlp: Sequence[int],
         stacked: bool,
+        dropout: float,
+        layer_norm: bool,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
         layers = (CrossLayer(num_inputs, low_rank=low_rank, generator=generator) for _ in range(num_cross_layers))
         self.cross = nn.ModuleList(layers)
-        self.deep = MLP([num_inputs, *deep_mlp], generator=generator) if deep_mlp else None
+        options: dict[str, Any] = {"dropout": dropout, "layer_norm": layer_norm, "hidden": True}
+        self.deep = MLP([num_inputs, *deep_mlp], generator=generator, **options) if deep_mlp else None
         self.stacked = stacked
         num_last = deep_mlp[-1] if deep_mlp else 0
         self.last = Linear(num_last if deep_mlp and stacked else num_inputs + num_last, 1, generator=generator)
@@ -80,7 +84,7 @@ class DCN(Network):
         return logits_B1.squeeze(1)
 
 
-class DCNSpec(ModelSpec):
+class DCNSpec(MLPSpec):
     """Cross layers on the dense inputs and the embeddings, all in one vector, with a deep tower behind or beside them.
 
     Tables may have different numbers of columns.
@@ -108,5 +112,7 @@ class DCNSpec(ModelSpec):
             low_rank=self.low_rank,
             deep_mlp=self.deep_mlp,
             stacked=self.structure == "stacked",
+            dropout=self.dropout,
+            layer_norm=self.layer_norm,
             generator=generator,
         )

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.models.layers import MLP, Network, dots, product, weighted_sum
-from hotrow.models.spec import DropoutShare, ModelSpec, Width
+from hotrow.models.spec import MLPSpec, Width
 
 
 class DeepFM(Network):
     """dense [B, I], pooled [B, F * (1 + D)] -> logits [B].
 
-    num_dense: I. num_features: F. embedding_dim: D. deep_mlp: hidden widths; 1 is appended. dropout: of the hidden
-    layers. generator: CPU generator from which the MLP is drawn.
+    num_dense: I. num_features: F. embedding_dim: D. deep_mlp: hidden widths; 1 is appended. dropout,
+    layer_norm: of the hidden layers. generator: CPU generator from which the MLP is drawn.
     """
 
     def __init__(
@@ -43,12 +43,13 @@ class DeepFM(Network):
         second_order: bool,
         deep_mlp: Sequence[int],
         dropout: float,
+        layer_norm: bool,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
         self.num_features, self.second_order = num_features, second_order
         widths = [num_dense + num_features * embedding_dim, *deep_mlp, 1]
-        self.deep = MLP(widths, generator=generator, last="linear", dropout=dropout)
+        self.deep = MLP(widths, generator=generator, last="linear", dropout=dropout, layer_norm=layer_norm)
         self.first_order_I = nn.Parameter(torch.zeros(num_dense))
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ class DeepFM(Network):
         return logits_B
 
 
-class DeepFMSpec(ModelSpec):
+class DeepFMSpec(MLPSpec):
     """Every id's own weight, the products of all pairs of embeddings, and an MLP on embeddings and dense inputs."""
 
     network: ClassVar = DeepFM
@@ -81,8 +82,6 @@ class DeepFMSpec(ModelSpec):
     deep_mlp: list[Width] = [400, 400, 400]
     """Widths of the MLP's hidden layers; the last layer, one logit, is added. With [] there are none, which leaves a
     factorization machine."""
-    dropout: DropoutShare = 0.0
-    """Share of the MLP's hidden units that each sample leaves out in training, another share each time."""
 
     def row_dim(self, embedding_dim: int) -> int:
         """Returns the columns of a row: the weight of the id, then its vector."""
@@ -98,5 +97,6 @@ class DeepFMSpec(ModelSpec):
             second_order=self.second_order,
             deep_mlp=self.deep_mlp,
             dropout=self.dropout,
+            layer_norm=self.layer_norm,
             generator=generator,
         )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.models.layers import MLP, Constant, Dropout, Network, dot_interaction, each, products
-from hotrow.models.spec import DropoutShare, Members, ModelSpec, Width
+from hotrow.models.spec import DropoutShare, Members, MLPSpec, Width
 
 
 class DLRM(Network):
@@ -29,7 +29,7 @@ class DLRM(Network):
 
     num_dense: I; with 0 a learned vector takes the place of the bottom MLP, so every feature keeps a linear term.
     num_features: F. bottom_mlp, top_mlp: hidden widths; D and 1 are appended.
-    concatenated, first_order: whether the inputs and the term above are added. dropout: of the MLPs' hidden
+    concatenated, first_order: whether the inputs and the term above are added. dropout, layer_norm: of the MLPs' hidden
     layers. embedding_dropout: of the whole pooled row of a feature. generator: CPU generator from which all weights are
     drawn, bottom MLP first.
     """
@@ -45,19 +45,21 @@ class DLRM(Network):
         concatenated: bool = False,
         first_order: bool = False,
         dropout: float = 0.0,
+        layer_norm: bool = False,
         embedding_dropout: float = 0.0,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
         self.num_features, self.embedding_dim = num_features, embedding_dim
         num_pairs = num_features * (num_features + 1) // 2
+        hidden: dict[str, Any] = {"dropout": dropout, "layer_norm": layer_norm}
         self.bottom: nn.Module
         if num_dense:
-            self.bottom = MLP([num_dense, *bottom_mlp, embedding_dim], generator=generator, dropout=dropout)
+            self.bottom = MLP([num_dense, *bottom_mlp, embedding_dim], generator=generator, **hidden)
         else:
             self.bottom = Constant(embedding_dim, generator=generator)
         num_inputs = embedding_dim + num_pairs + (num_features * embedding_dim if concatenated else 0)
-        self.top = MLP([num_inputs, *top_mlp, 1], generator=generator, last="linear", dropout=dropout)
+        self.top = MLP([num_inputs, *top_mlp, 1], generator=generator, last="linear", **hidden)
         self.concatenated, self.row_dropout = concatenated, Dropout(embedding_dropout, generator=generator)
         self.first_order_I = nn.Parameter(torch.zeros(num_dense)) if first_order else None
 
@@ -114,7 +116,7 @@ class DLRMs(Network):
         return mean_B / self.num_members
 
 
-class DLRMSpec(ModelSpec):
+class DLRMSpec(MLPSpec):
     """A bottom MLP on the dense inputs, dot products of its output and the embeddings in pairs, a top MLP on these."""
 
     network: ClassVar = DLRM
@@ -143,8 +145,6 @@ class DLRMSpec(ModelSpec):
     members: Members = 1
     """Number of DLRMs that train at the same time, with columns and weights of their own; the mean of their logits is
     the model's. Rows have `members` times `embedding_dim` columns."""
-    dropout: DropoutShare = 0.0
-    """Share of the MLPs' hidden units that each sample leaves out in training, another share each time."""
     embedding_dropout: DropoutShare = 0.0
     """Share of the features whose whole row each sample leaves out in training. With rows that are seen a few times,
     it keeps the model from learning their labels by heart."""
@@ -166,6 +166,7 @@ class DLRMSpec(ModelSpec):
                 concatenated=self.concatenated,
                 first_order=self.first_order,
                 dropout=self.dropout,
+                layer_norm=self.layer_norm,
                 embedding_dropout=self.embedding_dropout,
                 generator=generator,
             )

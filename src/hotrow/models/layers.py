@@ -12,7 +12,7 @@ export/plain.py has the same names in plain torch, for exports.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
@@ -32,13 +32,19 @@ __all__ = [
     "MLP",
     "Constant",
     "Dropout",
+    "LayerNorm",
     "Linear",
     "Lookup",
     "Network",
+    "along",
+    "bag_softmax",
+    "bag_sums",
     "dot_interaction",
     "dots",
     "each",
     "linear",
+    "per_bag",
+    "per_sample",
     "product",
     "products",
     "repeated",
@@ -132,20 +138,47 @@ def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.
     return layer
 
 
+class LayerNorm(nn.Module):
+    """Each row of x [B, W] less its mean, divided by the root of its variance + 1e-5, times a learned weight, plus a
+    learned bias (Ba et al., 2016). Rows do not know of each other, so micro-batches and ranks change nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x_BW: Tensor) -> Tensor:
+        """Returns the rows [B, W]."""
+        width = x_BW.shape[1]
+        mean_B = product(x_BW, x_BW.new_ones(1, width)).squeeze(1) / width
+        x_BW = x_BW - along(mean_B, width)
+        deviation_B = (dots(x_BW, x_BW) / width + 1e-5).sqrt()
+        return x_BW / along(deviation_B, width) * per_sample(self.weight, x_BW) + per_sample(self.bias, x_BW)
+
+
 class MLP(nn.Module):
     """Linear layers of the given widths (`widths[0]` inputs), a ReLU after each, except the last if `last="linear"`.
 
-    x [B, widths[0]] -> [B, widths[-1]], float32. dropout: of what each hidden layer returns, but not the last one.
+    x [B, widths[0]] -> [B, widths[-1]], float32. dropout: of what each hidden layer returns. layer_norm: whether there
+    is a `LayerNorm` before the ReLU of each hidden layer. hidden: whether the last layer is one of these, because the
+    network has others behind it.
     """
 
     def __init__(
-        self, widths: Sequence[int], *, generator: torch.Generator, last: Activation = "relu", dropout: float = 0.0
+        self,
+        widths: Sequence[int],
+        *,
+        generator: torch.Generator,
+        last: Activation = "relu",
+        dropout: float = 0.0,
+        layer_norm: bool = False,
+        hidden: bool = False,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(linear(n, m, generator) for n, m in pairwise(widths))
         self.last = last
-        num_hidden = len(self.layers) - 1 if dropout else 0
-        self.dropouts = nn.ModuleList(Dropout(dropout, generator=generator) for _ in range(num_hidden))
+        widths = widths[1:] if hidden else widths[1:-1]
+        self.norms = nn.ModuleList(LayerNorm(width) for width in widths if layer_norm)
+        self.dropouts = nn.ModuleList(Dropout(dropout, generator=generator) for _ in widths if dropout)
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """Returns the last layer's output."""
@@ -168,13 +201,19 @@ def products(x_MBI: Tensor, weight_MOI: Tensor) -> Tensor:
 
 
 def _each_mlp(members: Sequence[MLP], x_MBI: Tensor) -> Tensor:
-    """Returns the outputs of MLPs of the same widths, [M, B, O]; hidden layers one by one if something drops."""
+    """Returns the outputs of MLPs of the same widths, [M, B, O]; hidden layers one by one if something drops, or if
+    there are norms."""
     layers = list(zip(*(cast(Sequence[nn.Linear], member.layers) for member in members), strict=True))
     dropouts = list(zip(*(cast(Sequence[Dropout], member.dropouts) for member in members), strict=True))
-    hidden = len(dropouts) if dropouts and dropouts[0][0].moment else 0
-    for own, dropped in zip(layers[:hidden], dropouts, strict=False):
-        x_MBI = mlps(x_MBI, [[one.weight] for one in own], [[one.bias] for one in own], last="relu")
-        x_MBI = _each_dropped(dropped, x_MBI)
+    norms = list(zip(*(member.norms for member in members), strict=True))
+    hidden = len(norms or dropouts) if norms or (dropouts and dropouts[0][0].moment) else 0
+    for k, own in enumerate(layers[:hidden]):
+        weights, biases = [[one.weight] for one in own], [[one.bias] for one in own]
+        x_MBI = mlps(x_MBI, weights, biases, last="linear" if norms else "relu")
+        x_MBI = torch.relu(each(norms[k], x_MBI)) if norms else x_MBI
+        x_MBI = _each_dropped(dropouts[k], x_MBI) if dropouts else x_MBI
+    if hidden == len(layers):
+        return x_MBI
     rest = list(zip(*layers[hidden:], strict=True))
     weights, biases = ([[getattr(one, name) for one in own] for own in rest] for name in ("weight", "bias"))
     return mlps(x_MBI, weights, biases, last=members[0].last)
@@ -217,7 +256,12 @@ class Constant(nn.Module):
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """Returns the vector [B, num_outputs], once for each sample."""
-        return product(x_BI.new_ones(len(x_BI), 1), self.bias[:, None])
+        return per_sample(self.bias, x_BI)
+
+
+def per_sample(values_O: Tensor, x_BI: Tensor) -> Tensor:
+    """Returns the values [B, O] once for each sample of x."""
+    return product(x_BI.new_ones(len(x_BI), 1), values_O[:, None])
 
 
 class _Along(torch.autograd.Function):
@@ -263,6 +307,48 @@ def unit(x_BI: Tensor, *, least: float = 1e-12) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Returns 1 / (1 + e^-x). Each stretch of SERIAL elements is one operation: torch computes the elements at the end
-    of a thread's share in another way than those before, and a share then never ends elsewhere."""
-    return torch.cat([torch.sigmoid(each) for each in torch.split(x.flatten(), SERIAL)]).view_as(x)
+    """Returns 1 / (1 + e^-x)."""
+    return _in_stretches(torch.sigmoid, x)
+
+
+def _in_stretches(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Returns function(x). Each stretch of SERIAL elements is one operation: torch computes the elements at the end of
+    a thread's share in another way than those before, and a share then never ends elsewhere."""
+    return torch.cat([function(each) for each in torch.split(x.flatten(), SERIAL)]).view_as(x)
+
+
+class _BagSums(torch.autograd.Function):
+    """x [L, I] -> the sum of each bag's rows [B, I]; or with `spread` the way back, x [B, I] -> each row of x once for
+    every row of its bag [L, I]. One is the gradient of the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, offsets: Tensor, spread: bool) -> Tensor:  # noqa: FBT001
+        ctx.offsets, ctx.spread = offsets, spread
+        lengths = offsets.diff()
+        if not spread:
+            return torch.segment_reduce(x.detach().contiguous(), "sum", lengths=lengths.to(x.device), unsafe=True)
+        bags = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        return x.detach().index_select(0, bags.to(x.device))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _BagSums.apply(grad, ctx.offsets, not ctx.spread), None, None  # type: ignore[no-untyped-call]
+
+
+def bag_sums(x_LI: Tensor, offsets: Tensor) -> Tensor:
+    """Returns the sum [B, I] of the rows offsets[b] to offsets[b + 1] of x, one after another; 0 without any."""
+    return cast(Tensor, _BagSums.apply(x_LI, offsets, False))  # type: ignore[no-untyped-call]  # noqa: FBT003
+
+
+def per_bag(x_BI: Tensor, offsets: Tensor) -> Tensor:
+    """Returns row b of x once for each of the rows offsets[b] to offsets[b + 1], [L, I]."""
+    return cast(Tensor, _BagSums.apply(x_BI, offsets, True))  # type: ignore[no-untyped-call]  # noqa: FBT003
+
+
+def bag_softmax(x_L1: Tensor, offsets: Tensor) -> Tensor:
+    """Returns e^x divided by its sum over the bag, whose rows are those of `bag_sums`, [L, 1]."""
+    # The largest keeps e^x finite and cancels out, so that it needs no gradient.
+    most_B1 = torch.segment_reduce(x_L1.detach().float(), "max", lengths=offsets.diff().to(x_L1.device), unsafe=True)
+    exp_L1 = _in_stretches(torch.exp, x_L1 - per_bag(most_B1, offsets))
+    return exp_L1 / per_bag(bag_sums(exp_L1, offsets), offsets)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
@@ -32,6 +32,8 @@ InitBound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Members = Annotated[int, Field(ge=1, le=64)]
 DropoutShare = Annotated[float, Field(ge=0, lt=1)]
 DEFAULT = "default"
+HISTORY = "_history"
+"""Feature `X_history` holds the earlier ids of feature `X`."""
 
 
 _MEANINGS = (f"`{name}`: {str(inspect.getdoc(objective)).splitlines()[0]}" for name, objective in OBJECTIVES.items())
@@ -186,3 +188,31 @@ def _check_weights(dataset: Dataset) -> None:
                 f"{dataset.path}: the weight {dataset.info.weight!r} is 0 in all {split.num_rows:,} rows of the {name} "
                 "split, so none of them counts: correct the column, split otherwise, or leave `weight` out"
             )
+
+
+class MLPSpec(ModelSpec):
+    """The options of a model whose MLPs have hidden layers that see whole samples."""
+
+    dropout: DropoutShare = 0.0
+    """Share of the MLPs' hidden units that each sample leaves out in training, another share each time."""
+    layer_norm: bool = False
+    """Whether each hidden layer of the MLPs is normalised before its ReLU, sample by sample (Ba et al., 2016). There is
+    no batch norm: it would make a sample's output depend on the other samples of its micro-batch."""
+
+
+def histories_of(feature_names: Sequence[str], model: str) -> dict[str, str]:
+    """Returns by feature X the feature X_history, which holds its earlier ids. Raises ValueError if there is none, or
+    if one has no X; the error names `model`."""
+    histories = {name.removesuffix(HISTORY): name for name in feature_names if name.endswith(HISTORY)}
+    if not histories:
+        raise ValueError(
+            f"model {model} needs a history, a feature such as 'item{HISTORY}' beside 'item'; the data has "
+            f"{', '.join(feature_names)}: prepare taobao-histories, or give the schema `histories`"
+        )
+    for name, history in histories.items():
+        if name not in feature_names:
+            raise ValueError(
+                f"feature {history!r} is the history of {name!r}, which the data lacks; {model} needs both: add "
+                f"{name!r} to the schema's categorical"
+            )
+    return histories

@@ -43,10 +43,7 @@ from hotrow.models.layers import (
     unit,
     weighted_sum,
 )
-from hotrow.models.spec import Dataset, ModelSpec, SampleError, Steps, Width
-
-SUFFIX = "_history"
-"""Feature `X_history` holds the earlier ids of feature `X`."""
+from hotrow.models.spec import Dataset, MLPSpec, SampleError, Steps, Width, histories_of
 
 
 class TBSM(Network):
@@ -54,7 +51,8 @@ class TBSM(Network):
 
     num_dense: I. feature_names: of the collection. bottom_mlp: hidden widths, D is appended. top_mlp: widths of the
     step's top MLP, the last is M. attention_mlp: hidden widths between T and T. final_mlp: hidden, 1 is appended.
-    history_steps: T. generator: CPU generator from which all weights are drawn, in the order of the drawing above.
+    history_steps: T. dropout, layer_norm: of the final MLP's hidden layers. generator: CPU generator from which all
+    weights are drawn, in the order of the drawing above.
 
     Raises ValueError if no feature has a history, or a history has no feature; for a batch, if a history is longer than
     T, if histories of a sample differ in length, or if another feature does not have exactly one id.
@@ -73,10 +71,13 @@ class TBSM(Network):
         attention_mlp: Sequence[int],
         final_mlp: Sequence[int],
         history_steps: int,
+        dropout: float = 0.0,
+        layer_norm: bool = False,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
-        self.single, self.histories = _pair(feature_names)
+        self.histories = histories_of(feature_names, "tbsm")
+        self.single = tuple(name for name in feature_names if name not in self.histories.values())
         self.history_steps = history_steps
         num_vectors = len(self.single) + 1
         num_pairs = num_vectors * (num_vectors - 1) // 2
@@ -86,7 +87,8 @@ class TBSM(Network):
         A_MM = torch.empty(width, width).normal_(0.0, math.sqrt(1.0 / width), generator=generator)
         self.inner_MM = nn.Parameter(A_MM)
         self.attention = MLP([history_steps, *attention_mlp, history_steps], generator=generator, last="linear")
-        self.final = MLP([2 * width, *final_mlp, 1], generator=generator, last="linear")
+        final = [2 * width, *final_mlp, 1]
+        self.final = MLP(final, generator=generator, last="linear", dropout=dropout, layer_norm=layer_norm)
 
     def forward(self, dense_BI: Tensor, rows: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
         """Returns logits [B]. rows: feature -> (values [.., D], offsets [B + 1]); offsets are in DRAM."""
@@ -146,7 +148,7 @@ class TBSM(Network):
         return expected_B
 
 
-class TBSMSpec(ModelSpec):
+class TBSMSpec(MLPSpec):
     """A DLRM makes a vector of every step of a history, and attention compares them with the last step's.
 
     Features named X_history hold the earlier ids of feature X (docs/prepare.md).
@@ -167,7 +169,8 @@ class TBSMSpec(ModelSpec):
     attention_mlp: list[Width] = [15, 15]
     """Widths of the hidden layers between the products of all steps with the last and the steps' weights."""
     final_mlp: list[Width] = [60]
-    """Widths of the hidden layers on the attended history beside the last step's vector; one logit is added."""
+    """Widths of the hidden layers on the attended history beside the last step's vector; one logit is added.
+    `dropout` and `layer_norm` act on these alone."""
 
     def check_options(self) -> None:
         """Raises ValueError if the vector of a step has no width."""
@@ -181,7 +184,7 @@ class TBSMSpec(ModelSpec):
         the way are not verified again.
         """
         super().check(dataset)
-        _, histories = _pair([feature.name for feature in dataset.info.features])
+        histories = histories_of([feature.name for feature in dataset.info.features], self.name)
         first, *others = histories.values()
         long = f"but model.history_steps is {self.history_steps}; raise it, or prepare shorter histories"
         unlike = f"but {first!r} has another number; steps must agree: prepare histories of equal lengths"
@@ -206,22 +209,10 @@ class TBSMSpec(ModelSpec):
             attention_mlp=self.attention_mlp,
             final_mlp=self.final_mlp,
             history_steps=self.history_steps,
+            dropout=self.dropout,
+            layer_norm=self.layer_norm,
             generator=generator,
         )
-
-
-def _pair(feature_names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Returns the features with one id per step, and the name of the history of those that have one."""
-    histories = {name.removesuffix(SUFFIX): name for name in feature_names if name.endswith(SUFFIX)}
-    if not histories:
-        raise ValueError(
-            f"model tbsm needs a history, a feature such as 'item{SUFFIX}' beside 'item'; the data has "
-            f"{', '.join(feature_names)}: prepare taobao-histories, or give the schema `histories`"
-        )
-    for name, history in histories.items():
-        if name not in feature_names:
-            raise ValueError(f"feature {history!r} is the history of {name!r}, which the data lacks; tbsm needs both")
-    return tuple(name for name in feature_names if name not in histories.values()), histories
 
 
 def _check(good_B: Tensor, lengths_B: Tensor, name: str, reason: str) -> None:
