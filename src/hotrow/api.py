@@ -515,7 +515,7 @@ def fit(
     if from_run is not None and not packed:
         raise ValueError(
             f"from_run is {from_run!r}, whose weights belong to the row numbers of its data: pass a packed dataset "
-            "with the same vocabularies in place of raw data"
+            "that hotrow prepare --base has made of the raw data"
         )
     read = replace(read, objective=checked.model.objective)
     told = [

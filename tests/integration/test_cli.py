@@ -307,7 +307,9 @@ def test_only_some_verbs_run_under_torchrun(
     ("arguments", "message"),
     [
         (["train", "absent.yaml"], r"config absent\.yaml is not a file; pass a YAML file"),
-        (["train"], "pass a config to start a run, or --resume RUN"),
+        (["train"], "pass a config to start a run, --from RUN .*, or --resume RUN"),
+        (["train", "--from", "runs/x", "--resume", "runs/x"], "pass a config to start a run"),
+        (["train", "--from", "nowhere"], "nowhere is not a run"),
         (["train", "small.yaml", "--set", "train.epoch=2"], r"unknown key train\.epoch; did you mean 'epochs'"),
         (["train", "small.yaml"], r"packed: no dataset\.json"),
         (["train", "--resume", "nowhere"], r"nowhere is not a run: it has no run\.json"),

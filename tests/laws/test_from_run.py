@@ -28,7 +28,6 @@ from hotrow.run.folder import RunFolder
 from hotrow.run.start import Start
 from packed_data import OF_TOY_ROWS
 from rank_pool import RankPool
-from resealed import reseal
 
 BASE: dict[str, Any] = {
     "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16, 8]},
@@ -384,7 +383,7 @@ def test_other_columns_and_fewer_rows_are_refused(
     trained: Trained, make_dataset: Callable[..., PackedDataset], tmp_path: Path
 ) -> None:
     for name, shape, error in (
-        ("columns", {"num_dense": 2}, "they differ in d2: prepare it by the schema"),
+        ("columns", {"num_dense": 2}, "they differ in d2: prepare it by that run's schema"),
         ("fewer", {"table_rows": (50, 20, 2999)}, "rows of table 't2' stand for other ids"),
     ):
         dataset = make_dataset(tmp_path / name, **{"table_rows": TABLE_ROWS, **shape})
@@ -392,27 +391,23 @@ def test_other_columns_and_fewer_rows_are_refused(
             runs.train(config(dataset.path, tmp_path / "run", f"from_run={trained()}"))
 
 
-def test_ids_tell_whether_rows_fit(tmp_path: Path) -> None:
-    """Vocabularies are the same, or extend those of the other run, as dataset.json says of each."""
-    made = []
+def test_a_day_fits_its_base_and_other_ids_do_not(tmp_path: Path) -> None:
     for number, ids in enumerate(("abcab", "abdcabd")):
         rows = "click,item\n" + "".join(f"{k % 2},{name}\n" for k, name in enumerate(ids * 20))
         (tmp_path / f"{number}.csv").write_text(rows)
-        made.append(tmp_path / str(number))
-        run_prepare("csv", str(tmp_path / f"{number}.csv"), made[-1], label="click")
+    first, day, other = (tmp_path / name for name in ("first", "day", "other"))
+    run_prepare("csv", str(tmp_path / "0.csv"), first, label="click", base="none")
+    run_prepare("csv", str(tmp_path / "1.csv"), day, base=str(first))
+    run_prepare("csv", str(tmp_path / "1.csv"), other, label="click")
     small = [f"model={json.dumps({'embedding_dim': 4, 'bottom_mlp': [], 'top_mlp': [4]})}"]
-    parent = runs.train(config(made[0], tmp_path / "parent", *small)).path
-    wanted = config(made[1], tmp_path / "run", *small, f"from_run={parent}")
-    with pytest.raises(ValueError, match=r"rows of table 'item' stand for other ids than in .*; prepare the data"):
-        runs.train(wanted)
-    ids = PackedDataset.open(made[0]).info.table_by_name["item"].vocabulary
-
-    def extend(fields: dict[str, Any]) -> None:
-        next(table for table in fields["tables"] if table["name"] == "item")["parent"] = ids
-
-    reseal(made[1] / "dataset.json", extend)
-    found = runs.train(wanted).record.parent
-    assert found is not None and found.rows_added["item"] == 1
+    start = f"from_run={runs.train(config(first, tmp_path / 'parent', *small)).path}"
+    with pytest.raises(
+        ValueError, match=r"rows of table 'item' stand for other ids than in .*; prepare the data .*--base"
+    ):
+        runs.train(config(other, tmp_path / "run", *small, start))
+    found = runs.train(config(day, tmp_path / "run", *small, start)).record.parent
+    assert found is not None and found.metrics is not None
+    assert found.rows_added["item"] == 1
 
 
 # ---- who calls it

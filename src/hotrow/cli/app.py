@@ -348,7 +348,9 @@ def train(
 
     began_s = monotonic()
     if (resume is None) == (config is None and from_ is None):
-        raise ValueError("pass a config, or --from RUN, to start a run, or --resume RUN to continue one")
+        raise ValueError(
+            "pass a config to start a run, --from RUN to start from its weights, or --resume RUN to continue it"
+        )
     if max_minutes is not None and not max_minutes > 0:
         raise ValueError(f"--max-minutes is {max_minutes:g}; give a number above 0, or leave it out")
     until_s = math.inf if max_minutes is None else began_s + 60 * max_minutes

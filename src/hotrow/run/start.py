@@ -141,13 +141,13 @@ def _rows_added(setup: Setup, tables: tuple[TableConfig, ...], theirs: DatasetIn
         names += sorted({each.name for each in {*own.features} ^ {*theirs.features}})
         raise ValueError(
             f"data: {dataset.path} does not have the columns of {run}, from which this run starts; they differ in "
-            f"{', '.join(names) or 'their order'}: prepare it by the schema of that run's data"
+            f"{', '.join(names) or 'their order'}: prepare it by that run's schema: hotrow prepare ... --base {run}"
         )
     for table in own.tables:
         if not _extends(table, theirs.table_by_name[table.name]):
             raise ValueError(
                 f"data: {dataset.path}: rows of table {table.name!r} stand for other ids than in {run}, from which "
-                "this run starts; prepare the data with the vocabularies of that run's data"
+                f"this run starts; prepare the data as the next day of that run's: hotrow prepare ... --base {run}"
             )
     before = {table.name: table.num_embeddings for table in tables}
     return {table.name: table.num_embeddings - before[table.name] for table in setup.tables}
