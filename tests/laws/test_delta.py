@@ -178,6 +178,8 @@ def make_chain(folder: Path, count: int = 4, seed: int = 0) -> Chain:
             write_delta(folder / "upstream", out, lambda to, day=day, number=number: write(to, day, number))
             made.append(out)
             apply_delta(folder / "upstream", out)
+            if number == 1:
+                shutil.copy(folder / "upstream/chain.json", folder / "half.json")
     return wholes, made
 
 
@@ -499,6 +501,29 @@ def test_other_bad_input(made: Chain, base: Path, tmp_path: Path) -> None:
     shutil.copy(made[0][0].parent / "upstream/chain.json", base / "chain.json")
     with pytest.raises(ValueError, match=r"chain.json is of another export; restore it"):
         apply_delta(base, made[1][0])
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_no_link_is_followed(made: Chain, base: Path, tmp_path: Path, *, is_half: bool) -> None:
+    """In either folder, also in an export that is changed in half."""
+    delta = Path(shutil.copytree(made[1][0], tmp_path / "delta"))
+    if is_half:
+        (base / "export.json").rename(tmp_path / "export.json")
+        shutil.copy(made[0][0].parent / "half.json", base / "chain.json")
+    for folder, name in (
+        (base, "tables"),
+        (base, "tables/int.safetensors"),
+        (base, "vocab/int.parquet"),
+        (delta, "rows"),
+        (delta, "files/export.json"),
+    ):
+        (folder / name).rename(tmp_path / "outside")
+        (folder / name).symlink_to(tmp_path / "outside")
+        refused(base, delta, f"{name} is a link")
+        (folder / name).unlink()
+        (tmp_path / "outside").rename(folder / name)
+    apply_delta(base, delta)
+    assert files_of(base) == files_of(made[0][1])
 
 
 @pytest.mark.parametrize(

@@ -392,6 +392,7 @@ def apply_delta(export: Path | str, delta: Path | str, out: Path | str | None = 
     ValueError, which says what to do, if the delta is not the next one or a file is damaged.
     """
     export, path = Path(export), Path(delta)
+    check_folder(export, folders=FOLDERS)
     verify_delta(path)
     found = _DOCUMENT.read(path / DELTA)
     doing, kept = f"applying {path}", f"{export} is as it was, or refused until the delta is applied."
