@@ -331,10 +331,9 @@ class Run:
     def outputs(
         self, split: str = "test", *, data: Path | str | None = None
     ) -> tuple[NDArray[np.float32], NDArray[Any], NDArray[np.float32] | None]:
-        """Returns the model's outputs for the rows of a split, in their order, the labels of these rows, and their
-        weights, None if each counts 1.
+        """Returns the model's outputs for the rows of a split, in their order, and their labels and weights.
 
-        data and errors: as for `evaluate`. Labels are bool if they are binary.
+        data and errors: as for `evaluate`. Labels are bool if they are binary, weights None if there are none.
         """
         return self._judged(split, data)[1].rows()
 

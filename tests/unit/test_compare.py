@@ -31,16 +31,22 @@ def two_models(objective: Objective, num_rows: int, seed: int = 0) -> tuple[Floa
     return first.astype(np.float32), second.astype(np.float32), labels
 
 
+def weights_of(num_rows: int) -> Floats:
+    return np.random.default_rng(5).choice([0, 0.5, 1, 4], num_rows).astype(np.float32)
+
+
+@pytest.mark.parametrize("weights", [None, weights_of(600)], ids=["alike", "weighted"])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_errors_against_the_bootstrap(name: str) -> None:
+def test_errors_against_the_bootstrap(name: str, weights: Floats | None) -> None:
     """Rows drawn again with both outputs: the deviation of the differences that come of it."""
     objective = OBJECTIVES[name]
     first, second, labels = two_models(objective, 600)
-    found = compared(objective, first, second, labels)
+    found = compared(objective, first, second, labels, weights)
     for measure in objective.measures:
 
         def difference(rows: NDArray[np.int64], measure: str = measure) -> float:
-            one, other = (objective.measured(outputs[rows], labels[rows])[measure] for outputs in (first, second))
+            own = None if weights is None else weights[rows]
+            one, other = (objective.measured(outputs[rows], labels[rows], own)[measure] for outputs in (first, second))
             return float(other - one)
 
         rows = np.arange(len(labels))
@@ -49,14 +55,16 @@ def test_errors_against_the_bootstrap(name: str) -> None:
         assert found[measure]["difference"] == pytest.approx(difference(rows)), measure
 
 
+@pytest.mark.parametrize("weights", [None, weights_of(600)], ids=["alike", "weighted"])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_influences_give_the_error_of_a_single_figure(name: str) -> None:
+def test_influences_give_the_error_of_a_single_figure(name: str, weights: Floats | None) -> None:
     objective = OBJECTIVES[name]
     outputs, _, labels = two_models(objective, 600, seed=2)
-    for measure, influence in objective.influences(outputs, labels).items():
+    for measure, influence in objective.influences(outputs, labels, weights).items():
 
         def figure(rows: NDArray[np.int64], measure: str = measure) -> float:
-            return float(objective.measured(outputs[rows], labels[rows])[measure])
+            own = None if weights is None else weights[rows]
+            return float(objective.measured(outputs[rows], labels[rows], own)[measure])
 
         truth = bootstrap((np.arange(600),), figure, n_resamples=800, vectorized=False, method="basic", rng=1)
         assert influence.std() / math.sqrt(600) == pytest.approx(truth.standard_error, rel=0.12), measure

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from hotrow.objectives.objective import Figures, LabelKind, Measure, Objective, shown
+from hotrow.objectives.objective import Figures, LabelKind, Measure, Objective, shares, shown
 
 MIN_OF_EACH = 100
 """How many positives, and how many negatives, a split needs for its AUC to mean something."""
@@ -107,16 +107,18 @@ class BinaryCrossEntropy(Objective):
             "undefined": f"all {num_rows} labels are {int(positive > 0)}: auc and ne need both" if single else None,
         }
 
-    def influences(self, outputs_N: NDArray[np.float32], label_N: NDArray[np.bool_]) -> dict[str, NDArray[np.float64]]:
+    def influences(
+        self, outputs_N: NDArray[np.float32], label_N: NDArray[np.bool_], weight_N: NDArray[np.float32] | None = None
+    ) -> dict[str, NDArray[np.float64]]:
         """Returns those of `auc` (DeLong et al., 1988), `logloss` and `ne`."""
-        z, rate = outputs_N.astype(np.float64), float(label_N.mean())
-        loss_N = np.logaddexp(0.0, z) - label_N * z
-        loss = float(loss_N.mean())
-        found = {"logloss": loss_N - loss}
-        if 0 < rate < 1:
+        z, share_N = outputs_N.astype(np.float64), shares(weight_N, len(label_N))
+        loss_N, rate = np.logaddexp(0.0, z) - label_N * z, float((share_N * label_N).mean())
+        loss = float((share_N * loss_N).mean())
+        found = {"logloss": share_N * (loss_N - loss)}
+        if share_N[label_N].any() and share_N[~label_N].any():
             base, slope = entropy(rate), math.log((1 - rate) / rate)
-            found["ne"] = (loss_N - loss) / base - loss / base**2 * slope * (label_N - rate)
-            found["auc"] = _auc_influence(outputs_N, label_N)
+            found["ne"] = share_N * ((loss_N - loss) / base - loss / base**2 * slope * (label_N - rate))
+            found["auc"] = _auc_influence(outputs_N, label_N, share_N)
         return found
 
     def doubts(self, figures: Figures, rows: str) -> dict[str, str]:
@@ -210,15 +212,19 @@ def _weighted_auc(scores: NDArray[np.float32], labels: NDArray[np.bool_], weight
     return float(np.average(twice, weights=weights[labels]) / (2 * below[-1]))
 
 
-def _auc_influence(scores: NDArray[np.float32], labels: NDArray[np.bool_]) -> NDArray[np.float64]:
+def _auc_influence(
+    scores: NDArray[np.float32], labels: NDArray[np.bool_], shares: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Returns, for each row, how its share of the other label's rows that it beats differs from the AUC, over the share
-    of its own label; both labels must occur."""
+    of its own label; both labels must occur. shares: weights, whose mean is 1."""
     found = np.empty(len(scores))
     for own, sign in ((labels, 1), (~labels, -1)):
-        others = np.sort(sign * scores[~own])
-        mine = sign * scores[own]
-        beaten = (np.searchsorted(others, mine, "left") + np.searchsorted(others, mine, "right")) / (2 * len(others))
-        found[own] = (beaten - beaten.mean()) / own.mean()
+        order = np.argsort(sign * scores[~own], kind="stable")
+        others, mine, share = (sign * scores[~own])[order], sign * scores[own], shares[own]
+        below = np.concatenate([[0.0], np.cumsum(shares[~own][order])])
+        twice = below[np.searchsorted(others, mine, "left")] + below[np.searchsorted(others, mine, "right")]
+        beaten = twice / (2 * below[-1])
+        found[own] = share * (beaten - np.average(beaten, weights=share)) / (share.sum() / len(scores))
     return found
 
 

@@ -113,7 +113,9 @@ class Objective:
         """
         raise NotImplementedError
 
-    def influences(self, outputs_N: NDArray[np.float32], label_N: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
+    def influences(
+        self, outputs_N: NDArray[np.float32], label_N: NDArray[Any], weight_N: NDArray[np.float32] | None = None
+    ) -> dict[str, NDArray[np.float64]]:
         """Returns, for measures, by how much each of N rows moves the figure, times N.
 
         Their mean is 0, and their deviation over the root of N is the standard error of the figure over rows; for two
@@ -271,3 +273,8 @@ def _to_numpy(values: Tensor | ArrayLike) -> NDArray[Any]:
         values = values.detach().to("cpu")
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     return np.asarray(values)
+
+
+def shares(weight_N: NDArray[np.float32] | None, num_rows: int) -> NDArray[np.float64]:
+    """Returns the weights of rows over their mean; ones if there are none."""
+    return np.ones(num_rows) if weight_N is None else weight_N / weight_N.mean(dtype=np.float64)

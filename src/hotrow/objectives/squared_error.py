@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from hotrow.objectives.objective import Figures, LabelKind, Measure, Objective, shown
+from hotrow.objectives.objective import Figures, LabelKind, Measure, Objective, shares, shown
 
 
 class SquaredError(Objective):
@@ -76,17 +76,20 @@ class SquaredError(Objective):
             "undefined": None if base else f"all {len(labels)} labels are {counted[0]:g}: r2 needs several values",
         }
 
-    def influences(self, outputs_N: NDArray[np.float32], label_N: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
+    def influences(
+        self, outputs_N: NDArray[np.float32], label_N: NDArray[np.float32], weight_N: NDArray[np.float32] | None = None
+    ) -> dict[str, NDArray[np.float64]]:
         """Returns those of `rmse`, `mae` and `r2`."""
-        labels = label_N.astype(np.float64)
-        error_N, spread_N = outputs_N - labels, (labels - labels.mean()) ** 2
-        mse, base = float((error_N**2).mean()), float(spread_N.mean())
-        found = {"mae": np.abs(error_N) - np.abs(error_N).mean()}
+        labels, share_N = label_N.astype(np.float64), shares(weight_N, len(label_N))
+        mean = functools.partial(np.average, weights=share_N)
+        error_N, spread_N = outputs_N - labels, (labels - mean(labels)) ** 2
+        mse, base = float(mean(error_N**2)), float(mean(spread_N))
+        found = {"mae": np.abs(error_N) - mean(np.abs(error_N))}
         if mse:
             found["rmse"] = (error_N**2 - mse) / (2 * math.sqrt(mse))
         if base:
             found["r2"] = mse / base**2 * (spread_N - base) - (error_N**2 - mse) / base
-        return found
+        return {name: share_N * own for name, own in found.items()}
 
     def doubts(self, figures: Figures, rows: str) -> dict[str, str]:
         """Returns `worse_than_a_constant`, if it is so."""

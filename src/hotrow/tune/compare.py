@@ -80,7 +80,7 @@ def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
     for run in runs:
         with closing(run):
             scored.append(run.outputs("test"))
-    (ours, labels, weights), (theirs, _, _) = scored
+    (ours, labels, weights), (theirs, *_) = scored
     return {
         "runs": names,
         "rows": len(labels),
@@ -97,10 +97,9 @@ def compared(
     label_N: NDArray[Any],
     weight_N: NDArray[np.float32] | None = None,
 ) -> dict[str, Any]:
-    """Returns, by metric, its value by both models' outputs for the same rows, and what `judged` says of them. With
-    weights no error is known."""
+    """Returns, by metric, its value by both models' outputs for the same rows, and what `judged` says of them."""
     ours, theirs = (objective.measured(own, label_N, weight_N) for own in (first_N, second_N))
-    moved = [objective.influences(own, label_N) if weight_N is None else {} for own in (first_N, second_N)]
+    moved = [objective.influences(own, label_N, weight_N) for own in (first_N, second_N)]
     found = {}
     for name in objective.measures:
         one, other = (None if math.isnan(own[name]) else own[name] for own in (ours, theirs))
