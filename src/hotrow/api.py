@@ -37,7 +37,7 @@ from hotrow.base.door import is_taken, remove
 from hotrow.base.files import atomic_write, explain_full_disk, size
 from hotrow.base.progress import ProgressCallback, num_of, progress_bar
 from hotrow.batch import Batch
-from hotrow.config.load import apply_overrides, make_config, options, overrides_of, read_config, with_model
+from hotrow.config.load import TUNE, apply_overrides, make_config, options, overrides_of, read_config, with_model
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.config.schema import Config
 from hotrow.data.packed.format import MANIFEST
@@ -678,7 +678,7 @@ def _recipe(config: Path | str | Mapping[str, Any] | None) -> dict[str, Any] | N
     if config is None:
         return None
     raw = dict(config) if isinstance(config, Mapping) else read_config(config)
-    return {name: value for name, value in raw.items() if name not in ("data", "run")}
+    return {name: value for name, value in raw.items() if name not in ("data", "run", TUNE)}
 
 
 def _schema(schema: Any, read: ReadOptions) -> Schema | None:

@@ -175,6 +175,7 @@ HEAVY = [
     "jinja2",
     "fbgemm_gpu",
     "triton",
+    "optuna",
 ]
 LEAN = """
 import os, sys, threading, torch

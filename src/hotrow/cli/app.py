@@ -403,6 +403,33 @@ def _train_seeds(config: Any, num_seeds: int, until_s: float) -> Answer:
     return result, lambda: _print_fields({"runs": paths, "split": result["split"], "mean and its error": shown})
 
 
+@verb(
+    "tune",
+    home="hotrow.tune.tune",
+    example="hotrow tune recipe.yaml --trials 40   (whose section `tune` says what to search: docs/tune.md)",
+)
+def tune(
+    config: Annotated[Path, typer.Argument(help="A YAML config with a section `tune`: fields, and their values.")],
+    *,
+    trials: Annotated[int, typer.Option(help="Recipes to try, those of an earlier call included.")] = 20,
+    seeds: Annotated[
+        int, typer.Option(help="Seeds with which the best recipe and the given one are trained and compared.")
+    ] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of trials, where a search goes on; default: tuned/NAME.")
+    ] = None,
+    set_: Set = None,
+) -> Answer:
+    """Search fields of a config for the best validation score; poor trials are stopped early. Kill it: it goes on."""
+    from hotrow.tune.tune import lines_of, tune
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    result = tune(config, trials=trials, seeds=seeds, out=out, overrides=set_ or (), say=say)
+    return result, lambda: print(*lines_of(result), sep="\n")
+
+
 @verb("runs", home="hotrow.tune.compare", example="hotrow runs   (two of them: hotrow runs runs/a runs/b)")
 def runs(
     paths: Annotated[

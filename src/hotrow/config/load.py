@@ -24,6 +24,8 @@ from pydantic.fields import FieldInfo
 
 from hotrow.config.schema import Config
 
+TUNE = "tune"
+"""The section of a recipe that `hotrow tune` alone reads: what to search."""
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number"}
 _MAX_VALUES = 100_000
 """The most values in one YAML text, in which every alias counts as all that it stands for. A schema of 1,000 columns
@@ -102,7 +104,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 
     Raises ValueError naming file, field, value and what is allowed, also if there is no such file.
     """
-    raw = with_model(read_config(path), overrides_of(overrides).get("model.name"))
+    raw = {name: section for name, section in read_config(path).items() if name != TUNE}
+    raw = with_model(raw, overrides_of(overrides).get("model.name"))
     return make_config(apply_overrides(raw, overrides), origin=f"config {path}")
 
 
@@ -359,6 +362,8 @@ def config_markdown() -> str:
         "`--set model.name=dcn` is enough to train a recipe with another model. Options in the recipe that the new",
         "model does not have are left out, with a warning; what the recipe does not say has the new model's default.",
         "`hotrow init --model dcn` writes a recipe for that model and the number of your rows.",
+        "",
+        "A section `tune` beside these says what `hotrow tune` searches (docs/tune.md); `train` and `plan` ignore it.",
     ]
     for title, path, section in sections():
         if not (own := options_of(section)):

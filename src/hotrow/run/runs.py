@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -67,13 +67,14 @@ def train(
     also: MakeMeter | None = None,
     comm: Communicator | None = None,
     until_s: float = math.inf,
+    hidden: Collection[str] = (),
 ) -> RunFolder:
     """Trains a new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
 
     folder: a run folder that was made beforehand; if None, the folder that `config.run` names is made. also: makes one
     more meter, for who measures training. comm: the ranks that train together; all call this, and the first one alone
     writes the folder, which it returns; others return what they know of it. If None, this process alone. until_s: the
-    `time.monotonic()` at which the run stops as by SIGUSR1.
+    `time.monotonic()` at which the run stops as by SIGUSR1. hidden: splits that the run does not look at.
 
     On SIGINT, SIGTERM or SIGUSR1 the run finishes the step, saves a checkpoint and returns; a second signal aborts it.
     Raises ValueError if the config or the data is wrong, before the folder is made if that can be known by then.
@@ -86,11 +87,16 @@ def train(
             if everyone(comm, (Path(begun) / CONFIG).is_file())[0]:
                 return _resume(Path(begun), (), heartbeat, interrupt)
             folder = on_every_rank(comm, lambda: RunFolder.open(begun))
-        return _train_new(config, folder, heartbeat, interrupt, also)
+        return _train_new(config, folder, heartbeat, interrupt, also, hidden)
 
 
 def _train_new(
-    config: Config, folder: RunFolder | None, heartbeat: Heartbeat, interrupt: Interrupt, also: MakeMeter | None
+    config: Config,
+    folder: RunFolder | None,
+    heartbeat: Heartbeat,
+    interrupt: Interrupt,
+    also: MakeMeter | None,
+    hidden: Collection[str],
 ) -> RunFolder:
     comm, runs = heartbeat.comm, folder.path if folder else Path(config.run or "runs")
     shown: list[str] = []
@@ -98,7 +104,7 @@ def _train_new(
     def decide() -> tuple[Setup, Start | None]:
         """What cannot work is refused before a folder is made."""
         check_sinks(config.train.sinks)
-        dataset = PackedDataset.open(config.data, verify="sizes")
+        dataset = PackedDataset.open(config.data, verify="sizes", hidden=hidden)
         paths = {"data": str(dataset.path.resolve())}
         if config.from_run is not None:
             paths["from_run"] = str(Path(config.from_run).resolve())
@@ -177,28 +183,33 @@ def resume(
     quiet: bool = False,
     comm: Communicator | None = None,
     until_s: float = math.inf,
+    hidden: Collection[str] = (),
 ) -> RunFolder:
     """Continues the run at `path` from its newest checkpoint, to the bits it would have reached without the stop.
 
     overrides: `a.b=v` for the options in RESUMABLE. A finished run with nothing left to do is returned as it is. comm:
-    as for `train`; any number of ranks up to `train.micro_batches` of the run may continue it. until_s: as for `train`.
-    Raises ValueError if another process trains there.
+    as for `train`; any number of ranks up to `train.micro_batches` of the run may continue it. until_s, hidden: as for
+    `train`. Raises ValueError if another process trains there.
     """
     comm = comm or Communicator()
     interrupt = Interrupt(quiet=quiet or comm.rank > 0, until_s=until_s)
     with Heartbeat(comm, cure="Start it again") as heartbeat:
-        return _resume(Path(path), overrides, heartbeat, interrupt)
+        return _resume(Path(path), overrides, heartbeat, interrupt, hidden)
 
 
-def _resume(path: Path, overrides: Sequence[str], heartbeat: Heartbeat, interrupt: Interrupt) -> RunFolder:
+def _resume(
+    path: Path, overrides: Sequence[str], heartbeat: Heartbeat, interrupt: Interrupt, hidden: Collection[str] = ()
+) -> RunFolder:
     found = on_every_rank(heartbeat.comm, lambda: RunFolder.open(path))
     with _claimed(heartbeat.comm, found) as folder:
         # What it says may have changed until it was claimed.
         folder.record = on_every_rank(heartbeat.comm, lambda: RunFolder.open(folder.path).record)
-        return _go_on(folder, overrides, heartbeat, interrupt)
+        return _go_on(folder, overrides, heartbeat, interrupt, hidden)
 
 
-def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, interrupt: Interrupt) -> RunFolder:
+def _go_on(
+    folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, interrupt: Interrupt, hidden: Collection[str]
+) -> RunFolder:
     comm = heartbeat.comm
     if folder.record.status == "interrupted" and everyone(comm, was_restarted())[0]:
         return folder  # it was asked to stop, and torchrun takes that for a failure
@@ -212,7 +223,7 @@ def _go_on(folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, in
     def decide() -> tuple[Setup, Start | None]:
         _check_is_there(config, folder)
         check_sinks(config.train.sinks)
-        dataset = PackedDataset.open(config.data, verify="sizes")
+        dataset = PackedDataset.open(config.data, verify="sizes", hidden=hidden)
         setup = Setup.decide(config, dataset, folder.path, ranks=comm.ranks)
         return setup, None if newest is not None else start_of(setup, folder.record.parent)
 

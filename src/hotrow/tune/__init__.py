@@ -1,1 +1,1 @@
-"""Runs beside each other: lists and comparisons of them, and several seeds of one recipe."""
+"""Runs beside each other: lists and comparisons of them, several seeds of one recipe, a search over recipes."""

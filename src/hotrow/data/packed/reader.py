@@ -11,7 +11,7 @@ import mmap
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -222,17 +222,21 @@ class PackedDataset:
         self.splits: dict[str, Split] = {name: Split(path, name, info) for name in info.splits}
 
     @classmethod
-    def open(cls, path: Path | str, *, verify: Literal["lazy", "sizes", "full"] = "lazy") -> PackedDataset:
+    def open(
+        cls, path: Path | str, *, verify: Literal["lazy", "sizes", "full"] = "lazy", hidden: Collection[str] = ()
+    ) -> PackedDataset:
         """Opens the folder `path`.
 
         verify: "lazy" checks each block, and each file other than a part, when it is first read; "sizes" also checks
-        now that every file is there in its full size; "full" checks everything now, which reads it all once.
+        now that every file is there in its full size; "full" checks everything now, which reads it all once. hidden:
+        splits to leave out, as if the dataset had none of these names.
 
         Raises ValueError naming the file (and block and byte range) that is absent, cut, altered or not allowed.
         """
         if verify not in ("lazy", "sizes", "full"):
             raise ValueError(f"verify is {verify!r}; choose 'lazy', 'sizes' or 'full'")
         dataset = cls(Path(path), read_info(Path(path)))
+        dataset.splits = {name: split for name, split in dataset.splits.items() if name not in hidden}
         if verify != "lazy":
             for split in dataset.splits.values():
                 split.verify() if verify == "full" else split.check_sizes()
