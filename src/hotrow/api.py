@@ -67,6 +67,7 @@ from hotrow.run.build import build_network, look_up, read_model
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import CONFIG, RUN, RunFolder, check_free, resume_command
+from hotrow.run.items import Items
 from hotrow.run.record import RunRecord
 from hotrow.run.runs import config_of, make_folder, train
 from hotrow.run.selection import step_to_stop_at
@@ -301,6 +302,11 @@ class Run:
         """
         if RawEncoder(self.folder.vocabulary).schema.histories is not None:
             raise ValueError("this run's rows are made of histories: prepare the new events, and pass --data FOLDER")
+        if self._network.model.retrieves:
+            raise ValueError(
+                "this run finds items among those of training rows, which raw rows do not name: prepare the rows with "
+                "the training rows, and pass --data FOLDER"
+            )
         metrics, by = (objective := self._network.objective).metrics(), objective.by
         groups = None if by is None else Groups(PackedDataset.open(self.folder.vocabulary).info, by)
         for outputs_B, batch in self._outputs(data, labels="alone", strict=strict):
@@ -350,7 +356,8 @@ class Run:
                 )
         embedding, model, dense, objective = self._network
         rows, judged = dataset.split(split), objective.metrics()
-        return rows, judged, evaluate(embedding, model, rows, objective, dense=dense, metrics=judged)
+        items = Items.of(dataset, model.item_features) if model.retrieves else None
+        return rows, judged, evaluate(embedding, model, rows, objective, dense=dense, metrics=judged, items=items)
 
     def _dataset_path(self) -> Path:
         path = None if self.record.dataset is None else Path(self.record.dataset["path"])

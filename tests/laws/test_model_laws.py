@@ -80,7 +80,7 @@ def values_of(annotation: Any) -> list[Any]:
     if origin is Literal:
         return list(inner)
     if origin is list:
-        return [[], [9], [6, 70]]
+        return [["item"], ["category", "item"]] if inner == (str,) else [[], [9], [6, 70]]
     if origin is dict:
         return [{"default": 3, "user": 9}]
     found = {type(None): [None], bool: [False, True], int: [3, 17], float: [0.0, 0.5]}
@@ -179,7 +179,7 @@ def found_of(parts: Parts, batch: Batch, offset: int, threads: int) -> dict[str,
     rows = {name: (elsewhere(own, offset).requires_grad_(), offsets) for name, (own, offsets) in rows.items()}
     logits = parts.model(elsewhere(batch.dense, offset), rows[""][0] if "" in rows else rows)
     leaves = dict(parts.model.named_parameters()) | {f"rows {name}": own for name, (own, _) in rows.items()}
-    loss = parts.objective.loss(logits, batch.labels, len(batch), batch.weight)
+    loss = parts.objective.loss(logits, parts.labelled(batch).labels, len(batch), batch.weight)
     grads = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
     torch.set_num_threads(1)
     named = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
@@ -431,12 +431,16 @@ def looked_for(comm: Communicator, data: Path, options: dict[str, Any]) -> list[
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_a_loss_of_many_samples_is_the_same_on_any_threads(objective: Objective) -> None:
-    logits_B = torch.randn(34_287, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    labels_BL, threads, found = (logits_B[:, None] > 0.3).float(), torch.get_num_threads(), []
-    weight_B = (logits_B.detach() * 7).frac().abs()
+    g, num = torch.Generator().manual_seed(3), 3_287 if objective.retrieves else 34_287
+    logits_B = torch.randn([num, 34] if objective.retrieves else [num], generator=g).requires_grad_()
+    labels_BL, threads, found = (logits_B.detach().view(num, -1)[:, :1] > 0.3).float(), torch.get_num_threads(), []
+    if objective.retrieves:
+        item_B = torch.randint(0, 900, (num,), generator=g)
+        labels_BL = torch.stack([labels_BL[:, 0].double(), item_B.double(), -torch.rand(num, generator=g).double()], 1)
+    weight_B = (logits_B.detach().view(num, -1)[:, 0] * 7).frac().abs()
     for number in (1, 2, 3):
         torch.set_num_threads(number)
-        loss = objective.loss(logits_B, labels_BL, 34_287) + objective.loss(logits_B, labels_BL, 34_287, weight_B)
+        loss = objective.loss(logits_B, labels_BL, num) + objective.loss(logits_B, labels_BL, num, weight_B)
         found.append((bits(loss), bits(torch.autograd.grad(loss, logits_B)[0]), bits(sigmoid(logits_B))))
     torch.set_num_threads(threads)
     assert found[0] == found[1] == found[2]

@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dlrm": {"name": "dlrm", "embedding_dim": 8, "bottom_mlp": [4], "top_mlp": [4]},
     "dcn": {"name": "dcn", "embedding_dim": 8, "deep_mlp": [4], "num_cross_layers": 1},
     "tbsm": TBSM,
+    "two_tower": {"name": "two_tower", "embedding_dim": 8, "item": ["small"], "user_mlp": [4], "item_mlp": [4]},
 }
 FIXED = {"data", "run", "from_run", "model.name", "train.max_steps", "train.sinks"}
 """Options that are not drawn; a run's folder may not exist yet, nor a package, of which a plan says nothing."""
@@ -34,7 +35,7 @@ VALUES: dict[str, list[Any]] = {
     "memory": ["auto", "dram", {"dram": "400KiB"}, "disk"],
     "model.embedding_dim": [1, 16, 24, 0, {"default": 8, "large": 4}, {"default": 8, "none": 4}, {"small": 4}],
     "model.embedding_init": [None, 0, 0.1, -1],
-    "model.objective": ["binary_cross_entropy", "hinge"],
+    "model.objective": ["binary_cross_entropy", "sampled_softmax", "hinge"],
     "model.bottom_mlp": WIDTHS,
     "model.top_mlp": WIDTHS,
     "model.concatenated": [True, False, 1],
@@ -50,6 +51,14 @@ VALUES: dict[str, list[Any]] = {
     "model.deep_mlp": WIDTHS,
     "model.second_order": [True, False, 1],
     "model.structure": ["parallel", "stacked", "none"],
+    "model.item": [["item"], ["small"], []],
+    "model.user": [None, ["large"], ["small"]],
+    "model.dense_inputs": ["user", "none", "item"],
+    "model.user_mlp": WIDTHS,
+    "model.item_mlp": WIDTHS,
+    "model.vector_dim": [8, 0],
+    "model.unit_length": [True, False, 1],
+    "model.temperature": [0.1, 0],
     "optimizer.dense.name": ["sgd", "adagrad", "adam", "adamw", "lion"],
     "optimizer.dense.lr": [0.01, 1, 0],
     "optimizer.dense.weight_decay": [None, 0, 0.1, -1],

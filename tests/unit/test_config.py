@@ -97,7 +97,6 @@ parallel.wire_dtype fp32
 OPTIONS_OF_EVERY_MODEL = """
 embedding_dim 16
 embedding_init None
-objective binary_cross_entropy
 """
 OPTIONS_OF_MODELS = {
     "dlrm": """
@@ -140,6 +139,18 @@ attention_mlp [80, 40]
 top_mlp [200, 80]
 use_softmax False
 """,
+    "two_tower": """
+dropout 0.0
+layer_norm False
+item ['item']
+user None
+dense_inputs user
+user_mlp [256]
+item_mlp [256]
+vector_dim 64
+unit_length True
+temperature 0.05
+""",
 }
 
 
@@ -158,6 +169,7 @@ def test_public_options_of_models(model: str) -> None:
     assert listed(MODELS[model]) == [
         f"name {model}",
         *OPTIONS_OF_EVERY_MODEL.split("\n")[1:-1],
+        f"objective {'sampled_softmax' if model == 'two_tower' else 'binary_cross_entropy'}",
         *OPTIONS_OF_MODELS[model].split("\n")[1:-1],
     ]
 
@@ -370,7 +382,8 @@ def test_the_name_of_a_model_is_enough(own: str, other: str, tmp_path: Path) -> 
     """A recipe that states every option of one model trains any other, which keeps the options that both have."""
     stated = make_config({"data": "d", "model": {"name": own, "embedding_dim": 9}})
     (tmp_path / "recipe.yaml").write_text(stated.to_yaml())
-    lost = MODELS[own].model_fields.keys() - MODELS[other].model_fields.keys()
+    lost = {*MODELS[own].model_fields.keys() - MODELS[other].model_fields.keys()}
+    lost |= set() if MODELS[other].fits(stated.model.objective) else {"objective"}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = load_config(tmp_path / "recipe.yaml", [f"model.name={other}"])

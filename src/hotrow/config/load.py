@@ -23,6 +23,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from hotrow.config.schema import Config
+from hotrow.models import MODELS
+from hotrow.objectives import OBJECTIVES
 
 TUNE = "tune"
 """The section of a recipe that `hotrow tune` alone reads: what to search."""
@@ -122,6 +124,9 @@ def with_model(raw: dict[str, Any], name: Any) -> dict[str, Any]:
     if not (isinstance(before, str) and isinstance(name, str) and {before, name} <= known.keys()):
         return raw
     dropped = [option for option in given if option in known[before].keys() - known[name].keys()]
+    objective = given.get("objective")
+    if isinstance(objective, str) and objective in OBJECTIVES and not MODELS[name].fits(objective):
+        dropped.append("objective")
     if dropped:
         text = f"the recipe is for model {before}; options that model {name} does not have are left out: "
         warnings.warn(text + ", ".join(f"model.{option}" for option in dropped), stacklevel=3)

@@ -29,6 +29,7 @@ from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.loader import WINDOW_ROWS
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.models.layers import Network
+from hotrow.objectives.sampled_softmax import STRETCH
 from hotrow.placement.budget import MIN_ROWS, TableDemand
 from hotrow.tables import TableConfig
 
@@ -377,6 +378,8 @@ def dense_work(model: Network, dims: Mapping[str, int], num_dense: int, batch_si
         elif type(node).__name__ == "_InteractionBackward":
             _, vectors, dim = saved[1].shape
             pairs.append((_times(len(saved[1]), batch_size), vectors + 1, dim))
+    if model.retrieves:  # the loss multiplies users with the items of other samples
+        products.append((batch_size, logits.shape[1] // 2, min(batch_size, STRETCH)))
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return {
         "products": tuple(products),

@@ -107,6 +107,16 @@ class Scorer:
         model: unknown ids, missing values, numbers outside the range of training. Raises ValueError, which names the
         column and the row, if a column is missing, has another length, or has no row number where one is needed.
         """
+        outputs = self.model(*self.inputs(columns))
+        for layer in self.about.get("calibration", ()):
+            outputs = self._calibrated(outputs, **layer)
+        scores: Tensor = self.scores(outputs)
+        return scores
+
+    @torch.no_grad()
+    def inputs(self, columns: Mapping[str, Sequence[Any]]) -> tuple[Tensor, Any]:
+        """Returns what the model takes for each row: dense inputs [B, I], and the tables' rows. columns: as for
+        `score`."""
         for name in self.columns:
             if name not in columns:
                 raise ValueError(f"column {name!r} is missing; pass it, with None for each missing value")
@@ -135,13 +145,9 @@ class Scorer:
             rows[name] = self._rows(feature, columns[name], unreadable.get(name, 0))
         dense += self._statistics(columns)
         for text in self.seen.warnings().values():
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(text, stacklevel=3)
         num_rows = len(next(iter(rows.values()))[1]) - 1
-        outputs = self.model(torch.stack(dense, 1) if dense else torch.empty(num_rows, 0), self._look(rows))
-        for layer in self.about.get("calibration", ()):
-            outputs = self._calibrated(outputs, **layer)
-        scores: Tensor = self.scores(outputs)
-        return scores
+        return torch.stack(dense, 1) if dense else torch.empty(num_rows, 0), self._look(rows)
 
     def _with_null(self, value: Any) -> Any:
         """Returns None for text that means a missing value, also within lists; any other value as it is."""

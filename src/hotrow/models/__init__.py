@@ -8,8 +8,9 @@ from hotrow.models.din import DINSpec
 from hotrow.models.dlrm import DLRMSpec
 from hotrow.models.spec import ModelSpec
 from hotrow.models.tbsm import TBSMSpec
+from hotrow.models.two_tower import TwoTowerSpec
 
 MODELS: dict[str, type[ModelSpec]] = {
-    spec.model_fields["name"].default: spec for spec in (DLRMSpec, TBSMSpec, DCNSpec, DeepFMSpec, DINSpec)
+    spec.model_fields["name"].default: spec for spec in (DLRMSpec, TBSMSpec, DCNSpec, DeepFMSpec, DINSpec, TwoTowerSpec)
 }
 """By the name that `model.name` selects; the first is the default."""

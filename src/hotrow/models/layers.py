@@ -66,6 +66,10 @@ class Network(nn.Module):
     """
 
     lookup: ClassVar[Lookup] = "pooled"
+    retrieves: ClassVar[bool] = False
+    """Whether outputs are vectors instead of numbers, [B, 2 M]: the user's, then the item's."""
+    item_features: tuple[str, ...] = ()
+    """The features of an item, its id first, if the network has its vector."""
     num_members = 1
     is_drawing = False
     """Whether this is a training step."""

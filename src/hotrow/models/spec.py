@@ -24,13 +24,15 @@ from hotrow.models.layers import Network
 from hotrow.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from hotrow.objectives import OBJECTIVES
 from hotrow.objectives.objective import Objective
-from hotrow.tables import Dtype, TableConfig
+from hotrow.tables import Dtype, Pooling, TableConfig
 
 Width = Annotated[int, Field(ge=1, le=65536)]
 Steps = Annotated[int, Field(ge=1, le=1024)]
 InitBound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Members = Annotated[int, Field(ge=1, le=64)]
 DropoutShare = Annotated[float, Field(ge=0, lt=1)]
+Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Features = Annotated[list[str], Field(min_length=1)]
 DEFAULT = "default"
 HISTORY = "_history"
 """Feature `X_history` holds the earlier ids of feature `X`."""
@@ -89,6 +91,8 @@ class ModelSpec(BaseModel):
     """What `build` returns. Its `lookup` says how the model takes the rows of a batch."""
     equal_dims: ClassVar[bool] = False
     """Whether the rows of all tables must have the same number of columns."""
+    pooling: ClassVar[Pooling] = "sum"
+    """How the rows of several ids become one."""
     small: ClassVar[Mapping[str, Any]] = {}
     """Options for data of few rows; for more rows the automatic recipe states their defaults."""
 
@@ -106,8 +110,18 @@ class ModelSpec(BaseModel):
 
     @model_validator(mode="after")
     def _options_agree(self) -> ModelSpec:
+        if not self.fits(self.objective):
+            others = " or ".join(name for name in OBJECTIVES if self.fits(name))
+            raise ValueError(
+                f"objective is {self.objective}, which model {self.name} cannot be trained for: set it to {others}"
+            )
         self.check_options()
         return self
+
+    @classmethod
+    def fits(cls, objective: str) -> bool:
+        """Returns whether what the network returns is what `objective` takes."""
+        return OBJECTIVES[objective].retrieves == cls.network.retrieves
 
     def check_options(self) -> None:
         """Raises ValueError if options contradict each other."""
@@ -152,7 +166,8 @@ class ModelSpec(BaseModel):
     def tables(self, dataset: Dataset, *, dtype: Dtype = "float32") -> tuple[TableConfig, ...]:
         """Returns the tables of `dataset` as the model needs them."""
         tables = dataset.table_configs(self.dims_of(dataset))
-        return tuple(replace(t, init=replace(t.init, bound=self.embedding_init), dtype=dtype) for t in tables)
+        bound, pooling = self.embedding_init, self.pooling
+        return tuple(replace(t, init=replace(t.init, bound=bound), dtype=dtype, pooling=pooling) for t in tables)
 
     def row_dim(self, embedding_dim: int) -> int:
         """Returns the columns of a table's rows, of which `embedding_dim` are for one network."""

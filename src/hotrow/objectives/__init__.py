@@ -5,9 +5,12 @@ from __future__ import annotations
 from hotrow.objectives.binary import BinaryCrossEntropy
 from hotrow.objectives.by_group import ClicksByGroup
 from hotrow.objectives.objective import Objective
+from hotrow.objectives.sampled_softmax import SampledSoftmax
 from hotrow.objectives.squared_error import SquaredError
 
-OBJECTIVES: dict[str, Objective] = {objective.name: objective for objective in (BinaryCrossEntropy(), SquaredError())}
+OBJECTIVES: dict[str, Objective] = {
+    objective.name: objective for objective in (BinaryCrossEntropy(), SquaredError(), SampledSoftmax())
+}
 """By the name that `model.objective` selects; the first is the default."""
 DEFAULT = next(iter(OBJECTIVES))
 BY_GROUP = {ClicksByGroup.name: ClicksByGroup}

@@ -59,6 +59,11 @@ class Objective:
     name: ClassVar[str]
     label: ClassVar[LabelKind]
     """What a label must be."""
+    retrieves: ClassVar[bool] = False
+    """Whether outputs are vectors of a user and an item, [B, 2 M], and a row is judged by the place of its item among
+    all (`hotrow.run.items`), which metrics then get as its output."""
+    stretch: ClassVar[int] = SERIAL
+    """Samples whose losses are one operation, so that the number of threads changes no bit (`layers.sigmoid`)."""
     loss_options: ClassVar[tuple[str, ...]] = ()
     """The options of `train` that its class takes as arguments; they change the loss alone, no metric."""
     figures: ClassVar[tuple[str, ...]]
@@ -83,15 +88,14 @@ class Objective:
     def loss(self, outputs_B: Tensor, labels_BL: Tensor, num_samples: int, weight_B: Tensor | None = None) -> Tensor:
         """Returns the sum over these samples of weight times loss, divided by `num_samples`, 0-dim.
 
-        weight_B: if None, each weighs 1. Each stretch of SERIAL samples is one operation, so that the number of threads
-        changes no bit (`layers.sigmoid`).
+        weight_B: if None, each weighs 1.
         """
         columns = [outputs_B, labels_BL, *([] if weight_B is None else [weight_B])]
-        stretches = zip(*(torch.split(column, SERIAL) for column in columns), strict=True)
+        stretches = zip(*(torch.split(column, self.stretch) for column in columns), strict=True)
         return functools.reduce(torch.add, [self.summed(*each) for each in stretches]) / num_samples
 
     def summed(self, outputs_B: Tensor, labels_BL: Tensor, weight_B: Tensor | None = None) -> Tensor:
-        """Returns the sum of the weighted losses of at most SERIAL samples, 0-dim, in one operation of torch."""
+        """Returns the sum of the weighted losses of at most `stretch` samples, 0-dim, in one operation of torch."""
         raise NotImplementedError
 
     @staticmethod

@@ -6,7 +6,7 @@ All random draws are functions of `config.train.seed`. `read_model` says what a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotrow import optim
-from hotrow.batch import KeyedJaggedTensor
+from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
 from hotrow.costs.demand import tables_of
@@ -32,6 +32,7 @@ from hotrow.parallel.sharded import ShardedMemory
 from hotrow.placement import AnyMemory
 from hotrow.run.checkpoint import Part
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
+from hotrow.run.items import Items
 from hotrow.run.record import read_extra
 from hotrow.run.schedule import Schedule
 from hotrow.setup.device import DenseDevice, splits_dense
@@ -72,13 +73,19 @@ class Parts:
     """Adds up what micro-batches sum, over all ranks."""
     clip_norm: float | None = None
     """The largest norm of a step's gradients; if None, there is no limit."""
+    items: Items | None = None
+    """What the model finds, if it finds items."""
 
     def __post_init__(self) -> None:
         self.exchange = self.exchange or DenseExchange(self.ranks)
 
+    def labelled(self, batch: Batch) -> Batch:
+        """Returns the batch with all that the loss needs of a sample, besides its output, as its labels."""
+        return batch if self.items is None else replace(batch, label=self.items.labels(batch))
+
     def with_state(self) -> dict[str, Part]:
         """Returns the parts that a checkpoint holds, by the names of their files."""
-        others = ("schedule", "dense", "objective", "ranks", "exchange", "clip_norm")
+        others = ("schedule", "dense", "objective", "ranks", "exchange", "clip_norm", "items")
         return {name: part for name, part in vars(self).items() if name not in others}
 
 
@@ -116,6 +123,7 @@ def build(setup: Setup, comm: Communicator | None = None) -> Parts:
         objective=setup.config.objective,
         ranks=setup.ranks,
         clip_norm=setup.config.train.clip_norm,
+        items=Items.of(setup.dataset, model.item_features) if model.retrieves else None,
     )
 
 

@@ -42,6 +42,7 @@ def backward(parts: Parts, batch: Batch, rows: Any, step: int) -> Tensor:
     batch: from `cut`, of step number `step`. rows: what `look_up` returned for it. If several ranks train, the weights'
     gradients may arrive only with `parts.exchange.finish`.
     """
+    batch = parts.labelled(batch)
     if batch.sparse.parts is None:
         with parts.model.drawing(step, 0):
             outputs = parts.dense.outputs(parts.model, batch.dense, rows)
@@ -81,7 +82,7 @@ def _loss(parts: Parts, outputs: Tensor, batch: Batch, own: slice = slice(None))
     alone."""
     labels_BL = batch.labels[own].to(outputs.device)
     weight_B = None if batch.weight is None else batch.weight[own].to(outputs.device)
-    members = outputs if outputs.dim() > 1 else [outputs]
+    members = outputs if parts.model.num_members > 1 else [outputs]
     losses = [parts.objective.loss(own_B, labels_BL, batch.num_samples, weight_B) for own_B in members]
     return functools.reduce(torch.add, losses)
 

@@ -49,6 +49,7 @@ from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_check
 from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.exact import ADVICE, ADVICE_FOR_BFLOAT16, CODE, FirstPart
 from hotrow.run.folder import RunFolder, resume_command
+from hotrow.run.items import Items, Places
 from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepClock, merged, meters_of_rows
 from hotrow.run.micro import backward, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
@@ -135,23 +136,31 @@ def evaluate(
     dense: DenseDevice | None = None,
     comm: Communicator | None = None,
     metrics: Metrics | None = None,
+    items: Items | None = None,
 ) -> dict[str, Any]:
     """Returns the metrics of `objective` over a split; an undefined metric is None.
 
     num_batches: how many batches of EVAL_BATCH_SIZE to evaluate, from the first; if None, all. dense: where the model
     computes; if None, on the CPU. comm: the ranks that share the tables; each scores whole batches, and all return what
     one process returns. metrics: empty; holds the outputs, labels and weights afterwards, for who needs
-    them.
+    them. items: what is found, if the model finds items; outputs in `metrics` are then the places of the rows' items.
     """
     dense, comm = dense or DenseDevice(), comm or Communicator()
     metrics = objective.metrics() if metrics is None else metrics
-    for scored in islice(_scored(embedding, model, split, objective.by, dense, comm), num_batches):
+    places = None if items is None else items.places(embedding, model, dense)
+    for scored in islice(_scored(embedding, model, split, objective.by, dense, comm, places), num_batches):
         metrics.update(**scored)
     return metrics.figures()
 
 
 def _scored(
-    embedding: EmbeddingCollection, model: Network, split: Split, by: str | None, dense: DenseDevice, comm: Communicator
+    embedding: EmbeddingCollection,
+    model: Network,
+    split: Split,
+    by: str | None,
+    dense: DenseDevice,
+    comm: Communicator,
+    places: Places | None,
 ) -> Iterator[dict[str, Tensor]]:
     """Yields outputs, labels and, if there are any, weights and groups by the feature `by`, of batch after batch of
     EVAL_BATCH_SIZE, on every rank.
@@ -165,7 +174,8 @@ def _scored(
 
     for batch in Loader(split, comm.size * EVAL_BATCH_SIZE, shuffle_seed=None, part=own).epoch(0):
         rows = look_up(model, embedding, batch.sparse)
-        outputs_B = dense.outputs(model, batch.dense, rows).cpu() if len(batch) else batch.label
+        outputs_B = dense.outputs(model, batch.dense, rows) if len(batch) else batch.label
+        outputs_B = outputs_B.cpu() if places is None or not len(batch) else places(outputs_B, batch)
         del rows  # before those of the next batch come beside them
         columns = {"outputs": outputs_B, "labels": batch.label}
         columns |= {} if batch.weight is None else {"weights": batch.weight}
@@ -389,6 +399,7 @@ class Training:
                 dense=parts.dense,
                 comm=self.comm,
                 metrics=metrics,
+                items=parts.items,
             )
 
     def _skip(self, found: str) -> None:
@@ -502,7 +513,7 @@ class Training:
         metrics = objective.metrics() if metrics is None else metrics
         result = self._evaluated(split, metrics=metrics)
         epoch = round(step / self.steps_per_epoch, 4)
-        is_selection = split == "val" and self.folder.path.resolve().name == SELECTION
+        is_selection = split == "val" and self.folder.path.resolve().name == SELECTION and not objective.retrieves
         plain = self.config.model.trained_for  # these losses are compared as metrics are
         losses = {"losses": losses_of_parts(metrics, plain)} if is_selection else {}
         self.folder.measure("eval", step=step, split=split, epoch=epoch, **result, **losses)
@@ -617,7 +628,7 @@ class Training:
         self._warn_of([doubts(metrics[split], f"the {split} split") for split in ("val", "test") if split in metrics])
         if self.writes_files:
             self._count_columns()
-        if judged:
+        if judged and self.parts.items is None:
             self._look_at_scores(*list(judged.items())[-1])
         self.folder.update(
             status="finished",
