@@ -334,14 +334,12 @@ class Run:
         self._doubt(found, f"the {split} split")
         return found
 
-    def outputs(
-        self, split: str = "test", *, data: Path | str | None = None
-    ) -> tuple[NDArray[np.float32], NDArray[Any], NDArray[np.float32] | None]:
-        """Returns the model's outputs for the rows of a split, in their order, and their labels and weights.
+    def judged(self, split: str = "test", *, data: Path | str | None = None) -> Metrics:
+        """Returns the model's outputs for the rows of a split, with labels and weights, and what follows from them.
 
-        data and errors: as for `evaluate`. Labels are bool if they are binary, weights None if there are none.
+        data and errors: as for `evaluate`.
         """
-        return self._judged(split, data)[1].rows()
+        return self._judged(split, data)[1]
 
     def _judged(self, split: str, data: Path | str | None) -> tuple[Split, Metrics, dict[str, Any]]:
         """Returns the rows of a split, their outputs and labels, and the metrics of these."""

@@ -23,10 +23,10 @@ from hotrow.tune.compare import compare
 from hotrow.tune.listing import list_runs, remove_run
 
 
-def train(data: Path, run: Path, **options: Any) -> RunFolder:
+def train(data: Path, run: Path, by: str | None = None, **options: Any) -> RunFolder:
     model = {"embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]}
     train = {"batch_size": 64, "threads": 1, "log_every": 2, "eval_every": 0.5, **options}
-    raw = {"data": str(data), "run": str(run), "model": model, "train": train, "memory": "dram"}
+    raw = {"data": str(data), "run": str(run), "model": model, "train": train, "memory": "dram", "metrics": {"by": by}}
     return runs.train(make_config(raw), quiet=True)
 
 
@@ -117,6 +117,18 @@ def test_runs_of_other_test_rows_are_refused_by_name(work: Path, tmp_path: Path)
         compare(a, unbegun.path)
     with pytest.raises(ValueError, match="is not a run"):
         compare(a, tmp_path)
+
+
+def test_runs_that_are_judged_by_group_are_compared_by_group_too(work: Path, tmp_path: Path) -> None:
+    a, b = (train(work / "data", tmp_path / f"x1-{seed}", by="x1", seed=seed).path for seed in (1, 2))
+    other = train(work / "data", tmp_path / "x0", by="x0", max_steps=2).path
+    found = compare(a, b)["metrics"]["gauc"]
+    assert (found["first"], found["second"]) == (load(a).metrics["gauc"], load(b).metrics["gauc"]) and found[
+        "error"
+    ] > 0
+    assert "gauc" not in compare(a, work / "runs" / "a")["metrics"]
+    with pytest.raises(ValueError, match="x0 and by x1"):
+        compare(a, other)
 
 
 def test_the_comparison_for_people(

@@ -13,8 +13,10 @@ from scipy.stats import bootstrap, sem
 
 from hotrow.config.load import make_config
 from hotrow.objectives import OBJECTIVES
+from hotrow.objectives.by_group import ClicksByGroup, group_auc
 from hotrow.objectives.objective import Objective
-from hotrow.tune.compare import compared, differences, judged, mean_of, of_seeds, over_seeds
+from hotrow.tune.compare import compared as compared_metrics
+from hotrow.tune.compare import differences, judged, mean_of, of_seeds, over_seeds
 
 Floats = NDArray[np.float32]
 
@@ -29,6 +31,14 @@ def two_models(objective: Objective, num_rows: int, seed: int = 0) -> tuple[Floa
     else:
         labels = (truth + rng.normal(0, 0.5, num_rows)).astype(np.float32)
     return first.astype(np.float32), second.astype(np.float32), labels
+
+
+def compared(objective: Objective, first: Floats, second: Floats, labels: NDArray[Any], *more: Any) -> dict[str, Any]:
+    """`compared` of the outputs of two models. more: the weights of rows, and their groups."""
+    both = [objective.metrics() for _ in range(2)]
+    for metrics, outputs in zip(both, (first, second), strict=True):
+        metrics.update(outputs, labels, *more)
+    return compared_metrics(objective, *both)
 
 
 def weights_of(num_rows: int) -> Floats:
@@ -69,6 +79,26 @@ def test_influences_give_the_error_of_a_single_figure(name: str, weights: Floats
         truth = bootstrap((np.arange(600),), figure, n_resamples=800, vectorized=False, method="basic", rng=1)
         assert influence.std() / math.sqrt(600) == pytest.approx(truth.standard_error, rel=0.12), measure
         assert influence.mean() == pytest.approx(0, abs=1e-9), measure
+
+
+@pytest.mark.parametrize("weights", [None, weights_of(900)], ids=["alike", "weighted"])
+def test_the_error_of_gauc_is_that_over_groups(weights: Floats | None) -> None:
+    """Groups are drawn again, each with all its rows; rows of group -1 are in none."""
+    objective = ClicksByGroup(by="user")
+    first, second, labels = two_models(objective, 900)
+    groups = np.random.default_rng(3).integers(-1, 90, 900)
+    found = compared(objective, first, second, labels, weights, groups)["gauc"]
+
+    def difference(drawn: NDArray[np.int64]) -> float:
+        rows = [np.flatnonzero(groups == group) for group in drawn]
+        at, anew = np.concatenate(rows), np.repeat(np.arange(len(drawn)), [len(own) for own in rows])
+        own = None if weights is None else weights[at]
+        one, other = (group_auc(outputs[at], labels[at], anew, own)[0] for outputs in (first, second))
+        return other - one
+
+    truth = bootstrap((np.arange(90),), difference, n_resamples=800, vectorized=False, method="basic", rng=1)
+    assert found["error"] == pytest.approx(truth.standard_error, rel=0.12)
+    assert found["difference"] == pytest.approx(difference(np.arange(90)))
 
 
 def test_the_error_of_auc_against_delong_by_pairs() -> None:

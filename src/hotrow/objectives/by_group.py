@@ -51,6 +51,24 @@ class ClicksByGroup(BinaryCrossEntropy):
             figures["undefined"] = f"no value of {self.by} has rows of both labels, which gauc needs"
         return {**figures, "gauc": value, "gauc_groups": num_groups, "gauc_rows": num_rows}
 
+    def influences_by_group(
+        self,
+        outputs_N: NDArray[np.float32],
+        label_N: NDArray[np.bool_],
+        weight_N: NDArray[np.float32] | None,
+        group_N: NDArray[np.int64],
+    ) -> dict[str, NDArray[np.float64]]:
+        """Returns those of all measures; `gauc` is moved by the first row of each group."""
+        known, found = np.flatnonzero(group_N >= 0), self.influences(outputs_N, label_N, weight_N)
+        weights = None if weight_N is None else weight_N[known]
+        areas, weight, rows, _ = _by_group(outputs_N[known], label_N[known], group_N[known], weights)
+        if len(areas):
+            found["gauc"] = np.zeros(len(label_N))
+            found["gauc"][known[rows]] = (
+                len(label_N) * weight * (areas - np.average(areas, weights=weight)) / weight.sum()
+            )
+        return found
+
     def lines(self, figures: Figures) -> list[str]:
         """Returns AUC, LogLoss and GAUC, with the number of groups and rows that GAUC is of."""
         of = f"{figures['gauc_groups']:,} groups by {self.by} with both labels, {figures['gauc_rows']:,} rows"
@@ -68,8 +86,19 @@ def group_auc(
 
     One sort serves all groups. Without weights sums are of integers, and exact. It takes about 80 bytes per row.
     """
+    areas, weight, _, num_rows = _by_group(scores, labels, groups, weights)
+    return float(np.average(areas, weights=weight)) if len(areas) else math.nan, len(areas), num_rows
+
+
+def _by_group(
+    scores: NDArray[np.float32],
+    labels: NDArray[np.bool_],
+    groups: NDArray[np.int64],
+    weights: NDArray[np.float32] | None,
+) -> tuple[NDArray[np.float64], NDArray[Any], NDArray[np.int64], int]:
+    """Returns of each group with both labels its AUC, its weight and one of its rows; and the number of their rows."""
     if not len(scores):
-        return math.nan, 0, 0
+        return np.empty(0), np.empty(0), np.empty(0, np.int64), 0
     order = np.lexsort((scores, groups))
     scores, labels, groups = scores[order], labels[order], groups[order]
     weight = np.ones(len(order), np.int64) if weights is None else weights[order].astype(np.float64)
@@ -84,8 +113,7 @@ def group_auc(
     twice = np.add.reduceat(positives * (2 * below + negatives), starts)
     positives, negatives = np.add.reduceat(positives, starts), np.add.reduceat(negatives, starts)
     both = (positives > 0) & (negatives > 0)
-    if not both.any():
-        return math.nan, 0, 0
     areas = twice[both] / (2 * positives * negatives)[both]
+    of_group = np.minimum.reduceat(order, firsts)  # the same row for every model
     num_rows = int(np.diff(firsts, append=len(scores))[both].sum())
-    return float(np.average(areas, weights=(positives + negatives)[both])), len(areas), num_rows
+    return areas, (positives + negatives)[both], of_group[both], num_rows

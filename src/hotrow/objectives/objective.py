@@ -138,6 +138,17 @@ class Objective:
         """Returns what `measured` returns, and the figures by group, if the objective has `by`."""
         raise NotImplementedError
 
+    def influences_by_group(
+        self,
+        outputs_N: NDArray[np.float32],
+        label_N: NDArray[Any],
+        weight_N: NDArray[np.float32] | None,
+        group_N: NDArray[np.int64],
+    ) -> dict[str, NDArray[np.float64]]:
+        """Returns what `influences` returns, and the influences on figures by group, if the objective has `by`. There
+        one row of a group stands for the group, because its rows are not drawn one by one."""
+        raise NotImplementedError
+
     def doubts(self, figures: Figures, rows: str) -> dict[str, str]:
         """Returns what is wrong with a model that has these metrics, by the code under which runs count it.
 
@@ -252,6 +263,12 @@ class Metrics:
         weights = np.concatenate(self._weights) if self._weights else None
         self._outputs, self._labels, self._weights = [outputs], [labels], [] if weights is None else [weights]
         return outputs, labels, weights
+
+    def influences(self) -> dict[str, NDArray[np.float64]]:
+        """Returns what `Objective.influences` says of all rows, and of figures by group if the objective has `by`."""
+        if self._groups:
+            return self._objective.influences_by_group(*self.rows(), np.concatenate(self._groups))
+        return self._objective.influences(*self.rows())
 
     def figures(self) -> dict[str, Any]:
         """Returns `compute()` as it is written to files: None in place of NaN."""

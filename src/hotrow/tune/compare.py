@@ -14,12 +14,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hotrow.api import load
 from hotrow.config.schema import Config
-from hotrow.objectives.objective import Objective, shown
+from hotrow.objectives.objective import Metrics, Objective, shown
 from hotrow.run.record import RunRecord
 
 ERRORS = 2.0
@@ -76,36 +73,33 @@ def compare(first: Path | str, second: Path | str) -> dict[str, Any]:
                 f"the {what} of {first} is {one}, that of {second} is {other}: only figures of the same test rows, for "
                 "one objective, can be compared; train both on one dataset"
             )
+    by = {run.record.metrics_by for run in runs} - {None}
+    if len(by) > 1:
+        raise ValueError(f"{first} and {second} are judged by {' and by '.join(sorted(map(str, by)))} (metrics.by)")
     scored = []
     for run in runs:
         with closing(run):
-            scored.append(run.outputs("test"))
-    (ours, labels, weights), (theirs, *_) = scored
+            scored.append(run.judged("test"))
     return {
         "runs": names,
-        "rows": len(labels),
+        "rows": scored[0].num_rows,
         "options": differences({name: run.folder.options() for name, run in zip(names, runs, strict=True)}),
-        "metrics": compared(runs[0].record.trained_for, ours, theirs, labels, weights),
+        "metrics": compared(runs[0].record.trained_for, *scored),
         "samples_per_s": [run.record.samples_per_s for run in runs],
     }
 
 
-def compared(
-    objective: Objective,
-    first_N: NDArray[np.float32],
-    second_N: NDArray[np.float32],
-    label_N: NDArray[Any],
-    weight_N: NDArray[np.float32] | None = None,
-) -> dict[str, Any]:
-    """Returns, by metric, its value by both models' outputs for the same rows, and what `judged` says of them."""
-    ours, theirs = (objective.measured(own, label_N, weight_N) for own in (first_N, second_N))
-    moved = [objective.influences(own, label_N, weight_N) for own in (first_N, second_N)]
+def compared(objective: Objective, first: Metrics, second: Metrics) -> dict[str, Any]:
+    """Returns, by metric that both have for the same rows, its two values, and what `judged` says of them."""
+    figures, moved = [own.figures() for own in (first, second)], [own.influences() for own in (first, second)]
     found = {}
     for name in objective.measures:
-        one, other = (None if math.isnan(own[name]) else own[name] for own in (ours, theirs))
+        if not all(name in own for own in figures):
+            continue
+        one, other = (own[name] for own in figures)
         error = None
-        if len(label_N) > 1 and all(name in own for own in moved):
-            error = float((moved[1][name] - moved[0][name]).std(ddof=1)) / math.sqrt(len(label_N))
+        if first.num_rows > 1 and all(name in own for own in moved):
+            error = float((moved[1][name] - moved[0][name]).std(ddof=1)) / math.sqrt(first.num_rows)
         found[name] = {"first": one, "second": other}
         found[name] |= judged(None if one is None or other is None else other - one, error)
     return found

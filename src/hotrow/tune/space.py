@@ -33,6 +33,7 @@ FIXED = {
     "run": "tune makes the folders of its runs itself",
     "train.seed": "a seed is no choice, it is noise, which --seeds shows",
     "train.monitor": "trials are judged by it",
+    "metrics.by": "it decides what trials are judged by",
     "model.objective": "metrics of different objectives cannot be compared",
 }
 """Fields that cannot be searched, and why."""
