@@ -23,20 +23,15 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 
-import hotrow
+import mutate
 from hotrow.cli import tools
-from hotrow.config.load import make_config
 from hotrow.data.chunk import Keys
 from hotrow.data.native import hash_keys
-from hotrow.data.prepare.pipeline import Options, prepare
-from hotrow.data.sources.registry import open_source
 from hotrow.export import delta as deltas
 from hotrow.export import export as exports
 from hotrow.export.delta import apply_delta, write_delta
 from hotrow.export.export import Description, Whole, becoming
-from hotrow.run import runs
 from hotrow.run.checkpoint_files import write_tensors
-from prepare_data import SCHEMA, make_rows, to_table
 from resealed import reseal
 
 DIM = 3
@@ -269,37 +264,47 @@ def test_exports_of_earlier_versions_whose_rows_lie_elsewhere(tmp_path: Path, mo
     assert files_of(base) == files_of(write_whole(tmp_path / "whole", two, 1))
 
 
-def test_the_days_of_a_run(tmp_path: Path) -> None:
-    """Trained further, and then on rows with other ids: rows are renumbered, and tables grow."""
-    for name, num_rows in (("first", 300), ("second", 600)):
-        opened = open_source("frame", to_table(make_rows(num_rows)), schema=SCHEMA)
-        prepare(opened, tmp_path / name, Options(rows_per_part=200, rows_per_block=100))
-    trained = [
-        run_of(tmp_path, name, data, steps)
-        for name, data, steps in (("a", "first", 3), ("b", "first", 6), ("c", "second", 6))
-    ]
-    base = tmp_path / "base"
-    trained[0].export(base)
-    for number, run in enumerate(trained[1:], 1):
-        whole, delta = tmp_path / f"whole-{number}", tmp_path / f"delta-{number}"
-        run.export(whole)
-        described = run.export(delta, since=base)
-        assert described["number"] == number
-        assert sum(table["rows"] for table in described["tables"].values()) > 0
-        apply_delta(base, delta)
-        assert files_of(base) == files_of(whole)
-    with pytest.raises(ValueError, match="is of another model: its embedding_dim is 4, that of run d is 8"):
-        run_of(tmp_path, "d", "first", 3, embedding_dim=8).export(tmp_path / "delta", since=base)
-
-
-def run_of(folder: Path, name: str, data: str, steps: int, *, embedding_dim: int = 4) -> hotrow.Run:
-    config = {
-        "data": str(folder / data),
-        "run": str(folder / name),
-        "model": {"embedding_dim": embedding_dim, "bottom_mlp": [4], "top_mlp": [4]},
-        "train": {"batch_size": 30, "epochs": 9, "max_steps": steps, "threads": 1},
-    }
-    return hotrow.load(runs.train(make_config(config), quiet=True).path)
+def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each day has more ids than the one before, so tables and vocabularies grow."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    for day in (1, 2, 3):
+        user, item = rng.integers(0, 200 * day, 900), rng.integers(0, 60 * day, 900)
+        rows = [f"{int(i % 3 == 0)},u{u},{i},{u % 7}" for u, i in zip(user, item, strict=True)]
+        Path(f"day{day}.csv").write_text("\n".join(["click,user,item,price", *rows]))
+    ids = [{"column": "user", "type": "text"}, {"column": "item", "type": "int"}]
+    schema = {"version": 2, "label": "click", "dense": ["price"], "categorical": ids, "split": {"kind": "random"}}
+    Path("schema.yaml").write_text(json.dumps(schema))
+    model = {"embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]}
+    train = {"batch_size": 50, "max_steps": 8, "threads": 1}
+    Path("r.yaml").write_text(json.dumps({"data": "data1", "run": "run1", "model": model, "train": train}))
+    for words in (
+        "prepare csv day1.csv --schema schema.yaml --out data1",
+        "train r.yaml",
+        "export run1 --out clicks",
+        *(
+            word.format(day=day, before=day - 1)
+            for day in (2, 3)
+            for word in (
+                "prepare csv day{day}.csv --base data{before} --out data{day}",
+                "train --from run{before} --set data=data{day} --set run=run{day}",
+                "export run{day} --since clicks --out delta{before}",
+                "apply clicks delta{before}",
+                "export run{day} --out whole{day}",
+            )
+        ),
+    ):
+        outcome = mutate.run_command(words.split())
+        assert outcome.code == 0, (words, outcome.err)
+        if words.startswith("export run2 --out"):
+            assert files_of(Path("clicks")) == files_of(Path("whole2"))
+    assert files_of(Path("clicks")) == files_of(Path("whole3"))
+    for number in (1, 2):
+        changes = json.loads(Path(f"delta{number}/delta.json").read_text())["tables"]
+        assert changes["user"]["ids"] > 50 and changes["item"]["ids"] > 20
+    assert mutate.run_command(["train", "r.yaml", "--set", "run=other", "--set", "model.embedding_dim=8"]).code == 0
+    outcome = mutate.run_command(["export", "other", "--since", "clicks", "--out", "delta"])
+    assert outcome.code == 2 and "its embedding_dim is 4, that of run other is 8" in outcome.err
 
 
 # ---- an apply that is interrupted
