@@ -381,6 +381,26 @@ def test_an_interrupted_apply_leaves_the_old_or_is_refused_until_it_has_ended(
     assert seen >= {"old", "half"} and after > 20
 
 
+@pytest.mark.parametrize("kib", [64, 150, 240])
+def test_a_full_disk_is_said_and_the_same_call_ends_it(
+    tmp_path: Path, small_disk: tuple[Path, Callable[[int], None]], kib: int
+) -> None:
+    """A table that grows from 24 KB to 240 KB, some of whose pages the disk does not hold."""
+    disk, resize = small_disk
+    weights = np.arange(60_000, dtype=np.float32).reshape(-1, DIM)
+    base = write_whole(disk / "base", {"plain": ({}, weights[:2000])}, 0)
+    whole = write_whole(tmp_path / "whole", {"plain": ({}, weights)}, 1)
+    write_delta(base, tmp_path / "delta", lambda to: write(to, {"plain": ({}, weights)}, 1))
+    resize(kib)
+    with pytest.raises(
+        OSError, match=r"disk full while applying .*\. Free some space, then run the same command again"
+    ):
+        apply_delta(base, tmp_path / "delta")
+    resize(1000)
+    apply_delta(base, tmp_path / "delta")
+    assert files_of(base) == files_of(whole)
+
+
 def test_a_new_folder_appears_when_it_is_whole(made: Chain, base: Path, tmp_path: Path) -> None:
     kept = files_of(base)
     for after in (0, 3, 9, 21):
