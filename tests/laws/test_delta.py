@@ -254,10 +254,16 @@ def test_one_id_goes_and_two_come(tmp_path: Path) -> None:
     assert files_of(base) == files_of(whole)
 
 
-def test_exports_of_earlier_versions_whose_rows_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = days(2)
+@pytest.mark.parametrize("limit", ["ALIGNMENT", "KEYS_PER_GROUP"])
+@pytest.mark.parametrize("same_ids", [False, True])
+def test_exports_whose_files_were_laid_out_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, *, same_ids: bool
+) -> None:
+    """As those of earlier versions were."""
+    one, two = days(3)[1:]
+    two = {name: (one[name][0], two[name][1]) for name in two} if same_ids else two
     with monkeypatch.context() as patch:
-        patch.setattr(exports, "ALIGNMENT", 8)
+        patch.setattr(exports, limit, 8)
         base = write_whole(tmp_path / "base", one, 0)
     write_delta(base, tmp_path / "delta", lambda to: write(to, two, 1))
     apply_delta(base, tmp_path / "delta")

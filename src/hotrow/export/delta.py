@@ -200,7 +200,8 @@ class Changes(whole.Whole):
             changes = _id_changes(old, own, schema)
             found = _write(self._delta / _IDS / _parquet(name), _ids_schema(schema), changes)
             self.tables[own.stem] = replace(self.tables[own.stem], ids=found)
-            own.unlink()
+            if found:  # else the file is the same, or written by another version
+                own.unlink()
         return entire
 
 
@@ -210,11 +211,8 @@ def _id_changes(old: Path, new: Path, schema: pa.Schema) -> Iterator[pa.Table]:
     for table in chain(_hashed(new, schema), [None]):
         others = before.up_to(table)
         come, go = (others[:0], others) if table is None else (_without(table, others), _without(others, table))
-        marked = [
-            each.append_column("gone", pa.array([which] * len(each), pa.bool_()))
-            for each, which in ((come, False), (go, True))
-        ]
-        yield pa.concat_tables(marked).sort_by("hash")
+        gone = np.arange(len(come) + len(go)) >= len(come)
+        yield pa.concat_tables([come, go]).append_column("gone", pa.array(gone)).sort_by("hash")
 
 
 def _without(table: pa.Table, others: pa.Table) -> pa.Table:
