@@ -331,14 +331,18 @@ def write_keys(path: Path, kind: pa.DataType, tables: Iterable[pa.Table]) -> Non
 
 def regrouped(tables: Iterable[pa.Table], schema: pa.Schema, num_rows: int) -> Iterator[pa.Table]:
     """Yields the columns of `schema` in tables of `num_rows` rows, the last one of fewer."""
-    left = schema.empty_table()
-    for table in tables:
-        left = pa.concat_tables([left, table.select(schema.names).cast(schema)])
-        while len(left) > num_rows:
-            yield left[:num_rows].combine_chunks()
-            left = left[num_rows:]
-    if len(left):
-        yield left.combine_chunks()
+    waiting, count = [schema.empty_table()], 0
+    for table in (table for table in tables if len(table)):
+        waiting.append(table.select(schema.names).cast(schema))
+        count += len(table)
+        if count > num_rows:
+            left = pa.concat_tables(waiting)
+            while len(left) > num_rows:
+                yield left[:num_rows].combine_chunks()
+                left = left[num_rows:]
+            waiting, count = [left], len(left)
+    if count:
+        yield pa.concat_tables(waiting).combine_chunks()
 
 
 def _entries(vocabulary: Vocabulary, done: Callable[[int], None]) -> Iterator[pa.Table]:
