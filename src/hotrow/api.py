@@ -44,7 +44,7 @@ from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.groups import Groups
 from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.prepare.pipeline import fingerprint, prepare
-from hotrow.data.prepare.prepare import RawEncoder
+from hotrow.data.prepare.prepare import RawEncoder, score_names
 from hotrow.data.seen import Seen
 from hotrow.data.sources.criteo import CriteoSource
 from hotrow.data.sources.inputs import spooled
@@ -59,6 +59,7 @@ from hotrow.models.layers import Network
 from hotrow.models.spec import SampleError
 from hotrow.objectives.calibration import Calibration, calibrated, for_all_negatives
 from hotrow.objectives.objective import Metrics, Objective
+from hotrow.objectives.several import for_labels
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.launch import joined
@@ -197,7 +198,7 @@ class Run:
         load_checkpoint(checkpoint, {"embedding": embedding, "model": model})
         if (calibration := self._calibration(checkpoint)) is not None:
             calibration.follow(model)
-        return _Loaded(embedding, model, setup.dense, config.objective)
+        return _Loaded(embedding, model, setup.dense, for_labels(config.objective, self._labels))
 
     def close(self) -> None:
         """Frees the model, and removes the files of tables that do not fit in memory."""
@@ -205,7 +206,7 @@ class Run:
             close_tiers(network.embedding, self.path)
 
     def predict(self, data: Any, *, strict: bool = False) -> NDArray[np.float32]:
-        """Returns the score of each row of `data`, in its order: float32 [num_rows].
+        """Returns the score of each row of `data`, in its order: float32 [num_rows]; of L > 1 labels [num_rows, L].
 
         A score is what `model.objective` makes of the model's output: for clicks the probability of a positive label.
         data: raw rows with the columns that training had; label and time are not read. Paths, globs, URIs or
@@ -215,8 +216,13 @@ class Run:
         strict: refuse a value that is not of its column's kind. Raises ValueError if columns are missing, naming file
         and column, and RowError naming a line that cannot be cut into columns.
         """
-        scores = list(self.predict_batches(data, strict=strict))
-        return np.concatenate(scores) if scores else np.empty(0, np.float32)
+        none = np.empty((0, len(self._labels)) if len(self._labels) > 1 else 0, np.float32)
+        return np.concatenate([none, *self.predict_batches(data, strict=strict)])
+
+    @cached_property
+    def _labels(self) -> list[str]:
+        """Names of the labels that the model was trained for."""
+        return [label.name for label in PackedDataset.open(self.folder.vocabulary).info.labels]
 
     def predict_batches(self, data: Any, *, strict: bool = False) -> Iterator[NDArray[np.float32]]:
         """Yields what `predict` returns, piece by piece, in bounded memory."""
@@ -263,9 +269,10 @@ class Run:
     ) -> int:
         """Writes `predict(data)` as column `score` of the file `out` (.parquet or .csv); returns the number of rows.
 
-        out: an open binary file gets CSV. keep: columns of `data` that are written before the score, unchanged. strict:
-        as for `predict`. The file appears when it is complete. Raises ValueError if it exists already or has another
-        suffix, or if a column to keep is missing or called `score`; OSError naming the file if the disk is full.
+        If there are several labels, the columns are called `score_LABEL`. out: an open binary file gets CSV. keep:
+        columns of `data` that are written before the score, unchanged. strict: as for `predict`. The file appears when
+        it is complete. Raises ValueError if it exists already or has another suffix, or if a column to keep is missing
+        or has the name of a score; OSError naming the file if the disk is full.
         """
         if not isinstance(out, str | Path):
             return self._write_scores(data, out, pyarrow.csv.CSVWriter, keep, strict=strict)
@@ -287,10 +294,12 @@ class Run:
             _readable(data, strict=strict) as rows,
             closing(RawEncoder(self.folder.vocabulary).kept(rows, keep)) as kept,
         ):
-            schema = pa.schema([*kept.schema, pa.field("score", pa.float32(), nullable=False)])
+            names = score_names(self._labels)
+            schema = pa.schema([*kept.schema, *(pa.field(name, pa.float32(), nullable=False) for name in names)])
             with make(file, schema) as writer:
                 for scores in self.predict_batches(rows, strict=strict):
-                    writer.write_batch(pa.record_batch([*kept.next(len(scores)), pa.array(scores)], schema=schema))
+                    columns = [pa.array(np.ascontiguousarray(own)) for own in scores.reshape(len(scores), -1).T]
+                    writer.write_batch(pa.record_batch([*kept.next(len(scores)), *columns], schema=schema))
                     num_rows += len(scores)
         return num_rows
 

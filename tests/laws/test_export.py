@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import csv
 import importlib.util
+import inspect
 import json
 import math
 import re
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -371,15 +373,20 @@ def test_histories_of_tbsm(tmp_path: Path) -> None:
     check(run, new, columns, tmp_path / "out")
 
 
+@pytest.mark.parametrize("labels", [["a"], ["a", "b", "c"]])
 @pytest.mark.parametrize("num_dense", [0, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_exported_file_of_every_model_computes_the_same(name: str, num_dense: int, tmp_path: Path) -> None:
+def test_the_exported_file_of_every_model_computes_the_same(
+    name: str, num_dense: int, labels: list[str], tmp_path: Path
+) -> None:
     """With all default options, on random weights and rows."""
     features = ["user", "item", "item_history"]
     spec = make_config({"data": "d", "model": {"name": name}}).model
-    network = spec.build(
-        num_dense=num_dense, dims=dict.fromkeys(features, 16), generator=torch.Generator().manual_seed(4)
-    )
+    if len(labels) > 1 and "num_outputs" not in inspect.signature(spec.build).parameters:
+        pytest.skip("it has one output")
+    info = SimpleNamespace(labels=labels, dense=[None] * num_dense)
+    generator = torch.Generator().manual_seed(4)
+    network = spec.build_for(info, dims=dict.fromkeys(features, 16), generator=generator)
     for objective in OBJECTIVES.values():
         (tmp_path / "model.py").write_text(network_source(name, objective))
         definition, outputs = score.load_module(tmp_path / "model.py"), torch.linspace(-3, 3, 7)
@@ -387,6 +394,7 @@ def test_the_exported_file_of_every_model_computes_the_same(name: str, num_dense
         assert torch.equal(definition.scores(outputs), objective.scores(outputs))
     about = {
         "model": {**spec.model_dump(mode="json"), "num_dense": num_dense},
+        "labels": labels,
         "tables": [{"name": "t", "embedding_dim": 16}],
         "features": [{"name": feature, "table": "t"} for feature in features],
     }
@@ -399,6 +407,7 @@ def test_the_exported_file_of_every_model_computes_the_same(name: str, num_dense
         bags = {"user": lengths, "item": lengths, "item_history": [0, 3, 20, 1, 0, 2, 5, 7, 4]}
         rows = {f: (torch.randn(sum(n), 16, generator=g), torch.tensor([0, *n]).cumsum(0)) for f, n in bags.items()}
     logits = network(dense, rows).detach()
+    assert logits.shape == ((9,) if len(labels) == 1 else (9, 3))
     assert logits.std() > 0 and exported.lookup == network.lookup
     torch.testing.assert_close(exported(dense, rows).detach(), logits, rtol=1e-5, atol=1e-5 * float(logits.abs().max()))
 
@@ -456,6 +465,7 @@ def test_the_tables_are_those_of_the_checkpoint(
 MEMORY_CHECK = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.checkpoint_files import write_tensors

@@ -8,6 +8,7 @@ all processes here use those.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import types
@@ -114,8 +115,22 @@ def cases(model: str, *more: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [*map(chosen, sorted(covering([len(factor) for factor in factors], 2, valid=valid)))]
 
 
+def takes_labels(model: str) -> bool:
+    """Whether a model may have several outputs."""
+    return "num_outputs" in inspect.signature(MODELS[model].build).parameters
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("models") / "data", ["label"])
+
+
+@pytest.fixture(scope="module")
+def three_labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("models") / "several", ["label", "second", "third"])
+
+
+def prepared(path: Path, labels: Sequence[str]) -> Path:
     """Rows that every model takes: ids and their histories, dense inputs, and weights, every third of them 0."""
     rng, n = np.random.default_rng(1), 5200
     ids = {"user": rng.integers(0, 3000, n), "item": rng.integers(0, 2000, n), "category": rng.integers(0, 7, n)}
@@ -123,16 +138,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lengths = rng.integers(0, 4, n)
     lists = {f"{name}_history": [rng.integers(0, 9, k).tolist() for k in lengths] for name in ("item", "category")}
     other = {"label": rng.integers(0, 2, n), "time": np.arange(n), "weight": rng.random(n) * (np.arange(n) % 3)}
+    other |= {name: rng.integers(0, 2, n) for name in labels[1:]}
     listed = [{"column": name, "kind": "sequence", "table": name.removesuffix("_history")} for name in lists]
     schema = {
-        "label": "label",
+        "label": list(labels),
         "weight": "weight",
         "time": "time",
         "dense": list(dense),
         "categorical": [*ids, *listed],
     }
     table = pa.table({**ids, **dense, **other, **{name: pa.array(own) for name, own in lists.items()}})
-    path = tmp_path_factory.mktemp("models") / "data"
     return run_prepare("frame", table, path, schema=parse_schema(schema, where="test")).path
 
 
@@ -265,6 +280,18 @@ def check_ranks(pool: RankPool, data: Path, options: dict[str, Any], V: int, R: 
 def test_ranks_change_no_bit(pool: RankPool, data: Path, model: str) -> None:
     for case in cases(model, VS, RANKS, THREADS):
         check_ranks(pool, data, *case)
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if takes_labels(name)])
+def test_neither_ranks_nor_addresses_change_a_bit_of_several_labels(
+    pool: RankPool, three_labels: Path, model: str
+) -> None:
+    for k, (options,) in enumerate(cases(model)):
+        V, R, threads = (VS[k % 3], min(VS[k % 3], RANKS[k % 4]), THREADS[k % 2])
+        check_ranks(pool, three_labels, options, V, R, threads)
+        if k < 3:
+            (told,) = pool.run(differing, three_labels, options, num_ranks=1, micro_batches=1)
+            assert not told, (options, told)
 
 
 @pytest.mark.slow

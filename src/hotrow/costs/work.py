@@ -193,7 +193,7 @@ def work_of(
     memory = config.tiers
     whole = config.model.dims_of(dataset)  # a rank may hold some columns of a table
     num_dense, dims = len(dataset.info.dense), {name: whole[own.name] for own in tables for name in own.feature_names}
-    model = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator().manual_seed(0))
+    model = config.model.build_for(dataset.info, dims=dims, generator=torch.Generator().manual_seed(0))
     if model.lookup == "sequence":
         raise ValueError(f"models that see every row of a list ({config.model.name}) cannot be predicted yet")
     return Work(

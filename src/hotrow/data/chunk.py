@@ -141,7 +141,8 @@ class Chunk:
 
     num_rows: int
     label: NDArray[np.float32] | None
-    """0 or 1 per row, checked by the source; None if the rows have no label (rows to predict)."""
+    """[num_rows], or [num_rows, L] of L > 1 labels, checked by the source; None if the rows have no label (rows to
+    predict)."""
     dense: NDArray[np.float32]
     """[num_rows, I] raw numbers, NaN = missing; preparation applies transforms."""
     keys: Mapping[str, Keys]

@@ -125,6 +125,8 @@ class Description:
     """Of which features the label's statistics are inputs, after the dense columns, and with which priors."""
     calibration: tuple[dict[str, JsonValue], ...] = ()
     """The arguments of model.py's `calibrated`, of each time it is applied to the network's outputs."""
+    labels: tuple[str, ...] = ()
+    """What the scores of a row are of, in their order."""
     usual: dict[str, JsonValue] | None = None
     """What the validation rows held by column, to compare rows with; None if the run does not know."""
 
@@ -452,6 +454,7 @@ def _describe(
         dense=tuple(_dense(column, made) for column in _raw_columns(info, made)),
         features=tuple(_feature(kinds[name], made) for table in tables for name in table.feature_names),
         tables=tuple(_table(table, kept, made) for table in tables),
+        labels=tuple(label.name for label in info.labels),
         usual=_usual(seen),
         files={},
     )

@@ -101,7 +101,7 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
-        """Returns the score of each row, [B]; README.md says what it is.
+        """Returns the score of each row, [B], or [B, L] if export.json lists L > 1 `labels`; README.md says what it is.
 
         columns: raw values by name, None for a missing one. Warns of what stands out beside the rows that validated the
         model: unknown ids, missing values, numbers outside the range of training. Raises ValueError, which names the
@@ -292,10 +292,12 @@ def build_network(module: Any, about: dict[str, Any]) -> nn.Module:
     """Returns the network that model.py, loaded as `module`, defines, before weights are loaded."""
     (options,) = module.ModelSpec.__subclasses__()
     dims = {table["name"]: table["embedding_dim"] for table in about["tables"]}
+    more = {"num_outputs": len(about["labels"])} if len(about.get("labels", [])) > 1 else {}
     network: nn.Module = options(**about["model"]).build(
         num_dense=about["model"]["num_dense"],
         dims={feature["name"]: dims[feature["table"]] for feature in about["features"]},
         generator=torch.Generator(),
+        **more,
     )
     return network
 

@@ -41,7 +41,7 @@ class CrossLayer(nn.Module):
 
 
 class DCN(Network):
-    """dense [B, I], pooled [B, P] -> logits [B].
+    """dense [B, I], pooled [B, P] -> logits [B], or [B, num_outputs] if there are several.
 
     num_inputs: X. low_rank: R, or None for full matrices. deep_mlp: widths of the deep tower; if there are none, the
     logit is a linear map of x_L. stacked: whether the tower runs on x_L, else on x_0. dropout, layer_norm: of the
@@ -59,6 +59,7 @@ class DCN(Network):
         stacked: bool,
         dropout: float,
         layer_norm: bool,
+        num_outputs: int = 1,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
@@ -68,10 +69,11 @@ class DCN(Network):
         self.deep = MLP([num_inputs, *deep_mlp], generator=generator, **options) if deep_mlp else None
         self.stacked = stacked
         num_last = deep_mlp[-1] if deep_mlp else 0
-        self.last = Linear(num_last if deep_mlp and stacked else num_inputs + num_last, 1, generator=generator)
+        num_last += 0 if deep_mlp and stacked else num_inputs
+        self.last = Linear(num_last, num_outputs, generator=generator)
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
-        """Returns logits [B]."""
+        """Returns logits."""
         first_BX = torch.cat([dense_BI, pooled_BP], dim=1)
         out_BO = first_BX
         for layer in self.cross:
@@ -80,8 +82,8 @@ class DCN(Network):
             out_BO = self.deep(out_BO)
         elif self.deep is not None:
             out_BO = torch.cat([out_BO, self.deep(first_BX)], dim=1)
-        logits_B1: Tensor = self.last(out_BO)
-        return logits_B1.squeeze(1)
+        logits_BL: Tensor = self.last(out_BO)
+        return logits_BL.squeeze(1)
 
 
 class DCNSpec(MLPSpec):
@@ -104,7 +106,9 @@ class DCNSpec(MLPSpec):
     structure: Literal["parallel", "stacked"] = "parallel"
     """Whether the deep tower runs beside the cross layers, on the same inputs, or on their output."""
 
-    def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> DCN:
+    def build(
+        self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator, num_outputs: int = 1
+    ) -> DCN:
         """Returns the network."""
         return DCN(
             num_inputs=num_dense + sum(dims.values()),
@@ -114,5 +118,6 @@ class DCNSpec(MLPSpec):
             stacked=self.structure == "stacked",
             dropout=self.dropout,
             layer_norm=self.layer_norm,
+            num_outputs=num_outputs,
             generator=generator,
         )

@@ -28,10 +28,11 @@ from hotrow.models.spec import MLPSpec, Width
 
 
 class DeepFM(Network):
-    """dense [B, I], pooled [B, F * (1 + D)] -> logits [B].
+    """dense [B, I], pooled [B, F * (1 + D)] -> logits [B], or [B, L] if `num_outputs`, L, is above 1.
 
-    num_dense: I. num_features: F. embedding_dim: D. deep_mlp: hidden widths; 1 is appended. dropout,
-    layer_norm: of the hidden layers. generator: CPU generator from which the MLP is drawn.
+    num_dense: I. num_features: F. embedding_dim: D. deep_mlp: hidden widths; L is appended. dropout,
+    layer_norm: of the hidden layers. generator: CPU generator from which the MLP is drawn. Several outputs share what
+    rows give by themselves and in pairs; the MLP and the weights of dense inputs are their own.
     """
 
     def __init__(
@@ -44,27 +45,33 @@ class DeepFM(Network):
         deep_mlp: Sequence[int],
         dropout: float,
         layer_norm: bool,
+        num_outputs: int = 1,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
         self.num_features, self.second_order = num_features, second_order
-        widths = [num_dense + num_features * embedding_dim, *deep_mlp, 1]
+        self.num_outputs = num_outputs
+        widths = [num_dense + num_features * embedding_dim, *deep_mlp, num_outputs]
         self.deep = MLP(widths, generator=generator, last="linear", dropout=dropout, layer_norm=layer_norm)
-        self.first_order_I = nn.Parameter(torch.zeros(num_dense))
+        self.first_order_I = nn.Parameter(torch.zeros(num_outputs * num_dense))  # of several outputs, one after another
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
-        """Returns logits [B]."""
+        """Returns logits."""
         rows_BFE = pooled_BP.view(len(pooled_BP), self.num_features, -1)  # E = 1 + D
         vectors_BFD = rows_BFE[:, :, 1:]
         flat_BX = vectors_BFD.flatten(1)
-        weight_X = torch.cat([self.first_order_I, dense_BI.new_ones(self.num_features)])
-        first_B1 = product(torch.cat([dense_BI, rows_BFE[:, :, 0]], dim=1), weight_X[None])
-        deep_B1: Tensor = self.deep(torch.cat([dense_BI, flat_BX], dim=1))
-        logits_B = (first_B1 + deep_B1).squeeze(1)
+        weight_LI = self.first_order_I.view(self.num_outputs, dense_BI.shape[1])
+        weight_LX = torch.cat([weight_LI, dense_BI.new_ones(self.num_outputs, self.num_features)], dim=1)
+        first_BL = product(torch.cat([dense_BI, rows_BFE[:, :, 0]], dim=1), weight_LX)
+        deep_BL: Tensor = self.deep(torch.cat([dense_BI, flat_BX], dim=1))
+        logits_BL = (first_BL + deep_BL).squeeze(1)
         if self.second_order:
             sum_BD = weighted_sum(vectors_BFD, dense_BI.new_ones(len(dense_BI), self.num_features))
-            logits_B = logits_B + (dots(sum_BD, sum_BD) - dots(flat_BX, flat_BX)) / 2
-        return logits_B
+            second_B = (dots(sum_BD, sum_BD) - dots(flat_BX, flat_BX)) / 2
+            several = self.num_outputs > 1
+            ones_L1 = dense_BI.new_ones(self.num_outputs, 1)
+            logits_BL = logits_BL + (product(second_B[:, None], ones_L1) if several else second_B)
+        return logits_BL
 
 
 class DeepFMSpec(MLPSpec):
@@ -87,7 +94,9 @@ class DeepFMSpec(MLPSpec):
         """Returns the columns of a row: the weight of the id, then its vector."""
         return 1 + embedding_dim
 
-    def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> DeepFM:
+    def build(
+        self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator, num_outputs: int = 1
+    ) -> DeepFM:
         """Returns the network."""
         (row_dim,) = set(dims.values())
         return DeepFM(
@@ -98,5 +107,6 @@ class DeepFMSpec(MLPSpec):
             deep_mlp=self.deep_mlp,
             dropout=self.dropout,
             layer_norm=self.layer_norm,
+            num_outputs=num_outputs,
             generator=generator,
         )

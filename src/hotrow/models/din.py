@@ -49,10 +49,11 @@ class Attention(nn.Module):
 
 
 class DIN(Network):
-    """dense [B, I], rows of every feature not pooled (`EmbeddingCollection.sequence`) -> logits [B].
+    """dense [B, I], rows of every feature not pooled (`EmbeddingCollection.sequence`) -> logits [B], or [B, L]
+    if `num_outputs`, L, is above 1.
 
     num_dense: I. dims: D of every feature of the collection, by name. attention_mlp: hidden widths between 4 D and 1.
-    top_mlp: hidden widths, 1 is appended. use_softmax: as for `Attention`. dropout, layer_norm: of the top MLP's hidden
+    top_mlp: hidden widths, L is appended. use_softmax: as for `Attention`. dropout, layer_norm: of the top MLP's hidden
     layers. generator: CPU generator from which all weights are drawn: attention, by the order of histories, then top.
 
     Raises ValueError if no feature has a history, or a history has no feature or other columns.
@@ -70,6 +71,7 @@ class DIN(Network):
         use_softmax: bool,
         dropout: float,
         layer_norm: bool,
+        num_outputs: int = 1,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
@@ -86,11 +88,11 @@ class DIN(Network):
             for name in self.histories
         ]
         self.attentions = nn.ModuleList(attentions)
-        widths = [num_dense + sum(dims.values()), *top_mlp, 1]
+        widths = [num_dense + sum(dims.values()), *top_mlp, num_outputs]
         self.top = MLP(widths, generator=generator, last="linear", dropout=dropout, layer_norm=layer_norm)
 
     def forward(self, dense_BI: Tensor, rows: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
-        """Returns logits [B]. rows: feature -> (values [.., D], offsets [B + 1]); offsets are in DRAM."""
+        """Returns logits. rows: feature -> (values [.., D], offsets [B + 1]); offsets are in DRAM."""
         if missing := [name for name in self.feature_names if name not in rows]:
             raise ValueError(f"feature {missing[0]!r} is missing from the batch; it has {', '.join(rows)}")
         attended = set(self.histories.values())
@@ -98,8 +100,8 @@ class DIN(Network):
         for (name, history), attention in zip(self.histories.items(), self.attentions, strict=True):
             k_LD, offsets = rows[history]
             vectors[history] = attention(k_LD, vectors[name], offsets)
-        logits_B1: Tensor = self.top(torch.cat([dense_BI, *(vectors[name] for name in self.feature_names)], dim=1))
-        return logits_B1.squeeze(1)
+        logits_BL: Tensor = self.top(torch.cat([dense_BI, *(vectors[name] for name in self.feature_names)], dim=1))
+        return logits_BL.squeeze(1)
 
 
 class DINSpec(MLPSpec):
@@ -127,7 +129,9 @@ class DINSpec(MLPSpec):
         super().check(dataset)
         histories_of([feature.name for feature in dataset.info.features], self.name)
 
-    def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> DIN:
+    def build(
+        self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator, num_outputs: int = 1
+    ) -> DIN:
         """Returns the network."""
         return DIN(
             num_dense=num_dense,
@@ -137,5 +141,6 @@ class DINSpec(MLPSpec):
             use_softmax=self.use_softmax,
             dropout=self.dropout,
             layer_norm=self.layer_norm,
+            num_outputs=num_outputs,
             generator=generator,
         )

@@ -25,10 +25,10 @@ from hotrow.models.spec import DropoutShare, Members, MLPSpec, Width
 
 
 class DLRM(Network):
-    """dense [B, I], pooled [B, F * D] -> logits [B].
+    """dense [B, I], pooled [B, F * D] -> logits [B], or [B, L] if `num_outputs`, L, is above 1.
 
     num_dense: I; with 0 a learned vector takes the place of the bottom MLP, so every feature keeps a linear term.
-    num_features: F. bottom_mlp, top_mlp: hidden widths; D and 1 are appended.
+    num_features: F. bottom_mlp, top_mlp: hidden widths; D and L are appended.
     concatenated, first_order: whether the inputs and the term above are added. dropout, layer_norm: of the MLPs' hidden
     layers. embedding_dropout: of the whole pooled row of a feature. generator: CPU generator from which all weights are
     drawn, bottom MLP first.
@@ -47,6 +47,7 @@ class DLRM(Network):
         dropout: float = 0.0,
         layer_norm: bool = False,
         embedding_dropout: float = 0.0,
+        num_outputs: int = 1,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
@@ -59,17 +60,18 @@ class DLRM(Network):
         else:
             self.bottom = Constant(embedding_dim, generator=generator)
         num_inputs = embedding_dim + num_pairs + (num_features * embedding_dim if concatenated else 0)
-        self.top = MLP([num_inputs, *top_mlp, 1], generator=generator, last="linear", **hidden)
+        self.top = MLP([num_inputs, *top_mlp, num_outputs], generator=generator, last="linear", **hidden)
         self.concatenated, self.row_dropout = concatenated, Dropout(embedding_dropout, generator=generator)
-        self.first_order_I = nn.Parameter(torch.zeros(num_dense)) if first_order else None
+        self.num_outputs = num_outputs  # of several, the weights of the first order stand one after another
+        self.first_order_I = nn.Parameter(torch.zeros(num_outputs * num_dense)) if first_order else None
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
-        """Returns logits [B]."""
+        """Returns logits."""
         return _logits([self], dense_BI, pooled_BP.view(1, -1, self.num_features, self.embedding_dim))[0]
 
 
 def _logits(members: Sequence[DLRM], dense_BI: Tensor, pooled_MBFD: Tensor) -> Tensor:
-    """Returns the logits of DLRMs of the same size, each on its own rows, [M, B]."""
+    """Returns the logits of DLRMs of the same size, each on its own rows, [M, B] or [M, B, L]."""
     one, num_members = members[0], len(members)
     dense_MBI = dense_BI[None] if num_members == 1 else torch.stack([dense_BI] * num_members)
     if one.row_dropout.moment and one.row_dropout.share:
@@ -80,19 +82,21 @@ def _logits(members: Sequence[DLRM], dense_BI: Tensor, pooled_MBFD: Tensor) -> T
     inputs_MBI = inputs_MBI.view(num_members, len(dense_BI), -1)
     if one.concatenated:
         inputs_MBI = torch.cat([inputs_MBI, pooled_MBFD.flatten(2)], dim=2)
-    logits_MB = each([own.top for own in members], inputs_MBI).squeeze(2)
+    logits_MBL = each([own.top for own in members], inputs_MBI)
     if one.first_order_I is not None:
         inputs_MBX = torch.cat([dense_MBI, pooled_MBFD[..., 0]], dim=2)
         weight_MI = torch.stack([own.first_order_I for own in members if own.first_order_I is not None])
-        weight_MX = torch.cat([weight_MI, dense_BI.new_ones(num_members, one.num_features)], dim=1)
-        logits_MB = logits_MB + products(inputs_MBX, weight_MX[:, None]).squeeze(2)
-    return logits_MB
+        weight_MLI = weight_MI.view(num_members, one.num_outputs, dense_BI.shape[1])
+        ones_MLF = dense_BI.new_ones(num_members, one.num_outputs, one.num_features)
+        logits_MBL = logits_MBL + products(inputs_MBX, torch.cat([weight_MLI, ones_MLF], dim=2))
+    return logits_MBL.squeeze(2)
 
 
 class DLRMs(Network):
     """Several DLRMs that train at the same time on the same samples; the output is the mean of theirs.
 
-    dense [B, I], pooled [B, F * M * D] -> logits [B]; in a training step those of each member, [M, B].
+    dense [B, I], pooled [B, F * M * D] -> logits [B] or [B, L]; in a training step those of each member, [M, B] or
+    [M, B, L].
 
     A row holds the D columns of each member one after another, so that ids are looked up once for all. Members share no
     weight: they differ in what they were drawn as, and in what they drop.
@@ -104,7 +108,7 @@ class DLRMs(Network):
         self.num_members, self.num_features = len(members), members[0].num_features
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
-        """Returns logits [B], or [M, B]."""
+        """Returns logits, in a training step those of each member."""
         pooled_BFMD = pooled_BP.view(len(pooled_BP), self.num_features, self.num_members, -1)
         pooled_MBFD = pooled_BFMD.permute(2, 0, 1, 3).contiguous()
         logits_MB = _logits([cast(DLRM, member) for member in self.members], dense_BI, pooled_MBFD)
@@ -153,7 +157,9 @@ class DLRMSpec(MLPSpec):
         """Returns the columns of a row, all members' together."""
         return embedding_dim * self.members
 
-    def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> DLRM | DLRMs:
+    def build(
+        self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator, num_outputs: int = 1
+    ) -> DLRM | DLRMs:
         """Returns the network."""
         (row_dim,) = set(dims.values())
         members = [
@@ -168,6 +174,7 @@ class DLRMSpec(MLPSpec):
                 dropout=self.dropout,
                 layer_norm=self.layer_norm,
                 embedding_dropout=self.embedding_dropout,
+                num_outputs=num_outputs,
                 generator=generator,
             )
             for _ in range(self.members)

@@ -145,23 +145,35 @@ class ModelSpec(BaseModel):
 
     def _check_labels(self, dataset: Dataset) -> None:
         labels = dataset.info.labels
-        if len(labels) > 1:
+        if len(labels) > 1 and "num_outputs" not in inspect.signature(self.build).parameters:
             names = ", ".join(label.name for label in labels)
-            raise ValueError(f"{dataset.path} has the labels {names}, but model.objective {self.objective} takes one")
-        if self.trained_for.label == "binary" and labels[0].kind == "number":
+            raise ValueError(
+                f"{dataset.path} has the labels {names}, but model {self.name} predicts one: choose another model, or "
+                "prepare the data with one label"
+            )
+        numbers = [label for label in labels if label.kind == "number"]
+        if self.trained_for.label == "binary" and numbers:
             others = [name for name, objective in OBJECTIVES.items() if objective.label == "number"]
             raise ValueError(
-                f"label {labels[0].name!r} of {dataset.path} is any number, but model.objective {self.objective} takes "
-                f"0 or 1: set model.objective to {' or '.join(others)}"
+                f"label {numbers[0].name!r} of {dataset.path} is any number, but model.objective {self.objective} "
+                f"takes 0 or 1: set model.objective to {' or '.join(others)}"
             )
 
     def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> Network:
         """Returns the network: (dense [B, num_dense], rows of the tables) -> logits [B].
 
+        A model for datasets of several labels has one more argument, `num_outputs: int = 1`: the number L of labels. If
+        it is above 1, the network returns logits [B, L].
+
         dims: columns of the rows of each feature, features in the order of the collection. generator: the CPU generator
         from which all weights are drawn.
         """
         raise NotImplementedError
+
+    def build_for(self, info: Any, *, dims: Mapping[str, int], generator: torch.Generator) -> Network:
+        """Returns the network for the rows of a dataset, with an output for each label. info: its dataset.json."""
+        more: dict[str, Any] = {"num_outputs": len(info.labels)} if len(info.labels) > 1 else {}
+        return self.build(num_dense=len(info.dense), dims=dims, generator=generator, **more)
 
     def tables(self, dataset: Dataset, *, dtype: Dtype = "float32") -> tuple[TableConfig, ...]:
         """Returns the tables of `dataset` as the model needs them."""

@@ -47,10 +47,11 @@ from hotrow.models.spec import Dataset, MLPSpec, SampleError, Steps, Width, hist
 
 
 class TBSM(Network):
-    """dense [B, I], rows of every feature not pooled (`EmbeddingCollection.sequence`) -> logits [B].
+    """dense [B, I], rows of every feature not pooled (`EmbeddingCollection.sequence`) -> logits [B], or [B, L]
+    if `num_outputs`, L, is above 1.
 
     num_dense: I. feature_names: of the collection. bottom_mlp: hidden widths, D is appended. top_mlp: widths of the
-    step's top MLP, the last is M. attention_mlp: hidden widths between T and T. final_mlp: hidden, 1 is appended.
+    step's top MLP, the last is M. attention_mlp: hidden widths between T and T. final_mlp: hidden, L is appended.
     history_steps: T. dropout, layer_norm: of the final MLP's hidden layers. generator: CPU generator from which all
     weights are drawn, in the order of the drawing above.
 
@@ -73,6 +74,7 @@ class TBSM(Network):
         history_steps: int,
         dropout: float = 0.0,
         layer_norm: bool = False,
+        num_outputs: int = 1,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
@@ -87,11 +89,11 @@ class TBSM(Network):
         A_MM = torch.empty(width, width).normal_(0.0, math.sqrt(1.0 / width), generator=generator)
         self.inner_MM = nn.Parameter(A_MM)
         self.attention = MLP([history_steps, *attention_mlp, history_steps], generator=generator, last="linear")
-        final = [2 * width, *final_mlp, 1]
+        final = [2 * width, *final_mlp, num_outputs]
         self.final = MLP(final, generator=generator, last="linear", dropout=dropout, layer_norm=layer_norm)
 
     def forward(self, dense_BI: Tensor, rows: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
-        """Returns logits [B]. rows: feature -> (values [.., D], offsets [B + 1]); offsets are in DRAM."""
+        """Returns logits. rows: feature -> (values [.., D], offsets [B + 1]); offsets are in DRAM."""
         num_samples, num_slots = len(dense_BI), self.history_steps
         place_L = self._places(self._lengths(rows, num_samples)).to(dense_BI.device)
         z_SM = self._steps(dense_BI, rows, place_L)
@@ -102,8 +104,8 @@ class TBSM(Network):
         products_BT = dots(history_NM, repeated(target_BM, num_slots)).view(num_samples, num_slots)
         y_BT = sigmoid(self.attention(products_BT))
         c_BM = weighted_sum(history_NM.view(num_samples, num_slots, width), y_BT)
-        logits_B1: Tensor = self.final(torch.cat([c_BM, w_BM], dim=1))
-        return logits_B1.squeeze(1)
+        logits_BL: Tensor = self.final(torch.cat([c_BM, w_BM], dim=1))
+        return logits_BL.squeeze(1)
 
     def _places(self, lengths_B: Tensor) -> Tensor:
         """Returns sample * T + slot of the histories' steps [L], in DRAM as the lengths are: no GPU is awaited."""
@@ -197,7 +199,9 @@ class TBSMSpec(MLPSpec):
                 at = f"{error.feature}, sample {row + error.sample:,} of {split} in {dataset.path}"
                 raise ValueError(f"{at}: {error.reason}") from None
 
-    def build(self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator) -> TBSM:
+    def build(
+        self, *, num_dense: int, dims: Mapping[str, int], generator: torch.Generator, num_outputs: int = 1
+    ) -> TBSM:
         """Returns the network."""
         (embedding_dim,) = set(dims.values())
         return TBSM(
@@ -211,6 +215,7 @@ class TBSMSpec(MLPSpec):
             history_steps=self.history_steps,
             dropout=self.dropout,
             layer_norm=self.layer_norm,
+            num_outputs=num_outputs,
             generator=generator,
         )
 

@@ -53,7 +53,8 @@ class Objective:
         metrics.compute()["auc"]
         objective.scores(outputs_B)                  # what `predict` returns
 
-    outputs_B is what a network returns, float32 [B]; labels are float32 [B, L], weights float32 [B] or None.
+    outputs_B is what a network returns, float32 [B]; labels are float32 [B, L], weights float32 [B] or None. Objectives
+    of one label take the first; `several.py` makes one of several labels of any, whose outputs are [B, L].
     """
 
     name: ClassVar[str]
@@ -181,7 +182,9 @@ class Objective:
         if figures.keys() != {*self.figures, "undefined"}:
             raise ValueError(f"it has {', '.join(figures) or 'nothing'}; it needs {', '.join(self.figures)}, undefined")
         for name in self.figures:
-            kinds = [int] if name == "num_rows" else [int, float, *([type(None)] if name in self.optional else [])]
+            kinds = (
+                [int] if name.endswith("num_rows") else [int, float, *([type(None)] if name in self.optional else [])]
+            )
             if type(figures[name]) not in kinds:
                 raise ValueError(f"{name} is {figures[name]!r}; it must be a number")
         if not isinstance(figures["undefined"], str | None):
@@ -218,18 +221,20 @@ class Metrics:
         groups: Tensor | ArrayLike | None = None,
     ) -> None:
         """Adds rows: outputs [n] of any float dtype, kept as float32, labels [n] or [n, 1], for all rows or for none
-        weights [n], and if the objective has `by`, groups [n].
+        weights [n], and if the objective has `by`, groups [n]. If there are several labels, outputs and labels are
+        [n, L].
 
         Raises ValueError for NaN or infinite outputs, because the model diverged, for labels that the objective does
         not take, and for weights that are negative or not finite.
         """
-        output_n = _to_numpy(outputs).astype(np.float32).reshape(-1)
-        label_n = _to_numpy(labels).reshape(-1)
-        if len(output_n) != len(label_n):
-            raise ValueError(f"{len(output_n)} scores came with {len(label_n)} labels; pass one label per score")
+        output_n, label_n = _to_numpy(outputs).astype(np.float32), _to_numpy(labels)
+        if output_n.size != label_n.size:
+            raise ValueError(f"{output_n.size} scores came with {label_n.size} labels; pass one label per score")
+        shape = output_n.shape if output_n.ndim == 2 and output_n.shape[1] > 1 else (-1,)
+        output_n, label_n = output_n.reshape(shape), label_n.reshape(shape)
         if not np.isfinite(output_n).all():
             bad = int((~np.isfinite(output_n)).sum())
-            raise ValueError(f"{bad} of {len(output_n)} scores are NaN or infinite; the model has diverged, lower lr")
+            raise ValueError(f"{bad} of {output_n.size} scores are NaN or infinite; the model has diverged, lower lr")
         labels_n = checked_labels(label_n, self._objective.label)
         if weights is not None:
             weight_n = _to_numpy(weights).astype(np.float32).reshape(-1)
@@ -238,7 +243,7 @@ class Metrics:
             self._weights.append(weight_n)
         self._outputs.append(output_n)
         self._labels.append(labels_n)
-        self._groups += [] if groups is None else [_to_numpy(groups).astype(np.int64)]
+        self._groups += [] if groups is None else [_to_numpy(groups).astype(np.int64).reshape(-1)]
         if len(self._weights) not in (0, len(self._labels)):
             raise ValueError("some rows came with weights and some without; pass them for all rows or for none")
 

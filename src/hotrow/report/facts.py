@@ -21,6 +21,7 @@ from hotrow.data.packed.format import DatasetInfo
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.objectives import DEFAULT, OBJECTIVES, objective_of
 from hotrow.objectives.objective import Objective
+from hotrow.objectives.several import for_labels
 
 MAX_POINTS = 240
 """Points of a curve; a longer one is drawn as the mean, the least and the most of each of this many buckets."""
@@ -71,7 +72,8 @@ class RunFacts:
     def objective(self) -> Objective:
         """What the model is trained for."""
         name = str(self.record.get("objective"))
-        return objective_of(name if name in OBJECTIVES else DEFAULT, self.record.get("metrics_by"))
+        objective = objective_of(name if name in OBJECTIVES else DEFAULT, self.record.get("metrics_by"))
+        return for_labels(objective, [] if self.info is None else [label.name for label in self.info.labels])
 
 
 def read_lines(path: Path) -> tuple[list[Line], int]:

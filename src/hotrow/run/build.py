@@ -25,6 +25,7 @@ from hotrow.embedding import EmbeddingCollection
 from hotrow.models.layers import Network
 from hotrow.objectives import DEFAULT, OBJECTIVES
 from hotrow.objectives.objective import Objective
+from hotrow.objectives.several import for_labels
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.dense import DenseExchange
 from hotrow.parallel.ranks import Ranks
@@ -97,7 +98,7 @@ def build_network(setup: Setup, comm: Communicator | None = None) -> tuple[Embed
     config, tables = setup.config, setup.tables
     seed, dims = config.train.seed, {name: table.embedding_dim for table in tables for name in table.feature_names}
     generator = torch.Generator().manual_seed(seed)
-    model = config.model.build(num_dense=len(setup.dataset.info.dense), dims=dims, generator=generator)
+    model = config.model.build_for(setup.dataset.info, dims=dims, generator=generator)
     memory: AnyMemory = setup.memory
     if setup.shards:
         comm, wire_dtype = comm or Communicator(setup.ranks), config.parallel.wire_dtype
@@ -120,7 +121,7 @@ def build(setup: Setup, comm: Communicator | None = None) -> Parts:
         sparse_optimizer,
         schedule,
         setup.dense,
-        objective=setup.config.objective,
+        objective=for_labels(setup.config.objective, [label.name for label in setup.dataset.info.labels]),
         ranks=setup.ranks,
         clip_norm=setup.config.train.clip_norm,
         items=Items.of(setup.dataset, model.item_features) if model.retrieves else None,

@@ -20,6 +20,7 @@ from hotrow.hot.turns import TurnsState
 from hotrow.objectives import BY_GROUP, DEFAULT, OBJECTIVES, objective_of
 from hotrow.objectives.calibration import Calibration
 from hotrow.objectives.objective import Objective
+from hotrow.objectives.several import for_labels
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.tables import TableConfig
 
@@ -162,6 +163,8 @@ class RunRecord:
     """What the model is trained for; runs by earlier versions do not say it."""
     metrics_by: str | None = None
     """The feature by whose values the model is judged too."""
+    labels: list[str] | None = None
+    """Names of the labels, if there are several."""
     monitor: str | None = None
     memory: Annotated[dict[str, JsonValue], AfterValidator(_check_memory)] | None = None
     ranks: dict[str, JsonValue] | None = None
@@ -200,8 +203,8 @@ class RunRecord:
 
     @property
     def trained_for(self) -> Objective:
-        """The loss, metrics and scores that `objective` and `metrics_by` name."""
-        return objective_of(self.objective, self.metrics_by)
+        """The loss, metrics and scores that `objective` and `metrics_by` name, for each of `labels`."""
+        return for_labels(objective_of(self.objective, self.metrics_by), self.labels or [])
 
     @property
     def final_metrics(self) -> dict[str, Any]:

@@ -355,7 +355,9 @@ def _begin(training: Training, found: Path | Start | None) -> None:
     elif found is not None:
         training.restore(found)
     config, kept = training.config, training.config.calibration.negatives_kept
-    judged = {"objective": config.model.objective, "metrics_by": config.metrics.by}
+    labels = [label.name for label in training.setup.dataset.info.labels]
+    judged: dict[str, object] = {"objective": config.model.objective, "metrics_by": config.metrics.by}
+    judged |= {"labels": labels} if len(labels) > 1 else {}
     training.folder.update(**judged, negatives_kept=None if kept == 1 else kept)  # on all ranks, which check metrics
     if training.writes_files:
         _say_what_was_decided(training)
@@ -560,9 +562,13 @@ def _warn_of_few_rows(training: Training) -> None:
     for name in ("val", "test"):
         split = training.setup.dataset.splits.get(name)
         if split is not None and split.num_rows:
-            labels = (split.block(i).label for i in range(split.num_blocks))
-            for code, text in training.parts.objective.too_few(labels, name).items():
-                training.warn(code, text, count=1)
+            for place, label in enumerate(split.info.labels):
+                labels = (split.block(i).labels[place] for i in range(split.num_blocks))
+                for code, text in training.parts.objective.too_few(labels, name).items():
+                    more = place > 0
+                    training.warn(
+                        f"{code}_of_{label.name}" if more else code, f"{label.name}: {text}" if more else text, count=1
+                    )
 
 
 def _warn_of_slow_products(training: Training) -> None:

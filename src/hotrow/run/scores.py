@@ -22,6 +22,7 @@ from hotrow.data.packed.format import Feature
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.objectives.objective import Objective
+from hotrow.objectives.several import SeveralLabels
 from hotrow.report.columns import Column, columns_of, schema_of
 from hotrow.run.build import Parts, look_up
 from hotrow.run.record import Gain, Group, Scores
@@ -168,10 +169,12 @@ def scores_of(
     gained: tuple[int, dict[str, Gain]],
 ) -> Scores:
     """Returns what the scores of a split show. judged: the outputs, labels and weights of its rows, in their order.
-    gained: what `gains` returned."""
+    gained: what `gains` returned. Of several labels it is about the first, but for the gains."""
     every = -(-len(judged[0]) // MAX_ROWS)
     outputs, labels, weights = (None if each is None else each[::every] for each in judged)
     assert outputs is not None and labels is not None
+    if isinstance(objective, SeveralLabels):
+        objective, outputs, labels = objective.base, outputs[:, 0], labels[:, 0]
     scores = objective.scores(torch.from_numpy(outputs)).double().numpy()
 
     def group(rows: NDArray[Any], value: str = "", *, judge: bool = False) -> Group:

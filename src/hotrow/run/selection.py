@@ -30,7 +30,7 @@ def losses_of_parts(metrics: Metrics, objective: Objective) -> list[float]:
     columns = [torch.from_numpy(own.astype(np.float32)) for own in metrics.rows() if own is not None]
 
     def loss(outputs: Tensor, labels: Tensor, *weights: Tensor) -> float:
-        return float(objective.loss(outputs, labels[:, None], len(outputs), *weights))
+        return float(objective.loss(outputs, labels.view(len(outputs), -1), len(outputs), *weights))
 
     return [loss(*(own[k::NUM_PARTS] for own in columns)) for k in range(min(NUM_PARTS, len(columns[0])))]
 

@@ -143,6 +143,11 @@ def _rows_added(setup: Setup, tables: tuple[TableConfig, ...], theirs: DatasetIn
             f"data: {dataset.path} does not have the columns of {run}, from which this run starts; they differ in "
             f"{', '.join(names) or 'their order'}: prepare it by that run's schema: hotrow prepare ... --base {run}"
         )
+    if len(own.labels) != len(theirs.labels):
+        raise ValueError(
+            f"data: {dataset.path} has {len(own.labels)} labels, but {run}, from which this run starts, predicts "
+            f"{len(theirs.labels)}: prepare it with as many"
+        )
     for table in own.tables:
         if not _extends(table, theirs.table_by_name[table.name]):
             raise ValueError(

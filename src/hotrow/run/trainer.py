@@ -38,6 +38,7 @@ from hotrow.kernels import ops
 from hotrow.models.layers import Network
 from hotrow.objectives.calibration import Calibration, fitted
 from hotrow.objectives.objective import Metrics, Objective
+from hotrow.objectives.several import for_labels
 from hotrow.optim import clip_grad_norm_, nonfinite_gradient, nonfinite_parameter_gradient
 from hotrow.parallel.agreement import MAX_NAMED, StillSame, everyone
 from hotrow.parallel.communicator import Communicator
@@ -177,14 +178,15 @@ def _scored(
         outputs_B = dense.outputs(model, batch.dense, rows) if len(batch) else batch.label
         outputs_B = outputs_B.cpu() if places is None or not len(batch) else places(outputs_B, batch)
         del rows  # before those of the next batch come beside them
-        columns = {"outputs": outputs_B, "labels": batch.label}
-        columns |= {} if batch.weight is None else {"weights": batch.weight}
-        columns |= (
-            {} if groups is None else {"groups": groups.of(batch).double()}
-        )  # as exact as float32 and row numbers
-        for scored in comm.gather(torch.cat([*columns.values()]), purpose="evaluation"):
+        columns = {"outputs": outputs_B.view(len(batch), batch.labels.shape[1]), "labels": batch.labels}
+        columns |= {} if batch.weight is None else {"weights": batch.weight[:, None]}
+        # A float64 is as exact as float32 and row numbers.
+        columns |= {} if groups is None else {"groups": groups.of(batch).double()[:, None]}
+        widths = [column.shape[1] for column in columns.values()]
+        for scored in comm.gather(torch.cat([*columns.values()], dim=1).flatten(), purpose="evaluation"):
             if len(scored):
-                yield dict(zip(columns, scored.chunk(len(columns)), strict=True))
+                parts = torch.split(scored.view(-1, sum(widths)), widths, dim=1)
+                yield dict(zip(columns, parts, strict=True))
 
 
 class Interrupt:
@@ -514,7 +516,8 @@ class Training:
         result = self._evaluated(split, metrics=metrics)
         epoch = round(step / self.steps_per_epoch, 4)
         is_selection = split == "val" and self.folder.path.resolve().name == SELECTION and not objective.retrieves
-        plain = self.config.model.trained_for  # these losses are compared as metrics are
+        names = [label.name for label in self.dataset.info.labels]
+        plain = for_labels(self.config.model.trained_for, names)  # these losses are compared as metrics are
         losses = {"losses": losses_of_parts(metrics, plain)} if is_selection else {}
         self.folder.measure("eval", step=step, split=split, epoch=epoch, **result, **losses)
         self.say(f"{split} at step {step}: {objective.line(result)}")

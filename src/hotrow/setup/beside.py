@@ -52,13 +52,13 @@ def beside_bytes(
     """
     dims = {name: table.embedding_dim for table in tables for name in table.feature_names}
     num_dense = len(dataset.info.dense)
-    model = config.model.build(num_dense=num_dense, dims=dims, generator=torch.Generator().manual_seed(0))
+    model = config.model.build_for(dataset.info, dims=dims, generator=torch.Generator().manual_seed(0))
     lengths = mean_lengths(dataset) if training else dict.fromkeys(dims, 1.0)  # nobody knows those of new rows
     rows = {name: split.num_rows for name, split in dataset.splits.items()}
     scored = max((number for name, number in rows.items() if name != "train"), default=EVAL_BATCH_SIZE)
     total = FIXED_BYTES + WEIGHT_COPIES[training] * sum(4 * p.numel() for p in model.parameters())
     total += _sample_bytes(model, num_dense, dims, lengths, training=False) * min(EVAL_BATCH_SIZE, scored)
-    total += _METRIC_BYTES * scored + _METRIC_PIECE[1] * min(scored, _METRIC_PIECE[0])
+    total += _METRIC_BYTES * len(dataset.info.labels) * scored + _METRIC_PIECE[1] * min(scored, _METRIC_PIECE[0])
     if training:
         batch_size = min(config.train.batch_size, rows.get("train", 0))
         total += _sample_bytes(model, num_dense, dims, lengths, training=True) * batch_size

@@ -153,6 +153,13 @@ def check_data(config: Config, dataset: PackedDataset, folder: Path) -> None:
         if table.vocabulary_file in dataset.info.files:
             dataset.vocabulary(table.name)
     config.model.check(dataset)
+    of_one = {"metrics.by": config.metrics.by, "calibration.method": config.calibration.method}
+    of_one |= {"calibration.negatives_kept": None if config.calibration.negatives_kept == 1 else "below 1"}
+    if len(dataset.info.labels) > 1 and (given := [name for name, value in of_one.items() if value is not None]):
+        raise ValueError(
+            f"{given[0]} is for one label, but {dataset.path} has {len(dataset.info.labels)}: leave it out, or prepare "
+            "the data with one label"
+        )
     if config.metrics.by is not None:
         Groups(dataset.info, config.metrics.by)
     patience = config.train.early_stopping

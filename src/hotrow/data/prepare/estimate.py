@@ -138,9 +138,9 @@ def _lag_bytes(opened: OpenedSource) -> int:
 
 
 def _row_bytes(opened: OpenedSource, chunks: list[Chunk]) -> int:
-    """Returns the stored bytes of the sampled rows: float32 label, weight and dense, int32 ids, int64 offsets of
+    """Returns the stored bytes of the sampled rows: float32 labels, weight and dense, int32 ids, int64 offsets of
     lists."""
-    num_targets = 1 + (opened.schema.weight is not None)
+    num_targets = len(opened.schema.labels) + (opened.schema.weight is not None)
     dense = sum(4 * (num_targets * chunk.num_rows + chunk.dense.size) for chunk in chunks)
     return dense + sum(_id_bytes(keys) for chunk in chunks for keys in chunk.keys.values())
 

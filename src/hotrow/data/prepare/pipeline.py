@@ -864,7 +864,7 @@ class _Stages:
         files = zip(self._info.files, checksums, strict=True)
         return DatasetInfo(
             name=self._source.name,
-            labels=(Label(schema.label.column, schema.label.kind),),
+            labels=tuple(Label(spec.title, spec.kind) for spec in schema.labels),
             weight=None if schema.weight is None else schema.weight.column,
             dense=tuple(DenseColumn(name, transform) for name, transform in dense),
             features=tuple(Feature(c.column, c.table_name, c.kind) for c in schema.categorical),

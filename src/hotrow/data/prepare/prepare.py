@@ -56,6 +56,11 @@ SCORE = "score"
 """Name of the column of scores in the file that prediction writes."""
 
 
+def score_names(labels: Sequence[str]) -> list[str]:
+    """Returns the names of the columns of scores, one for each label of a model."""
+    return [SCORE] if len(labels) == 1 else [f"{SCORE}_{label}" for label in labels]
+
+
 @with_read_options
 def run_prepare(
     source: str,
@@ -285,7 +290,7 @@ class RawEncoder:
 
     def kept(self, data: Any, columns: Sequence[str]) -> KeptColumns:
         """Returns these columns of `data`, to read in step with `batches`. Raises ValueError if one is absent."""
-        return KeptColumns(data, columns, self.schema)
+        return KeptColumns(data, columns, self.schema, score_names([label.name for label in self.info.labels]))
 
     def batches(
         self,
@@ -361,7 +366,7 @@ def _missing(keys: Keys | CodedKeys) -> NDArray[np.bool_] | None:
 class KeptColumns:
     """Unchanged columns of raw rows for a file of scores; `next` reads them in order."""
 
-    def __init__(self, data: Any, columns: Sequence[str], schema: Schema) -> None:
+    def __init__(self, data: Any, columns: Sequence[str], schema: Schema, scores: Sequence[str]) -> None:
         self.schema = pa.schema([])
         self._rows: Iterator[pa.RecordBatch] = iter(())
         self._left = pa.table({})
@@ -369,9 +374,9 @@ class KeptColumns:
             return
         reader = open_table(data, schema.csv)
         for name in columns:
-            if name == SCORE or name not in reader.schema.names:
+            if name in scores or name not in reader.schema.names:
                 there = ", ".join(reader.schema.names)
-                reason = "has the name of the scores" if name == SCORE else f"is not there; columns: {there}"
+                reason = "has the name of the scores" if name in scores else f"is not there; columns: {there}"
                 raise ValueError(f"column {name!r} to keep {reason}")
         if repeated := [name for name in columns if columns.count(name) > 1]:
             raise ValueError(f"column {repeated[0]!r} to keep is named twice; name it once")

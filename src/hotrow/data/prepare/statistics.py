@@ -257,5 +257,7 @@ def raw_transforms(schema: Schema, transforms: Sequence[Transform]) -> list[Tran
 
 
 def positives(chunk: Chunk) -> NDArray[np.bool_]:
-    """Returns which rows are positive [n]; rows to score have no labels, and none is."""
-    return np.zeros(chunk.num_rows, np.bool_) if chunk.label is None else chunk.label > 0.5
+    """Returns which rows are positive by the first label [n]; rows to score have no labels, and none is."""
+    if chunk.label is None:
+        return np.zeros(chunk.num_rows, np.bool_)
+    return (chunk.label if chunk.label.ndim == 1 else chunk.label[:, 0]) > 0.5

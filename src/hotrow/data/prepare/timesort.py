@@ -132,7 +132,10 @@ def _mapped(descriptor: int) -> pa.Table:
 
 def to_arrow(chunk: Chunk, codes: Codes) -> pa.RecordBatch:
     """Returns the rows of a chunk as they are stored. codes: the split of each."""
-    columns = {"time": pa.array(chunk.time), "split": pa.array(codes), "label": pa.array(chunk.label)}
+    assert chunk.label is not None, "rows that are sorted are prepared"
+    labels = chunk.label.reshape(chunk.num_rows, -1).T
+    columns = {"time": pa.array(chunk.time), "split": pa.array(codes)}
+    columns |= {f"label{k or ''}": pa.array(np.ascontiguousarray(label)) for k, label in enumerate(labels)}
     columns |= {} if chunk.weight is None else {"weight": pa.array(chunk.weight)}
     columns |= {f"dense {i}": pa.array(np.ascontiguousarray(numbers)) for i, numbers in enumerate(chunk.dense.T)}
     columns |= {f"keys {name}": keys_to_arrow(keys) for name, keys in chunk.keys.items()}
@@ -165,6 +168,8 @@ def _from_arrow(batch: pa.RecordBatch, schema: Schema, next_row: int, position: 
     for i in range(dense.shape[1]):
         dense[:, i] = columns[f"dense {i}"].to_numpy()
     keys = {name: keys_from_arrow(columns[f"keys {name}"]) for name in schema.feature_names}
-    label, time, codes = (columns[name].to_numpy() for name in ("label", "time", "split"))
+    labels = [columns[f"label{k or ''}"].to_numpy() for k in range(len(schema.labels))]
+    label = labels[0] if len(labels) == 1 else np.stack(labels, axis=1)
+    time, codes = (columns[name].to_numpy() for name in ("time", "split"))
     weight = columns["weight"].to_numpy() if "weight" in columns else None
     return Piece(Chunk(batch.num_rows, label, dense, keys, position, time, weight=weight), codes, next_row)

@@ -261,7 +261,7 @@ class ColumnsSource:
         """Returns the columns to read. Raises ValueError naming one that no file has, and the nearest name."""
         absent = set[str]()
         if not self._has_label:
-            absent |= {self.schema.label.column, *self.schema.weight_names}
+            absent |= {*self.schema.label_names, *self.schema.weight_names}
         if self.schema.time is not None and not self._has_time:
             absent.add(self.schema.time.column)
         wanted = [c for c in self.schema.column_names if c not in absent or c in self.schema.input_names]
@@ -379,7 +379,7 @@ class ColumnsSource:
         batch, lines = rows.batch, rows.lines
         with self._naming(file_index):
             parts, faults = self._columns_of(batch, dictionaries)
-        exact = {self.schema.label.column, *self.schema.weight_names}
+        exact = {*self.schema.label_names, *self.schema.weight_names}
         cells = {f.column: f for f in reversed(faults) if self._share > 0 and f.column not in exact}
         odd = tuple(self._odd_cells(fault, lines, file_index) for fault in cells.values())
         kept = ~self._skipped([f for f in faults if f.column not in cells], lines, file_index, len(batch))
@@ -426,8 +426,9 @@ class ColumnsSource:
         of_inputs = Counter[str]()
         label = weight = time = None
         if self._has_label:
-            label, fault = to_label(self._cells(stored[self.schema.label.column]), self.schema.label)
-            faults.append(fault)
+            labels = [to_label(self._cells(stored[spec.column]), spec) for spec in self.schema.labels]
+            faults += [fault for _, fault in labels]
+            label = labels[0][0] if len(labels) == 1 else np.stack([own for own, _ in labels], axis=1)
             for name in self.schema.weight_names:
                 weight, fault = to_weight(self._cells(stored[name]), name)
                 faults.append(fault)

@@ -235,7 +235,8 @@ class HistoriesSource:
 def events_schema(schema: Schema) -> Schema:
     """Returns the schema by which the events themselves are read."""
     columns = tuple(column for column in schema.categorical if column.kind == "one_hot")
-    return Schema(label=schema.label, time=schema.time, categorical=columns, csv=schema.csv, odd_share=0.0)
+    kept = {"label": schema.labels, "time": schema.time, "categorical": columns, "csv": schema.csv}
+    return Schema.model_validate({**kept, "odd_share": 0.0})
 
 
 def _integers(keys: Keys, name: str) -> Integers:

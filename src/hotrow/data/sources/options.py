@@ -47,7 +47,8 @@ class ReadOptions:
     def __post_init__(self) -> None:
         for name in ("label", "objective", "weight", "time", "time_format"):
             if not isinstance(given := getattr(self, name), str | None):
-                kinds = {"time_format": "a strptime format", "objective": "its name"}
+                several = "the name of a column; several labels are listed in a schema, label: [click, order]"
+                kinds = {"time_format": "a strptime format", "objective": "its name", "label": several}
                 what = kinds.get(name, "the name of a column")
                 raise ValueError(f"{name} is {reprlib.repr(given)}; give {what}")
         for name in (*get_args(Role), "null_values"):

@@ -14,7 +14,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from hotrow.base.records import MAX_COUNT, in_words, innermost, nearest, short
 from hotrow.config.load import parse_yaml
@@ -60,6 +69,8 @@ class _Column(_Strict):
 class LabelSpec(_Column):
     """The label: 0/1 or true/false as stored; made from other values by `positive` or `at_least`; or any number."""
 
+    name: str | None = Field(default=None, min_length=1)
+    """What metrics and scores call it. If None, it has the column's name."""
     kind: LabelKind = "binary"
     """binary: 0 or 1. number: any finite number, for a `model.objective` that predicts numbers."""
     positive: Annotated[tuple[str | int, ...], Field(strict=False, min_length=1)] | None = None
@@ -68,6 +79,10 @@ class LabelSpec(_Column):
     """Values that mean 0; a row with any other value, unless it is positive, is then a bad row."""
     at_least: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Numbers from this one up mean 1, smaller ones mean 0."""
+
+    @property
+    def title(self) -> str:
+        return self.column if self.name is None else self.name
 
     @model_validator(mode="after")
     def _one_rule(self) -> LabelSpec:
@@ -85,6 +100,10 @@ class LabelSpec(_Column):
 
 class WeightSpec(_Column):
     """How much a row counts, in training and in metrics: a finite number, 0 or more."""
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 class TimeSpec(_Column):
@@ -338,7 +357,8 @@ class Schema(_Strict):
     version: Literal[1, 2] = 2
     """1: as before hotrow knew more missing texts than the empty one: only it is missing, only in CSV and JSON Lines,
     and no cell may be odd."""
-    label: LabelSpec
+    labels: Annotated[tuple[LabelSpec, ...], BeforeValidator(_listed), Field(alias="label", min_length=1)]
+    """What a model predicts: one label, or a list of several."""
     weight: WeightSpec | None = None
     """The column of sample weights. If None, every row counts 1."""
     time: TimeSpec | None = None
@@ -372,13 +392,16 @@ class Schema(_Strict):
         for kind, names in (("dense", self.dense_names), ("categorical", self.feature_names)):
             if repeated := sorted({n for n in names if names.count(n) > 1}):
                 raise ValueError(f"{kind} lists column {repeated[0]!r} twice; list each column once")
-            if self.label.column in names:
+            if told := [name for name in self.label_names if name in names]:
                 raise ValueError(
-                    f"{kind} lists {self.label.column!r}, which is the label: the model would see the answer; remove it"
+                    f"{kind} lists {told[0]!r}, which is the label: the model would see the answer; remove it"
                 )
-        if self.label.column in self.weight_names:
+        titles = [spec.title for spec in self.labels]
+        if repeated := [title for title in titles if titles.count(title) > 1]:
+            raise ValueError(f"label: two labels are called {repeated[0]!r}; give each a `name` of its own")
+        if self.weight_names and self.weight_names[0] in self.label_names:
             raise ValueError(
-                f"weight is {self.label.column!r}, which is the label; name another column, or leave it out"
+                f"weight is {self.weight_names[0]!r}, which is the label; name another column, or leave it out"
             )
         if self.weight is not None and self.histories is not None:
             raise ValueError("weight: `histories` make their own rows, which all count 1; remove one of the two")
@@ -408,8 +431,8 @@ class Schema(_Strict):
                     f"{where}: the key {spec.column!r} is joined by this or a later entry; list that entry first, and "
                     "if it needs this one, remove one of the two"
                 )
-            if spec.column in self.computed or spec.column == self.label.column:
-                what = "the label" if spec.column == self.label.column else "computed by a transform"
+            if spec.column in self.computed or spec.column in self.label_names:
+                what = "the label" if spec.column in self.label_names else "computed by a transform"
                 raise ValueError(f"{where}: the key {spec.column!r} is {what}; name a column of the rows")
             feature = read.get(spec.column, CategoricalSpec(column=spec.column))
             if feature.kind != "one_hot" or feature.buckets is not None:
@@ -442,9 +465,9 @@ class Schema(_Strict):
                     f"transforms: {spec.into!r} is computed from {later[0]!r}, which a later entry computes; list that "
                     "entry first, and if it needs this one, remove one of the two"
                 )
-            if self.label.column in spec.inputs:
+            if told := [name for name in self.label_names if name in spec.inputs]:
                 raise ValueError(
-                    f"transforms: {spec.into!r} is computed from {self.label.column!r}, which is the label: the model "
+                    f"transforms: {spec.into!r} is computed from {told[0]!r}, which is the label: the model "
                     "would see the answer; remove it"
                 )
             if spec.into not in (*self.dense_names, *self.feature_names, *taken):
@@ -531,8 +554,8 @@ class Schema(_Strict):
                     f"column {column.column!r} of kind {column.kind}: with `histories` lists are of kind sequence and "
                     f"named after what they repeat: {', '.join(past)}"
                 )
-        if self.time is None or self.dense or self.label != LabelSpec(column=self.label.column):
-            raise ValueError("with `histories` name a time, no dense column, and a label without a rule: it is made")
+        if self.time is None or self.dense or self.labels != (LabelSpec(column=self.label.column),):
+            raise ValueError("with `histories` name a time, no dense column, and one label without a rule: it is made")
         if self.split.kind not in (None, "time"):
             raise ValueError(
                 f"split.kind is {self.split.kind!r}, but with `histories` targets of one split would stand in "
@@ -616,6 +639,16 @@ class Schema(_Strict):
         return tuple(dict.fromkeys((*self.target_names, *self.input_names)))
 
     @property
+    def label(self) -> LabelSpec:
+        """The first label, of which `statistics` are taken."""
+        return self.labels[0]
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The columns of the labels, once each."""
+        return tuple(dict.fromkeys(spec.column for spec in self.labels))
+
+    @property
     def weight_names(self) -> tuple[str, ...]:
         """The column of weights, if there is one."""
         return () if self.weight is None else (self.weight.column,)
@@ -623,7 +656,7 @@ class Schema(_Strict):
     @property
     def target_names(self) -> tuple[str, ...]:
         """Columns that say of a row what came of it, what it counts and when it was: label, weight, time."""
-        return (self.label.column, *self.weight_names, *(() if self.time is None else (self.time.column,)))
+        return (*self.label_names, *self.weight_names, *(() if self.time is None else (self.time.column,)))
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -668,14 +701,17 @@ class Schema(_Strict):
     def to_json(self) -> dict[str, Any]:
         """Returns the schema as JSON-ready values; `parse_schema` reads it.
 
-        `histories`, `lookups`, `statistics` with their `count` and lag, `transforms`, `weight` and `label.kind` are
-        left out if they have their defaults, so that earlier versions read it too.
+        `histories`, `lookups`, `statistics` with their `count` and lag, `transforms`, `weight`, `label.kind` and
+        `label.name` are left out if they have their defaults, so that earlier versions read it too.
         """
         optional = ("histories", "lookups", "statistics", "statistics_lag", "transforms", "weight")
         left_out = {name for name in optional if not getattr(self, name)}
-        value = self.model_dump(mode="json", exclude=left_out)
-        if self.label.kind == "binary":
-            del value["label"]["kind"]
+        value = self.model_dump(mode="json", exclude=left_out, by_alias=True)
+        for spec in value["label"]:
+            for name, default in (("kind", "binary"), ("name", None)):
+                if spec[name] == default:
+                    del spec[name]
+        value["label"] = value["label"] if len(self.labels) > 1 else value["label"][0]
         for spec in value.get("statistics", []):
             if not spec["count"]:
                 del spec["count"]
@@ -699,7 +735,9 @@ def parse_schema(value: Any, *, where: str) -> Schema:
         # JSON mode: strict about scalars, while a list may stand for a tuple.
         return Schema.model_validate_json(json.dumps(value, default=str))
     except ValidationError as error:
-        raise ValueError(explain_faults(error, where, _fields_at)) from None
+        faults = explain_faults(error, where, _fields_at)
+        several = isinstance(value.get("label"), list)
+        raise ValueError(faults if several else faults.replace("label[0]", "label")) from None
 
 
 def _as_version_1_meant(value: dict[str, Any]) -> dict[str, Any]:
@@ -804,4 +842,4 @@ SECTIONS: dict[str, type[BaseModel]] = {
 
 def _fields_at(loc: Place) -> list[str]:
     model = SECTIONS[str(loc[0])] if loc else Schema
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
