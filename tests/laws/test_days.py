@@ -4,6 +4,7 @@ on. The truth counts ids in dictionaries, day after day, in plain Python.
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -425,6 +427,26 @@ def test_a_disk_without_room_for_what_a_day_takes_over_is_refused(
     monkeypatch.setattr(estimate, "disk_free_bytes", lambda _: taken)
     with pytest.raises(ValueError, match="are free"):
         run_prepare("parquet", logs[2], tmp_path / "day_3", base=days[1])
+
+
+def test_a_full_disk_while_ids_are_numbered_leaves_what_can_be_continued(
+    days: list[Path], logs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(**_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(extend, "tempfile", SimpleNamespace(TemporaryFile=full))
+        with pytest.raises(OSError, match="day_3") as caught:
+            next_day(None, logs[2], tmp_path / "day_3", days[1], {})
+    assert caught.value.errno == errno.ENOSPC
+    next_day(None, logs[2], tmp_path / "day_3", days[1], {})
+    assert file_hashes(tmp_path / "day_3") == file_hashes(days[2])
+
+
+def test_counts_of_another_vocabulary_are_refused(days: list[Path]) -> None:
+    with pytest.raises(ValueError, match=r"rare/counts/item counts \d+ rows, but .*rare/vocab/user has"):
+        Counted.open(days[1] / "rare" / "vocab" / "user", days[1] / "rare" / "counts" / "item")
 
 
 def test_days_with_a_lag_train_on_all_rows(tmp_path: Path) -> None:

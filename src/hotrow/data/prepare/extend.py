@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import Keys
+from hotrow.data.packed.format import MANIFEST_CURE
 from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, open_counts, write_counts, write_vocabulary
 from hotrow.data.prepare.encoder import take_strings
 
@@ -40,8 +41,13 @@ class Counted:
 
     @staticmethod
     def open(vocabulary: Path, counts: Path) -> Counted:
-        """Opens and checks both files."""
-        return Counted(Vocabulary.open(vocabulary), open_counts(counts))
+        """Opens and checks both files. Raises ValueError naming one that is damaged, or if they do not fit together."""
+        found = Counted(Vocabulary.open(vocabulary), open_counts(counts))
+        if (num_rows := found.vocabulary.num_embeddings) != len(found.counts):
+            raise ValueError(
+                f"{counts} counts {len(found.counts)} rows, but {vocabulary} has {num_rows}; {MANIFEST_CURE}"
+            )
+        return found
 
     def count(self, row: int) -> int:
         """Returns how often a row was seen; 0 if it is row 0, which here stands for no id."""
