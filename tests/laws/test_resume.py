@@ -40,7 +40,7 @@ BASE: dict[str, Any] = {
 }
 VARIANTS = {
     "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
-    "adagrad": ["optimizer.dense.name=adagrad", "optimizer.sparse.name=adagrad"],
+    "adagrad": ["optimizer.dense.name=adagrad", "optimizer.sparse={name: adagrad, l2: 0.01}"],
     "adam, row-wise adagrad": ["optimizer.dense.name=adam", "optimizer.sparse.name=row_wise_adagrad"],
     "adamw, cosine": ["optimizer.dense.name=adamw", "optimizer.schedule.name=cosine", "optimizer.sparse.name=ftrl"],
     "one cycle": ["optimizer.schedule.name=one_cycle", "optimizer.schedule.decay_start_step=null"],

@@ -320,6 +320,10 @@ def test_yaml_round_trip() -> None:
         ),
         ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
         (
+            {"data": "d", "optimizer": {"sparse": {"name": "sgd", "l2": 0.1}}},
+            r"optimizer\.sparse: l2 is 0\.1, but sgd has no such option",
+        ),
+        (
             {"data": "d", "optimizer": {"sparse": {"name": "sgd", "eps": 1e-8}}},
             r"optimizer\.sparse: eps is 1e-08, but sgd has no such option",
         ),

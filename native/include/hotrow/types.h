@@ -93,7 +93,8 @@ struct Rule {
   float lr;
   float eps;                         // the Adagrads and adam
   float beta1, rest1, beta2, rest2;  // adam; rest = 1 - beta, each rounded once
-  float beta, l1, l2;                // ftrl
+  float beta, l1;                    // ftrl
+  float l2;                          // all but sgd
 };
 
 // Optimizer state of a table: as many arrays as its algorithm keeps, each [num_rows, state_dim].

@@ -41,8 +41,9 @@ class Rule:
     """Both betas: for "adam"."""
     beta: float = 0.0
     l1: float = 0.0
+    """Both: for "ftrl"."""
     l2: float = 0.0
-    """These three: for "ftrl"."""
+    """For all but "sgd"."""
 
     @functools.cached_property
     def numbers(self) -> tuple[float, ...]:
