@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class SeveralLabels(Objective):
     def __init__(self, base: Objective, names: Sequence[str]) -> None:
         self.base, self.names = base, tuple(names)
         own = {name: f"{name}." if k else "" for k, name in enumerate(self.names)}
-        kept = ("name", "label", "loss_options", *base.loss_options, "monitors", "score", "scores")
+        kept = ("name", "label", "loss_options", *base.loss_options, "monitors", "score", "scores", "too_few")
         self.prefixes = tuple(own.values())
         vars(self).update(
             {name: getattr(base, name) for name in kept},
@@ -98,10 +98,6 @@ class SeveralLabels(Objective):
             for code, text in self.base.doubts(own, rows).items():
                 told.setdefault(code, []).append(f"{name}: {text}")
         return {code: "; ".join(texts) for code, texts in told.items()}
-
-    def too_few(self, labels: Iterable[NDArray[np.float32]], split: str) -> dict[str, str]:
-        """Returns why the split has too few rows to judge one label by. labels: of this label alone."""
-        return self.base.too_few(labels, split)
 
     def verdict(self, figures: Mapping[str, float | None]) -> str:
         """Returns what the base says of each label."""

@@ -90,13 +90,15 @@ def measures_of(runs: Sequence[RunFacts]) -> dict[str, Measure]:
 
 
 def column_text(run: RunFacts) -> str:
-    """Returns what the label is, and how many columns are inputs."""
+    """Returns what labels, weight and time are, and how many columns are inputs."""
     if run.info is None:
         return ""
     schema, names = schema_of(run.info), ", ".join(label.name for label in run.info.labels)
     time = "" if schema is None or schema.time is None else f" The time of a row is {schema.time.column}."
     inputs = f"{num_of(len(columns_of(run.info)), 'column')} of the data"
-    return f"The label is {names}.{time} The model's inputs are made of {inputs}."
+    label = f"The label{'s are' if len(run.info.labels) > 1 else ' is'} {names}."
+    weight = "" if run.info.weight is None else f" Rows count by their {run.info.weight}."
+    return f"{label}{weight}{time} The model's inputs are made of {inputs}."
 
 
 def column_grid(run: RunFacts) -> Grid | None:
