@@ -25,7 +25,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.objectives.objective import Measure
 from hotrow.run import runs
 from hotrow.tune import tune as tuning
-from hotrow.tune.space import Axis, Trial, load_optuna, next_values
+from hotrow.tune.space import Axis, Trial, load_optuna, next_values, own_values
 from hotrow.tune.tune import RUNGS, steps_at, tune
 
 SPACE: dict[str, Any] = {"optimizer.dense.lr": {"log": [1e-3, 1.0]}, "model.embedding_dim": [2, 4, 8]}
@@ -41,6 +41,7 @@ def recipe(dataset: PackedDataset, folder: Path, space: Any = SPACE, **options: 
     model = {"embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]}
     train = {"batch_size": 32, "threads": 1, **options}
     raw = {"data": str(dataset.path), "model": model, "train": train, "memory": "dram", "tune": space}
+    raw["optimizer"] = {"dense": {"lr": 0.001}}  # which is too low for so few steps
     path.write_text(yaml.safe_dump(raw))
     return path
 
@@ -125,6 +126,14 @@ def test_seeds_give_the_error_of_the_final_comparison(dataset: PackedDataset, tm
     error = (sum((each - mean) ** 2 for each in apart) / 2 / 3) ** 0.5
     assert found["difference"]["auc"]["difference"] == pytest.approx(mean)
     assert found["difference"]["auc"]["error"] == pytest.approx(error)
+
+
+def test_trials_may_be_judged_by_group(dataset: PackedDataset, tmp_path: Path) -> None:
+    overrides = ["metrics.by=x1", "train.monitor=gauc"]
+    found = tune(recipe(dataset, tmp_path), trials=2, out=tmp_path / "out", overrides=overrides)
+    figures = [trial["figures"][-1] for trial in trials_in(tmp_path / "out") if trial["status"] == "finished"]
+    assert found["best"]["figure"] == max(figures), "higher is better"
+    assert found["test"]["difference"]["gauc"]["error"] is not None
 
 
 def test_a_trial_that_diverges_is_a_result(dataset: PackedDataset, tmp_path: Path) -> None:
@@ -276,6 +285,23 @@ def test_what_is_tried_next_follows_from_the_trials_alone() -> None:
         assert 1e-4 <= values["a"] <= 1e-2 and values["b"] in space["b"].choices and values["c"] in (1, 2, 3)
         ended = [("finished", [0.5, 0.4, number / 10]), ("stopped", [0.6]), ("failed", [])][number % 3]
         trials.append(Trial(values, status=ended[0], figures=ended[1]))  # type: ignore[arg-type]
+
+
+def test_the_given_recipe_is_tried_first_if_it_lies_in_the_space(dataset: PackedDataset, tmp_path: Path) -> None:
+    config = load_config(recipe(dataset, tmp_path))
+    lr, dim = config.optimizer.dense.lr, config.model.embedding_dim
+    space = {"optimizer.dense.lr": Axis("log", low=lr / 2, high=lr), "model.embedding_dim": Axis("choice", (2, dim))}
+    assert own_values(config, space) == {"optimizer.dense.lr": lr, "model.embedding_dim": dim}
+    for name, axis in {
+        "optimizer.dense.lr": Axis("log", low=2 * lr, high=3 * lr),
+        "model.embedding_dim": Axis("choice", (2, 8)),
+        "optimizer.dense.weight_decay": Axis("float", low=0.0, high=1.0),  # it is null
+        "memory.lookahead": Axis("int", low=1, high=8),  # memory is a word
+    }.items():
+        assert own_values(config, {**space, name: axis}) is None
+    found = tune(recipe(dataset, tmp_path), trials=1, out=tmp_path / "out")
+    assert found["best"]["values"] == {"optimizer.dense.lr": lr, "model.embedding_dim": dim}
+    assert found["test"]["difference"]["auc"]["difference"] == 0
 
 
 def test_a_small_space_is_tried_once_each() -> None:

@@ -6,8 +6,8 @@
       model.members: {int: [1, 4]}               # a whole number from 1 to 4
       model.embedding_dim: [8, 16, 32]           # one of these
 
-Optuna's sampler (TPE, Bergstra et al., 2011) chooses. It gets the list of trials and nothing else, so that the same
-trials give the same next one, also after a kill.
+The recipe's own values come first, then Optuna's sampler (TPE, Bergstra et al., 2011) chooses. It gets the list of
+trials and nothing else, so that the same trials give the same next one, also after a kill.
 """
 
 from __future__ import annotations
@@ -127,6 +127,20 @@ def read_space(recipe: Mapping[str, Any], *, origin: str) -> dict[str, Axis]:
         for value in axis.choices or (axis.low, axis.high):
             config_at(recipe, {name: value}, origin=f"{where} {json.dumps(value)}")
     return space
+
+
+def own_values(config: Config, space: Mapping[str, Axis]) -> Values | None:
+    """Returns the values that a config has for the fields of a space; None if one of them is outside."""
+    found: Values = {}
+    for name, axis in space.items():
+        value: Any = config.model_dump(mode="json")
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        is_number = type(value) is int or (type(value) is float and axis.kind != "int")
+        if not (value in axis.choices if axis.choices else is_number and axis.low <= value <= axis.high):
+            return None
+        found[name] = value
+    return found
 
 
 def recipe_at(recipe: Mapping[str, Any], values: Values) -> dict[str, Any]:

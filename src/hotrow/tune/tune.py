@@ -38,7 +38,7 @@ from hotrow.objectives.objective import shown
 from hotrow.run.folder import CONFIG, RunFolder
 from hotrow.run.runs import resume, train
 from hotrow.tune.compare import compare, in_columns, judged, mean_of, of_seeds, over_seeds, verdict, with_error
-from hotrow.tune.space import Trial, config_at, load_optuna, next_values, read_space, recipe_at
+from hotrow.tune.space import Trial, config_at, load_optuna, next_values, own_values, read_space, recipe_at
 
 RUNGS = {"a ninth": 1 / 9, "a third": 1 / 3, "all": 1.0}
 """Shares of its steps after which a trial is judged; of one pass over the data, they are shares of the rows."""
@@ -109,7 +109,7 @@ class Search:
     ) -> None:
         self.recipe, self.folder, self.origin, self.say = recipe, folder, origin, say
         self.space, self.given = read_space(recipe, origin=origin), config_at(recipe, {}, origin=origin)
-        self.measure = self.given.model.trained_for.measures[self.given.monitor]
+        self.measure = self.given.objective.measures[self.given.monitor]
         dataset = PackedDataset.open(self.given.data, verify="sizes")
         self.rows = {name: split.num_rows for name, split in dataset.splits.items()}
         if not self.rows.get("val"):
@@ -136,7 +136,8 @@ class Search:
         trials = self.results.trials
         for number in range(num_trials):
             if number == len(trials):
-                values = next_values(self.space, trials, sign=self.measure.sign)
+                values = own_values(self.given, self.space) if not trials else None
+                values = values or next_values(self.space, trials, sign=self.measure.sign)
                 if values is None:
                     return self.say(f"after {number} trials nothing was drawn that has not been tried")
                 trials.append(Trial(values))
