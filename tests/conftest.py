@@ -45,8 +45,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 LONGEST = (
-    "test_device_rows", "test_placement", "test_torchrun", "test_faults_of_ranks", "test_export", "test_api",
-    "test_plan", "test_store_law", "test_tiers", "test_kernels", "test_cli", "test_sweeps", "test_bench",
+    "test_device_rows", "test_placement", "test_torchrun", "test_tune", "test_faults_of_ranks", "test_export",
+    "test_api", "test_plan", "test_store_law", "test_tiers", "test_kernels", "test_cli", "test_sweeps", "test_bench",
     "test_prepare", "test_scoring", "test_hot_placement", "test_three_tiers", "test_worlds", "test_resume",
 )  # fmt: skip
 """Test files that take longest; they go first, so that no worker still has one of them when the others are done."""
