@@ -60,7 +60,7 @@ def day_rows(day: int, num_rows: int = 700) -> Rows:
     rows, rng = make_rows(num_rows, seed=day), np.random.default_rng(day)
     drifts = rng.integers(0, 40 * day + 1, num_rows).tolist()
     return rows | {
-        "ts": [2000 * day + t for t in rows["ts"]],
+        "ts": [1_700_000_000 + 2000 * day + t for t in rows["ts"]],
         "item": [None if i is None else i + d for i, d in zip(rows["item"], drifts, strict=True)],
         "seen": [[i + d for i in ids or ()] for ids, d in zip(rows["seen"], drifts, strict=True)],
         "user": [f"v{d}" if d > 60 else u for u, d in zip(rows["user"], drifts, strict=True)],
@@ -187,10 +187,12 @@ def test_an_id_keeps_its_row_for_life(days: list[Path]) -> None:
 
 def test_the_chain_is_recorded_and_transforms_are_frozen(days: list[Path]) -> None:
     infos = [PackedDataset.open(path).info for path in days]
-    assert infos[0].ids["day"] == {"number": 1, "parent": None, "parent_checksum": None}
+    last = [float(max(day_rows(day)["ts"])) for day in range(1, 4)]
+    assert infos[0].ids["day"] == {"number": 1, "parent": None, "parent_checksum": None, "last_time_s": last[0]}
     for i in (1, 2):
         checksum = PackedDataset.open(days[i - 1]).checksum
-        assert infos[i].ids["day"] == {"number": i + 1, "parent": f"day_{i}", "parent_checksum": checksum}
+        wanted = {"number": i + 1, "parent": f"day_{i}", "parent_checksum": checksum, "last_time_s": last[i]}
+        assert infos[i].ids["day"] == wanted
         assert infos[i].dense == infos[0].dense
         assert infos[i].ids["schema"] == infos[0].ids["schema"]
     assert "standardize(mean=" in infos[0].dense[1].transform
@@ -387,6 +389,8 @@ def test_what_would_break_the_chain_is_refused(days: list[Path], logs: list[Path
     refused("min_count is given", min_count=5)
     refused("label is given", label="click")
     refused(r"part-0\.parquet was already prepared as .*day_2", data=logs[1])
+    with pytest.raises(ValueError, match=r"last row is of 2023-11-14T\d\d:\d\d:\d\d UTC.*order of time"):
+        run_prepare("parquet", logs[0], tmp_path / "earlier", base=days[1])
     refused("prepared by source parquet", source="criteo")
     (tmp_path / "empty").mkdir()
     refused("no dataset.json", base=tmp_path / "empty")

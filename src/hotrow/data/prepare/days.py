@@ -1,6 +1,6 @@
 """Days of a chain: a dataset of newer rows extends an older one, its base, so that a model can go on from day to day.
 
-    base = Base(PackedDataset.open("data/day_1"), number=1, transforms=("log1p_clip0",))
+    base = Base(PackedDataset.open("data/day_1"), Day(1), transforms=("log1p_clip0",))
     dataset = prepare(opened, "data/day_2", Options(base=base))     # pipeline.py
 
 The base gives the transforms with their parameters, the row of every id, the counts of ids that are still too rare for
@@ -11,7 +11,7 @@ needs. `extend.py` numbers new ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Day:
     """Name of the folder of the dataset that this one extends; None for the first day."""
     parent_checksum: str | None = None
     """Checksum of that dataset, the SHA-256 of its dataset.json."""
+    last_time_s: float | None = None
+    """Time of its last row, in seconds since 1970; None if its rows have no times of a known unit."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Base:
 
     dataset: PackedDataset | None = None
     """The day before; None if there is none."""
-    number: int = 0
-    """Its number."""
+    own: Day = field(default_factory=lambda: Day(0))
+    """Its place in the chain."""
     transforms: tuple[str, ...] = ()
     """What is done to its dense columns."""
 
@@ -58,7 +60,7 @@ class Base:
         """The day that extends this."""
         if self.dataset is None:
             return Day(1)
-        return Day(self.number + 1, self.dataset.path.resolve().name, self.dataset.checksum)
+        return Day(self.own.number + 1, self.dataset.path.resolve().name, self.dataset.checksum)
 
     @property
     def num_bytes(self) -> int:
@@ -82,6 +84,16 @@ class Base:
             raise ValueError(
                 f"{again[0]} was already prepared as {self.dataset.path}, and its rows would count twice; name the "
                 "files of the new day alone"
+            )
+
+    def check_is_later(self, last_time_s: float | None) -> None:
+        """Raises ValueError if all rows of the day are older than the last one of the day before."""
+        before = self.own.last_time_s
+        if self.dataset is not None and before is not None and last_time_s is not None and last_time_s < before:
+            last, known = (np.datetime64(int(time_s), "s") for time_s in (last_time_s, before))
+            raise ValueError(
+                f"the last row is of {last} UTC, but {self.dataset.path} has rows up to {known}; prepare days in the "
+                "order of time"
             )
 
     def vocabulary_id(self, table: str) -> str | None:

@@ -21,7 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -121,6 +121,7 @@ BUFFER_BYTES = 64 << 20
 """Part of the memory budget for rows in flight between reader and writer."""
 MIN_MEMORY_BYTES = 128 << 20
 CHECKSUM_BLOCK_BYTES = 1 << 22
+NO_TIME = -(1 << 63)
 LEAK, SCHEMA_GUESS = "leak", "schema_guess"
 """The codes of the warnings that runs count for what preparation said of columns."""
 
@@ -304,6 +305,8 @@ class _Counted:
     """Moments of the columns whose transforms are fitted to training rows, by column."""
     cells: CellCounts = Field(default_factory=CellCounts)
     """Missing and odd cells of all rows."""
+    latest: int = NO_TIME
+    """The latest time of a row."""
     done: bool = False
     first: Count = 0
     """`row` at the beginning."""
@@ -559,11 +562,21 @@ class _Stages:
                 raise ValueError("no row is in the training split; use more rows, a larger sample or another split")
             cells = reduce(CellCounts.merged, (each.cells for each in states))
             cells.check(self._schema.odd_share)
+            last_time_s = self._seconds(max(each.latest for each in states))
+            if self._base is not None:
+                self._base.check_is_later(last_time_s)
             self._save_statistics(folder, states, statistics)
             results = {"transforms": self._transforms(states), "tables": self._build_tables(counters), "cells": cells}
             of_ranks = everyone(comm, together(comm, checksums.result, self._stop))
             in_order = tuple(of_ranks[i % comm.size][i // comm.size] for i in range(len(paths)))
-            self._work.save(**results, checksums=in_order, **self._rows_of(states))
+            self._work.save(**results, last_time_s=last_time_s, checksums=in_order, **self._rows_of(states))
+
+    def _seconds(self, time: int) -> float | None:
+        """Returns a time of a day of a chain in seconds since 1970; None if its unit is not known."""
+        if self._base is not None and time != NO_TIME and isinstance(self._source, ColumnsSource):
+            with suppress(ValueError):
+                return time * 86_400 / self._source.ticks(86_400)
+        return None
 
     def _states_of_ranks(self, state: _Counted) -> list[_Counted]:
         if self._comm.size == 1:
@@ -634,11 +647,11 @@ class _Stages:
         moments = [state.moments_of(name) for name in names]
         row, train_rows, start, marks = state.row, state.train_rows, state.position, list(state.marks)
         position, rows = start or Position(), dict(marks[-1].rows if marks else Mark().rows)
-        cells = state.cells
+        cells, latest = state.cells, state.latest
 
         def snapshot(*, done: bool) -> _Counted:
             by_name = {name: m.to_record() for name, m in zip(names, moments, strict=True)}
-            counted = _Counted(position, row, train_rows, by_name, cells, done, self._share.row, list(marks))
+            counted = _Counted(position, row, train_rows, by_name, cells, latest, done, self._share.row, list(marks))
             if self._schema.statistics:
                 statistics.save(_statistics_file(counters.folder, row))
             counters.snapshot(asdict(counted), most_runs=1 if done and self._comm.size > 1 else MAX_RUNS)
@@ -658,6 +671,8 @@ class _Stages:
             for i, sums in zip(fitted_columns, moments, strict=True):
                 sums.add(piece.chunk.dense[is_train, i])
             cells = cells.with_chunk(piece.chunk, self._schema.dense_names)
+            if piece.chunk.time is not None:
+                latest = max(latest, int(piece.chunk.time.max(initial=NO_TIME)))
             position, row = piece.chunk.position, piece.next_row
             train_rows += int(is_train.sum())
             rows = {split: rows[split] + int((piece.codes == code).sum()) for code, split in enumerate(SPLITS)}
@@ -876,7 +891,11 @@ class _Stages:
                 "split": plan_to_json(plan),
                 "rows": self._options.rows,
                 "sample": self._options.sample,
-                **({} if self._base is None else {"day": asdict(self._base.day)}),
+                **(
+                    {}
+                    if self._base is None
+                    else {"day": asdict(replace(self._base.day, last_time_s=found.last_time_s))}
+                ),
             },
             sources=tuple(SourceFile(f.path, f.num_bytes, checksum) for f, checksum in files),
             licence=schema.licence,

@@ -175,8 +175,8 @@ class RawRows:
     """How raw ids are held, by feature."""
     transforms: list[Transform]
     """Transforms of the dense columns, then of the statistics."""
-    day: int
-    """Number of the dataset in a chain of days; 1 if it extends none."""
+    day: Day
+    """The place of the dataset in a chain of days; the first if it extends none."""
 
 
 def raw_rows(dataset: PackedDataset) -> RawRows | None:
@@ -199,7 +199,7 @@ def raw_rows(dataset: PackedDataset) -> RawRows | None:
         transforms = [Transform.parse(column.transform) for column in info.dense]
     except ValueError as error:
         raise ValueError(f"{where}: dense: {error}") from None
-    return RawRows(made.source, schema, made.encodings, transforms, 1 if made.day is None else made.day.number)
+    return RawRows(made.source, schema, made.encodings, transforms, made.day or Day(1))
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,8 @@ class Results:
     """Transforms of the dense columns, once training rows are counted."""
     tables: dict[str, Table] | None = None
     """Tables by name, once their vocabularies are written."""
+    last_time_s: float | None = None
+    """Time of the last row, in seconds since 1970, if a day of a chain has times of a known unit."""
     checksums: tuple[str, ...] | None = None
     """Checksums of the input files, once their rows are counted."""
     rows_total: Count | None = None
