@@ -178,6 +178,18 @@ def test_trained_again_with_the_validation_rows_it_keeps_the_map_of_the_selectio
     assert (ours.slope, ours.intercept, ours.num_rows) == (theirs.slope, theirs.intercept, theirs.num_rows)
     assert ours.step == run.record.chosen_step and "val" not in (run.record.metrics or {})
     assert run.evaluate("test") == (run.record.metrics or {})["test"]
+    other = runs.resume(run.path, ["calibration.method=isotonic"], quiet=True).record
+    assert other.calibration is None and "isotonic" in other.warnings["not_calibrated"]["text"]
+
+
+def test_weights_count_in_calibration_and_groups(tmp_path: Path) -> None:
+    rows = clicks(2000)
+    rows = rows.append_column("w", pa.array(np.where(rows["click"].to_numpy(), 1.0, 5.0)))
+    run = fit(rows, tmp_path / "run", "platt", weight="w")
+    plain, found = fit(rows, tmp_path / "plain", None, weight="w").evaluate("val"), run.evaluate("val")
+    assert found["base_rate"] < 0.15 and found["calibration"] == pytest.approx(1, abs=0.05)
+    assert (found["auc"], found["gauc"]) == pytest.approx((plain["auc"], plain["gauc"]))
+    assert 0.4 < found["gauc"] < 1 and found["logloss"] < plain["logloss"] + 1e-4
 
 
 def config(data: PackedDataset, folder: Path, **more: Any) -> Any:

@@ -480,8 +480,8 @@ class Config(_Section):
             for name, value in section:
                 if value != (neutral := type(section).model_fields[name].default):
                     raise ValueError(
-                        f"{path}.{name} is {value!r}, but model.objective {self.model.objective} predicts numbers, not "
-                        f"rates: set it to {'null' if neutral is None else neutral}, or choose {' or '.join(BY_GROUP)}"
+                        f"{path}.{name} is {value!r}, but model.objective {self.model.objective} predicts no rates of "
+                        f"clicks: set it to {'null' if neutral is None else neutral}, or choose {' or '.join(BY_GROUP)}"
                     )
         return self
 

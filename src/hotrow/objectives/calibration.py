@@ -58,7 +58,8 @@ class Calibration:
     def line(self) -> str:
         """Returns what was fitted to what, in words."""
         of = "validation rows of the selection" if self.from_selection else "validation rows"
-        found = f"log odds {self.slope:.4g} z {self.intercept:+.4g}"
+        sign = "plus" if self.intercept >= 0 else "minus"
+        found = f"{self.slope:.4g} times the log odds {sign} {abs(self.intercept):.4g}"
         found = f"{len({*self.y}):,} rates" if self.x else found
         return f"{self.method}, {found}, fitted to {self.num_rows:,} {of}"
 

@@ -654,11 +654,15 @@ class Training:
             if not judged.num_rows:  # it was scored when these weights were the newest
                 self._evaluated("val", metrics=judged)
             found = fitted(method, *judged.rows(), step=step)
-        elif (selected := RunFolder.open(self.folder.path / SELECTION).record.calibration) is not None:
-            found = replace(selected, step=step, from_selection=True)
         else:
-            self.warn("not_calibrated", f"the run in {SELECTION}/ was not calibrated, so this one is not", count=1)
-            return None
+            selected = RunFolder.open(self.folder.path / SELECTION).record.calibration
+            if selected is None or selected.method != method:
+                text = (
+                    f"{self.folder.path / SELECTION} has no calibration by {method}, and this run no rows to fit it to"
+                )
+                self.warn("not_calibrated", text, count=1)
+                return None
+            found = replace(selected, step=step, from_selection=True)
         self.say(f"calibration: {found.line()}")
         if self._has("test"):
             found.follow(self.parts.model)
