@@ -88,6 +88,7 @@ VALUES: dict[str, list[Any]] = {
     "train.label_smoothing": [0, 0.1, 1],
     "train.pos_weight": [1, 3, 0],
     "train.clip_norm": [None, 1, 0],
+    "train.ema": [None, 0.99, 1],
     "train.freeze": [[], ["dense"], ["tables"], ["large"], ["dense", "tables"], ["none"]],
     "train.nonfinite": ["raise", "skip"],
     "train.trace": [None, "1:1", "1"],

@@ -45,6 +45,7 @@ VARIANTS = {
     "adamw, cosine": ["optimizer.dense.name=adamw", "optimizer.schedule.name=cosine", "optimizer.sparse.name=ftrl"],
     "one cycle": ["optimizer.schedule.name=one_cycle", "optimizer.schedule.decay_start_step=null"],
     "clipped": ["train.clip_norm=0.05"],
+    "mean, early stopping": ["train.ema=0.9", "train.early_stopping=2", "optimizer.dense.lr=0.3"],
     "early stopping": ["train.early_stopping=2", "optimizer.dense.lr=0.3"],
     "stored order": ["train.shuffle=false"],
     "float16 tables": ["train.precision=fp16"],

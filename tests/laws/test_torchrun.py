@@ -52,7 +52,7 @@ PHASES += ["hot.eval_samples=100"]
 """About half of the rows are hot, and two of three samples."""
 VARIANTS = {
     "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
-    "adam": ["optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.early_stopping=1"],
+    "adam": ["optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.early_stopping=1", "train.ema=0.9"],
     "adamw, cosine, weighted loss": [
         "optimizer.dense.name=adamw",
         "optimizer.schedule={name: cosine, warmup_steps: 5, decay_steps: 20}",

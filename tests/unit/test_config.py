@@ -61,6 +61,7 @@ train.dense_dtype fp32
 train.label_smoothing 0.0
 train.pos_weight 1.0
 train.clip_norm None
+train.ema None
 train.freeze []
 train.nonfinite raise
 train.log_every 50
@@ -334,6 +335,11 @@ def test_yaml_round_trip() -> None:
         ({"data": "d", "train": {"label_smoothing": 1}}, r"train\.label_smoothing"),
         ({"data": "d", "train": {"pos_weight": 0}}, r"train\.pos_weight"),
         ({"data": "d", "train": {"clip_norm": 0}}, r"train\.clip_norm"),
+        ({"data": "d", "train": {"ema": 1}}, r"train\.ema is 1; allowed: a number > 0 and < 1 or null"),
+        (
+            {"data": "d", "train": {"ema": 0.9, "precision": "split_bf16"}},
+            r"train\.ema is 0\.9, but with .* set train\.ema to null, or choose another optimizer\.dense\.name",
+        ),
         ({"data": "d", "optimizer": {"schedule": {"name": "cosine"}}}, "decay_steps is 0, but cosine"),
         (
             {"data": "d", "optimizer": {"schedule": {"name": "one_cycle", "decay_steps": 5}}},

@@ -34,6 +34,7 @@ from hotrow.placement import AnyMemory
 from hotrow.run.checkpoint import Part
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.run.items import Items
+from hotrow.run.mean import Mean
 from hotrow.run.record import read_extra
 from hotrow.run.schedule import Schedule
 from hotrow.setup.device import DenseDevice, splits_dense
@@ -76,6 +77,8 @@ class Parts:
     """The largest norm of a step's gradients; if None, there is no limit."""
     items: Items | None = None
     """What the model finds, if it finds items."""
+    mean: Mean | None = None
+    """If None, scores are those of the newest weights."""
 
     def __post_init__(self) -> None:
         self.exchange = self.exchange or DenseExchange(self.ranks)
@@ -85,9 +88,15 @@ class Parts:
         return batch if self.items is None else replace(batch, label=self.items.labels(batch))
 
     def with_state(self) -> dict[str, Part]:
-        """Returns the parts that a checkpoint holds, by the names of their files."""
-        others = ("schedule", "dense", "objective", "ranks", "exchange", "clip_norm", "items")
-        return {name: part for name, part in vars(self).items() if name not in others}
+        """Returns the parts that a checkpoint holds, by the names of their files: as `model` the one that scores."""
+        others = ("schedule", "dense", "objective", "ranks", "exchange", "clip_norm", "items", "mean")
+        found = {name: part for name, part in vars(self).items() if name not in others}
+        return found if self.mean is None else {**found, "model": self.mean.network, "trained": self.model}
+
+    @property
+    def scoring(self) -> Network:
+        """The model that scores."""
+        return self.model if self.mean is None else self.mean.network
 
 
 def build_network(setup: Setup, comm: Communicator | None = None) -> tuple[EmbeddingCollection, Network]:
@@ -125,6 +134,7 @@ def build(setup: Setup, comm: Communicator | None = None) -> Parts:
         ranks=setup.ranks,
         clip_norm=setup.config.train.clip_norm,
         items=Items.of(setup.dataset, model.item_features) if model.retrieves else None,
+        mean=None if setup.config.train.ema is None else Mean(model, setup.config.train.ema),
     )
 
 

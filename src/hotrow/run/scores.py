@@ -121,7 +121,7 @@ class _Inputs:
     def losses(self) -> NDArray[np.float64]:
         """Returns the loss of each of at most STRETCHES parts of the rows."""
         objective, num_parts = self.parts.objective, min(STRETCHES, self.num_rows)
-        outputs_B = self.parts.dense.outputs(self.parts.model, self.dense, self.rows).cpu().numpy()
+        outputs_B = self.parts.dense.outputs(self.parts.scoring, self.dense, self.rows).cpu().numpy()
         label_B = self.labels > 0 if objective.label == "binary" else self.labels
         columns: list[Any] = [outputs_B, label_B, *([] if self.weights is None else [self.weights])]
         each = [objective.measured(*(own[k::num_parts] for own in columns)) for k in range(num_parts)]

@@ -47,6 +47,8 @@ class Start:
         optimizers: dict[str, Part] = {"dense": parts.dense_optimizer, "sparse": parts.sparse_optimizer}
         states = {f"{name}_optimizer": optimizers[name] for name in self.record.states}
         load_checkpoint(self.checkpoint, {"embedding": parts.embedding, "model": parts.model, **states}, anew=True)
+        if parts.mean is not None:
+            parts.mean.restart()
         for table, added in self.record.rows_added.items():
             rows = parts.embedding.rows(table)
             first = rows.shape[0] - added

@@ -100,6 +100,8 @@ def train_step(parts: Parts, batch: Batch, step: int, clock: StepClock) -> Tenso
         parts.exchange.finish()  # the dense gradients of other ranks arrive while rows are updated
     clock.lap("update")
     parts.dense_optimizer.step()
+    if parts.mean is not None:
+        parts.mean.follow(step)
     clock.lap("dense")
     return loss
 
@@ -394,7 +396,7 @@ class Training:
         with self._aside():
             return evaluate(
                 parts.embedding,
-                parts.model,
+                parts.scoring,
                 self.dataset.split(split),
                 parts.objective,
                 num_batches=num_batches,
@@ -619,7 +621,7 @@ class Training:
             chosen, val = state.best_step, state.best
             best = self.folder.checkpoints / f"step-{chosen}"
             with self._aside():
-                load_checkpoint(best, {"embedding": self.parts.embedding, "model": self.parts.model})
+                load_checkpoint(best, {"embedding": self.parts.embedding, "model": self.parts.scoring})
         judged = {split: self.parts.objective.metrics() for split in ("val", "test") if self._has(split)}
         metrics = {"val": val} if val else {}
         if "val" in judged and not val:
@@ -665,7 +667,7 @@ class Training:
             found = replace(selected, step=step, from_selection=True)
         self.say(f"calibration: {found.line()}")
         if self._has("test"):
-            found.follow(self.parts.model)
+            found.follow(self.parts.scoring)
         return found
 
     def _count_columns(self) -> None:
