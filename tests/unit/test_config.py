@@ -152,6 +152,13 @@ vector_dim 64
 unit_length True
 temperature 0.05
 """,
+    "finalmlp": """
+dropout 0.0
+layer_norm False
+first_mlp [400, 400, 400]
+second_mlp [800]
+heads 1
+""",
 }
 
 
