@@ -281,7 +281,9 @@ def test_an_option_for_labels_names_the_schema() -> None:
         hotrow.fit({"a": [1]}, label=["click", "order"])
 
 
-def test_the_recipe_on_real_rows(real_data: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["dlrm", "mmoe"])
+@pytest.mark.filterwarnings("ignore:the recipe is for model dlrm")
+def test_the_recipe_on_real_rows(real_data: Any, tmp_path: Path, model: str) -> None:
     """Taobao's events: whether an item goes into the cart, and whether it is bought."""
     with gzip.open(real_data("taobao_userbehavior_110k.csv.gz"), "rb") as file:
         lines = file.read().splitlines(keepends=True)[:40_000]
@@ -294,7 +296,8 @@ def test_the_recipe_on_real_rows(real_data: Any, tmp_path: Path) -> None:
     (tmp_path / "schema.yaml").write_text(schema)
     labels = [spec.title for spec in load_schema(tmp_path / "schema.yaml").labels]
     run_prepare("csv", tmp_path / "events.csv", tmp_path / "data", schema=tmp_path / "schema.yaml")
-    config = load_config(RECIPE, [f"data={tmp_path / 'data'}", f"run={tmp_path / 'run'}", "train.epochs=1"])
+    changes = [f"data={tmp_path / 'data'}", f"run={tmp_path / 'run'}", "train.epochs=1", f"model.name={model}"]
+    config = load_config(RECIPE, changes)
     runs.train(config, quiet=True)
     run = hotrow.load(tmp_path / "run")
     assert run.record.labels == labels == ["cart", "buy"]

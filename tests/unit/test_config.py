@@ -159,6 +159,13 @@ first_mlp [400, 400, 400]
 second_mlp [800]
 heads 1
 """,
+    "mmoe": """
+dropout 0.0
+layer_norm False
+experts 4
+expert_mlp [512, 256]
+tower_mlp [128]
+""",
 }
 
 

@@ -7,12 +7,13 @@ from hotrow.models.deepfm import DeepFMSpec
 from hotrow.models.din import DINSpec
 from hotrow.models.dlrm import DLRMSpec
 from hotrow.models.finalmlp import FinalMLPSpec
+from hotrow.models.mmoe import MMoESpec
 from hotrow.models.spec import ModelSpec
 from hotrow.models.tbsm import TBSMSpec
 from hotrow.models.two_tower import TwoTowerSpec
 
 MODELS: dict[str, type[ModelSpec]] = {
     spec.model_fields["name"].default: spec
-    for spec in (DLRMSpec, TBSMSpec, DCNSpec, DeepFMSpec, DINSpec, TwoTowerSpec, FinalMLPSpec)
+    for spec in (DLRMSpec, TBSMSpec, DCNSpec, DeepFMSpec, DINSpec, TwoTowerSpec, FinalMLPSpec, MMoESpec)
 }
 """By the name that `model.name` selects; the first is the default."""
