@@ -66,10 +66,7 @@ class FinalMLP(Network):
 
 
 class FinalMLPSpec(MLPSpec):
-    """Two MLPs beside each other, whose outputs count by themselves and multiplied with each other.
-
-    Tables may have different numbers of columns.
-    """
+    """Two MLPs beside each other, whose outputs count by themselves and multiplied with each other."""
 
     network: ClassVar = FinalMLP
     small: ClassVar[Mapping[str, Any]] = {"first_mlp": [64, 32], "second_mlp": [64, 32], "dropout": 0.2}

@@ -60,10 +60,7 @@ class MMoE(Network):
 
 
 class MMoESpec(MLPSpec):
-    """Several labels share MLPs, the experts; each label mixes their outputs by a gate of its own and has a tower.
-
-    Tables may have different numbers of columns.
-    """
+    """Several labels share MLPs, the experts; each label mixes their outputs by a gate of its own and has a tower."""
 
     network: ClassVar = MMoE
     small: ClassVar[Mapping[str, Any]] = {"expert_mlp": [64, 32], "tower_mlp": [32], "dropout": 0.2}
