@@ -4,7 +4,8 @@
 
 All three see the same training rows and find the items of the same test rows among the same items. ItemCF scores an
 item by the sum, over the items of a row's history, of the cosine of their co-occurrence: how many users have both, over
-the root of how many have either. Equal scores are ordered by popularity, most popular first.
+the root of how many have either. Equal scores are ordered by popularity, and so are items without a score, which come
+last.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import scipy.sparse
@@ -53,12 +55,12 @@ class Rows:
         """By item, the rows that have it, those with label 0 included, as two towers count them."""
 
 
-def recalls(scores: scipy.sparse.csr_matrix, rows: Rows, order: NDArray[np.int64]) -> dict[str, float]:
+def recalls(scores: scipy.sparse.csr_matrix, items_of_rows: NDArray[Any], order: NDArray[np.int64]) -> dict[str, float]:
     """Returns recall@k of scores above 0, then of the most popular of the other items. order: items by popularity."""
     place_of = np.full(scores.shape[1], len(order))
     place_of[order] = np.arange(len(order))
     found = dict.fromkeys(KS, 0)
-    for k, item in enumerate(rows.item):
+    for k, item in enumerate(items_of_rows):
         row = scores[[k]]
         items, values = row.indices, row.data
         known = (place_of[items] < len(order)) & (values > 0)
@@ -73,7 +75,7 @@ def recalls(scores: scipy.sparse.csr_matrix, rows: Rows, order: NDArray[np.int64
             place = len(items) + int(place_of[item] - (place_of[items] < place_of[item]).sum())
         for most in KS:
             found[most] += place < most
-    return {f"recall_{most}": number / len(rows.item) for most, number in found.items()}
+    return {f"recall_{most}": number / len(items_of_rows) for most, number in found.items()}
 
 
 def baselines(dataset: PackedDataset, split: str) -> dict[str, dict[str, float]]:
@@ -94,8 +96,8 @@ def baselines(dataset: PackedDataset, split: str) -> dict[str, dict[str, float]]
     together.setdiag(0)
     nothing = scipy.sparse.csr_matrix(test.history.shape, dtype=np.float32)
     return {
-        "itemcf": recalls((test.history @ (scale @ together @ scale)).tocsr(), test, order),
-        "popular": recalls(nothing, test, order),
+        "itemcf": recalls((test.history @ (scale @ together @ scale)).tocsr(), test.item, order),
+        "popular": recalls(nothing, test.item, order),
     }
 
 

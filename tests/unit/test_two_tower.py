@@ -22,10 +22,12 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.export.score import Scorer
 from hotrow.models.two_tower import TwoTowerSpec
+from hotrow.parallel.communicator import Communicator
 from hotrow.run import runs, trainer
 from hotrow.run.build import look_up
 from hotrow.run.items import Items
 from hotrow.setup.setup import Setup
+from rank_pool import RankPool
 
 NUM_USERS, NUM_ITEMS, NUM_GROUPS = 40, 60, 6
 TRAIN = {"batch_size": 128, "epochs": 4, "threads": 1, "eval_every": 0.5, "early_stopping": 4}
@@ -123,6 +125,16 @@ def test_places_against_scores_of_all_pairs(run: hotrow.Run, dataset: PackedData
     assert np.mean(mine == np.array(found)) > 0.9
 
 
+def test_many_rows_are_judged_by_some_that_lie_evenly(
+    run: hotrow.Run, dataset: PackedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places, labels, *_ = run.judged("val").rows()
+    assert len(places) == dataset.split("val").num_rows == 600
+    monkeypatch.setattr(trainer, "MAX_JUDGED", 200)
+    fewer, own, *_ = run.judged("val").rows()
+    assert fewer.tolist() == places[::3].tolist() and own.tolist() == labels[::3].tolist()
+
+
 def test_items_are_counted_in_training_rows(dataset: PackedDataset) -> None:
     items = Items.of(dataset, ["item", "group"])
     batch = next(iter(Loader(dataset.split("train"), 10_000, shuffle_seed=None)))
@@ -211,6 +223,22 @@ def test_micro_batches_of_whole_stretches_have_the_same_negatives(
         batch = next(iter(Loader(dataset.split("train"), 64, shuffle_seed=None)))
         losses.append(float(trainer.train_step(parts, batch, 0, trainer.StepClock(trainer.Session(1)))))
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
+
+
+def trained(comm: Communicator, data: Path, folder: Path) -> dict[str, Any]:
+    """The metrics of a run whose rows lie on all ranks."""
+    with_it = config_of(PackedDataset.open(data), folder / f"run-{comm.size}").model_dump(mode="json")
+    with_it["train"] |= {"micro_batches": 4, "epochs": 1}
+    with_it["parallel"]["sharding"] = {"item": "row"}
+    return dict(runs.train(make_config(with_it), quiet=True, comm=comm).record.metrics or {})
+
+
+def test_ranks_find_the_same_items(dataset: PackedDataset, tmp_path: Path) -> None:
+    with RankPool(3) as pool:
+        alone, *_ = pool.run(trained, dataset.path, tmp_path, num_ranks=1, micro_batches=4)
+        together = pool.run(trained, dataset.path, tmp_path, num_ranks=3, micro_batches=4)
+    assert alone["test"]["recall_20"] > 0.2
+    assert all(found == alone for found in together)
 
 
 # ---- what is refused

@@ -26,6 +26,8 @@ from hotrow.setup.device import DenseDevice
 
 PIECE = 1 << 24
 """Scores at a time, of some users with all items: 64 MB."""
+MAX_JUDGED = 1 << 15
+"""Rows of a split, spread evenly over it, whose items are sought among all: each costs a product with every item."""
 Places: TypeAlias = Callable[[Tensor, Batch], Tensor]
 
 

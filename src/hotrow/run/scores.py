@@ -54,7 +54,7 @@ def gains(parts: Parts, split: Split, *, train_s: float, is_first: bool) -> tupl
     computes (`is_first`), as its time allows; the others only join in its one lookup, and return nothing.
     """
     batch = next(Loader(
-        split, EVAL_BATCH_SIZE, shuffle_seed=None, only=_spread(split.num_rows, EVAL_BATCH_SIZE),
+        split, EVAL_BATCH_SIZE, shuffle_seed=None, only=spread(split.num_rows, EVAL_BATCH_SIZE),
         part=lambda num_rows: (0, num_rows if is_first else 0),
     ).epoch(0))  # fmt: skip
     rows = look_up(parts.model, parts.embedding, batch.sparse)
@@ -84,7 +84,7 @@ def _gain(risen: NDArray[np.float64]) -> Gain:
     return Gain(float(risen.mean()), float(risen.std(ddof=1) / math.sqrt(len(risen))))
 
 
-def _spread(num_rows: int, most: int) -> NDArray[np.bool_]:
+def spread(num_rows: int, most: int) -> NDArray[np.bool_]:
     """Returns a mask of at most `most` rows that lie evenly among `num_rows`."""
     mask = np.zeros(num_rows, np.bool_)
     mask[np.linspace(0, num_rows, min(num_rows, most), endpoint=False).astype(np.int64)] = True

@@ -50,11 +50,11 @@ from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_check
 from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.exact import ADVICE, ADVICE_FOR_BFLOAT16, CODE, FirstPart
 from hotrow.run.folder import RunFolder, resume_command
-from hotrow.run.items import Items, Places
+from hotrow.run.items import MAX_JUDGED, Items, Places
 from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepClock, merged, meters_of_rows
 from hotrow.run.micro import backward, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
-from hotrow.run.scores import gains, scores_of
+from hotrow.run.scores import gains, scores_of, spread
 from hotrow.run.selection import losses_of_parts
 from hotrow.run.start import Start
 from hotrow.run.storage import close_tiers
@@ -175,7 +175,8 @@ def _scored(
     def own(num_samples: int) -> tuple[int, int]:
         return min(first, num_samples), min(first + EVAL_BATCH_SIZE, num_samples)
 
-    for batch in Loader(split, comm.size * EVAL_BATCH_SIZE, shuffle_seed=None, part=own).epoch(0):
+    only = None if places is None else spread(split.num_rows, MAX_JUDGED)
+    for batch in Loader(split, comm.size * EVAL_BATCH_SIZE, shuffle_seed=None, part=own, only=only).epoch(0):
         rows = look_up(model, embedding, batch.sparse)
         outputs_B = dense.outputs(model, batch.dense, rows) if len(batch) else batch.label
         outputs_B = outputs_B.cpu() if places is None or not len(batch) else places(outputs_B, batch)
