@@ -354,6 +354,8 @@ def mean_lengths(dataset: PackedDataset) -> dict[str, float]:
 
 SAMPLES = 2
 """Samples of the batch on which a model shows what it computes."""
+WRITTEN_BY_LOSS = 5
+"""Times that a loss over items writes the scores of samples with each other's items."""
 
 
 def dense_work(model: Network, dims: Mapping[str, int], num_dense: int, batch_size: int) -> dict[str, Any]:
@@ -378,15 +380,17 @@ def dense_work(model: Network, dims: Mapping[str, int], num_dense: int, batch_si
         elif type(node).__name__ == "_InteractionBackward":
             _, vectors, dim = saved[1].shape
             pairs.append((_times(len(saved[1]), batch_size), vectors + 1, dim))
+    scores_of_loss = 0
     if model.retrieves:  # the loss multiplies users with the items of other samples
         products.append((batch_size, logits.shape[1] // 2, min(batch_size, STRETCH)))
+        scores_of_loss = batch_size * min(batch_size, STRETCH)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return {
         "products": tuple(products),
         "constant_inputs": tuple(constant),
         "pairs": tuple(pairs),
         "num_calls": seen.num_calls,
-        "call_values": seen.values * batch_size / SAMPLES,
+        "call_values": seen.values * batch_size / SAMPLES + WRITTEN_BY_LOSS * scores_of_loss,
         "num_tensors": len(parameters),
         "num_weights": sum(parameter.numel() for parameter in parameters),
     }
