@@ -19,6 +19,7 @@ import torch
 import hotrow
 from expanded import expanded
 from hotrow.config.load import apply_overrides, make_config
+from hotrow.costs.demand import tables_of
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.parallel.communicator import Communicator
@@ -26,6 +27,7 @@ from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
 from hotrow.run.start import Start
+from hotrow.setup.setup import check_freeze
 from packed_data import OF_TOY_ROWS
 from rank_pool import RankPool
 
@@ -357,6 +359,17 @@ def test_what_does_not_fit_is_refused_before_a_folder_is_made(
     with pytest.raises(ValueError, match=error):
         runs.train(make_config(apply_overrides(raw, [each.replace("PARENT", str(parent)) for each in changes])))
     assert not (tmp_path / "run").exists()
+
+
+def test_rows_beside_the_cpu_are_frozen_together_or_not_at_all(data: Path, tmp_path: Path) -> None:
+    dataset, free = PackedDataset.open(data), config(data, tmp_path / "run")
+    tables = tables_of(free, dataset)
+    for frozen in ("[]", "[tables]", "[t0, t1, t2]", "[dense]"):
+        check_freeze(config(data, tmp_path / "run", f"train.freeze={frozen}"), tables, beside=True)
+    some = config(data, tmp_path / "run", "train.freeze=[t0]")
+    check_freeze(some, tables, beside=False)
+    with pytest.raises(ValueError, match=r"train\.freeze leaves t1, t2 to train, .*name tables, .*memory\.hbm: null"):
+        check_freeze(some, tables, beside=True)
 
 
 def test_an_unfinished_run_is_refused(
