@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -194,6 +195,25 @@ def test_train_with_seeds(
     assert found["metrics"]["logloss"] == {"mean": pytest.approx(mean), "error": pytest.approx(error)}
     assert "--seeds is 0" in hotrow("train", "r.yaml", "--seeds", "0", code=2, **tools)
     assert "--seeds" in hotrow("train", "--resume", "runs/data-dlrm-001", "--seeds", "2", code=2, **tools)
+
+
+@pytest.mark.parametrize("given", [["r.yaml"], []], ids=["its recipe", "that run's recipe"])
+def test_seeds_start_from_another_run(
+    work: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = train(work / "data", tmp_path / "first", max_steps=1)
+    shutil.copy(first.path / "config.yaml", "r.yaml")
+    command = ["train", *given, "--from", "first", "--set", "run=seeds", "--set", "train.max_steps=1"]
+    said = hotrow(*command, "--seeds", "2", "--json", capsys=capsys, monkeypatch=monkeypatch)
+    found = json.loads(said.splitlines()[-1])
+    assert found["runs"] == ["seeds/seed-1", "seeds/seed-2"]
+    for run in map(load, found["runs"]):
+        assert run.record.parent is not None and run.record.parent.path == str(first.path.resolve())
 
 
 # ---- the history

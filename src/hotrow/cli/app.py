@@ -360,16 +360,16 @@ def train(
             "--seeds begins runs in one process: leave out --resume, and start it without torchrun or mpiexec"
         )
     with joined() as comm:
+        if from_ is not None:
+            overrides.append(f"from_run={json.dumps(str(from_))}")
+            if config is None:
+                config, overrides = runs.config_of(from_), ["run=null", *overrides]
         if seeds is not None:
             assert config is not None
             return _train_seeds(load_config(config, overrides), seeds, until_s)
         if resume is not None:
             folder = runs.resume(resume, overrides, comm=comm, until_s=until_s)
         else:
-            if from_ is not None:
-                overrides.append(f"from_run={json.dumps(str(from_))}")
-                if config is None:
-                    config, overrides = runs.config_of(from_), ["run=null", *overrides]
             assert config is not None
             with warnings.catch_warnings():
                 if comm.rank:  # the first rank tells
