@@ -53,6 +53,12 @@ def test_json_round_trip_keeps_everything() -> None:
         ({"categorical": []}, r"categorical is \[\]: .*at least 1"),
         ({"categorical": ["user", "click"]}, "categorical lists 'click', which is the label"),
         ({"dense": ["a", "a"]}, "dense lists column 'a' twice"),
+        (
+            {"label": {"column": "click", "name": "a"}, "dense": ["a"]},
+            "label: a label is called 'a', as another column",
+        ),
+        ({"label": {"column": "click", "name": "user"}}, "label: a label is called 'user', as another column"),
+        ({"label": {"column": "click", "name": "w"}, "weight": "w"}, "label: a label is called 'w', as another column"),
         ({"tables": {"usr": {}}}, "tables lists 'usr', which no feature uses; did you mean 'user'"),
         ({"label": {"column": "r", "positive": [1], "at_least": 4}}, "label: give either 'positive' or 'at_least'"),
         ({"split": {"fractions": [0.5, 0.1, 0.1]}}, r"split: fractions \[0.5, 0.1, 0.1\] must be .* sum 1"),
