@@ -39,6 +39,7 @@ from hotrow.hot.hot_set import tables_of
 from hotrow.inspect.accesses import split_accesses
 from hotrow.parallel.communicator import Communicator
 from hotrow.run.folder import RunFolder, dataset_of
+from hotrow.setup.shards import hot_prefixes
 from packed_data import make_info
 from prepare_data import SCHEMA, file_hashes, make_rows, to_table, write_parquet
 from rank_pool import RankPool
@@ -337,6 +338,18 @@ def test_what_asks_for_popularity_sorts_the_rows_of_later_days(days: list[Path])
         assert use.order is not None and (use.counts == last.counts(use.name)[use.order]).all()
     for table in split_accesses(last).tables:
         assert table.counts.tolist() == sorted(last.counts(table.name)[1:].tolist(), reverse=True)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.9, 1.0])
+def test_a_later_day_has_as_many_hot_rows_as_its_counts_say(days: list[Path], share: float) -> None:
+    last = PackedDataset.open(days[2])
+    tables: Any = [SimpleNamespace(name=table.name, num_embeddings=table.num_embeddings) for table in last.info.tables]
+    found, num_rows = hot_prefixes(tables, last, share), sum(table.num_embeddings for table in tables)
+    assert sum(found.values()) <= share * num_rows
+    counts = np.concatenate([last.counts(table.name) for table in tables])
+    least = min(n for n in range(1, counts.max() + 2) if (counts >= n).sum() <= share * num_rows)
+    assert found == {table.name: int((last.counts(table.name) >= least).sum()) for table in tables}
+    assert sum(found.values()) > 0
 
 
 def damaged(change: Callable[[Path], object]) -> Callable[[Path, Path], Path]:

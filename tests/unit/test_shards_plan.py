@@ -43,6 +43,7 @@ def dataset(counts: dict[str, np.ndarray] | None = None) -> Any:
     return SimpleNamespace(
         path=Path("data"),
         has_counts=bool(counts),
+        is_ranked=bool(counts),
         counts=lambda name: counts[name],
         split=lambda name: SimpleNamespace(num_rows=SAMPLES),
     )

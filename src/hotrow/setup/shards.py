@@ -292,7 +292,9 @@ def hot_prefixes(tables: Sequence[TableConfig], dataset: PackedDataset, share: f
     """Returns by table how many of its first rows are hot: at most `share` of all rows, those with most accesses.
 
     Rows are numbered by popularity, so the rows with at least so many accesses are a prefix; row 0, of rare and unseen
-    ids, belongs to it if row 1 does. Raises ValueError if the dataset has no access counts, unless `share` is 0.
+    ids, belongs to it if row 1 does. In a later day of a chain they may lie anywhere, and as many first rows are taken:
+    most ids that were popular on the first day still are. Raises ValueError if the dataset has no access counts, unless
+    `share` is 0.
     """
     if not share:
         return dict.fromkeys((table.name for table in tables), 0)
@@ -312,8 +314,11 @@ def hot_prefixes(tables: Sequence[TableConfig], dataset: PackedDataset, share: f
 
 
 def _with_accesses(dataset: PackedDataset, table: TableConfig, accesses: int) -> int:
-    """Returns how many of a table's first rows have at least so many accesses."""
+    """Returns how many of a table's first rows have at least so many accesses; in a later day, of which new rows are
+    behind older ones, how many of all its rows."""
     counts = dataset.counts(table.name)
+    if not dataset.is_ranked:
+        return int(np.count_nonzero(counts >= accesses))
     end = 1 + bisect_left(range(1, len(counts)), True, key=lambda row: bool(counts[row] < accesses))  # noqa: FBT003
     return end if end > 1 or counts[0] >= accesses else 0
 
