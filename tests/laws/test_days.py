@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from forked import COMMAND, run_forked
-from hotrow.data.chunk import Keys
+from hotrow.data.chunk import Chunk, Keys, Position
 from hotrow.data.native import Counter as KeyCounter
 from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.reader import PackedDataset
@@ -31,7 +31,7 @@ from hotrow.data.prepare.days import Base
 from hotrow.data.prepare.extend import Counted, Extension
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder, _Earlier, run_prepare
-from hotrow.data.prepare.statistics import Statistics
+from hotrow.data.prepare.statistics import NUM_FOLDS, PAGE_BITS, Statistics
 from hotrow.data.sources.options import ReadOptions
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import SplitSpec, parse_schema
@@ -328,6 +328,24 @@ def test_counts_of_many_days_stay_at_their_limit() -> None:
         each._pages[0][0] = True
     one.merge(other)
     assert one.counts[0][0, 5].tolist() == [2**32 - 1, 14]
+
+
+def test_counts_of_a_day_and_of_many_before_it_stay_at_their_limit_without_a_time() -> None:
+    schema = parse_schema({"label": "y", "categorical": ["a"], "statistics": ["a"]}, where="test")
+    chunk = Chunk(1, None, np.zeros((1, 0), np.float32), {"a": Keys(np.array([7], np.int64))}, Position())
+    day, earlier = Statistics(schema, num_folds=NUM_FOLDS), Statistics(schema)
+    slot = int(day.hashes(chunk)[0][0] >> np.uint64(64 - day.bits))
+    for each, of_fold, rows in ((day, 0, 5), (day, 1, 3), (earlier, 0, 2**32 - 1)):
+        each.counts[0][of_fold, slot] = rows, 1
+        each.all[of_fold] = rows, 1
+        each._pages[0][slot >> PAGE_BITS] = True
+    both = day.with_earlier(earlier)
+    assert both.total().counts[0][0, slot].tolist() == [2**32 - 1, 3]
+    of_row = both.joined_out_of_fold(chunk, np.ones(1, np.bool_), np.zeros(1, np.uint8)).dense
+    of_many = Statistics(schema)
+    of_many.counts[0][0, slot], of_many.all[0] = (2**32 - 1, 2), (2**32 + 2, 2)
+    of_many._pages[0][slot >> PAGE_BITS] = True
+    np.testing.assert_allclose(of_row, of_many.of_rows_to_score(chunk).dense, rtol=1e-5, atol=1e-6)
 
 
 def test_what_asks_for_popularity_sorts_the_rows_of_later_days(days: list[Path]) -> None:

@@ -49,6 +49,8 @@ MAX_BYTES = 1 << 28
 """What the counts of all statistics may take in memory; preparation keeps them twice, or NUM_FOLDS + 1 times."""
 NUM_FOLDS = 5
 MAX_BITS, PAGE_BITS = 20, 9
+MOST = 2**32 - 1
+"""What a counter holds. Many days may have more rows; it then stays at this limit, as in `count_before`."""
 BLOCK_ROWS = 4096
 """Rows whose inputs are computed at a time: few enough for what lies between to stay in the cache."""
 
@@ -131,7 +133,7 @@ class Statistics:
         found = []
         for counts, hashes in zip(self.counts, self.hashes(chunk), strict=True):
             slots = (hashes >> np.uint64(64 - self.bits)).astype(np.int64)
-            of_value = counts[0][slots]
+            of_value = counts[0][slots].astype(np.int64)
             for more in counts[1:]:
                 of_value += more[slots]
             for k, rows in enumerate(own):
@@ -164,7 +166,9 @@ class Statistics:
         found = Statistics(self._schema)
         for i, counts in enumerate(self.counts):
             slots = self._counted(i)
-            np.add.at(found.counts[i][0], slots % (1 << self.bits), counts.reshape(-1, 2)[slots])
+            sums, places = np.zeros((1 << self.bits, 2), np.int64), slots % (1 << self.bits)
+            np.add.at(sums, places, counts.reshape(-1, 2)[slots])
+            found.counts[i][0, places] = np.minimum(sums[places], MOST)
             found._pages[i][:] = self._pages[i]
         found.all[0] = self.all.sum(0)
         return found
@@ -188,8 +192,7 @@ class Statistics:
             slots = other._counted(i)
             own, more = self.counts[i].reshape(-1, 2), counts.reshape(-1, 2)[slots]
             slots += fold << self.bits
-            # Many days may have more rows than a counter holds; it then stays at its limit, as in `count_before`.
-            own[slots] = np.minimum(own[slots].astype(np.uint64) + more, np.iinfo(np.uint32).max)
+            own[slots] = np.minimum(own[slots].astype(np.int64) + more, MOST)
             self._pages[i] |= other._pages[i]
         self.all[fold : fold + other.num_folds] += other.all
 
