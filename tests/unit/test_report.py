@@ -215,6 +215,17 @@ def test_what_would_help_is_what_the_record_proves() -> None:
     assert idea.figure == "+0.0500 AUC" and "step 1" in idea.text
 
 
+def test_a_day_that_was_scored_before_training_alone_is_not_said_to_be_scored_after_it() -> None:
+    figures = {"num_rows": 1234, "auc": 0.78, "logloss": 0.41, "base_logloss": 0.5, "ne": 0.82}
+    lines = [{"kind": "eval", "step": 0, "split": "train", **figures}, train_line(1)]
+    day = RunFacts(name="r", record=record(parent={"path": "runs/a", "metrics": figures}), lines=lines)
+    assert sentences(day)[1] == (
+        "On its 1,234 training rows the weights that it started from had AUC 0.7800, and a LogLoss that is 18.0% less "
+        "than that of a constant rate of clicks; nothing was scored after training."
+    )
+    assert summary(day)["auc"] is None and summary(day)["split"] == ""
+
+
 @pytest.mark.parametrize(("gain", "is_bound"), [(-0.077, False), (0.3, False), (None, True)])
 def test_a_prediction_about_threads_is_the_only_answer(gain: float | None, is_bound: bool) -> None:
     """The bound of perfect scaling said +50 % where the forecast said that a second thread would cost speed."""

@@ -27,11 +27,12 @@ def steps_of(run: RunFacts) -> int:
 
 
 def metrics_of(run: RunFacts) -> dict[str, Any]:
-    """Returns the final metrics, or else the last evaluation's, with `split`; {} if nothing was scored."""
+    """Returns the final metrics, or else the last evaluation's, with `split`; {} if nothing was scored. Training rows
+    are scored before the first step alone, by another run's weights, which says nothing of this run."""
     for split in ("test", "val"):
         if found := mapping_in(run.record, "metrics", split):
             return {"split": split, **found}
-    evaluations = [line for line in run.lines if line["kind"] == "eval"]
+    evaluations = [line for line in run.lines if line["kind"] == "eval" and line.get("split") != "train"]
     return {"split": "", **max(evaluations, key=lambda line: int(line["step"]))} if evaluations else {}
 
 

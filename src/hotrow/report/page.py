@@ -136,6 +136,12 @@ def how_it_ended(run: RunFacts) -> str:
 def how_good(run: RunFacts) -> str:
     metrics = metrics_of(run)
     if not metrics:
+        if before := mapping_in(run.record, "parent", "metrics"):
+            found = {name: number_in(before, name) for name in run.objective.figures}
+            return (
+                f"On its {number_in(before, 'num_rows') or 0:,.0f} training rows the weights that it started from had "
+                f"{run.objective.verdict(found)}; nothing was scored after training."
+            )
         losses = points(run.lines, "train", "loss")
         return (
             f"Nothing was scored; the last training loss is {losses[-1][1]:.4f}." if losses else "Nothing was scored."
