@@ -270,6 +270,15 @@ def test_a_run_that_starts_from_another_has_as_many_labels(run: hotrow.Run, tmp_
         hotrow.fit(packed, from_run=str(run.path), run=tmp_path / "run", quiet=True)
 
 
+def test_a_run_that_starts_from_another_has_its_labels_in_their_order(run: hotrow.Run, tmp_path: Path) -> None:
+    """In another order, each label would begin with what the other run learned of another one."""
+    about = json.loads((run.path / "data" / "dataset.json").read_text())
+    other = parse_schema({**about["ids"]["schema"], "label": [ORDERED, "click"]}, where="test")
+    packed = run_prepare("frame", pa.table(visits(4000)), tmp_path / "data", schema=other).path
+    with pytest.raises(ValueError, match=r"are ordered, click, and .* predicts click, ordered: prepare it with"):
+        hotrow.fit(packed, from_run=str(run.path), run=tmp_path / "run", quiet=True)
+
+
 def test_options_for_one_label_are_refused(run: hotrow.Run, tmp_path: Path) -> None:
     for option, value in (("metrics.by", "user"), ("calibration.method", "platt"), ("calibration.negatives_kept", 0.5)):
         with pytest.raises(ValueError, match=f"{re.escape(option)} is for one label"):

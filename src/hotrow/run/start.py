@@ -150,6 +150,12 @@ def _rows_added(setup: Setup, tables: tuple[TableConfig, ...], theirs: DatasetIn
             f"data: {dataset.path} has {len(own.labels)} labels, but {run}, from which this run starts, predicts "
             f"{len(theirs.labels)}: prepare it with as many"
         )
+    mine, other = ([label.name for label in each.labels] for each in (own, theirs))
+    if mine != other and sorted(mine) == sorted(other):
+        raise ValueError(
+            f"data: the labels of {dataset.path} are {', '.join(mine)}, and {run}, from which this run starts, "
+            f"predicts {', '.join(other)}: prepare it with the labels in that order"
+        )
     for table in own.tables:
         if not _extends(table, theirs.table_by_name[table.name]):
             raise ValueError(
