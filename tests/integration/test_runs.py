@@ -164,7 +164,8 @@ def test_several_runs_are_removed_or_none(
     said = hotrow("runs", "--remove", a, "--remove", work, "--yes", code=2, capsys=capsys, monkeypatch=monkeypatch)
     assert f"{work} is not a run" in said and a.exists()
     assert "leave out" in hotrow("runs", b, "--remove", a, code=2, capsys=capsys, monkeypatch=monkeypatch)
-    found = hotrow("runs", "--remove", a, "--remove", b, "--yes", "--json", capsys=capsys, monkeypatch=monkeypatch)
+    every = [word for path in (a, b, a) for word in ("--remove", path)]
+    found = hotrow("runs", *every, "--yes", "--json", capsys=capsys, monkeypatch=monkeypatch)
     assert json.loads(found)["bytes_freed"] > 0 and not a.exists() and not b.exists()
 
 

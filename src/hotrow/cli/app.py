@@ -447,6 +447,7 @@ def runs(
     if remove:
         if paths:
             raise ValueError(f"--remove names the runs to remove, so leave out {paths[0]}")
+        remove = [*{path.resolve(): path for path in remove}.values()]
         found = [RunFolder.open(path) for path in remove]  # all of them, before one goes
         for run in found:
             if not yes:
