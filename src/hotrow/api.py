@@ -721,8 +721,15 @@ def _split_options(split: str | Mapping[str, Any] | None) -> dict[str, Any]:
 def _readable(data: Any, folder: Path | None = None, *, strict: bool) -> AbstractContextManager[Any]:
     """Returns paths, with a file for each pipe, or a frame, columns or rows as an Arrow table.
 
-    folder: holds the files of pipes until the end. If None, it is the folder for temporary files.
+    folder: holds the files of pipes until the end. If None, it is the folder for temporary files. Raises ValueError if
+    a path is a packed dataset, whose files could be read as rows too, but hold row numbers where raw rows have ids.
     """
+    for path in data if isinstance(data, list | tuple) and _is_paths(data) else [data]:
+        if isinstance(path, str | Path) and is_taken(Path(path) / MANIFEST):
+            raise ValueError(
+                f"{path} is a packed dataset, which has no raw rows: pass the rows that it was made of, or judge a run "
+                f"by it with hotrow eval RUN --data {path}"
+            )
     rows = data if _is_paths(data) else frame_to_arrow(data, values="strict" if strict else "any")
     return spooled(rows, folder or Path(tempfile.gettempdir()))
 

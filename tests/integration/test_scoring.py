@@ -128,6 +128,14 @@ def test_rows_that_do_not_fit_are_named(
         assert f"{column} " in text and "validation" in text
 
 
+def test_a_packed_dataset_is_not_read_as_raw_rows(run: hotrow.Run) -> None:
+    """Its files have columns of the same names, with row numbers for ids: every id would be unknown."""
+    for score in (run.predict, run.evaluate_rows):
+        for data in (run.path / "data", [str(run.path / "data")]):
+            with pytest.raises(ValueError, match=r"data is a packed dataset, which has no raw rows: .* --data"):
+                score(data)
+
+
 @unfit
 def test_rows_that_do_not_fit_are_named_in_python(
     run: hotrow.Run, change: Change, column: str, kind: str, code: str
