@@ -288,6 +288,16 @@ def test_a_schema_says_what_no_weight_can_be() -> None:
     assert parse_schema(SCHEMA, where="test").to_json()["weight"] == {"column": "w"}
 
 
+def test_rows_that_count_may_be_few(tmp_path: Path) -> None:
+    """So few that some of the parts, by which the errors of gains are known, would have none."""
+    table = clicks(600)
+    table["w"] = np.arange(600) % 7 == 0
+    run = hotrow.fit(table, schema=SCHEMA, run=tmp_path / "run", **SMALL)
+    scores = run.record.scores
+    assert scores is not None and 0 < scores.gains_rows < 20
+    assert scores.gains.keys() == {"price", "user", "item"}
+
+
 def test_weights_of_nothing_are_refused(tmp_path: Path) -> None:
     rows = clicks(300) | {"w": [0] * 300}
     with pytest.raises(ValueError, match=r"the weight 'w' is 0 in all .* rows of the train split"):

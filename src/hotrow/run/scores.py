@@ -58,17 +58,20 @@ def gains(parts: Parts, split: Split, *, train_s: float, is_first: bool) -> tupl
         part=lambda num_rows: (0, num_rows if is_first else 0),
     ).epoch(0))  # fmt: skip
     rows = look_up(parts.model, parts.embedding, batch.sparse)
-    if len(batch) < 2:
-        return 0, {}
     columns = _exchangeable(columns_of(split.info), split.info.features, alone=parts.model.lookup != "sequence")
     inputs = _Inputs(
         parts, batch.dense, rows, batch.label.numpy(), None if batch.weight is None else batch.weight.numpy()
     )
+    if batch.weight is not None:  # of rows that do not count no part has a loss
+        inputs = inputs.of_rows(torch.nonzero(batch.weight)[:, 0])
+    if inputs.num_rows < 2:
+        return 0, {}
     seconds, began = max(MIN_SECONDS, MAX_SHARE * train_s), time.monotonic()
     before = inputs.losses()
     every = math.ceil((time.monotonic() - began) * SHUFFLES * len(columns) / seconds)
     if every > 1:
-        inputs = inputs.of_rows(torch.arange(0, len(batch), min(every, max(1, len(batch) // MIN_SEGMENT_ROWS))))
+        most = max(1, inputs.num_rows // MIN_SEGMENT_ROWS)
+        inputs = inputs.of_rows(torch.arange(0, inputs.num_rows, min(every, most)))
         before = inputs.losses()
     generator, risen = np.random.default_rng(0), dict[str, list[NDArray[np.float64]]]()
     for _ in range(SHUFFLES):
