@@ -295,6 +295,22 @@ def test_raw_rows_cannot_be_judged(run: hotrow.Run) -> None:
         run.evaluate_rows(events(50))
 
 
+def test_validation_rows_by_which_nothing_is_known(tmp_path: Path) -> None:
+    """Rows without label 1 have no metric at all; rows of items that training did not have lack the loss alone."""
+    table, is_late = events(600), np.arange(600) >= 480
+    for column, late in (("label", 0), ("item", NUM_ITEMS + 2)):
+        values = pa.array(np.where(is_late, late, table[column].to_numpy()))
+        changed = table.set_column(table.schema.get_field_index(column), column, values)
+        config = config_of(prepared(tmp_path / column / "data", changed), tmp_path / column / "run")
+        if column == "label":
+            with pytest.raises(ValueError, match=r"no R@100: .*early_stopping needs it: set it to null, or split"):
+                runs.train(config, quiet=True)
+        else:
+            record = runs.train(config, quiet=True).record
+            assert (record.metrics or {})["val"]["recall_100"] == 0
+            assert "no sampled softmax loss" in record.warnings["no_validation_loss"]["text"]
+
+
 def test_training_rows_without_an_item(tmp_path: Path) -> None:
     dataset = prepared(tmp_path / "data", events(200), tables={"default": {"min_count": 10_000}})
     with pytest.raises(ValueError, match=r"no training row has an id of 'item'"):

@@ -501,14 +501,14 @@ class Training:
     def _without_metrics(self, reason: str) -> None:
         objective, monitor = self.parts.objective, self.config.monitor
         missing = [name for name in objective.measures if self.state.val and self.state.val[name] is None]
-        text = f"the validation split has no {objective.measures[missing[0]].title}: {reason}"
+        first = missing[0] if missing else "loss"  # of rows whose items are all unknown, recall is 0 and no loss known
+        title = objective.measures[first].title if missing else objective.loss_title
+        text = f"the validation split has no {title}: {reason}"
         if self.config.train.early_stopping is not None and monitor in missing:
             others = [name for name in objective.monitors if name not in missing]
-            raise ValueError(
-                f"{text}; train.early_stopping needs it: set train.monitor to {others[0]}, or split the data "
-                "differently"
-            )
-        self.folder.warn(f"no_validation_{missing[0]}", text)
+            cure = f"set train.monitor to {others[0]}" if others else "set it to null"
+            raise ValueError(f"{text}; train.early_stopping needs it: {cure}, or split the data differently")
+        self.folder.warn(f"no_validation_{first}", text)
 
     def score(self, split: str, *, step: int | None = None, metrics: Metrics | None = None) -> dict[str, Any]:
         """Evaluates the model on `split`, says and records the result. step: the step of its weights, if not the last
