@@ -135,6 +135,19 @@ def test_a_tracker_that_fails_costs_a_warning_and_not_the_run(
     assert run.record.warnings["sink_lost"]["count"] == 1
 
 
+@pytest.mark.parametrize("method", [("init", "start_run"), ("finish", "end_run")], ids=["to begin", "to end"])
+def test_a_tracker_may_fail_to_begin_or_to_end(
+    dataset: PackedDataset, tmp_path: Path, tracker: Tracker, method: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(**_: Any) -> None:
+        raise ConnectionError("nobody has logged in")
+
+    monkeypatch.setattr(tracker, method[isinstance(tracker, Mlflow)], away)
+    run = train(dataset, tmp_path / "run", tracker.__name__)
+    assert run.record.status == "finished"
+    assert "nobody has logged in" in run.record.warnings["sink_lost"]["text"]
+
+
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_an_absent_tracker_is_refused_before_a_folder_is_made(
     dataset: PackedDataset, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

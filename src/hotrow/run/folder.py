@@ -305,7 +305,10 @@ class RunFolder:
                     sink.add_scalar(tag, number, step)
             except Exception as error:  # such as a server that is away, for which a run need not end
                 del self._sinks[name]
-                self.warn("sink_lost", f"no more numbers go to {name}: {type(error).__name__}: {error}")
+                self._lost(name, error)
+
+    def _lost(self, sink: str, error: Exception) -> None:
+        self.warn("sink_lost", f"no more numbers go to {sink}: {type(error).__name__}: {error}")
 
     def measurements(self) -> list[dict[str, Any]]:
         """Returns the lines of metrics.jsonl, without a last line that a kill cut off. Raises ValueError naming file
@@ -343,7 +346,10 @@ class RunFolder:
         name = _safe(self.path.resolve().name)
         key = f"{name}-{zlib.crc32(self.record.started.encode()):08x}"
         for kind in names:
-            self._sinks[kind] = open_sink(kind, name=name, key=key, options=self.options())
+            try:
+                self._sinks[kind] = open_sink(kind, name=name, key=key, options=self.options())
+            except Exception as error:  # such as nobody who has logged in
+                self._lost(kind, error)
 
     def keep_vocabulary(self, dataset: Path) -> None:
         """Takes dataset.json, vocab/, statistics/ and lookups/ of a packed dataset into the run, so that it can score
@@ -393,7 +399,10 @@ class RunFolder:
             self._noting.close()
             self.count_shown()
         for name in [*self._sinks]:
-            self._sinks.pop(name).close()
+            try:
+                self._sinks.pop(name).close()
+            except Exception as failed:  # the run, and an error that ends it, are more than its tracker
+                self._lost(name, failed)
         if error is not None:
             self.fail(f"{type(error).__name__}: {error}")
         if self.record.status != "running":
