@@ -117,6 +117,16 @@ def test_more_trials_go_on_from_those_there_are(
     assert sum(more["trials"].values()) == 14
 
 
+def test_more_trials_may_find_a_better_recipe(dataset: PackedDataset, tmp_path: Path) -> None:
+    """What was trained of the best recipe so far is not taken for the new one."""
+    path = recipe(dataset, tmp_path, {"optimizer.dense.lr": [0.001, 0.1]})
+    before, found = (tune(path, trials=trials, out=tmp_path / "out") for trials in (1, 2))
+    assert [own["best"]["values"]["optimizer.dense.lr"] for own in (before, found)] == [0.001, 0.1]
+    (best,) = found["test"]["runs"]["best"]
+    assert load(best).folder.options()["optimizer.dense.lr"] == "0.1"
+    assert found["test"]["difference"]["auc"]["difference"] != 0
+
+
 def test_seeds_give_the_error_of_the_final_comparison(dataset: PackedDataset, tmp_path: Path) -> None:
     found = tune(recipe(dataset, tmp_path), trials=1, seeds=3, out=tmp_path / "out")["test"]
     assert found["error_over"] == "seeds" and len(found["runs"]["best"]) == 3

@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.door import is_taken, make_folder, remove
 from hotrow.base.files import atomic_write
-from hotrow.base.records import STRICT, Document
+from hotrow.base.records import STRICT, Count, Document
 from hotrow.config.load import apply_overrides, overrides_of, read_config, with_model
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
@@ -55,6 +55,8 @@ class Results:
     searched: dict[str, JsonValue]
     """Recipe, space and dataset, which may not change between two calls."""
     trials: list[Trial]
+    compared: Count | None = None
+    """The trial whose recipe is trained anew in OUT/best."""
 
 
 _DOCUMENT = Document(Results, marks={"hotrow_tune": 1}, cure="remove the folder to search anew")
@@ -195,6 +197,10 @@ class Search:
             raise ValueError(f"none of {len(trials)} trials came to its end; mend that and pass another --out; {why}")
         best = max(ended, key=lambda number: self.measure.sign * trials[number].figures[-1])
         raw, figure = recipe_at(self.recipe, trials[best].values), trials[best].figures[-1]
+        if self.results.compared != best:  # more trials may have found a better one
+            remove(self.folder / "best")
+            self.results.compared = best
+            _DOCUMENT.write(self.folder / RESULTS, self.results)
         told = f"# {self.measure.title} {figure:.6g} on validation rows, the best of {len(ended)} whole trials\n"
         with atomic_write(self.folder / BEST) as file:
             file.write((told + yaml.safe_dump(raw, sort_keys=False, allow_unicode=True)).encode())
