@@ -208,6 +208,17 @@ def test_a_resumed_run_ends_with_the_same_bits(run: hotrow.Run, tmp_path: Path, 
     assert ends[0][-1] | {"time": 0} == ends[1][-1] | {"time": 0}
 
 
+@pytest.mark.parametrize("model", POOLED)
+def test_micro_batches_of_one_dense_input(model: str, tmp_path: Path) -> None:
+    """The gradient of its weights, one for each label, is a column of a larger gradient."""
+    schema = parse_schema({**SCHEMA, "dense": ["ts"]}, where="test")
+    packed = run_prepare("frame", pa.table(visits(300)), tmp_path / "data", schema=schema).path
+    own = {"model.first_order": True} if model == "dlrm" else {}
+    options = {"threads": 1, "max_steps": 2, "micro_batches": 2, "quiet": True, **own}
+    run = hotrow.fit(packed, run=tmp_path / "run", model=model, **options)
+    assert run.record.steps == 2 and "inexact_model" not in run.record.warnings
+
+
 def test_rows_that_are_sorted_keep_all_labels(tmp_path: Path) -> None:
     rows = visits(600)
     order = np.random.default_rng(0).permutation(600)

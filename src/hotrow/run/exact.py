@@ -105,6 +105,6 @@ def _unlike(truth: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
     """Returns the names of what has other bits."""
 
     def bits(values: Tensor) -> Tensor:
-        return values.reshape(-1).view(torch.uint8)
+        return values.contiguous().view(-1).view(torch.uint8)  # a gradient may be one column of another
 
     return [name for name, values in truth.items() if not torch.equal(bits(values), bits(found[name]))]
