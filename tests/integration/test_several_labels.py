@@ -281,13 +281,13 @@ def test_a_run_that_starts_from_another_has_as_many_labels(run: hotrow.Run, tmp_
         hotrow.fit(packed, from_run=str(run.path), run=tmp_path / "run", quiet=True)
 
 
-def test_a_run_that_starts_from_another_has_its_labels_in_their_order(run: hotrow.Run, tmp_path: Path) -> None:
-    """In another order, each label would begin with what the other run learned of another one."""
-    about = json.loads((run.path / "data" / "dataset.json").read_text())
-    other = parse_schema({**about["ids"]["schema"], "label": [ORDERED, "click"]}, where="test")
-    packed = run_prepare("frame", pa.table(visits(4000)), tmp_path / "data", schema=other).path
-    with pytest.raises(ValueError, match=r"are ordered, click, and .* predicts click, ordered: prepare it with"):
-        hotrow.fit(packed, from_run=str(run.path), run=tmp_path / "run", quiet=True)
+def test_a_run_that_starts_from_another_has_its_labels_in_order(run: hotrow.Run, tmp_path: Path) -> None:
+    """Otherwise what predicted clicks would go on to predict orders."""
+    for name, labels in {"turned": [ORDERED, "click"], "other": [{**ORDERED, "name": "paid"}, "click"]}.items():
+        schema = parse_schema({**SCHEMA, "label": labels}, where="test")
+        packed = run_prepare("frame", pa.table(visits(4000)), tmp_path / name, schema=schema).path
+        with pytest.raises(ValueError, match=r"predicts click, ordered, '\w+' in another place: .* in that order"):
+            hotrow.fit(packed, from_run=str(run.path), run=tmp_path / f"run-{name}", quiet=True)
 
 
 def test_options_for_one_label_are_refused(run: hotrow.Run, tmp_path: Path) -> None:

@@ -150,11 +150,11 @@ def _rows_added(setup: Setup, tables: tuple[TableConfig, ...], theirs: DatasetIn
             f"data: {dataset.path} has {len(own.labels)} labels, but {run}, from which this run starts, predicts "
             f"{len(theirs.labels)}: prepare it with as many"
         )
-    mine, other = ([label.name for label in each.labels] for each in (own, theirs))
-    if mine != other and sorted(mine) == sorted(other):
+    names, before = ([label.name for label in info.labels] for info in (own, theirs))
+    if moved := [name for place, name in enumerate(names) if name in before and before.index(name) != place]:
         raise ValueError(
-            f"data: the labels of {dataset.path} are {', '.join(mine)}, and {run}, from which this run starts, "
-            f"predicts {', '.join(other)}: prepare it with the labels in that order"
+            f"data: {dataset.path} has the labels {', '.join(names)}, but {run}, from which this run starts, predicts "
+            f"{', '.join(before)}, {moved[0]!r} in another place: prepare the data with labels in that order"
         )
     for table in own.tables:
         if not _extends(table, theirs.table_by_name[table.name]):
@@ -162,8 +162,8 @@ def _rows_added(setup: Setup, tables: tuple[TableConfig, ...], theirs: DatasetIn
                 f"data: {dataset.path}: rows of table {table.name!r} stand for other ids than in {run}, from which "
                 f"this run starts; prepare the data as the next day of that run's: hotrow prepare ... --base {run}"
             )
-    before = {table.name: table.num_embeddings for table in tables}
-    return {table.name: table.num_embeddings - before[table.name] for table in setup.tables}
+    num_rows = {table.name: table.num_embeddings for table in tables}
+    return {table.name: table.num_embeddings - num_rows[table.name] for table in setup.tables}
 
 
 def _extends(table: Table, before: Table) -> bool:
