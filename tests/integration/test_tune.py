@@ -361,6 +361,7 @@ def test_the_search_comes_closer_to_the_best_value() -> None:
         ({"optimizer.dense.lr": {"float": [-1, 2]}}, "optimizer.dense.lr is -1"),
         ({"model.embedding_dim": [8, 0]}, "model.embedding_dim"),
         ({"model.num_cross": [1]}, "model.num_cross"),
+        ({"model.name": ["dcn", "two_tower"]}, "two_tower is trained for sampled_softmax"),
         ({"model.structure": ["parallel"]}, "model.structure for model dlrm"),
         ({"optimizer.schedule.name": ["cosine"]}, "decay_steps is 0"),
         ("nowhere.yaml", "nowhere.yaml is not a file"),

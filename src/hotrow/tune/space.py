@@ -125,7 +125,12 @@ def read_space(recipe: Mapping[str, Any], *, origin: str) -> dict[str, Axis]:
             raise ValueError(f"{where} cannot be searched: {FIXED[name]}; remove it")
         space[name] = axis = Axis.of(values, where=where)
         for value in axis.choices or (axis.low, axis.high):
-            config_at(recipe, {name: value}, origin=f"{where} {json.dumps(value)}")
+            own = config_at(recipe, {name: value}, origin=f"{where} {json.dumps(value)}").model
+            if own.objective != (objective := config_at(recipe, {}, origin=origin).model.objective):
+                raise ValueError(
+                    f"{where}: {own.name} is trained for {own.objective}, the recipe for {objective}, and "
+                    f"{FIXED['model.objective']}; leave {own.name} out"
+                )
     return space
 
 
