@@ -137,6 +137,8 @@ def test_metrics_that_are_undefined_have_no_difference() -> None:
     found = compared(objective, first, second, np.zeros(50, np.bool_))
     assert found["auc"] == {"first": None, "second": None, "difference": None, "error": None, "within_noise": None}
     assert found["logloss"]["error"] > 0
+    found = compared(OBJECTIVES["sampled_softmax"], first, second, np.zeros(50, np.bool_))
+    assert {own["error"] for own in found.values()} == {None}
 
 
 def test_noise_begins_at_two_errors() -> None:

@@ -110,7 +110,9 @@ class SampledSoftmax(Objective):
         """Returns by how much each row moves the measures, times N."""
         weights, values = _of_rows(outputs_N, label_N, weight_N)
         return {
-            name: (values[name] - _mean(values[name], weights)) * weights / weights.mean() for name in self.measures
+            name: (values[name] - _mean(values[name], weights)) * weights / weights.mean()
+            for name in self.measures
+            if weights.any()
         }
 
     def lines(self, figures: Figures) -> list[str]:
