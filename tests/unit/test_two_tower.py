@@ -97,6 +97,7 @@ def test_it_finds_what_users_take(run: hotrow.Run, dataset: PackedDataset) -> No
     page = (run.path / "report.html").read_text()
     assert "Recall@100" in page and "AUC" not in page
     assert run.summary()["recall_100"] == run.metrics["recall_100"]
+    assert f"hotrow eval {run.path} --data PREPARED_ROWS" in run.next_commands("rows.csv"), "raw rows name no items"
 
 
 def test_places_against_scores_of_all_pairs(run: hotrow.Run, dataset: PackedDataset) -> None:

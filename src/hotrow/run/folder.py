@@ -226,10 +226,11 @@ class RunFolder:
             again = "Start it again, after removing the folder"
             return {again if self.record.preparation is None else "Continue its preparation": command}
         commands = {}
+        rows_to_judge = "--data PREPARED_ROWS" if self.record.trained_for.retrieves else rows
         if any(self.checkpoints.glob("step-*")):
             commands = {
                 "Score new rows": f"hotrow predict {run} {rows} --out scores.csv",
-                "Judge it on new rows": f"hotrow eval {run} {rows}",
+                "Judge it on new rows": f"hotrow eval {run} {rows_to_judge}",
                 "Export it": f"hotrow export {run} --out {shlex.quote(self.path.name + '-export')}",
             }
         if self.record.status != "finished":
