@@ -216,8 +216,9 @@ class Run:
         strict: refuse a value that is not of its column's kind. Raises ValueError if columns are missing, naming file
         and column, and RowError naming a line that cannot be cut into columns.
         """
+        pieces = [*self.predict_batches(data, strict=strict)]
         none = np.empty((0, len(self._labels)) if len(self._labels) > 1 else 0, np.float32)
-        return np.concatenate([none, *self.predict_batches(data, strict=strict)])
+        return np.concatenate([none, *pieces])
 
     @cached_property
     def _labels(self) -> list[str]:
