@@ -227,7 +227,7 @@ def test_events_it_refuses(column: str, values: list[Any] | None, message: str) 
         ({"split": {"kind": "random"}}, "split.kind is 'random', but with `histories` targets of one split"),
         ({"time": None}, "with `histories` name a time"),
         ({"dense": ["price"]}, "no dense column"),
-        ({"label": {"column": "came", "positive": ["buy"]}}, "a label without a rule"),
+        ({"label": {"column": "came", "positive": ["buy"]}}, "one label without a rule"),
         (
             {"categorical": [*CATEGORICAL[:3], {"column": "past", "kind": "sequence"}]},
             "column 'past' of kind sequence: .* named after what they repeat: item_history, category_history",

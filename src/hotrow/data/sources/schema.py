@@ -399,14 +399,14 @@ class Schema(_Strict):
         titles = [spec.title for spec in self.labels]
         if repeated := [title for title in titles if titles.count(title) > 1]:
             raise ValueError(f"label: two labels are called {repeated[0]!r}; give each a `name` of its own")
+        if self.weight_names and self.weight_names[0] in self.label_names:
+            raise ValueError(
+                f"weight is {self.weight_names[0]!r}, which is the label; name another column, or leave it out"
+            )
         others = {*self.dense_inputs, *self.feature_names, *self.weight_names}
         if taken := [title for title in titles if title in others]:
             raise ValueError(
                 f"label: a label is called {taken[0]!r}, as another column of the dataset is; give it another `name`"
-            )
-        if self.weight_names and self.weight_names[0] in self.label_names:
-            raise ValueError(
-                f"weight is {self.weight_names[0]!r}, which is the label; name another column, or leave it out"
             )
         if self.weight is not None and self.histories is not None:
             raise ValueError("weight: `histories` make their own rows, which all count 1; remove one of the two")
