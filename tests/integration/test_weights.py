@@ -73,6 +73,13 @@ def test_a_row_of_weight_k_is_judged_as_k_rows(objective: Objective) -> None:
     assert found == pytest.approx(truth, rel=1e-12)
 
 
+def test_a_label_may_have_nearly_all_of_the_weight() -> None:
+    metrics = BinaryCrossEntropy().metrics()
+    metrics.update(np.float32([0.5, -0.5, 1]), np.float32([1, 0, 1]), np.float32([1e8, 1e-12, 1e8]))
+    found = metrics.compute()
+    assert np.isnan(found["ne"]) and found["undefined"] is not None and found["base_rate"] == 1
+
+
 def test_against_sklearn() -> None:
     rng = np.random.default_rng(5)
     labels, weights = (rng.random(5000) < 0.2).astype(np.float32), rng.exponential(size=5000).astype(np.float32)

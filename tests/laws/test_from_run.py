@@ -430,6 +430,7 @@ def test_a_day_fits_its_base_and_other_ids_do_not(tmp_path: Path) -> None:
 def test_fit_takes_the_other_runs_recipe(trained: Trained, other: Path, tmp_path: Path) -> None:
     run = hotrow.fit(other, run=tmp_path / "run", from_run=str(trained()), max_steps=2)
     assert run.record.steps == 2
+    assert run.record.warnings["part_of_rows"]["count"] == 1
     parent = run.record.parent
     assert parent is not None and parent.metrics is not None
     assert re.search(rf"from +step {parent.step} of {re.escape(parent.path)}\n", run.closing_lines("rows", []))

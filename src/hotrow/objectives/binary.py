@@ -94,7 +94,7 @@ class BinaryCrossEntropy(Objective):
         rate = min(1.0, positive / total)  # the sums may round in different ways
         loss, mean_prediction, accuracy = _sums(outputs_N, label_N, weights) / total
         base = entropy(rate)
-        single = not (positive and weights[~label_N].any())
+        single = not 0.0 < rate < 1.0  # weights may differ by so much that one label has all of it
         return {
             "num_rows": num_rows,
             "auc": auc(outputs_N, label_N, weight_N),

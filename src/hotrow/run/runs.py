@@ -377,6 +377,13 @@ def _look_back(training: Training, start: Start) -> None:
     if training.folder.record.parent is None:  # no earlier session has come so far
         metrics = training.score("train") if start.is_new_data else None
         training.folder.update(parent=replace(start.record, metrics=metrics))
+    asked, whole = training.num_steps, training.steps_per_epoch
+    if start.is_new_data and asked < whole:  # the other run's recipe may have them, which fit wrote for its own rows
+        training.warn(
+            "part_of_rows",
+            f"train.max_steps is {asked:,}, but one epoch of the new rows takes {whole:,} steps, so some rows never train: "
+            "set train.max_steps to null, and train.epochs to 1",
+        )
 
 
 def _end(training: Training) -> None:
