@@ -381,7 +381,7 @@ def _look_back(training: Training, start: Start) -> None:
     if start.is_new_data and asked < whole:  # the other run's recipe may have them, which fit wrote for its own rows
         training.warn(
             "part_of_rows",
-            f"train.max_steps is {asked:,}, but one epoch of the new rows takes {whole:,} steps, so some rows never train: "
+            f"train.max_steps is {asked:,}, but an epoch of the new rows has {whole:,} steps, so some rows never train: "
             "set train.max_steps to null, and train.epochs to 1",
         )
 
