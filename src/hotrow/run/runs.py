@@ -85,7 +85,7 @@ def train(
         if folder is None and (begun := everyone(comm, str(restart_folder(config) or ""))[0]):
             # torchrun started these processes again; the run may have ended before its first step.
             if everyone(comm, (Path(begun) / CONFIG).is_file())[0]:
-                return _resume(Path(begun), (), heartbeat, interrupt)
+                return _resume(Path(begun), (), heartbeat, interrupt, hidden)
             folder = on_every_rank(comm, lambda: RunFolder.open(begun))
         return _train_new(config, folder, heartbeat, interrupt, also, hidden)
 
@@ -198,7 +198,7 @@ def resume(
 
 
 def _resume(
-    path: Path, overrides: Sequence[str], heartbeat: Heartbeat, interrupt: Interrupt, hidden: Collection[str] = ()
+    path: Path, overrides: Sequence[str], heartbeat: Heartbeat, interrupt: Interrupt, hidden: Collection[str]
 ) -> RunFolder:
     found = on_every_rank(heartbeat.comm, lambda: RunFolder.open(path))
     with _claimed(heartbeat.comm, found) as folder:
@@ -381,8 +381,8 @@ def _look_back(training: Training, start: Start) -> None:
     if start.is_new_data and asked < whole:  # the other run's recipe may have them, which fit wrote for its own rows
         training.warn(
             "part_of_rows",
-            f"train.max_steps is {asked:,}, but an epoch of the new rows has {whole:,} steps, so some rows never train: "
-            "set train.max_steps to null, and train.epochs to 1",
+            f"train.max_steps is {asked:,}, but an epoch of the new rows has {whole:,} steps, so some rows never "
+            "train: set train.max_steps to null, and train.epochs to 1",
         )
 
 
