@@ -70,7 +70,7 @@ class Prediction:
     exchange_s: float = 0.0
     """What ranks take to send each other rows and sums: a part of all phases."""
     parts_s: Mapping[str, float] = field(default_factory=dict)
-    """Of several ranks, what the step is made of: "own work", the processor's "sharing", with what it takes to send and
+    """For several ranks, what makes up the step: "own work", the processor's "sharing", with what it takes to send and
     receive messages, "latency", and "bytes on the link"."""
 
     @property

@@ -95,7 +95,7 @@ OWN_NAMES = (*_OWN_FILES, *FOLDERS)
 ALIGNMENT = 4096
 """The rows of a table begin at a multiple of this in its file: a page, so that a table that grows stays in place."""
 KEYS_PER_GROUP = 1 << 17
-"""Of a vocabulary in Parquet, in memory at a time."""
+"""Ids of a vocabulary in Parquet that are in memory at a time."""
 _WITHOUT_VALUE = 0.0
 """The value of a missing dense input, after the transform."""
 

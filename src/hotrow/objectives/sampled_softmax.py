@@ -1,6 +1,6 @@
 """Retrieval: a softmax over the items of other samples, corrected for how often each item comes, and recall@k.
 
-Of n samples, with u_i the vector of sample i's user, v_j that of sample j's item, q_j the share of training rows that
+For n samples, with u_i the vector of sample i's user, v_j that of sample j's item, q_j the share of training rows that
 have item j, and c_j how many of the n samples have it:
 
     z_ij = <u_i, v_j> - log q_j, for samples j with another item than i

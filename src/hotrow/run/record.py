@@ -124,7 +124,7 @@ class Parent:
     rows_added: dict[str, Count]
     """By table, the rows that the other run did not have."""
     metrics: dict[str, Any] | None = None
-    """Of its weights, on this run's training rows before the first step; None if it was trained on the same dataset."""
+    """Those of its weights, on this run's training rows before the first step; None if both have the same dataset."""
 
 
 @record(config=STRICT)

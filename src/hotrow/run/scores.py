@@ -172,7 +172,7 @@ def scores_of(
     gained: tuple[int, dict[str, Gain]],
 ) -> Scores:
     """Returns what the scores of a split show. judged: the outputs, labels and weights of its rows, in their order.
-    gained: what `gains` returned. Of several labels it is about the first, but for the gains."""
+    gained: what `gains` returned. With several labels it is about the first, except for the gains."""
     every = -(-len(judged[0]) // MAX_ROWS)
     outputs, labels, weights = (None if each is None else each[::every] for each in judged)
     assert outputs is not None and labels is not None

@@ -19,7 +19,7 @@ from hotrow.tune.compare import differences, in_columns
 def list_runs(folder: Path) -> list[dict[str, Any]]:
     """Returns what is to be said of each run in and below `folder`, without runs inside runs; links are not followed.
 
-    Of each its path, status ("killed" and "unreadable" among them), split and metrics, samples a second, bytes, and the
+    Each has a path, status ("killed" and "unreadable" among them), split and metrics, samples per s, bytes, and the
     options in which the runs differ. Raises ValueError if there is no such folder.
     """
     if not folder.is_dir():
