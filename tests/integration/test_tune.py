@@ -348,6 +348,7 @@ def test_the_search_comes_closer_to_the_best_value() -> None:
         ({"zzzzzzz": [0.1]}, "docs/config.md"),
         ({"train.seed": [1, 2]}, "train.seed cannot be searched"),
         ({"data": ["a", "b"]}, "data cannot be searched"),
+        ({"calibration.method": ["platt", "isotonic"]}, "calibration.method cannot be searched"),
         ({"model.embedding_dim": []}, "model.embedding_dim is []"),
         ({"model.embedding_dim": 8}, "model.embedding_dim is 8"),
         ({"model.embedding_dim": {"int": [8]}}, "write its values as one of"),

@@ -35,6 +35,8 @@ FIXED = {
     "train.monitor": "trials are judged by it",
     "metrics.by": "it decides what trials are judged by",
     "model.objective": "metrics of different objectives cannot be compared",
+    "calibration.method": "trials are judged by outputs before calibration",
+    "calibration.negatives_kept": "it says how the rows were drawn",
 }
 """Fields that cannot be searched, and why."""
 MAX_DRAWS = 100
