@@ -341,7 +341,7 @@ def test_counts_of_a_day_and_of_many_before_it_stay_at_their_limit_without_a_tim
         each._pages[0][slot >> PAGE_BITS] = True
     both = day.with_earlier(earlier)
     assert both.total().counts[0][0, slot].tolist() == [2**32 - 1, 3]
-    of_row = both.joined_out_of_fold(chunk, np.ones(1, np.bool_), np.zeros(1, np.uint8)).dense
+    of_row = both.joined_out_of_fold(chunk, np.ones(1, np.bool_), np.zeros(1, np.uint8), both.total()).dense
     of_many = Statistics(schema)
     of_many.counts[0][0, slot], of_many.all[0] = (2**32 - 1, 2), (2**32 + 2, 2)
     of_many._pages[0][slot >> PAGE_BITS] = True

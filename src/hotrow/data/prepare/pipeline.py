@@ -749,9 +749,10 @@ class _Stages:
         file_of_all = _statistics_file(self._work.folder, "by-fold")
         after = self._load_statistics(file_of_all, earlier=self._base is not None)
         if after.num_folds > 1:
+            total = Statistics.load(self._schema, self._work.out / STATISTICS, cure=CURE)
             for piece in pieces:
                 assert piece.folds is not None, "_pieces gives them"
-                chunk = after.joined_out_of_fold(piece.chunk, piece.codes == TRAIN, piece.folds)
+                chunk = after.joined_out_of_fold(piece.chunk, piece.codes == TRAIN, piece.folds, total)
                 yield replace(piece, chunk=chunk)
             return
         before = Statistics(self._schema) if self._base is None else self._base.statistics(self._schema)

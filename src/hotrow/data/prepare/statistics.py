@@ -4,10 +4,11 @@ positive.
     before, after = Statistics(schema), Statistics(schema)
     for chunk, trains, folds in rows:                         # trains [n]: which rows of the chunk train
         after.add(chunk, trains, folds)                       # folds [n]: of each row; None if rows have a time
+    total = after.total()
     for chunk, trains, folds in rows:
         chunk = before.joined_to(chunk, trains, after)        # with J dense columns more, or without a time
-        chunk = after.joined_out_of_fold(chunk, trains, folds)
-    chunk = after.total().of_rows_to_score(chunk)
+        chunk = after.joined_out_of_fold(chunk, trains, folds, total)
+    chunk = total.of_rows_to_score(chunk)
 
 If rows have a time, a training row sees the training rows before it: nothing of it depends on a later row. If they have
 none, it sees the training rows of the other folds, which are drawn: NUM_FOLDS - 1 in NUM_FOLDS of them, so that its
@@ -123,21 +124,20 @@ class Statistics:
         self.all[0] += (trains.sum(), (trains & labels).sum())
         return found, of_all
 
-    def joined_out_of_fold(self, chunk: Chunk, trains: NDArray[np.bool_], folds: NDArray[np.uint8]) -> Chunk:
+    def joined_out_of_fold(
+        self, chunk: Chunk, trains: NDArray[np.bool_], folds: NDArray[np.uint8], total: Statistics
+    ) -> Chunk:
         """Returns a chunk with the statistics of its rows as dense columns. Training rows do not see those of their own
-        fold; the others see all. folds: of each row [n]."""
-        own = [np.flatnonzero(trains & (folds == k)) for k in range(self.num_folds)]
-        of_all = np.tile(self.all.sum(0), (chunk.num_rows, 1))
-        for k, rows in enumerate(own):
-            of_all[rows] -= self.all[k]
+        fold; the others see all. folds: of each row [n]. total: the counts of all folds together."""
+        own = np.flatnonzero(trains)
+        of_all = np.tile(total.all[0], (chunk.num_rows, 1))
+        of_all[own] -= self.all[folds[own]]
+        first_slot_of_fold = folds[own].astype(np.int64) << self.bits
         found = []
-        for counts, hashes in zip(self.counts, self.hashes(chunk), strict=True):
+        for counts, sums, hashes in zip(self.counts, total.counts, self.hashes(chunk), strict=True):
             slots = (hashes >> np.uint64(64 - self.bits)).astype(np.int64)
-            of_value = counts[0][slots].astype(np.int64)
-            for more in counts[1:]:
-                of_value += more[slots]
-            for k, rows in enumerate(own):
-                of_value[rows] -= counts[k][slots[rows]]
+            of_value = _pairs(sums, slots)
+            of_value[own] -= _pairs(counts, first_slot_of_fold + slots[own])
             found.append(of_value)
         return self._joined(chunk, found, of_all)
 
@@ -164,12 +164,13 @@ class Statistics:
     def total(self) -> Statistics:
         """Returns the counts of all folds together."""
         found = Statistics(self._schema)
-        for i, counts in enumerate(self.counts):
-            slots = self._counted(i)
-            sums, places = np.zeros((1 << self.bits, 2), np.int64), slots % (1 << self.bits)
-            np.add.at(sums, places, counts.reshape(-1, 2)[slots])
-            found.counts[i][0, places] = np.minimum(sums[places], MOST)
-            found._pages[i][:] = self._pages[i]
+        for own, counts, pages, own_pages in zip(found.counts, self.counts, found._pages, self._pages, strict=True):
+            pages[:] = own_pages
+            sums, *others = counts.reshape(self.num_folds, -1, 1 << PAGE_BITS, 2)[:, pages]
+            for more in others:
+                sums += more
+                np.putmask(sums, sums < more, MOST)  # the sum went past what a counter holds
+            own.reshape(-1, 1 << PAGE_BITS, 2)[pages] = sums
         found.all[0] = self.all.sum(0)
         return found
 
@@ -230,6 +231,11 @@ class Statistics:
         except (SafetensorError, KeyError, IndexError, ValueError) as error:
             raise ValueError(f"{path} does not hold the statistics of this schema ({error}); {cure}") from None
         return found
+
+
+def _pairs(counts: NDArray[np.uint32], slots: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """Returns rows and positives [n, 2] of slots, those of fold k behind those of fold k - 1."""
+    return counts.reshape(-1).view(np.uint64).take(slots).view(np.uint32).reshape(-1, 2)
 
 
 def _zeros(shape: tuple[int, ...]) -> NDArray[np.uint32]:
