@@ -591,17 +591,23 @@ def test_another_pyarrow_that_writes_other_bytes_is_named(
 # ---- made to be given away
 
 
-def test_exports_and_deltas_follow_the_umask(tmp_path: Path) -> None:
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_exports_and_deltas_follow_the_umask_and_leave_files_of_users_alone(tmp_path: Path, umask: int) -> None:
     one, two = days(2)
-    before = os.umask(0o027)
+    before = os.umask(umask)
     try:
         base = write_whole(tmp_path / "base", one, 0)
         write_delta(base, tmp_path / "delta", lambda to: write(to, two, 1))
         apply_delta(base, tmp_path / "delta", tmp_path / "new")
-        os.umask(0o077)
+        users = {base / "token.txt": 0o600, base / "tables" / "run-me": 0o755}
+        for path, mode in users.items():
+            path.touch()
+            path.chmod(mode)
+        os.umask(0o077 - umask)  # of whoever brings it forward
         apply_delta(base, tmp_path / "delta")
     finally:
         os.umask(before)
     for folder in (base, tmp_path / "delta", tmp_path / "new"):
         for path in (folder, *folder.rglob("*")):
-            assert stat.S_IMODE(path.stat().st_mode) == (0o750 if path.is_dir() else 0o640), path
+            wanted = (0o777 if path.is_dir() else 0o666) & ~umask
+            assert stat.S_IMODE(path.stat().st_mode) == users.get(path, wanted), path

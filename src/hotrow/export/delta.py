@@ -439,7 +439,7 @@ def _bring_forward(folder: Path, path: Path, delta: Delta, exports: tuple[str, .
     if is_half:  # what there was could not be verified before
         verify_files(folder, after.files, said_by=EXPORT, cure="take a whole export")
     _copy(path / _FILES / EXPORT, folder / EXPORT)
-    whole.give_away(folder)
+    whole.give_away(folder, (*FOLDERS, *after.files, CHAIN, EXPORT))  # what else is there is the user's
 
 
 def _beside(path: Path) -> Path:

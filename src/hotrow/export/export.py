@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 import pyarrow as pa
@@ -249,7 +250,7 @@ def becoming(out: Path, what: str, own: Collection[str], folders: Sequence[str],
         with explain_full_disk(out.absolute().parent, doing, f"Nothing of the {what} is kept."):
             _make(partial, out, what, folders)
             yield partial
-            give_away(partial)
+            give_away(partial, (path.relative_to(partial).as_posix() for path in partial.rglob("*")))
             for folder in (partial / name for name in folders):
                 sync_folder(folder)
             partial.rename(out)
@@ -259,10 +260,10 @@ def becoming(out: Path, what: str, own: Collection[str], folders: Sequence[str],
         raise
 
 
-def give_away(folder: Path) -> None:
-    """Gives all in `folder` its own mode, which is what the umask left of it when it was made."""
-    mode = folder.stat().st_mode & 0o777
-    for path in folder.rglob("*"):
+def give_away(folder: Path, names: Iterable[str]) -> None:
+    """Gives `names` in `folder` its own mode, which is what the umask left of it when it was made."""
+    mode = S_IMODE(folder.stat().st_mode)
+    for path in (folder / name for name in names):
         path.chmod(mode if path.is_dir() else mode & 0o666)
 
 
