@@ -1,4 +1,4 @@
-"""Progress on stderr: a live line on a terminal, and a plain line now and then elsewhere."""
+"""Progress on stderr: a live line on a terminal or in a notebook, and a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -29,11 +31,25 @@ class Progress:
     rows_total: int
     rows_per_s: float
     """The rate since this stage began in this process."""
-    remaining_s: float
-    """The time left in this stage."""
+    remaining_s: float | None
+    """The time left in this stage; None before it can be known."""
 
 
 ProgressCallback = Callable[[Progress], None]
+
+
+class TimeLeft:
+    """The time that work will still take, by its pace since it was first asked: what came before includes the start."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, float] | None = None
+
+    def seconds(self, done: float, total: float, spent_s: float) -> float | None:
+        """Returns the seconds until all of `total` is done, or None as long as no pace is known."""
+        first, before_s = self._first = self._first or (done, spent_s)
+        if done >= total:
+            return 0.0
+        return (total - done) * (spent_s - before_s) / (done - first) if done > first else None
 
 
 class ProgressMeter:
@@ -42,7 +58,7 @@ class ProgressMeter:
     def __init__(self, callback: ProgressCallback | None, stage: str, rows_total: int, rows_done: int = 0) -> None:
         self._callback, self.stage, self._total = callback, stage, rows_total
         self._first_row, self._started = rows_done, time.monotonic()
-        self._reported = 0.0
+        self._reported, self._left = 0.0, TimeLeft()
 
     def update(self, rows_done: int, *, rows_total: int | None = None) -> None:
         """Reports if the last report is old enough. rows_total: a better estimate."""
@@ -60,14 +76,31 @@ class ProgressMeter:
             return
         now = self._reported = time.monotonic()
         rate = (rows_done - self._first_row) / max(now - self._started, 1e-9)
-        remaining_s = max(self._total - rows_done, 0) / rate if rate > 0 else 0.0
+        remaining_s = self._left.seconds(rows_done, self._total, now - self._started)
         self._callback(Progress(self.stage, rows_done, max(self._total, rows_done), rate, remaining_s))
+
+
+class _Cell:
+    """One output of a notebook's cell, whose text is replaced. A notebook would make an output of every line."""
+
+    def __init__(self) -> None:
+        self._said: list[str] = []
+        self._output: Any = None
+
+    def show(self, state: str = "", said: str | None = None) -> None:
+        """Shows all lines that were said, and below them `state`."""
+        self._said += [] if said is None else [said]
+        text = {"text/plain": "\n".join([*self._said, *([state] if state else [])])}
+        if self._output is not None:
+            self._output.update(text, raw=True)
+        elif text["text/plain"]:
+            self._output = import_module("IPython.display").display(text, raw=True, display_id=True)
 
 
 class ProgressLine:
     """The state of the work, which `update` replaces, and lines that stay, which `say` prints.
 
-    On a terminal the state may have several lines; elsewhere its first line is printed now and then.
+    On a terminal and in a notebook the state may have several lines; elsewhere its first line is printed now and then.
 
     quiet: show nothing. Use it as a context manager, so that the terminal is restored even after an error.
     """
@@ -77,23 +110,30 @@ class ProgressLine:
         self._live = (
             Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
         )
+        self._cell = _Cell() if self._console.is_jupyter and not quiet else None
         self._started = time.monotonic()
         self._last_plain = float("-inf")
 
     def update(self, text: Callable[[], str]) -> None:
         """Shows `text()`, which is called only if it will be shown."""
         now = time.monotonic()
-        if now - self._last_plain < (0.2 if self._live else PLAIN_SECONDS):
+        if now - self._last_plain < (0.2 if self._live or self._cell else PLAIN_SECONDS):
             return
         self._last_plain = now
         if self._live:
             self._live.update(Text(text(), no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif self._cell:
+            self._cell.show(text())
         else:
             self.say(text().partition("\n")[0])
 
     def say(self, text: str) -> None:
         """Prints `text` after the time since the start."""
-        self._console.print(Text(f"[{duration(time.monotonic() - self._started)}] {text}"))
+        line = f"[{duration(time.monotonic() - self._started)}] {text}"
+        if self._cell:
+            self._cell.show(said=line)
+        else:
+            self._console.print(Text(line))
 
     def __enter__(self) -> ProgressLine:
         """Starts the live line if there is a terminal."""
@@ -107,6 +147,8 @@ class ProgressLine:
         """Removes the live line."""
         if self._live:
             self._live.stop()
+        if self._cell:
+            self._cell.show()
 
 
 @contextmanager
@@ -141,7 +183,7 @@ def _bars(console: Console) -> Iterator[ProgressCallback]:
             completed=report.rows_done,
             total=report.rows_total,
             rate=rate(report.rows_per_s),
-            remaining=duration(report.remaining_s),
+            remaining="" if report.remaining_s is None else duration(report.remaining_s),
         )
 
     try:
@@ -156,10 +198,8 @@ def _lines() -> Iterator[ProgressCallback]:
     ended: set[str] = set()
 
     def text(report: Progress) -> str:
-        return (
-            f"{report.stage}: {report.rows_done:,} of {report.rows_total:,} rows, "
-            f"{rate(report.rows_per_s)}/s, {duration(report.remaining_s)} left"
-        )
+        left = "" if report.remaining_s is None else f", {duration(report.remaining_s)} left"
+        return f"{report.stage}: {report.rows_done:,} of {report.rows_total:,} rows, {rate(report.rows_per_s)}/s{left}"
 
     with ProgressLine() as line:
 

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hotrow.base.progress import ProgressLine, duration, rate
+from hotrow.base.progress import ProgressLine, TimeLeft, duration, rate
 from hotrow.base.waiting import may_spin
 from hotrow.batch import Batch
 from hotrow.config.schema import interval_steps, is_due
@@ -253,7 +253,7 @@ class Training:
         config, dataset, options = setup.config, setup.dataset, setup.config.train
         self.setup, self.config, self.dataset, self.folder = setup, config, dataset, folder
         self.comm, self.forecast = comm or Communicator(setup.ranks), forecast or Forecast()
-        self.interrupt, self.progress = interrupt, progress
+        self.interrupt, self.progress, self._left = interrupt, progress, TimeLeft()
         shuffle_seed = options.seed if options.shuffle else None
         self.turns = Turns(
             config.hot,
@@ -732,7 +732,8 @@ class Training:
     def _line(self) -> str:
         """Returns the progress line: how far and how fast, in 80 columns; then where the time goes, and the epoch."""
         state, shares = self.state, ", ".join(part for meter in self.meters if (part := meter.line()))
-        left = duration((self.num_steps - state.step) * state.train_s / state.step)
+        remaining_s = self._left.seconds(state.step, self.num_steps, state.train_s)
+        left = "" if remaining_s is None else f" {duration(remaining_s)} left"
         loss = f" loss {state.window_loss / state.window_steps:.4f}" if state.window_steps else ""
         name, measure = next(iter(self.parts.objective.measures.items()))
         value = (state.val or {}).get(name)
@@ -741,4 +742,4 @@ class Training:
         speed = f"{rate(state.num_samples / state.train_s)}/s"
         skipped = f", {state.skipped} steps skipped" if state.skipped else ""
         epoch = f"epoch {self.epochs:.2f}/{self.config.train.epochs}{self.turns.line()}{skipped}"
-        return f"{step} {speed}{loss}{val} {left} left\n{shares}\n{epoch}"
+        return f"{step} {speed}{loss}{val}{left}\n{shares}\n{epoch}"
