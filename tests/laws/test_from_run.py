@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import sklearn.metrics
 import torch
 
 import hotrow
@@ -39,6 +41,7 @@ BASE: dict[str, Any] = {
 }
 ADAM = ["optimizer.dense.name=adam", "optimizer.sparse.name=adam"]
 TIERS = ["memory={dram: 70KiB, writes: in_place}"]
+DECAY = ["optimizer.sparse={name: adagrad, initial_accumulator_value: 0.001, decay_per_day: 0.5}"]
 TABLE_ROWS, GROWN = (50, 20, 3000), (57, 20, 3300)
 
 
@@ -182,10 +185,74 @@ def test_ftrl_starts_from_the_weights_of_another_optimizer(trained: Trained, dat
         assert not torch.equal(after, before)
 
 
+def sums_of(run: Path) -> list[np.ndarray[Any, Any]]:
+    """The sums of squares in the newest checkpoint, by table."""
+    found = newest(run)
+    return [np.frombuffer(found[name], np.float32) for name in sorted(found) if name.startswith("sparse_optimizer")]
+
+
+@pytest.mark.parametrize("memory", [[], TIERS], ids=["DRAM", "tiers"])
+@pytest.mark.parametrize("initial", [0, 0.01])
+@pytest.mark.parametrize("name", ["adagrad", "row_wise_adagrad"])
+def test_sums_decay_once_a_day(
+    trained: Trained, data: Path, other: Path, tmp_path: Path, name: str, initial: float, memory: list[str]
+) -> None:
+    """A step adds to the sums of the rows that it looks up; those of all others are the decayed ones, to the bit."""
+    options = f"name: {name}, initial_accumulator_value: {initial}"
+    parent = trained(f"optimizer.sparse={{{options}}}", *memory)
+    before = sums_of(parent)
+
+    def after_a_step(rows: Path, decay: float | None, *more: str) -> list[np.ndarray[Any, Any]]:
+        given = "" if decay is None else f", decay_per_day: {decay}"
+        changes = [f"optimizer.sparse={{{options}{given}}}", *memory, f"from_run={parent}", "train.max_steps=1", *more]
+        path = tmp_path / str(len([*tmp_path.iterdir()]))
+        return sums_of(runs.train(config(rows, path, *changes)).path)
+
+    plain, decayed = after_a_step(other, None), after_a_step(other, 0.5)
+    truth = [np.maximum(own * np.float32(0.5), np.float32(initial)) for own in before]
+    for own, step, now, wanted in zip(before, plain, decayed, truth, strict=True):
+        unseen = step == own
+        assert (now[unseen] == wanted[unseen]).all() and (now >= wanted).all()
+    assert (plain[2] == before[2]).mean() > 0.9 and (truth[2] != before[2]).any()
+    assert all(map(np.array_equal, after_a_step(other, 1.0), plain)), "1 changes nothing"
+    assert all(map(np.array_equal, after_a_step(data, 0.5), after_a_step(data, None))), "the same day has not passed"
+    assert all(map(np.array_equal, after_a_step(other, 0.5, "train.freeze=[tables]"), before)), "frozen"
+
+
+# ---- the day that comes
+
+
+def test_each_tenth_of_new_rows_is_scored(trained: Trained, other: Path, tmp_path: Path) -> None:
+    parent = trained()
+    run = hotrow.load(runs.train(config(other, tmp_path / "run", f"from_run={parent}", "train.max_steps=1")).path)
+    loaded = hotrow.load(parent)
+    outputs, labels, _ = loaded.judged("train", data=other).rows()
+    history = run.history
+    found = [place for place, kind in enumerate(history["kind"]) if kind == "tenth"]
+    assert [history["tenth"][place] for place in found] == list(range(1, 11))
+    first = 0
+    for place in found:
+        stop = first + int(history["num_rows"][place])
+        z, y = outputs[first:stop].astype(np.float64), labels[first:stop]
+        logloss = sklearn.metrics.log_loss(y, 1 / (1 + np.exp(-z)))
+        assert history["auc"][place] == pytest.approx(sklearn.metrics.roc_auc_score(y, z), abs=1e-12)
+        assert history["logloss"][place] == pytest.approx(logloss, abs=1e-9)
+        assert history["ne"][place] == pytest.approx(logloss / sklearn.metrics.log_loss(y, np.full(len(y), y.mean())))
+        first = stop
+    assert first == len(labels)
+    log = (run.path / "log.txt").read_text()
+    assert all(f"{name} of each tenth" in log for name in ("AUC", "LogLoss", "NE"))
+    assert "unknown_ids" not in history["kind"], "these rows are not of a day that extends another"
+
+
 # ---- more rows
 
 
-@pytest.mark.parametrize("changes", [[], ADAM, ["optimizer.sparse={name: ftrl, l1: 1e-3}"]], ids=["", "adam", "ftrl"])
+@pytest.mark.parametrize(
+    "changes",
+    [[], ADAM, ["optimizer.sparse={name: ftrl, l1: 1e-3}"], DECAY],
+    ids=["", "adam", "ftrl", "decay"],
+)
 def test_new_rows_begin_as_row_0(
     trained: Trained, grown: Path, tmp_path: Path, changes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +304,7 @@ def test_a_grown_ftrl_row_keeps_its_weight(trained: Trained, grown: Path, tmp_pa
 
 
 @pytest.mark.parametrize("stop", [1, 9])
-@pytest.mark.parametrize("changes", [ADAM, TIERS], ids=["adam", "tiers"])
+@pytest.mark.parametrize("changes", [ADAM, TIERS, DECAY], ids=["adam", "tiers", "decay"])
 def test_an_interrupted_start_ends_in_the_same_bits(
     trained: Trained, grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], stop: int
 ) -> None:
@@ -312,8 +379,14 @@ def _train(comm: Communicator, raw: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [ADAM, ["optimizer.sparse.name=ftrl", "train.freeze=[dense]"], [*TIERS, "train.freeze=[tables]"]],
-    ids=["adam", "ftrl, frozen layers", "tiers, frozen tables"],
+    [
+        ADAM,
+        ["optimizer.sparse.name=ftrl", "train.freeze=[dense]"],
+        [*TIERS, "train.freeze=[tables]"],
+        DECAY,
+        [*TIERS, *DECAY],
+    ],
+    ids=["adam", "ftrl, frozen layers", "tiers, frozen tables", "decay", "tiers, decay"],
 )
 def test_ranks_start_with_the_same_bits(
     trained: Trained, grown: Path, tmp_path: Path, pool: RankPool, changes: list[str]
@@ -344,6 +417,11 @@ def test_ranks_start_with_the_same_bits(
             ["optimizer.sparse.name=ftrl", "optimizer.schedule.warmup_steps=9"],
             r"optimizer\.schedule\.warmup_steps is 9, but ftrl .*: set it to 0",
         ),
+        (
+            ["optimizer.sparse={name: adam, decay_per_day: 0.9}"],
+            r"decay_per_day is 0\.9, but adam has no such option; remove it or choose another optimizer",
+        ),
+        (["optimizer.sparse.decay_per_day=0"], r"decay_per_day is '?0"),
         (["train.freeze=[t9]"], r"train\.freeze names 't9'; it may name dense, tables, t0, t1, t2"),
         (["train.freeze=[dense, t0, t1, t2]"], r"train\.freeze leaves nothing to train"),
         (["train.freeze=[dense, tables]"], r"train\.freeze leaves nothing to train"),
@@ -422,6 +500,9 @@ def test_a_day_fits_its_base_and_other_ids_do_not(tmp_path: Path) -> None:
     found = runs.train(config(day, tmp_path / "run", *small, start)).record.parent
     assert found is not None and found.metrics is not None
     assert found.rows_added["item"] == 1
+    (line,) = [line for line in RunFolder.open(tmp_path / "run").measurements() if line["kind"] == "unknown_ids"]
+    assert line["share"] == line["tables"]["item"] == 40 / 140, "two of seven are d"
+    assert "28.6% of the lookups" in (tmp_path / "run" / "log.txt").read_text()
 
 
 # ---- who calls it

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -274,6 +274,16 @@ class Metrics:
         if self._groups:
             return self._objective.influences_by_group(*self.rows(), np.concatenate(self._groups))
         return self._objective.influences(*self.rows())
+
+    def parts(self, num_parts: int) -> Iterator[dict[str, Any]]:
+        """Yields the `figures` of so many parts of the rows, of about one size, in the order in which rows were added;
+        {} of a part whose weights are all 0, and none of more parts than there are rows."""
+        outputs, labels, weights = self.rows()
+        groups = np.concatenate(self._groups) if self._groups else None
+        for rows in np.array_split(np.arange(len(labels)), min(num_parts, len(labels))):
+            part, own = Metrics(self._objective), [None if each is None else each[rows] for each in (weights, groups)]
+            part.update(outputs[rows], labels[rows], *own)
+            yield {} if own[0] is not None and not own[0].any() else part.figures()
 
     def figures(self) -> dict[str, Any]:
         """Returns `compute()` as it is written to files: None in place of NaN."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -50,13 +50,16 @@ from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, SilentFolder, noting, resume_command
 from hotrow.run.restart import how_to_go_on, mark_launch, restart_folder, was_restarted
 from hotrow.run.sinks import check_sinks
-from hotrow.run.start import Start, start_of
+from hotrow.run.start import Start, start_of, unknown_shares
 from hotrow.run.storage import describe, disk_shortfall, full_device
 from hotrow.run.trainer import Interrupt, MakeMeter, Training
 from hotrow.setup.device import storage_line
 from hotrow.setup.memory import FOLDER
 from hotrow.setup.setup import Setup
 from hotrow.setup.shards import shards_line
+
+TENTHS, MOST_UNKNOWN = 10, 3
+"""Parts of new rows that are scored, and tables that are named for their unknown ids."""
 
 
 def train(
@@ -375,7 +378,7 @@ def _look_back(training: Training, start: Start) -> None:
     """Says and records what the run starts with, and how good that is on rows that it has not seen."""
     training.say(start.line())
     if training.folder.record.parent is None:  # no earlier session has come so far
-        metrics = training.score("train") if start.is_new_data else None
+        metrics = _score_new_rows(training) if start.is_new_data else None
         training.folder.update(parent=replace(start.record, metrics=metrics))
     asked, whole = training.num_steps, training.steps_per_epoch
     if start.is_new_data and asked < whole:  # the other run's recipe may have them, which fit wrote for its own rows
@@ -384,6 +387,28 @@ def _look_back(training: Training, start: Start) -> None:
             f"train.max_steps is {asked:,}, but an epoch of the new rows has {whole:,} steps, so some rows never "
             "train: set train.max_steps to null, and train.epochs to 1",
         )
+
+
+def _score_new_rows(training: Training) -> dict[str, Any]:
+    """Says and records how good the weights are on rows that they have not seen, and what they do not know of them;
+    returns the metrics of all rows. Packed rows have no times, so tenths of them, in their order, stand for hours.
+    """
+    folder, objective = training.folder, training.parts.objective
+    judged = objective.metrics()
+    metrics, tenths = training.score("train", metrics=judged), [*judged.parts(TENTHS)]
+    for number, figures in enumerate(tenths, 1):
+        folder.measure("tenth", step=0, tenth=number, **figures)
+    for name, measure in objective.measures.items():
+        found = [figures.get(name) for figures in tenths]
+        values = " ".join("-" if value is None else f"{value:.3f}" for value in found)
+        training.say(f"  {measure.title} of each tenth of these rows, in their order: {values}")
+    share, tables = unknown_shares(training.setup.dataset.info)
+    if share is not None:
+        folder.measure("unknown_ids", step=0, share=share, tables=tables)
+        worst = sorted(tables, key=lambda name: -tables[name])[:MOST_UNKNOWN]
+        most = ", ".join(f"{name} {tables[name]:.1%}" for name in worst)
+        training.say(f"  {share:.1%} of the lookups are of ids that the weights have no row for; most in {most}")
+    return metrics
 
 
 def _end(training: Training) -> None:

@@ -19,6 +19,8 @@ from hotrow.config.load import make_config
 from hotrow.config.schema import Config, OptimizerConfig, ScheduleConfig
 from hotrow.data.packed.format import DatasetInfo, Table
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.optim import Adagrad
+from hotrow.report.facts import mapping_in, number_in
 from hotrow.run.build import Parts
 from hotrow.run.checkpoint import Part, list_checkpoints, load_checkpoint
 from hotrow.run.checkpoint_files import MANIFEST, read_manifest
@@ -37,6 +39,8 @@ class Start:
     record: Parent
     is_new_data: bool
     """Whether the run trains on another dataset than the weights were trained on."""
+    decay: float = 1.0
+    """What sums of squares of rows are multiplied by."""
 
     def load(self, parts: Parts) -> None:
         """Gives `parts` the weights, and the states of optimizers that go on. Collective.
@@ -56,12 +60,16 @@ class Start:
             for piece in rows.pieces(first):
                 rows.write(piece, row.repeat(piece.stop - piece.start, 1))
             parts.sparse_optimizer.follow_weights(table, first if "sparse" in self.record.states else 0)
+        if self.decay != 1:
+            assert isinstance(parts.sparse_optimizer, Adagrad), "no other optimizer has the option"
+            parts.sparse_optimizer.decay_sums(self.decay)
 
     def line(self) -> str:
         """Returns what the run starts with, in words."""
         kept, added = self.record.states, sum(self.record.rows_added.values())
         states = {0: "states of optimizers begin anew", 1: f"states of the {''.join(kept)} optimizer alone go on"}
         new = f"; {added:,} new rows of tables begin with the weights of their table's row 0" if added else ""
+        new += f"; sums of squares of rows are multiplied by {self.decay:g}" if self.decay != 1 else ""
         return (
             f"starts with the weights of step {self.record.step} of {self.record.path}; "
             f"{states.get(len(kept), 'states of optimizers go on')}{new}"
@@ -100,7 +108,17 @@ def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
             "checkpoint of its own yet: remove its folder and start it again"
         )
     record = Parent(str(folder.path), step, checksum, _states_of(config.optimizer, theirs.optimizer), added)
-    return Start(checkpoint, record, extra.dataset != setup.dataset.checksum)
+    is_new_data = extra.dataset != setup.dataset.checksum
+    return Start(checkpoint, record, is_new_data, (is_new_data and config.optimizer.sparse.decay_per_day) or 1.0)
+
+
+def unknown_shares(info: DatasetInfo) -> tuple[float | None, dict[str, float]]:
+    """Returns what share of the lookups of a day's training rows were of ids that its base has no row for, over all
+    tables and by table; None and {} of a dataset that extends no other."""
+    tables = mapping_in(info.summary, "ids")
+    lost, all_of = ({t: number_in(tables, t, what) or 0.0 for t in tables} for what in ("unknown_to_base", "lookups"))
+    shares = {name: lost[name] / all_of[name] for name in tables if all_of[name]}
+    return sum(lost.values()) / sum(all_of.values()) if shares else None, shares
 
 
 def _check_model(setup: Setup, theirs: Config, extra: Extra, run: Path) -> None:
