@@ -10,9 +10,10 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks import bench
@@ -68,14 +69,22 @@ def end_on_signals() -> None:
         signal.signal(each, end)
 
 
-def record(name: str, report: dict[str, Any], out: str | None, *, under: str | None = None) -> None:
+def record(
+    name: str,
+    report: dict[str, Any],
+    out: str | None,
+    *,
+    under: str | None = None,
+    places: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Put the `report` of the script `name` into the JSON file `out`, with its command; without `out`, print it.
 
-    under: the name it has there, if it is not the script's.
+    under: the name it has there, if it is not the script's. places: arguments without an option that name a place on
+    this machine, and what stands in the command for them.
 
     Cells of an earlier report that this one did not measure stay, each with the circumstances it was measured under.
     """
-    report["command"] = command_line(name, sys.argv[1:])
+    report["command"] = command_line(name, [places.get(word, word) for word in sys.argv[1:]])
     if out is None:
         print(json.dumps(report))
         return

@@ -1,0 +1,217 @@
+"""What training every day is worth: Monolith's Table 2, and thirty days beside retraining on all days so far."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.criteo_text import write_criteo
+from benchmarks.days_chain import count_lines, cut, labels_of, prepare_day, scores_of, train_day
+from benchmarks.quality import error_of, paired, placements
+from benchmarks.quality_peers import logloss
+from hotrow.data.sources.synthetic_config import criteo_kaggle
+
+PAPER = {10: "79.66 ± 0.020", 50: "79.78 ± 0.005", 100: "79.80 ± 0.008"}
+"""AUC in percent of online training by number of shards; frozen 79.42 to 79.44 (arXiv 2209.07663, Table 2)."""
+PAPER_ROWS = 45_840_617
+"""Rows of Criteo Kaggle, of which the paper trains 5/7 as a batch and streams 2/7."""
+SCALE = 0.01
+"""Share of their rows that the large tables of made-up days keep."""
+
+
+# ---- Monolith's Table 2
+
+
+def made_up(file: Path, num_rows: int, drift: float, num_days: float = 7.0) -> Path:
+    """Writes made-up rows of the shape of Criteo Kaggle, in the order of time; returns the file."""
+    write_criteo(file, criteo_kaggle(num_rows, scale=SCALE, drift=drift, num_days=num_days))
+    return file
+
+
+def parts_of(num_rows: int, num_parts: int) -> list[int]:
+    """Returns the sizes of equal parts, which differ by one row at most."""
+    return np.diff(np.linspace(0, num_rows, num_parts + 1).astype(int)).tolist()
+
+
+def monolith(rows: Path, name: str, folder: Path, *, seeds: int, shards: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns a cell for each number of shards: Algorithm 1 of arXiv 2209.07663 on the rows of a file, in order.
+
+    A model trains on the first 5/7 of the rows. Then the next shard is scored by the newest weights and by those first
+    ones, and the newest train on it, shard by shard.
+    """
+    num_rows = count_lines(rows)
+    batch = num_rows * 5 // 7
+    base = prepare_day(cut(rows, [batch], folder / "rows")[0], folder / "batch")
+    frozen = [train_day(base, folder / f"frozen-{seed}", seed).path for seed in range(1, seeds + 1)]
+    cells = []
+    for num_shards in shards:
+        sizes = parts_of(num_rows - batch, num_shards)
+        files, day, days = cut(rows, sizes, folder / "rows", skip=batch), base, []
+        for number, file in enumerate(files):
+            day = prepare_day(file, folder / "days" / f"day_{number:03}", day)
+            days.append(day)
+        labels = [labels_of(file) for file in files]
+        before = [[scores_of(run, file) for file in files] for run in frozen]
+        online = [stream(run, seed, files, days, folder / "runs") for seed, run in enumerate(frozen, 1)]
+        figures = gains(labels, online, before)
+        cells.append({"name": f"days_monolith_{name}_{num_shards}", "shards": num_shards, "rows": num_rows, **figures})
+        print(cells[-1], file=sys.stderr, flush=True)
+        shutil.rmtree(folder / "days")
+    return cells
+
+
+def stream(run: Path, seed: int, files: Sequence[Path], days: Sequence[Path], folder: Path) -> list[NDArray[Any]]:
+    """Returns the scores of each shard by weights that have trained on all shards before it."""
+    found, first = [], run
+    for number, (file, day) in enumerate(zip(files, days, strict=True)):
+        found.append(scores_of(run, file))
+        after = train_day(day, folder / f"{number:03}", seed, run).path
+        if run != first:
+            shutil.rmtree(run)
+        run = after
+    shutil.rmtree(folder)
+    return found
+
+
+Scores = Sequence[Sequence[NDArray[Any]]]
+
+
+def gains(labels: Sequence[NDArray[Any]], online: Scores, frozen: Scores) -> dict[str, Any]:
+    """Returns AUC of both sides in percent and how far the first is above the second, in points.
+
+    online, frozen: scores by seed and shard. As in the paper an AUC is the mean over shards; `gain_se` is its standard
+    error over seeds. `pooled_gain` is that of all shards' rows together, `pooled_se` its standard error over rows.
+    """
+    aucs = np.array([[auc_of_shards(labels, one) for one in side] for side in (online, frozen)]) * 100
+    all_rows = [np.stack([np.concatenate(one) for one in side]) for side in (online, frozen)]
+    pooled = paired(np.concatenate(labels), *all_rows)
+    gain = aucs[0] - aucs[1]
+    return {
+        "shard_rows": float(np.mean([len(each) for each in labels])),
+        "seeds": len(gain),
+        "online_auc": float(aucs[0].mean()),
+        "frozen_auc": float(aucs[1].mean()),
+        "gain": float(gain.mean()),
+        "gain_se": error_of(gain) if len(gain) > 1 else None,
+        "pooled_gain": pooled["auc"] * 100,
+        "pooled_se": pooled["auc_se"] * 100,
+    }
+
+
+def auc_of_shards(labels: Sequence[NDArray[Any]], scores: Sequence[NDArray[Any]]) -> float:
+    """Returns the mean AUC of the shards that have rows of both labels."""
+    both = [(own, score) for own, score in zip(labels, scores, strict=True) if 0 < own.mean() < 1]
+    return float(np.mean([placements(own, score)[0].mean() for own, score in both]))
+
+
+def monolith_row(cell: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a table shows of a cell, by column."""
+    error = "" if cell["gain_se"] is None else f" ± {cell['gain_se']:.3f}"
+    return {
+        "shards": str(cell["shards"]),
+        "rows a shard": f"{cell['shard_rows']:,.0f}",
+        "the paper's": f"{PAPER_ROWS * 2 / 7 / cell['shards']:,.0f}",
+        "frozen": f"{cell['frozen_auc']:.2f}",
+        "online": f"{cell['online_auc']:.2f}",
+        "gain, over seeds": f"{cell['gain']:+.3f}{error}",
+        "gain on all rows, over rows": f"{cell['pooled_gain']:+.3f} ± {cell['pooled_se']:.3f}",
+        "the paper's online (its frozen 79.42 to 79.44)": PAPER.get(cell["shards"], ""),
+    }
+
+
+# ---- thirty days
+
+
+class Clock(dict[str, float]):
+    """Seconds by part of the work."""
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self[part] = self.get(part, 0.0) + time.perf_counter() - started
+
+
+def thirty(folder: Path, *, num_days: int, day_rows: int, drift: float, seed: int = 1) -> dict[str, Any]:
+    """Returns the cell of made-up days: training on each new day beside retraining on all days so far.
+
+    Both models of a day score the next one. Costs are seconds: of preparing a day and training on it from the day
+    before, beside preparing and training the same rows as if there were nothing else; and of all retraining.
+    """
+    files = cut(
+        made_up(folder / "rows.tsv", num_days * day_rows, drift, num_days), [day_rows] * num_days, folder / "rows"
+    )
+    day = prepare_day(files[0], folder / "000" / "day")
+    daily, clock, losses = train_day(day, folder / "000" / "run", seed), Clock(), []
+    for number, (file, after) in enumerate(pairwise(files[1:]), 1):
+        own, base, before = folder / f"{number:03}", day, daily
+        with clock("prepare_day"):
+            day = prepare_day(file, own / "day", base)
+        with clock("prepare_alone"):
+            prepare_day(file, own / "alone")
+        with clock("train_day"):
+            daily = train_day(day, own / "run", seed, before.path)
+        with clock("train_alone"):
+            alone = train_day(day, own / "new", seed)
+        with clock("retrain"):
+            again = train_day(prepare_day(files[: number + 1], own / "all"), own / "again", seed)
+        for part, run in (("steps_day", daily), ("steps_alone", alone)):
+            clock[part] = clock.get(part, 0.0) + (run.record.train_s or 0.0)
+        label = labels_of(after)
+        sides = [logloss(label, scores_of(run.path, after)).mean() / entropy(label) for run in (daily, again)]
+        losses.append(sides)
+        print(f"day {number + 2}: NE {sides[0]:.5f}, retrained {sides[1]:.5f}", file=sys.stderr, flush=True)
+        shutil.rmtree(before.path.parent)
+        shutil.rmtree(own / "all")
+    figures = against_retraining(losses, clock)
+    return {"name": "days_thirty", "days": num_days, "rows": day_rows, "drift": drift, **figures}
+
+
+def entropy(label: NDArray[np.float64]) -> float:
+    """Returns the LogLoss of the mean label, to which NE is relative."""
+    mean = label.mean()
+    return float(-(mean * np.log(mean) + (1 - mean) * np.log(1 - mean)))
+
+
+def against_retraining(losses: Sequence[Sequence[float]], spent: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the mean NE of both sides, and the bars: how far daily training is above, and what it costs.
+
+    losses: NE of the next day, daily and retrained, by day.
+    """
+    daily, again = np.array(losses).T
+    difference = (daily - again) / again
+    return {
+        "ne_daily": float(daily.mean()),
+        "ne_retrained": float(again.mean()),
+        "ne_above": float(difference.mean()),
+        "ne_above_se": error_of(difference),
+        "training_cost": spent["train_day"] / spent["train_alone"],
+        "steps_cost": spent["steps_day"] / spent["steps_alone"],
+        "preparing_cost": spent["prepare_day"] / spent["prepare_alone"],
+        "retraining_cost": spent["retrain"] / (spent["prepare_day"] + spent["train_day"]),
+        "seconds": dict(spent),
+    }
+
+
+def thirty_row(cell: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a table shows of the cell, by column."""
+    return {
+        "days": str(cell["days"]),
+        "rows a day": f"{cell['rows']:,}",
+        "NE daily": f"{cell['ne_daily']:.5f}",
+        "NE retrained": f"{cell['ne_retrained']:.5f}",
+        "daily above": f"{cell['ne_above']:+.3%} ± {cell['ne_above_se']:.3%}",
+        "training cost": f"{cell['training_cost']:.2f}x",
+        "of the steps": f"{cell['steps_cost']:.2f}x",
+        "preparing cost": f"{cell['preparing_cost']:.2f}x",
+        "retraining every day": f"{cell['retraining_cost']:.1f}x",
+    }

@@ -1,0 +1,154 @@
+"""The measurements of days: what they cut, train, kill and compare, against scikit-learn and against themselves."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.metrics import log_loss, roc_auc_score
+
+from benchmarks import days, days_kills, days_size
+from benchmarks.days_chain import cut, labels_of, prepare_day, scores_of, train_day, without_warnings
+from benchmarks.days_quality import against_retraining, entropy, gains, made_up, parts_of, stream
+from benchmarks.rank_runs import differing
+
+pytestmark = [pytest.mark.package, pytest.mark.filterwarnings("ignore")]
+RANDOM = np.random.default_rng(5)
+
+
+def test_days_are_consecutive_lines(tmp_path: Path) -> None:
+    lines = [f"{i % 2}\t{i}\n".encode() for i in range(20)]
+    path = tmp_path / "rows.gz"
+    path.write_bytes(gzip.compress(b"".join(lines)))
+    files = cut(path, [7, 5], tmp_path / "days", skip=3)
+    assert [file.read_bytes() for file in files] == [b"".join(lines[3:10]), b"".join(lines[10:15])]
+    assert labels_of(files[1]).tolist() == [i % 2 for i in range(10, 15)]
+    with pytest.raises(ValueError, match="fewer than 21 lines"):
+        cut(path, [7, 5], tmp_path / "days", skip=9)
+
+
+def test_shards_share_all_rows() -> None:
+    sizes = parts_of(103, 10)
+    assert sum(sizes) == 103 and set(sizes) == {10, 11}
+
+
+def test_gains_are_those_of_scikit_learn() -> None:
+    labels = [RANDOM.integers(2, size=60).astype(float) for _ in range(3)] + [np.zeros(60)]
+    online, frozen = ([[RANDOM.random(60) for _ in labels] for _ in range(2)] for _ in range(2))
+    found = gains(labels, online, frozen)
+    by_seed = [
+        [np.mean([roc_auc_score(own, one) for own, one in zip(labels[:3], scores[:3], strict=True)]) for scores in side]
+        for side in (online, frozen)
+    ]
+    assert found["online_auc"] == pytest.approx(100 * np.mean(by_seed[0]))
+    assert found["frozen_auc"] == pytest.approx(100 * np.mean(by_seed[1]))
+    difference = 100 * np.subtract(*by_seed)
+    assert found["gain_se"] == pytest.approx(np.std(difference, ddof=1) / np.sqrt(2))
+    every = np.concatenate(labels)
+    pooled = [np.mean([roc_auc_score(every, np.concatenate(one)) for one in side]) for side in (online, frozen)]
+    assert found["pooled_gain"] == pytest.approx(100 * (pooled[0] - pooled[1]))
+
+
+def test_ne_is_relative_to_the_best_constant() -> None:
+    label = RANDOM.integers(2, size=50).astype(float)
+    assert entropy(label) == pytest.approx(log_loss(label, np.full(50, label.mean())))
+
+
+def test_costs_and_distance_of_days() -> None:
+    spent = {"train_day": 3.0, "train_alone": 2.0, "steps_day": 2.0, "steps_alone": 2.0, "retrain": 40.0}
+    spent |= {"prepare_day": 2.0, "prepare_alone": 1.0}
+    found = against_retraining([(0.9, 0.8), (0.6, 0.8)], spent)
+    assert found["ne_above"] == pytest.approx((0.125 - 0.25) / 2)
+    costs = [found[name] for name in ("training_cost", "steps_cost", "preparing_cost", "retraining_cost")]
+    assert costs == pytest.approx([1.5, 1.0, 2.0, 8.0])
+
+
+def test_online_scores_are_those_of_the_frozen_model_until_it_has_trained_on_a_shard(tmp_path: Path) -> None:
+    rows = made_up(tmp_path / "rows.tsv", 1500, 0.5)
+    files = cut(rows, [900, 300, 300], tmp_path / "days")
+    datasets: list[Path] = []
+    for number, file in enumerate(files):
+        datasets.append(prepare_day(file, tmp_path / f"day_{number}", datasets[-1] if datasets else None))
+    frozen = train_day(datasets[0], tmp_path / "frozen", 1).path
+    online = stream(frozen, 1, files[1:], datasets[1:], tmp_path / "runs")
+    alone = [scores_of(frozen, file) for file in files[1:]]
+    assert online[0].tolist() == alone[0].tolist()
+    assert online[1].tolist() != alone[1].tolist()
+
+
+def test_a_measurement_prints_a_table_and_names_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, out = tmp_path / "here", tmp_path / "results.json"
+    words = ["days", "thirty", str(place), "--days", "4", "--rows", "300", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        days.main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.splitlines()[-1].count("|") == 10
+    (report,) = json.loads(out.read_text())["days"].values()
+    assert report["cells"][0]["days"] == 4 and 0 < report["cells"][0]["ne_daily"] < 2
+    assert "thirty FOLDER" in report["command"]
+    assert not [*place.iterdir()], "its files are removed"
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything in this process: its peak memory is of no interest."""
+    monkeypatch.setattr(days_size, "in_fresh_process", lambda work, *args: work(*args))
+
+
+@pytest.mark.usefixtures("here")
+def test_growth_writes_new_rows_and_starts_from_the_old_ones(tmp_path: Path) -> None:
+    day, place = days_size.growth(tmp_path, 300_000, 30_000, 8, "2MiB")
+    assert day["loss"] > 0 and day["start_s"] > 0
+    assert day["memory"]["disk_bytes"] > 0, "the table does not fit in DRAM"
+    assert place["start_written_bytes"] < 4 * 8 * 300_000, "the table is not copied"
+
+
+@pytest.mark.usefixtures("here")
+def test_a_stream_has_the_tables_of_yambda(tmp_path: Path) -> None:
+    assert sum(days_size.TABLES.values()) == 293_051_712
+    cell = days_size.stream(tmp_path, 20_000, 1e-3, 64, "8MiB")
+    config = days_size.yambda_shaped(20_000, 1e-3)
+    assert cell["prepared"]["num_embeddings"] <= sum(table.num_embeddings + 1 for table in config.tables)
+    assert cell["tiers"]["memory"]["disk_bytes"] > 0
+    assert set(days_size.stream_row(cell)) > {"events", "of that"}
+
+
+def test_the_second_half_of_a_run_is_what_is_sustained() -> None:
+    batch = days_size.BATCH_SIZE
+    lines = [{"step": s, "samples_per_s": s * batch / t} for s, t in ((10, 1.0), (20, 2.0), (30, 6.0), (40, 10.0))]
+    assert days_size.sustained(lines) == pytest.approx(20 * batch / 8)
+
+
+@pytest.mark.slow
+def test_chains_that_are_killed_end_in_the_same_bits(tmp_path: Path) -> None:
+    with without_warnings():
+        found = list(days_kills.rounds(tmp_path, 2, seed=3))
+    assert [each.problems for each in found] == [(), ()]
+    assert any(each.kills for each in found)
+
+
+def test_another_byte_is_a_difference(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "one").write_bytes(b"12")
+    before = days_kills.state(tmp_path)
+    (tmp_path / "data" / "one").write_bytes(b"13")
+    assert differing(before, days_kills.state(tmp_path)) == ["data/one"]
+
+
+def test_commands_are_killed_within_their_time_and_end_at_last() -> None:
+    choose = days_kills.chooser(random.Random(1), {"train": 2.0, "export": 0.5})
+    steps: list[Any] = [days_kills.Step(name, Path(), ()) for name in ("train", "export")]
+    drawn = [(step, times, choose(step, times)) for step in steps for times in range(3) for _ in range(50)]
+    assert {how.ranks for step, _, how in drawn if step.name == "train"} == {1, 2, 3}
+    assert all(how.victim < how.ranks for _, _, how in drawn)
+    assert all(how.delay_s is None for _, times, how in drawn if times == 2)
+    assert all(how.delay_s <= 0.5 for step, _, how in drawn if step.name == "export" and how.delay_s is not None)
