@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,7 +166,8 @@ def trained(case: Case, data: PackedDataset, folder: Path, steps: int, transport
         with session(size, given, folder / f"session-{number}", transport if size > 1 else "gloo") as ranks:
             if goes_on:
                 wait(lambda: _num_lines(run) >= steps // 2 or ranks.processes[-1].exitcode is not None, LIMIT_S)
-                os.kill(ranks.processes[-1].pid or 0, signal.SIGTERM)
+                with suppress(ProcessLookupError):  # a rank that failed has ended, which `join` tells
+                    os.kill(ranks.processes[-1].pid or 0, signal.SIGTERM)
             if ranks.join(LIMIT_S) != [0] * size:
                 raise ValueError(f"{size} ranks failed: {ranks.ends()}")
         record = RunFolder.open(run).record
