@@ -1,42 +1,37 @@
-"""The documentation as a folder of plain HTML that reads offline: python scripts/docs.py [FOLDER]
+"""The documentation as a site that reads offline, with search: python scripts/docs.py [FOLDER]
 
-Renders the pages at the root and in docs/ and fails on a link to a file or heading that does not exist. Files that
-pages link to (sources, recipes) are copied beside them, so that every link works in the folder alone.
+Checks every link of the pages at the root and in docs/, and fails on one that leads to no file or heading. Then it
+writes the site into FOLDER, by mkdocs with the theme Material. The sections and titles of docs/index.md are its
+navigation. Files that pages link to (sources, recipes) are copied beside them, so that links work in the folder alone.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-nav { border-bottom: 1px solid #ccc; padding-bottom: .5rem; } nav a { margin-right: 1rem; }
-pre { background: #f5f5f5; padding: .8rem; overflow-x: auto; } code { font-size: .9em; }
-table { border-collapse: collapse; display: block; overflow-x: auto; }
-td, th { border: 1px solid #ddd; padding: .3rem .6rem; }
-"""
+INDEX = ROOT / "docs" / "index.md"
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+TITLED = re.compile(r"\[([^\]]+)\]\(([^)\s#]+\.md)\)")
 
 
 def pages() -> list[Path]:
-    """Returns the Markdown files of the site, in the order of docs/index.md; those it does not list come last."""
-    index = ROOT / "docs" / "index.md"
-    listed = [(index.parent / target).resolve() for target in LINK.findall(index.read_text(encoding="utf-8"))]
-    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    return sorted(found, key=lambda page: (listed.index(page) if page in listed else len(listed), page))
+    """Returns the Markdown files of the site."""
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
-def render(page: Path) -> tuple[str, set[str]]:
-    """Returns the HTML of `page` and the ids of its headings."""
+def headings(page: Path) -> set[str]:
+    """Returns the ids of the headings of `page`."""
     html = markdown.markdown(page.read_text(encoding="utf-8"), extensions=["tables", "fenced_code", "toc"])
-    return html, set(re.findall(r' id="([^"]+)"', html))
+    return set(re.findall(r' id="([^"]+)"', html))
 
 
 def links(page: Path) -> list[tuple[Path, str, str]]:
@@ -56,46 +51,60 @@ def dead_links() -> list[str]:
         for file, heading, target in links(page):
             if not file.exists():
                 problems.append(f"{page.relative_to(ROOT)}: {target} does not exist")
-            elif heading and file.suffix == ".md" and heading not in render(file)[1]:
+            elif heading and file.suffix == ".md" and heading not in headings(file):
                 problems.append(f"{page.relative_to(ROOT)}: {target} has no such heading")
     return problems
 
 
-def title(page: Path) -> str:
-    """Returns the first heading, or the file's name."""
-    heading = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return heading[1].split(":")[0] if heading else page.stem
+def navigation() -> list[dict[str, object]]:
+    """Returns the sections of docs/index.md and the pages listed there, each where it is listed first."""
+    top = {ROOT / "README.md": "Home", INDEX: "All pages"}
+    nav: list[dict[str, object]] = [{title: str(page.relative_to(ROOT))} for page, title in top.items()]
+    seen = {*top}
+    for section in INDEX.read_text(encoding="utf-8").split("\n## ")[1:]:
+        name, _, text = section.partition("\n")
+        own: list[dict[str, str]] = []
+        for title, target in TITLED.findall(text):
+            if (page := (INDEX.parent / target).resolve()) not in seen:
+                seen.add(page)
+                own.append({title[0].upper() + title[1:]: str(page.relative_to(ROOT))})
+        nav.append({name: own})
+    return nav
 
 
-def write(page: Path, site: Path) -> None:
-    """Writes one page with its navigation, and the files it links to."""
-    out = site / page.relative_to(ROOT).with_suffix(".html")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    up = "../" * len(page.relative_to(ROOT).parent.parts)
-    menu = "".join(f'<a href="{up}{p.relative_to(ROOT).with_suffix(".html")}">{title(p)}</a>' for p in pages())
-    html = re.sub(r'href="(?![a-z]+:)([^"#]*)\.md(#[^"]*)?"', r'href="\1.html\2"', render(page)[0])
-    out.write_text(
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title(page)}</title><style>{STYLE}</style>'
-        f"<nav>{menu}</nav>{html}</html>\n",
-        encoding="utf-8",
-    )
-    for file, _, _ in links(page):
-        if file.is_file() and file.suffix != ".md":
-            copy = site / file.relative_to(ROOT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)
+def stage(folder: Path) -> None:
+    """Copies the pages, and the files that they link to or show, into `folder`."""
+    shown = {ROOT / "docs" / "icon.svg", ROOT / "scripts" / "iframe-worker.js"}
+    for page in pages():
+        images = re.findall(r"!\[[^\]]*\]\(([^)\s:]+)\)", page.read_text(encoding="utf-8"))
+        shown |= {page, *(file for file, *_ in links(page)), *((page.parent / image).resolve() for image in images)}
+    inside = {file for linked in shown if linked.is_dir() for file in linked.iterdir()}
+    for file in (file for file in shown | inside if file.is_file()):
+        copy = folder / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
+def write(site: Path) -> None:
+    """Writes the site into the folder `site`."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")  # what ends a strict build
+    with tempfile.TemporaryDirectory() as name:
+        staged = Path(name)
+        stage(staged)
+        settings = str(ROOT / "scripts" / "docs.yml")
+        build(load_config(settings, docs_dir=name, site_dir=str(site.absolute()), nav=navigation(), strict=True))
 
 
 def main() -> None:
     """Checks the links, then writes the site into each folder given."""
     if problems := dead_links():
         sys.exit("\n".join(["dead links:", *problems]))
-    for folder in sys.argv[1:]:
-        site = Path(folder)
-        for page in pages():
-            write(page, site)
-        shutil.copyfile(site / "README.html", site / "index.html")
-        print(f"{len(pages())} pages; open {site / 'index.html'}")
+    for folder in map(Path, sys.argv[1:]):
+        write(folder)
+        print(f"{len(pages())} pages; open {folder / 'index.html'}")
 
 
 if __name__ == "__main__":

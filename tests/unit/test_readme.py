@@ -6,12 +6,15 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from browser import Browser
 
 pytestmark = pytest.mark.package
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,10 +79,37 @@ def test_links_lead_somewhere() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_docs_render(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "docs.py"), str(tmp_path)], check=True, capture_output=True)
-    assert 'href="docs/measurements/claims.html"' in (tmp_path / "index.html").read_text()
-    assert "<table>" in (tmp_path / "docs" / "measurements" / "claims.html").read_text()
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("material", reason="mkdocs-material is not installed; `make docs` brings it")
+    out = tmp_path_factory.mktemp("site")
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "docs.py"), str(out)], check=True, capture_output=True)
+    return out
+
+
+def test_the_site_has_every_page_in_its_navigation_and_needs_no_network(site: Path) -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    home = (site / "index.html").read_text()
+    for page in pages:
+        name = page.relative_to(ROOT).with_suffix(".html").as_posix().replace("README.html", "index.html")
+        html = (site / name).read_text()
+        assert f'href="{name}"' in home or name == "index.html", f"the navigation lacks {name}"
+        assert not re.search(r"<(?:script|link|img)[^>]+(?:src|href)=.?https?:", html), f"{name} loads from a network"
+    assert "<table>" in (site / "docs" / "measurements" / "claims.html").read_text()
+
+
+def test_search_finds_an_option_in_pages_that_are_opened_as_files(site: Path, tmp_path: Path) -> None:
+    with Browser(tmp_path) as browser:
+        browser.open(site / "index.html")
+        browser.run("document.querySelector('[data-md-component=search-query]').focus()")
+        browser.call("Input.insertText", text="write_budget")
+        browser.call("Input.dispatchKeyEvent", type="keyUp", key="t")
+        links = "[...document.querySelectorAll('[data-md-component=search-result] a')].map(link => link.href).join()"
+        deadline, found = time.monotonic() + 120, ""
+        while "docs/config.html" not in found and time.monotonic() < deadline:
+            time.sleep(0.1)
+            found = browser.run(links)
+        assert "docs/config.html" in found and not browser.errors, (found, browser.errors)
 
 
 OTHERS = {"own_model.py", "with_lightning.py", "with_accelerate.py"}
