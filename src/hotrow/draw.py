@@ -138,13 +138,13 @@ def grid(x: Axis, y: Axis, x_label: str, y_label: str) -> list[str]:
         at = y(value)
         lines.append(
             f'<line class="grid" x1="{x.start:g}" y1="{at:.1f}" x2="{x.end:g}" y2="{at:.1f}" stroke="#ddd"/>'
-            f'<text x="{x.start - 8:g}" y="{at + 4:.1f}" text-anchor="end">{shown}</text>'
+            f'<text x="{x.start - 8:g}" y="{at + 4:.1f}" text-anchor="end">{escape(shown)}</text>'
         )
     for value, shown in x.ticks.items():
         at = x(value)
         lines.append(
             f'<line class="grid" x1="{at:.1f}" y1="{y.end:g}" x2="{at:.1f}" y2="{y.start:g}" stroke="#ddd"/>'
-            f'<text x="{at:.1f}" y="{y.start + 18:g}" text-anchor="middle">{shown}</text>'
+            f'<text x="{at:.1f}" y="{y.start + 18:g}" text-anchor="middle">{escape(shown)}</text>'
         )
     across, up = (x.start + x.end) / 2, (y.start + y.end) / 2
     lines.append(f'<text x="{across:g}" y="{y.start + 40:g}" text-anchor="middle">{escape(x_label)}</text>')

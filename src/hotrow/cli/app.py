@@ -403,6 +403,33 @@ def _train_seeds(config: Any, num_seeds: int, until_s: float) -> Answer:
     return result, lambda: _print_fields({"runs": paths, "split": result["split"], "mean and its error": shown})
 
 
+@verb("days", home="hotrow.days.walk", example="hotrow days logs/ --label click --time ts --out chain")
+def days(
+    logs: Annotated[Path, typer.Argument(help="A folder with a file or a folder of logs for each day, in name order.")],
+    *,
+    out: Annotated[Path, typer.Option(help="Folder of the chain: datasets, runs, deltas, model and report.")],
+    recipe: Annotated[
+        Path | None, typer.Option(help="A YAML config for the first day; chosen by its number of rows if not given.")
+    ] = None,
+    schema: Annotated[
+        Path | None, typer.Option(help="How to read tables (hotrow init writes one); guessed if not given.")
+    ] = None,
+    read: ReadOptions,
+    keep: Annotated[int, typer.Option(help="Keep datasets and runs of so many days; deltas stay.")] = 2,
+    delay: Annotated[
+        bool, typer.Option("--delay", help="Score each day by a model that is one day older, too.")
+    ] = False,
+    set_: Set = None,
+) -> Answer:
+    """Do each day of a folder that is not done: prepare, score, train, export, apply. Kill it: it goes on."""
+    from hotrow.days.walk import walk_days
+
+    options = {"recipe": recipe, "schema": schema, "keep": keep, "delay": delay, "overrides": set_ or ()}
+    result = walk_days(logs, out, **vars(read), **options)
+    shown = {name: value for name, value in result.items() if name not in ("status", "newest")}
+    return result, lambda: _print_fields(shown)
+
+
 @verb(
     "tune",
     home="hotrow.tune.tune",

@@ -381,6 +381,11 @@ def verify_delta(path: Path) -> int:
     return num_bytes
 
 
+def is_applied(export: Path, delta: Path) -> bool:
+    """Returns whether `export` is the one that the delta in the folder `delta` leads to."""
+    return is_taken(export / EXPORT) and _checksum_of(export) == _DOCUMENT.read(delta / DELTA).result
+
+
 def apply_delta(export: Path | str, delta: Path | str, out: Path | str | None = None) -> dict[str, Any]:
     """Brings the folder `export` forward by `delta`, after which it has the bytes of the whole export of that day.
 

@@ -1,0 +1,375 @@
+"""`hotrow days`: walks over a folder of logs, a file or folder for each day, and does the days that are not done yet.
+
+    CHAIN/days.json     the days that are done, with what the page says of each
+    CHAIN/recipe.yaml   how the first day trains, if no recipe was given
+    CHAIN/data/DAY  CHAIN/runs/DAY  CHAIN/deltas/DAY
+    CHAIN/model  CHAIN/report.html
+
+A step begins once the one before it is whole, and each of them is resumed, or begun anew, by the room that it belongs
+to. So a call that was killed is made again, and ends in the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+from pydantic.dataclasses import dataclass as record
+
+from hotrow.api import Run
+from hotrow.base.door import is_taken, make_folder, remove
+from hotrow.base.files import LOCK, check_name, claim, crc32, folder_bytes
+from hotrow.base.progress import progress_bar
+from hotrow.base.records import STRICT, Document
+from hotrow.config.load import load_config
+from hotrow.data.packed.format import MANIFEST, DatasetInfo
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.prepare.init import RECIPE_FILE, run_init
+from hotrow.data.prepare.prepare import NO_BASE, raw_rows, run_prepare
+from hotrow.data.sources.inputs import natural_key
+from hotrow.data.sources.options import ReadOptions, with_read_options
+from hotrow.days.page import DoneDay, write_page
+from hotrow.export.delta import apply_delta, is_applied
+from hotrow.report.facts import number_in
+from hotrow.run.folder import CONFIG, RunFolder
+from hotrow.run.runs import config_of, resume, train
+from hotrow.run.start import unknown_shares
+from hotrow.tune.listing import remove_run
+
+DAYS, REPORT = "days.json", "report.html"
+STEPS = ("prepare", "train", "export")
+LEFT_OUT = ("files", "prepared_s", "tenths")
+"""Fields of a day that `walk_days` does not return."""
+LATER = (
+    *("train.epochs=1", "train.max_steps=null", "train.early_stopping=null", "train.eval_every=null"),
+    "optimizer.schedule={warmup_steps: 0, decay_steps: 0}",
+)
+"""Options of a day that is not the first: it has no validation rows, all of its rows train, and by the first day's
+schedule it would hardly leave the warm-up."""
+
+
+@record(frozen=True, config=STRICT)
+class Chain:
+    """What days.json says."""
+
+    asked: dict[str, JsonValue]
+    """What was said of columns and of the first day's recipe, which may not change between two calls."""
+    days: tuple[DoneDay, ...] = ()
+    """The days that are done, the first one first."""
+
+
+_DOCUMENT = Document(Chain, marks={"hotrow_days": 1}, cure="restore it from a copy, or begin another chain")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+class _Interrupted(Exception):  # noqa: N818  # not an error
+    """Raised if training was stopped by a signal, which is its argument."""
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Where a chain lies, and what it was asked for."""
+
+    logs: Path
+    chain: Path
+    read: ReadOptions
+    recipe: Path | str | None
+    schema: Path | str | None
+    overrides: Sequence[str]
+    delay: bool
+
+    def place(self, kind: str, day: str) -> Path:
+        return self.chain / kind / day
+
+
+@with_read_options
+def walk_days(
+    logs: Path | str,
+    out: Path | str,
+    *,
+    read: ReadOptions,
+    recipe: Path | str | None = None,
+    schema: Path | str | None = None,
+    overrides: Sequence[str] = (),
+    keep: int = 2,
+    delay: bool = False,
+) -> dict[str, Any]:
+    """Does the days of `logs` that the chain in `out` has not done yet; called again after a stop, it goes on.
+
+    logs: a folder with a file or a folder for each day, day_2 before day_10. recipe: a YAML config for the first day;
+    if None, it is chosen by the number of rows, and kept in `out`. schema: how to read tables; if None, it is guessed
+    from the first day, with the help of what you say about columns:
+    {read}
+    overrides: `a.b=v` for every day that begins to train. keep: of so many days the dataset and the run stay. delay:
+    also score each day by the model of two days before it.
+
+    Returns how many days are done, which of them by this call, and the newest one's figures; with `status`
+    "interrupted" and `signal`, if training was stopped. Raises ValueError if a day that is done has changed, or if a
+    new day comes before one that is done; and as preparation, training and exports do.
+    """
+    if keep < (least := 2 if delay else 1):
+        raise ValueError(f"keep is {keep}; it must be at least {least}, because the next day goes on from kept days")
+    walk = _Walk(Path(logs), Path(out), read, recipe, schema, overrides, delay)
+    paths = _days_in(walk.logs)
+    make_folder(walk.chain)
+    with claim(walk.chain) as is_ours:
+        if is_ours is False:
+            raise ValueError(f"another process works on {walk.chain}: wait until it has ended, or name another --out")
+        chain = _open(walk)
+        before, status = len(chain.days), dict[str, Any](status="finished")
+        try:
+            for name, path in _left(walk, paths, chain.days).items():
+                chain = replace(chain, days=(*chain.days, _do(walk, name, path, chain.days)))
+                _DOCUMENT.write(walk.chain / DAYS, chain)
+                _finish(walk, chain, keep)
+        except _Interrupted as stopped:
+            status = {"status": "interrupted", "signal": stopped.args[0]}
+        if before == len(chain.days):
+            _finish(walk, chain, keep)
+    return {
+        **status,
+        "days": len(chain.days),
+        "new": [day.name for day in chain.days[before:]],
+        "newest": {what: own for day in chain.days[-1:] for what, own in asdict(day).items() if what not in LEFT_OUT},
+        "model": str(walk.chain / "model"),
+        "report": str(walk.chain / REPORT),
+    }
+
+
+# ---- which days there are
+
+
+def _days_in(logs: Path) -> dict[str, Path]:
+    """Returns the file or folder of each day by its name, in their order. Names without suffixes are those of days."""
+    if not logs.is_dir():
+        raise ValueError(f"{logs} is not a folder; name the folder that has a file or a folder of logs for each day")
+    found: dict[str, Path] = {}
+    for path in sorted(logs.iterdir(), key=lambda path: natural_key(path.name)):
+        if path.name.startswith((".", "_")):  # hidden, as in a folder of files to prepare
+            continue
+        name = check_name(re.sub(r"(\.[A-Za-z]\w*)+$", "", path.name), what="name of a day")
+        if name in found:
+            raise ValueError(f"{found[name]} and {path} are both day {name!r}: put them into one folder of that name")
+        found[name] = path
+    if not found:
+        raise ValueError(f"{logs} is empty; put a file or a folder of logs for each day into it")
+    return found
+
+
+def _left(walk: _Walk, paths: Mapping[str, Path], done: Sequence[DoneDay]) -> dict[str, Path]:
+    """Returns the days that are not done. Raises ValueError if one of them comes before one that is, or if a day that
+    is done has changed; its logs may be gone as a whole."""
+    for day in done:
+        if day.name in paths:
+            _check_unchanged(walk, day.name, _files_of(walk, paths[day.name]), day.files, day.prepared_s)
+    left = {name: path for name, path in paths.items() if name not in {day.name for day in done}}
+    for name, path in left.items():
+        if done and natural_key(name) < natural_key(last := done[-1].name):
+            raise ValueError(
+                f"{path} comes before {last}, which is done: days train in the order of their names; give it a later "
+                "name, move it away, or begin another chain with --out"
+            )
+    return left
+
+
+def _files_of(walk: _Walk, path: Path) -> dict[str, os.stat_result]:
+    """Returns the files of a day by their path below the logs, without hidden ones."""
+    files = {file.relative_to(walk.logs).as_posix(): file for file in (path, *path.rglob("*")) if file.is_file()}
+    return {name: file.stat() for name, file in files.items() if not re.search(r"(^|/)[._][^=/]*(/|$)", name)}
+
+
+def _check_unchanged(
+    walk: _Walk,
+    day: str,
+    now: Mapping[str, os.stat_result],
+    known: Mapping[str, tuple[int, str]],
+    prepared_s: float,
+) -> None:
+    """Raises ValueError naming the file if one of a day is not as it was when the day was prepared, at `prepared_s`.
+
+    known: size of each file, and its checksum, which is compared if anything was done to the file since.
+    """
+    for name in sorted({*now, *known}):
+        num_bytes, checksum = known.get(name, (-1, ""))
+        is_same = name in now and now[name].st_size == num_bytes
+        if is_same and checksum and now[name].st_ctime > prepared_s:
+            is_same = checksum == f"crc32:{crc32(walk.logs / name):08x}"
+        if not is_same:
+            what = "is gone" if name not in now else "has changed" if name in known else "is new"
+            raise ValueError(
+                f"{walk.logs / name} {what} since {day} was prepared: put back what was there, and other rows into "
+                "a new day; or begin another chain with --out"
+            )
+
+
+def _open(walk: _Walk) -> Chain:
+    """Returns what is known of the chain. Raises ValueError if it was begun with other options."""
+    files = {"recipe": walk.recipe, "schema": walk.schema}
+    asked: dict[str, Any] = {name: sha256(Path(path).read_bytes()).hexdigest() for name, path in files.items() if path}
+    asked |= json.loads(json.dumps({name: getattr(walk.read, name) for name in walk.read.given}))
+    if not is_taken(walk.chain / DAYS):
+        if taken := sorted(path.name for path in walk.chain.iterdir() if path.name != LOCK):
+            raise ValueError(f"{walk.chain} has no {DAYS}, but {taken[0]}: name a new folder with --out")
+        _DOCUMENT.write(walk.chain / DAYS, Chain(asked))
+    chain = _DOCUMENT.read(walk.chain / DAYS)
+    if other := sorted(name for name in asked | chain.asked if asked.get(name) != chain.asked.get(name)):
+        raise ValueError(
+            f"{other[0]} is another one than {walk.chain} was begun with; give that again, change options of later "
+            "days with --set, or begin another chain with --out"
+        )
+    return chain
+
+
+# ---- a day
+
+
+def _do(walk: _Walk, name: str, path: Path, days: Sequence[DoneDay]) -> DoneDay:
+    """Prepares, trains and exports a day, as far as that was not done by an earlier call; returns what it came to."""
+    before = days[-1].name if days else None
+    _say(f"{name}: {'the first day' if before is None else f'the day after {before}'}")
+    clock = [time.monotonic()]
+    dataset = _prepared(walk, name, path, before)
+    files, prepared_s = _files_of(walk, path), (dataset.path / MANIFEST).stat().st_mtime
+    sources = {os.path.relpath(file.path, walk.logs): file for file in dataset.info.sources}
+    read = {name: (sources[name].num_bytes, sources[name].checksum) for name in files if name in sources}
+    # Files that were there and are not among those that were read are of another format.
+    known = {name: (stat.st_size, "") for name, stat in files.items() if stat.st_ctime <= prepared_s} | read
+    _check_unchanged(walk, name, files, known, prepared_s)
+    clock.append(time.monotonic())
+    run = Run(_trained(walk, name, dataset, before).path)
+    clock.append(time.monotonic())
+    published = _published(walk, name, run, is_first=before is None)
+    clock.append(time.monotonic())
+    done = DoneDay(
+        name=name,
+        files=known,
+        prepared_s=prepared_s,
+        rows=dataset.split("train").num_rows,
+        **_figures(run, dataset.info),
+        published_bytes=published,
+        seconds={what: round(b - a, 3) for what, (a, b) in zip(STEPS, pairwise(clock), strict=True)},
+        late=_late(walk, path, days),
+    )
+    _say(done.line(run.record.trained_for))
+    return done
+
+
+def _figures(run: Run, info: DatasetInfo) -> dict[str, Any]:
+    """Returns how good the day before's model was on the rows of a day, and what became of ids."""
+    parent, measures = run.record.parent, (*run.record.trained_for.measures, "calibration")
+    table_rows = sum(table.num_embeddings for table in info.tables)
+
+    def total(what: str) -> int | None:
+        found = [number_in(info.summary, "ids", table.name, what) for table in info.tables]
+        return None if None in found else int(sum(number or 0 for number in found))
+
+    # A run that was killed as it scored them has scored them again.
+    tenths = {line["tenth"]: line for line in run.folder.measurements() if line["kind"] == "tenth"}
+    return {
+        "metrics": None if parent is None else parent.metrics,
+        "tenths": [{name: number_in(line, name) for name in measures} for line in tenths.values()],
+        "unknown": unknown_shares(info)[0],
+        "table_rows": table_rows,
+        "new_rows": table_rows if (new := total("new_rows")) is None else new,
+        "gone_rows": total("expired"),
+    }
+
+
+def _prepared(walk: _Walk, name: str, path: Path, before: str | None) -> PackedDataset:
+    """Returns the dataset of a day, which extends that of the day before it."""
+    out, base = walk.place("data", name), None if before is None else walk.place("data", before)
+    if not is_taken(out / MANIFEST):
+        given = vars(walk.read) if base is None else {"skip_bad_rows": walk.read.skip_bad_rows}
+        with progress_bar() as progress:
+            run_prepare(
+                "auto",
+                str(path),
+                out,
+                schema=walk.schema if base is None else None,
+                base=NO_BASE if base is None else base,
+                announce=_say,
+                progress=progress,
+                **given,
+            )
+    dataset = PackedDataset.open(out, verify="sizes")
+    rows = raw_rows(dataset)
+    if rows is None or rows.day.parent_checksum != (None if base is None else PackedDataset.open(base).checksum):
+        raise ValueError(
+            f"{out} was prepared on another day than {before}: remove it and {walk.place('runs', name)}, and give the "
+            "same command again"
+        )
+    return dataset
+
+
+def _trained(walk: _Walk, name: str, dataset: PackedDataset, before: str | None) -> RunFolder:
+    """Returns the finished run of a day. Raises _Interrupted if a signal stops it."""
+    path = walk.place("runs", name)
+    if is_taken(path / CONFIG):
+        folder = resume(path)
+    else:
+        remove(path)  # a kill came before its first step
+        overrides = [f"data={json.dumps(str(dataset.path))}", f"run={json.dumps(str(path))}"]
+        if before is None:
+            config = Path(walk.recipe or walk.chain / RECIPE_FILE)
+            if not is_taken(config):
+                run_init(str(dataset.path), out=walk.chain, objective=walk.read.objective)
+        else:
+            config = config_of(parent := walk.place("runs", before))
+            overrides += [f"from_run={json.dumps(str(parent))}", *LATER]
+        folder = train(load_config(config, [*overrides, *walk.overrides]))
+    if folder.record.status == "interrupted":
+        raise _Interrupted(folder.record.signal)
+    return folder
+
+
+def _published(walk: _Walk, name: str, run: Run, *, is_first: bool) -> int:
+    """Brings the model that is served to a day's weights; returns the bytes of the delta, of the first day those of
+    the model."""
+    model, delta = walk.chain / "model", walk.place("deltas", name)
+    out, since = (model, None) if is_first else (delta, model)
+    make_folder(out.parent)
+    if not is_taken(out):
+        with progress_bar() as progress:
+            run.export(out, since=since, progress=progress)
+    if not is_first and not is_applied(model, delta):
+        apply_delta(model, delta)
+    return folder_bytes(out)
+
+
+def _late(walk: _Walk, path: Path, done: Sequence[DoneDay]) -> dict[str, dict[str, Any]] | None:
+    """Returns the metrics of the models of the last two days on the raw rows of a day, as they would be served; None if
+    that was not asked for, or there is one such model."""
+    if not walk.delay or len(done) < 2 or not is_taken(walk.place("runs", done[-2].name)):
+        return None
+    found = {}
+    for what, day in (("fresh", done[-1]), ("late", done[-2])):
+        with warnings.catch_warnings(), closing(Run(walk.place("runs", day.name))) as run:
+            warnings.simplefilter("ignore")  # that ids are new and scores are worse is what the figures are about
+            found[what] = run.evaluate_rows(str(path))
+    return found
+
+
+def _finish(walk: _Walk, chain: Chain, keep: int) -> None:
+    """Removes what older days need no longer, and writes the page."""
+    for day in chain.days[:-keep]:
+        remove(walk.place("data", day.name))
+        if is_taken(run := walk.place("runs", day.name)):
+            remove_run(run)
+    if chain.days:
+        newest = Run(walk.place("runs", chain.days[-1].name)).record
+        write_page(walk.chain / REPORT, walk.chain.name, chain.days, newest.trained_for)

@@ -1,0 +1,334 @@
+"""Laws of `hotrow days`: it is the commands of docs/daily.md by hand, to the byte, wherever it is killed on its way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hotrow
+from browser import Browser
+from expanded import expanded
+from forked import COMMAND, run_forked
+from hotrow.base.files import claim
+from hotrow.days import walk
+from hotrow.days.walk import walk_days
+from hotrow.run.checkpoint import list_checkpoints
+from hotrow.run.folder import RunFolder
+from prepare_data import file_hashes
+
+RECIPE = """
+data: ""
+model: {embedding_dim: 4, bottom_mlp: [], top_mlp: [8]}
+optimizer: {sparse: {name: adagrad, lr: 0.05, decay_per_day: 0.5}, schedule: {warmup_steps: 4}}
+train: {batch_size: 64, epochs: 2, eval_every: null, seed: 3, threads: 1}
+checkpoint: {every: 4}
+"""
+NAMES = ("day_1", "day_2", "day_10")
+TOLD = {"label": "click", "time": "ts", "categorical": ["user", "item"]}
+FLAGS = ("--label", "click", "--time", "ts", "--categorical", "user", "--categorical", "item")
+
+
+def write_day(path: Path, day: int, num_rows: int = 500) -> None:
+    """Clicks that depend on the item; the ids of a day drift away from those of the day before."""
+    rng = np.random.default_rng(day)
+    item, user = rng.integers(10 * day, 10 * day + 40, num_rows), rng.integers(0, 60 + 20 * day, num_rows)
+    click = rng.random(num_rows) < np.where(item % 3 == 0, 0.7, 0.2)
+    lines = (
+        f"{int(click[k])},{1_700_000_000 + 100_000 * day + 100 * k},u{user[k]},i{item[k]},{rng.normal():.3f}"
+        for k in range(num_rows)
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("click,ts,user,item,price\n" + "\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("walk") / "logs"
+    for number, name in enumerate(NAMES, 1):
+        write_day(folder / name / "part.csv", number)
+    (folder.parent / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def go(logs: Path, out: Path, **options: Any) -> dict[str, Any]:
+    return walk_days(logs, out, recipe=logs.parent / "recipe.yaml", **TOLD, **options)
+
+
+@pytest.fixture(scope="module")
+def chain(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chain that was never stopped; all of its days are kept, and a day's delay is scored."""
+    out = tmp_path_factory.mktemp("walk") / "chain"
+    assert go(logs, out, keep=9, delay=True)["new"] == list(NAMES)
+    return out
+
+
+def bits(chain: Path) -> dict[str, Any]:
+    """All that must be the same in two chains: datasets, tensors, deltas and the model that is served."""
+    found: dict[str, Any] = {}
+    for run in (chain / "runs").iterdir():
+        checkpoints = list_checkpoints(run / "checkpoints")
+        found[run.name] = expanded(checkpoints[max(checkpoints)])
+        parent = RunFolder.open(run).record.parent
+        found[f"{run.name} before"] = None if parent is None else parent.metrics
+    return found | {name: file_hashes(chain / name) for name in ("data", "deltas", "model")}
+
+
+def hotrow_in(folder: Path, *words: object) -> None:
+    program = f"import os; os.chdir({str(folder)!r})\n{COMMAND}"
+    done = run_forked(program, *words)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_one_command_is_the_commands_by_hand(logs: Path, chain: Path, tmp_path: Path) -> None:
+    later = ["train.epochs=1", "train.max_steps=null", "train.early_stopping=null", "train.eval_every=null"]
+    later += ["optimizer.schedule={warmup_steps: 0, decay_steps: 0}"]
+    for before, name in zip((None, *NAMES), NAMES, strict=False):
+        first = before is None
+        base = ("--base", "none", *FLAGS) if first else ("--base", f"data/{before}")
+        hotrow_in(tmp_path, "prepare", "auto", logs / name, *base, "--out", f"data/{name}")
+        start = (logs.parent / "recipe.yaml",) if first else ("--from", f"runs/{before}")
+        changes = [f"data=data/{name}", f"run=runs/{name}", *([] if first else later)]
+        hotrow_in(tmp_path, "train", *start, *(word for change in changes for word in ("--set", change)))
+        if first:
+            hotrow_in(tmp_path, "export", f"runs/{name}", "--out", "model")
+            (tmp_path / "deltas").mkdir()
+        else:
+            hotrow_in(tmp_path, "export", f"runs/{name}", "--since", "model", "--out", f"deltas/{name}")
+            hotrow_in(tmp_path, "apply", "model", f"deltas/{name}")
+    by_hand = bits(tmp_path)
+    for what, found in bits(chain).items():
+        assert found == by_hand[what], what
+    whole = tmp_path / "whole"
+    hotrow.load(chain / "runs" / NAMES[-1]).export(whole)
+    exported = file_hashes(whole)
+    assert {name: own for name, own in file_hashes(chain / "model").items() if name != "chain.json"} == exported
+
+
+KILLED = """
+import os, signal, sys
+from importlib import import_module
+module, name, when, times, *words = sys.argv[1:]
+home, left = import_module(module), int(times)
+plain = getattr(home, name)
+
+def dying(*arguments, **options):
+    global left
+    left -= 1
+    if left == 0 and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = plain(*arguments, **options)
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+setattr(home, name, dying)
+sys.argv = ["hotrow", *words]
+from hotrow.__main__ import main
+main()
+"""
+PLACES = [
+    ("data.prepare.extend", "write_counts", "before", 2),  # as the first day is prepared
+    ("days.walk", "run_prepare", "after", 1),
+    ("run.trainer", "train_step", "before", 6),
+    ("days.walk", "resume", "after", 1),
+    ("days.walk", "folder_bytes", "before", 1),  # after its export
+    ("days.walk", "run_prepare", "after", 1),  # of the second day
+    ("run.runs", "_score_new_rows", "after", 1),
+    ("run.trainer", "train_step", "before", 6),
+    ("days.walk", "resume", "after", 1),
+    ("export.delta", "_write", "after", 2),
+    ("export.delta", "_change_table", "after", 1),
+    ("days.walk", "apply_delta", "after", 1),
+    ("days.walk", "write_page", "before", 1),
+    ("days.walk", "remove", "before", 1),  # before the third day trains
+    ("days.walk", "write_page", "before", 1),
+]
+
+
+def test_a_chain_that_is_killed_anywhere_ends_in_the_same_bits(logs: Path, chain: Path, tmp_path: Path) -> None:
+    """One chain, killed at one place after another: each call goes on from what the one before it left."""
+    out = tmp_path / "chain"
+    words = ("days", logs, "--out", out, "--recipe", logs.parent / "recipe.yaml", "--keep", 9, *FLAGS)
+    for home, *place in PLACES:
+        done = run_forked(KILLED, f"hotrow.{home}", *place, *words)
+        assert done.returncode == -signal.SIGKILL, (home, place, done.stdout, done.stderr)
+    go(logs, out, keep=9)
+    assert bits(out) == bits(chain)
+    assert (out / "report.html").is_file()
+
+
+def test_days_that_are_done_are_skipped(logs: Path, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = file_hashes(chain / "model") | file_hashes(chain / "runs") | file_hashes(chain / "data")
+    for name in ("run_prepare", "train", "apply_delta"):
+        monkeypatch.setattr(walk, name, None)
+    found = go(logs, chain, keep=9, delay=True)
+    assert (found["days"], found["new"], found["newest"]["name"]) == (3, [], "day_10")
+    assert file_hashes(chain / "model") | file_hashes(chain / "runs") | file_hashes(chain / "data") == before
+
+
+def test_a_days_figures_are_those_of_the_commands(logs: Path, chain: Path) -> None:
+    days = json.loads((chain / "days.json").read_text())["days"]
+    assert [day["name"] for day in days] == list(NAMES), "day_2 comes before day_10"
+    assert days[0]["metrics"] is None and days[0]["unknown"] is None
+    assert days[0]["new_rows"] == days[0]["table_rows"]
+    for before, day in pairwise(days):
+        found = hotrow.load(chain / "runs" / before["name"])
+        raw = found.evaluate_rows(str(logs / day["name"]))
+        assert day["metrics"]["num_rows"] == raw["num_rows"] == day["rows"] == 500
+        assert day["metrics"]["auc"] == RunFolder.open(chain / "runs" / day["name"]).record.parent.metrics["auc"]  # type: ignore[union-attr,index]
+        assert len(day["tenths"]) == 10 and 0 < day["unknown"] < 1 and day["new_rows"] > 0
+        assert day["table_rows"] == before["table_rows"] + day["new_rows"]
+    assert days[1]["late"] is None
+    late = {what: hotrow.load(chain / "runs" / name) for what, name in (("fresh", "day_2"), ("late", "day_1"))}
+    assert days[2]["late"] == {what: run.evaluate_rows(str(logs / "day_10")) for what, run in late.items()}
+
+
+def test_old_datasets_and_runs_go(logs: Path, chain: Path, tmp_path: Path) -> None:
+    out = tmp_path / "chain"
+    go(logs, out, keep=1)
+    assert [path.name for kind in ("data", "runs") for path in (out / kind).iterdir()] == ["day_10", "day_10"]
+    assert file_hashes(out / "deltas") == file_hashes(chain / "deltas")
+    assert file_hashes(out / "model") == file_hashes(chain / "model")
+    page = (out / "report.html").read_text()
+    assert all(f"<td>{name}</td>" in page for name in NAMES)
+
+
+def test_a_chain_without_schema_and_recipe(tmp_path: Path) -> None:
+    """A newcomer's first call; files may be days as folders may."""
+    for number in (1, 2):
+        write_day(tmp_path / "logs" / f"2026-11-0{number}.csv", number, 300)
+    words = ("days", "logs", "--out", "chain", "--label", "click", "--time", "ts", "--set", "train.max_steps=20")
+    hotrow_in(tmp_path, *words)
+    assert (tmp_path / "chain" / "recipe.yaml").is_file()
+    assert {path.name for path in (tmp_path / "chain" / "runs").iterdir()} == {"2026-11-01", "2026-11-02"}
+    hotrow_in(tmp_path, *words)
+
+
+# ---- what is refused
+
+
+@pytest.fixture
+def begun(logs: Path, chain: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Copies of the logs and of the chain, whose logs may be changed."""
+    shutil.copytree(logs.parent, tmp_path / "walk")
+    own = tmp_path / "walk" / "logs"
+    state = walk._DOCUMENT.read(chain / "days.json")
+    shutil.copytree(chain, tmp_path / "chain")
+    walk._DOCUMENT.write(tmp_path / "chain" / "days.json", state)
+    return own, tmp_path / "chain"
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (
+            lambda logs: edit(logs / "day_2" / "part.csv", ",u", ",v"),
+            r"day_2/part\.csv has changed since day_2 was",
+        ),
+        (lambda logs: edit(logs / "day_1" / "part.csv", ",u", ",uu"), r"day_1/part\.csv has changed"),
+        (lambda logs: write_day(logs / "day_2" / "late.csv", 9), r"day_2/late\.csv is new since .* into a new day"),
+        (lambda logs: (logs / "day_2" / "part.csv").rename(logs / "day_2" / "b.csv"), r"day_2/b\.csv is new"),
+        (lambda logs: write_day(logs / "day_3" / "part.csv", 9), r"day_3 comes before day_10, which is done"),
+        (lambda logs: write_day(logs / "day_10.csv", 9), r"day_10 and .*day_10\.csv are both day 'day_10'"),
+    ],
+)
+def test_changed_days_are_refused(begun: tuple[Path, Path], change: Any, error: str) -> None:
+    logs, out = begun
+    before = file_hashes(out)
+    change(logs)
+    with pytest.raises(ValueError, match=error):
+        go(logs, out, keep=9)
+    assert file_hashes(out) == before
+
+
+def test_logs_of_days_that_are_done_may_go_and_may_be_touched(begun: tuple[Path, Path]) -> None:
+    logs, out = begun
+    shutil.rmtree(logs / "day_1")
+    os.utime(logs / "day_2" / "part.csv")
+    write_day(logs / "day_11" / "part.csv", 4)
+    assert go(logs, out, keep=9)["new"] == ["day_11"]
+
+
+def test_a_day_that_was_changed_before_it_was_done_is_refused(
+    begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs, out = begun
+    write_day(logs / "day_11" / "part.csv", 4)
+
+    def stopped(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(walk, "_trained", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            go(logs, out, keep=9)
+    write_day(logs / "day_10b" / "part.csv", 5)
+    with pytest.raises(ValueError, match=r"day_11 was prepared on another day than day_10b: remove it"):
+        go(logs, out, keep=9)
+    shutil.rmtree(logs / "day_10b")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"keep": 0}, r"keep is 0; it must be at least 1"),
+        ({"keep": 1, "delay": True}, r"keep is 1; it must be at least 2"),
+        ({"time_format": "%s"}, r"time_format is another one than .* was begun with"),
+        ({"schema": "recipe.yaml"}, r"schema is another one than .* was begun with"),
+    ],
+)
+def test_other_options_are_refused(
+    logs: Path, chain: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], error: str
+) -> None:
+    monkeypatch.chdir(logs.parent)
+    with pytest.raises(ValueError, match=error):
+        go(logs, chain, **options)
+
+
+def test_other_folders_are_refused(logs: Path, chain: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a folder; name the folder"):
+        go(logs / "day_1" / "part.csv", tmp_path / "out")
+    (tmp_path / "empty" / ".hidden").mkdir(parents=True)
+    with pytest.raises(ValueError, match="empty is empty; put a file or a folder"):
+        walk_days(tmp_path / "empty", tmp_path / "out")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine.txt").touch()
+    with pytest.raises(ValueError, match=r"taken has no days\.json, but mine\.txt"):
+        go(logs, tmp_path / "taken")
+    with claim(chain), pytest.raises(ValueError, match="another process works on"):
+        go(logs, chain)
+
+
+# ---- the page
+
+
+def test_the_page_in_a_browser(chain: Path, tmp_path: Path) -> None:
+    with Browser(tmp_path / "profile") as browser:
+        for width in (390, 820, 1440):
+            browser.open(chain / "report.html", width=width, dark=width == 820)
+            assert browser.run("document.documentElement.scrollWidth") <= width
+        assert browser.run("document.querySelectorAll('svg').length") == 8, (
+            "AUC, LogLoss, NE, calibration; four of cost"
+        )
+        assert browser.errors == []
+
+
+def test_text_on_the_page_is_escaped(logs: Path, tmp_path: Path) -> None:
+    own = tmp_path / "walk" / "logs"
+    shutil.copytree(logs / "day_1", own / "<b>day")
+    shutil.copy(logs.parent / "recipe.yaml", own.parent)
+    go(own, tmp_path / "<i>chain", overrides=["train.max_steps=2"])
+    page = (tmp_path / "<i>chain" / "report.html").read_text()
+    assert "<b>day" not in page and "&lt;b&gt;day" in page and "<i>chain" not in page
