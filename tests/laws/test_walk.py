@@ -20,6 +20,7 @@ from forked import COMMAND, run_forked
 from hotrow.base.files import claim
 from hotrow.days import walk
 from hotrow.days.walk import walk_days
+from hotrow.run import trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
 from prepare_data import file_hashes
@@ -163,6 +164,23 @@ def test_a_chain_that_is_killed_anywhere_ends_in_the_same_bits(logs: Path, chain
     go(logs, out, keep=9)
     assert bits(out) == bits(chain)
     assert (out / "report.html").is_file()
+
+
+def test_a_signal_saves_a_checkpoint_and_ends_the_call(
+    logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = trainer.train_step
+
+    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
+        if number == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return plain(parts, batch, number, clock)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", step)
+        found = go(logs, tmp_path / "chain")
+    assert (found["status"], found["signal"], found["days"], found["newest"]) == ("interrupted", 15, 0, {})
+    assert list_checkpoints(tmp_path / "chain" / "runs" / "day_1" / "checkpoints").keys() == {3}
 
 
 def test_days_that_are_done_are_skipped(logs: Path, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:

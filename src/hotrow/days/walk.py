@@ -276,7 +276,7 @@ def _figures(run: Run, info: DatasetInfo) -> dict[str, Any]:
 
     def total(what: str) -> int | None:
         found = [number_in(info.summary, "ids", table.name, what) for table in info.tables]
-        return None if None in found else int(sum(number or 0 for number in found))
+        return int(sum(number or 0 for number in found)) if any(number is not None for number in found) else None
 
     # A run that was killed as it scored them has scored them again.
     tenths = {line["tenth"]: line for line in run.folder.measurements() if line["kind"] == "tenth"}
