@@ -77,11 +77,11 @@ def train_day(data: Path, run: Path, seed: int, before: Path | None = None) -> R
     return runs.train(make_config(given), quiet=True)
 
 
-def scores_of(run: Path, file: Path) -> NDArray[np.float64]:
-    """Returns the run's score of each row of a raw file."""
+def scores_of(run: Path, *files: Path) -> NDArray[np.float64]:
+    """Returns the run's score of each row of raw files, one after another."""
     loaded = hotrow.load(run)
     try:
-        return loaded.predict(str(file)).astype(float)
+        return loaded.predict([str(file) for file in files]).astype(float)
     finally:
         loaded.close()
 

@@ -162,7 +162,8 @@ def one_chain(files: Sequence[Path], folder: Path, choose: Callable[[Step, int],
             took_s, codes, is_killed = give(step, how, said)
             times += 1
             if is_killed:
-                kills.append(f"{step.name} of {step.out.name} after {how.delay_s:.2f} s on {how.ranks}")
+                where = f" of {how.ranks} ranks" if step.name == "train" else ""
+                kills.append(f"{step.name} of {step.out.name}{where} after {how.delay_s:.2f} s")
             elif any(codes) or not is_done(step):
                 told = "; ".join(" ".join(path.read_text()[-400:].split()) for path in sorted(said.glob("rank-*")))
                 return Round((*kills,), longest_s, (f"{step.name} of {step.out.name} ended with {codes}: {told}",), {})

@@ -24,16 +24,17 @@ PAPER = {10: "79.66 ± 0.020", 50: "79.78 ± 0.005", 100: "79.80 ± 0.008"}
 """AUC in percent of online training by number of shards; frozen 79.42 to 79.44 (arXiv 2209.07663, Table 2)."""
 PAPER_ROWS = 45_840_617
 """Rows of Criteo Kaggle, of which the paper trains 5/7 as a batch and streams 2/7."""
-SCALE = 0.01
-"""Share of their rows that the large tables of made-up days keep."""
 
 
 # ---- Monolith's Table 2
 
 
 def made_up(file: Path, num_rows: int, drift: float, num_days: float = 7.0) -> Path:
-    """Writes made-up rows of the shape of Criteo Kaggle, in the order of time; returns the file."""
-    write_criteo(file, criteo_kaggle(num_rows, scale=SCALE, drift=drift, num_days=num_days))
+    """Writes made-up rows of the shape of Criteo Kaggle, in the order of time; returns the file.
+
+    Its large tables have as small a share of their ids as `num_rows` is of its rows, so that ids are as often new.
+    """
+    write_criteo(file, criteo_kaggle(num_rows, scale=min(1, num_rows / PAPER_ROWS), drift=drift, num_days=num_days))
     return file
 
 
@@ -60,7 +61,7 @@ def monolith(rows: Path, name: str, folder: Path, *, seeds: int, shards: Sequenc
             day = prepare_day(file, folder / "days" / f"day_{number:03}", day)
             days.append(day)
         labels = [labels_of(file) for file in files]
-        before = [[scores_of(run, file) for file in files] for run in frozen]
+        before = [np.split(scores_of(run, *files), np.cumsum(sizes)[:-1]) for run in frozen]
         online = [stream(run, seed, files, days, folder / "runs") for seed, run in enumerate(frozen, 1)]
         figures = gains(labels, online, before)
         cells.append({"name": f"days_monolith_{name}_{num_shards}", "shards": num_shards, "rows": num_rows, **figures})
