@@ -26,6 +26,8 @@ from hotrow.kernels.types import Algorithm, Layout, Rule
 
 TILE = 512
 """Elements that a program holds at a time: four for each thread of four warps."""
+MAX_ROWS = 16
+"""Rows of a tile: Triton 3.6 does not compile an update of 32 whose pointers are divisible by 16."""
 _STORAGES = {torch.float32: triton_kernels.FLOAT32, torch.float16: triton_kernels.FLOAT16}
 _ROW_BITS = triton_kernels.ROW_BITS
 
@@ -39,7 +41,7 @@ class Kind(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return max(1, TILE // self.block_d)
+        return max(1, min(MAX_ROWS, TILE // self.block_d))
 
 
 class Arrays:
