@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from gpu_device import DEVICE
 
-from benchmarks import gpu
+from benchmarks import device_day, gpu
+from benchmarks.step_shapes import SHAPES
 
 pytestmark = [pytest.mark.package, pytest.mark.usefixtures("one_thread")]
 QUICK = ["--quick", "--device", str(DEVICE), "--stretches", "1", "--here"]
@@ -113,8 +115,9 @@ def test_turns_hold_every_sample_once_and_one_class() -> None:
 
 
 def test_what_cannot_be_measured_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    gpu.main(["--here"])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        gpu.main(["--here"])
     told = capsys.readouterr()
     text, found = told.err.splitlines(), json.loads(told.out)
     assert len(found["cells"]) == 2 * 4 * 3 and all(cell["measured"] is None for cell in found["cells"])
@@ -122,3 +125,46 @@ def test_what_cannot_be_measured_says_so(capsys: pytest.CaptureFixture[str], mon
     assert "finds no GPU here" in text[0]
     sides, refused = gpu.make_sides(gpu.Cell("kaggle", "40", 8, 2, 1e-5, str(DEVICE), 3), ["cached"], small().hot_set())
     assert not sides and "raise it to" in refused["cached"]
+
+
+def test_a_visit_names_what_failed_and_goes_on(tmp_path: Path) -> None:
+    """A part that fails, one that takes minutes and has a process of its own, one that gives figures, one for GPUs."""
+    fails = "import sys; print('the cause', file=sys.stderr); sys.exit(3)"
+    lasts = "import os, time; os.fork(); print('so far', flush=True); time.sleep(500)"
+    gives = """print('text'); print('{"figure": 7}')"""
+    codes = {"fails": (fails, 60), "lasts": (lasts, 2), "gives": (gives, 60)}
+    chosen = [device_day.Part(name, ("-c", code), limit, needs_gpu=False) for name, (code, limit) in codes.items()]
+    report = device_day.visit([*chosen, device_day.Part("gpu", ("-c", ""), 60)], tmp_path)
+    found = report["parts"]
+    assert "failed" in found["fails"]["status"] and "the cause" in found["fails"]["text"]
+    assert "ran out of its 2 s" in found["lasts"]["status"] and "so far" in found["lasts"]["text"]
+    assert (found["gives"]["status"], found["gives"]["found"]) == ("done", {"figure": 7})
+    assert ("finds no GPU" in found["gpu"]["status"]) == (DEVICE.type == "cpu")
+    assert json.loads((tmp_path / "device-day.json").read_text()) == report
+    page = (tmp_path / "device-day.md").read_text()
+    assert "the cause" in page and all(own["status"] in page for own in found.values())
+
+
+def test_a_visit_that_took_its_time_leaves_the_rest_out(tmp_path: Path) -> None:
+    chosen = [device_day.Part(name, ("-c", ""), 60, needs_gpu=False) for name in ("one", "two")]
+    found = device_day.visit(chosen, tmp_path, visit_s=0.5)["parts"]
+    assert all("not run" in own["status"] for own in found.values())
+
+
+def test_the_parts_of_a_visit_are_commands_that_exist() -> None:
+    """Their options are taken by the scripts that they name."""
+    for part in device_day.parts(quick=True):
+        module = part.arguments[1]
+        if module == "benchmarks.gpu":
+            assert gpu.parsed(part.arguments[2:]).json
+        elif module == "benchmarks.end_to_end":
+            shapes = [own for before, own in pairwise(part.arguments) if before == "--shape"]
+            assert set(shapes) < set(SHAPES)
+
+
+def test_the_profile_of_a_step() -> None:
+    """By Triton's interpreter there is Python alone."""
+    found = device_day.profile(device=str(DEVICE), quick=True)
+    assert found["functions"] and bool(found["kernels"]) == (DEVICE.type == "cuda")
+    assert found["step_ms"] > 0 and found["device_ms"] == pytest.approx(sum(own["ms"] for own in found["kernels"]))
+    assert len(device_day.profile_lines(found)) == 3 + len(found["functions"]) + len(found["kernels"])
