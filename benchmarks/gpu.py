@@ -5,7 +5,7 @@
                              [--threads N] [--json] [--quick]
     python -m benchmarks.gpu --hbm 10% --zipf 1.05 --modes cached all_in_hbm    # promised: 70 % of all_in_hbm
 
-(A GPU has not run it yet; without one every cell is printed as not measured.)
+(Without a GPU every cell is printed as not measured.)
 Shapes are the 26 tables and the MLPs of Criteo Kaggle (dim 16) and Terabyte (dim 64), one id per feature and sample,
 drawn by the tables' skews, or `--zipf` for all, each by itself; SGD on tables and MLPs; the MLPs are torch's, on the
 GPU, always. `--hbm` caps what rows take of device memory, in bytes or as a share of the rows; what crosses to the
