@@ -1,9 +1,12 @@
-"""W&B and MLflow as sinks: fakes take the place of both packages and keep what they are given."""
+"""W&B and MLflow as sinks: fakes take the place of both packages and keep what they are given; then the packages
+themselves, if they are installed."""
 
 from __future__ import annotations
 
+import json
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -156,3 +159,55 @@ def test_an_absent_tracker_is_refused_before_a_folder_is_made(
     with pytest.raises(ValueError, match=f"train.sinks .*pip install {name}"):
         train(dataset, tmp_path / "run", name)
     assert not (tmp_path / "run").exists()
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records that W&B has put into a file: 7 bytes, then LevelDB's log format, whose blocks have 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, begun = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        if kind:  # 0 fills the rest of a block
+            begun += content[at + 7 : at + 7 + length]
+            at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield Record.FromString(begun)
+            begun = b""
+        if not kind or -at % 32768 < 7:
+            at += -at % 32768
+
+
+@pytest.mark.slow
+def test_mlflow_itself_has_all_numbers(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    run = train(dataset, tmp_path / "a run", "mlflow")
+    run = runs.resume(run.path, ["train.max_steps=8"], quiet=True)
+    assert "sink_lost" not in run.record.warnings
+    client = mlflow.MlflowClient()
+    (found,) = client.search_runs(["0"])
+    assert found.data.params["train.batch_size"] == "64"
+    histories = {name: client.get_metric_history(found.info.run_id, name) for name in found.data.metrics}
+    kept = {(name, one.step): one.value for name, history in histories.items() for one in history}
+    assert scalars(run).items() <= kept.items()
+
+
+@pytest.mark.slow
+def test_wandb_itself_has_all_numbers(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    run = train(dataset, tmp_path / "a run", "wandb")
+    run = runs.resume(run.path, ["train.max_steps=8"], quiet=True)
+    assert "sink_lost" not in run.record.warnings
+    kept, keys, options = {}, set(), {}
+    for record in (one for path in tmp_path.glob("wandb/*/*.wandb") for one in wandb_records(path)):
+        if record.HasField("run"):
+            keys.add(record.run.run_id)
+            options |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        if record.HasField("history"):
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            kept |= {(name, row["step"]): value for name, value in row.items()}
+    assert len(keys) == 1 and options["train.batch_size"] == "64"
+    assert scalars(run).items() <= kept.items()
