@@ -26,6 +26,7 @@
 using namespace hotrow;
 
 void bind_encode(nb::module_& m);
+void bind_cells(nb::module_& m);
 void bind_dense(nb::module_& m);
 void bind_memory(nb::module_& m);
 void bind_cache(nb::module_& m);
@@ -666,6 +667,7 @@ NB_MODULE(_native, m) {
   bind_dense(m);
   bind_reuse(m);
   bind_encode(m);
+  bind_cells(m);
   bind_memory(m);
   bind_cache(m);
 }

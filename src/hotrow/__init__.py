@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hotrow.placement.budget import DeviceMemory, Memory
     from hotrow.placement.lookahead import lookahead
     from hotrow.run.checkpoint import load_checkpoint, save_checkpoint
+    from hotrow.serve.scorer import Scorer
     from hotrow.tables import TableConfig, Uniform
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "PackedDataset",
     "RowWiseAdagrad",
     "Run",
+    "Scorer",
     "Shard",
     "SplitSGDBF16",
     "TableConfig",
@@ -68,6 +70,7 @@ _HOMES = {
     "hotrow.export.delta": ("apply_delta",),
     "hotrow.parallel.launch": ("shard",),
     "hotrow.parallel.shards": ("Shard",),
+    "hotrow.serve.scorer": ("Scorer",),
     "hotrow.placement.budget": ("DeviceMemory", "Memory"),
     "hotrow.placement.lookahead": ("lookahead",),
     "hotrow.optim": ("FTRL", "SGD", "Adagrad", "Adam", "RowWiseAdagrad", "SplitSGDBF16", "clip_grad_norm_"),

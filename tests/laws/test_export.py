@@ -16,6 +16,7 @@ import math
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -203,6 +204,11 @@ def check(run: hotrow.Run, raw: Any, columns: Columns, out: Path) -> None:
     run.close()
     assert len(expected) > 100 and expected.std() > 0.02, "scores too alike to tell anything"
     np.testing.assert_allclose(scorer_of(out).score(columns).numpy(), expected, rtol=0, atol=TOLERANCE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        served = hotrow.Scorer(out, work=out.parent / "work")
+    np.testing.assert_array_equal(served.score(columns), expected, err_msg="hotrow's own scorer has the same bits")
+    assert served.seen.columns == run.seen.columns
 
 
 @pytest.fixture(scope="module")

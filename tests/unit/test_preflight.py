@@ -175,7 +175,7 @@ DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn", "fbgemm_gpu": "fbg
 INSIDE = {"ray"}
 """What an example runs inside of, and whoever starts it has."""
 EXTRAS = {
-    "src": ("gpu",),
+    "src": ("gpu", "serve"),
     "examples": ("test",),
     "tests": ("test",),
     "benchmarks": ("bench", "test"),

@@ -606,6 +606,38 @@ def apply(
     return {"export": str(out or export), **_summary_of(apply_delta(export, delta, out))}
 
 
+@verb("serve", home="hotrow.serve.scorer", example="hotrow serve clicks-export --memory 1GiB")
+def serve(
+    export: Annotated[Path, typer.Argument(help="An export's folder, which is never written to.")],
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8080,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="How much of the tables may be in memory, e.g. 1GiB; default: the system decides."),
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Folder for what is made while serving; default: EXPORT.serve.")
+    ] = None,
+    deltas: Annotated[
+        Path | None, typer.Option(help="Folder of deltas that POST /apply may take; default: none may be applied.")
+    ] = None,
+) -> Answer:
+    """Score raw rows over HTTP: POST /score, GET /health, GET /metrics."""
+    from hotrow.serve.scorer import Scorer
+
+    try:
+        from hotrow.serve.server import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f"hotrow serve needs {error.name}: pip install 'hotrow[serve]'") from None
+    if deltas is not None and not deltas.is_dir():
+        raise ValueError(f"--deltas: there is no folder {deltas}; make it, or leave the option out")
+    scorer = Scorer(export, memory=memory, work=work)
+    print(f"serving {export}, version {scorer.version}, at http://{host}:{port}/score", file=sys.stderr)
+    serve(scorer, host=host, port=port, deltas=deltas)
+    return {"export": str(scorer.path), "version": scorer.version}
+
+
 @verb("plan", home="hotrow.cli.plan", example="hotrow plan recipes/criteo-small.yaml --target 50000")
 def plan(
     config: Annotated[Path, typer.Argument(help="A YAML config, e.g. recipes/criteo-small.yaml.")],

@@ -100,6 +100,11 @@ class Seen:
         counts = {"missing": int(missing.sum()), "outside": int(outside.sum())}
         self._add(name, values=len(values), **counts, unreadable=unreadable)
 
+    def merge(self, other: Seen) -> None:
+        """Adds what other rows held."""
+        for name, counts in other.columns.items():
+            self._add(name, **counts)
+
     def _add(self, name: str, **counts: int) -> None:
         own = self.columns.setdefault(name, dict.fromkeys(counts, 0))
         for kind, count in counts.items():

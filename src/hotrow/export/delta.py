@@ -125,7 +125,7 @@ def write_delta(since: Path | str, out: Path | str, write: Callable[[whole.Whole
         whole.verify_export(since)
         before, exports = DOCUMENT.read(since / EXPORT), _chain_of(since)
         changes = Changes(partial, since, before)
-        after, result = write(changes), _checksum_of(changes.folder)
+        after, result = write(changes), checksum_of(changes.folder)
         if result == exports[-1]:
             raise ValueError(f"{since} already is this export; export a later step or another run")
         for name in before.files:
@@ -317,7 +317,7 @@ def _tables(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
 # ---- the chain
 
 
-def _checksum_of(export: Path) -> str:
+def checksum_of(export: Path) -> str:
     """Returns the SHA-256 of export.json, which names an export."""
     return sha256(read_file(export / EXPORT)).hexdigest()
 
@@ -327,7 +327,7 @@ def _chain_of(export: Path) -> tuple[str, ...]:
 
     Raises ValueError if its chain.json is of another export.
     """
-    own = _checksum_of(export)
+    own = checksum_of(export)
     exports = _CHAIN.read(export / CHAIN).exports if is_taken(export / CHAIN) else (own,)
     # chain.json is written before anything changes, and export.json after everything has.
     if own not in exports[-2:]:
@@ -366,17 +366,22 @@ def _check_next(delta: Delta, path: Path, export: Path) -> tuple[str, ...]:
 # ---- applying a delta
 
 
+def read_delta(path: Path) -> Delta:
+    """Returns what delta.json says. Raises ValueError if there is none, or if it was altered."""
+    if not is_taken(path / DELTA):
+        raise ValueError(f"{path} is not a delta, or half of one: it has no {DELTA}; {_CURE}")
+    return _DOCUMENT.read(path / DELTA)
+
+
 def verify_delta(path: Path) -> int:
     """Compares every file of a delta with its size and crc32; returns the bytes read.
 
     Raises ValueError naming the first file that is missing, or whose size or checksum differs.
     """
     check_folder(path, files=(DELTA,), folders=_PARTS)
-    if not is_taken(path / DELTA):
-        raise ValueError(f"{path} is not a delta, or half of one: it has no {DELTA}; {_CURE}")
-    delta = _DOCUMENT.read(path / DELTA)
+    delta = read_delta(path)
     num_bytes = verify_files(path, delta.files, said_by=DELTA, cure=_CURE)
-    if f"{_FILES}/{EXPORT}" not in delta.files or _checksum_of(path / _FILES) != delta.result:
+    if f"{_FILES}/{EXPORT}" not in delta.files or checksum_of(path / _FILES) != delta.result:
         raise ValueError(f"{path / DELTA}: result is not the checksum of {_FILES}/{EXPORT}; {_CURE}")
     return num_bytes
 
@@ -397,7 +402,7 @@ def apply_delta(export: Path | str, delta: Path | str, out: Path | str | None = 
     export, path = Path(export), Path(delta)
     check_folder(export, folders=FOLDERS)
     verify_delta(path)
-    found = _DOCUMENT.read(path / DELTA)
+    found = read_delta(path)
     doing, kept = f"applying {path}", f"{export} is as it was, or refused until the delta is applied."
     with claim(export) as is_ours, explain_full_disk(export, doing, kept):
         if is_ours is False:

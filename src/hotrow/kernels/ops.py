@@ -743,29 +743,36 @@ def _views(*tensors: Tensor | None) -> list[Any]:
     return [None if each is None else view(each) for each in tensors]
 
 
-class _Packed:
-    """Weights of MLPs as their products take them."""
+class Packed:
+    """Weights of MLPs as their products take them. only: the weights to keep so; if None, all that come.
 
-    def __init__(self) -> None:
-        self._native = _native().PackedWeights()
-        self._weights: list[Tensor] = []
+    With `only`, several threads may use it at once after each of these weights came once.
+    """
+
+    def __init__(self, only: Iterable[Tensor] | None = None) -> None:
+        self._native = None if (module := _native()) is None else module.PackedWeights()
+        self._weights: list[Tensor] = [] if only is None else list(only)
+        self._addresses = None if only is None else {weight.data_ptr() for weight in self._weights}
 
     def keep(self, weights: Sequence[Tensor]) -> Any:
         """Returns the native object; `weights` live as long as it does, so that none takes another's address."""
-        self._weights += weights
+        if self._addresses is None:
+            self._weights += weights
+        elif not self._addresses.issuperset(weight.data_ptr() for weight in weights):
+            return None
         return self._native
 
 
-_packed: ContextVar[_Packed | None] = ContextVar("packed", default=None)
+_packed: ContextVar[Packed | None] = ContextVar("packed", default=None)
 
 
 @contextmanager
-def weights_stay() -> Iterator[None]:
+def weights_stay(packed: Packed | None = None) -> Iterator[None]:
     """Inside the block no weight of an MLP may change: each is rearranged for its products once, not once a call.
 
-    For many small batches in a row. Results are the same.
+    For many small batches in a row. Results are the same. packed: of earlier blocks; if None, a new one.
     """
-    token = _packed.set(None if _native() is None else _Packed())
+    token = _packed.set(packed or Packed())
     try:
         yield
     finally:

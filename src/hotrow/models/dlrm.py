@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from hotrow.models.layers import MLP, Constant, Dropout, Network, dot_interaction, each, products
+from hotrow.models.layers import MLP, Constant, Dropout, Network, dot_interaction, each, products, repeated
 from hotrow.models.spec import DropoutShare, Members, MLPSpec, Width
 
 
@@ -77,7 +77,10 @@ def _logits(members: Sequence[DLRM], dense_BI: Tensor, pooled_MBFD: Tensor) -> T
     if one.row_dropout.moment and one.row_dropout.share:
         kept_MBF = each([own.row_dropout for own in members], pooled_MBFD.new_ones(pooled_MBFD.shape[:3]))
         pooled_MBFD = pooled_MBFD * kept_MBF[..., None]
-    bottom_MBD = each([own.bottom for own in members], dense_MBI)
+    num_different = 1 if dense_BI.stride(0) == 0 else len(dense_BI)  # rows of one tensor, expanded, go through once
+    bottom_MBD = each([own.bottom for own in members], dense_MBI[:, :num_different])
+    if num_different < len(dense_BI):
+        bottom_MBD = repeated(bottom_MBD.flatten(0, 1), len(dense_BI)).view(num_members, len(dense_BI), -1)
     inputs_MBI = dot_interaction(bottom_MBD.flatten(0, 1), pooled_MBFD.flatten(0, 1))
     inputs_MBI = inputs_MBI.view(num_members, len(dense_BI), -1)
     if one.concatenated:

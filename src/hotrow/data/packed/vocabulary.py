@@ -353,8 +353,10 @@ def open_counts(path: Path | str) -> NDArray[Any]:
 class Vocabulary:
     """Maps raw ids to row numbers of one table. `Vocabulary.open(path)` maps the file, `load` reads it into memory."""
 
-    def __init__(self, path: Path, header: Header, table: Table) -> None:
-        self.path, self.header, self._table = path, header, table
+    def __init__(self, path: Path, header: Header, table: Table, mapped: mmap.mmap | None = None) -> None:
+        self.path, self.header, self.table = path, header, table
+        self.mapped = mapped
+        """The mapping in which `table` lies; None if it is in memory."""
 
     @staticmethod
     def open(path: Path | str, *, verify: Literal["full", "header"] = "full") -> Vocabulary:
@@ -374,7 +376,7 @@ class Vocabulary:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         view = np.frombuffer(mapped, np.uint8)
         arrays = [view[s.offset : s.offset + s.num_bytes] for s in header.sections]
-        return Vocabulary(path, header, _as_table(header, arrays))
+        return Vocabulary(path, header, _as_table(header, arrays), mapped)
 
     @property
     def key_kind(self) -> KeyKind:
@@ -401,7 +403,7 @@ class Vocabulary:
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays: the memory that `load` takes."""
-        return self._table.num_bytes
+        return self.table.num_bytes
 
     @property
     def id(self) -> str:
@@ -418,12 +420,12 @@ class Vocabulary:
         if out is None:
             out = np.empty(keys.num_keys, self.row_dtype)
         hashes = hash_keys(keys, hash_cap=self.header.hash_cap)
-        lookup_rows(self._table, keys, hashes, missing_row=self.missing_row, out=out)
+        lookup_rows(self.table, keys, hashes, missing_row=self.missing_row, out=out)
         return out
 
     def within(self, first: int, last: int) -> Entries:
         """Returns the keys whose hash is from `first` to `last`."""
-        table, strings = self._table, None
+        table, strings = self.table, None
         begin = int(np.searchsorted(table.hashes, np.uint64(first)))
         end = int(np.searchsorted(table.hashes, np.uint64(last), side="right"))
         if table.key_offsets is not None and table.key_bytes is not None:
@@ -438,7 +440,7 @@ class Vocabulary:
     def lookup_hashes(self, hashes: NDArray[np.uint64]) -> NDArray[Any]:
         """Looks up valid keys by their hash; only for vocabularies that store no bytes, where the hash is the key."""
         out = np.empty(len(hashes), self.row_dtype)
-        lookup_rows(self._table, Keys(hashes), hashes, missing_row=self.missing_row, out=out)
+        lookup_rows(self.table, Keys(hashes), hashes, missing_row=self.missing_row, out=out)
         return out
 
     def load(self) -> Vocabulary:

@@ -254,43 +254,66 @@ def lookups_of(dataset: PackedDataset, schema: Schema) -> list[Lookup]:
     return [Lookup.load(spec, file, cure=MANIFEST_CURE) for spec, file in zip(schema.lookups, files, strict=True)]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """All that rows to score are read and encoded by, without the rows that trained."""
+
+    source: str
+    """Of these rows; "auto" goes by their form."""
+    schema: Schema
+    encodings: Mapping[str, IdEncoding]
+    transforms: Sequence[Transform]
+    """Of the dense columns, then of the statistics."""
+    statistics: Statistics | None
+    lookups: Sequence[Lookup]
+    vocabularies: Mapping[str, Vocabulary]
+    """By table."""
+
+    @staticmethod
+    def of(dataset: PackedDataset) -> Reading:
+        """Returns that of a dataset. Vocabularies are loaded if they take at most half of the free memory, else
+        searched on disk."""
+        made = raw_rows(dataset)
+        if made is None:
+            raise ValueError(
+                f"{dataset.path}: its ids were not made from raw rows (source {dataset.info.name!r}); it cannot encode "
+                "any"
+            )
+        # Synthetic rows have no layout of their own: new rows are a table with the same columns.
+        source = made.source if made.source in {*SOURCE_NAMES} - {"synthetic"} else "auto"
+        # Criteo's own reader takes hex digits for numbers; in other files and in frames they are text.
+        encodings: dict[str, IdEncoding] = made.encodings
+        if source == "criteo":
+            encodings = dict.fromkeys(made.encodings, "hex")
+        vocabularies = {table.name: dataset.vocabulary(table.name) for table in dataset.info.tables}
+        if sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2:
+            # Loading reads every byte, so it checks them; vocabularies searched on disk were checked in preparation.
+            vocabularies = {name: Vocabulary.open(own.path).load() for name, own in vocabularies.items()}
+        statistics, lookups = statistics_of(dataset, made.schema), lookups_of(dataset, made.schema)
+        return Reading(source, made.schema, encodings, made.transforms, statistics, lookups, vocabularies)
+
+
 class RawEncoder:
     """Encodes raw rows for prediction, with the columns, transforms and vocabularies of a prepared dataset.
 
-    dataset: a packed dataset or its folder; only dataset.json, vocab/, statistics/ and lookups/ are
-    needed. Vocabularies are loaded if they
-    take at most half of the free memory, else searched on disk.
+    dataset: a packed dataset or its folder, of which only dataset.json, vocab/, statistics/ and lookups/ are needed; or
+    a `Reading`.
 
     Ids that no training row had, and ids too rare for a row of their own, become row 0; so do missing values, unless
     training rows had missing values too, which then have a row. Missing dense values are 0 after the transform. A value
     that is no id or number of its column is missing, so that every row has inputs.
     """
 
-    def __init__(self, dataset: PackedDataset | Path | str, *, threads: int | None = None) -> None:
-        dataset = dataset if isinstance(dataset, PackedDataset) else PackedDataset.open(dataset)
-        self.info, made = dataset.info, raw_rows(dataset)
-        if made is None:
-            raise ValueError(
-                f"{dataset.path}: its ids were not made from raw rows (source {self.info.name!r}); it cannot encode any"
-            )
-        self.schema = made.schema
-        # Synthetic rows have no layout of their own: new rows are a table with the same columns.
-        self._source = made.source if made.source in {*SOURCE_NAMES} - {"synthetic"} else "auto"
-        self._encodings, self._transforms = made.encodings, raw_transforms(made.schema, made.transforms)
-        self._statistics = statistics_of(dataset, made.schema)
-        self._lookups = lookups_of(dataset, made.schema)
-        if self._source == "criteo":
-            # Its own reader takes hex digits for numbers; in other files and in frames they are text.
-            self._encodings = dict.fromkeys(made.encodings, "hex")
+    def __init__(self, dataset: PackedDataset | Path | str | Reading, *, threads: int | None = None) -> None:
+        if not isinstance(dataset, Reading):
+            dataset = Reading.of(dataset if isinstance(dataset, PackedDataset) else PackedDataset.open(dataset))
+        self.schema, self._source, self._by = dataset.schema, dataset.source, dataset
+        self._transforms = raw_transforms(dataset.schema, dataset.transforms)
         self._threads = threads or min(8, usable_cores())
-        vocabularies = {table.name: dataset.vocabulary(table.name) for table in self.info.tables}
-        fits = sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2
-        # Loading reads every byte, so it checks them; vocabularies searched on disk were checked in preparation.
-        self._vocabularies = {n: Vocabulary.open(v.path).load() if fits else v for n, v in vocabularies.items()}
 
     def kept(self, data: Any, columns: Sequence[str]) -> KeptColumns:
         """Returns these columns of `data`, to read in step with `batches`. Raises ValueError if one is absent."""
-        return KeptColumns(data, columns, self.schema, score_names([label.name for label in self.info.labels]))
+        return KeptColumns(data, columns, self.schema, score_names([label.title for label in self.schema.labels]))
 
     def batches(
         self,
@@ -314,16 +337,16 @@ class RawEncoder:
             data,
             schema=self.schema,
             labels=labels,
-            encodings=self._encodings,
-            lookups=self._lookups or None,
+            encodings=self._by.encodings,
+            lookups=self._by.lookups or None,
             values=values,
         )
         with ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode") as executor:
-            tables = {name: _Searched(vocabulary) for name, vocabulary in self._vocabularies.items()}
+            tables = {name: _Searched(vocabulary) for name, vocabulary in self._by.vocabularies.items()}
             encode = RowEncoder(self.schema, self._transforms, tables, executor)
             for chunk in _none_left_out(opened.source.chunks(rows_per_chunk=batch_size)):
-                if self._statistics is not None:
-                    chunk = self._statistics.of_rows_to_score(chunk)
+                if self._by.statistics is not None:
+                    chunk = self._by.statistics.of_rows_to_score(chunk)
                 dense, ids = encode(chunk)
                 if seen is not None:
                     _count(seen, self.schema, chunk, dense, ids)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +145,11 @@ class Statistics:
         """Returns a chunk of rows to score with their statistics as dense columns."""
         return self.joined_to(chunk, np.zeros(chunk.num_rows, np.bool_), self)
 
+    def inputs_to_score(self, of_column: Mapping[str, NDArray[np.uint64]], num_rows: int) -> NDArray[np.float32]:
+        """Returns the inputs of rows to score [n, J]. of_column: the hashes of their ids by column [n]."""
+        none = np.zeros(num_rows, np.bool_)
+        return self.inputs(*self.counts_before(self._crossed(of_column), none, none, self))
+
     def _joined(self, chunk: Chunk, found: Sequence[NDArray[Any]], of_all: NDArray[np.int64]) -> Chunk:
         return replace(chunk, dense=np.concatenate([chunk.dense, self.inputs(found, of_all)], 1))
 
@@ -183,7 +188,9 @@ class Statistics:
 
     def hashes(self, chunk: Chunk) -> list[NDArray[np.uint64]]:
         """Returns by statistic the hash of each row's value [n]."""
-        of_column = {name: key_hashes(column_of(chunk.keys, name)) for name in self._columns}
+        return self._crossed({name: key_hashes(column_of(chunk.keys, name)) for name in self._columns})
+
+    def _crossed(self, of_column: Mapping[str, NDArray[np.uint64]]) -> list[NDArray[np.uint64]]:
         cross = Transform("cross")
         return [cross(*(of_column[name] for name in spec.columns)) for spec in self._specs]
 

@@ -1,0 +1,93 @@
+"""Tables of an export as they lie in their files: mapped, so that a row is read when it is first looked up."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import threading
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.base.door import open_file
+from hotrow.placement.base import Placement
+from hotrow.placement.dram import Dram
+from hotrow.tables import TableConfig
+
+MAX_HEAD_BYTES = 1 << 20
+CALLS_PER_LOOK = 16
+"""After so many lookups the mapped memory is looked at: it takes 20 microseconds."""
+
+
+class MappedTables:
+    """The tables in the files of an export, for `EmbeddingCollection(memory=...)`; they are never written.
+
+    memory_bytes: how much of mapped files may be in this process's memory; if None, the system decides.
+    """
+
+    def __init__(self, export: Path, tables: Sequence[dict[str, Any]], memory_bytes: int | None) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self._maps: list[mmap.mmap] = []
+        self._most = None if memory_bytes is None else mapped_bytes() + memory_bytes
+        self._calls, self._lock = 0, threading.Lock()
+        for table in tables:
+            shape = table["num_embeddings"], table["embedding_dim"]
+            mapped, begin = _map(export / table["file"], table["tensor"], shape)
+            self.bound(mapped)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch has no tensors that cannot be written to, and says so
+                weights = torch.frombuffer(mapped, dtype=torch.float32, count=shape[0] * shape[1], offset=begin)
+            self.weights[table["name"]] = weights.view(shape)
+
+    def place(self, tables: Sequence[TableConfig], *, seed: int) -> Placement:
+        """Returns the placement of the tables."""
+        return Dram(tables, weights=self.weights)
+
+    def bound(self, mapped: mmap.mmap | None) -> None:
+        """Counts a mapping among those that are let go of if there is too much of them in memory."""
+        if self._most is not None and mapped is not None:
+            # A row takes a page. Reading the pages around it too would fill the memory with rows nobody asks for.
+            mapped.madvise(mmap.MADV_RANDOM)
+            self._maps.append(mapped)
+
+    def keep_within(self) -> None:
+        """Lets go of all mapped pages if there are more than `memory_bytes` of them. The system may still have them,
+        and gives them back without reading the disk unless it needed their memory."""
+        if self._most is None:
+            return
+        with self._lock:
+            self._calls += 1
+            if self._calls % CALLS_PER_LOOK or mapped_bytes() <= self._most:
+                return
+            for mapped in self._maps:
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def mapped_bytes() -> int:
+    """Returns how much of mapped files is in this process's memory."""
+    with Path("/proc/self/statm").open("rb") as file:
+        return int(file.read().split()[2]) * mmap.PAGESIZE
+
+
+def _map(path: Path, tensor: str, shape: tuple[int, int]) -> tuple[mmap.mmap, int]:
+    """Maps a safetensors file; returns the mapping, and where `tensor` begins in it.
+
+    Raises ValueError, which names the file, if it does not hold the tensor as float32 of this shape.
+    """
+    with open_file(path) as file:
+        head_bytes = int.from_bytes(file.read(8), "little")
+        try:
+            about = json.loads(file.read(min(head_bytes, MAX_HEAD_BYTES)))[tensor]
+            begin, end = about["data_offsets"]
+            size = 4 * shape[0] * shape[1]
+            fits = about["dtype"] == "F32" and tuple(about["shape"]) == shape and begin >= 0 and end - begin == size
+            fits = fits and 8 + head_bytes + end <= path.stat().st_size
+        except (ValueError, KeyError, TypeError):
+            fits = False
+        if not fits:
+            raise ValueError(f"{path} does not hold {tensor} as float32 {list(shape)}; export the run again")
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), 8 + head_bytes + begin

@@ -1,0 +1,188 @@
+"""A `Scorer` has one version of an export at a time, and scores raw rows with it while deltas make the next one.
+
+    scorer = hotrow.Scorer("clicks-export", memory="1GiB")
+    scorer.score(user={"user": "u1", "age": 30}, items=[{"item": "i7"}, {"item": "i9"}])
+    scorer.apply("delta-1")                # makes the next version, and takes it while others score
+    scorer.rollback()
+
+A request sees one version from its first cell to its last score.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.base.door import is_taken, make_folder
+from hotrow.base.files import parse_bytes
+from hotrow.data.seen import Seen
+from hotrow.export.delta import apply_delta, checksum_of, read_delta
+from hotrow.models.spec import SampleError
+from hotrow.serve.version import NAME_DIGITS, Version
+
+VERSIONS, SUFFIX = "versions", ".serve"
+Items = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]]
+"""Rows as dicts, or as a dict of columns."""
+
+
+class Answer(NamedTuple):
+    """What a request gets."""
+
+    scores: NDArray[np.float32]
+    """[B], or [B, L] of L > 1 labels."""
+    version: str
+    """The version that made them."""
+
+
+class Scorer:
+    """Scores raw rows with an export that `hotrow export` wrote, and takes deltas while it does.
+
+    export: its folder, which is never written to. memory: how much of its tables and vocabularies may be in this
+    process's memory, as bytes or text such as "1GiB"; they stay in their files, and rows are read when they are looked
+    up. If None, the system decides. work: a folder for searchable vocabularies and for versions that deltas make; by
+    default EXPORT.serve beside the export. Several threads may score at once; each call computes on its own thread.
+
+    Raises ValueError, which names the file and says what to do, if the export is damaged or half brought forward.
+    """
+
+    def __init__(self, export: Path | str, *, memory: int | str | None = None, work: Path | str | None = None) -> None:
+        path = Path(export)
+        self._memory_bytes = None if memory is None else parse_bytes(memory, what="memory")
+        self._work = path.resolve().with_name(path.resolve().name + SUFFIX) if work is None else Path(work)
+        try:
+            make_folder(self._work)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ValueError(
+                f"{self._work} cannot be made: {reason}; pass work=, a folder that can be written"
+            ) from None
+        opened = Version(path, self._work, self._memory_bytes)
+        self._versions: tuple[Version, Version | None] = opened, None
+        """The version that scores, and the one before it."""
+        self._changing, self._counting = threading.Lock(), threading.Lock()
+        self.seen = Seen(opened.usual.usual, opened.usual.ranges, of=opened.usual.of)
+        """Counts of what all scored rows held, by column; `seen.warnings()` says what stands out."""
+
+    @property
+    def version(self) -> str:
+        """Name of the version that scores now: the first digits of the SHA-256 of its export.json."""
+        return self._versions[0].name
+
+    @property
+    def path(self) -> Path:
+        """Folder of the version that scores now."""
+        return self._versions[0].path
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the raw columns that a score is made of."""
+        return self._versions[0].columns
+
+    def score(
+        self,
+        rows: Any = None,
+        *,
+        user: Mapping[str, Any] | None = None,
+        items: Items | None = None,
+        strict: bool = False,
+    ) -> NDArray[np.float32]:
+        """Returns the score of each row, float32 [B]; of L > 1 labels [B, L]. They are those of `Run.predict`.
+
+        rows: a list of dicts, a dict of columns, or an Arrow-capable frame. Or user: the cells that all rows share, and
+        items: a list of dicts or a dict of columns, with the others. Columns that the model does not take are not read.
+        An id that training never saw uses row 0; a value that is no id or number of its column is missing, and so is a
+        column that is absent; `seen` counts them. strict: refuse these instead. Raises ValueError, which names column
+        and row, for what is refused, and if columns differ in length.
+        """
+        return self.answer(rows, user=user, items=items, strict=strict).scores
+
+    def answer(
+        self, rows: Any = None, *, user: Mapping[str, Any] | None = None, items: Any = None, strict: bool = False
+    ) -> Answer:
+        """Returns the scores as `score` does, with the version that made them."""
+        version = self._versions[0]
+        if (rows is None) == (items is None) or (user is not None and items is None):
+            raise ValueError("pass either rows, or items with or without the user that they share")
+        given, shared = rows if items is None else items, dict(user or {})
+        try:
+            if isinstance(given, list | Mapping):
+                _check(given, shared)
+                scores, seen = version.score(shared, given, strict=strict)
+            elif items is None:
+                scores, seen = version.score_frame(given, strict=strict)
+            else:
+                raise ValueError(f"items is a {type(items).__name__}; pass a list of dicts or a dict of columns")
+        except SampleError as error:
+            raise ValueError(f"row {error.sample}: {error.feature} has {error.reason}") from None
+        with self._counting:
+            self.seen.merge(seen)
+        return Answer(scores, version.name)
+
+    def apply(self, delta: Path | str) -> str:
+        """Brings the model forward by the next delta, which `hotrow export --since` wrote; returns the new version.
+
+        A new folder is made of both and opened while the version before scores on; then requests get the new one. The
+        one before is kept for `rollback`. Raises ValueError, and nothing has changed, if the delta is not the next one
+        or is damaged, or if another one is being applied.
+        """
+        with self._alone():
+            now, before = self._versions
+            found = read_delta(Path(delta))
+            path = self._work / VERSIONS / f"{found.number}-{found.result[:NAME_DIGITS]}"
+            make_folder(path.parent)
+            if not is_taken(path):
+                apply_delta(now.path, delta, path)
+            elif found.exports[-1] != checksum_of(now.path) or found.result != checksum_of(path):
+                apply_delta(now.path, delta, path)  # which says why it is not the next one
+            opened = Version(path, self._work, self._memory_bytes)
+            self._versions = opened, now
+            if before is not None and before.path.parent == path.parent and before.path not in (path, now.path):
+                shutil.rmtree(before.path, ignore_errors=True)
+            return opened.name
+
+    def rollback(self) -> str:
+        """Goes back to the version before the last `apply`; returns its name. Raises ValueError if there is none."""
+        with self._alone():
+            before = self._versions[1]
+            if before is None:
+                raise ValueError("there is no version before this one; apply a delta first")
+            self._versions = before, None
+            return before.name
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._changing.acquire(blocking=False):
+            raise ValueError("another delta is being applied; wait for it and try again")
+        try:
+            yield
+        finally:
+            self._changing.release()
+
+
+def _check(rows: list[Any] | Mapping[str, Any], user: Mapping[str, Any]) -> None:
+    """Raises ValueError if rows are no dicts, or columns of other lengths, or if the user has one of their columns."""
+    both, where = None if isinstance(rows, list) else next((name for name in rows if name in user), None), "the items"
+    if isinstance(rows, list):
+        for row, item in enumerate(rows):
+            if not isinstance(item, Mapping):
+                raise ValueError(f"row {row} is a {type(item).__name__}; pass a dict of its cells by column")
+            if not user.keys().isdisjoint(item):
+                both, where = next(name for name in item if name in user), f"row {row}"
+    if both is not None:
+        raise ValueError(f"column {both!r} is given by the user and by {where}; give it once")
+    columns = {} if isinstance(rows, list) else rows
+    for name, cells in columns.items():
+        if isinstance(cells, str | bytes) or not hasattr(cells, "__len__"):
+            raise ValueError(f"column {name!r} is a {type(cells).__name__}; pass a list of its cells")
+    lengths = {name: len(cells) for name, cells in columns.items()}
+    if len({*lengths.values()}) > 1:
+        (first, most), (name, length) = next(pair for pair in pairwise(lengths.items()) if pair[0][1] != pair[1][1])
+        raise ValueError(f"column {name!r} has {length} rows, {first!r} has {most}; pass as many of each")

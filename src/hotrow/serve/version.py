@@ -1,0 +1,155 @@
+"""One version of an export, opened without loading its tables: raw rows in, scores out.
+
+Rows are read as in preparation, by `RawEncoder` or the short way of cells.py, and scored by the network that trained,
+so that scores are those of `Run.predict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load
+from torch import Tensor
+
+from hotrow.base.door import read_file
+from hotrow.base.records import nearest
+from hotrow.batch import Batch, KeyedJaggedTensor
+from hotrow.data.chunk import RowError
+from hotrow.data.prepare.prepare import RawEncoder
+from hotrow.data.seen import Seen
+from hotrow.data.sources.tabular import frame_to_arrow
+from hotrow.embedding import EmbeddingCollection
+from hotrow.export.delta import checksum_of
+from hotrow.export.export import DOCUMENT, EXPORT, WEIGHTS, verify_export
+from hotrow.kernels import ops
+from hotrow.models.spec import SampleError
+from hotrow.run.build import look_up
+from hotrow.serve.cells import cells_of
+from hotrow.serve.described import explaining, network_of, reading_of, seen_of, tables_of
+from hotrow.serve.mapped import MappedTables
+
+ROWS_AT_ONCE = 1 << 16
+NAME_DIGITS = 12
+UNKNOWN = "an id that training never saw, or too rarely to give it a row"
+
+
+class Version:
+    """One export, opened: it never changes, and several threads may score with it.
+
+    work: where searchable vocabularies are kept. memory_bytes: as of `MappedTables`. Raises ValueError, which names the
+    file, if the export is damaged, or not one that can be scored.
+    """
+
+    def __init__(self, path: Path, work: Path, memory_bytes: int | None) -> None:
+        verify_export(path, unread=("tables/",))
+        self.path, self.name = path, checksum_of(path)[:NAME_DIGITS]
+        about = DOCUMENT.read(path / EXPORT)
+        with explaining(path):
+            reading = reading_of(path, about, work)
+            self._shape = (0, len(about.labels)) if len(about.labels) > 1 else (0,)
+            self.columns = reading.schema.input_names
+            self._mapped = MappedTables(path, about.tables, memory_bytes)
+            for vocabulary in reading.vocabularies.values():
+                self._mapped.bound(vocabulary.mapped)
+            self._embedding = EmbeddingCollection(tables_of(about), memory=self._mapped)
+            if self._embedding.feature_names != reading.schema.feature_names:
+                raise ValueError("features are not in the order of the tables")
+            self._model, self._scores = network_of(about)
+            self._model.load_state_dict(load(read_file(path / WEIGHTS)))
+            self._packed = ops.Packed(self._model.parameters())
+            self.usual = seen_of(about)
+            self._encoder, self._cells = RawEncoder(reading, threads=1), cells_of(reading, self.usual)
+            with suppress(SampleError):  # once, so that all that is made at first use is there when threads come
+                self.score({}, [{}], strict=False)
+
+    def score(self, user: Mapping[str, Any], items: Any, *, strict: bool) -> tuple[NDArray[np.float32], Seen]:
+        """Returns the scores of rows, and what the rows held. Arguments as of `Scorer.score`; items: never a frame."""
+        by_column = isinstance(items, Mapping)
+        num_rows = len(next(iter(items.values()), ())) if by_column else len(items)
+        if strict:
+            self._check_columns(user.keys() | (items.keys() if by_column else set().union(*items)))
+        cells = self._cells
+        if cells is None or not num_rows or (found := cells.read(user, items, num_rows)) is None:
+            columns = {name: _column(name, user, items, num_rows) for name in self.columns}
+            return self.score_frame(columns, strict=strict)
+        if strict and (unknown := (found.ids == 0) & ~found.missing).any():
+            feature, row = np.argwhere(unknown)[0].tolist()
+            raise ValueError(f"column {cells.names[feature]!r}, row {row}: {UNKNOWN}; check how it is written")
+        seen = Seen()
+        seen.columns = cells.counts(found)
+        sparse = KeyedJaggedTensor(cells.names, torch.from_numpy(found.ids.reshape(-1)))
+        return self._outputs(torch.from_numpy(found.dense).expand(num_rows, -1), sparse), seen
+
+    def score_frame(self, frame: Any, *, strict: bool) -> tuple[NDArray[np.float32], Seen]:
+        """As `score`, of a frame or a dict of columns."""
+        table, seen = frame_to_arrow(frame, values="any"), Seen(None, self.usual.ranges)
+        if strict:
+            self._check_columns({*table.column_names})
+        num_rows, there = len(table), {*table.column_names}
+        table = pa.table({name: table[name] if name in there else pa.nulls(num_rows) for name in self.columns})
+        found = [np.empty(self._shape, np.float32)]
+        try:
+            for batch in self._batches(table, seen, strict=strict):
+                found.append(self._outputs(batch.dense, batch.sparse))
+        except RowError as error:
+            said = error.reason.partition("; ")[0]
+            raise ValueError(f"column {error.name!r}, row {error.line - 1}: {said}; correct it") from None
+        if strict and (unknown := next((name for name, own in seen.columns.items() if own.get("unknown")), None)):
+            row = self._first_unknown(table, unknown)
+            raise ValueError(f"column {unknown!r}, row {row}: {UNKNOWN}; check how it is written")
+        return np.concatenate(found), seen
+
+    def _batches(self, table: pa.Table, seen: Seen, *, strict: bool) -> Iterator[Batch]:
+        if not len(table):
+            return iter(())
+        values: Any = "strict" if strict else "any"
+        return self._encoder.batches(table, batch_size=ROWS_AT_ONCE, values=values, seen=seen)
+
+    def _check_columns(self, there: Set[str]) -> None:
+        """Raises ValueError if a column is absent."""
+        if absent := [name for name in self.columns if name not in there]:
+            raise ValueError(f"column {absent[0]!r} is missing{nearest(absent[0], sorted(there))}; add it to the rows")
+
+    def _first_unknown(self, table: pa.Table, name: str) -> int:
+        """Returns the first row with an unknown id in a column."""
+        low, high = 0, len(table)
+        while high - low > 1:
+            middle, seen = (low + high) // 2, Seen()
+            list(self._batches(table.slice(low, middle - low), seen, strict=False))
+            low, high = (low, middle) if seen.columns[name]["unknown"] else (middle, high)
+        return low
+
+    @torch.no_grad()
+    def _outputs(self, dense_BI: Tensor, sparse: KeyedJaggedTensor) -> NDArray[np.float32]:
+        with one_thread(), ops.weights_stay(self._packed):
+            rows = look_up(self._model, self._embedding, sparse)
+            found: NDArray[np.float32] = self._scores(self._model(dense_BI, rows)).numpy()
+        self._mapped.keep_within()
+        return found
+
+
+def _column(name: str, user: Mapping[str, Any], items: Any, num_rows: int) -> Any:
+    """Returns the cells of a column; those that are absent are missing."""
+    if name in user:
+        return [user[name]] * num_rows
+    return items.get(name, [None] * num_rows) if isinstance(items, Mapping) else [item.get(name) for item in items]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside the block, torch and the kernels compute on the calling thread."""
+    before = torch.get_num_threads()
+    if before > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if before > 1:
+            torch.set_num_threads(before)

@@ -1,0 +1,79 @@
+"""The vocabularies of an export as searchable files (docs/vocabulary.md), which are made of its Parquet once.
+
+An export has ids as Parquet, for everybody. Searched as they are, they would have to lie in memory; a file of
+docs/vocabulary.md is mapped, and a search touches two or three of its pages. It is named after the dataset, the table
+and the checksum of the Parquet, so that versions of an export share those that are the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from hotrow.base.door import is_there, make_folder, open_file
+from hotrow.data.chunk import Keys
+from hotrow.data.native import hash_keys
+from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, write_vocabulary
+from hotrow.data.sources.convert import IdEncoding, kind_of, text_keys
+from hotrow.export.export import Description
+
+FOLDER = "vocab"
+IDS_AT_ONCE = 1 << 17
+
+
+def open_vocabulary(
+    export: Path, about: Description, table: dict[str, Any], encoding: IdEncoding, work: Path
+) -> Vocabulary:
+    """Maps the vocabulary of a table; if `work` does not have it yet, it is made there first.
+
+    Raises ValueError, which names the file, if ids do not rise by their hashes, or do not fit the table.
+    """
+    own, kind = table["vocabulary"], kind_of(encoding)
+    source, missing_row, hash_cap = export / own["file"], int(own["missing_row"]), int(own["hash_cap"] or 0)
+    record = about.files[own["file"]]
+    said = [about.dataset, own, record.num_bytes, record.crc32]
+    name = f"{source.stem}-{sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}"
+    path = work / FOLDER / name
+    make_folder(path.parent)
+    if not is_there(path):
+        num_keys = int(own["num_keys"])
+        num_rows = num_keys + 1 + (missing_row != 0)
+        summary = TableSummary(num_rows, num_keys, missing_row, num_distinct=num_keys, num_accesses=0)
+        entries = _entries(source, num_keys, strings=kind == "bytes" and not hash_cap)
+        write_vocabulary(path, entries, summary, key_kind=kind, hash_cap=hash_cap)
+    found = Vocabulary.open(path)
+    if found.key_kind != kind or not 0 <= missing_row < table["num_embeddings"] or found.missing_row != missing_row:
+        raise ValueError(f"{source} is not of table {table['name']!r}; export the run again")
+    if found.num_embeddings > table["num_embeddings"]:
+        raise ValueError(
+            f"{source} has ids with {found.num_embeddings:,} rows, table {table['name']!r} has "
+            f"{table['num_embeddings']:,}; export the run again"
+        )
+    return found
+
+
+def _entries(source: Path, num_keys: int, *, strings: bool) -> Iterator[Entries]:
+    """Yields the ids of a Parquet file with their hashes, by which they rise."""
+    last = np.uint64(0)
+    with open_file(source) as file:
+        stored = pa.parquet.ParquetFile(file)
+        if stored.metadata.num_rows != num_keys:
+            raise ValueError(
+                f"{source} has {stored.metadata.num_rows:,} ids, and not {num_keys:,}; export the run again"
+            )
+        for batch in stored.iter_batches(IDS_AT_ONCE, columns=["key", "row"]):
+            keys = text_keys(batch["key"]) if strings else Keys(batch["key"].to_numpy())
+            hashes = hash_keys(keys)
+            if not len(hashes):
+                continue
+            if hashes[0] < last or (hashes[1:] < hashes[:-1]).any():
+                raise ValueError(f"{source}: its ids do not rise by their hashes; export the run again")
+            last = hashes[-1]
+            yield Entries(hashes, batch["row"].to_numpy(), keys if strings else None)

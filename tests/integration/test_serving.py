@@ -1,0 +1,177 @@
+"""`hotrow serve`: requests get the scores of the scorer, hostile ones an error each, and deltas come meanwhile."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import hotrow
+
+fastapi = pytest.importorskip("fastapi")
+uvicorn = pytest.importorskip("uvicorn")
+
+from hotrow.serve.server import MAX_BYTES, make_app  # noqa: E402  # not without these two
+
+SCHEMA: dict[str, Any] = {
+    "label": "click",
+    "categorical": ["item", {"column": "user", "type": "int"}],
+    "dense": [{"column": "price", "transform": "log1p_clip0"}],
+    "split": {"kind": "random"},
+}
+OPTIONS: dict[str, Any] = {
+    "batch_size": 64, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "refit": False, "epochs": 2,
+}  # fmt: skip
+USER = {"user": 7, "price": 2.5}
+ITEMS = [{"item": "i1"}, {"item": "i39"}, {"item": "never"}]
+
+
+def rows(num_rows: int) -> dict[str, list[Any]]:
+    rng = np.random.default_rng(0)
+    item = rng.integers(0, 40, num_rows)
+    return {
+        "click": (rng.random(num_rows) < np.where(item % 3 == 0, 0.7, 0.1)).astype(int).tolist(),
+        "item": [f"i{value}" for value in item],
+        "user": rng.integers(1, 50, num_rows).tolist(),
+        "price": rng.lognormal(1, 1, num_rows).tolist(),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export of a run's first checkpoint, and in deltas/ what came after it."""
+    path = tmp_path_factory.mktemp("serving")
+    run = hotrow.fit(
+        pa.table(rows(1500)),
+        schema=SCHEMA,
+        run=path / "run",
+        quiet=True,
+        config={"checkpoint": {"every": 10}},
+        **OPTIONS,
+    )
+    first, *_, last = sorted(int(each.name.removeprefix("step-")) for each in run.checkpoint.parent.iterdir())
+    run.export(path / "out", step=first)
+    (path / "deltas").mkdir()
+    run.export(path / "deltas" / "next", since=path / "out", step=last)
+    return path
+
+
+class Client:
+    """Sends requests to a server."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def __call__(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Returns status and content."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method, path, json.dumps(body) if isinstance(body, dict) else body)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            return answer.status, json.loads(text) if path != "/metrics" else text
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def served(folder: Path, tmp_path: Path) -> Iterator[tuple[Client, hotrow.Scorer]]:
+    scorer = hotrow.Scorer(folder / "out", work=tmp_path / "work")
+    app = make_app(scorer, deltas=folder / "deltas")
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield Client(server.servers[0].sockets[0].getsockname()[1]), scorer
+    server.should_exit = True
+    thread.join()
+
+
+def test_requests_get_the_scores_of_the_scorer(served: tuple[Client, hotrow.Scorer]) -> None:
+    ask, scorer = served
+    expected = scorer.score(user=USER, items=ITEMS)
+    for body in ({"user": USER, "items": ITEMS}, {"rows": [{**USER, **item} for item in ITEMS]}):
+        code, found = ask("POST", "/score", body)
+        assert (code, found["version"]) == (200, scorer.version)
+        np.testing.assert_array_equal(np.array(found["scores"], np.float32), expected)
+    code, found = ask("POST", "/score", {"user": USER, "items": ITEMS, "strict": True})
+    assert code == 400 and "'item', row 2" in found["error"]
+    code, found = ask("GET", "/health")
+    assert (code, found["version"]) == (200, scorer.version) and {*found["columns"]} == {"item", "user", "price"}
+    code, text = ask("GET", "/metrics")
+    counts = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert counts['hotrow_requests_total{code="200"}'] == "2" and counts['hotrow_requests_total{code="400"}'] == "1"
+    assert counts['hotrow_cells_total{column="item",kind="unknown"}'] == "3"
+    assert counts["hotrow_rows_total"] == "6" and float(counts['hotrow_request_seconds{quantile="0.99"}']) > 0
+    assert ask("GET", "/nowhere")[0] == 404
+
+
+def hostile(rng: random.Random) -> bytes | dict[str, Any]:
+    """A body that cannot be answered."""
+    valid = json.dumps({"user": USER, "items": ITEMS}).encode()
+    bad_row: Any = rng.choice([3, None, "x", [1], 1.5, True])
+    kinds: list[Any] = [
+        valid[: rng.randrange(1, len(valid) - 1)],
+        valid.replace(b'"items"', rng.choice([b'"item"', b'"__class__"', b'"rows"', b'"' + b"x" * 5000 + b'"'])),
+        valid.replace(b"2.5", rng.choice([b"NaN", b"Infinity", b"-Infinity", b"9" * 5000, b"0x1", b"\xff", b"'1'"])),
+        bytes(rng.randrange(256) for _ in range(rng.randrange(1, 200))),
+        b"[" * rng.randrange(1000, 200_000),
+        {"rows": [*ITEMS, bad_row]},
+        {"rows": rng.choice([3, "x", True, None])},
+        {"user": bad_row, "items": ITEMS},
+        {"user": {"item": 1}, "items": ITEMS},
+        {"rows": {"item": ["i1", "i2"], "user": [1]}},
+        {"rows": {"item": rng.choice([3, None, "x", True])}},
+        {"rows": ITEMS, "strict": rng.choice([1, "true", None])},
+        {"rows": [{"item": "\ud800"}]},
+        {},
+        b"null",
+    ]
+    return rng.choice(kinds)
+
+
+def test_hostile_requests_get_an_error_each(served: tuple[Client, hotrow.Scorer]) -> None:
+    ask, scorer = served
+    rng, expected = random.Random(5), scorer.score(user=USER, items=ITEMS)
+    for _ in range(200):
+        body = hostile(rng)
+        code, found = ask("POST", "/score", body)
+        assert code == 400 and found.keys() == {"error"}, body
+        assert "Traceback" not in found["error"] and len(found["error"]) < 1000
+    code, found = ask("POST", "/score", b'{"rows": [{"item": "' + b"x" * MAX_BYTES + b'"}]}')
+    assert code == 413 and "send fewer rows" in found["error"]
+    code, found = ask("POST", "/score", {"user": USER, "items": ITEMS})
+    assert code == 200
+    np.testing.assert_array_equal(np.array(found["scores"], np.float32), expected)
+
+
+def test_deltas_come_by_name_from_one_folder(served: tuple[Client, hotrow.Scorer], folder: Path) -> None:
+    ask, scorer = served
+    before = scorer.version
+    for name in ("../out", "..", ".", "", str(folder / "out"), "none", "\0", "next/files", "x" * 5000):
+        code, found = ask("POST", "/apply", {"delta": name})
+        assert code == 400 and found.keys() == {"error"}, name
+    assert ask("POST", "/apply", {})[0] == 400
+    assert ask("POST", "/rollback")[0] == 400
+    assert scorer.version == before
+    code, found = ask("POST", "/apply", {"delta": "next"})
+    assert code == 200 and found["version"] == scorer.version != before
+    code, found = ask("POST", "/score", {"user": USER, "items": ITEMS})
+    assert found["version"] == scorer.version
+    assert ask("POST", "/rollback", {}) == (200, {"version": before})
+
+
+def test_without_a_folder_of_deltas_nothing_changes_the_version(folder: Path, tmp_path: Path) -> None:
+    app = make_app(hotrow.Scorer(folder / "out", work=tmp_path / "work"))
+    assert {route.path for route in app.routes} >= {"/score", "/health", "/metrics"}
+    assert not {route.path for route in app.routes} & {"/apply", "/rollback"}

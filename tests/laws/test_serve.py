@@ -1,0 +1,372 @@
+"""Law: a `Scorer` scores as `Run.predict` does, whatever form rows come in, on any thread, and version by version.
+
+test_export.py compares the two for every kind of column, model and storage. Here rows are cut into users and items,
+cells are of any kind, deltas come while others score, and requests are hostile.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+from test_export import clicks, native, prepared, read_csv, train, write_csv, write_parquet
+
+import hotrow
+from hotrow.serve import mapped
+from resealed import reseal
+
+SIMPLE: dict[str, Any] = {
+    "categorical": ["user", {"column": "item", "type": "int"}, {"column": "big", "table": "numbers"}],
+    "tables": {"user": {"min_count": 2}},
+    "statistics": ["user", ["item", "big"]],
+}
+"""Columns of single ids and of plain numbers: those that a request's cells are read of in one call."""
+USERS = ("price", "age", "user")
+"""Columns that a request's rows may share."""
+NUM_DELTAS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """old.* to train on, new.* to score, and the exports of a run's checkpoints, first to last."""
+    path = tmp_path_factory.mktemp("serve")
+    for name, columns in (("old", clicks(1500, 0)), ("new", clicks(300, 1))):
+        write_csv(path / f"{name}.csv", columns)
+        write_parquet(path / f"{name}.parquet", columns)
+    return path
+
+
+@pytest.fixture(scope="module")
+def packed(folder: Path) -> Path:
+    return prepared(folder, folder / "packed", suffix="parquet", **SIMPLE)
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, packed: Path) -> hotrow.Run:
+    changes = ["checkpoint.every=10", f"checkpoint.keep_last={NUM_DELTAS + 2}", "model.first_order=true"]
+    return train(packed, folder / "run", *changes)
+
+
+@pytest.fixture(scope="module")
+def export(folder: Path, run: hotrow.Run) -> Path:
+    run.export(folder / "out")
+    return folder / "out"
+
+
+@pytest.fixture
+def scorer(export: Path, tmp_path: Path) -> hotrow.Scorer:
+    return hotrow.Scorer(export, work=tmp_path / "work")
+
+
+def some(num_rows: int = 300, seed: int = 1) -> dict[str, list[Any]]:
+    """Columns that the model takes."""
+    columns = clicks(num_rows, seed)
+    return {name: columns[name] for name in ("price", "age", "x", "user", "item", "big")}
+
+
+def rows_of(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+
+
+# ---- every form of rows
+
+
+def test_rows_in_every_form_have_the_scores_of_predict(scorer: hotrow.Scorer, run: hotrow.Run) -> None:
+    columns = some()
+    expected = run.predict(pa.table({**columns, "big": pa.array(columns["big"], pa.uint64())}))
+    rows = rows_of(columns)
+    assert expected.std() > 0.02
+    frame = pa.table({**columns, "big": pa.array(columns["big"], pa.uint64())})
+    arrays = {**columns, "x": np.array(columns["x"]), "big": np.array(columns["big"], np.uint64)}
+    without_none = [{name: cell for name, cell in row.items() if cell is not None} for row in rows]
+    more = [{**row, "click": "?", "other": object()} for row in rows]
+    for form in (columns, rows, frame, pl.from_arrow(frame), arrays, without_none, more):
+        found = scorer.score(form)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, expected)
+    assert scorer.score([]).shape == (0,)
+
+
+@native
+def test_what_rows_share_is_given_once(scorer: hotrow.Scorer) -> None:
+    rows = rows_of(some())
+    user = {name: rows[7][name] for name in USERS}
+    items = [{name: cell for name, cell in row.items() if name not in USERS} for row in rows]
+    expected = scorer.score([{**item, **user} for item in items])
+    columns = {name: [item[name] for item in items] for name in items[0]}
+    for form in (items, columns):
+        np.testing.assert_array_equal(scorer.score(user=user, items=form), expected)
+    scorer._versions[0]._cells = None  # the long way
+    np.testing.assert_array_equal(scorer.score(user=user, items=items), expected)
+
+
+PLAIN: dict[str, list[Any]] = {
+    "price": [1.5, 3, "2.25", "-1e3", None, "", " NA ", -0.0, "007"],
+    "x": [0.5, -1, "1e-3", None, 2**53],
+    "age": [30, "30", None],
+    "user": ["user ä1", " user ä1", 17, None, "", "null", "\x00", -5, "x" * 99],
+    "item": [1, -99, "5", "-7", None, "", -(2**63), "9" * 18, "0"],
+    "big": [2**63 - 1, "1", None, "NA", "0", 5],
+}
+"""Cells that are read in one call, if a column has one kind of them."""
+ODD: dict[str, list[Any]] = {
+    "price": ["1e400", "word", 10**20, math.inf, math.nan, True, "5.", "+1", "-", ".5", [1.5], 1 << 70],
+    "x": [b"1", "0x1", "1_0", "nan", 1e39],
+    "user": [17.0, 12.5, True, b"user", [1], math.nan],
+    "item": ["007", " 12", "12.0", 12.0, 12.5, "x", 2**63, "9" * 19, "-0", "--1", "+1", "-", True],
+    "big": [2**64 - 1, 2**64 - 7920, "18446744073709551615", -1, "-1", 2**70, 1.0, "00", "18446744073709551616"],
+}
+"""Cells that are not."""
+
+
+@native
+@pytest.mark.parametrize("seed", range(8))
+def test_the_short_way_reads_cells_as_the_long_one(export: Path, tmp_path: Path, seed: int) -> None:
+    """Scores and counts, of columns of one kind and of several, in users, items, dicts and lists."""
+    rng = random.Random(seed)
+    short, long = (hotrow.Scorer(export, work=tmp_path / "work") for _ in range(2))
+    ways: list[bool] = []
+    read = short._versions[0]._cells.read
+    short._versions[0]._cells.read = lambda *own: (found := read(*own), ways.append(found is not None))[0]
+    long._versions[0]._cells = None
+    for _ in range(12):
+        num_rows, odd, columns = rng.randrange(1, 5), rng.choice([None, None, *ODD]), dict[str, list[Any]]()
+        for name, cells in PLAIN.items():
+            if name == odd:
+                cells = [*cells, *ODD[name] * 2]
+            kind = type(rng.choice(cells))
+            like = cells if rng.random() < 0.2 else [cell for cell in cells if type(cell) in (kind, type(None))]
+            columns[name] = [rng.choice(like) for _ in range(num_rows)]
+        np.testing.assert_array_equal(short.score(columns), long.score(columns))
+        rows = rows_of(columns)
+        np.testing.assert_array_equal(short.score(rows), long.score(rows))
+        user = {name: rows[0][name] for name in USERS}
+        items = [{name: cell for name, cell in row.items() if name not in user} for row in rows]
+        np.testing.assert_array_equal(short.score(user=user, items=items), long.score(user=user, items=items))
+    assert short.seen.columns == long.seen.columns
+    assert 0.1 < np.mean(ways) < 1, "both ways were taken"
+
+
+def test_lists_and_the_like_go_the_long_way(folder: Path, tmp_path: Path) -> None:
+    run = train(prepared(folder, tmp_path / "packed"), tmp_path / "run")
+    run.export(tmp_path / "out")
+    rows = rows_of(read_csv(folder / "new.csv"))
+    found = hotrow.Scorer(tmp_path / "out").score(rows)
+    np.testing.assert_array_equal(found, run.predict(str(folder / "new.csv")))
+    assert (tmp_path / "out.serve").is_dir()
+
+
+# ---- what does not fit
+
+
+def test_what_does_not_fit_is_scored_by_rule_and_counted(scorer: hotrow.Scorer) -> None:
+    rows = rows_of(some(20))
+    odd = [{**row, "user": "nobody", "item": "word", "price": "a lot"} for row in rows]
+    for row in odd:
+        del row["big"]
+    plain = [{**row, "user": "nobody", "item": None, "price": None, "big": None} for row in rows]
+    np.testing.assert_array_equal(scorer.score(odd), scorer.score(plain))
+    counts = scorer.seen.columns
+    assert counts["user"]["unknown"] == 40
+    assert (counts["item"]["missing"], counts["item"]["unreadable"]) == (40, 20)
+    assert (counts["price"]["missing"], counts["price"]["unreadable"]) == (40, 20)
+    assert counts["big"]["missing"] == 40
+    assert "unknown_ids" in scorer.seen.warnings()
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_strict_names_column_and_row(scorer: hotrow.Scorer, *, short: bool) -> None:
+    if not short:
+        scorer._versions[0]._cells = None
+    known = [{"price": 1.0, "age": 3, "x": 0.5, "user": "user ä1", "item": -99, "big": 2**64 - 7920} for _ in range(9)]
+    assert len(scorer.score(known, strict=True)) == 9
+
+    def but(row: int, **cells: Any) -> list[dict[str, Any]]:
+        return [{**own, **cells} if place == row else own for place, own in enumerate(known)]
+
+    without = [{name: cell for name, cell in row.items() if name != "age"} for row in known]
+    for rows, said in (
+        (but(5, user="nobody"), r"'user', row 5: an id that training never saw"),
+        (but(3, price="a lot"), r"'price', row 3: 'a lot'"),
+        (but(0, item="word"), r"'item', row 0: 'word'"),
+        (without, r"column 'age' is missing"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            scorer.score(rows, strict=True)
+    assert len(scorer.score(but(4, user=None), strict=True)) == 9, "a missing value is one that is expected"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "pass either rows, or items"),
+        ({"rows": [{}], "items": [{}]}, "pass either rows, or items"),
+        ({"rows": [{}], "user": {}}, "pass either rows, or items"),
+        ({"rows": [{}, 3]}, "row 1 is a int"),
+        ({"user": {"item": 1}, "items": [{"big": 1}, {"item": 1}]}, "'item' is given by the user and by row 1"),
+        ({"user": {"item": 1}, "items": {"item": [1]}}, "'item' is given by the user and by the items"),
+        ({"rows": {"item": [1, 2], "big": [1]}}, "'big' has 1 rows, 'item' has 2"),
+        ({"rows": {"item": "text"}}, "'item' is a str"),
+        ({"rows": 7}, "int is not a path and not an Arrow-capable frame"),
+    ],
+)
+def test_rows_of_no_known_form_are_refused(scorer: hotrow.Scorer, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        scorer.score(**arguments)
+
+
+# ---- threads and memory
+
+
+@native
+def test_threads_do_not_disturb_each_other(scorer: hotrow.Scorer) -> None:
+    requests = [rows_of(some(20, seed)) for seed in range(12)]
+    expected = [scorer.score(rows) for rows in requests]
+    with ThreadPoolExecutor(4) as executor:
+        found = list(executor.map(scorer.score, requests * 5))
+    for own, wanted in zip(found, expected * 5, strict=True):
+        np.testing.assert_array_equal(own, wanted)
+
+
+def test_memory_is_let_go_of(export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files stay what they were, and so do scores, if every page is let go of all the time."""
+    expected = hotrow.Scorer(export, work=tmp_path / "work").score(some())
+    scorer = hotrow.Scorer(export, memory="1MiB", work=tmp_path / "work")
+    monkeypatch.setattr(mapped, "mapped_bytes", lambda: 1 << 60)
+    for _ in range(2 * mapped.CALLS_PER_LOOK):
+        np.testing.assert_array_equal(scorer.score(some()), expected)
+
+
+# ---- versions
+
+
+Days = tuple[Path, list[Path], list[Path]]
+"""An export, the deltas after it, and their whole exports."""
+
+
+def days_of(folder: Path, run: hotrow.Run, num_deltas: int) -> Days:
+    """The checkpoints of a run as days."""
+    first, *others = sorted(int(path.name.removeprefix("step-")) for path in run.checkpoint.parent.iterdir())
+    base, since, deltas, wholes = folder / "base", folder / "since", [], []
+    run.export(base, step=first)
+    shutil.copytree(base, since)
+    for step in others[:num_deltas]:
+        deltas.append(folder / f"delta-{step}")
+        wholes.append(folder / f"whole-{step}")
+        run.export(deltas[-1], since=since, step=step)
+        run.export(wholes[-1], step=step)
+        hotrow.apply_delta(since, deltas[-1])
+    assert len(deltas) == num_deltas
+    return base, deltas, wholes
+
+
+@pytest.fixture(scope="module")
+def days(folder: Path, run: hotrow.Run) -> Days:
+    return days_of(folder, run, NUM_DELTAS)
+
+
+def test_deltas_bring_it_forward_and_back(days: Days, tmp_path: Path) -> None:
+    base, deltas, wholes = days
+    before = {path: path.read_bytes() for path in base.rglob("*") if path.is_file()}
+    scorer, rows = hotrow.Scorer(base, work=tmp_path / "work"), some()
+    versions = [scorer.version]
+    for delta, whole in zip(deltas, wholes, strict=True):
+        with pytest.raises(ValueError, match=r"is delta \d"):
+            scorer.apply(deltas[-1] if delta is deltas[0] else deltas[0])
+        assert scorer.version == versions[-1]
+        versions.append(scorer.apply(delta))
+        own = hotrow.Scorer(whole, work=tmp_path / "work")
+        np.testing.assert_array_equal(scorer.score(rows), own.score(rows))
+        assert scorer.version == own.version
+    assert len({*versions}) == len(deltas) + 1
+    assert scorer.rollback() == versions[-2] == scorer.version
+    with pytest.raises(ValueError, match="there is no version before"):
+        scorer.rollback()
+    assert scorer.apply(deltas[-1]) == versions[-1], "it is there already, and only opened"
+    assert len([*(tmp_path / "work" / "versions").iterdir()]) == 2, "older ones go"
+    assert {path: path.read_bytes() for path in base.rglob("*") if path.is_file()} == before
+
+
+def test_a_damaged_delta_is_refused_and_the_version_before_scores_on(days: Days, tmp_path: Path) -> None:
+    base, (delta, *_), _ = days
+    scorer = hotrow.Scorer(base, work=tmp_path / "work")
+    expected, bad = scorer.score(some()), tmp_path / "bad"
+    shutil.copytree(delta, bad)
+    name = next(path for path in bad.rglob("*.parquet"))
+    name.write_bytes(name.read_bytes()[:-1])
+    for path, said in ((bad, "missing, cut off or altered"), (tmp_path / "none", "is not a delta")):
+        with pytest.raises(ValueError, match=said):
+            scorer.apply(path)
+        np.testing.assert_array_equal(scorer.score(some()), expected)
+    assert scorer.apply(delta) == scorer.version
+
+
+@pytest.mark.parametrize("num_deltas", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_every_answer_under_load_is_of_one_version(packed: Path, tmp_path: Path, num_deltas: int) -> None:
+    """No request fails, and none has rows of two versions."""
+    changes = ["checkpoint.every=2", f"checkpoint.keep_last={num_deltas + 2}", f"train.max_steps={2 * num_deltas + 2}"]
+    run = train(packed, tmp_path / "run", *changes, "train.epochs=9")
+    base, deltas, wholes = days_of(tmp_path, run, num_deltas)
+    scorer, rows = hotrow.Scorer(base, work=tmp_path / "work"), some(40)
+    others = [hotrow.Scorer(whole, work=tmp_path / "work") for whole in wholes]
+    expected = {own.version: own.score(rows) for own in (scorer, *others)}
+    found: list[tuple[str, bool]] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            scores, version = scorer.answer(rows)
+            found.append((version, bool((scores == expected[version]).all())))
+
+    with ThreadPoolExecutor(2) as executor:
+        asking = [executor.submit(ask) for _ in range(2)]
+        try:
+            for delta in deltas:
+                scorer.apply(delta)
+        finally:
+            done.set()
+        for each in asking:
+            each.result()
+    scorer.score(rows)
+    assert all(same for _, same in found) and len(found) > len(deltas)
+
+
+# ---- exports of others
+
+
+def test_an_export_that_was_altered_is_refused(export: Path, tmp_path: Path) -> None:
+    def changed(name: str, change: Callable[[Path], object]) -> Path:
+        other = tmp_path / f"{name}-{len([*tmp_path.iterdir()])}"
+        shutil.copytree(export, other)
+        change(other)
+        return other
+
+    def described(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+        return lambda path: reseal(path / "export.json", change)
+
+    for other in (
+        changed("gone", lambda path: (path / "vocab" / "user.parquet").unlink()),
+        changed("cut", lambda path: os.truncate(path / "tables" / "user.safetensors", 5000)),
+        changed("no", lambda path: (path / "export.json").unlink()),
+        changed("model", described(lambda about: about["model"].update(name="other"))),
+        changed("dims", described(lambda about: about["tables"][0].update(embedding_dim=5))),
+        changed("rows", described(lambda about: about["tables"][0].update(num_embeddings=10**9))),
+        changed("few", described(lambda about: about["tables"][0]["vocabulary"].update(num_keys=3))),
+        changed("keys", described(lambda about: about["features"][0].update(keys="int"))),
+        changed("field", described(lambda about: about["features"][0].pop("kind"))),
+        changed("transform", described(lambda about: about["dense"][0].update(transform="../../evil"))),
+        changed("file", described(lambda about: about["tables"][0].update(file="../new.csv"))),
+    ):
+        with pytest.raises(ValueError, match=str(other.name)):
+            print(other.name, hotrow.Scorer(other).version, "is taken")
