@@ -113,7 +113,7 @@ def test_requests_get_the_scores_of_the_scorer(served: tuple[Client, hotrow.Scor
     assert counts['hotrow_requests_total{code="200"}'] == "2" and counts['hotrow_requests_total{code="400"}'] == "1"
     assert counts['hotrow_cells_total{column="item",kind="unknown"}'] == "3"
     assert counts["hotrow_rows_total"] == "6" and float(counts['hotrow_request_seconds{quantile="0.99"}']) > 0
-    assert ask("GET", "/nowhere")[0] == 404
+    assert ask("GET", "/nowhere")[0] == ask("GET", "/score")[0] == 404
 
 
 def hostile(rng: random.Random) -> bytes | dict[str, Any]:
@@ -153,6 +153,31 @@ def test_hostile_requests_get_an_error_each(served: tuple[Client, hotrow.Scorer]
     code, found = ask("POST", "/score", {"user": USER, "items": ITEMS})
     assert code == 200
     np.testing.assert_array_equal(np.array(found["scores"], np.float32), expected)
+
+
+def test_a_score_that_is_no_number_is_an_error(
+    served: tuple[Client, hotrow.Scorer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, scorer = served
+    found = scorer.answer([USER, USER])
+    odd = found._replace(scores=np.array([0.5, np.nan], np.float32))
+    monkeypatch.setattr(scorer, "answer", lambda **_: odd)
+    code, found = ask("POST", "/score", {"rows": [USER, USER]})
+    assert code == 400 and "row 1 has no finite score" in found["error"]
+
+
+def test_a_fault_of_ours_is_said_without_a_traceback(
+    served: tuple[Client, hotrow.Scorer], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ask, scorer = served
+
+    def fail(**_: Any) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(scorer, "answer", fail)
+    code, found = ask("POST", "/score", {"rows": []})
+    assert code == 500 and "secret" not in found["error"]
+    assert "RuntimeError: a secret" in capfd.readouterr().err
 
 
 def test_deltas_come_by_name_from_one_folder(served: tuple[Client, hotrow.Scorer], folder: Path) -> None:

@@ -295,6 +295,9 @@ def test_deltas_bring_it_forward_and_back(days: Days, tmp_path: Path) -> None:
         scorer.rollback()
     assert scorer.apply(deltas[-1]) == versions[-1], "it is there already, and only opened"
     assert len([*(tmp_path / "work" / "versions").iterdir()]) == 2, "older ones go"
+    assert {path for each in scorer._versions if each for path in each.made} == {
+        *(tmp_path / "work" / "vocab").iterdir()
+    }
     assert {path: path.read_bytes() for path in base.rglob("*") if path.is_file()} == before
 
 

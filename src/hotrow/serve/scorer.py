@@ -144,8 +144,11 @@ class Scorer:
                 apply_delta(now.path, delta, path)  # which says why it is not the next one
             opened = Version(path, self._work, self._memory_bytes)
             self._versions = opened, now
-            if before is not None and before.path.parent == path.parent and before.path not in (path, now.path):
-                shutil.rmtree(before.path, ignore_errors=True)
+            if before is not None:
+                for file in before.made - now.made - opened.made:
+                    file.unlink(missing_ok=True)
+                if before.path.parent == path.parent and before.path not in (path, now.path):
+                    shutil.rmtree(before.path, ignore_errors=True)
             return opened.name
 
     def rollback(self) -> str:

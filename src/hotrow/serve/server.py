@@ -34,7 +34,6 @@ MAX_WAITING = 256
 REMEMBERED = 4096
 """The quantiles of seconds are those of so many requests."""
 _SCORE = {"rows": list | dict, "user": dict, "items": list | dict, "strict": bool}
-_DELTA = {"delta": str}
 
 
 class TooLargeError(ValueError):
@@ -59,21 +58,18 @@ class Meter:
         """Returns all that is counted, in Prometheus' text format."""
         with self._lock:
             codes, (num_rows, total), seconds = dict(self._codes), self._sums, list(self._seconds)
-        lines = ["# TYPE hotrow_requests counter"]
+        lines = ["# TYPE hotrow_requests_total counter"]
         lines += [f'hotrow_requests_total{{code="{code}"}} {count}' for code, count in sorted(codes.items())]
-        lines += [
-            "# TYPE hotrow_rows counter",
-            f"hotrow_rows_total {num_rows}",
-            "# TYPE hotrow_request_seconds summary",
-        ]
+        lines += ["# TYPE hotrow_rows_total counter", f"hotrow_rows_total {num_rows}"]
+        lines.append("# TYPE hotrow_request_seconds summary")
         for share in (0.5, 0.99) if seconds else ():
             lines.append(f'hotrow_request_seconds{{quantile="{share}"}} {np.quantile(seconds, share):.6f}')
         lines += [f"hotrow_request_seconds_sum {total:.6f}", f"hotrow_request_seconds_count {sum(codes.values())}"]
-        lines.append("# TYPE hotrow_cells counter")
+        lines.append("# TYPE hotrow_cells_total counter")
         for column, counts in list(scorer.seen.columns.items()):
             name = column.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
             lines += [f'hotrow_cells_total{{column="{name}",kind="{kind}"}} {n}' for kind, n in counts.items()]
-        lines += ["# TYPE hotrow_version info", f'hotrow_version_info{{version="{scorer.version}"}} 1']
+        lines += ["# TYPE hotrow_version_info gauge", f'hotrow_version_info{{version="{scorer.version}"}} 1']
         return "\n".join(lines) + "\n"
 
 
@@ -85,58 +81,54 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
     app, meter = FastAPI(title="hotrow", version=__version__, docs_url=None, redoc_url=None), Meter()
     scoring = ThreadPoolExecutor(usable_cores(), thread_name_prefix="hotrow-score")
 
-    async def answered(
-        request: Request, fields: dict[str, Any], work: Callable[[dict[str, Any]], Any]
-    ) -> tuple[int, Any]:
-        """Returns the status and the JSON for a request, of whose body `work` makes the answer."""
-        try:
-            body = _parsed(await _read(request), fields)
-            executor = scoring if fields is _SCORE else None  # a delta takes long, and must not keep scores waiting
-            return 200, await asyncio.get_running_loop().run_in_executor(executor, work, body)
-        except TooLargeError as error:
-            return 413, {"error": str(error)}
-        except ValueError as error:
-            return 400, {"error": str(error)}
-        except Exception:
-            traceback.print_exc(file=sys.stderr)
-            return 500, {"error": "the server failed; its log says where"}
+    def post(path: str, fields: dict[str, Any], work: Callable[..., dict[str, Any]], executor: Any = None) -> None:
+        """Answers requests to `path` by what `work` makes of the fields of their bodies."""
 
-    async def score(request: Request) -> Response:
-        """Scores rows: {"rows": [{...}, ...]}, or {"user": {...}, "items": [{...}, ...]}; "strict": true refuses."""
-        began, num_rows = time.perf_counter(), 0
+        async def answer(request: Request) -> Response:
+            began, found = time.perf_counter(), dict[str, Any]()
+            try:
+                body = await _read(request)
+                loop = asyncio.get_running_loop()
+                code, found = 200, await loop.run_in_executor(executor, lambda: work(**_parsed(body, fields)))
+            except ValueError as error:
+                code, found = 413 if isinstance(error, TooLargeError) else 400, {"error": str(error)}
+            except Exception:
+                if not await request.is_disconnected():
+                    traceback.print_exc(file=sys.stderr)
+                code, found = 500, {"error": "the server failed; its log says where"}
+            if executor is scoring:
+                meter.add(code, len(found.get("scores", ())), time.perf_counter() - began)
+            return JSONResponse(found, code)
 
-        def work(body: dict[str, Any]) -> dict[str, Any]:
-            scores, version = scorer.answer(**body)
-            return {"scores": scores.tolist(), "version": version}
+        app.add_api_route(path, answer, methods=["POST"], name=path[1:])
 
-        code, found = await answered(request, _SCORE, work)
-        num_rows = len(found.get("scores", ()))
-        meter.add(code, num_rows, time.perf_counter() - began)
-        return JSONResponse(found, code)
+    def score(**body: Any) -> dict[str, Any]:
+        scores, version = scorer.answer(**body)
+        if not (good := np.isfinite(scores.reshape(len(scores), -1)).all(1)).all():
+            raise ValueError(f"row {int(np.argmin(good))} has no finite score: its numbers are too large")
+        return {"scores": scores.tolist(), "version": version}
 
-    async def apply(request: Request) -> Response:
-        """Brings the model forward by a delta: {"delta": "NAME"}, a folder below the one given at the start."""
-        code, found = await answered(request, _DELTA, lambda body: {"version": scorer.apply(_within(deltas, **body))})
-        return JSONResponse(found, code)
-
-    async def rollback(request: Request) -> Response:
-        """Goes back to the version before the last delta: {}."""
-        code, found = await answered(request, {}, lambda body: {"version": scorer.rollback()})
-        return JSONResponse(found, code)
+    def apply(delta: str = "") -> dict[str, Any]:
+        assert deltas is not None, "it has no route without them"
+        return {"version": scorer.apply(_within(deltas, delta))}
 
     async def health() -> dict[str, Any]:
-        """Says which version scores, and which columns it takes."""
         return {"status": "ok", "version": scorer.version, "columns": scorer.columns}
 
     async def metrics() -> Response:
-        """Returns counts of requests and of what rows held."""
-        return PlainTextResponse(meter.text(scorer))
+        return PlainTextResponse(meter.text(scorer), media_type="text/plain; version=0.0.4")
 
-    for path, function in (("/score", score), ("/apply", apply), ("/rollback", rollback)):
-        if deltas is not None or function is score:
-            app.add_api_route(path, function, methods=["POST"])
+    async def elsewhere(request: Request, error: Exception) -> Response:
+        return JSONResponse({"error": "there is no such path, or it takes another method"}, 404)
+
+    post("/score", _SCORE, score, scoring)
+    if deltas is not None:  # a delta takes long: it must not keep scores waiting
+        post("/apply", {"delta": str}, apply)
+        post("/rollback", {}, lambda: {"version": scorer.rollback()})
     app.add_api_route("/health", health)
     app.add_api_route("/metrics", metrics)
+    for code in (404, 405):
+        app.add_exception_handler(code, elsewhere)
     return app
 
 
@@ -176,10 +168,9 @@ def _parsed(body: bytes, fields: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _within(deltas: Path | None, delta: str = "") -> Path:
+def _within(deltas: Path, delta: str) -> Path:
     """Returns the folder of a delta. Raises ValueError if it is not below `deltas`."""
-    assert deltas is not None, "apply has no route without it"
-    path = (deltas / delta).resolve() if "\0" not in delta else deltas
-    if not path.is_relative_to(deltas.resolve()) or path == deltas.resolve():
+    path, folder = (deltas / delta.replace("\0", "/")).resolve(), deltas.resolve()
+    if not path.is_relative_to(folder) or path == folder:
         raise ValueError(f"delta is {delta[:80]!r}; name a folder below the one that the server was started with")
     return path

@@ -56,6 +56,7 @@ class Version:
             self._shape = (0, len(about.labels)) if len(about.labels) > 1 else (0,)
             self.columns = reading.schema.input_names
             self._mapped = MappedTables(path, about.tables, memory_bytes)
+            self.made = {vocabulary.path for vocabulary in reading.vocabularies.values()}
             for vocabulary in reading.vocabularies.values():
                 self._mapped.bound(vocabulary.mapped)
             self._embedding = EmbeddingCollection(tables_of(about), memory=self._mapped)

@@ -38,7 +38,7 @@ def open_vocabulary(
     own, kind = table["vocabulary"], kind_of(encoding)
     source, missing_row, hash_cap = export / own["file"], int(own["missing_row"]), int(own["hash_cap"] or 0)
     record = about.files[own["file"]]
-    said = [about.dataset, own, record.num_bytes, record.crc32]
+    said = [about.dataset.get("name"), own, record.num_bytes, record.crc32]
     name = f"{source.stem}-{sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}"
     path = work / FOLDER / name
     make_folder(path.parent)
