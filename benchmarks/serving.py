@@ -1,6 +1,6 @@
 """Requests of one user and many candidates: how long they take, how many a second, and in how much memory.
 
-    python -m benchmarks.serving EXPORT [--items 200] [--seconds 10] [--memory 1GiB] [--out serving.json]
+    python -m benchmarks.serving EXPORT [--items 200] [--seconds 10] [--memory 1GiB] [--alone] [--out serving.json]
     python -m benchmarks.serving --make DIR [--rows 33762577]     # an export of Criteo-Kaggle's shape, not trained
 
 A request has a user (all numbers, and the first half of the ids) and candidates (the other ids). Ids are drawn from the
@@ -151,8 +151,29 @@ def memory_bytes() -> dict[str, int]:
     return {name: 1024 * int(status[field].split()[0]) for name, field in names.items()}
 
 
-def measure(export: Path, num_items: int, seconds: float, memory: str | None) -> dict[str, Any]:
-    """Both scorers on the same requests."""
+def measure_plain(
+    export: Path, requests: list[Request], found: list[Any], measured: Callable[[str, Any, float, dict[str, int]], None]
+) -> None:
+    """The export's own score.py, whose scores must be those that were found for the first requests."""
+    spec = importlib.util.spec_from_file_location("score", export / "score.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    before, began = memory_bytes(), time.perf_counter()
+    plain = module.Scorer(export)
+
+    def columns(request: Request) -> dict[str, list[Any]]:
+        user, items = request
+        own = {name: [item[name] for item in items] for name in items[0]}
+        return own | {name: [cell] * len(items) for name, cell in user.items()}
+
+    measured("score.py", lambda own: plain.score(columns(own)), time.perf_counter() - began, before)
+    for (user, items), own in zip(requests, found, strict=False):
+        np.testing.assert_allclose(plain.score(columns((user, items))).numpy(), own, atol=1e-5)
+
+
+def measure(export: Path, num_items: int, seconds: float, memory: str | None, *, alone: bool) -> dict[str, Any]:
+    """Both scorers on the same requests. alone: without score.py, which holds everything in memory."""
     torch.set_num_threads(1)
     requests, report = requests_of(export, num_items), dict[str, Any]()
 
@@ -180,21 +201,8 @@ def measure(export: Path, num_items: int, seconds: float, memory: str | None) ->
         vocabularies = sum(path.stat().st_size for path in (Path(work) / "vocab").iterdir())
     num_ids = sum(pq.read_metadata(path).num_rows for path in export.glob("vocab/*"))
     report["bytes_per_id"] = round(vocabularies / max(1, num_ids), 1)
-    spec = importlib.util.spec_from_file_location("score", export / "score.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    before, began = memory_bytes(), time.perf_counter()
-    plain = module.Scorer(export)
-
-    def columns(request: Request) -> dict[str, list[Any]]:
-        user, items = request
-        own = {name: [item[name] for item in items] for name in items[0]}
-        return own | {name: [cell] * len(items) for name, cell in user.items()}
-
-    both("score.py", lambda own: plain.score(columns(own)), time.perf_counter() - began, before)
-    for (user, items), own in zip(requests, found, strict=False):
-        np.testing.assert_allclose(plain.score(columns((user, items))).numpy(), own, atol=1e-5)
+    if not alone:
+        measure_plain(export, requests, found, both)
     return {
         **report,
         "items": num_items,
@@ -215,7 +223,7 @@ def page(report: dict[str, Any]) -> str:
         "of files",
     ]
     rows = []
-    for name in ("hotrow.Scorer", "score.py"):
+    for name in (name for name in ("hotrow.Scorer", "score.py") if name in report):
         own = report[name]
         memory = [f"{own['memory_bytes'][kind] / 2**20:,.0f} MiB" for kind in ("own", "of_files")]
         times = [f"{own[name]:.2f} ms" for name in ("p50_ms", "p99_ms", "processor_p50_ms")]
@@ -302,6 +310,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=200, help="candidates of a request")
     parser.add_argument("--seconds", type=float, default=10, help="for each figure")
     parser.add_argument("--memory", help="budget of the scorer, e.g. 1GiB")
+    parser.add_argument("--alone", action="store_true", help="leave out score.py, which holds everything in memory")
     parser.add_argument("--out", type=Path, help="file for the report as JSON")
     parser.add_argument("--make", type=Path, help="write an export here, and measure nothing")
     parser.add_argument("--rows", type=int, default=CRITEO_ROWS, help="rows of all its tables")
@@ -311,7 +320,7 @@ def main() -> None:
         return
     if options.export is None:
         parser.error("pass the folder of an export, or --make")
-    report = measure(options.export, options.items, options.seconds, options.memory)
+    report = measure(options.export, options.items, options.seconds, options.memory, alone=options.alone)
     report |= {"host": host_facts(), "load": os.getloadavg()[0]}
     if options.out is not None:
         options.out.write_text(json.dumps(report, indent=1) + "\n")

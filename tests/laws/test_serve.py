@@ -6,12 +6,14 @@ cells are of any kind, deltas come while others score, and requests are hostile.
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 import os
 import random
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import pytest
 from test_export import clicks, native, prepared, read_csv, train, write_csv, write_parquet
 
 import hotrow
+from hotrow.base.records import write_sealed
 from hotrow.serve import mapped
 from resealed import reseal
 
@@ -373,3 +376,41 @@ def test_an_export_that_was_altered_is_refused(export: Path, tmp_path: Path) -> 
     ):
         with pytest.raises(ValueError, match=str(other.name)):
             print(other.name, hotrow.Scorer(other).version, "is taken")
+
+
+VALUES: tuple[Any, ...] = (None, True, 0, -1, 1, 2.5, 2**40, 2**70, "", "x", "../x", [], [0], {}, {"x": 0})
+"""What a field is changed to."""
+
+
+def places_of(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of all fields of JSON."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*place, key)
+        yield from places_of(value[key], (*place, key))
+
+
+@pytest.mark.parametrize("num_cases", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_whatever_an_export_says_it_scores_or_is_refused_by_name(export: Path, tmp_path: Path, num_cases: int) -> None:
+    """Fields of export.json are changed or removed, and its checksum is made right again, as anybody can."""
+    other, rng, rows = tmp_path / "other", random.Random(num_cases), rows_of(some(5))
+    shutil.copytree(export, other)
+    about = json.loads((export / "export.json").read_text())
+    del about["checksum"]
+    places, num_refused = list(places_of(about)), 0
+    for _ in range(num_cases):
+        *path, last = rng.choice(places)
+        changed = copy.deepcopy(about)
+        field: Any = changed
+        for key in path:
+            field = field[key]
+        if rng.random() < 0.2:
+            del field[last]
+        else:
+            field[last] = rng.choice(VALUES)
+        write_sealed(other / "export.json", changed)
+        try:
+            hotrow.Scorer(other, work=tmp_path / "work").score(rows)
+        except ValueError as error:
+            assert str(other) in str(error) or str(tmp_path / "work") in str(error), (*path, last)
+            num_refused += 1
+    assert num_refused > num_cases / 4
