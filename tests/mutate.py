@@ -1081,7 +1081,7 @@ OPTIONS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "train": (["config.yaml", "--set", "run=case/run"], ("--set", "--resume")),
     "eval": (["run"], ("--data", "--split")),
     "predict": (["run", "clicks.csv", "--out", "case/s.csv"], ("--out", "--keep")),
-    "export": (["run", "--out", "case/export"], ("--out", "--since", "--step")),
+    "export": (["run", "--out", "case/export"], ("--out", "--since", "--step", "--rows")),
     "check": (["packed"], ()),
     "demo": (
         ["--data", "clicks.csv", "--schema", "text.yaml", "--set", "train.max_steps=2", "--set", "train.threads=1"],

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -54,7 +54,8 @@ from hotrow.data.sources.schema import Schema, check_options, load_schema, parse
 from hotrow.data.sources.tabular import frame_to_arrow
 from hotrow.embedding import EmbeddingCollection
 from hotrow.export.delta import write_delta
-from hotrow.export.export import export_checkpoint, write_export
+from hotrow.export.export import Description, Whole, write_export, write_whole
+from hotrow.export.rows import RowFormat, StoredLookups
 from hotrow.models.layers import Network
 from hotrow.models.spec import SampleError
 from hotrow.objectives.calibration import Calibration, calibrated, for_all_negatives
@@ -160,14 +161,17 @@ class Run:
         *,
         since: Path | str | None = None,
         step: int | None = None,
+        rows: RowFormat | None = None,
         progress: ProgressCallback | None = None,
     ) -> dict[str, Any]:
         """Writes weights, vocabularies and rules to the new folder `out`, to score without hotrow; see docs/export.md.
 
         since: an earlier export; `out` is then a delta, which `hotrow.apply_delta` takes. step: the step of the
-        checkpoint; if None, the checkpoint that this run predicts with. Returns what export.json, or delta.json, says.
-        Raises ValueError if there is no such checkpoint, `out` exists already, the disk has too little room, or `since`
-        is damaged or of another model.
+        checkpoint; if None, the checkpoint that this run predicts with. rows: how tables store their rows, "float32" if
+        None; a delta stores them as `since` does. Returns what export.json, or delta.json, says, and `row_cost`: the
+        metrics of the rows that the run is judged by, with its own rows and with those that are stored.
+        Raises ValueError if there is no such checkpoint, `out` exists already, the disk has too little room, `since` is
+        damaged or of another model, or a row cannot be stored so.
         """
         checkpoints = list_checkpoints(self.folder.checkpoints)
         if step is not None and step not in checkpoints:
@@ -177,9 +181,36 @@ class Run:
         vocabulary, seen = self.folder.vocabulary, seen_of(self.record)
         layers = [calibration.layer] if (calibration := self._calibration(checkpoint)) else []
         layers += [for_all_negatives(self.record.negatives_kept)] if self.record.negatives_kept else []
+        cost_of = functools.partial(self._row_cost, None if step is None else checkpoint)
+
+        def write(to: Whole) -> Description:
+            return write_export(to, checkpoint, vocabulary, layers, seen, progress, cost_of)
+
         if since is None:
-            return export_checkpoint(checkpoint, vocabulary, out, calibration=layers, seen=seen, progress=progress)
-        return write_delta(since, out, lambda to: write_export(to, checkpoint, vocabulary, layers, seen, progress))
+            return write_whole(out, write, rows=rows or "float32")
+        if rows is not None:
+            raise ValueError(f"rows is {rows!r}, but a delta stores rows as {since} does: leave it out")
+        return write_delta(since, out, write)
+
+    def _row_cost(self, checkpoint: Path | None, form: RowFormat) -> dict[str, Any] | None:
+        """Returns the metrics of the rows that the run is judged by, each with the run's own rows and with rows in
+        `form`; None, with a warning, if they cannot be had. checkpoint: if None, the one that the run predicts with."""
+        try:
+            if (split := self.metrics.get("split")) is None:
+                raise ValueError("the run has neither test nor validation rows")
+            loaded = self._network if checkpoint is None else self._loaded(checkpoint)
+            stored = loaded._replace(embedding=cast(Any, StoredLookups(loaded.embedding, form)))
+            try:
+                own, other = (self._judged(split, None, each)[2] for each in (loaded, stored))
+            finally:
+                if checkpoint is not None:
+                    close_tiers(loaded.embedding, self.path)
+        except ValueError as error:
+            warnings.warn(f"what {form} rows cost was not measured: {str(error).partition(';')[0]}", stacklevel=3)
+            return None
+        names = [name for name in loaded.objective.measures if own[name] is not None]
+        metrics = {name: {"run": own[name], "export": other[name]} for name in names}
+        return {"split": split, "num_rows": own["num_rows"], "metrics": metrics}
 
     def _calibration(self, checkpoint: Path) -> Calibration | None:
         """Returns what was fitted to the weights of a checkpoint; warns if the run has only that of other weights."""
@@ -192,7 +223,11 @@ class Run:
 
     @cached_property
     def _network(self) -> _Loaded:
-        checkpoint, kept = self.checkpoint, PackedDataset.open(self.folder.vocabulary)
+        return self._loaded(self.checkpoint)
+
+    def _loaded(self, checkpoint: Path) -> _Loaded:
+        """Returns what a checkpoint scores with."""
+        kept = PackedDataset.open(self.folder.vocabulary)
         config, _ = read_model(checkpoint, read_manifest(checkpoint), kept)
         setup = Setup.decide(_on_this_machine(config), kept, self.path, training=False)
         embedding, model = build_network(setup)
@@ -352,8 +387,11 @@ class Run:
         """
         return self._judged(split, data)[1]
 
-    def _judged(self, split: str, data: Path | str | None) -> tuple[Split, Metrics, dict[str, Any]]:
-        """Returns the rows of a split, their outputs and labels, and the metrics of these."""
+    def _judged(
+        self, split: str, data: Path | str | None, loaded: _Loaded | None = None
+    ) -> tuple[Split, Metrics, dict[str, Any]]:
+        """Returns the rows of a split, their outputs and labels, and the metrics of these. loaded: scores them; if
+        None, what the run predicts with."""
         dataset = PackedDataset.open(self._dataset_path() if data is None else data)
         own = PackedDataset.open(self.folder.vocabulary)
         for table in dataset.info.tables:
@@ -363,7 +401,7 @@ class Run:
                     f"{dataset.path}: table {table.name!r} has another vocabulary than run {self.path} has; "
                     "score its raw rows instead (`hotrow eval RUN ROWS` or `hotrow predict`)"
                 )
-        embedding, model, dense, objective = self._network
+        embedding, model, dense, objective = loaded or self._network
         rows, judged = dataset.split(split), objective.metrics()
         items = Items.of(dataset, model.item_features) if model.retrieves else None
         return rows, judged, evaluate(embedding, model, rows, objective, dense=dense, metrics=judged, items=items)

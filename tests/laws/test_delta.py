@@ -30,7 +30,8 @@ from hotrow.data.native import hash_keys
 from hotrow.export import delta as deltas
 from hotrow.export import export as exports
 from hotrow.export.delta import apply_delta, write_delta
-from hotrow.export.export import Description, Whole, becoming
+from hotrow.export.export import Description, Whole
+from hotrow.export.rows import FORMATS, StoredRows
 from hotrow.run.checkpoint_files import write_tensors
 from resealed import reseal
 
@@ -82,7 +83,7 @@ def write(to: Whole, day: Day, number: int, **changes: Any) -> Description:
         csv=None,
         dense=(),
         features=tuple({"name": name} for name in day),
-        tables=(),
+        tables=({"stored_as": to.form},),
         files={},
     )
     to.begin(description, 0)
@@ -90,7 +91,10 @@ def write(to: Whole, day: Day, number: int, **changes: Any) -> Description:
     files = {"model.safetensors": write_tensors(to.folder / "model.safetensors", {"w": dense})}
     for name, (rows, weights) in day.items():
         file = f"tables/{name}.safetensors"
-        files[file] = to.table(file, f"{name}.weight", Pieces(weights))
+        stored: Any = Pieces(weights)
+        if to.form != "float32":
+            stored = StoredRows(Pieces(np.nan_to_num(weights)), to.form, name)
+        files[file] = to.table(file, f"{name}.weight", stored)
         if name != "plain":
             kind = "bytes" if name == "text" else "int"
             files[f"vocab/{name}.parquet"] = to.vocabulary(
@@ -105,9 +109,8 @@ def write(to: Whole, day: Day, number: int, **changes: Any) -> Description:
     return description
 
 
-def write_whole(out: Path, day: Day, number: int, **changes: Any) -> Path:
-    with becoming(out, "export", exports.OWN_NAMES, exports.FOLDERS, doing="testing") as partial:
-        write(Whole(partial), day, number, **changes)
+def write_whole(out: Path, day: Day, number: int, form: Any = "float32", **changes: Any) -> Path:
+    exports.write_whole(out, lambda to: write(to, day, number, **changes), rows=form)
     return out
 
 
@@ -161,11 +164,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
 Chain = tuple[list[Path], list[Path]]
 
 
-def make_chain(folder: Path, count: int = 4, seed: int = 0) -> Chain:
+def make_chain(folder: Path, count: int = 4, seed: int = 0, form: Any = "float32") -> Chain:
     """Whole exports of the days, and the deltas between them, numbered."""
     wholes, made = [], []
     for number, day in enumerate(days(count, seed)):
-        wholes.append(write_whole(folder / f"whole-{number}", day, number))
+        wholes.append(write_whole(folder / f"whole-{number}", day, number, form))
         if number == 0:
             shutil.copytree(wholes[0], folder / "upstream")
         else:
@@ -192,9 +195,10 @@ def base(made: Chain, tmp_path: Path) -> Path:
 # ---- base + deltas = the whole export
 
 
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("seed", range(5))
-def test_an_export_and_its_deltas_are_the_whole_export(tmp_path: Path, seed: int) -> None:
-    wholes, made = make_chain(tmp_path, 5, seed)
+def test_an_export_and_its_deltas_are_the_whole_export(tmp_path: Path, seed: int, form: str) -> None:
+    wholes, made = make_chain(tmp_path, 5, seed, form)
     in_place = Path(shutil.copytree(wholes[0], tmp_path / "in-place"))
     for number, (whole, delta) in enumerate(zip(wholes[1:], made, strict=True), 1):
         previous, new = (
@@ -270,7 +274,8 @@ def test_exports_whose_files_were_laid_out_otherwise(
     assert files_of(base) == files_of(write_whole(tmp_path / "whole", two, 1))
 
 
-def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["", " --rows int8"])
+def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """Each day has more ids than the one before, so tables and vocabularies grow."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
@@ -287,7 +292,7 @@ def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
     for words in (
         "prepare csv day1.csv --schema schema.yaml --out data1",
         "train r.yaml",
-        "export run1 --out clicks",
+        f"export run1 --out clicks{form}",
         *(
             word.format(day=day, before=day - 1)
             for day in (2, 3)
@@ -296,7 +301,7 @@ def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
                 "train --from run{before} --set data=data{day} --set run=run{day}",
                 "export run{day} --since clicks --out delta{before}",
                 "apply clicks delta{before}",
-                "export run{day} --out whole{day}",
+                "export run{day} --out whole{day}" + form,
             )
         ),
     ):

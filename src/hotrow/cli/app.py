@@ -563,23 +563,33 @@ def export(
     step: Annotated[
         int | None, typer.Option(help="Step of the checkpoint to export; default: the one that `predict` uses.")
     ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(help="How tables store their rows: float32 (default), bf16 or int8. Prints what it costs in AUC."),
+    ] = None,
 ) -> Answer:
     """Write weights (safetensors), vocabularies (Parquet) and rules, to score raw rows in plain PyTorch."""
     from hotrow.api import load
     from hotrow.base.progress import progress_bar
 
-    with progress_bar() as progress:
-        made = load(run).export(out, since=since, step=step, progress=progress)
+    form: Any = rows
+    with closing(load(run)) as loaded, progress_bar() as progress:
+        made = loaded.export(out, since=since, step=step, rows=form, progress=progress)
+    result: dict[str, Any] = {"run_dir": str(run), "out": str(out)}
     if since is not None:
-        return {"run_dir": str(run), "since": str(since), "out": str(out), **_summary_of(made)}
-    return {
-        "run_dir": str(run),
-        "out": str(out),
-        "step": made["step"],
-        "tables": len(made["tables"]),
-        "files": len(made["files"]) + 1,
-        "bytes": sum(file["num_bytes"] for file in made["files"].values()),
+        result |= {"since": str(since), **_summary_of(made)}
+    else:
+        num_bytes = sum(file["num_bytes"] for file in made["files"].values())
+        tables, files = len(made["tables"]), len(made["files"]) + 1
+        result |= {"step": made["step"], "tables": tables, "files": files, "bytes": num_bytes}
+    if (cost := made["row_cost"]) is None:
+        return result
+    shown = {
+        name: f"{own['export']:.6f} with these rows, {own['run']:.6f} with the run's"
+        for name, own in cost["metrics"].items()
     }
+    told = {f"{cost['num_rows']:,} rows of the {cost['split']} split": shown}
+    return {**result, "row_cost": cost}, lambda: _print_fields(result | told)
 
 
 def _summary_of(delta: Mapping[str, Any]) -> dict[str, Any]:

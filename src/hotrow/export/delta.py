@@ -3,7 +3,7 @@
     clicks-2/
       delta.json               its number, the exports before and after it, its tables, size and crc32 of its files
       files/...                files of the new export that differ, whole; its export.json is always among them
-      rows/<table>.parquet     row, weight: rows that are new or differ in a bit; a weight is D float32, little-endian
+      rows/<table>.parquet     row, weight: rows that are new or differ in a bit; a weight has the bytes of its row
       ids/<table>.parquet      key, row, gone: ids that are new, and those that no longer have this row
 
 An export is named by its checksum, the SHA-256 of its export.json, which holds the checksums of its other files. A
@@ -24,7 +24,7 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -57,6 +57,9 @@ DELTA = "delta.json"
 _FILES, _ROWS, _IDS = _PARTS = ("files", "rows", "ids")
 IDS_AT_ONCE, BYTES_AT_ONCE = 1 << 16, 1 << 22
 _CURE = "copy the delta again, or export it again"
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.uint8: torch.uint8}
+"""Integers as wide as a number: rows that differ in a bit differ."""
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -68,10 +71,33 @@ class TableChange:
     num_embeddings: Count
     """In the new export."""
     embedding_dim: Annotated[int, Field(ge=1, le=1 << 24)]
+    """Columns of the tensor."""
     rows: Count = 0
     """Rows that are new or differ."""
     ids: Count = 0
     """Ids that are new or gone; one whose row is another is both."""
+    dtype: Literal["F32", "BF16", "U8"] = "F32"
+    """The type of the tensor, as safetensors names it."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The new shape of the tensor."""
+        return self.num_embeddings, self.embedding_dim
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a number."""
+        return _DTYPES[self.dtype].itemsize
+
+    def head(self) -> tuple[bytes, int]:
+        """Returns the beginning of the table's file, and the bytes of its rows."""
+        like: Any = SimpleNamespace(shape=self.shape, dtype=_DTYPES[self.dtype])
+        return head_of([(self.tensor, like)], whole.ALIGNMENT)
+
+    def schema(self) -> pa.Schema:
+        """Returns the columns of the file of changed rows."""
+        types = {"row": pa.int64(), "weight": pa.binary(self.num_bytes * self.embedding_dim)}
+        return pa.schema([pa.field(name, each, nullable=False) for name, each in types.items()])
 
 
 @record(frozen=True, config=STRICT)
@@ -116,8 +142,9 @@ _CHAIN = Document(Chain, marks={"hotrow_chain": 1}, cure="restore it from a copy
 def write_delta(since: Path | str, out: Path | str, write: Callable[[whole.Whole], Description]) -> dict[str, Any]:
     """Writes the folder `out`: the changes from the export `since` to the one that `write` writes.
 
-    Returns the content of delta.json. Raises ValueError if `since` is damaged, is of another model, or already is this
-    export, and as `export_checkpoint` does. Memory does not grow with tables or vocabularies.
+    Returns the content of delta.json, and `row_cost` of the new export. Raises ValueError if `since` is damaged, is of
+    another model, or already is this export, and as `write_whole` does. Memory does not grow with tables or
+    vocabularies.
     """
     since, doing = Path(since), f"writing what changed since {since}"
     folders = (*_PARTS, *(f"{_FILES}/{name}" for name in FOLDERS))
@@ -142,7 +169,7 @@ def write_delta(since: Path | str, out: Path | str, write: Callable[[whole.Whole
             files={path.relative_to(partial).as_posix(): file_record(path) for path in files},
         )
         _DOCUMENT.write(partial / DELTA, delta)
-    return {**_DOCUMENT.marks, **asdict(delta)}
+    return {**_DOCUMENT.marks, **asdict(delta), "row_cost": after.row_cost}
 
 
 class Changes(whole.Whole):
@@ -152,7 +179,7 @@ class Changes(whole.Whole):
     """
 
     def __init__(self, delta: Path, since: Path, before: Description) -> None:
-        super().__init__(delta / _FILES)
+        super().__init__(delta / _FILES, before.form)
         self.tables: dict[str, TableChange] = {}
         self._delta, self._since, self._before = delta, since, before
 
@@ -168,9 +195,10 @@ class Changes(whole.Whole):
 
     def table(self, name: str, tensor: str, rows: Pieces) -> FileRecord:
         """Writes the rows that differ; returns size and checksum of the whole file."""
-        num_rows, dim = rows.shape
-        head, num_bytes = _head(tensor, num_rows, dim)
-        schema, checksum = _rows_schema(dim), zlib.crc32(head)
+        dtype: Any = next(each for each, own in _DTYPES.items() if own == rows.dtype)
+        change = TableChange(tensor, rows.shape[0], rows.shape[1], dtype=dtype)
+        (head, num_bytes), schema = change.head(), change.schema()
+        checksum = zlib.crc32(head)
 
         def changed() -> Iterator[pa.Table]:
             nonlocal checksum
@@ -178,18 +206,18 @@ class Changes(whole.Whole):
             with open_file(self._since / name) as file:
                 file.seek(8 + int.from_bytes(file.read(8), "little"))
                 for piece in rows.pieces():
-                    new = rows.read(piece).contiguous().numpy()
+                    new = rows.read(piece).contiguous().view(_BITS[rows.dtype]).numpy()
                     checksum = zlib.crc32(new.data, checksum)
-                    old = np.frombuffer(file.read(new.nbytes), np.uint32).reshape(-1, dim)
+                    old = np.frombuffer(file.read(new.nbytes), new.dtype).reshape(-1, change.embedding_dim)
                     differs = np.ones(len(new), np.bool_)  # so are rows beyond the end of the earlier table
-                    differs[: len(old)] = (new.view(np.uint32)[: len(old)] != old).any(1)
+                    differs[: len(old)] = (new[: len(old)] != old).any(1)
                     places, data = np.flatnonzero(differs), pa.py_buffer(new[differs])
                     weights = pa.FixedSizeBinaryArray.from_buffers(schema.field(1).type, len(places), [None, data])
                     yield pa.table([pa.array(start + places), weights], schema=schema)
                     start += len(new)
 
         found = _write(self._delta / _ROWS / _parquet(name), schema, changed())
-        self.tables[Path(name).stem] = TableChange(tensor, num_rows, dim, rows=found)
+        self.tables[Path(name).stem] = replace(change, rows=found)
         return FileRecord(len(head) + num_bytes, f"{checksum:08x}")
 
     def vocabulary(self, name: str, keys: Vocabulary, done: Callable[[int], None]) -> FileRecord:
@@ -258,17 +286,6 @@ class _Rising:
 def _parquet(name: str) -> str:
     """Returns the name of a table's files in a delta, from that of its file in an export."""
     return f"{Path(name).stem}.parquet"
-
-
-def _head(tensor: str, num_rows: int, dim: int) -> tuple[bytes, int]:
-    """Returns the beginning of a table's file, and the bytes of its rows."""
-    like: Any = SimpleNamespace(shape=(num_rows, dim), dtype=torch.float32)
-    return head_of([(tensor, like)], whole.ALIGNMENT)
-
-
-def _rows_schema(dim: int) -> pa.Schema:
-    types = {"row": pa.int64(), "weight": pa.binary(4 * dim)}
-    return pa.schema([pa.field(name, each, nullable=False) for name, each in types.items()])
 
 
 def _ids_schema(keys: pa.Schema) -> pa.Schema:
@@ -430,7 +447,7 @@ def _bring_forward(folder: Path, path: Path, delta: Delta, exports: tuple[str, .
     after = DOCUMENT.read(path / _FILES / EXPORT)
     tables = {f"tables/{stem}.safetensors": change for stem, change in delta.tables.items()}
     for name, change in tables.items():
-        head, num_bytes = _head(change.tensor, change.num_embeddings, change.embedding_dim)
+        head, num_bytes = change.head()
         if name not in after.files or len(head) + num_bytes != after.files[name].num_bytes:
             raise ValueError(f"{path / DELTA}: tables.{Path(name).stem} is not as its {EXPORT} says; {_CURE}")
     staged = [name for name in after.files if _stage(folder, path, name, after.files[name], is_half=is_half)]
@@ -498,8 +515,8 @@ def _merged(vocabulary: Path, ids: Path) -> Iterator[pa.Table]:
 
 def _change_table(path: Path, rows: Path, change: TableChange) -> None:
     """Gives the table in `path` its new size and rows, in place. A call that is made again ends in the same bytes."""
-    shape = change.num_embeddings, change.embedding_dim
-    head, num_bytes = _head(change.tensor, *shape)
+    head, num_bytes = change.head()
+    number = np.dtype(f"u{change.num_bytes}")
     with open_file(path) as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
         file.seek(begin)
@@ -513,12 +530,13 @@ def _change_table(path: Path, rows: Path, change: TableChange) -> None:
         os.posix_fallocate(
             file.fileno(), 0, len(head) + num_bytes
         )  # a full disk is an error here, a crash in a mapping
-        table = np.memmap(file, np.uint32, "r+", len(head), shape)
-        for batch in (batch for found in _tables(rows, _rows_schema(shape[1])) for batch in found.to_batches()):
+        table = np.memmap(file, number, "r+", len(head), change.shape)
+        for batch in (batch for found in _tables(rows, change.schema()) for batch in found.to_batches()):
             numbers, data = batch["row"].to_numpy(), batch["weight"]
-            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < shape[0]:
+            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(table):
                 raise ValueError(f"{rows} names a row that {change.tensor} does not have; {_CURE}")
-            weights = np.frombuffer(data.buffers()[1], np.uint32, len(data) * shape[1], data.offset * shape[1] * 4)
-            table[numbers] = weights.reshape(-1, shape[1])
+            start = data.offset * data.type.byte_width
+            weights = np.frombuffer(data.buffers()[1], number, len(data) * change.embedding_dim, start)
+            table[numbers] = weights.reshape(-1, change.embedding_dim)
         table.flush()
         os.fsync(file.fileno())

@@ -3,7 +3,7 @@
     clicks-export/
       export.json                    format version, model, dense transforms, features, tables, size and crc32 of files
       model.safetensors              dense parameters, by their state_dict names
-      tables/<table>.safetensors     `<table>.weight` float32 [num_embeddings, embedding_dim], as lookups read it
+      tables/<table>.safetensors     `<table>.weight` [num_embeddings, embedding_dim], as lookups read it (rows.py)
       vocab/<table>.parquet          key, row: of raw ids that have a row of their own
       model.py                       the network, in plain torch
       transforms/<name>.py           the transforms that compute inputs from raw values
@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from stat import S_IMODE
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -49,7 +49,7 @@ from hotrow.base.files import (
     sync_folder,
 )
 from hotrow.base.progress import ProgressCallback, ProgressMeter
-from hotrow.base.records import STRICT, Count, Document
+from hotrow.base.records import STRICT, Count, Document, short
 from hotrow.base.version import __version__
 from hotrow.config.schema import Config
 from hotrow.data.chunk import Keys
@@ -62,6 +62,8 @@ from hotrow.data.seen import Seen
 from hotrow.data.sources.convert import OTHER_BLANKS, is_plain, written_pattern
 from hotrow.data.sources.schema import DenseSpec, Schema
 from hotrow.data.transforms import Transform, source_of
+from hotrow.export.rows import FORMATS, RowFormat, StoredRows
+from hotrow.export.score import STORED
 from hotrow.models import MODELS
 from hotrow.models.spec import ModelSpec
 from hotrow.objectives.calibration import calibrated
@@ -130,42 +132,44 @@ class Description:
     """What the scores of a row are of, in their order."""
     usual: dict[str, JsonValue] | None = None
     """What the validation rows held by column, to compare rows with; None if the run does not know."""
+    row_cost: dict[str, JsonValue] | None = None
+    """Metrics with the run's own rows and with those stored here; None if these are float32, or it was not measured."""
 
     def __post_init__(self) -> None:
+        forms = [table.get("stored_as", "float32") for table in self.tables]
+        if any(form not in FORMATS or form != forms[0] for form in forms):
+            raise ValueError(f"tables: stored_as is {short(forms)}; it must be one of {', '.join(FORMATS)} in all")
         for file in self.files:
             for component in file.split("/"):
                 check_name(component, what=f"files: file name in {file!r}")
+
+    @property
+    def form(self) -> RowFormat:
+        """How rows are stored."""
+        return cast(RowFormat, self.tables[0].get("stored_as", "float32") if self.tables else "float32")
 
 
 DOCUMENT = Document(Description, marks={"hotrow_export": FORMAT_VERSION}, cure="export the run again")
 
 
-def export_checkpoint(
-    checkpoint: Path,
-    vocabulary: Path,
-    out: Path | str,
-    *,
-    calibration: Sequence[dict[str, Any]] = (),
-    seen: Seen | None = None,
-    progress: ProgressCallback | None = None,
-) -> dict[str, Any]:
-    """Writes the folder `out` from `checkpoint` and from the dataset.json and vocab/ in the folder `vocabulary`.
+def write_whole(out: Path | str, write: Callable[[Whole], Description], *, rows: RowFormat) -> dict[str, Any]:
+    """Writes the folder `out` by `write`, with rows stored as `rows` says; returns the content of export.json.
 
-    calibration: the arguments of `calibrated` for each layer of calibration that follows the network. seen: knows what
-    is usual in rows to score; if None, nothing is known. Returns the content of export.json. Every file is verified
-    before it is read. Raises ValueError if `out` exists or cannot be made, if the disk has too little room, or if a
-    file is damaged, which it names; OSError if the disk becomes full.
+    Raises ValueError if `out` exists or cannot be made, if the disk has too little room, or if a file is damaged, which
+    it names; OSError if the disk becomes full.
     """
-    with becoming(Path(out), "export", OWN_NAMES, FOLDERS, doing=f"exporting {checkpoint}") as partial:
-        description = write_export(Whole(partial), checkpoint, vocabulary, calibration, seen, progress)
+    if rows not in FORMATS:
+        raise ValueError(f"rows is {rows!r}; it must be one of {', '.join(FORMATS)}")
+    with becoming(Path(out), "export", OWN_NAMES, FOLDERS, doing=f"exporting to {out}") as partial:
+        description = write(Whole(partial, rows))
     return {**DOCUMENT.marks, **asdict(description)}
 
 
 class Whole:
-    """Writes the tables and vocabularies of an export into files of `folder`."""
+    """Writes the tables and vocabularies of an export into files of `folder`. form: how rows are stored."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, form: RowFormat = "float32") -> None:
+        self.folder, self.form = folder, form
 
     def begin(self, description: Description, num_bytes: int) -> None:
         """Raises ValueError if the export that is described, with `num_bytes` of rows, cannot be written."""
@@ -189,21 +193,30 @@ def write_export(
     calibration: Sequence[dict[str, Any]],
     seen: Seen | None,
     progress: ProgressCallback | None,
+    cost_of: Callable[[RowFormat], dict[str, Any] | None],
 ) -> Description:
-    """Writes the files of an export, export.json last; returns what it says. Arguments as of `export_checkpoint`."""
+    """Writes the files of an export from `checkpoint` and from the dataset.json and vocab/ in the folder `vocabulary`,
+    export.json last; returns what it says.
+
+    calibration: the arguments of `calibrated` for each layer of calibration that follows the network. seen: knows what
+    is usual in rows to score; if None, nothing is known. cost_of: returns the `row_cost` of a format of rows that is
+    not float32. Every file is verified before it is read.
+    """
     manifest, kept = read_manifest(checkpoint), PackedDataset.open(vocabulary)
     wanted = {name: record for name, record in manifest.files.items() if name.startswith((f"{PART}/", WEIGHTS))}
     verify(checkpoint, replace(manifest, files=wanted))
     config, tables = read_model(checkpoint, manifest, kept)
-    description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, seen)
-    to.begin(description, sum(4 * table.num_embeddings * table.embedding_dim for table in tables))
+    description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, seen, to.form)
+    dtype, more = STORED[to.form]
+    to.begin(description, sum(dtype.itemsize * t.num_embeddings * (t.embedding_dim + more) for t in tables))
     files = _write_weights(to, checkpoint, manifest, tables, progress)
     files |= _write_vocabularies(to, kept, progress)
     files |= _write_guide(to.folder, description.run, config.model)
     files |= _write_transforms(to.folder, kept)
     files |= _write_statistics(to.folder, kept)
     files |= _write_lookups(to.folder, kept)
-    description = replace(description, files=files, calibration=tuple(calibration))
+    cost = None if to.form == "float32" else cost_of(to.form)
+    description = replace(description, files=files, calibration=tuple(calibration), row_cost=cost)
     DOCUMENT.write(to.folder / EXPORT, description)
     return description
 
@@ -307,7 +320,8 @@ def _write_weights(
     counted = _Counted(progress, "tables", sum(table.num_embeddings for table in tables))
     for table in tables:
         name = f"tables/{file_name(table.name)}.safetensors"
-        rows = LookedUpRows(checkpoint, manifest, table, done=counted)
+        rows: Pieces = LookedUpRows(checkpoint, manifest, table, done=counted)
+        rows = rows if to.form == "float32" else StoredRows(rows, to.form, table.name)
         files[name] = to.table(name, f"{table.name}.weight", rows)
     return files
 
@@ -437,6 +451,7 @@ def _describe(
     kept: PackedDataset,
     tables: Sequence[TableConfig],
     seen: Seen | None,
+    form: RowFormat,
 ) -> Description:
     """Returns what export.json says, except of its files."""
     info, made = kept.info, raw_rows(kept)
@@ -454,7 +469,7 @@ def _describe(
         statistics=() if made is None else _statistics(made.schema),
         dense=tuple(_dense(column, made) for column in _raw_columns(info, made)),
         features=tuple(_feature(kinds[name], made) for table in tables for name in table.feature_names),
-        tables=tuple(_table(table, kept, made) for table in tables),
+        tables=tuple({**_table(table, kept, made), "stored_as": form} for table in tables),
         labels=tuple(label.name for label in info.labels),
         usual=_usual(seen),
         files={},

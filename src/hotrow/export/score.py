@@ -48,6 +48,10 @@ ABOUT_DENSE = ("name", "transform", "missing", "written")
 """What export.json says of a dense column besides the options of its transform."""
 
 
+STORED = {"float32": (torch.float32, 0), "bf16": (torch.bfloat16, 0), "int8": (torch.uint8, 8)}
+"""By `stored_as` of a table: the type of its tensor, and how many columns this has besides those of the table."""
+
+
 class UnreadableError(ValueError):
     """A value that is not of its column's kind."""
 
@@ -66,7 +70,7 @@ class Scorer:
         self.bags: dict[str, nn.EmbeddingBag] = {}
         self.vocabularies: dict[str, dict[Any, int]] = {}
         for name, table in self.tables.items():
-            weight = load_file(folder / table["file"])[table["tensor"]]
+            weight = rows_of(folder / table["file"], table)
             self.bags[name] = nn.EmbeddingBag.from_pretrained(weight, mode=table["pooling"], include_last_offset=True)
             if (vocabulary := table["vocabulary"]) is not None:
                 columns = pyarrow.parquet.read_table(folder / vocabulary["file"])
@@ -286,6 +290,27 @@ class Counts:
         """Returns rows and positives of each value by statistic i, and rows and positives of all: four arrays [n]."""
         own = np.array([self._slots[i].get(h >> 64 - self._bits[i], [0, 0]) for h in hashes], np.float64).reshape(-1, 2)
         return *own.T, *(np.full(len(own), float(number)) for number in self._all)
+
+
+def rows_of(path: Path, table: dict[str, Any]) -> Tensor:
+    """Returns the rows of a table, float32 [num_embeddings, embedding_dim]. Raises ValueError if its file holds another
+    tensor than export.json says."""
+    stored = load_file(path)[table["tensor"]]
+    dtype, more = STORED[table.get("stored_as", "float32")]
+    wanted = [table["num_embeddings"], table["embedding_dim"] + more]
+    if (stored.dtype, [*stored.shape]) != (dtype, wanted):
+        found = f"{stored.dtype} {[*stored.shape]}"
+        raise ValueError(f"{path} holds {found}, but export.json says {dtype} {wanted}; export the run again")
+    return looked_up(stored)
+
+
+def looked_up(stored: Tensor) -> Tensor:
+    """Returns stored rows in float32, [N, D]. Rows of bytes [N, D + 8] are D bytes q, then the step and the least
+    number of the row, both float32: q * step + least."""
+    if stored.dtype != torch.uint8:
+        return stored.float()
+    ends = stored[:, -8:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned to 4 bytes
+    return stored[:, :-8] * ends[:, :1] + ends[:, 1:]
 
 
 def build_network(module: Any, about: dict[str, Any]) -> nn.Module:
