@@ -254,18 +254,23 @@ class SparseOptimizer(torch.optim.Optimizer):
     def follow_weights(self, table: str, start: int = 0) -> None:
         """Gives states that begin with a value made of a row's weight (FTRL's z) the value for its weight now, in the
         rows of `table` from `start` on. Other states stay. If ranks share the table, all of them call this."""
+        for formula, weights, stored in self._states_of(table):
+            if formula.of_weight or formula.of_sign:
+                for rows in stored.pieces(start):
+                    stored.write(rows, _of_untouched(formula, weights.read(rows).float(), stored))
+
+    def forget(self, table: str, rows: Tensor) -> None:
+        """Gives the states of `rows` of `table`, whose weights are made anew, the values that they have for rows which
+        were never looked up. If ranks share the table, all of them call this."""
+        for formula, weights, stored in self._states_of(table):
+            stored.write(rows, _of_untouched(formula, weights.read(rows).float(), stored))
+
+    def _states_of(self, table: str) -> Iterator[tuple[TableState, Rows, Rows]]:
+        """Yields the states of a table: what each is for an untouched row, the rows of the weights, and its own."""
         for part, attached in zip(self._parts, self._attached, strict=True):
             for group in self.param_groups[part.groups]:
                 for state in attached.states[table] if group["name"] == table else ():
-                    formula = self._initial(group, state)
-                    if not (formula.of_weight or formula.of_sign):
-                        continue
-                    weights, stored = part.emb.rows(table), part.emb.placement.rows(table, state)
-                    for rows in stored.pieces(start):
-                        found = weights.read(rows).float()
-                        values = formula._replace(array=torch.zeros_like(found))
-                        values.fill(slice(None), found)
-                        stored.write(rows, values.array)
+                    yield self._initial(group, state), part.emb.rows(table), part.emb.placement.rows(table, state)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Raises ValueError for tables in tiers, whose states may be larger than memory."""
@@ -333,6 +338,13 @@ def _parts(emb: Collections) -> tuple[_Part, ...]:
         parts.append(_Part(each, slice(first, first + len(each.tables))))
         first += len(each.tables)
     return tuple(parts)
+
+
+def _of_untouched(formula: TableState, weights: Tensor, stored: Rows) -> Tensor:
+    """Returns a state of rows with these weights [n, D] that were never looked up."""
+    values = formula._replace(array=torch.zeros(len(weights), *stored.shape[1:]))
+    values.fill(slice(None), weights)
+    return values.array
 
 
 def _rate(group: dict[str, Any]) -> float:

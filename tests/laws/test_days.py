@@ -1,5 +1,5 @@
-"""Laws of a chain of days: an id keeps its row for life, new ids get rows by their counts over all days, statistics go
-on. The truth counts ids in dictionaries, day after day, in plain Python.
+"""Laws of a chain of days: an id keeps its row until it expires, new ids get rows by their counts over all days,
+statistics go on. The truth counts ids in dictionaries, day after day, in plain Python.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import numpy as np
 import pytest
 
 from forked import COMMAND, run_forked
+from hotrow.base.files import crc32
 from hotrow.data.chunk import Chunk, Keys, Position
 from hotrow.data.native import Counter as KeyCounter
 from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.data.packed.vocabulary import Entries, Vocabulary, build_vocabulary, open_counts
+from hotrow.data.packed.vocabulary import Entries, Vocabulary, build_vocabulary, open_counts, write_counts
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.data.prepare import estimate, extend, pipeline
 from hotrow.data.prepare.days import Base
-from hotrow.data.prepare.extend import Counted, Extension
+from hotrow.data.prepare.extend import Counted, Extension, Uses
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder, _Earlier, run_prepare
 from hotrow.data.prepare.statistics import NUM_FOLDS, PAGE_BITS, Statistics
@@ -43,6 +44,7 @@ from hotrow.setup.shards import hot_prefixes
 from packed_data import make_info
 from prepare_data import SCHEMA, file_hashes, make_rows, to_table, write_parquet
 from rank_pool import RankPool
+from resealed import reseal
 
 Rows = dict[str, list[Any]]
 SIZES: dict[str, Any] = {"rows_per_block": 64, "rows_per_part": 128, "rows_per_chunk": 100}
@@ -50,21 +52,38 @@ NOTHING = Base()
 ALL_TRAIN = SplitSpec(kind="random", fractions=(1.0, 0.0, 0.0))
 DAYS_SCHEMA = parse_schema(
     SCHEMA.to_json()
-    | {"tables": {"default": {"min_count": 3}, "tags": {"min_count": 30}, "hashed": {"hash_cap": 40, "min_count": 25}}}
+    | {
+        "tables": {
+            "default": {"min_count": 3, "expire": {"unused_days": 2}},
+            "item": {"min_count": 3, "expire": {"unused_days": 1}},
+            "tags": {"min_count": 30},
+            "hashed": {"hash_cap": 40, "min_count": 25},
+        }
+    }
     | {"statistics": ["user", ["user", "site"]]},
     where="test",
 )
 
 
+def without_expiry(schema: Any) -> Any:
+    value = schema.to_json()
+    for spec in value["tables"].values():
+        spec.pop("expire", None)
+    return parse_schema(value, where="test")
+
+
 def day_rows(day: int, num_rows: int = 700) -> Rows:
-    """Clicks of a day: most ids are those of the days before, and some are new."""
+    """Clicks of a day: most ids are those of the days before, some are new, and some come on no other day."""
     rows, rng = make_rows(num_rows, seed=day), np.random.default_rng(day)
     drifts = rng.integers(0, 40 * day + 1, num_rows).tolist()
     return rows | {
         "ts": [1_700_000_000 + 2000 * day + t for t in rows["ts"]],
         "item": [None if i is None else i + d for i, d in zip(rows["item"], drifts, strict=True)],
         "seen": [[i + d for i in ids or ()] for ids, d in zip(rows["seen"], drifts, strict=True)],
-        "user": [f"v{d}" if d > 60 else u for u, d in zip(rows["user"], drifts, strict=True)],
+        "user": [
+            f"w{day}-{d % 7}" if d % 5 == 0 else f"v{d}" if d > 60 else u
+            for u, d in zip(rows["user"], drifts, strict=True)
+        ],
     }
 
 
@@ -97,28 +116,55 @@ def days(logs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Pat
 
 
 class Truth:
-    """The ids of one table over days."""
+    """The ids of one table over days. unused_days: None if ids never expire."""
 
-    def __init__(self, min_count: int) -> None:
-        self.min_count = min_count
+    def __init__(self, min_count: int, unused_days: int | None = None) -> None:
+        self.min_count, self.unused_days, self.day = min_count, unused_days, 0
         self.rows: dict[Any, int] = {}
+        self.num_rows = 1
         self.seen = Counter[Any]()
         """Over all days, until an id has a row."""
-        self.sight: dict[Any, int] = {}
-        """Ids in the order of the day of first sight, and there by falling count, ties by first appearance."""
+        self.sight: dict[Any, tuple[int, int]] = {}
+        """Day of first sight, and the place there by falling count, ties by first appearance."""
+        self.last: dict[Any, int] = {}
+        """The day on which an id was last seen."""
+        self.reborn: list[int] = []
+        self.num_expired = 0
+
+    @staticmethod
+    def of(table: str) -> Truth:
+        spec = DAYS_SCHEMA.table(table)
+        return Truth(spec.min_count, spec.expire and spec.expire.unused_days)
 
     def add(self, ids: list[Any]) -> None:
+        self.day += 1
         of_day = Counter(ids)  # in the order of first appearance
-        for key in sorted(of_day, key=lambda key: -of_day[key]):
-            self.sight.setdefault(key, len(self.sight))
+        self.last |= dict.fromkeys(of_day, self.day)
+        old = [k for k, d in self.last.items() if k is not None and self.day - d >= (self.unused_days or self.day)]
+        self.num_expired = sum(key in self.rows for key in old)
+        for key in old:
+            for known in (self.rows, self.seen, self.sight, self.last):
+                known.pop(key, None)
+        for place, key in enumerate(sorted(of_day, key=lambda key: -of_day[key])):
+            self.sight.setdefault(key, (self.day, place))
         self.seen.update({key: n for key, n in of_day.items() if key not in self.rows})
         enough = [key for key, n in self.seen.items() if n >= self.min_count and key not in self.rows]
+        self.reborn, first = [], self.num_rows
         for key in sorted(enough, key=lambda key: (-self.seen[key], self.sight[key])):
-            self.rows[key] = len(self.rows) + 1
+            row = min({*range(1, self.num_rows + 1)} - {*self.rows.values()})
+            self.rows[key], self.num_rows = row, max(self.num_rows, row + 1)
+            self.reborn += [row] if row < first else []
 
     @property
     def waiting(self) -> list[Any]:
         return sorted((key for key in self.seen if key not in self.rows), key=lambda key: self.sight[key])
+
+    def days_of(self, keys: dict[Any, int], size: int) -> list[int]:
+        """The day of the last use of ids, by their numbers."""
+        found = [0] * size
+        for key, number in keys.items():
+            found[number] = self.last[key] if key is not None else 0
+        return found
 
 
 def ids_of_table(rows: Rows, table: str) -> list[Any]:
@@ -143,29 +189,49 @@ def stored_ids(dataset: PackedDataset, feature: str) -> list[Any]:
     return found
 
 
+def rows_to_score(path: Path, rows: Rows) -> list[int]:
+    """Feature by feature."""
+    found: list[int] = next(RawEncoder(path).batches(to_table(rows))).sparse.values.tolist()
+    return found
+
+
 def test_rows_are_those_of_dictionaries(days: list[Path]) -> None:
-    truths = {t: Truth(DAYS_SCHEMA.table(t).min_count) for t in DAYS_SCHEMA.table_names}
+    truths = {t: Truth.of(t) for t in DAYS_SCHEMA.table_names}
     for number, path in enumerate(days, 1):
         dataset, rows = PackedDataset.open(path, verify="full"), day_rows(number)
         for name, truth in truths.items():
             table, ids, before = dataset.info.table_by_name[name], ids_of_table(rows, name), dict(truth.rows)
             truth.add(ids)
-            assert table.num_embeddings == len(truth.rows) + 1
+            assert table.num_embeddings == truth.num_rows
             assert (table.missing_row or 0) == truth.rows.get(None, 0)
             assert table.num_dropped == len(truth.waiting)
             counts = Counter(truth.rows.get(key, 0) for key in ids)
-            assert dataset.counts(name).tolist() == [counts[row] for row in range(len(truth.rows) + 1)]
+            assert dataset.counts(name).tolist() == [counts[row] for row in range(truth.num_rows)]
             rare = Counted.open(*(path / file for file in table.rare_files))
             assert rare.counts.tolist() == [0, *(truth.seen[key] for key in truth.waiting)]
+            assert dataset.reborn(name).tolist() == truth.reborn
+            if truth.unused_days:
+                used, seen = dataset.last_uses(name) or ((), ())
+                assert list(used) == truth.days_of(truth.rows, truth.num_rows)
+                waiting = {key: number for number, key in enumerate(truth.waiting, 1)}
+                assert list(seen) == truth.days_of(waiting, len(waiting) + 1)
             if number == 1:
                 continue
             assert dataset.info.summary["ids"][name] == {
                 "lookups": len(ids),
                 "unknown_to_base": sum(key not in before for key in ids),
                 "unknown": counts[0],
-                "new_rows": len(truth.rows) - len(before),
+                "new_rows": sum(key not in before for key in truth.rows),
                 "ids_below_min_count": len(truth.waiting),
-            }
+            } | (
+                {
+                    "expired": truth.num_expired,
+                    "reused_rows": len(truth.reborn),
+                    "free_rows": truth.num_rows - 1 - len(truth.rows),
+                }
+                if truth.unused_days
+                else {}
+            )
             assert table.parent == PackedDataset.open(days[number - 2]).info.table_by_name[name].vocabulary
         for feature in dataset.info.features:
             found = truths[feature.table].rows
@@ -173,17 +239,25 @@ def test_rows_are_those_of_dictionaries(days: list[Path]) -> None:
                 keys = cell if isinstance(cell, list) else [cell]
                 of_cell = [found.get(as_counted(key, feature.table), 0) for key in keys]
                 assert row == (of_cell if isinstance(cell, list) else of_cell[0])
+        assert rows_to_score(path, day_rows(1)) == [  # many of their ids have expired
+            truths[feature.table].rows.get(as_counted(key, feature.table), 0)
+            for feature in dataset.info.features
+            for cell in day_rows(1)[feature.name]
+            for key in (cell if isinstance(cell, list) else [cell])
+        ]
     grown = PackedDataset.open(days[2]).info.summary["ids"]
     assert all(own["new_rows"] > 0 for own in grown.values()) and any(own["unknown"] for own in grown.values())
+    assert all(grown[name]["expired"] > 0 < grown[name]["reused_rows"] for name in ("user", "item")), grown
 
 
-def test_an_id_keeps_its_row_for_life(days: list[Path]) -> None:
-    rows = to_table(day_rows(1))
-    found = [next(RawEncoder(path).batches(rows)).sparse for path in days]
-    for older, newer in pairwise(found):
-        had = older.values > 0
-        assert (older.values[had] == newer.values[had]).all()
-        assert (newer.values[~had] > 0).any(), "ids that were rare get rows later"
+def test_an_id_keeps_its_row_for_life_if_it_does_not_expire(logs: list[Path], tmp_path: Path) -> None:
+    first_day(logs[0], tmp_path / "day_1", schema=without_expiry(DAYS_SCHEMA))
+    next_day(None, logs[1], tmp_path / "day_2", tmp_path / "day_1", {})
+    older, newer = (np.array(rows_to_score(tmp_path / f"day_{day}", day_rows(1))) for day in (1, 2))
+    had = older > 0
+    assert (older[had] == newer[had]).all()
+    assert (newer[~had] > 0).any(), "ids that were rare get rows later"
+    assert not list((tmp_path / "day_2" / "rare").glob("[rsu]*"))
 
 
 def test_the_chain_is_recorded_and_transforms_are_frozen(days: list[Path]) -> None:
@@ -205,7 +279,7 @@ def test_the_first_day_of_a_chain_is_a_plain_dataset_and_its_rare_ids(logs: list
     plain, of_chain = (file_hashes(tmp_path / name) for name in ("plain", "chain"))
     assert {name for name in of_chain if name not in plain} == {
         f"rare/{kind}/{table}" for kind in ("vocab", "counts") for table in DAYS_SCHEMA.table_names
-    }
+    } | {f"rare/{kind}/{table}" for kind in ("used", "seen", "reborn") for table in ("user", "item")}
     assert {n: h for n, h in plain.items() if n != "dataset.json"}.items() <= of_chain.items()
 
 
@@ -393,6 +467,8 @@ def flip(path: Path) -> None:
         (lambda base: flip(base / "vocab" / "user"), r"vocab/user.*altered"),
         (lambda base: flip(base / "rare" / "vocab" / "item"), r"rare/vocab/item.*altered"),
         (lambda base: flip(base / "rare" / "counts" / "item"), r"rare/counts/item.*altered"),
+        (lambda base: flip(base / "rare" / "used" / "item"), r"rare/used/item.*altered"),
+        (lambda base: flip(base / "rare" / "seen" / "item"), r"rare/seen/item.*altered"),
         (lambda base: flip(base / "statistics" / "counts.safetensors"), r"counts\.safetensors.*altered"),
         (lambda base: shutil.copy(base / "vocab" / "item", base / "vocab" / "user"), r"vocab/user"),
     ],
@@ -484,6 +560,18 @@ def test_counts_of_another_vocabulary_are_refused(days: list[Path]) -> None:
         Counted.open(days[1] / "rare" / "vocab" / "user", days[1] / "rare" / "counts" / "item")
 
 
+@pytest.mark.parametrize("name", ["used", "seen"])
+def test_days_of_last_use_of_other_ids_are_refused(
+    days: list[Path], logs: list[Path], tmp_path: Path, name: str
+) -> None:
+    base = shutil.copytree(days[1], tmp_path / "base")
+    write_counts(path := base / "rare" / name / "item", np.ones(3, np.uint32))
+    record = {"num_bytes": path.stat().st_size, "crc32": crc32(path)}
+    reseal(base / "dataset.json", lambda fields: fields["files"].update({f"rare/{name}/item": record}))
+    with pytest.raises(ValueError, match=rf"rare/{name}/item has 3 days for \d+ rows"):
+        run_prepare("parquet", logs[2], tmp_path / "out", base=base)
+
+
 def test_days_with_a_lag_train_on_all_rows(tmp_path: Path) -> None:
     schema = {"label": "y", "time": "t", "categorical": ["a"], "statistics": ["a"], "statistics_lag": "1h"}
     for day in (1, 2):
@@ -512,6 +600,74 @@ def test_equal_hashes_are_in_the_order_of_their_bytes() -> None:
     assert found.hashes.tolist() == [3, 3, 3, 9]
     assert found.rows.tolist() == [3, 1, 4, 2]
     assert found.strings is not None and found.strings.values.tobytes() == b"abbbx"
+
+
+def keys_of(kind: str, ids: list[Any]) -> Keys:
+    """Integers, or their text; None is missing."""
+    valid = np.array([key is not None for key in ids], np.bool_)
+    if kind == "int":
+        return Keys(np.array([key or 0 for key in ids], np.int64), None, valid)
+    texts = [b"" if key is None else str(key).encode() for key in ids]
+    return Keys(np.frombuffer(b"".join(texts), np.uint8), np.cumsum([0, *map(len, texts)]), valid)
+
+
+def counted(path: Path, kind: Any, ids: list[Any]) -> Counted:
+    """The vocabulary of a day and its counts."""
+    counter = KeyCounter(kind)
+    counter.add(keys_of(kind, ids))
+    path.mkdir()
+    counter.drain(path / "run")
+    files = path / "vocab", path / "counts"
+    build_vocabulary([path / "run"], *files, key_kind=kind, memory_bytes=1 << 20, tmp_dir=path)
+    return Counted.open(*files)
+
+
+@pytest.mark.parametrize("kind", ["int", "bytes"])
+@pytest.mark.parametrize(("seed", "unused_days"), [(0, 1), (1, 2), (2, 4)])
+def test_random_days_with_expiry_are_those_of_dictionaries(
+    kind: Any, seed: int, unused_days: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids come, go and come back, the missing value too; the day before is known by its files alone."""
+    monkeypatch.setattr(extend, "IDS_PER_RANGE", 13)
+    monkeypatch.setattr(extend, "PLACES_AT_ONCE", 7)
+    truth, rng = Truth(2, unused_days), np.random.default_rng(seed)
+    names = "vocab", "counts", "rare", "rare-counts", "used", "seen", "reborn"
+    seen_states = set()
+    for number in range(1, 13):
+        ids = [int(i) if i else None for i in rng.zipf(1.5, rng.integers(0, 90)) % 60 + rng.choice([0, 30 * number])]
+        ids += [None] * (number % 5 == 3)
+        day, out, before = (
+            counted(tmp_path / f"day-{number}", kind, ids),
+            tmp_path / str(number),
+            tmp_path / str(number - 1),
+        )
+        if number == 1:
+            base = extend.empty_vocabulary(tmp_path / "none", day.vocabulary)
+            rare = Counted(base, np.zeros(1, np.uint32))
+            uses = Uses.on(0, base, rare)
+        else:
+            base, rare = Vocabulary.open(before / "vocab"), Counted.open(before / "rare", before / "rare-counts")
+            uses = Uses(open_counts(before / "used"), open_counts(before / "seen"))
+        uses = uses._replace(today=number, unused_days=unused_days)
+        out.mkdir()
+        Extension(base, rare, day, min_count=2, tmp_dir=out, uses=uses).write(*(out / name for name in names))
+        truth.add(ids)
+        found = Vocabulary.open(out / "vocab")
+        every = [*truth.rows, *ids, *range(-5, 500)]
+        keys = keys_of(kind, every)
+        assert found.lookup(keys).tolist() == [truth.rows.get(key, 0) for key in every]
+        num_keys = len(truth.rows) - (None in truth.rows)
+        assert (found.num_embeddings, found.num_keys) == (truth.num_rows, num_keys)
+        num_free = truth.num_rows - 1 - len(truth.rows)
+        assert int.from_bytes((out / "vocab").read_bytes()[8:12], "little") == (2 if num_free else 1)
+        waiting = {key: place for place, key in enumerate(truth.waiting, 1)}
+        assert Vocabulary.open(out / "rare").lookup(keys).tolist() == [waiting.get(key, 0) for key in every]
+        assert open_counts(out / "rare-counts").tolist() == [0, *(truth.seen[key] for key in truth.waiting)]
+        assert open_counts(out / "used").tolist() == truth.days_of(truth.rows, truth.num_rows)
+        assert open_counts(out / "seen").tolist() == truth.days_of(waiting, len(waiting) + 1)
+        assert open_counts(out / "reborn").tolist() == truth.reborn
+        seen_states |= {"free"} if num_free else {"reborn"} if truth.reborn else set()
+    assert seen_states == {"free", "reborn"} and None in truth.rows
 
 
 @pytest.mark.parametrize("kind", ["int", "bytes"])

@@ -276,15 +276,16 @@ def test_exports_whose_files_were_laid_out_otherwise(
 
 @pytest.mark.parametrize("form", ["", " --rows int8"])
 def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """Each day has more ids than the one before, so tables and vocabularies grow."""
+    """Each day has more ids than the one before, so tables and vocabularies grow; users of earlier days expire."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     for day in (1, 2, 3):
-        user, item = rng.integers(0, 200 * day, 900), rng.integers(0, 60 * day, 900)
+        user, item = rng.integers(100 * (day - 1), 200 * day, 900), rng.integers(0, 60 * day, 900)
         rows = [f"{int(i % 3 == 0)},u{u},{i},{u % 7}" for u, i in zip(user, item, strict=True)]
         Path(f"day{day}.csv").write_text("\n".join(["click,user,item,price", *rows]))
     ids = [{"column": "user", "type": "text"}, {"column": "item", "type": "int"}]
     schema = {"version": 2, "label": "click", "dense": ["price"], "categorical": ids, "split": {"kind": "random"}}
+    schema["tables"] = {"user": {"expire": {"unused_days": 1}}}
     Path("schema.yaml").write_text(json.dumps(schema))
     model = {"embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]}
     train = {"batch_size": 50, "max_steps": 8, "threads": 1}
@@ -293,6 +294,7 @@ def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
         "prepare csv day1.csv --schema schema.yaml --out data1",
         "train r.yaml",
         f"export run1 --out clicks{form}",
+        "export run1 --out whole1",
         *(
             word.format(day=day, before=day - 1)
             for day in (2, 3)
@@ -313,6 +315,15 @@ def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
     for number in (1, 2):
         changes = json.loads(Path(f"delta{number}/delta.json").read_text())["tables"]
         assert changes["user"]["ids"] > 50 and changes["item"]["ids"] > 20
+        first, last = (
+            {*pq.read_table(f"whole{day}/vocab/user.parquet")["key"].to_pylist()} for day in (number, number + 1)
+        )
+        told = pq.read_table(f"delta{number}/ids/user.parquet").to_pydict()
+        gone = {key for key, is_gone in zip(told["key"], told["gone"], strict=True) if is_gone}
+        assert gone == first - last and len(gone) > 50
+        parent = json.loads(Path(f"run{number + 1}/run.json").read_text())["parent"]
+        assert parent["rows_reborn"]["user"] > 50
+        assert len({*told["row"]}) < len(told["row"]), "new ids have the rows of those that are gone"
     assert mutate.run_command(["train", "r.yaml", "--set", "run=other", "--set", "model.embedding_dim=8"]).code == 0
     outcome = mutate.run_command(["export", "other", "--since", "clicks", "--out", "delta"])
     assert outcome.code == 2 and "its embedding_dim is 4, that of run other is 8" in outcome.err

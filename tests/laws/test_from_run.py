@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ import torch
 
 import hotrow
 from expanded import expanded
+from hotrow.base.files import crc32
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.costs.demand import tables_of
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.vocabulary import write_counts
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.parallel.communicator import Communicator
 from hotrow.run import runs, trainer
@@ -32,6 +35,7 @@ from hotrow.run.start import Start
 from hotrow.setup.setup import check_freeze
 from packed_data import OF_TOY_ROWS
 from rank_pool import RankPool
+from resealed import reseal
 
 BASE: dict[str, Any] = {
     "model": {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16, 8]},
@@ -300,6 +304,113 @@ def test_a_grown_ftrl_row_keeps_its_weight(trained: Trained, grown: Path, tmp_pa
     torch.testing.assert_close(end[50:], start[:1].expand(7, 8), rtol=0, atol=1e-3)
 
 
+# ---- rows whose ids have expired
+
+OF_IDS = [f"model={json.dumps({'embedding_dim': 8, 'bottom_mlp': [], 'top_mlp': [8]})}"]
+
+
+@pytest.fixture(scope="module")
+def expiring(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three days whose ids drift. On the second rows of expired ids stay free or get new ids, and on the third too."""
+    folder, found = tmp_path_factory.mktemp("expiring"), list[Path]()
+    ids = [{"column": "user", "type": "int"}, {"column": "item", "type": "text"}]
+    schema = {
+        "label": "click",
+        "categorical": ids,
+        "tables": {"default": {"min_count": 2, "expire": {"unused_days": 1}}},
+    }
+    (folder / "schema.yaml").write_text(json.dumps(schema))
+    for day, first in enumerate((0, 150, 100)):
+        # Each 29th item is a rare one, so that row 0 is trained.
+        items = [k % 40 + first // 4 if k % 29 else 1000 * (day + 1) + k for k in range(400)]
+        pairs = [(first + k * k % 499 % (200 - 30 * day), item) for k, item in enumerate(items)]
+        rows = "".join(f"{(user + item) % 2},{user},i{item}\n" for user, item in pairs)
+        (folder / f"{day}.csv").write_text("click,user,item\n" + rows)
+        base = (
+            {"base": found[-1]} if found else {"base": "none", "schema": folder / "schema.yaml", "fractions": [1, 0, 0]}
+        )
+        found.append(run_prepare("csv", folder / f"{day}.csv", folder / f"data-{day}", split="random", **base).path)
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes", [[], ADAM, ["optimizer.sparse={name: ftrl, l1: 1e-3}"]], ids=["row-wise adagrad", "adam", "ftrl"]
+)
+def test_rows_of_expired_ids_and_no_others_begin_as_row_0(
+    expiring: list[Path], tmp_path: Path, changes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows to begin anew follow from the vocabularies: those of ids that the day before has not, or elsewhere."""
+    found: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+    plain = Start.load
+
+    def load(start: Start, parts: Any) -> None:
+        plain(start, parts)
+        emb, optimizer = parts.embedding, parts.sparse_optimizer
+        states = {
+            f"{emb.tables[int(number)].name}.{name}": rows.whole().clone()
+            for key, rows in optimizer.state_rows().items()
+            for number, _, name in [key.partition(".")]
+        }
+        found.append(({table.name: emb.rows(table.name).whole().clone() for table in emb.tables}, states))
+
+    monkeypatch.setattr(Start, "load", load)
+    parent = runs.train(config(expiring[0], tmp_path / "0", *OF_IDS, *changes)).path
+    for day in (1, 2):
+        found.clear()
+        both = [
+            runs.train(config(expiring[day], tmp_path / name, *OF_IDS, *changes, *memory, f"from_run={parent}"))
+            for name, memory in ((f"{day}-tiers", TIERS), (str(day), []))
+        ]
+        assert newest(both[0].path) == newest(both[1].path)
+        before, now = (PackedDataset.open(expiring[number]) for number in (day - 1, day))
+        start, num_reborn = newest(parent), dict[str, int]()
+        for table in now.info.table_by_name:
+            old_ids, new_ids = (ids_of(each, table) for each in (before, now))
+            size = before.info.table_by_name[table].num_embeddings
+            reborn = sorted(row for key, row in new_ids.items() if old_ids.get(key) != row and row < size)
+            kept = [row for row in range(size) if row not in reborn]
+            num_reborn[table] = len(reborn)
+            for weights, states in found:
+                own = weights[table]
+                was = torch.frombuffer(bytearray(start[f"embedding/{table}.safetensors:weight"]), dtype=torch.float32)
+                assert torch.equal(own[kept], was.view(size, -1)[kept])
+                assert (own[[*reborn, *range(size, len(own))]] == own[0]).all()
+                for name in (name for name in states if name.startswith(table)):
+                    state = states[name]
+                    assert (state[reborn] == state[reborn[0]]).all()
+                    assert not state[reborn].any() or name.endswith(".z")
+                    assert state[kept].any()
+        assert min(num_reborn.values()) > 5
+        record = both[1].record.parent
+        assert record is not None and record.rows_reborn == num_reborn
+        parent = both[1].path
+    again = runs.train(config(expiring[2], tmp_path / "again", *OF_IDS, *changes, f"from_run={parent}")).record.parent
+    assert again is not None and again.rows_reborn == {}, "the same day once more has no new ids"
+
+
+def ids_of(dataset: PackedDataset, table: str) -> dict[Any, int]:
+    found: dict[Any, int] = {}
+    for keys, rows in dataset.vocabulary(table).entries():
+        texts = keys.values.tobytes()
+        ids = keys.values.tolist() if keys.offsets is None else [texts[a:b] for a, b in pairwise(keys.offsets.tolist())]
+        found |= zip(ids, rows.tolist(), strict=True)
+    return found
+
+
+def test_rows_outside_the_table_are_refused(expiring: list[Path], tmp_path: Path) -> None:
+    parent = runs.train(config(expiring[0], tmp_path / "parent", *OF_IDS)).path
+    for rows in ([0, 3], [3, 3], [3, 10_000]):
+        data = shutil.copytree(expiring[1], tmp_path / "data", dirs_exist_ok=True)
+        write_counts(path := data / "rare" / "reborn" / "user", np.array(rows, np.uint32))
+        size, checksum = path.stat().st_size, crc32(path)
+        changed = {"num_bytes": size, "crc32": checksum}
+        reseal(
+            data / "dataset.json", lambda fields, changed=changed: fields["files"].update({"rare/reborn/user": changed})
+        )
+        with pytest.raises(ValueError, match=r"rare/reborn/user must name rows 1 to \d+, rising"):
+            runs.train(config(data, tmp_path / "run", *OF_IDS, f"from_run={parent}"))
+
+
 # ---- interrupted
 
 
@@ -403,6 +514,21 @@ def test_ranks_start_with_the_same_bits(
 
 
 # ---- what is refused
+
+
+@pytest.mark.parametrize("changes", [ADAM, [*TIERS, "optimizer.sparse.name=ftrl"]], ids=["adam", "ftrl in tiers"])
+def test_ranks_begin_the_rows_of_expired_ids_with_the_same_bits(
+    expiring: list[Path], tmp_path: Path, pool: RankPool, changes: list[str]
+) -> None:
+    parent = runs.train(config(expiring[0], tmp_path / "parent", *OF_IDS, *changes)).path
+    wanted = [*OF_IDS, *changes, f"from_run={parent}"]
+    alone = runs.train(config(expiring[1], tmp_path / "one", *wanted))
+    raw = config(expiring[1], tmp_path / "two", *wanted, "parallel.sharding={user: row, item: replicated}")
+    pool.run(_train, raw.model_dump(mode="json"), num_ranks=2, micro_batches=2)
+    two = RunFolder.open(tmp_path / "two")
+    assert newest(two.path) == newest(alone.path)
+    assert two.record.parent == alone.record.parent
+    assert two.record.parent is not None and min(two.record.parent.rows_reborn.values()) > 5
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,14 @@ def test_json_round_trip_keeps_everything() -> None:
         ({"tables": {"user": {"min_count": 0}}}, r"tables\.user\.min_count is 0: it must be at least 1"),
         ({"tables": {"user": {"min_count": "2"}}}, r"tables\.user\.min_count is '2'"),
         (
+            {"tables": {"user": {"expire": {"unused_days": 0}}}},
+            r"tables\.user\.expire\.unused_days is 0: it must be at",
+        ),
+        (
+            {"tables": {"user": {"expire": {"days": 3}}}},
+            r"unknown key 'tables\.user\.expire\.days'.* known: unused_days",
+        ),
+        (
             {"categorical": [{"column": "a", "buckets": [1, 1]}]},
             r"categorical\[0\]: buckets: .*\[1\.0, 1\.0\]",
         ),
@@ -127,6 +135,7 @@ def test_every_field_is_documented() -> None:
             "dense": "dense[].",
             "categorical": "categorical[].",
             "tables": "tables.<name>.",
+            "expire": "tables.<name>.expire.",
             "transforms": "transforms[].<name>.",
             "lookups": "lookups[].",
             "statistics": "statistics[].",

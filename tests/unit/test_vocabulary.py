@@ -113,6 +113,29 @@ def test_lookup_of_strings_by_slices(tmp_path: Path) -> None:
     assert np.array_equal(np.sum(parts, axis=0), found.lookup(strings(names)))
 
 
+def test_only_version_2_has_rows_that_stand_for_no_id(tmp_path: Path) -> None:
+    """The header is changed by the page's offsets; versions contradict it one by one."""
+    build(tmp_path, strings(STRINGS))
+    raw = (tmp_path / "v").read_bytes()
+
+    def written(version: int, more_rows: int) -> Path:
+        header = raw[:8] + struct.pack("<I", version) + raw[12:40] + struct.pack("<Q", 5 + more_rows) + raw[48:252]
+        path = tmp_path / f"version-{version}-{more_rows}"
+        path.write_bytes(header + struct.pack("<I", zlib.crc32(header)) + raw[256:])
+        return path
+
+    plain, found = (Vocabulary.open(written(1 + (more > 0), more)) for more in (0, 3))
+    assert (found.num_embeddings, found.num_keys, found.header.num_free) == (8, 4, 3)
+    assert found.lookup(strings(STRINGS)).tolist() == plain.lookup(strings(STRINGS)).tolist()
+    assert found.header.pack() == found.path.read_bytes()[:256] and found.id != plain.id
+    for version, more in ((1, 3), (2, 0), (1, -1), (2, -1)):
+        with pytest.raises(ValueError, match=rf"version-{version}-{more}: .* its header contradicts itself"):
+            Vocabulary.open(written(version, more))
+    for version in (0, 3):
+        with pytest.raises(ValueError, match=rf"format version is {version}; this hotrow reads 1 to 2"):
+            Vocabulary.open(written(version, 0))
+
+
 def test_a_table_without_keys(tmp_path: Path) -> None:
     found = build(tmp_path, Keys(np.array([], np.int64)))
     assert (found.num_embeddings, found.num_keys) == (1, 0)

@@ -405,7 +405,7 @@ def verify_delta(path: Path) -> int:
 
 def is_applied(export: Path, delta: Path) -> bool:
     """Returns whether `export` is the one that the delta in the folder `delta` leads to."""
-    return is_taken(export / EXPORT) and _checksum_of(export) == _DOCUMENT.read(delta / DELTA).result
+    return is_taken(export / EXPORT) and checksum_of(export) == _DOCUMENT.read(delta / DELTA).result
 
 
 def apply_delta(export: Path | str, delta: Path | str, out: Path | str | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, FiniteFloat, JsonValue, TypeAdapter
+from pydantic import AfterValidator, Field, FiniteFloat, JsonValue, TypeAdapter
 from pydantic.dataclasses import dataclass as record
 from typing_extensions import TypedDict
 
@@ -123,6 +123,8 @@ class Parent:
     """The optimizers whose states go on: dense, sparse, both or none."""
     rows_added: dict[str, Count]
     """By table, the rows that the other run did not have."""
+    rows_reborn: dict[str, Count] = Field(default_factory=dict)
+    """By table, the rows that stood for ids which have expired, and stand for others now."""
     metrics: dict[str, Any] | None = None
     """Those of its weights, on this run's training rows before the first step; None if both have the same dataset."""
 

@@ -11,8 +11,11 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hotrow.base.door import read_file
 from hotrow.config.load import make_config
@@ -39,14 +42,16 @@ class Start:
     record: Parent
     is_new_data: bool
     """Whether the run trains on another dataset than the weights were trained on."""
+    reborn: Mapping[str, NDArray[Any]]
+    """By table, the rows that stood for ids which have expired, and stand for others now."""
     decay: float = 1.0
     """What sums of squares of rows are multiplied by."""
 
     def load(self, parts: Parts) -> None:
         """Gives `parts` the weights, and the states of optimizers that go on. Collective.
 
-        A new row gets the weights of row 0, which stood for its id so far, and the states of a row that was never
-        looked up.
+        A row of a new id gets the weights of row 0, which stood for the id so far, and the states of a row that was
+        never looked up.
         """
         optimizers: dict[str, Part] = {"dense": parts.dense_optimizer, "sparse": parts.sparse_optimizer}
         states = {f"{name}_optimizer": optimizers[name] for name in self.record.states}
@@ -55,11 +60,17 @@ class Start:
             parts.mean.restart()
         for table, added in self.record.rows_added.items():
             rows = parts.embedding.rows(table)
-            first = rows.shape[0] - added
+            first, goes_on = rows.shape[0] - added, "sparse" in self.record.states
             row = rows.read(slice(0, 1)).clone()
             for piece in rows.pieces(first):
                 rows.write(piece, row.repeat(piece.stop - piece.start, 1))
-            parts.sparse_optimizer.follow_weights(table, first if "sparse" in self.record.states else 0)
+            reborn = self.reborn.get(table, np.empty(0))
+            for start in range(0, len(reborn), rows.piece_rows):
+                ids = torch.from_numpy(reborn[start : start + rows.piece_rows].astype(np.int64))
+                rows.write(ids, row.repeat(len(ids), 1))
+                if goes_on:
+                    parts.sparse_optimizer.forget(table, ids)
+            parts.sparse_optimizer.follow_weights(table, first if goes_on else 0)
         if self.decay != 1:
             assert isinstance(parts.sparse_optimizer, Adagrad), "no other optimizer has the option"
             parts.sparse_optimizer.decay_sums(self.decay)
@@ -68,7 +79,9 @@ class Start:
         """Returns what the run starts with, in words."""
         kept, added = self.record.states, sum(self.record.rows_added.values())
         states = {0: "states of optimizers begin anew", 1: f"states of the {''.join(kept)} optimizer alone go on"}
-        new = f"; {added:,} new rows of tables begin with the weights of their table's row 0" if added else ""
+        rows = {"new rows of tables": added, "rows of expired ids": sum(self.record.rows_reborn.values())}
+        new = " and ".join(f"{number:,} {what}" for what, number in rows.items() if number)
+        new = f"; {new} begin with the weights of their table's row 0" if new else ""
         new += f"; sums of squares of rows are multiplied by {self.decay:g}" if self.decay != 1 else ""
         return (
             f"starts with the weights of step {self.record.step} of {self.record.path}; "
@@ -99,7 +112,8 @@ def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
         )
     extra = read_extra(checkpoint, read_manifest(checkpoint))
     theirs = make_config(extra.config, origin=f"{checkpoint / MANIFEST}: extra: config")
-    added = _rows_added(setup, extra.tables, PackedDataset.open(folder.vocabulary).info, folder.path)
+    trained_on = PackedDataset.open(folder.vocabulary).info
+    added, reborn = _rows_added(setup, extra.tables, trained_on, folder.path), _reborn(setup.dataset, trained_on)
     _check_model(setup, theirs, extra, folder.path)
     checksum = hashlib.sha256(read_file(checkpoint / MANIFEST)).hexdigest()
     if before is not None and before.checksum != checksum:
@@ -107,9 +121,11 @@ def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
             f"from_run: the weights of {folder.path} are not those that this run started from, and it has no "
             "checkpoint of its own yet: remove its folder and start it again"
         )
-    record = Parent(str(folder.path), step, checksum, _states_of(config.optimizer, theirs.optimizer), added)
+    num_reborn = {table: len(rows) for table, rows in reborn.items()}
+    record = Parent(str(folder.path), step, checksum, _states_of(config.optimizer, theirs.optimizer), added, num_reborn)
     is_new_data = extra.dataset != setup.dataset.checksum
-    return Start(checkpoint, record, is_new_data, (is_new_data and config.optimizer.sparse.decay_per_day) or 1.0)
+    decay = (is_new_data and config.optimizer.sparse.decay_per_day) or 1.0
+    return Start(checkpoint, record, is_new_data, reborn, decay)
 
 
 def unknown_shares(info: DatasetInfo) -> tuple[float | None, dict[str, float]]:
@@ -184,8 +200,15 @@ def _rows_added(setup: Setup, tables: tuple[TableConfig, ...], theirs: DatasetIn
     return {table.name: table.num_embeddings - num_rows[table.name] for table in setup.tables}
 
 
+def _reborn(dataset: PackedDataset, theirs: DatasetInfo) -> dict[str, NDArray[Any]]:
+    """Returns by table the rows that stand for other ids than in `theirs`, which is the dataset or the one before."""
+    others = (own for own in dataset.info.tables if own.vocabulary != theirs.table_by_name[own.name].vocabulary)
+    found = {table.name: dataset.reborn(table.name) for table in others}
+    return {table: rows for table, rows in found.items() if len(rows)}
+
+
 def _extends(table: Table, before: Table) -> bool:
-    """Returns whether all rows of `before` stand for the same ids in `table`."""
+    """Returns whether all rows of `before` stand for the same ids in `table`, or for others since these expired."""
     same = table.vocabulary == before.vocabulary or (table.parent is not None and table.parent == before.vocabulary)
     return same and table.num_embeddings >= before.num_embeddings
 

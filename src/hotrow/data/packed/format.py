@@ -77,7 +77,7 @@ class Feature:
 @dataclass(frozen=True, config=STRICT)
 class Table:
     """The ids of one embedding table. Row 0 is for rare and unseen ids; the other rows follow by falling training
-    count, and those of each later day behind them."""
+    count, and those of each later day behind them, or in rows whose ids have expired."""
 
     name: str
     num_embeddings: Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -94,6 +94,11 @@ class Table:
     """Content id of the vocabulary that this one extends."""
 
     @property
+    def num_used(self) -> int:
+        """Rows that stand for an id or for the missing value."""
+        return self.num_keys + (self.missing_row is not None)
+
+    @property
     def vocabulary_file(self) -> str:
         """Path of the vocabulary within the dataset's folder."""
         return f"vocab/{file_name(self.name)}"
@@ -107,6 +112,16 @@ class Table:
     def rare_files(self) -> tuple[str, str]:
         """Paths of the ids that wait for a row, and of their counts, within the dataset's folder."""
         return f"rare/{self.vocabulary_file}", f"rare/{self.counts_file}"
+
+    @property
+    def use_files(self) -> tuple[str, str]:
+        """Paths, within the dataset's folder, of the days on which rows were last used, and ids that wait last seen."""
+        return f"rare/used/{file_name(self.name)}", f"rare/seen/{file_name(self.name)}"
+
+    @property
+    def reborn_file(self) -> str:
+        """Path of the rows that stand for other ids than in `parent`, within the dataset's folder."""
+        return f"rare/reborn/{file_name(self.name)}"
 
     @property
     def id_dtype(self) -> type[np.int32 | np.int64]:

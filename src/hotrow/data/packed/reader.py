@@ -293,6 +293,27 @@ class PackedDataset:
             return None
         return self._side_file(ids, check="crc32"), self._side_file(counts, check="crc32")
 
+    def last_uses(self, table: str) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        """Returns the days on which rows of `table` were last used, and its ids that wait for a row last seen, mapped;
+        None if the dataset keeps none."""
+        used, seen = self._table(table).use_files
+        if used not in self.info.files:
+            return None
+        return open_counts(self._side_file(used, check="crc32")), open_counts(self._side_file(seen, check="crc32"))
+
+    def reborn(self, table: str) -> NDArray[Any]:
+        """Returns the rows of `table` that stand for other ids than in the dataset before, rising, mapped.
+
+        Raises ValueError, which names the file, if it has rows that the table does not have.
+        """
+        own = self._table(table)
+        if own.reborn_file not in self.info.files:
+            return np.empty(0, np.uint32)
+        rows = open_counts(path := self._side_file(own.reborn_file, check="crc32"))
+        if len(rows) and not (rows[0] > 0 and rows[-1] < own.num_embeddings and (rows[1:] > rows[:-1]).all()):
+            raise ValueError(f"{path} must name rows 1 to {own.num_embeddings - 1}, rising; {CURE}")
+        return rows
+
     def vocabulary_path(self, table: str) -> Path:
         """Returns the path of the table's vocabulary; its size is checked here, its content by its reader."""
         return self._side_file(self._table(table).vocabulary_file, check="size")

@@ -1,7 +1,8 @@
 """Vocabularies map raw ids to rows of a table: here they are built from counts, opened, searched and loaded.
 
     row 0            rare and unseen ids
-    row 1, 2, ...    ids seen at least min_count times in the training rows, by falling count, ties by first appearance
+    row 1, 2, ...    ids seen at least min_count times in the training rows, by falling count, ties by first appearance;
+                     in a chain of days a row stands for no id after its id has expired
 
 A missing value is ranked like any other id, so it has a row of its own if it occurs often enough. A vocabulary is one
 file, sorted by key hash and searchable through mmap; a second file holds the accesses per row. docs/vocabulary.md
@@ -32,7 +33,9 @@ from hotrow.data.native import Table, backend, hash_keys, lookup_rows, open_runs
 
 MAGIC = b"hotrowvb"
 COUNTS_MAGIC = b"hotrowct"
-VERSION = 1
+VERSION = 2
+"""The newest version of vocabularies. One without rows that stand for no id has version 1."""
+COUNTS_VERSION = 1
 BYTE_ORDER = 0x01020304
 ALIGNMENT = 64
 """Sections start at multiples of this: a cache line, and a multiple of every element's size."""
@@ -85,13 +88,22 @@ class Header:
     sections: tuple[Section, ...]
 
     @property
+    def num_free(self) -> int:
+        """Number of rows that stand for no id."""
+        return self.num_embeddings - self.num_keys - 1 - (self.missing_row != 0)
+
+    @property
+    def version(self) -> int:
+        return 2 if self.num_free else 1
+
+    @property
     def num_bytes(self) -> int:
         return max(section.offset + section.num_bytes for section in self.sections)
 
     def pack(self) -> bytes:
         """Returns the header as bytes, its checksum last."""
         numbers = (getattr(self, name) for name in _NUMBERS)
-        raw = _HEADER.pack(MAGIC, VERSION, BYTE_ORDER, HEADER_BYTES, KEY_KINDS.index(self.key_kind), *numbers)
+        raw = _HEADER.pack(MAGIC, self.version, BYTE_ORDER, HEADER_BYTES, KEY_KINDS.index(self.key_kind), *numbers)
         raw += b"".join(_SECTION.pack(s.offset, s.num_bytes, s.crc32) for s in self.sections)
         raw = raw.ljust(HEADER_BYTES - _CRC.size, b"\0")
         return raw + _CRC.pack(zlib.crc32(raw))
@@ -104,15 +116,16 @@ class Header:
         if zlib.crc32(raw[: HEADER_BYTES - _CRC.size]) != _CRC.unpack_from(raw, HEADER_BYTES - _CRC.size)[0]:
             raise _damaged(path, f"its header (bytes 0 to {HEADER_BYTES - 1}) does not match its checksum")
         _, version, byte_order, header_bytes, kind, *numbers = _HEADER.unpack_from(raw)
-        if version != VERSION or byte_order != BYTE_ORDER or header_bytes != HEADER_BYTES:
-            raise ValueError(f"{path}: vocabulary format version is {version}; this hotrow reads version {VERSION}")
+        if not 1 <= version <= VERSION or byte_order != BYTE_ORDER or header_bytes != HEADER_BYTES:
+            raise ValueError(f"{path}: vocabulary format version is {version}; this hotrow reads 1 to {VERSION}")
         at = range(_HEADER.size, _HEADER.size + _SECTION.size * len(SECTIONS), _SECTION.size)
         sections = tuple(Section(*_SECTION.unpack_from(raw, offset)) for offset in at)
         if kind >= len(KEY_KINDS):
             raise _damaged(path, f"its key kind is {kind}")
         named = dict(zip(_NUMBERS, numbers, strict=True))
         header = Header(key_kind=KEY_KINDS[kind], sections=sections, **named)
-        if header.index_bytes not in (4, 8) or not 1 <= header.directory_bits <= 40 or not header._fits():
+        fits = header.version == version and header._fits()
+        if header.index_bytes not in (4, 8) or not 1 <= header.directory_bits <= 40 or not fits:
             raise _damaged(path, "its header contradicts itself")
         return header
 
@@ -129,8 +142,7 @@ class Header:
             ):
                 return False
             end = section.offset + section.num_bytes
-        has_missing = int(self.missing_row != 0)
-        return self.missing_row < self.num_embeddings == self.num_keys + 1 + has_missing
+        return self.missing_row < self.num_embeddings and self.num_free >= 0
 
 
 def section_bytes(
@@ -150,7 +162,7 @@ class TableSummary:
     """What preparation did with a table's raw ids."""
 
     num_embeddings: int
-    """Rows of the table: row 0, a row per key, and the missing value's row if it has one."""
+    """Rows of the table: row 0, a row per key, the missing value's row if it has one, and rows that stand for no id."""
     num_keys: int
     missing_row: int
     """0 if the missing value has no row of its own."""
@@ -298,7 +310,7 @@ def _write_sections(
 def _write_counts_header(file: BinaryIO, path: Path, num_rows: int, count_bytes: int) -> None:
     with path.with_name(path.name + PARTIAL_SUFFIX).open("rb") as written:
         crc = _crc_of(written, COUNTS_HEADER_BYTES, num_rows * count_bytes)
-    raw = _COUNTS_HEADER.pack(COUNTS_MAGIC, VERSION, BYTE_ORDER, COUNTS_HEADER_BYTES, count_bytes, num_rows, crc)
+    raw = _COUNTS_HEADER.pack(COUNTS_MAGIC, COUNTS_VERSION, BYTE_ORDER, COUNTS_HEADER_BYTES, count_bytes, num_rows, crc)
     raw = raw.ljust(COUNTS_HEADER_BYTES - _CRC.size, b"\0")
     os.pwrite(file.fileno(), raw + _CRC.pack(zlib.crc32(raw)), 0)
 
@@ -341,8 +353,8 @@ def open_counts(path: Path | str) -> NDArray[Any]:
         if not intact or zlib.crc32(raw[: -_CRC.size]) != _CRC.unpack(raw[-_CRC.size :])[0]:
             raise _damaged(path, "it does not begin as a file of counts does")
         _, version, _, _, count_bytes, num_rows, crc = _COUNTS_HEADER.unpack_from(raw)
-        if version != VERSION or count_bytes not in (4, 8):
-            raise ValueError(f"{path}: format version of the counts is {version}; this hotrow reads version {VERSION}")
+        if version != COUNTS_VERSION or count_bytes not in (4, 8):
+            raise ValueError(f"{path}: format version of the counts is {version}; this hotrow reads {COUNTS_VERSION}")
         if path.stat().st_size != COUNTS_HEADER_BYTES + num_rows * count_bytes:
             raise _damaged(path, f"it has {path.stat().st_size} bytes, which does not fit {num_rows} counts")
         if _crc_of(file, COUNTS_HEADER_BYTES, num_rows * count_bytes) != crc:

@@ -25,9 +25,9 @@ from hotrow.data.chunk import SourceInfo
 from hotrow.data.packed.format import MANIFEST_CURE, Table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary, open_counts
-from hotrow.data.prepare.extend import Counted, Extension, empty_vocabulary
+from hotrow.data.prepare.extend import PLACES_AT_ONCE, Counted, Extension, Uses, empty_vocabulary
 from hotrow.data.prepare.statistics import Statistics
-from hotrow.data.sources.schema import Schema
+from hotrow.data.sources.schema import Schema, TableSpec
 
 
 @record(frozen=True, config=STRICT)
@@ -100,15 +100,22 @@ class Base:
         """Returns the id of the vocabulary that the day extends; None for the first day."""
         return None if self.dataset is None else self.dataset.info.table_by_name[table].vocabulary
 
-    def extend(self, table: str, day: Counted, out: Path, *, min_count: int, work: Path) -> int:
+    def extend(self, table: str, day: Counted, out: Path, *, spec: TableSpec, work: Path) -> int:
         """Writes the vocabulary and counts of a table into the dataset `out`, from the ids of the day, all of which
         `day` counts; returns how many ids wait for a row. work: an empty folder for files.
 
         Raises ValueError naming the file of the base that was cut or altered.
         """
-        extension = Extension(*self._known(table, day.vocabulary, work), day, min_count=min_count, tmp_dir=work)
+        base, rare = self._known(table, day.vocabulary, work)
+        uses = (
+            None
+            if spec.expire is None
+            else self._uses(table, base, rare)._replace(today=self.day.number, unused_days=spec.expire.unused_days)
+        )
+        extension = Extension(base, rare, day, min_count=spec.min_count, tmp_dir=work, uses=uses)
         own = Table(table, 1)
-        paths = [out / name for name in (own.vocabulary_file, own.counts_file, *own.rare_files)]
+        names = own.vocabulary_file, own.counts_file, *own.rare_files
+        paths = [out / name for name in (*names, *((*own.use_files, own.reborn_file) if uses else ()))]
         for path in paths:
             make_folder(path.parent, within=out)
         extension.write(*paths)
@@ -123,6 +130,17 @@ class Base:
         base, paths = Vocabulary.open(self.dataset.vocabulary(table).path), self.dataset.rare_paths(table)
         assert base.key_kind == like.key_kind, "rows are read by the encodings of the base"
         return base, none if paths is None else Counted.open(*paths)
+
+    def _uses(self, table: str, base: Vocabulary, rare: Counted) -> Uses:
+        """Returns when ids were last used by the end of the base. A base that does not keep this is a first day, whose
+        ids all were."""
+        if self.dataset is None or (found := self.dataset.last_uses(table)) is None:
+            return Uses.on(self.own.number, base, rare)
+        sizes = base.num_embeddings, len(rare.counts)
+        for days, size, name in zip(found, sizes, Table(table, 1).use_files, strict=True):
+            if len(days) != size:
+                raise ValueError(f"{self.dataset.path / name} has {len(days)} days for {size} rows; {MANIFEST_CURE}")
+        return Uses(*found)
 
     def statistics(self, schema: Schema) -> Statistics:
         """Returns the label's statistics at the end of the base."""
@@ -148,20 +166,35 @@ class Base:
         found = {}
         say(f"ids that {self.day.parent} has no row for:")
         for table in tables:
-            first = self.dataset.info.table_by_name[table.name].num_embeddings
-            counts = open_counts(out / table.counts_file)
-            left, new = int(counts[0]), int(counts[first:].sum(dtype=np.uint64))
+            before, counts = self.dataset.info.table_by_name[table.name], open_counts(out / table.counts_file)
+            first, is_expiring = before.num_embeddings, (out / table.reborn_file).exists()
+            reborn = open_counts(out / table.reborn_file) if is_expiring else np.empty(0, np.uint32)
+            pieces = (reborn[start : start + PLACES_AT_ONCE] for start in range(0, len(reborn), PLACES_AT_ONCE))
+            again = sum(int(counts[piece].sum(dtype=np.uint64)) for piece in pieces)
+            left, new = int(counts[0]), int(counts[first:].sum(dtype=np.uint64)) + again
+            new_rows = table.num_embeddings - first + len(reborn)
             found[table.name] = {
                 "lookups": int(counts.sum(dtype=np.uint64)),
                 "unknown_to_base": left + new,
                 "unknown": left,
-                "new_rows": table.num_embeddings - first,
+                "new_rows": new_rows,
                 "ids_below_min_count": table.num_dropped,
             }
+            if is_expiring:
+                found[table.name] |= {
+                    "expired": before.num_used + new_rows - table.num_used,
+                    "reused_rows": len(reborn),
+                    "free_rows": table.num_embeddings - 1 - table.num_used,
+                }
         for name, own in found.items():
             share, left_share = (own[key] / max(own["lookups"], 1) for key in ("unknown_to_base", "unknown"))
             say(
                 f"  {name}: {share:.2%} of {own['lookups']:,} lookups; new rows: {own['new_rows']:,}, ids below "
                 f"min_count: {own['ids_below_min_count']:,} ({left_share:.2%} of lookups)"
             )
+            if "expired" in own:
+                say(
+                    f"    expired ids: {own['expired']:,}; new ids in rows of expired ones: {own['reused_rows']:,}; "
+                    f"rows without an id: {own['free_rows']:,}"
+                )
         return {"ids": found}

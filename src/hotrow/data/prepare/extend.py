@@ -1,11 +1,13 @@
-"""Extends the vocabulary of a table by the ids of a day: rows keep their numbers, and new ids get the next ones.
+"""Extends the vocabulary of a table by the ids of a day: rows keep their numbers, and new ids get the next ones, or
+those of ids that have expired.
 
     base   the ids that have rows
     rare   the ids of earlier days that have none, numbered by first sight, and how often each was seen
     day    the ids of the day's training rows, ranked and counted as if every one got a row
 
 An id that reaches `min_count` over all days gets a row. New rows follow by falling count over all days, ties by first
-sight: ids of earlier days come first, then those of the day as they are ranked there. docs/vocabulary.md says the same.
+sight: ids of earlier days come first, then those of the day as they are ranked there. Ids that no training row had for
+many days are forgotten, those with a row and those without. docs/vocabulary.md says the same.
 
 The three are read side by side, a range of hashes at a time, and what is known of each id lies in unnamed files, so
 memory does not grow with the tables.
@@ -18,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,40 +56,97 @@ class Counted:
         return int(self.counts[row]) if row else 0
 
 
+class Uses(NamedTuple):
+    """When ids were last used, so that those which were not for `unused_days` expire."""
+
+    rows: NDArray[Any]
+    """The day on which each row of the base was last used."""
+    rare: NDArray[Any]
+    """The day on which each id that waits for a row was last seen, by its number."""
+    today: int = 0
+    """Number of the day in the chain, which is the last of the unused days."""
+    unused_days: int = 1
+
+    @staticmethod
+    def on(day: int, base: Vocabulary, rare: Counted) -> Uses:
+        """Returns those of ids that were all used on one day."""
+        of_all = np.full(1, day, np.uint32)
+        return Uses(np.broadcast_to(of_all, base.num_embeddings), np.broadcast_to(of_all, len(rare.counts)))
+
+
+class _Fresh(NamedTuple):
+    """Ids that have no row in the base."""
+
+    ids: Entries
+    """In no order. Their `rows` are places in the order of first sight, from 0 on."""
+    totals: NDArray[np.int64]
+    """How often each was seen over all days."""
+    of_day: NDArray[np.int64]
+    """How often on the day."""
+    last_days: NDArray[Any]
+    """When last."""
+
+
 class Extension:
     """A vocabulary, extended by the ids of a day.
 
-    min_count: how often an id must have been seen over all days to get a row. tmp_dir: for files without a name, of 8
-    bytes for each row and each id of `rare` and `day`.
+    min_count: how often an id must have been seen over all days to get a row. uses: if None, ids never expire. tmp_dir:
+    for files without a name, of up to 21 bytes for each row and each id of `rare` and `day`.
     """
 
-    def __init__(self, base: Vocabulary, rare: Counted, day: Counted, *, min_count: int, tmp_dir: Path) -> None:
+    def __init__(
+        self,
+        base: Vocabulary,
+        rare: Counted,
+        day: Counted,
+        *,
+        min_count: int,
+        tmp_dir: Path,
+        uses: Uses | None = None,
+    ) -> None:
         self._base, self._rare, self._day, self._tmp_dir = base, rare, day, tmp_dir
+        self._expires = uses is not None
+        self._uses = uses or Uses.on(0, base, rare)
+        self._oldest = max(0, self._uses.today - self._uses.unused_days + 1)
+        """An id stays if it was used on this day or later."""
+        self._free = self._free_rows() if uses else np.zeros(0, np.uint32)
         self._first_of_day = rare.vocabulary.num_embeddings - 1
         """The place of the day's first id; those of earlier days come before it."""
         self._numbers = self._mapped("<i8", self._first_of_day + day.vocabulary.num_embeddings - 1)
         """By place: the row of an id that gets one, else minus its number among the rare ids, from 1 on; 0: no id."""
-        self.num_embeddings, self.num_rare, self._rare_accesses = base.num_embeddings, 0, 0
-        self._number(min_count)
+        self.num_rare, self._rare_accesses = 0, 0
+        num_new = self._number(min_count)
+        self.num_reborn = min(num_new, len(self._free))
+        self.num_embeddings = base.num_embeddings + num_new - self.num_reborn
 
-    def write(self, vocabulary: Path, counts: Path, rare: Path, rare_counts: Path) -> None:
-        """Writes the extended vocabulary, the day's accesses by row, and the ids that still wait, with their counts."""
+    def write(self, vocabulary: Path, counts: Path, rare: Path, rare_counts: Path, *uses: Path) -> None:
+        """Writes the extended vocabulary, the day's accesses by row, and the ids that still wait, with their counts.
+
+        uses: three files if ids expire, for the days on which rows were last used, and ids that wait last seen, and for
+        the rows of the base that stand for other ids now.
+        """
         day, place = self._day.vocabulary, self._missing_place
         missing = 0 if place is None else int(self._numbers[place])
-        for sign, paths, num_rows, missing_row, num_accesses in (
-            (1, (vocabulary, counts), self.num_embeddings, self._base.missing_row or missing, day.header.num_accesses),
-            (-1, (rare, rare_counts), self.num_rare + 1, -missing, self._rare_accesses),
+        left, old_missing = len(self._free) - self.num_reborn, self._base.missing_row
+        for sign, paths, num_rows, num_free, missing_row, num_accesses in (
+            (1, (vocabulary, counts), self.num_embeddings, left, old_missing or missing, day.header.num_accesses),
+            (-1, (rare, rare_counts), self.num_rare + 1, 0, -missing, self._rare_accesses),
         ):
             missing_row = max(missing_row, 0)
             of_rows = self._mapped("<u8" if num_accesses >= 2**32 else "<u4", num_rows)
-            num_keys = num_rows - 1 - (missing_row > 0)
+            last_days = self._mapped("<u4", num_rows if uses else 0)
+            num_keys = num_rows - 1 - (missing_row > 0) - num_free
             summary = TableSummary(num_rows, num_keys, missing_row, num_keys, num_accesses)
-            pieces = self._pieces(sign, of_rows)
+            pieces = self._pieces(sign, of_rows, last_days)
             write_vocabulary(paths[0], pieces, summary, key_kind=day.key_kind, hash_cap=day.header.hash_cap)
+            if uses:
+                write_counts(uses[0 if sign > 0 else 1], last_days)
             if missing_row:
                 of_rows[missing_row] = self._day.count(day.missing_row) if sign > 0 else self._missing_total
             of_rows[0] = num_accesses - int(of_rows.sum(dtype=np.uint64))
             write_counts(paths[1], of_rows)
+        if uses:
+            write_counts(uses[2], self._free[: self.num_reborn])
 
     def _mapped(self, dtype: str, size: int) -> NDArray[Any]:
         """Returns zeros in a file without a name. Raises OSError if the disk is full: a write to a mapped file of which
@@ -105,11 +164,37 @@ class Extension:
         for i in range(num_ranges):
             yield (i << 64) // num_ranges, (i + 1 << 64) // num_ranges - 1
 
-    def _fresh(self, first: int, last: int) -> tuple[Entries, NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the ids with these hashes that have no row in the base, in no order, and how often each was seen over
-        all days and on the day. Their `rows` are places in the order of first sight, from 0 on."""
+    def _still_used(self, found: Entries, before: NDArray[Any]) -> tuple[Entries, NDArray[Any], NDArray[Any]]:
+        """Returns those of the ids that have not expired, with their rows on the day, and when they were last used.
+
+        before: the day on which each row or number was last used, by the end of the base.
+        """
+        of_day = self._day.vocabulary.rows_of(found)
+        last_days = np.where(of_day > 0, self._uses.today, before[found.rows])
+        stays = np.flatnonzero(last_days >= self._oldest)
+        if len(stays) == len(last_days):
+            return found, of_day, last_days
+        ids = Entries(found.hashes[stays], found.rows[stays], _some_strings(found.strings, stays))
+        return ids, of_day[stays], last_days[stays]
+
+    def _free_rows(self) -> NDArray[Any]:
+        """Returns the rows of the base that stand for no id, or for one that expires on this day, rising."""
+        taken = self._mapped("<u1", self._base.num_embeddings)
+        taken[[0, self._base.missing_row]] = 1
+        for first, last in self._ranges():
+            taken[self._still_used(self._base.within(first, last), self._uses.rows)[0].rows] = 1
+        free = self._mapped("<u4" if len(taken) <= 2**32 else "<u8", len(taken) - int(taken.sum(dtype=np.int64)))
+        end = 0
+        for start in range(0, len(taken), PLACES_AT_ONCE):
+            found = start + np.flatnonzero(taken[start : start + PLACES_AT_ONCE] == 0)
+            free[end : end + len(found)] = found
+            end += len(found)
+        return free
+
+    def _fresh(self, first: int, last: int) -> _Fresh:
+        """Returns the ids with these hashes that have no row in the base."""
         rare, day = self._rare.vocabulary.within(first, last), self._day.vocabulary.within(first, last)
-        again = self._day.vocabulary.rows_of(rare)
+        rare, again, last_days = self._still_used(rare, self._uses.rare)
         known = [vocabulary.rows_of(day) for vocabulary in (self._base, self._rare.vocabulary)]
         new = np.flatnonzero((known[0] == 0) & (known[1] == 0))
         before = np.concatenate([self._rare.counts[rare.rows], np.zeros(len(new), np.int64)]).astype(np.int64)
@@ -117,7 +202,9 @@ class Extension:
         of_day = self._day.counts[np.concatenate([again, day.rows[new]])].astype(np.int64)
         places = np.concatenate([rare.rows - 1, self._first_of_day + day.rows[new] - 1])
         strings = _joined_strings([rare.strings, _some_strings(day.strings, new)])
-        return Entries(np.concatenate([rare.hashes, day.hashes[new]]), places, strings), before + of_day, of_day
+        last_days = np.concatenate([last_days, np.full(len(new), self._uses.today)])
+        ids = Entries(np.concatenate([rare.hashes, day.hashes[new]]), places, strings)
+        return _Fresh(ids, before + of_day, of_day, last_days)
 
     @property
     def _missing_place(self) -> int | None:
@@ -131,20 +218,20 @@ class Extension:
     def _missing_total(self) -> int:
         return sum(found.count(found.vocabulary.missing_row) for found in (self._rare, self._day))
 
-    def _number(self, min_count: int) -> None:
-        """Numbers the ids, in the order of their places within each count."""
+    def _number(self, min_count: int) -> int:
+        """Numbers the ids, in the order of their places within each count; returns how many get a row."""
         num_ids = Counter[int]()
         for first, last in self._ranges():
-            found, totals, _ = self._fresh(first, last)
-            self._numbers[found.rows] = totals
+            ids, totals, *_ = self._fresh(first, last)
+            self._numbers[ids.rows] = totals
             num_ids.update(_sizes(totals[totals >= min_count]))
         if (place := self._missing_place) is not None:
             self._numbers[place] = total = self._missing_total
             num_ids.update({total: 1} if total >= min_count else {})
-        next_row = {}
+        num_new, next_new = 0, {}
         for total in sorted(num_ids, reverse=True):
-            next_row[total] = self.num_embeddings
-            self.num_embeddings += num_ids[total]
+            next_new[total] = num_new
+            num_new += num_ids[total]
         for start in range(0, len(self._numbers), PLACES_AT_ONCE):
             own = self._numbers[start : start + PLACES_AT_ONCE]
             got, waits = np.flatnonzero(own >= min_count), np.flatnonzero((own > 0) & (own < min_count))
@@ -155,21 +242,34 @@ class Extension:
             end = 0
             for total, size in _sizes(own[got]).items():
                 begin, end = end, end + size
-                own[got[begin:end]] = next_row[total] + np.arange(size)
-                next_row[total] += size
+                own[got[begin:end]] = self._rows_of_new(next_new[total] + np.arange(size))
+                next_new[total] += size
+        return num_new
 
-    def _pieces(self, sign: int, counts: NDArray[Any]) -> Iterator[Entries]:
-        """Yields the ids with a row, or with -1 those that wait for one, in the order of a vocabulary file; counts them
-        by row: accesses of the day, or of all days."""
+    def _rows_of_new(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the rows of new ids by their places among all of them: the free ones, then those behind the base."""
+        rows = self._base.num_embeddings - len(self._free) + places
+        is_reborn = places < len(self._free)
+        rows[is_reborn] = self._free[places[is_reborn]]
+        return rows
+
+    def _pieces(self, sign: int, counts: NDArray[Any], last_days: NDArray[Any]) -> Iterator[Entries]:
+        """Yields the ids with a row, or with -1 those that wait for one, in the order of a vocabulary file; notes by
+        row the accesses of the day, or of all days, and the day of the last one."""
         for first, last in self._ranges():
-            found, totals, of_day = self._fresh(first, last)
-            numbers = sign * self._numbers[found.rows]
+            fresh = self._fresh(first, last)
+            numbers = sign * self._numbers[fresh.ids.rows]
             got = np.flatnonzero(numbers > 0)
-            counts[numbers[got]] = (of_day if sign > 0 else totals)[got]
-            parts = [Entries(found.hashes[got], numbers[got], _some_strings(found.strings, got))]
+            counts[numbers[got]] = (fresh.of_day if sign > 0 else fresh.totals)[got]
+            if self._expires:
+                last_days[numbers[got]] = fresh.last_days[got]
+            parts = [Entries(fresh.ids.hashes[got], numbers[got], _some_strings(fresh.ids.strings, got))]
             if sign > 0:
-                parts.append(old := self._base.within(first, last))
-                counts[old.rows] = self._day.counts[self._day.vocabulary.rows_of(old)]
+                old, of_day, of_old = self._still_used(self._base.within(first, last), self._uses.rows)
+                parts.append(old)
+                counts[old.rows] = self._day.counts[of_day]
+                if self._expires:
+                    last_days[old.rows] = of_old
             yield from _in_order(parts)
 
 

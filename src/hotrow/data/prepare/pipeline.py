@@ -706,17 +706,16 @@ class _Stages:
         for folder in ("vocab", "counts"):
             make_folder(self._work.out / folder, within=self._work.out)
         path = self._work.out / "vocab" / file_name(table)
-        options = self._schema.table(table)
-        counts_path, min_count = self._work.out / "counts" / file_name(table), options.min_count
+        spec, counts_path = self._schema.table(table), self._work.out / "counts" / file_name(table)
         if self._base is None:
-            summary = counters.build(table, path, counts_path, min_count=min_count, others=others)
+            summary = counters.build(table, path, counts_path, min_count=spec.min_count, others=others)
             num_dropped = summary.num_distinct - summary.num_keys
         else:
             work = self._work.fresh(f"day-{file_name(table)}")
             make_folder(work)
             counters.build(table, work / "vocab", work / "counts", others=others)
             day = Counted.open(work / "vocab", work / "counts")
-            num_dropped = self._base.extend(table, day, self._work.out, min_count=min_count, work=work)
+            num_dropped = self._base.extend(table, day, self._work.out, spec=spec, work=work)
             remove(work, within=self._work.out)
         found = Vocabulary.open(path, verify="header")
         return Table(

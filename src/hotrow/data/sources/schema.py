@@ -290,6 +290,13 @@ class LookupSpec(_Strict):
         return tuple(self.prefix + column for column in self.columns)
 
 
+class ExpireSpec(_Strict):
+    """When an id loses its row, in a chain of days."""
+
+    unused_days: int = Field(ge=1, le=MAX_COUNT)
+    """It does when no training row of this many days, the newest ones, has it."""
+
+
 class TableSpec(_Strict):
     """How the raw ids of one table become rows."""
 
@@ -298,6 +305,8 @@ class TableSpec(_Strict):
     hash_cap: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Integer ids become id mod hash_cap (text: 64-bit hash mod hash_cap) before counting. If None, ids are
     exact."""
+    expire: ExpireSpec | None = None
+    """When ids lose their rows in a chain of days. If None, they keep them for life."""
 
 
 class SplitSpec(_Strict):
@@ -706,8 +715,8 @@ class Schema(_Strict):
     def to_json(self) -> dict[str, Any]:
         """Returns the schema as JSON-ready values; `parse_schema` reads it.
 
-        `histories`, `lookups`, `statistics` with their `count` and lag, `transforms`, `weight`, `label.kind` and
-        `label.name` are left out if they have their defaults, so that earlier versions read it too.
+        `histories`, `lookups`, `statistics` with their `count` and lag, `transforms`, `weight`, `label.kind`,
+        `label.name` and `expire` are left out if they have their defaults, so that earlier versions read it too.
         """
         optional = ("histories", "lookups", "statistics", "statistics_lag", "transforms", "weight")
         left_out = {name for name in optional if not getattr(self, name)}
@@ -720,6 +729,9 @@ class Schema(_Strict):
         for spec in value.get("statistics", []):
             if not spec["count"]:
                 del spec["count"]
+        for spec in value["tables"].values():
+            if spec["expire"] is None:
+                del spec["expire"]
         return value
 
 
@@ -839,6 +851,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "transforms": ComputedSpec,
     "statistics": StatisticSpec,
     "tables": TableSpec,
+    "expire": ExpireSpec,
     "split": SplitSpec,
     "histories": HistoriesSpec,
     "csv": CsvSpec,
@@ -846,5 +859,6 @@ SECTIONS: dict[str, type[BaseModel]] = {
 
 
 def _fields_at(loc: Place) -> list[str]:
-    model = SECTIONS[str(loc[0])] if loc else Schema
+    section = "expire" if loc[:1] == ("tables",) and loc[2:] == ("expire",) else str(loc[0]) if loc else ""
+    model = SECTIONS.get(section, Schema)
     return [field.alias or name for name, field in model.model_fields.items()]
