@@ -516,14 +516,22 @@ def test_ranks_start_with_the_same_bits(
 # ---- what is refused
 
 
-@pytest.mark.parametrize("changes", [ADAM, [*TIERS, "optimizer.sparse.name=ftrl"]], ids=["adam", "ftrl in tiers"])
+@pytest.mark.parametrize(
+    ("user", "changes"),
+    [
+        ("row", ADAM),
+        ("row", [*TIERS, "optimizer.sparse.name=ftrl"]),
+        ("column", [*TIERS, "optimizer.sparse.name=adagrad"]),
+    ],
+    ids=["adam", "ftrl in tiers", "columns in tiers"],
+)
 def test_ranks_begin_the_rows_of_expired_ids_with_the_same_bits(
-    expiring: list[Path], tmp_path: Path, pool: RankPool, changes: list[str]
+    expiring: list[Path], tmp_path: Path, pool: RankPool, user: str, changes: list[str]
 ) -> None:
     parent = runs.train(config(expiring[0], tmp_path / "parent", *OF_IDS, *changes)).path
     wanted = [*OF_IDS, *changes, f"from_run={parent}"]
     alone = runs.train(config(expiring[1], tmp_path / "one", *wanted))
-    raw = config(expiring[1], tmp_path / "two", *wanted, "parallel.sharding={user: row, item: replicated}")
+    raw = config(expiring[1], tmp_path / "two", *wanted, f"parallel.sharding={{user: {user}, item: replicated}}")
     pool.run(_train, raw.model_dump(mode="json"), num_ranks=2, micro_batches=2)
     two = RunFolder.open(tmp_path / "two")
     assert newest(two.path) == newest(alone.path)
