@@ -388,6 +388,28 @@ def test_rows_of_expired_ids_and_no_others_begin_as_row_0(
     assert again is not None and again.rows_reborn == {}, "the same day once more has no new ids"
 
 
+@pytest.mark.parametrize("memory", [[], TIERS], ids=["DRAM", "tiers"])
+def test_an_interrupted_start_on_rows_of_expired_ids_ends_in_the_same_bits(
+    expiring: list[Path], tmp_path: Path, memory: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before its first checkpoint, it begins these rows anew once more; after it, never again."""
+    parent = runs.train(config(expiring[0], tmp_path / "parent", *OF_IDS, *memory)).path
+    wanted = [*OF_IDS, *memory, f"from_run={parent}", "checkpoint.every=2"]
+    whole = runs.train(config(expiring[1], tmp_path / "whole", *wanted))
+    plain = trainer.train_step
+
+    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
+        if number == stop:
+            raise KeyboardInterrupt
+        return plain(parts, batch, number, clock)
+
+    for stop in (1, 5):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(trainer, "train_step", step)
+            runs.train(config(expiring[1], tmp_path / str(stop), *wanted))
+        assert newest(runs.resume(tmp_path / str(stop)).path) == newest(whole.path)
+
+
 def ids_of(dataset: PackedDataset, table: str) -> dict[Any, int]:
     found: dict[Any, int] = {}
     for keys, rows in dataset.vocabulary(table).entries():
