@@ -18,6 +18,7 @@ from browser import Browser
 from expanded import expanded
 from forked import COMMAND, run_forked
 from hotrow.base.files import claim
+from hotrow.data.packed.reader import PackedDataset
 from hotrow.days import walk
 from hotrow.days.walk import walk_days
 from hotrow.run import trainer
@@ -230,6 +231,23 @@ def test_a_chain_without_schema_and_recipe(tmp_path: Path) -> None:
     hotrow_in(tmp_path, *words)
 
 
+def test_ids_that_expire_are_told(logs: Path, tmp_path: Path) -> None:
+    own = tmp_path / "logs"
+    for name in NAMES[:2]:
+        shutil.copytree(logs / name, own / name)
+    tables = "{default: {expire: {unused_days: 1}}}"
+    (tmp_path / "schema.yaml").write_text(
+        f"version: 2\nlabel: click\ncategorical: [user, item]\nsplit: {{kind: random}}\ntables: {tables}\n"
+    )
+    walk_days(own, tmp_path / "chain", schema=tmp_path / "schema.yaml", overrides=["train.max_steps=4"])
+    first, day = json.loads((tmp_path / "chain" / "days.json").read_text())["days"]
+    found = PackedDataset.open(tmp_path / "chain" / "data" / "day_2").info
+    lost: Any = found.summary["ids"]
+    assert first["gone_rows"] is None
+    assert day["gone_rows"] == sum(table["expired"] for table in lost.values()) > 0
+    assert "<td>day_2</td>" in (tmp_path / "chain" / "report.html").read_text()
+
+
 # ---- what is refused
 
 
@@ -303,6 +321,9 @@ def test_a_day_that_was_changed_before_it_was_done_is_refused(
     [
         ({"keep": 0}, r"keep is 0; it must be at least 1"),
         ({"keep": 1, "delay": True}, r"keep is 1; it must be at least 2"),
+        ({"overrides": ["run=mine"]}, r"--set run: each day of a chain has its own"),
+        ({"overrides": ["train.epoch=1"]}, r"recipe\.yaml: .*train\.epoch"),
+        ({"overrides": ["epochs"]}, r"--set 'epochs' has no name and value"),
         ({"time_format": "%s"}, r"time_format is another one than .* was begun with"),
         ({"schema": "recipe.yaml"}, r"schema is another one than .* was begun with"),
     ],
@@ -317,10 +338,13 @@ def test_other_options_are_refused(
 
 def test_other_folders_are_refused(logs: Path, chain: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a folder; name the folder"):
-        go(logs / "day_1" / "part.csv", tmp_path / "out")
+        walk_days(logs / "day_1" / "part.csv", tmp_path / "out")
     (tmp_path / "empty" / ".hidden").mkdir(parents=True)
     with pytest.raises(ValueError, match="empty is empty; put a file or a folder"):
         walk_days(tmp_path / "empty", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"days: .*train\.epoch"):
+        walk_days(logs, tmp_path / "out", overrides=["train.epoch=1"])
+    assert not (tmp_path / "out").exists()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").touch()
     with pytest.raises(ValueError, match=r"taken has no days\.json, but mine\.txt"):

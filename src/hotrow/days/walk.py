@@ -33,7 +33,7 @@ from hotrow.base.door import is_taken, make_folder, remove
 from hotrow.base.files import LOCK, check_name, claim, crc32, folder_bytes
 from hotrow.base.progress import progress_bar
 from hotrow.base.records import STRICT, Document
-from hotrow.config.load import load_config
+from hotrow.config.load import apply_overrides, load_config, make_config, overrides_of
 from hotrow.data.packed.format import MANIFEST, DatasetInfo
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.init import RECIPE_FILE, run_init
@@ -124,6 +124,13 @@ def walk_days(
     """
     if keep < (least := 2 if delay else 1):
         raise ValueError(f"keep is {keep}; it must be at least {least}, because the next day goes on from kept days")
+    if chosen := [name for name in overrides_of(overrides) if name in ("data", "run", "from_run")]:
+        raise ValueError(f"--set {chosen[0]}: each day of a chain has its own; leave it out")
+    # Options are checked before hours of work.
+    if recipe is None:
+        make_config(apply_overrides({"data": ""}, overrides), origin="days")
+    else:
+        load_config(recipe, ["data=''", *overrides])
     walk = _Walk(Path(logs), Path(out), read, recipe, schema, overrides, delay)
     paths = _days_in(walk.logs)
     make_folder(walk.chain)
