@@ -248,6 +248,21 @@ def test_ids_that_expire_are_told(logs: Path, tmp_path: Path) -> None:
     assert "<td>day_2</td>" in (tmp_path / "chain" / "report.html").read_text()
 
 
+def test_days_go_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in (
+        "day_10.csv",
+        "day_2-late.csv",
+        "day_2.csv.gz",
+        "2026.11.28.jsonl",
+        ".hidden",
+        "_SUCCESS",
+        "day_02.csv",
+    ):
+        (tmp_path / name).touch()
+    (tmp_path / "day_1").mkdir()
+    assert [*walk._days_in(tmp_path)] == ["2026.11.28", "day_1", "day_02", "day_2", "day_2-late", "day_10"]
+
+
 # ---- what is refused
 
 

@@ -67,6 +67,24 @@ def test_batches_do_not_matter() -> None:
     assert parts.compute() == whole, "computing does not use rows up"
 
 
+def test_parts_are_judged_as_their_rows_alone() -> None:
+    rng = np.random.default_rng(2)
+    scores, labels, weights = rng.standard_normal(95).astype(np.float32), rng.random(95) < 0.4, rng.random(95)
+    weights[10:20] = 0
+    metrics = BinaryCrossEntropy().metrics()
+    for rows in np.array_split(np.arange(95), 4):
+        metrics.update(scores[rows], labels[rows], weights[rows])
+    found = [*metrics.parts(9)]
+    for part, start, stop in ((0, 0, 11), (4, 44, 55), (8, 85, 95)):
+        alone = BinaryCrossEntropy().metrics()
+        alone.update(scores[start:stop], labels[start:stop], weights[start:stop])
+        assert found[part] == alone.figures()
+    assert len(found) == 9 and sum(part["num_rows"] for part in found) == 95
+    assert [*metrics.parts(19)][2:4] == [{}, {}], "rows without weight are not judged"
+    assert len([*metrics.parts(1000)]) == 95
+    assert metrics.num_rows == 95, "the rows stay"
+
+
 def test_logloss_of_extreme_logits_is_exact() -> None:
     got = compute(np.array([100.0, -100.0, 100.0]), np.array([1, 0, 0]))
     assert got["logloss"] == pytest.approx(100 / 3)

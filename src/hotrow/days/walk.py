@@ -122,15 +122,7 @@ def walk_days(
     "interrupted" and `signal`, if training was stopped. Raises ValueError if a day that is done has changed, or if a
     new day comes before one that is done; and as preparation, training and exports do.
     """
-    if keep < (least := 2 if delay else 1):
-        raise ValueError(f"keep is {keep}; it must be at least {least}, because the next day goes on from kept days")
-    if chosen := [name for name in overrides_of(overrides) if name in ("data", "run", "from_run")]:
-        raise ValueError(f"--set {chosen[0]}: each day of a chain has its own; leave it out")
-    # Options are checked before hours of work.
-    if recipe is None:
-        make_config(apply_overrides({"data": ""}, overrides), origin="days")
-    else:
-        load_config(recipe, ["data=''", *overrides])
+    _check_options(recipe, overrides, keep, delay=delay)
     walk = _Walk(Path(logs), Path(out), read, recipe, schema, overrides, delay)
     paths = _days_in(walk.logs)
     make_folder(walk.chain)
@@ -158,7 +150,24 @@ def walk_days(
     }
 
 
+def _check_options(recipe: Path | str | None, overrides: Sequence[str], keep: int, *, delay: bool) -> None:
+    """Raises ValueError if one is wrong, before hours of work."""
+    if keep < (least := 2 if delay else 1):
+        raise ValueError(f"keep is {keep}; it must be at least {least}, because the next day goes on from kept days")
+    if chosen := [name for name in overrides_of(overrides) if name in ("data", "run", "from_run")]:
+        raise ValueError(f"--set {chosen[0]}: each day of a chain has its own; leave it out")
+    if recipe is None:
+        make_config(apply_overrides({"data": ""}, overrides), origin="days")
+    else:
+        load_config(recipe, ["data=''", *overrides])
+
+
 # ---- which days there are
+
+
+def _order(day: str) -> tuple[list[tuple[int, str]], str]:
+    """Returns a key by which days are sorted: day_2 comes before day_10."""
+    return natural_key(day), day
 
 
 def _days_in(logs: Path) -> dict[str, Path]:
@@ -166,7 +175,7 @@ def _days_in(logs: Path) -> dict[str, Path]:
     if not logs.is_dir():
         raise ValueError(f"{logs} is not a folder; name the folder that has a file or a folder of logs for each day")
     found: dict[str, Path] = {}
-    for path in sorted(logs.iterdir(), key=lambda path: natural_key(path.name)):
+    for path in sorted(logs.iterdir()):
         if path.name.startswith((".", "_")):  # hidden, as in a folder of files to prepare
             continue
         name = check_name(re.sub(r"(\.[A-Za-z]\w*)+$", "", path.name), what="name of a day")
@@ -175,7 +184,7 @@ def _days_in(logs: Path) -> dict[str, Path]:
         found[name] = path
     if not found:
         raise ValueError(f"{logs} is empty; put a file or a folder of logs for each day into it")
-    return found
+    return {name: found[name] for name in sorted(found, key=_order)}
 
 
 def _left(walk: _Walk, paths: Mapping[str, Path], done: Sequence[DoneDay]) -> dict[str, Path]:
@@ -186,7 +195,7 @@ def _left(walk: _Walk, paths: Mapping[str, Path], done: Sequence[DoneDay]) -> di
             _check_unchanged(walk, day.name, _files_of(walk, paths[day.name]), day.files, day.prepared_s)
     left = {name: path for name, path in paths.items() if name not in {day.name for day in done}}
     for name, path in left.items():
-        if done and natural_key(name) < natural_key(last := done[-1].name):
+        if done and _order(name) < _order(last := done[-1].name):
             raise ValueError(
                 f"{path} comes before {last}, which is done: days train in the order of their names; give it a later "
                 "name, move it away, or begin another chain with --out"
