@@ -3,7 +3,7 @@
     python -m benchmarks.days monolith DATA [--rows 2000000] [--drift 0.3] [--seeds 3] [--shards 10 50 100]
     python -m benchmarks.days thirty FOLDER [--days 30] [--rows 20000] [--drift 0.5]
     python -m benchmarks.days kills FOLDER [--rounds 60] [--seed 1]
-    python -m benchmarks.days growth FOLDER [--rows 100000000] [--new 10000000] [--dim 8] [--dram 2GiB]
+    python -m benchmarks.days growth FOLDER [--rows 100000000] [--new 10000000] [--dim 8] [--dram 1GiB]
     python -m benchmarks.days stream FOLDER [--events 20000000] [--scale 0.1] [--dim 64] [--dram 384MiB]
 
 monolith: Table 2 of Monolith (arXiv 2209.07663) by its Algorithm 1. DATA is a file in Criteo's layout, whose rows are
@@ -65,7 +65,7 @@ MEASURED: dict[str, tuple[Callable[..., Cells], Callable[[Mapping[str, Any]], di
     ),
     "thirty": (thirty, days_quality.thirty_row, {"days": 30, "rows": 20_000, "drift": 0.5}),
     "kills": (kills, days_kills.kills_row, {"rounds": 60, "seed": 1}),
-    "growth": (growth, days_size.growth_row, {"rows": 100_000_000, "new": 10_000_000, "dim": 8, "dram": "2GiB"}),
+    "growth": (growth, days_size.growth_row, {"rows": 100_000_000, "new": 10_000_000, "dim": 8, "dram": "1GiB"}),
     "stream": (stream, days_size.stream_row, {"events": 20_000_000, "scale": 0.1, "dim": 64, "dram": "384MiB"}),
 }
 """By name: what makes the cells, what shows one, and the options with their defaults."""
