@@ -52,12 +52,13 @@ class How(NamedTuple):
     """How a command is given once."""
 
     ranks: int = 1
-    """Only of a training, as the next two."""
+    """Processes of a training; every other command has one."""
     tiers: bool = False
+    """Whether the rows of a training lie in tiers."""
     victim: int = 0
     """The rank that is killed."""
     delay_s: float | None = None
-    """After which it is; None: nothing is."""
+    """Seconds until it is killed; None: it is not."""
 
 
 class Round(NamedTuple):
@@ -65,7 +66,7 @@ class Round(NamedTuple):
 
     kills: tuple[str, ...]
     longest_s: dict[str, float]
-    """Of the commands that ended by themselves, by name."""
+    """By name, the longest time of a command that ended by itself."""
     problems: tuple[str, ...]
     state: dict[str, str]
 
@@ -151,7 +152,10 @@ def give(step: Step, how: How, said: Path) -> tuple[float, list[int | None], boo
 
 
 def one_chain(files: Sequence[Path], folder: Path, choose: Callable[[Step, int], How]) -> Round:
-    """Gives all commands of a chain in the empty folder, each until it is done. choose: how, by the times so far."""
+    """Gives the commands of a chain in the empty folder, each until it is done.
+
+    choose: says how a command is given that has been given so many times.
+    """
     kills, longest_s = [], dict.fromkeys(("prepare", "train", "export", "apply"), 0.0)
     for name in ("data", "runs", "deltas", "said"):
         (folder / name).mkdir()

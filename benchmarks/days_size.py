@@ -39,9 +39,9 @@ from hotrow.run.start import Start
 
 BATCH_SIZE = 2048
 LOOKED_UP = 100_000
-"""New rows that a collection looks up once it has grown."""
+"""How many new rows a collection looks up once it has grown."""
 LIST = 128
-"""Ids of a sample in `growth`."""
+"""How many ids a sample of `growth` has."""
 TABLES = {
     "item": 9_390_624,
     "artist": 1_293_395,
@@ -55,13 +55,13 @@ TABLES = {
     "user_x_is_organic": 2_000_000,
     "user_x_artist_x_hour": 40_000_000,
 }
-"""Rows of the tables of dlrm_v4, yambda_5b.gin."""
+"""The tables of dlrm_v4 and their rows, by its yambda_5b.gin."""
 ZIPF, DRIFT, NUM_DAYS = 1.05, 0.1, 301.0
 DRAM_ROWS = 50_000
-"""Rows of each table that DRAM holds, for comparison."""
+"""Rows of each table for the comparison in DRAM."""
 PREPARE_MEMORY = "2GiB"
 TOLD = ("dram_bytes", "disk_bytes", "hits_per_row", "stall_share", "read_rows", "written_rows", "written_bytes")
-"""What of a run's figures about tiers a cell has."""
+"""Figures about tiers that a cell takes from run.json."""
 
 
 def in_fresh_process(work: Callable[..., Any], *args: Any) -> Any:
