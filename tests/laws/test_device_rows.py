@@ -23,7 +23,7 @@ from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.placement.budget import MOVING_SHARE, TableDemand, TableSlots, plan_slots_on_device
-from hotrow.placement.slots import Directory
+from hotrow.placement.slots import Directory, Residents
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Flight, Tiers
 from hotrow.tables import TableConfig, Uniform
@@ -517,6 +517,28 @@ def test_the_directory_against_a_dictionary() -> None:
             directory.release(slots, updated=updated)
             dirty |= set(batch.tolist()) if updated else set()
     assert directory.counts["evicted_rows"] > 200 and directory.counts["written_rows"] > 50
+
+
+def test_tables_that_have_all_their_slots_against_sets() -> None:
+    """Of 7, 0 and 12 rows; the second has rows that come and go, the first two features. Batches of random lengths."""
+    rng = np.random.default_rng(0)
+    residents = Residents([7, 0, 12])
+    named, changed = {0: 0, 2: 0}, {0: set[int](), 2: set[int]()}
+    for _ in range(100):
+        ids, (a, b, c) = rng.integers(0, 7, 15), sorted(rng.integers(0, 16, 3))
+        spans = [(0, a, b), (0, 0, a), (1, b, c), (2, c, 15)]
+        places, update = residents.places(ids, spans), rng.random() < 0.3
+        residents.count(places, spans)
+        if update:
+            residents.change(places)
+        for t, rows in ((0, {*ids[:b].tolist()}), (2, {*ids[c:].tolist()})):
+            named[t] += len(rows)
+            changed[t] |= rows if update else set()
+    for t, directory in residents.directories.items():
+        assert directory.counts["rows"] == directory.counts["hit_rows"] == named[t] > 100
+        assert [own.tolist() for own in directory.changed()] == [sorted(changed[t])] * 2
+    for bad in (-1, 7):
+        assert residents.places(np.array([3, bad, 11]), [(0, 0, 2), (2, 2, 3)]) is None
 
 
 def test_frozen_tables_on_a_device_stay_and_a_part_of_them_is_refused() -> None:

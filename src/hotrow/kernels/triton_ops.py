@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from operator import ge
 from typing import Any, NamedTuple
 
 import torch
@@ -323,21 +324,34 @@ class Kernels:
 
     def _pieces(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> _Pieces:
         batch = _Uploaded.of(sparse, weights.device)
+        scales = batch.weights if batch.weighted else None
+        if batch.one_hot:
+            bases, offsets = self._of_one_hot(weights, sparse, grad)
+            return _Pieces(batch.values + bases, grad.data_ptr() + offsets, scales)
         base, column, mean = self._by_key(weights, sparse.keys)
         num_ids, stride = sparse.values.numel(), max(1, sparse.stride)
-        bag = torch.arange(num_ids, device=weights.device)
-        lengths = torch.ones_like(bag)
-        if not batch.one_hot:
-            of_bag = batch.offsets.diff()
-            bag = torch.repeat_interleave(of_bag, output_size=num_ids)
-            lengths = of_bag[bag]
+        of_bag = batch.offsets.diff()
+        bag = torch.repeat_interleave(of_bag, output_size=num_ids)
+        lengths = of_bag[bag]
         key = bag // stride
         sources = grad.data_ptr() + 4 * ((bag - key * stride) * grad.stride(0) + column[key])
-        scales = batch.weights if batch.weighted else None
         if any(feature.pooling == "mean" for feature in self.layout.features):
             each = torch.ones(num_ids, device=weights.device) if scales is None else scales
             scales = torch.where(mean[key] == 1, each / lengths.float(), each)
         return _Pieces(batch.values + base[key], sources, scales)
+
+    def _of_one_hot(self, weights: Arrays, sparse: KeyedJaggedTensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what depends on sizes alone, for each id: the key of its table's row 0, and where its gradient starts
+        behind the first one, in bytes. The last batch's are kept, because most batches have the same sizes."""
+        made = (sparse.keys, sparse.stride, grad.stride(0), tuple(weights.bases), weights.device)
+        if self._made.get("one_hot", (None,))[0] != made:
+            base, column, _ = self._by_key(weights, sparse.keys)
+            bag = torch.arange(sparse.values.numel(), device=weights.device)
+            key = bag // max(1, sparse.stride)
+            offsets = 4 * ((bag - key * sparse.stride) * grad.stride(0) + column[key])
+            self._made["one_hot"] = made, base[key], offsets
+        _, bases, offsets = self._made["one_hot"]
+        return bases, offsets
 
     def _spans(self, served: Kernels, sparse: KeyedJaggedTensor, p: int) -> list[tuple[int, int, int, int]]:
         """Returns, for each feature of lookup p: its number in this collection, p, and first and end of its ids."""
@@ -362,12 +376,20 @@ class Kernels:
             good = (offsets.diff() >= 0).all() & (offsets[0] == 0) & (offsets[-1] == sparse.values.numel())
             if not bool(good):
                 raise ValueError(ALTERED)
+        sizes = [weights.tensors[feature.table].shape[0] for feature in self.layout.features]
+        if sparse.one_hot and sparse.stride:  # all features at once
+            ids = sparse.values.view(len(sparse.keys), -1)
+            whole = positions == list(range(len(sparse.keys)))
+            least, most = torch.aminmax(ids if whole else ids[positions], dim=1)
+            if min(least.tolist()) < 0 or any(map(ge, most.tolist(), sizes)):
+                self._raise_bad_id(weights, blame or sparse)
+            return
         ends = _key_ends(sparse)
-        for feature, position in zip(self.layout.features, positions, strict=True):
+        for position, size in zip(positions, sizes, strict=True):
             ids = sparse.values[ends[position] : ends[position + 1]]
             if ids.numel():
                 least, most = torch.aminmax(ids)
-                if int(least) < 0 or int(most) >= weights.tensors[feature.table].shape[0]:
+                if int(least) < 0 or int(most) >= size:
                     self._raise_bad_id(weights, blame or sparse)
 
     def _raise_bad_id(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:

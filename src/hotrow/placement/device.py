@@ -5,7 +5,8 @@
 Every row of a table lies below: in DRAM, or in tiers (`Backing`). Device memory has slots for some of them: for the
 first rows of a table always, for the others while they are in use. Updates happen in slots; an updated row is copied
 back when its slot is needed, and by `flush`. The kernels get slots instead of ids, so no result depends on what is
-decided here. Which row lies where: slots.py; how many slots there are: budget.py. Next: kernels/triton_moves.py.
+decided here. Tables with a slot for every row are served all together, because nothing is decided for them. Which row
+lies where: slots.py; how many slots there are: budget.py. Next: kernels/triton_moves.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,9 +28,20 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.on_device import triton_ops
 from hotrow.kernels.types import Layout, Rule
-from hotrow.placement.base import Attached, Placement, Rows, TableState, Use
+from hotrow.placement.base import NO_LEASE, Attached, Placement, Rows, TableState, Use
 from hotrow.placement.budget import MOVING_SHARE, DeviceMemory, TableDemand, TableSlots, raise_to
-from hotrow.placement.slots import SOME_FROZEN, Announced, Directory, Held, Moves, Span, bad_id, spans_of
+from hotrow.placement.slots import (
+    NONE,
+    SOME_FROZEN,
+    Announced,
+    Directory,
+    Held,
+    Moves,
+    Residents,
+    Span,
+    bad_id,
+    spans_of,
+)
 from hotrow.placement.stores import StoreError
 from hotrow.tables import TableConfig
 
@@ -51,13 +63,24 @@ class Landing:
     """Set when the copies are under way."""
 
 
+class Named(NamedTuple):
+    """What a batch looks up."""
+
+    rows: list[Numbers]
+    """By table, rising, each once; none of tables that have a slot for every row."""
+    places: Numbers
+    """Of its ids of those tables, see `Residents`."""
+
+
 class DeviceFlight:
     """A batch whose rows lie in slots, or are on their way there, until it is released."""
 
     def __init__(
-        self, owner: Device, spans: list[Span], slots: Tensor, pinned: list[Numbers], landing: Landing
+        self, owner: Device, spans: list[Span], slots: Tensor, pinned: list[Numbers], places: Numbers, landing: Landing
     ) -> None:
         self._owner, self.spans, self.slots, self.pinned, self.landing = owner, spans, slots, pinned, landing
+        self.places = places
+        """Of its ids among the rows of `Residents`."""
         self.released = False
 
     def __del__(self) -> None:
@@ -67,7 +90,7 @@ class DeviceFlight:
         """Ends the lease; updated: the rows have changed. Later calls do nothing."""
         if not self.released:
             self.released = True
-            self._owner.release(self.pinned, updated=updated)
+            self._owner.release(self.pinned, self.places, updated=updated)
 
 
 class Backing(Placement, Protocol):
@@ -105,6 +128,7 @@ class Device(Placement):
         self.kernels = ops.KernelSet(self.layout, triton_ops("tables on a device").Kernels)
         self._num_states = 0
         self.directories: list[Directory] = []
+        self.residents: Residents
         self.slots: list[TableSlots] = []
         """By table, known when the tables are laid out."""
         self._parts: list[list[Tensor]] = []
@@ -159,7 +183,11 @@ class Device(Placement):
         demands, below = self._demands(), self.below.parts()
         self.slots = self.memory.checked_slots(demands)
         self._record_bytes = [demand.record_bytes for demand in demands]
-        self.directories = [Directory(d.num_rows, own) for d, own in zip(demands, self.slots, strict=True)]
+        whole = [own.pinned == d.num_rows for d, own in zip(demands, self.slots, strict=True)]
+        self.residents = Residents([d.num_rows * own for d, own in zip(demands, whole, strict=True)])
+        self.directories = [
+            self.residents.directories.get(t) or Directory(d.num_rows, self.slots[t]) for t, d in enumerate(demands)
+        ]
         self._parts = [
             [torch.zeros(sum(own), *array.shape[1:], dtype=array.dtype, device=self.device) for array in arrays]
             for arrays, own in zip(below, self.slots, strict=True)
@@ -190,14 +218,14 @@ class Device(Placement):
             if sparse in self.announced or sparse in self._asked:
                 return
             spans = self._spans(sparse)
-            rows = self._rows(sparse, spans)
-            if rows is None:
+            named = self._named(sparse, spans)
+            if named is None:
                 return
             with self._counting_room():
-                if self._num_short(rows):
-                    self._ask(sparse, rows)
+                if self._num_short(named.rows):
+                    self._ask(sparse, named.rows)
                     return
-                self.announced.add(sparse, self._admit(sparse, spans, rows, keep=True))
+                self.announced.add(sparse, self._admit(sparse, spans, named, keep=True))
             started = time.perf_counter()
             # Nobody can ask without waiting whether rows have come from disk; those of the nearer half should have.
             self._land(most_left=(len(self.announced) + 1) // 2)
@@ -248,10 +276,11 @@ class Device(Placement):
         if torch.is_grad_enabled() or sparse.stride < 2:
             return True
         with self._lock:
-            rows = self._rows(sparse, self._spans(sparse))
-            return rows is None or all(
+            named = self._named(sparse, self._spans(sparse))
+            return named is None or all(
                 len(own) - np.searchsorted(own, slots.pinned) <= slots.cached
-                for own, slots in zip(rows, self.slots, strict=True)
+                for own, slots in zip(named.rows, self.slots, strict=True)
+                if len(own)
             )
 
     def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
@@ -263,18 +292,30 @@ class Device(Placement):
         ids, slots = sparse.values.numpy(), flight.slots.numpy()
         if ids.shape != slots.shape or spans != flight.spans:
             return False
-        return all(self.directories[t].holds(ids[start:stop], slots[start:stop]) for t, start, stop in spans)
+        places = self.residents.places(ids, spans)
+        return (
+            places is not None
+            and bool((places == flight.places).all())
+            and all(
+                self.directories[t].holds(ids[start:stop], slots[start:stop]) for t, start, stop in self._passing(spans)
+            )
+        )
+
+    def _passing(self, spans: Sequence[Span]) -> list[Span]:
+        """Returns the spans of tables whose rows come and go."""
+        return [span for span in spans if span[0] not in self.residents.directories]
 
     def _make_room_and_admit(self, sparse: KeyedJaggedTensor, spans: list[Span], *, keep: bool) -> DeviceFlight:
-        rows = self._rows(sparse, spans)
-        if rows is None:
+        named = self._named(sparse, spans)
+        if named is None:
             weights = [parts[0] for parts in self.below.parts()]
             raise ValueError(bad_id(self.layout, self.tables, weights, sparse))
-        while self._num_short(rows) and len(self.announced):
+        while self._num_short(named.rows) and len(self.announced):
             self.announced.forget_last()
             self.postponed += 1
-        if short := self._num_short(rows):
+        if short := self._num_short(named.rows):
             t, missing = short
+            rows = [_different(sparse.values.numpy(), spans, number) for number in range(len(self.tables))]
             slots, held = self.slots[t], sum(self.slots[t]) - self.directories[t].num_free
             needed = [
                 min(table.num_embeddings, own.cached - directory.num_free + len(each))
@@ -286,24 +327,25 @@ class Device(Placement):
                 f"batches before their step; DeviceMemory: hbm is {self.memory.hbm_bytes:,} bytes; "
                 f"{raise_to(self.memory.least_bytes(self._demands(), needed))}, or make batches smaller"
             )
-        return self._admit(sparse, spans, rows, keep=keep)
+        return self._admit(sparse, spans, named, keep=keep)
 
     def _spans(self, sparse: KeyedJaggedTensor) -> list[Span]:
         if self.arrays is None:
             self._lay_out()
         return spans_of(self.layout, sparse)
 
-    def _rows(self, sparse: KeyedJaggedTensor, spans: Sequence[Span]) -> list[NDArray[np.int64]] | None:
-        """Returns by table the rows that the batch looks up, rising, each once; None if an id is out of range."""
+    def _named(self, sparse: KeyedJaggedTensor, spans: Sequence[Span]) -> Named | None:
+        """Returns what the batch looks up; None if an id is out of range."""
         ids = sparse.values.numpy()
-        found = []
-        for t, table in enumerate(self.tables):
-            own = [ids[start:stop] for table_of, start, stop in spans if table_of == t]
-            rows = np.unique(np.concatenate([np.empty(0, np.int64), *own]))
-            if len(rows) and (rows[0] < 0 or rows[-1] >= table.num_embeddings):
+        places = self.residents.places(ids, spans)
+        if places is None:
+            return None
+        found = [NONE] * len(self.tables)
+        for t in {t for t, _, _ in self._passing(spans)}:
+            found[t] = rows = _different(ids, spans, t)
+            if len(rows) and (rows[0] < 0 or rows[-1] >= self.tables[t].num_embeddings):
                 return None
-            found.append(rows)
-        return found
+        return Named(found, places)
 
     def _num_short(self, rows: Sequence[NDArray[np.int64]]) -> tuple[int, int] | None:
         """Returns the first table without room for its rows, and how many slots are missing; None if all have room."""
@@ -312,16 +354,20 @@ class Device(Placement):
                 return t, missing
         return None
 
-    def _admit(self, sparse: KeyedJaggedTensor, spans: list[Span], rows: list[Numbers], *, keep: bool) -> DeviceFlight:
+    def _admit(self, sparse: KeyedJaggedTensor, spans: list[Span], named: Named, *, keep: bool) -> DeviceFlight:
         self._raise_failure()
         try:
-            admitted = [directory.admit(own) for directory, own in zip(self.directories, rows, strict=True)]
+            admitted = [directory.admit(own) for directory, own in zip(self.directories, named.rows, strict=True)]
             ids = sparse.values.numpy()
-            slots = np.zeros(len(ids), np.int32)
+            slots, passing = np.zeros(len(ids), np.int32), self._passing(spans)
             for t, start, stop in spans:
-                slots[start:stop] = self.directories[t].slot_of[ids[start:stop]]
+                own, there = ids[start:stop], t in self.residents.directories
+                slots[start:stop] = own if there else self.directories[t].slot_of[own]
+            self.residents.count(named.places, spans)
             pinned, moves = [slots for slots, _ in admitted], [each for _, each in admitted]
-            return DeviceFlight(self, spans, torch.from_numpy(slots), pinned, self._exchange(moves, keep=keep))
+            here = Landing(Held(NO_LEASE, [], ready=True), [], 0, self._released)
+            landing = self._exchange(moves, keep=keep) if passing else here
+            return DeviceFlight(self, spans, torch.from_numpy(slots), pinned, named.places, landing)
         except BaseException as error:  # rows have given up their slots, and may not have left them yet
             self._lost = (
                 f"rows of the tables on {self.device} are lost: {type(error).__name__} ended the call that moved them "
@@ -371,16 +417,21 @@ class Device(Placement):
         most = most if most_bytes is None else min(most, most_bytes)
         total = sum(len(own) * num_bytes for own, num_bytes in zip(rows, self._record_bytes, strict=True))
         pieces = -(-total // most)
-        cut_rows = [np.array_split(own, max(1, pieces)) for own in rows]
-        cut_slots = [np.array_split(own, max(1, pieces)) for own in slots]
+        if pieces < 2:  # numpy cuts slowly
+            yield from [(list(rows), list(slots))] * pieces
+            return
+        cut_rows = [np.array_split(own, pieces) for own in rows]
+        cut_slots = [np.array_split(own, pieces) for own in slots]
         for k in range(pieces):
             yield [own[k] for own in cut_rows], [own[k] for own in cut_slots]
 
-    def release(self, pinned: Sequence[Numbers], *, updated: bool) -> None:
-        """Ends the lease of a batch whose rows lie in slots `pinned`; flights call it."""
+    def release(self, pinned: Sequence[Numbers], places: Numbers, *, updated: bool) -> None:
+        """Ends the lease of a batch whose rows lie in slots `pinned`, and at `places`; flights call it."""
         with self._lock:
             for directory, slots in zip(self.directories, pinned, strict=True):
                 directory.release(slots, updated=updated)
+            if updated:
+                self.residents.change(places)
             self._released = self._streams.moment()
 
     # ---- what lies below
@@ -406,8 +457,8 @@ class Device(Placement):
             if self.arrays is None or self._stale:
                 return
                 self._land()
-            dirty = [np.flatnonzero(directory.dirty) for directory in self.directories]
-            rows = [directory.row_of[slots] for directory, slots in zip(self.directories, dirty, strict=True)]
+            changed = [directory.changed() for directory in self.directories]
+            rows, dirty = [own for own, _ in changed], [slots for _, slots in changed]
             for some_rows, some_slots in self._pieces(rows, dirty, self.below.piece_bytes):
                 num_sent = self._mover.num_sent
                 held = self.below.hold(some_rows, keep=False)
@@ -425,8 +476,8 @@ class Device(Placement):
             if not self._stale:
                 return
             self._land()
-            slots = [np.flatnonzero(directory.row_of >= 0) for directory in self.directories]
-            rows = [directory.row_of[own] for directory, own in zip(self.directories, slots, strict=True)]
+            present = [directory.present() for directory in self.directories]
+            rows, slots = [own for own, _ in present], [own for _, own in present]
             self._released = arrived = self._streams.moment()
             for some_rows, some_slots in self._pieces(rows, slots, self.below.piece_bytes):
                 held = self.below.hold(some_rows, keep=False)
@@ -439,6 +490,11 @@ class Device(Placement):
     def counters(self) -> dict[str, dict[str, int]]:
         """Returns by table how many rows batches named, were there, came, left, and were copied back."""
         return {table.name: dict(own.counts) for table, own in zip(self.tables, self.directories, strict=False)}
+
+
+def _different(ids: NDArray[Any], spans: Sequence[Span], table: int) -> Numbers:
+    """Returns the rows of a table that a batch looks up, rising, each once."""
+    return np.unique(np.concatenate([NONE, *(ids[start:stop] for t, start, stop in spans if t == table)]))
 
 
 def _tensors(numbers: Sequence[Numbers]) -> list[Tensor]:

@@ -143,6 +143,9 @@ class Moves(NamedTuple):
     leaving_slots: NDArray[np.int64]
 
 
+COUNTS = ("rows", "hit_rows", "read_rows", "evicted_rows", "written_rows")
+
+
 class Directory:
     """Which rows of a table lie in which of its slots: in [0, pinned) always its first rows, then a clock decides.
 
@@ -157,7 +160,7 @@ class Directory:
         self.pins: NDArray[np.int32] = np.zeros(num_slots, np.int32)
         self.used = np.zeros(num_slots, np.bool_)
         self.dirty = np.zeros(num_slots, np.bool_)
-        self.counts = dict.fromkeys(("rows", "hit_rows", "read_rows", "evicted_rows", "written_rows"), 0)
+        self.counts = dict.fromkeys(COUNTS, 0)
         self.num_free = slots.cached
         """Slots that hold no row of a batch."""
         self._hand = 0
@@ -218,7 +221,96 @@ class Directory:
         if updated:
             self.dirty[slots] = True
 
+    def changed(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the rows that were updated since they came, and their slots."""
+        slots = np.flatnonzero(self.dirty)
+        return self.row_of[slots], slots
+
+    def present(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the rows that have slots, and these."""
+        slots = np.flatnonzero(self.row_of >= 0)
+        return self.row_of[slots], slots
+
     def holds(self, ids: NDArray[np.int64], slots: NDArray[np.int32]) -> bool:
         """Returns whether `slots` are still those of `ids`, which may be any numbers."""
         inside = bool(((ids >= 0) & (ids < len(self.slot_of))).all())
         return inside and bool((self.slot_of[ids] == slots).all())
+
+
+NONE: NDArray[np.int64] = np.empty(0, np.int64)
+"""The rows of a table that need no slot."""
+
+
+class Resident(Directory):
+    """The directory of a table that has a slot for every row: a row's slot is its number, and no row ever moves.
+
+    It is asked for no row: `Residents` serves all such tables at once. dirty: by row.
+    """
+
+    def __init__(self, dirty: NDArray[np.bool_]) -> None:
+        self.dirty, self.num_free, self.counts = dirty, 0, dict.fromkeys(COUNTS, 0)
+
+    def num_short(self, rows: NDArray[np.int64]) -> int:
+        return 0
+
+    def absent(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return NONE
+
+    def admit(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Moves]:
+        return NONE, Moves(NONE, NONE, NONE, NONE)
+
+    def release(self, slots: NDArray[np.int64], *, updated: bool) -> None:
+        return
+
+    def changed(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        rows = np.flatnonzero(self.dirty)
+        return rows, rows
+
+    def present(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        rows = np.arange(len(self.dirty))
+        return rows, rows
+
+
+class Residents:
+    """The tables of a collection that have a slot for every row; num_rows: by table, 0 for the other tables.
+
+    Their rows stand behind one another in one array, and an id's *place* there is found for all tables at once.
+    """
+
+    def __init__(self, num_rows: Sequence[int]) -> None:
+        ends = np.cumsum([0, *num_rows])
+        self._num_rows, self._first = np.array(num_rows, np.int64), ends[:-1]
+        self._dirty = np.zeros(ends[-1], np.bool_)
+        self._newest = np.zeros(ends[-1], np.int32)
+        """Which id of a batch named a row last."""
+        parts = np.split(self._dirty, ends[1:-1])
+        self.directories = {t: Resident(own) for t, own in enumerate(parts) if len(own)}
+        self._asked: list[Span] = []
+        self._limits = self._firsts = NONE
+
+    def places(self, ids: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.int64] | None:
+        """Returns the places of a batch's ids, in the order of the spans; None if an id is outside its table."""
+        spans = [span for span in spans if span[0] in self.directories]
+        if spans != self._asked:  # batches of one id per feature and sample have the same spans
+            tables, lengths = [t for t, _, _ in spans], [stop - start for _, start, stop in spans]
+            self._limits = np.repeat(self._num_rows[tables], lengths)
+            self._firsts = np.repeat(self._first[tables], lengths)
+            self._asked = spans
+        own = np.concatenate([NONE, *(ids[start:stop] for _, start, stop in spans)])
+        return own + self._firsts if ((own >= 0) & (own < self._limits)).all() else None
+
+    def count(self, places: NDArray[np.int64], spans: Sequence[Span]) -> None:
+        """Counts the different rows of a batch; places: of its ids."""
+        numbers = np.arange(len(places), dtype=np.int32)
+        self._newest[places] = numbers
+        named = np.append(0, np.cumsum(self._newest[places] == numbers))  # of equal ids one was written last
+        end = 0
+        for t, start, stop in spans:
+            if t in self.directories:
+                first, end = end, end + stop - start
+                for name in ("rows", "hit_rows"):
+                    self.directories[t].counts[name] += int(named[end] - named[first])
+
+    def change(self, places: NDArray[np.int64]) -> None:
+        """Marks rows as updated."""
+        self._dirty[places] = True
