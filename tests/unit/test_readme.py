@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 
+import hotrow.api
 from browser import Browser
+from hotrow.data.sources.options import NAMES
 
 pytestmark = pytest.mark.package
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +62,18 @@ def test_python_blocks_run_as_written(block: str, folder_with_clicks: Path) -> N
     exec(compile(block, "README.md", "exec"), names)
     if "scores" in names:
         assert len(names["scores"]) == 600  # type: ignore[arg-type]
+
+
+def test_fit_is_documented_and_runs_as_shown(folder_with_clicks: Path) -> None:
+    section = (ROOT / "docs" / "python.md").read_text().partition("## Rows in, model out\n")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "docs/python.md", "exec"), {})
+    assert pq.read_table("scores.parquet").column_names == ["user", "item", "score"]
+    assert Path("clicks-export/export.json").is_file()
+    own = {*inspect.signature(hotrow.api.fit).parameters} - {*NAMES, "overrides"}
+    members = {name for name in vars(hotrow.Run) if not name.startswith("_")} | {"seen"}
+    shown = set(re.findall(r"`(\w+)(?:\(.*?\))?`", section))
+    assert own | members <= shown, f"docs/python.md does not name {sorted((own | members) - shown)}"
 
 
 def test_make_targets_shown_exist() -> None:
@@ -110,6 +128,12 @@ def test_search_finds_an_option_in_pages_that_are_opened_as_files(site: Path, tm
             time.sleep(0.1)
             found = browser.run(links)
         assert "docs/config.html" in found and not browser.errors, (found, browser.errors)
+
+
+def test_versions_agree() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version == hotrow.__version__ == yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+    assert f"\n## {version} " in (ROOT / "CHANGELOG.md").read_text()
 
 
 OTHERS = {"own_model.py", "with_lightning.py", "with_accelerate.py"}
