@@ -9,6 +9,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <limits>
@@ -105,6 +106,7 @@ struct IdColumn {
   nb::str name;
   Encoding encoding;
   uint64_t cap, missing_row;
+  std::vector<double> boundaries;  // of buckets: a number's id is how many of them are at most the number
   std::variant<Arrays<uint32_t>, Arrays<uint64_t>> arrays;
 };
 
@@ -123,10 +125,11 @@ class CellReader {
   void add_numbers(nb::str name) { numbers_.push_back(std::move(name)); }
 
   template <class Index>
-  void add_ids(nb::str name, int encoding, uint64_t cap, uint64_t missing_row, uint32_t bits, In<Index> directory,
-               In<uint64_t> hashes, In<Index> rows, std::optional<In<uint64_t>> key_offsets,
-               std::optional<In<uint8_t>> key_bytes) {
-    require(0 <= encoding && encoding <= 3, "encoding must be 0 to 3");
+  void add_ids(nb::str name, int encoding, std::vector<double> boundaries, uint64_t cap, uint64_t missing_row,
+               uint32_t bits, In<Index> directory, In<uint64_t> hashes, In<Index> rows,
+               std::optional<In<uint64_t>> key_offsets, std::optional<In<uint8_t>> key_bytes) {
+    require(0 <= encoding && encoding <= 3 && (boundaries.empty() || encoding == 0),
+            "encoding must be 0 to 3, and 0 for buckets");
     require(1 <= bits && bits <= 40 && directory.shape(0) == (size_t{1} << bits) + 1 &&
                 directory.data()[directory.shape(0) - 1] == hashes.shape(0) && rows.shape(0) == hashes.shape(0),
             "directory, hashes and rows do not fit together");
@@ -134,7 +137,7 @@ class CellReader {
     require(key_offsets.has_value() == stored && key_bytes.has_value() == stored &&
                 (!stored || key_offsets->shape(0) == hashes.shape(0) + 1),
             "key_offsets and key_bytes do not fit the hashes");
-    ids_.push_back({std::move(name), static_cast<Encoding>(encoding), cap, missing_row,
+    ids_.push_back({std::move(name), static_cast<Encoding>(encoding), cap, missing_row, std::move(boundaries),
                     Arrays<Index>{directory, rows, hashes, std::move(key_offsets), std::move(key_bytes), bits}});
   }
 
@@ -160,7 +163,10 @@ class CellReader {
       ReadIds& own = found[f];
       unsigned kinds = 0;
       if (ids_[f].encoding == Encoding::kBytes) own.offsets.push_back(0);
-      const auto take = [&](PyObject* cell) { return take_id(cell, ids_[f].encoding, &kinds, &own); };
+      const auto take = [&](PyObject* cell) {
+        if (ids_[f].boundaries.empty()) return take_id(cell, ids_[f].encoding, &kinds, &own);
+        return take_bucket(cell, ids_[f].boundaries, &kinds, &own);
+      };
       if (!each_cell(user, items, ids_[f].name, n, take) || mixed(kinds)) return false;
     }
     nb::gil_scoped_release unlocked;
@@ -242,6 +248,14 @@ class CellReader {
     return std::isfinite(static_cast<float>(*out));
   }
 
+  bool take_bucket(PyObject* cell, const std::vector<double>& boundaries, unsigned* kinds, ReadIds* out) const {
+    double number = 0;
+    if (!take_number(cell, kinds, &number)) return false;
+    out->valid.push_back(!std::isnan(number));
+    out->values.push_back(std::upper_bound(boundaries.begin(), boundaries.end(), number) - boundaries.begin());
+    return true;
+  }
+
   bool take_id(PyObject* cell, Encoding encoding, unsigned* kinds, ReadIds* out) const {
     const bool is_text = encoding == Encoding::kBytes;
     int64_t value = 0;
@@ -319,8 +333,8 @@ class CellReader {
 
 template <class Index>
 void bind_add_ids(nb::class_<CellReader>& reader) {
-  reader.def("add_ids", &CellReader::add_ids<Index>, "name"_a, "encoding"_a, "cap"_a, "missing_row"_a, "bits"_a,
-             "directory"_a.noconvert(), "hashes"_a.noconvert(), "rows"_a.noconvert(),
+  reader.def("add_ids", &CellReader::add_ids<Index>, "name"_a, "encoding"_a, "boundaries"_a, "cap"_a, "missing_row"_a,
+             "bits"_a, "directory"_a.noconvert(), "hashes"_a.noconvert(), "rows"_a.noconvert(),
              "key_offsets"_a.noconvert().none(), "key_bytes"_a.noconvert().none());
 }
 

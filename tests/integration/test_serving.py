@@ -8,14 +8,17 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import yaml
 
 import hotrow
+from hotrow.cli import app as cli
 
 fastapi = pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
@@ -200,3 +203,19 @@ def test_without_a_folder_of_deltas_nothing_changes_the_version(folder: Path, tm
     app = make_app(hotrow.Scorer(folder / "out", work=tmp_path / "work"))
     assert {route.path for route in app.routes} >= {"/score", "/health", "/metrics"}
     assert not {route.path for route in app.routes} & {"/apply", "/rollback"}
+
+
+def test_the_examples_name_what_there_is() -> None:
+    examples = Path(__file__).resolve().parents[2] / "examples" / "serving"
+    deployment, service = yaml.safe_load_all((examples / "kubernetes.yaml").read_text())
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    assert probes == [{"path": "/health", "port": 8080}] * 3
+    assert service["spec"]["ports"][0]["targetPort"] == 8080
+    docker = (examples / "Dockerfile").read_text()
+    program, verb, *options = json.loads(docker.split("\nCMD ")[1])
+    assert (program, verb) == ("hotrow", "serve") and "\nUSER serve\n" in docker
+    known = {f"--{name}" for name in signature(cli.serve).parameters}
+    assert {option for option in options if option.startswith("--")} <= known
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {option for option in options if option.startswith("/")}

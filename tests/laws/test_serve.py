@@ -30,9 +30,15 @@ from hotrow.serve import mapped
 from resealed import reseal
 
 SIMPLE: dict[str, Any] = {
-    "categorical": ["user", {"column": "item", "type": "int"}, {"column": "big", "table": "numbers"}],
+    "categorical": [
+        "user",
+        {"column": "item", "type": "int"},
+        {"column": "big", "table": "numbers"},
+        {"column": "price", "buckets": [-1000, 1.5, 4.5, 20]},
+        {"column": "age", "buckets": [30]},
+    ],
     "tables": {"user": {"min_count": 2}},
-    "statistics": ["user", ["item", "big"]],
+    "statistics": ["user", ["item", "big"], "price"],
 }
 """Columns of single ids and of plain numbers: those that a request's cells are read of in one call."""
 USERS = ("price", "age", "user")

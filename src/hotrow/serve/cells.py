@@ -1,8 +1,8 @@
 """The short way from the cells of a request to a model's inputs: all columns in one native call.
 
-It reads columns of single ids and plain numbers, in Python lists or dicts, whose cells are what they should be beyond
-doubt: text, whole numbers, floats or None. Everything else goes the long way, by `RawEncoder`, which defines what a
-cell means; tests/laws/test_serve.py compares the two.
+It reads columns of single ids, buckets and plain numbers, in Python lists or dicts, whose cells are what they should
+be beyond doubt: text, whole numbers, floats or None. Everything else goes the long way, by `RawEncoder`, which defines
+what a cell means; tests/laws/test_serve.py compares the two.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Inputs(NamedTuple):
 def cells_of(reading: Reading, usual: Seen) -> Cells | None:
     """Returns what reads requests for these columns in one call; None if some of them need more, or it is not built."""
     schema = reading.schema
-    simple = all(own.kind == "one_hot" and own.buckets is None for own in schema.categorical)
-    simple = simple and all(map(is_plain, schema.dense)) and not schema.computed and not schema.lookups
+    simple = all(own.kind == "one_hot" for own in schema.categorical) and all(map(is_plain, schema.dense))
+    simple = simple and not schema.computed and not schema.lookups
     reader = getattr(backend(), "CellReader", None)
     return Cells(reading, usual, reader) if simple and reader is not None else None
 
@@ -65,10 +65,10 @@ class Cells:
         for spec in schema.categorical:
             own = reading.vocabularies[spec.table_name]
             header, table = own.header, own.table
-            self._native.add_ids(
-                spec.column, ENCODINGS.index(reading.encodings[spec.column]), header.hash_cap, header.missing_row,
-                table.directory_bits, table.directory, table.hashes, table.rows, table.key_offsets, table.key_bytes,
-            )  # fmt: skip
+            arrays = table.directory, table.hashes, table.rows, table.key_offsets, table.key_bytes
+            encoding, buckets = ENCODINGS.index(reading.encodings[spec.column]), list(spec.buckets or ())
+            of_table = header.hash_cap, header.missing_row, table.directory_bits, *arrays
+            self._native.add_ids(spec.column, encoding, buckets, *of_table)
         # Ids of a column that is a number too count under another name, as in `Seen`.
         self._counted = [f"{name} (ids)" if name in self._numbers else name for name in self.names]
 

@@ -170,22 +170,19 @@ class Scorer:
             self._changing.release()
 
 
-def _check(rows: list[Any] | Mapping[str, Any], user: Mapping[str, Any]) -> None:
+def _check(rows: Any, user: Mapping[str, Any]) -> None:
     """Raises ValueError if rows are no dicts, or columns of other lengths, or if the user has one of their columns."""
-    both, where = None if isinstance(rows, list) else next((name for name in rows if name in user), None), "the items"
-    if isinstance(rows, list):
-        for row, item in enumerate(rows):
-            if not isinstance(item, Mapping):
-                raise ValueError(f"row {row} is a {type(item).__name__}; pass a dict of its cells by column")
-            if not user.keys().isdisjoint(item):
-                both, where = next(name for name in item if name in user), f"row {row}"
-    if both is not None:
-        raise ValueError(f"column {both!r} is given by the user and by {where}; give it once")
-    columns = {} if isinstance(rows, list) else rows
-    for name, cells in columns.items():
+    is_list, shared, lengths = isinstance(rows, list), user.keys(), dict[str, int]()
+    for row, own in enumerate(rows if is_list else [rows]):
+        if not isinstance(own, Mapping):
+            raise ValueError(f"row {row} is a {type(own).__name__}; pass a dict of its cells by column")
+        if not shared.isdisjoint(own):
+            name, where = next(iter(shared & own.keys())), f"row {row}" if is_list else "the items"
+            raise ValueError(f"column {name!r} is given by the user and by {where}; give it once")
+    for name, cells in () if is_list else rows.items():
         if isinstance(cells, str | bytes) or not hasattr(cells, "__len__"):
             raise ValueError(f"column {name!r} is a {type(cells).__name__}; pass a list of its cells")
-    lengths = {name: len(cells) for name, cells in columns.items()}
+        lengths[name] = len(cells)
     if len({*lengths.values()}) > 1:
         (first, most), (name, length) = next(pair for pair in pairwise(lengths.items()) if pair[0][1] != pair[1][1])
         raise ValueError(f"column {name!r} has {length} rows, {first!r} has {most}; pass as many of each")

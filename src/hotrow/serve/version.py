@@ -102,6 +102,8 @@ class Version:
         except RowError as error:
             said = error.reason.partition("; ")[0]
             raise ValueError(f"column {error.name!r}, row {error.line - 1}: {said}; correct it") from None
+        except SampleError as error:
+            raise SampleError(sum(map(len, found)) + error.sample, error.feature, error.reason) from None
         if strict and (unknown := next((name for name, own in seen.columns.items() if own.get("unknown")), None)):
             row = self._first_unknown(table, unknown)
             raise ValueError(f"column {unknown!r}, row {row}: {UNKNOWN}; check how it is written")
