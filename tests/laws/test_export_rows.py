@@ -123,7 +123,10 @@ def test_an_export_says_what_its_scores_lose(logs: Path, tmp_path: Path, form: A
     rows = read_csv(logs / "rows.csv")
     at = np.flatnonzero(RandomPlan(0, (0.8, 0.1, 0.1)).of_rows(np.arange(1500)) == 2)
     labels = [int(rows["click"][i]) for i in at]  # type: ignore[arg-type]
-    scores = scorer_of(tmp_path / "out").score({name: [own[i] for i in at] for name, own in rows.items()}).numpy()
+    columns = {name: [own[i] for i in at] for name, own in rows.items()}
+    scores = scorer_of(tmp_path / "out").score(columns).numpy()
+    served = hotrow.Scorer(tmp_path / "out").score(columns)
+    np.testing.assert_allclose(served, scores, rtol=0, atol=1e-5, err_msg="hotrow's own scorer reads these rows too")
     assert cost["split"] == "test" and cost["num_rows"] == len(at)
     for name, truth in (("auc", roc_auc_score(labels, scores)), ("logloss", log_loss(labels, scores.astype(float)))):
         assert cost["metrics"][name]["export"] == pytest.approx(truth, abs=1e-5)

@@ -15,17 +15,20 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from test_export import clicks, native, prepared, read_csv, train, write_csv, write_parquet
+from test_export import TOLERANCE, clicks, native, prepared, read_csv, scorer_of, train, write_csv, write_parquet
 
 import hotrow
 from hotrow.base.records import write_sealed
+from hotrow.export.export import file_record
 from hotrow.serve import mapped
 from resealed import reseal
 
@@ -352,6 +355,27 @@ def test_every_answer_under_load_is_of_one_version(packed: Path, tmp_path: Path,
             each.result()
     scorer.score(rows)
     assert all(same for _, same in found) and len(found) > len(deltas)
+
+
+def test_rows_may_stand_for_no_id(export: Path, tmp_path: Path) -> None:
+    """As in a chain of days after ids have expired; the truth is the script of the export."""
+    other, name = tmp_path / "other", "vocab/item.parquet"
+    shutil.copytree(export, other)
+    ids = pq.read_table(other / name)
+    kept = ids.filter(pa.array(ids["row"].to_numpy() % 3 > 0))
+    pq.write_table(kept, other / name)
+    record = asdict(file_record(other / name))
+
+    def change(about: dict[str, Any]) -> None:
+        about["files"][name] = record
+        table = next(table for table in about["tables"] if table["name"] == "item")
+        table["vocabulary"]["num_keys"] = len(kept)
+
+    reseal(other / "export.json", change)
+    scorer = hotrow.Scorer(other)
+    found = scorer.score(some())
+    np.testing.assert_allclose(found, scorer_of(other).score(some()).numpy(), rtol=0, atol=TOLERANCE)
+    assert scorer.seen.columns["item"]["unknown"] > 60
 
 
 # ---- exports of others

@@ -8,23 +8,29 @@ import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hotrow.base.door import open_file
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.embedding import EmbeddingCollection
+from hotrow.export.rows import RowFormat, StoredLookups
+from hotrow.export.score import STORED, looked_up
 from hotrow.placement.base import Placement
 from hotrow.placement.dram import Dram
 from hotrow.tables import TableConfig
 
 MAX_HEAD_BYTES = 1 << 20
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 CALLS_PER_LOOK = 16
 """After so many lookups the mapped memory is looked at: it takes 20 microseconds."""
 
 
 class MappedTables:
-    """The tables in the files of an export, for `EmbeddingCollection(memory=...)`; they are never written.
+    """The tables in the files of an export, never written: of float32 for `EmbeddingCollection(memory=...)`.
 
     memory_bytes: how much of mapped files may be in this process's memory; if None, the system decides.
     """
@@ -35,12 +41,13 @@ class MappedTables:
         self._most = None if memory_bytes is None else mapped_bytes() + memory_bytes
         self._calls, self._lock = 0, threading.Lock()
         for table in tables:
-            shape = table["num_embeddings"], table["embedding_dim"]
-            mapped, begin = _map(export / table["file"], table["tensor"], shape)
+            dtype, more = STORED[table.get("stored_as", "float32")]
+            shape = table["num_embeddings"], table["embedding_dim"] + more
+            mapped, begin = _map(export / table["file"], table["tensor"], dtype, shape)
             self.bound(mapped)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch has no tensors that cannot be written to, and says so
-                weights = torch.frombuffer(mapped, dtype=torch.float32, count=shape[0] * shape[1], offset=begin)
+                weights = torch.frombuffer(mapped, dtype=dtype, count=shape[0] * shape[1], offset=begin)
             self.weights[table["name"]] = weights.view(shape)
 
     def place(self, tables: Sequence[TableConfig], *, seed: int) -> Placement:
@@ -73,21 +80,35 @@ def mapped_bytes() -> int:
         return int(file.read().split()[2]) * mmap.PAGESIZE
 
 
-def _map(path: Path, tensor: str, shape: tuple[int, int]) -> tuple[mmap.mmap, int]:
+class SmallLookups(StoredLookups):
+    """Looks up rows that are not stored as float32, which the kernels do not read."""
+
+    def __init__(self, tables: Sequence[TableConfig], mapped: MappedTables, form: RowFormat) -> None:
+        names = tuple(name for table in tables for name in table.feature_names)
+        super().__init__(cast(EmbeddingCollection, SimpleNamespace(tables=tables, feature_names=names)), form)
+        self._weights = {name: mapped.weights[table.name] for table in tables for name in table.feature_names}
+
+    def sequence(self, sparse: KeyedJaggedTensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Returns the row of every id, as `EmbeddingCollection.sequence` does."""
+        bags = {name: sparse.bags(name) for name in self.feature_names}
+        return {name: (looked_up(self._weights[name][ids.long()]), offsets) for name, (ids, offsets, _) in bags.items()}
+
+
+def _map(path: Path, tensor: str, dtype: torch.dtype, shape: tuple[int, int]) -> tuple[mmap.mmap, int]:
     """Maps a safetensors file; returns the mapping, and where `tensor` begins in it.
 
-    Raises ValueError, which names the file, if it does not hold the tensor as float32 of this shape.
+    Raises ValueError, which names the file, if it does not hold the tensor in this type and shape.
     """
     with open_file(path) as file:
         head_bytes = int.from_bytes(file.read(8), "little")
         try:
             about = json.loads(file.read(min(head_bytes, MAX_HEAD_BYTES)))[tensor]
             begin, end = about["data_offsets"]
-            size = 4 * shape[0] * shape[1]
-            fits = about["dtype"] == "F32" and tuple(about["shape"]) == shape and begin >= 0 and end - begin == size
+            fits = about["dtype"] == _NAMES[dtype] and tuple(about["shape"]) == shape and begin >= 0
+            fits = fits and end - begin == dtype.itemsize * shape[0] * shape[1]
             fits = fits and 8 + head_bytes + end <= path.stat().st_size
         except (ValueError, KeyError, TypeError):
             fits = False
         if not fits:
-            raise ValueError(f"{path} does not hold {tensor} as float32 {list(shape)}; export the run again")
+            raise ValueError(f"{path} does not hold {tensor} as {dtype} {list(shape)}; export the run again")
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), 8 + head_bytes + begin

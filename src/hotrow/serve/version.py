@@ -33,7 +33,7 @@ from hotrow.models.spec import SampleError
 from hotrow.run.build import look_up
 from hotrow.serve.cells import cells_of
 from hotrow.serve.described import explaining, network_of, reading_of, seen_of, tables_of
-from hotrow.serve.mapped import MappedTables
+from hotrow.serve.mapped import MappedTables, SmallLookups
 
 ROWS_AT_ONCE = 1 << 16
 NAME_DIGITS = 12
@@ -59,7 +59,10 @@ class Version:
             self.made = {vocabulary.path for vocabulary in reading.vocabularies.values()}
             for vocabulary in reading.vocabularies.values():
                 self._mapped.bound(vocabulary.mapped)
-            self._embedding = EmbeddingCollection(tables_of(about), memory=self._mapped)
+            tables = tables_of(about)
+            self._embedding: Any = SmallLookups(tables, self._mapped, about.form)
+            if about.form == "float32":
+                self._embedding = EmbeddingCollection(tables, memory=self._mapped)
             if self._embedding.feature_names != reading.schema.feature_names:
                 raise ValueError("features are not in the order of the tables")
             self._model, self._scores = network_of(about)

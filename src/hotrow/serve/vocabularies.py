@@ -37,25 +37,19 @@ def open_vocabulary(
     """
     own, kind = table["vocabulary"], kind_of(encoding)
     source, missing_row, hash_cap = export / own["file"], int(own["missing_row"]), int(own["hash_cap"] or 0)
-    record = about.files[own["file"]]
-    said = [about.dataset.get("name"), own, record.num_bytes, record.crc32]
+    record, num_rows = about.files[own["file"]], int(table["num_embeddings"])
+    said = [about.dataset.get("name"), own, num_rows, record.num_bytes, record.crc32]
     name = f"{source.stem}-{sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}"
     path = work / FOLDER / name
     make_folder(path.parent)
     if not is_there(path):
         num_keys = int(own["num_keys"])
-        num_rows = num_keys + 1 + (missing_row != 0)
         summary = TableSummary(num_rows, num_keys, missing_row, num_distinct=num_keys, num_accesses=0)
         entries = _entries(source, num_keys, strings=kind == "bytes" and not hash_cap)
         write_vocabulary(path, entries, summary, key_kind=kind, hash_cap=hash_cap)
     found = Vocabulary.open(path)
-    if found.key_kind != kind or not 0 <= missing_row < table["num_embeddings"] or found.missing_row != missing_row:
+    if (found.key_kind, found.missing_row, found.num_embeddings) != (kind, missing_row, num_rows):
         raise ValueError(f"{source} is not of table {table['name']!r}; export the run again")
-    if found.num_embeddings > table["num_embeddings"]:
-        raise ValueError(
-            f"{source} has ids with {found.num_embeddings:,} rows, table {table['name']!r} has "
-            f"{table['num_embeddings']:,}; export the run again"
-        )
     return found
 
 
