@@ -162,16 +162,18 @@ class Run:
         since: Path | str | None = None,
         step: int | None = None,
         rows: RowFormat | None = None,
+        onnx: bool = False,
         progress: ProgressCallback | None = None,
     ) -> dict[str, Any]:
         """Writes weights, vocabularies and rules to the new folder `out`, to score without hotrow; see docs/export.md.
 
         since: an earlier export; `out` is then a delta, which `hotrow.apply_delta` takes. step: the step of the
         checkpoint; if None, the checkpoint that this run predicts with. rows: how tables store their rows, "float32" if
-        None; a delta stores them as `since` does. Returns what export.json, or delta.json, says, and `row_cost`: the
-        metrics of the rows that the run is judged by, with its own rows and with those that are stored.
-        Raises ValueError if there is no such checkpoint, `out` exists already, the disk has too little room, `since` is
-        damaged or of another model, or a row cannot be stored so.
+        None. onnx: whether the network is written as ONNX too. A delta has both as `since` does. Returns what
+        export.json, or delta.json, says, and `row_cost`: the metrics of the rows that the run is judged by, with its
+        own rows and with those that are stored. Raises ValueError if there is no such checkpoint, `out` exists already,
+        the disk has too little room, `since` is damaged or of another model, a row cannot be stored so, or the network
+        cannot be written as ONNX.
         """
         checkpoints = list_checkpoints(self.folder.checkpoints)
         if step is not None and step not in checkpoints:
@@ -187,9 +189,10 @@ class Run:
             return write_export(to, checkpoint, vocabulary, layers, seen, progress, cost_of)
 
         if since is None:
-            return write_whole(out, write, rows=rows or "float32")
-        if rows is not None:
-            raise ValueError(f"rows is {rows!r}, but a delta stores rows as {since} does: leave it out")
+            return write_whole(out, write, rows=rows or "float32", onnx=onnx)
+        if rows is not None or onnx:
+            given = "onnx" if rows is None else "rows"
+            raise ValueError(f"{given}: a delta stores rows as {since} does, and has its files: leave it out")
         return write_delta(since, out, write)
 
     def _row_cost(self, checkpoint: Path | None, form: RowFormat) -> dict[str, Any] | None:

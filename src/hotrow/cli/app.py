@@ -567,6 +567,9 @@ def export(
         str | None,
         typer.Option(help="How tables store their rows: float32 (default), bf16 or int8. Prints what it costs in AUC."),
     ] = None,
+    onnx: Annotated[
+        bool, typer.Option("--onnx", help="Write the network as dense.onnx too, from looked-up rows to scores.")
+    ] = False,
 ) -> Answer:
     """Write weights (safetensors), vocabularies (Parquet) and rules, to score raw rows in plain PyTorch."""
     from hotrow.api import load
@@ -574,7 +577,7 @@ def export(
 
     form: Any = rows
     with closing(load(run)) as loaded, progress_bar() as progress:
-        made = loaded.export(out, since=since, step=step, rows=form, progress=progress)
+        made = loaded.export(out, since=since, step=step, rows=form, onnx=onnx, progress=progress)
     result: dict[str, Any] = {"run_dir": str(run), "out": str(out)}
     if since is not None:
         result |= {"since": str(since), **_summary_of(made)}

@@ -50,6 +50,7 @@ from hotrow.data.native import hash_keys
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.sources.convert import text_keys
 from hotrow.export import export as whole
+from hotrow.export.dense import DENSE
 from hotrow.export.export import CHAIN, DOCUMENT, EXPORT, FOLDERS, Description, file_record, verify_files
 from hotrow.run.checkpoint_files import FileRecord, Pieces, head_of
 
@@ -179,7 +180,7 @@ class Changes(whole.Whole):
     """
 
     def __init__(self, delta: Path, since: Path, before: Description) -> None:
-        super().__init__(delta / _FILES, before.form)
+        super().__init__(delta / _FILES, before.form, onnx=DENSE in before.files)
         self.tables: dict[str, TableChange] = {}
         self._delta, self._since, self._before = delta, since, before
 

@@ -6,6 +6,7 @@
       tables/<table>.safetensors     `<table>.weight` [num_embeddings, embedding_dim], as lookups read it (rows.py)
       vocab/<table>.parquet          key, row: of raw ids that have a row of their own
       model.py                       the network, in plain torch
+      dense.onnx                     if asked for: the network, in ONNX (dense.py)
       transforms/<name>.py           the transforms that compute inputs from raw values
       lookups/<place>.parquet        columns that are joined to raw rows by a key
       score.py  seen.py  README.md   raw rows -> scores, with torch and pyarrow alone; how to use it
@@ -62,6 +63,7 @@ from hotrow.data.seen import Seen
 from hotrow.data.sources.convert import OTHER_BLANKS, is_plain, written_pattern
 from hotrow.data.sources.schema import DenseSpec, Schema
 from hotrow.data.transforms import Transform, source_of
+from hotrow.export.dense import DENSE, check_packages, write_dense
 from hotrow.export.rows import FORMATS, RowFormat, StoredRows
 from hotrow.export.score import STORED
 from hotrow.models import MODELS
@@ -92,7 +94,7 @@ EXPORT, WEIGHTS, NETWORK, SCORE, README = "export.json", "model.safetensors", "m
 STATISTICS = "statistics.safetensors"
 SEEN, CHAIN = "seen.py", "chain.json"
 FOLDERS = ("tables", "vocab", "transforms", "lookups")
-_OWN_FILES = (EXPORT, WEIGHTS, NETWORK, SCORE, SEEN, README, STATISTICS, CHAIN)
+_OWN_FILES = (EXPORT, WEIGHTS, NETWORK, DENSE, SCORE, SEEN, README, STATISTICS, CHAIN)
 OWN_NAMES = (*_OWN_FILES, *FOLDERS)
 """What an interrupted export may have left. export.json is written last and makes the export complete."""
 ALIGNMENT = 4096
@@ -152,7 +154,9 @@ class Description:
 DOCUMENT = Document(Description, marks={"hotrow_export": FORMAT_VERSION}, cure="export the run again")
 
 
-def write_whole(out: Path | str, write: Callable[[Whole], Description], *, rows: RowFormat) -> dict[str, Any]:
+def write_whole(
+    out: Path | str, write: Callable[[Whole], Description], *, rows: RowFormat, onnx: bool = False
+) -> dict[str, Any]:
     """Writes the folder `out` by `write`, with rows stored as `rows` says; returns the content of export.json.
 
     Raises ValueError if `out` exists or cannot be made, if the disk has too little room, or if a file is damaged, which
@@ -161,15 +165,16 @@ def write_whole(out: Path | str, write: Callable[[Whole], Description], *, rows:
     if rows not in FORMATS:
         raise ValueError(f"rows is {rows!r}; it must be one of {', '.join(FORMATS)}")
     with becoming(Path(out), "export", OWN_NAMES, FOLDERS, doing=f"exporting to {out}") as partial:
-        description = write(Whole(partial, rows))
+        description = write(Whole(partial, rows, onnx=onnx))
     return {**DOCUMENT.marks, **asdict(description)}
 
 
 class Whole:
-    """Writes the tables and vocabularies of an export into files of `folder`. form: how rows are stored."""
+    """Writes the tables and vocabularies of an export into files of `folder`. form: how rows are stored. onnx: whether
+    the network is there as ONNX too."""
 
-    def __init__(self, folder: Path, form: RowFormat = "float32") -> None:
-        self.folder, self.form = folder, form
+    def __init__(self, folder: Path, form: RowFormat = "float32", *, onnx: bool = False) -> None:
+        self.folder, self.form, self.onnx = folder, form, onnx
 
     def begin(self, description: Description, num_bytes: int) -> None:
         """Raises ValueError if the export that is described, with `num_bytes` of rows, cannot be written."""
@@ -202,6 +207,8 @@ def write_export(
     is usual in rows to score; if None, nothing is known. cost_of: returns the `row_cost` of a format of rows that is
     not float32. Every file is verified before it is read.
     """
+    if to.onnx:
+        check_packages()
     manifest, kept = read_manifest(checkpoint), PackedDataset.open(vocabulary)
     wanted = {name: record for name, record in manifest.files.items() if name.startswith((f"{PART}/", WEIGHTS))}
     verify(checkpoint, replace(manifest, files=wanted))
@@ -209,14 +216,15 @@ def write_export(
     description = _describe(checkpoint, read_extra(checkpoint, manifest), config, kept, tables, seen, to.form)
     dtype, more = STORED[to.form]
     to.begin(description, sum(dtype.itemsize * t.num_embeddings * (t.embedding_dim + more) for t in tables))
-    files = _write_weights(to, checkpoint, manifest, tables, progress)
+    description = replace(description, calibration=tuple(calibration))
+    files = _write_guide(to.folder, description.run, config.model)
+    files |= _write_network(to, checkpoint, description)
+    files |= _write_tables(to, checkpoint, manifest, tables, progress)
     files |= _write_vocabularies(to, kept, progress)
-    files |= _write_guide(to.folder, description.run, config.model)
     files |= _write_transforms(to.folder, kept)
     files |= _write_statistics(to.folder, kept)
     files |= _write_lookups(to.folder, kept)
-    cost = None if to.form == "float32" else cost_of(to.form)
-    description = replace(description, files=files, calibration=tuple(calibration), row_cost=cost)
+    description = replace(description, files=files, row_cost=None if to.form == "float32" else cost_of(to.form))
     DOCUMENT.write(to.folder / EXPORT, description)
     return description
 
@@ -306,18 +314,28 @@ def _make(partial: Path, out: Path, what: str, folders: Sequence[str]) -> None:
         raise ValueError(f"{what} folder {out} cannot be made: {reason}; choose another place") from None
 
 
-def _write_weights(
+def _write_network(to: Whole, checkpoint: Path, description: Description) -> dict[str, FileRecord]:
+    """Writes the dense parameters, and if asked for the network as ONNX; returns sizes and checksums by file."""
+    with open_tensors(checkpoint / WEIGHTS) as file:
+        dense = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a mapping
+    files = {WEIGHTS: write_tensors(to.folder / WEIGHTS, dense)}
+    if to.onnx:
+        network, weights = to.folder / NETWORK, to.folder / WEIGHTS
+        write_dense(to.folder / DENSE, asdict(description), network=network, weights=weights)
+        files[DENSE] = file_record(to.folder / DENSE)
+    return files
+
+
+def _write_tables(
     to: Whole,
     checkpoint: Path,
     manifest: Manifest,
     tables: Sequence[TableConfig],
     progress: ProgressCallback | None,
 ) -> dict[str, FileRecord]:
-    """Writes the dense parameters and all tables; returns sizes and checksums by file."""
-    with open_tensors(checkpoint / WEIGHTS) as file:
-        dense = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a mapping
-    files = {WEIGHTS: write_tensors(to.folder / WEIGHTS, dense)}
+    """Writes all tables; returns sizes and checksums by file."""
     counted = _Counted(progress, "tables", sum(table.num_embeddings for table in tables))
+    files = {}
     for table in tables:
         name = f"tables/{file_name(table.name)}.safetensors"
         rows: Pieces = LookedUpRows(checkpoint, manifest, table, done=counted)

@@ -175,7 +175,9 @@ def per_bag(x: Tensor, offsets: Tensor) -> Tensor:
 
 def bag_softmax(x: Tensor, offsets: Tensor) -> Tensor:
     """Returns e^x divided by its sum over the bag."""
-    exp = torch.exp(x - per_bag(torch.segment_reduce(x, "max", lengths=offsets.diff(), unsafe=True), offsets))
+    bags = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())[:, None]
+    most = x.new_zeros(len(offsets) - 1, 1).scatter_reduce(0, bags, x, "amax", include_self=False)
+    exp = torch.exp(x - per_bag(most, offsets))
     return exp / per_bag(bag_sums(exp, offsets), offsets)
 
 

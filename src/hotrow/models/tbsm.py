@@ -221,6 +221,6 @@ class TBSMSpec(MLPSpec):
 
 
 def _check(good_B: Tensor, lengths_B: Tensor, name: str, reason: str) -> None:
-    if not bool(good_B.all()):
+    if not torch.compiler.is_exporting() and not bool(good_B.all()):  # an exported graph has no errors
         sample = int((~good_B).nonzero()[0])
         raise SampleError(sample, f"feature {name!r}", f"{int(lengths_B[sample])} ids, {reason}")

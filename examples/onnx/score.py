@@ -1,0 +1,80 @@
+"""Scores raw rows with an export, in NumPy, pyarrow and ONNX Runtime: neither hotrow nor torch is there.
+
+    hotrow export RUN --out EXPORT --onnx
+    python examples/onnx/score.py EXPORT ROWS.parquet
+
+It takes clean values: a number is a number, an id is an integer or text, and what is missing is null. Models are
+refused whose inputs are statistics, are joined from other files or computed from other columns, or whose ids are
+hashed: score.py in the export takes these, and any value. docs/export.md says what the fields of export.json mean.
+"""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pyarrow.parquet as pq
+
+TYPES = {"F32": "<f4", "BF16": "<u2", "U8": "u1"}
+
+
+def rows_at(path: Path, places: np.ndarray) -> np.ndarray:
+    """Returns rows of a table, float32 [n, D]. Only the pages of the file that hold them are read."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        (tensor,) = json.loads(file.read(size)).values()
+    rows = np.memmap(path, TYPES[tensor["dtype"]], "r", 8 + size, tuple(tensor["shape"]))[places]
+    if tensor["dtype"] == "U8":
+        step, least = rows[:, -8:].copy().view("<f4").T[..., None]
+        return rows[:, :-8] * step + least
+    return (rows.astype(np.uint32) << 16).view(np.float32) if tensor["dtype"] == "BF16" else rows
+
+
+def key_of(feature: dict[str, Any], value: Any) -> bytes | int:
+    """Returns an id as the vocabulary has it."""
+    if feature["keys"] == "bytes":
+        return str(value).encode()
+    number = int(value, feature["base"]) if isinstance(value, str) else int(value)
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def pooled(folder: Path, table: dict[str, Any], feature: dict[str, Any], values: list[Any]) -> np.ndarray:
+    """Returns the sum or the mean of each value's rows, float32 [n, D]."""
+    ids, one = table["vocabulary"], feature["kind"] == "one_hot"
+    if "buckets" in feature:
+        values = [None if v is None else int(np.searchsorted(feature["buckets"], v, "right")) for v in values]
+    keys, rows = pq.read_table(folder / ids["file"]).to_pydict().values()
+    known = dict(zip(keys, rows, strict=True)) | {None: ids["missing_row"]}
+    bags = [[v] if one else v.split(feature["separator"]) if isinstance(v, str) else v or [] for v in values]
+    keys = [None if v is None else key_of(feature, v) for bag in bags for v in bag]
+    places, lengths = [known.get(key, ids["unknown_row"]) for key in keys], [*map(len, bags)]
+    sums = np.zeros((len(bags), table["embedding_dim"]), np.float32)
+    np.add.at(sums, np.repeat(np.arange(len(bags)), lengths), rows_at(folder / table["file"], np.array(places, int)))
+    return sums / np.maximum(lengths, 1)[:, None].astype(np.float32) if table["pooling"] == "mean" else sums
+
+
+def score(folder: Path, columns: dict[str, list[Any]]) -> np.ndarray:
+    """Returns the score of each row. columns: raw values by name."""
+    about = json.loads((folder / "export.json").read_text())
+    tables = {table["name"]: table for table in about["tables"]}
+    if any(about[name] for name in ("lookups", "transforms", "statistics")) or not all(
+        table["vocabulary"] and table["vocabulary"]["hash_cap"] is None for table in about["tables"]
+    ):
+        raise ValueError(f"{folder}: inputs are joined, computed or hashed; take its score.py")
+    sys.path.insert(0, str(folder / "transforms"))
+    dense = []
+    for column in about["dense"]:
+        function = getattr(import_module(column["transform"]), column["transform"])
+        options = {name: column[name] for name in column.keys() - {"name", "transform", "missing", "written"}}
+        x = function(np.array(columns[column["name"]], np.float32).astype(np.float64), **options)
+        dense.append(np.where(np.isnan(x), column["missing"], x).astype(np.float32))
+    rows = [pooled(folder, tables[each["table"]], each, columns[each["name"]]) for each in about["features"]]
+    inputs = {"rows": np.concatenate(rows, 1), **({"dense": np.stack(dense, 1)} if dense else {})}
+    return onnxruntime.InferenceSession(folder / "dense.onnx").run(None, inputs)[0]
+
+
+if __name__ == "__main__":
+    print(*score(Path(sys.argv[1]), pq.read_table(sys.argv[2]).to_pydict()).tolist(), sep="\n")
