@@ -186,14 +186,14 @@ class CellReader {
     if (PyDict_CheckExact(items.ptr())) {
       PyObject* column = PyDict_GetItemWithError(items.ptr(), name.ptr());
       if (column == nullptr) return !PyErr_Occurred() && take(Py_None);
-      if (!PyList_CheckExact(column) || static_cast<size_t>(PyList_GET_SIZE(column)) != n) return false;
+      if (!PyList_CheckExact(column) || static_cast<size_t>(PyList_Size(column)) != n) return false;
       for (size_t i = 0; i < n; ++i)
-        if (!take(PyList_GET_ITEM(column, static_cast<Py_ssize_t>(i)))) return false;
+        if (!take(PyList_GetItem(column, static_cast<Py_ssize_t>(i)))) return false;
       return true;
     }
-    if (!PyList_CheckExact(items.ptr()) || static_cast<size_t>(PyList_GET_SIZE(items.ptr())) != n) return false;
+    if (!PyList_CheckExact(items.ptr()) || static_cast<size_t>(PyList_Size(items.ptr())) != n) return false;
     for (size_t i = 0; i < n; ++i) {
-      PyObject* item = PyList_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
+      PyObject* item = PyList_GetItem(items.ptr(), static_cast<Py_ssize_t>(i));
       if (!PyDict_CheckExact(item)) return false;
       PyObject* cell = PyDict_GetItemWithError(item, name.ptr());
       if (cell == nullptr && PyErr_Occurred()) throw nb::python_error();
@@ -228,7 +228,7 @@ class CellReader {
     if (cell == Py_None) return true;
     if (PyFloat_CheckExact(cell)) {
       *kinds |= kFloat;
-      *out = PyFloat_AS_DOUBLE(cell);
+      *out = PyFloat_AsDouble(cell);
       if (std::isnan(*out)) return true;
     } else if (PyLong_CheckExact(cell)) {
       *kinds |= kWhole;
