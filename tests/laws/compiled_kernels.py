@@ -109,6 +109,12 @@ def call_kernels(dim: int, *, whole: bool) -> None:
             kernels.update(weights, states, [(kernels, sparse, grad)], [Rule(algorithm=algorithm, lr=0.1)])
 
 
+def call_interaction(dim: int) -> None:
+    dense, pooled, grad = torch.zeros(2, dim), torch.zeros(2, 3, dim), torch.zeros(2, dim + 6)
+    triton_ops.interact(dense, pooled)
+    triton_ops.interact_backward(grad, dense, pooled)
+
+
 def call_moves() -> None:
     """Words of four bytes, and of two."""
     rows = [torch.arange(5)]
@@ -125,5 +131,6 @@ if __name__ == "__main__":
     triton_ops._check_device = lambda device: None  # the tensors lie in host memory, where nothing reads them
     stop_before_launches(whole=whole)
     call_kernels(dim, whole=whole)
+    call_interaction(dim)
     call_moves()
     print(f"Triton {triton.__version__}, {dim} columns: {made}")

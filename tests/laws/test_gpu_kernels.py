@@ -16,9 +16,10 @@ from kernel_cases import DTYPES, SENTINEL, Case, Guarded, assert_same_bits, bits
 from torch import Tensor, nn
 
 from hotrow import KeyedJaggedTensor, TableConfig
-from hotrow.kernels import reference, types
+from hotrow.kernels import ops, reference, triton_ops, types
 from hotrow.kernels.triton_ops import Arrays, Kernels
 from hotrow.kernels.types import ALGORITHMS, Algorithm, Layout, Rule
+from hotrow.models.dlrm import DLRM
 from hotrow.tables import Dtype
 from sampled import sampled
 
@@ -271,6 +272,71 @@ def test_steps_against_torch(optimizer: str, mode: str) -> None:
         kernels.update(arrays, states, [(kernels, given, upstream.to(DEVICE))], [rule])
         theirs.step()
         torch.testing.assert_close(weight.cpu(), bag.weight.detach(), rtol=2e-5, atol=2e-5)
+
+
+def interaction_in_order(dense: Tensor, pooled: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and gradients, each sum one rounded product after another: over columns, and over vectors."""
+    t = torch.cat([dense[:, None], pooled], dim=1)
+    n, dim = t.shape[1:]
+    i, j = torch.tril_indices(n, n, offset=-1)
+    products, z, grad_t = torch.zeros(len(t), len(i)), torch.zeros(len(t), n, n), torch.zeros_like(t)
+    for d in range(dim):
+        products += t[:, i, d] * t[:, j, d]
+    z[:, i, j] = z[:, j, i] = grad[:, dim:]
+    for k in range(n):
+        others = torch.arange(n) != k
+        grad_t[:, others] += z[:, others, k, None] * t[:, k, None]
+    return torch.cat([dense, products], dim=1), grad_t[:, 0] + grad[:, :dim], grad_t[:, 1:]
+
+
+@pytest.mark.parametrize("sizes", [(3, 26, 16), (2, 1, 3), (1, 40, 70), (2, 31, 5), (0, 3, 4)])
+def test_dot_interaction(sizes: tuple[int, int, int]) -> None:
+    """In the stated order, and near the reference in float64."""
+    size, num_features, dim = sizes
+    generator = torch.Generator().manual_seed(dim)
+    dense, pooled = (torch.randn(size, *shape, generator=generator) for shape in ((dim,), (num_features, dim)))
+    grad = torch.randn(size, dim + num_features * (num_features + 1) // 2, generator=generator)
+    there = [own.to(DEVICE) for own in (grad, dense, pooled)]
+    found = [triton_ops.interact(*there[1:]), *triton_ops.interact_backward(*there)]
+    grad64, dense64, pooled64 = (own.double() for own in (grad, dense, pooled))
+    near = [reference.interact(dense64, pooled64), *reference.interact_backward(grad64, dense64, pooled64)]
+    atol = [1e-5 * dim**0.5, *[1e-5 * (num_features + 1) ** 0.5] * 2]  # of docs/numerics.md
+    for own, exact, other, most in zip(found, interaction_in_order(dense, pooled, grad), near, atol, strict=True):
+        assert_agrees(own, exact, sizes, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(own.cpu().double(), other, rtol=1e-5, atol=most)
+
+
+def test_a_vector_that_is_infinite_spoils_no_gradient_but_those_of_its_pairs() -> None:
+    """Its own is finite: the gradient of a pair of a vector with itself does not exist."""
+    dense, pooled, grad = torch.ones(1, 2), torch.ones(1, 2, 2), torch.ones(1, 5)
+    pooled[0, 1] = float("inf")
+    _, grad_pooled = triton_ops.interact_backward(*(own.to(DEVICE) for own in (grad, dense, pooled)))
+    assert grad_pooled.cpu().tolist() == [[[float("inf")] * 2, [2.0, 2.0]]]
+
+
+def test_models_on_a_gpu_take_this_interaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DLRM's outputs and gradients are near those on the CPU. Without a GPU the interpreter stands in for one."""
+    model = DLRM(
+        num_dense=5, num_features=3, embedding_dim=8, bottom_mlp=[16], top_mlp=[16],
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    dense, pooled = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)), torch.randn(6, 24)
+
+    def outcome(model: nn.Module, device: torch.device) -> list[Tensor]:
+        rows = pooled.to(device).requires_grad_()
+        logits = model(dense.to(device), rows)
+        grads = torch.autograd.grad(logits.square().sum(), [rows, *model.parameters()])
+        return [own.detach().cpu() for own in (logits, *grads)]
+
+    expected, calls = outcome(model, torch.device("cpu")), list[str]()
+    for name in ("interact", "interact_backward"):
+        plain = getattr(triton_ops, name)
+        monkeypatch.setattr(triton_ops, name, lambda *own, name=name, plain=plain: calls.append(name) or plain(*own))
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(ops, "_by_triton", lambda values: True)
+    for own, other in zip(outcome(model.to(DEVICE), DEVICE), expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+    assert calls == ["interact", "interact_backward"]
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
+
+
+@cache
+def has_triton() -> bool:
+    """Returns whether Triton is installed, without importing it."""
+    return find_spec("triton") is not None
 
 
 def triton_ops(what: str) -> Any:

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from hotrow.base.machine import has_amx, isa_limit
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import reference, tree, types
+from hotrow.kernels.on_device import has_triton, triton_ops
 from hotrow.kernels.types import (
     Activation,
     ComingSums,
@@ -688,6 +689,9 @@ class _Interaction(torch.autograd.Function):
     def forward(ctx: Any, dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
         dense_BD, pooled_BFD = dense_BD.detach().contiguous(), pooled_BFD.detach().contiguous()
         ctx.save_for_backward(dense_BD, pooled_BFD)
+        ctx.by_triton = _by_triton(dense_BD)
+        if ctx.by_triton:
+            return triton_ops("products of vectors").interact(dense_BD, pooled_BFD)  # type: ignore[no-any-return]
         B, F, D = pooled_BFD.shape
         out = empty(B, D + (F + 1) * F // 2)
         _native().interact(*_views(dense_BD, pooled_BFD, out), torch.get_num_threads())
@@ -697,6 +701,9 @@ class _Interaction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         dense_BD, pooled_BFD = ctx.saved_tensors
+        if ctx.by_triton:
+            kernels = triton_ops("products of vectors")
+            return kernels.interact_backward(grad.contiguous(), dense_BD, pooled_BFD)  # type: ignore[no-any-return]
         grads = empty(*dense_BD.shape), empty(*pooled_BFD.shape)
         _native().interact_backward(*_views(grad.contiguous(), dense_BD, pooled_BFD, *grads), torch.get_num_threads())
         return grads
@@ -706,7 +713,8 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
     """`[dense, T_i . T_j for i > j]` with T = [dense; pooled], the dot interaction of DLRM: [B, D + (F + 1) F / 2].
 
     float32; pairs in the order (1,0), (2,0), (2,1), (3,0), ...; vector 0 is the dense one. Differentiable once. On
-    devices other than the CPU, and without the native module, torch's operations run.
+    GPUs the kernels of triton_ops.py run. Torch's operations run under autocast, without the native module, and on a
+    GPU without Triton.
     Raises ValueError if shapes or dtypes do not fit.
     """
     fits = dense_BD.dim() == 2 and pooled_BFD.dim() == 3 and dense_BD.shape == pooled_BFD.shape[::2]
@@ -716,7 +724,7 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
             f"dense is {dense_BD.dtype} {tuple(dense_BD.shape)} and pooled {pooled_BFD.dtype} "
             f"{tuple(pooled_BFD.shape)}; pass float32 [B, D] and [B, F, D]"
         )
-    if _left_to_torch(dense_BD):
+    if _left_to_torch(dense_BD) and not _by_triton(dense_BD):
         return reference.interact(dense_BD, pooled_BFD)
     return _Interaction.apply(dense_BD.float(), pooled_BFD.float())  # type: ignore[no-any-return, no-untyped-call]
 
@@ -724,6 +732,11 @@ def dot_interaction(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
 def _autocast(values: Tensor) -> bool:
     """Returns whether autocast is on, so that inputs may have any type."""
     return torch.is_autocast_enabled(values.device.type)
+
+
+def _by_triton(values: Tensor) -> bool:
+    """Returns whether the kernels for GPUs run, which multiply in float32 alone."""
+    return values.device.type == "cuda" and has_triton() and not _autocast(values)
 
 
 def _left_to_torch(values: Tensor) -> bool:

@@ -272,3 +272,66 @@ def move_rows(
         else:
             tl.store(there, tl.load(here, mask=mask, other=0), mask=mask)
         done += BLOCK_W
+
+
+@triton.jit
+def read_vector(dense, pooled, b, v, d, num_features, dim, mask):
+    """Numbers d of vector v of sample b: vector 0 is the dense one, the others are the pooled rows."""
+    # v, which is 0 there, gives the pointers their shape.
+    first = tl.load(dense + b * dim + v + d, mask=mask & (v == 0), other=0.0)
+    row = tl.load(pooled + (b * num_features + v - 1) * dim + d, mask=mask & (v > 0), other=0.0)
+    return tl.where(v == 0, first, row)
+
+
+@triton.jit(do_not_specialize=["num_features", "dim"])
+def interact(out, dense, pooled, num_features, dim, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Of sample program_id(0) the dense vector, and the products of BLOCK vectors i with every j < i.
+
+    A product is the sum of its terms in the order of the columns, from 0.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    out += b * (dim + (num_features + 1) * num_features // 2)
+    last = tl.minimum(tl.program_id(1) * BLOCK + BLOCK - 1, num_features)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    first = tl.zeros([], dtype=tl.int32)
+    while first < last:
+        j = first + tl.arange(0, BLOCK)[None, :]
+        total = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
+        d = tl.zeros([], dtype=tl.int32)
+        while d < dim:
+            one = read_vector(dense, pooled, b, i, d, num_features, dim, i <= num_features)
+            total += one * read_vector(dense, pooled, b, j, d, num_features, dim, j <= num_features)
+            d += 1
+        tl.store(out + dim + i * (i - 1) // 2 + j, total, mask=(j < i) & (i <= num_features))
+        first += BLOCK
+    done = tl.zeros([], dtype=tl.int32)
+    while (tl.program_id(1) == 0) & (done < dim):
+        columns = done + tl.arange(0, BLOCK_D)
+        tl.store(out + columns, tl.load(dense + b * dim + columns, mask=columns < dim), mask=columns < dim)
+        done += BLOCK_D
+
+
+@triton.jit(do_not_specialize=["num_features", "dim"])
+def interact_backward(
+    grad_dense, grad_pooled, grad, dense, pooled, num_features, dim, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Gradients of BLOCK vectors i of sample program_id(0), columns d: for j != i in order, the pair's times T[j, d].
+
+    The dense vector then adds the gradient of its own columns.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    grad += b * (dim + (num_features + 1) * num_features // 2)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    total = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
+    j = tl.zeros([], dtype=tl.int32)
+    while j <= num_features:
+        high, low = tl.maximum(i, j), tl.minimum(i, j)
+        pair = tl.load(grad + dim + high * (high - 1) // 2 + low, mask=(high > low) & (i <= num_features), other=0.0)
+        x = read_vector(dense, pooled, b, j, d, num_features, dim, d < dim)
+        total = tl.where(high > low, total + pair * x, total)
+        j += 1
+    exists = (i <= num_features) & (d < dim)
+    own = tl.load(grad + d, mask=d < dim, other=0.0)
+    tl.store(grad_dense + b * dim + i + d, total + own, mask=exists & (i == 0))
+    tl.store(grad_pooled + (b * num_features + i - 1) * dim + d, total, mask=exists & (i > 0))

@@ -29,6 +29,8 @@ TILE = 512
 """Elements that a program holds at a time: four for each thread of four warps."""
 MAX_ROWS = 16
 """Rows of a tile: Triton 3.6 does not compile an update of 32 whose pointers are divisible by 16."""
+VECTORS = 32
+"""Vectors of a sample that a program of the interaction holds at a time."""
 _STORAGES = {torch.float32: triton_kernels.FLOAT32, torch.float16: triton_kernels.FLOAT16}
 _ROW_BITS = triton_kernels.ROW_BITS
 
@@ -428,6 +430,26 @@ def _rows_contiguous(grad: Tensor, device: torch.device) -> Tensor:
     if grad.dtype != torch.float32 or grad.device != device:
         raise ValueError(f"a gradient is {grad.dtype} on {grad.device}; pass float32 on {device}, where the tables are")
     return grad if grad.dim() == 2 and grad.stride(1) == 1 else grad.contiguous()
+
+
+def interact(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
+    """As `reference.interact`, of contiguous tensors; each product is summed in the order of the columns."""
+    B, F, D = pooled_BFD.shape
+    out = dense_BD.new_empty(B, D + (F + 1) * F // 2)
+    tile = {"BLOCK": VECTORS, "BLOCK_D": min(64, _block_d(dense_BD))}
+    grid = (B, F // VECTORS + 1)
+    launch(triton_kernels.interact, grid, (out, dense_BD, pooled_BFD), num_features=F, dim=D, **tile)
+    return out
+
+
+def interact_backward(grad: Tensor, dense_BD: Tensor, pooled_BFD: Tensor) -> tuple[Tensor, Tensor]:
+    """As `reference.interact_backward`, of contiguous tensors; each gradient is summed in the order of the vectors."""
+    B, F, D = pooled_BFD.shape
+    grads = torch.empty_like(dense_BD), torch.empty_like(pooled_BFD)
+    tile = {"BLOCK": VECTORS, "BLOCK_D": min(64, _block_d(dense_BD))}
+    grid = (B, F // VECTORS + 1, -(-D // tile["BLOCK_D"]))
+    launch(triton_kernels.interact_backward, grid, (*grads, grad, dense_BD, pooled_BFD), num_features=F, dim=D, **tile)
+    return grads
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arrays: Sequence[Any], **more: Any) -> None:
