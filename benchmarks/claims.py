@@ -45,9 +45,9 @@ SUMMARY_CELLS = {
     "peak_memory_kaggle_vs_torch": "peak memory beyond tables, Criteo-Kaggle step",
 }
 README_CELLS = {
-    "train_step_kaggle_vs_torch": ("whole training step, Criteo-Kaggle shape", "plain PyTorch"),
-    "train_step_kaggle_vs_torch_as_intel": ("the same, with PyTorch's MKL on its fast path", "plain PyTorch"),
-    "train_step_embedding-bound_vs_torchrec": ("whole step, 26 tables, 20 ids per bag", "torchrec (FBGEMM)"),
+    "train_step_kaggle_vs_torch": ("whole training step, tables as in Criteo's Kaggle data", "plain PyTorch"),
+    "train_step_kaggle_vs_torch_as_intel": ("the same, PyTorch's matrix library on its fast path", "plain PyTorch"),
+    "train_step_embedding-bound_vs_torchrec": ("whole step, 26 columns of 20 ids each", "torchrec (FBGEMM)"),
     "tiers_tiers_dram10_zipf1.05_ahead4": ("whole step, 1/10 of the tables in DRAM, the rest on SSD", "all in DRAM"),
     "tiers_tiers_dram32_zipf1.05_ahead4": ("whole step, 1/32 of the tables in DRAM, the rest on SSD", "all in DRAM"),
     "criteo.parse+encode/2.polars+categories": ("raw Criteo text read, its 33.8M ids numbered", "polars (categories)"),
@@ -641,11 +641,11 @@ def huge_sentence(cell: Cell) -> str:
         f"{machine['memory_bytes'] / gib:.0f} GiB of memory**, "
         f"{cell['dram_bytes'] / gib:.0f} GiB of it for rows: {cell['num_rows']:,} rows of {cell['dim']}, "
         "as many and as wide as the tables of MLPerf training v6.1's dlrm_v4. "
-        f"After {cell['num_steps']:,} steps of 2,048 samples (Zipf {cell['zipf']}), which touched only a small part of "
-        f"the rows, {back}. The last steps ran at "
-        f"{cell['samples_per_s']:,.0f} samples/s{busy}; memory peaked at {cell['peak_bytes'] / gib:.1f} GiB. "
-        f"Every loss and all {cell['checked_rows']:,} rows of the first {cell['checked_steps']} steps equal a run in "
-        "DRAM to the bit (`python -m benchmarks.huge`)."
+        f"After {cell['num_steps']:,} steps of 2,048 samples, whose ids follow Zipf's law (exponent {cell['zipf']}) "
+        f"and touched only a small part of the rows, {back}. The last steps ran at {cell['samples_per_s']:,.0f} "
+        f"samples/s{busy}; memory peaked at {cell['peak_bytes'] / gib:.1f} GiB. Every loss "
+        f"and all {cell['checked_rows']:,} rows of the first {cell['checked_steps']} steps are exactly those "
+        "of a run in DRAM (`python -m benchmarks.huge`)."
     )
 
 
