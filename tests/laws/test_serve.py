@@ -24,11 +24,13 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_export import TOLERANCE, clicks, native, prepared, read_csv, scorer_of, train, write_csv, write_parquet
+from test_export import BASE, TOLERANCE, clicks, native, prepared, read_csv, scorer_of, train, write_csv, write_parquet
 
 import hotrow
 from hotrow.base.records import write_sealed
+from hotrow.config.load import make_config
 from hotrow.export.export import file_record
+from hotrow.run import runs
 from hotrow.serve import mapped
 from resealed import reseal
 
@@ -177,6 +179,33 @@ def test_lists_and_the_like_go_the_long_way(folder: Path, tmp_path: Path) -> Non
     found = hotrow.Scorer(tmp_path / "out").score(rows)
     np.testing.assert_array_equal(found, run.predict(str(folder / "new.csv")))
     assert (tmp_path / "out.serve").is_dir()
+
+
+MODELS: list[dict[str, Any]] = [
+    {"name": "dlrm", "members": 2, "concatenated": True, "dropout": 0.1},
+    {"name": "dcn"},
+    {"name": "deepfm"},
+    {"name": "finalmlp"},
+    {"name": "mmoe"},
+    {"name": "two_tower", "item": ["item"], "dense_inputs": "none"},
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model["name"])
+def test_every_model_scores_a_request_as_predict_scores_rows(
+    packed: Path, tmp_path: Path, model: dict[str, Any]
+) -> None:
+    """Two towers score pairs of user and item."""
+    config = {**BASE, "data": str(packed), "run": str(tmp_path / "run"), "model": {"embedding_dim": 6, **model}}
+    config["train"] = {**BASE["train"], "max_steps": 12}
+    run = hotrow.load(runs.train(make_config(config), quiet=True).path)
+    run.export(tmp_path / "out")
+    rows = rows_of(some(50))
+    user = {name: rows[7][name] for name in USERS}
+    items = [{name: cell for name, cell in row.items() if name not in USERS} for row in rows]
+    columns = {name: [{**item, **user}[name] for item in items] for name in rows[0]}
+    expected = run.predict(pa.table({**columns, "big": pa.array(columns["big"], pa.uint64())}))
+    np.testing.assert_array_equal(hotrow.Scorer(tmp_path / "out").score(user=user, items=items), expected)
 
 
 # ---- what does not fit
