@@ -280,13 +280,23 @@ def test_threads_do_not_disturb_each_other(scorer: hotrow.Scorer) -> None:
         np.testing.assert_array_equal(own, wanted)
 
 
-def test_memory_is_let_go_of(export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files stay what they were, and so do scores, if every page is let go of all the time."""
-    expected = hotrow.Scorer(export, work=tmp_path / "work").score(some())
-    scorer = hotrow.Scorer(export, memory="1MiB", work=tmp_path / "work")
+def test_memory_is_let_go_of(days: Days, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files stay what they were, and so do scores, if every page is let go of all the time; a version that no
+    longer scores has none in memory."""
+    base, (delta, *_), (whole, *_) = days
+    first, second = (hotrow.Scorer(path, work=tmp_path / "work").score(some()) for path in (base, whole))
+    let_go: list[str] = []
     monkeypatch.setattr(mapped, "mapped_bytes", lambda: 1 << 60)
-    for _ in range(2 * mapped.CALLS_PER_LOOK):
-        np.testing.assert_array_equal(scorer.score(some()), expected)
+    scorer = hotrow.Scorer(base, memory="1MiB", work=tmp_path / "work")
+    own = mapped.MappedTables.let_go
+    monkeypatch.setattr(
+        mapped.MappedTables, "let_go", lambda tables: (own(tables), let_go.append(str(tables._most)))[0]
+    )
+    for expected, change in ((first, lambda: scorer.apply(delta)), (second, scorer.rollback)):
+        for _ in range(2 * mapped.CALLS_PER_LOOK):
+            np.testing.assert_array_equal(scorer.score(some()), expected)
+        change()
+    assert len(let_go) == 6 and len({*let_go}) == 1, "twice and at the end, for each version; all have one limit"
 
 
 # ---- versions

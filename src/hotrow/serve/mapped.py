@@ -32,14 +32,14 @@ CALLS_PER_LOOK = 16
 class MappedTables:
     """The tables in the files of an export, never written: of float32 for `EmbeddingCollection(memory=...)`.
 
-    memory_bytes: how much of mapped files may be in this process's memory; if None, the system decides.
+    most_bytes: how much of mapped files may be in this process's memory, those of others included; if None, the system
+    decides.
     """
 
-    def __init__(self, export: Path, tables: Sequence[dict[str, Any]], memory_bytes: int | None) -> None:
+    def __init__(self, export: Path, tables: Sequence[dict[str, Any]], most_bytes: int | None) -> None:
         self.weights: dict[str, Tensor] = {}
         self._maps: list[mmap.mmap] = []
-        self._most = None if memory_bytes is None else mapped_bytes() + memory_bytes
-        self._calls, self._lock = 0, threading.Lock()
+        self._most, self._calls, self._lock = most_bytes, 0, threading.Lock()
         for table in tables:
             dtype, more = STORED[table.get("stored_as", "float32")]
             shape = table["num_embeddings"], table["embedding_dim"] + more
@@ -62,16 +62,20 @@ class MappedTables:
             self._maps.append(mapped)
 
     def keep_within(self) -> None:
-        """Lets go of all mapped pages if there are more than `memory_bytes` of them. The system may still have them,
-        and gives them back without reading the disk unless it needed their memory."""
+        """Lets go of all mapped pages if there are more than `most_bytes` of them. Call it after each lookup."""
         if self._most is None:
             return
         with self._lock:
             self._calls += 1
-            if self._calls % CALLS_PER_LOOK or mapped_bytes() <= self._most:
-                return
-            for mapped in self._maps:
-                mapped.madvise(mmap.MADV_DONTNEED)
+            is_time = self._calls % CALLS_PER_LOOK == 0
+        if is_time and mapped_bytes() > self._most:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Lets go of all mapped pages, if they are bounded. The system may still have them, and gives them back without
+        reading the disk unless it needed their memory."""
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def mapped_bytes() -> int:

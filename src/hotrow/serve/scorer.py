@@ -26,6 +26,7 @@ from hotrow.base.files import parse_bytes
 from hotrow.data.seen import Seen
 from hotrow.export.delta import apply_delta, checksum_of, read_delta
 from hotrow.models.spec import SampleError
+from hotrow.serve.mapped import mapped_bytes
 from hotrow.serve.version import NAME_DIGITS, Version
 
 VERSIONS, SUFFIX = "versions", ".serve"
@@ -55,7 +56,8 @@ class Scorer:
 
     def __init__(self, export: Path | str, *, memory: int | str | None = None, work: Path | str | None = None) -> None:
         path = Path(export)
-        self._memory_bytes = None if memory is None else parse_bytes(memory, what="memory")
+        # Once, so that a version's limit does not count what the one before it had in memory.
+        self._most_bytes = None if memory is None else mapped_bytes() + parse_bytes(memory, what="memory")
         self._work = path.resolve().with_name(path.resolve().name + SUFFIX) if work is None else Path(work)
         try:
             make_folder(self._work)
@@ -64,7 +66,7 @@ class Scorer:
             raise ValueError(
                 f"{self._work} cannot be made: {reason}; pass work=, a folder that can be written"
             ) from None
-        opened = Version(path, self._work, self._memory_bytes)
+        opened = Version(path, self._work, self._most_bytes)
         self._versions: tuple[Version, Version | None] = opened, None
         """The version that scores, and the one before it."""
         self._changing, self._counting = threading.Lock(), threading.Lock()
@@ -142,8 +144,9 @@ class Scorer:
                 apply_delta(now.path, delta, path)
             elif found.exports[-1] != checksum_of(now.path) or found.result != checksum_of(path):
                 apply_delta(now.path, delta, path)  # which says why it is not the next one
-            opened = Version(path, self._work, self._memory_bytes)
+            opened = Version(path, self._work, self._most_bytes)
             self._versions = opened, now
+            now.mapped.let_go()
             if before is not None:
                 for file in before.made - now.made - opened.made:
                     file.unlink(missing_ok=True)
@@ -154,10 +157,11 @@ class Scorer:
     def rollback(self) -> str:
         """Goes back to the version before the last `apply`; returns its name. Raises ValueError if there is none."""
         with self._alone():
-            before = self._versions[1]
+            now, before = self._versions
             if before is None:
                 raise ValueError("there is no version before this one; apply a delta first")
             self._versions = before, None
+            now.mapped.let_go()
             return before.name
 
     @contextmanager

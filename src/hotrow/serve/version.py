@@ -43,11 +43,11 @@ UNKNOWN = "an id that training never saw, or too rarely to give it a row"
 class Version:
     """One export, opened: it never changes, and several threads may score with it.
 
-    work: where searchable vocabularies are kept. memory_bytes: as of `MappedTables`. Raises ValueError, which names the
+    work: where searchable vocabularies are kept. most_bytes: as of `MappedTables`. Raises ValueError, which names the
     file, if the export is damaged, or not one that can be scored.
     """
 
-    def __init__(self, path: Path, work: Path, memory_bytes: int | None) -> None:
+    def __init__(self, path: Path, work: Path, most_bytes: int | None) -> None:
         verify_export(path, unread=("tables/",))
         self.path, self.name = path, checksum_of(path)[:NAME_DIGITS]
         about = DOCUMENT.read(path / EXPORT)
@@ -55,14 +55,14 @@ class Version:
             reading = reading_of(path, about, work)
             self._shape = (0, len(about.labels)) if len(about.labels) > 1 else (0,)
             self.columns = reading.schema.input_names
-            self._mapped = MappedTables(path, about.tables, memory_bytes)
+            self.mapped = MappedTables(path, about.tables, most_bytes)
             self.made = {vocabulary.path for vocabulary in reading.vocabularies.values()}
             for vocabulary in reading.vocabularies.values():
-                self._mapped.bound(vocabulary.mapped)
+                self.mapped.bound(vocabulary.mapped)
             tables = tables_of(about)
-            self._embedding: Any = SmallLookups(tables, self._mapped, about.form)
+            self._embedding: Any = SmallLookups(tables, self.mapped, about.form)
             if about.form == "float32":
-                self._embedding = EmbeddingCollection(tables, memory=self._mapped)
+                self._embedding = EmbeddingCollection(tables, memory=self.mapped)
             if self._embedding.feature_names != reading.schema.feature_names:
                 raise ValueError("features are not in the order of the tables")
             self._model, self._scores = network_of(about)
@@ -137,7 +137,7 @@ class Version:
         with one_thread(), ops.weights_stay(self._packed):
             rows = look_up(self._model, self._embedding, sparse)
             found: NDArray[np.float32] = self._scores(self._model(dense_BI, rows)).numpy()
-        self._mapped.keep_within()
+        self.mapped.keep_within()
         return found
 
 
