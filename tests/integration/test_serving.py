@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
+from test_verbs import command
 
 import hotrow
 from hotrow.cli import app as cli
@@ -107,13 +110,14 @@ def test_requests_get_the_scores_of_the_scorer(served: tuple[Client, hotrow.Scor
         code, found = ask("POST", "/score", body)
         assert (code, found["version"]) == (200, scorer.version)
         np.testing.assert_array_equal(np.array(found["scores"], np.float32), expected)
+    assert ask("POST", "/score", {"rows": []}) == (200, {"scores": [], "version": scorer.version})
     code, found = ask("POST", "/score", {"user": USER, "items": ITEMS, "strict": True})
     assert code == 400 and "'item', row 2" in found["error"]
     code, found = ask("GET", "/health")
     assert (code, found["version"]) == (200, scorer.version) and {*found["columns"]} == {"item", "user", "price"}
     code, text = ask("GET", "/metrics")
     counts = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert counts['hotrow_requests_total{code="200"}'] == "2" and counts['hotrow_requests_total{code="400"}'] == "1"
+    assert counts['hotrow_requests_total{code="200"}'] == "3" and counts['hotrow_requests_total{code="400"}'] == "1"
     assert counts['hotrow_cells_total{column="item",kind="unknown"}'] == "3"
     assert counts["hotrow_rows_total"] == "6" and float(counts['hotrow_request_seconds{quantile="0.99"}']) > 0
     assert ask("GET", "/nowhere")[0] == ask("GET", "/score")[0] == 404
@@ -137,6 +141,7 @@ def hostile(rng: random.Random) -> bytes | dict[str, Any]:
         {"rows": {"item": rng.choice([3, None, "x", True])}},
         {"rows": ITEMS, "strict": rng.choice([1, "true", None])},
         {"rows": [{"item": "\ud800"}]},
+        {"user": {"item": 1, "\ud800": 1}, "items": [{"\ud800": 2}]},
         {},
         b"null",
     ]
@@ -203,6 +208,21 @@ def test_without_a_folder_of_deltas_nothing_changes_the_version(folder: Path, tm
     app = make_app(hotrow.Scorer(folder / "out", work=tmp_path / "work"))
     assert {route.path for route in app.routes} >= {"/score", "/health", "/metrics"}
     assert not {route.path for route in app.routes} & {"/apply", "/rollback"}
+
+
+def test_where_it_listens_is_said(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["serve", str(folder / "out"), "--work", str(tmp_path / "work"), "--port"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        _, err = command(*words, port, capfd=capfd, monkeypatch=monkeypatch, code=2)
+        assert f"port {port}: Address already in use; choose another" in err
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
+    _, err = command(*words, "0", capfd=capfd, monkeypatch=monkeypatch)
+    assert re.search(r"at http://127\.0\.0\.1:[1-9]\d*/score", err)
+    _, err = command(*words, "0", "--deltas", "none", capfd=capfd, monkeypatch=monkeypatch, code=2)
+    assert "there is no folder none" in err
 
 
 def test_the_examples_name_what_there_is() -> None:

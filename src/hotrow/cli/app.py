@@ -646,7 +646,6 @@ def serve(
     if deltas is not None and not deltas.is_dir():
         raise ValueError(f"--deltas: there is no folder {deltas}; make it, or leave the option out")
     scorer = Scorer(export, memory=memory, work=work)
-    print(f"serving {export}, version {scorer.version}, at http://{host}:{port}/score", file=sys.stderr)
     serve(scorer, host=host, port=port, deltas=deltas)
     return {"export": str(scorer.path), "version": scorer.version}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 import threading
 import time
@@ -27,10 +28,10 @@ from hotrow.base.machine import usable_cores
 from hotrow.base.version import __version__
 from hotrow.serve.scorer import Scorer
 
-MAX_BYTES = 8 << 20
+MAX_BYTES = 4 << 20
 """The most bytes that a request may have."""
-MAX_WAITING = 256
-"""Connections beyond these are refused with status 503, so that memory is bounded."""
+MAX_WAITING = 128
+"""Connections beyond these are refused with status 503, so that requests take half a GiB at most."""
 REMEMBERED = 4096
 """The quantiles of seconds are those of so many requests."""
 _SCORE = {"rows": list | dict, "user": dict, "items": list | dict, "strict": bool}
@@ -91,7 +92,8 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
                 loop = asyncio.get_running_loop()
                 code, found = 200, await loop.run_in_executor(executor, lambda: work(**_parsed(body, fields)))
             except ValueError as error:
-                code, found = 413 if isinstance(error, TooLargeError) else 400, {"error": str(error)}
+                text = str(error).encode(errors="backslashreplace").decode()  # it may show what is not valid Unicode
+                code, found = 413 if isinstance(error, TooLargeError) else 400, {"error": text}
             except Exception:
                 if not await request.is_disconnected():
                     traceback.print_exc(file=sys.stderr)
@@ -104,8 +106,8 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
 
     def score(**body: Any) -> dict[str, Any]:
         scores, version = scorer.answer(**body)
-        if not (good := np.isfinite(scores.reshape(len(scores), -1)).all(1)).all():
-            raise ValueError(f"row {int(np.argmin(good))} has no finite score: its numbers are too large")
+        if len(bad := np.argwhere(~np.isfinite(scores))):
+            raise ValueError(f"row {bad[0, 0]} has no finite score: its numbers are too large")
         return {"scores": scores.tolist(), "version": version}
 
     def apply(delta: str = "") -> dict[str, Any]:
@@ -133,9 +135,20 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
 
 
 def serve(scorer: Scorer, *, host: str, port: int, deltas: Path | None) -> None:
-    """Serves until the process gets SIGINT or SIGTERM; requests under way are then answered. deltas: see `make_app`."""
+    """Serves until the process gets SIGINT or SIGTERM; requests under way are then answered. deltas: see `make_app`.
+
+    Says on stderr where it listens. Raises ValueError if it cannot listen there.
+    """
+    try:
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        raise ValueError(f"cannot listen at {host}, port {port}: {reason}; choose another --port or --host") from None
+    where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+    print(f"serving {scorer.path}, version {scorer.version}, at {where}/score", file=sys.stderr)
     app = make_app(scorer, deltas=deltas)
-    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, limit_concurrency=MAX_WAITING)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, limit_concurrency=MAX_WAITING)
+    uvicorn.Server(config).run(sockets=[listening])
 
 
 async def _read(request: Request) -> bytes:
