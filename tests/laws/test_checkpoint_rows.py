@@ -25,6 +25,7 @@ from expanded import expanded
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import RowWiseAdagrad
+from hotrow.placement.base import InitialRows
 from hotrow.run import checkpoint_rows
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint, verify
 from hotrow.tables import TableConfig
@@ -218,6 +219,26 @@ def test_rows_in_no_link_become_what_they_were_made_as(
     shutil.rmtree(copy)  # so that all is written again
     truth = expanded(save_checkpoint(tmp_path / "plain", plain.parts))
     assert expanded(save_checkpoint(tmp_path / "again", moved_on.parts)) == truth == expanded(path)
+
+
+def test_a_load_makes_only_the_rows_in_no_link_anew(
+    big: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another seed makes all rows others; those in links are written once, by their links."""
+    held = [torch.randperm(1_000_000, generator=torch.Generator().manual_seed(7))[:2_000], torch.arange(8_190, 8_195)]
+    for number, rows in enumerate(held):
+        touch(big, rows)
+        path = save_checkpoint(tmp_path / f"step-{number}", big.parts)
+    made, read = torch.zeros(1_000_000, dtype=torch.int64), InitialRows.read
+
+    def counted(own: InitialRows, name: str, rows: Any, shape: torch.Size) -> torch.Tensor:
+        made[rows] += 1
+        return read(own, name, rows, shape)
+
+    monkeypatch.setattr(InitialRows, "read", counted)
+    load_checkpoint(path, {"embedding": EmbeddingCollection(big.emb.tables, seed=9)})
+    assert made.max() == 1
+    assert set((made == 0).nonzero().flatten().tolist()) == set(torch.cat(held).tolist())
 
 
 @pytest.mark.parametrize("name", ["embedding", "sparse"])

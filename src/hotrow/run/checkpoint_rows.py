@@ -22,6 +22,7 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,7 +221,7 @@ def load_chain(
             raise ValueError(f"{path / chain.stem}: {name} has {record.num_rows:,} rows; this model's has {own:,}")
     check_chain(path, chain, {name: (array.dtype, tuple(array.shape[1:])) for name, array in arrays.items()})
     for name, array in arrays.items():
-        for rows in _rows_to_reset(name, table, array, record, changes):
+        for rows in _rows_to_reset(name, table, array, path, chain, changes):
             held = held_rows(array, rows)
             array.write(held, record.initial.read(name, held, array.shape))
     step = min(array.piece_rows for array in arrays.values())
@@ -262,9 +263,25 @@ def _pieces(link: Any, num_rows: int, step: int) -> Iterator[tuple[slice, Tensor
 
 
 def _rows_to_reset(
-    name: str, table: str, array: Rows, record: ChainRecord, changes: Changes | None
+    name: str, table: str, array: Rows, path: Path, chain: Chain, changes: Changes | None
 ) -> Iterator[RowIds]:
     """Yields the rows that may differ from what the chain says of rows in no link."""
-    if changes is not None and changes.initial(table).formula(name) == record.initial.formula(name):
+    if changes is not None and changes.initial(table).formula(name) == chain.record.initial.formula(name):
         return changes.touched_rows(table)
-    return array.pieces()
+    return _rows_in_no_link(path, chain, array.pieces())
+
+
+def _rows_in_no_link(path: Path, chain: Chain, pieces: Iterator[slice]) -> Iterator[Tensor]:
+    """Yields the rows of rising ranges that no link of the chain in the checkpoint folder `path` holds."""
+    with ExitStack() as stack:
+        links = [stack.enter_context(open_tensors(path / file)).get_slice(ROWS) for file in chain.files]
+        places = [0] * len(links)
+        for piece in pieces:
+            is_left = torch.ones(piece.stop - piece.start, dtype=torch.bool)
+            for k, (link, num_rows) in enumerate(zip(links, chain.record.links, strict=True)):
+                rows = link[places[k] : min(places[k] + len(is_left), num_rows)]
+                rows = rows[rows < piece.stop]
+                is_left[rows - piece.start] = False
+                places[k] += len(rows)
+            if is_left.any():
+                yield piece.start + is_left.nonzero().squeeze(1)
