@@ -304,11 +304,9 @@ def interact(out, dense, pooled, num_features, dim, BLOCK: tl.constexpr, BLOCK_D
             d += 1
         tl.store(out + dim + i * (i - 1) // 2 + j, total, mask=(j < i) & (i <= num_features))
         first += BLOCK
-    done = tl.zeros([], dtype=tl.int32)
-    while (tl.program_id(1) == 0) & (done < dim):
-        columns = done + tl.arange(0, BLOCK_D)
-        tl.store(out + columns, tl.load(dense + b * dim + columns, mask=columns < dim), mask=columns < dim)
-        done += BLOCK_D
+    columns = tl.arange(0, BLOCK_D)
+    copied = (columns < dim) & (tl.program_id(1) == 0)
+    tl.store(out + columns, tl.load(dense + b * dim + columns, mask=copied), mask=copied)
 
 
 @triton.jit(do_not_specialize=["num_features", "dim"])

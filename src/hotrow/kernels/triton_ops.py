@@ -436,7 +436,7 @@ def interact(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
     """As `reference.interact`, of contiguous tensors; each product is summed in the order of the columns."""
     B, F, D = pooled_BFD.shape
     out = dense_BD.new_empty(B, D + (F + 1) * F // 2)
-    tile = {"BLOCK": VECTORS, "BLOCK_D": min(64, _block_d(dense_BD))}
+    tile = {"BLOCK": VECTORS, "BLOCK_D": _block_d(dense_BD)}
     grid = (B, F // VECTORS + 1)
     launch(triton_kernels.interact, grid, (out, dense_BD, pooled_BFD), num_features=F, dim=D, **tile)
     return out

@@ -280,7 +280,6 @@ class Device(Placement):
             return named is None or all(
                 len(own) - np.searchsorted(own, slots.pinned) <= slots.cached
                 for own, slots in zip(named.rows, self.slots, strict=True)
-                if len(own)
             )
 
     def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
@@ -293,13 +292,10 @@ class Device(Placement):
         if ids.shape != slots.shape or spans != flight.spans:
             return False
         places = self.residents.places(ids, spans)
-        return (
-            places is not None
-            and bool((places == flight.places).all())
-            and all(
-                self.directories[t].holds(ids[start:stop], slots[start:stop]) for t, start, stop in self._passing(spans)
-            )
-        )
+        if places is None or not (places == flight.places).all():
+            return False
+        passing = self._passing(spans)
+        return all(self.directories[t].holds(ids[start:stop], slots[start:stop]) for t, start, stop in passing)
 
     def _passing(self, spans: Sequence[Span]) -> list[Span]:
         """Returns the spans of tables whose rows come and go."""
@@ -457,8 +453,8 @@ class Device(Placement):
             if self.arrays is None or self._stale:
                 return
                 self._land()
-            changed = [directory.changed() for directory in self.directories]
-            rows, dirty = [own for own, _ in changed], [slots for _, slots in changed]
+            dirty = [np.flatnonzero(directory.dirty) for directory in self.directories]
+            rows = [directory.row_of[slots] for directory, slots in zip(self.directories, dirty, strict=True)]
             for some_rows, some_slots in self._pieces(rows, dirty, self.below.piece_bytes):
                 num_sent = self._mover.num_sent
                 held = self.below.hold(some_rows, keep=False)
@@ -476,8 +472,8 @@ class Device(Placement):
             if not self._stale:
                 return
             self._land()
-            present = [directory.present() for directory in self.directories]
-            rows, slots = [own for own, _ in present], [own for _, own in present]
+            slots = [np.flatnonzero(directory.row_of >= 0) for directory in self.directories]
+            rows = [directory.row_of[own] for directory, own in zip(self.directories, slots, strict=True)]
             self._released = arrived = self._streams.moment()
             for some_rows, some_slots in self._pieces(rows, slots, self.below.piece_bytes):
                 held = self.below.hold(some_rows, keep=False)

@@ -221,16 +221,6 @@ class Directory:
         if updated:
             self.dirty[slots] = True
 
-    def changed(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the rows that were updated since they came, and their slots."""
-        slots = np.flatnonzero(self.dirty)
-        return self.row_of[slots], slots
-
-    def present(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the rows that have slots, and these."""
-        slots = np.flatnonzero(self.row_of >= 0)
-        return self.row_of[slots], slots
-
     def holds(self, ids: NDArray[np.int64], slots: NDArray[np.int32]) -> bool:
         """Returns whether `slots` are still those of `ids`, which may be any numbers."""
         inside = bool(((ids >= 0) & (ids < len(self.slot_of))).all())
@@ -248,7 +238,8 @@ class Resident(Directory):
     """
 
     def __init__(self, dirty: NDArray[np.bool_]) -> None:
-        self.dirty, self.num_free, self.counts = dirty, 0, dict.fromkeys(COUNTS, 0)
+        self.row_of, self.dirty = np.arange(len(dirty)), dirty
+        self.num_free, self.counts = 0, dict.fromkeys(COUNTS, 0)
 
     def num_short(self, rows: NDArray[np.int64]) -> int:
         return 0
@@ -261,14 +252,6 @@ class Resident(Directory):
 
     def release(self, slots: NDArray[np.int64], *, updated: bool) -> None:
         return
-
-    def changed(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        rows = np.flatnonzero(self.dirty)
-        return rows, rows
-
-    def present(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        rows = np.arange(len(self.dirty))
-        return rows, rows
 
 
 class Residents:
