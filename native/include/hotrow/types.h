@@ -4,6 +4,7 @@
 // sizes and offsets are 64-bit.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace hotrow {
