@@ -27,6 +27,7 @@ import pytest
 from test_export import BASE, TOLERANCE, clicks, native, prepared, read_csv, scorer_of, train, write_csv, write_parquet
 
 import hotrow
+from benchmarks.serving import make
 from hotrow.base.records import write_sealed
 from hotrow.config.load import make_config
 from hotrow.export.export import file_record
@@ -49,6 +50,8 @@ SIMPLE: dict[str, Any] = {
 USERS = ("price", "age", "user")
 """Columns that a request's rows may share."""
 NUM_DELTAS = 3
+LARGE = {"C3": 2, "C12": 11, "C16": 15, "C21": 20}
+"""Large tables of the export that the benchmark makes, and their numbers there."""
 
 
 @pytest.fixture(scope="module")
@@ -293,10 +296,35 @@ def test_memory_is_let_go_of(days: Days, tmp_path: Path, monkeypatch: pytest.Mon
         mapped.MappedTables, "let_go", lambda tables: (own(tables), let_go.append(str(tables._most)))[0]
     )
     for expected, change in ((first, lambda: scorer.apply(delta)), (second, scorer.rollback)):
-        for _ in range(2 * mapped.CALLS_PER_LOOK):
+        for _ in range(3):
             np.testing.assert_array_equal(scorer.score(some()), expected)
         change()
-    assert len(let_go) == 6 and len({*let_go}) == 1, "twice and at the end, for each version; all have one limit"
+    assert len({*let_go}) == 1 and len(let_go) == 9, (
+        "after each score, the first one of a version included, and at its end"
+    )
+
+
+@native
+@pytest.mark.slow
+def test_memory_stays_near_its_budget(tmp_path: Path) -> None:
+    """Of tables of 256 MB, of which requests ask for rows all over."""
+    make(tmp_path / "out", 4_000_000)
+    rng, found = np.random.default_rng(0), dict[str | None, int]()
+    sizes = {name: pq.read_metadata(tmp_path / "out" / "vocab" / f"{name}.parquet").num_rows for name in LARGE}
+    for memory in ("32MiB", None):
+        scorer = hotrow.Scorer(tmp_path / "out", memory=memory)
+        before, most = mapped.mapped_bytes(), 0
+        for _ in range(1500):
+            rows = {name: rng.integers(1, size, 10) for name, size in sizes.items()}
+            hexed = {
+                name: [f"{(int(row) * 2654435761 + LARGE[name]) % 2**32:x}" for row in own]
+                for name, own in rows.items()
+            }
+            scorer.score(hexed)
+            most = max(most, mapped.mapped_bytes() - before)
+        assert not sum(scorer.seen.columns[name]["unknown"] for name in LARGE)
+        found[memory] = most
+    assert found["32MiB"] < 48 << 20 and found[None] > 150 << 20, found
 
 
 # ---- versions

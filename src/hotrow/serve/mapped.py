@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +24,6 @@ from hotrow.tables import TableConfig
 
 MAX_HEAD_BYTES = 1 << 20
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
-CALLS_PER_LOOK = 16
-"""After so many lookups the mapped memory is looked at: it takes 20 microseconds."""
 
 
 class MappedTables:
@@ -39,7 +36,7 @@ class MappedTables:
     def __init__(self, export: Path, tables: Sequence[dict[str, Any]], most_bytes: int | None) -> None:
         self.weights: dict[str, Tensor] = {}
         self._maps: list[mmap.mmap] = []
-        self._most, self._calls, self._lock = most_bytes, 0, threading.Lock()
+        self._most = most_bytes
         for table in tables:
             dtype, more = STORED[table.get("stored_as", "float32")]
             shape = table["num_embeddings"], table["embedding_dim"] + more
@@ -63,12 +60,7 @@ class MappedTables:
 
     def keep_within(self) -> None:
         """Lets go of all mapped pages if there are more than `most_bytes` of them. Call it after each lookup."""
-        if self._most is None:
-            return
-        with self._lock:
-            self._calls += 1
-            is_time = self._calls % CALLS_PER_LOOK == 0
-        if is_time and mapped_bytes() > self._most:
+        if self._most is not None and mapped_bytes() > self._most:
             self.let_go()
 
     def let_go(self) -> None:
