@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -341,7 +341,8 @@ class RawEncoder:
             lookups=self._by.lookups or None,
             values=values,
         )
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode") as executor:
+        pool = _Here() if self._threads == 1 else ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode")
+        with pool as executor:
             tables = {name: _Searched(vocabulary) for name, vocabulary in self._by.vocabularies.items()}
             encode = RowEncoder(self.schema, self._transforms, tables, executor)
             for chunk in _none_left_out(opened.source.chunks(rows_per_chunk=batch_size)):
@@ -367,6 +368,14 @@ class RawEncoder:
         if looks_like_criteo(file.first_line()):
             return "criteo"
         return "csv" if {*self.schema.input_names} <= {*TextReader([file], self.schema.csv).names} else "criteo"
+
+
+class _Here(Executor):
+    """Computes on the calling thread."""
+
+    def map(self, fn: Callable[..., Any], *iterables: Iterable[Any], **_: Any) -> Iterator[Any]:
+        """Yields what `fn` makes of the elements."""
+        return map(fn, *iterables)
 
 
 def _count(seen: Seen, schema: Schema, chunk: Chunk, dense: NDArray[np.float32], ids: Mapping[str, Ids]) -> None:

@@ -249,7 +249,10 @@ class ColumnsSource:
         """Yields chunks of at most `rows_per_chunk` rows from `start` on, before `stop`; a chunk never spans files."""
         start = start or Position()
         self.skipped, self._num_odd = SkippedRows(start.num_skipped), Counter()
-        return prefetch(self._read(start, stop, rows_per_chunk))
+        chunks, reader = self._read(start, stop, rows_per_chunk), self._reader
+        # The one chunk of a small frame has nothing to be read beside.
+        is_one = isinstance(reader, FrameReader) and reader.table.num_rows <= rows_per_chunk
+        return chunks if is_one else prefetch(chunks)
 
     def _read(self, start: Position, stop: Position | None, rows_per_chunk: int) -> Iterator[Chunk]:
         for file_index, first, last in file_spans(start, stop, len(self._reader.files)):

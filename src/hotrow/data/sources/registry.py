@@ -319,7 +319,8 @@ def open_source(
             notes = (*notes, guess.summary())
         source = open_columns(data, schema, name=name, **options)
     names = source.column_names if isinstance(source, ColumnsSource) else ()
-    unused = [column for column in names if column not in source.schema.column_names]
+    used = {*source.schema.column_names}
+    unused = [column for column in names if column not in used]
     unread = {column: reasons.get(column, "the schema does not list it") for column in unused}
     return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes), warnings, choices, unread)
 
