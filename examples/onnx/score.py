@@ -60,10 +60,12 @@ def score(folder: Path, columns: dict[str, list[Any]]) -> np.ndarray:
     """Returns the score of each row. columns: raw values by name."""
     about = json.loads((folder / "export.json").read_text())
     tables = {table["name"]: table for table in about["tables"]}
-    if any(about[name] for name in ("lookups", "transforms", "statistics")) or not all(
-        table["vocabulary"] and table["vocabulary"]["hash_cap"] is None for table in about["tables"]
-    ):
-        raise ValueError(f"{folder}: inputs are joined, computed or hashed; take its score.py")
+    refused = [name for name in ("lookups", "transforms", "statistics") if about[name]]
+    for name, table in tables.items():
+        if table["vocabulary"] is None or table["vocabulary"]["hash_cap"] is not None:
+            refused.append(f"ids of table {name} that are hashed, or row numbers")
+    if refused:
+        raise ValueError(f"{folder} has {', '.join(refused)}, which are not read here; take its score.py")
     sys.path.insert(0, str(folder / "transforms"))
     dense = []
     for column in about["dense"]:

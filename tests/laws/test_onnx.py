@@ -192,7 +192,7 @@ def test_what_the_reader_does_not_know_is_refused(logs: Path, tmp_path: Path) ->
     reseal(tmp_path / "out/export.json", lambda fields: fields["tables"][0]["vocabulary"].update(hash_cap=9))
     with pytest.raises(subprocess.CalledProcessError) as refused:
         alone(tmp_path / "out", logs / "new.parquet")
-    assert "take its score.py" in refused.value.stderr
+    assert "has ids of table user that are hashed" in refused.value.stderr
 
 
 def test_an_operation_that_onnx_does_not_have_is_said(tmp_path: Path) -> None:
