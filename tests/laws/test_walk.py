@@ -260,7 +260,8 @@ def test_days_go_in_the_order_of_their_names(tmp_path: Path) -> None:
     ):
         (tmp_path / name).touch()
     (tmp_path / "day_1").mkdir()
-    assert [*walk._days_in(tmp_path)] == ["2026.11.28", "day_1", "day_02", "day_2", "day_2-late", "day_10"]
+    found = walk._days_in(tmp_path, tmp_path.parent / "chain")
+    assert [*found] == ["2026.11.28", "day_1", "day_02", "day_2", "day_2-late", "day_10"]
 
 
 # ---- what is refused
@@ -360,6 +361,9 @@ def test_other_folders_are_refused(logs: Path, chain: Path, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"days: .*train\.epoch"):
         walk_days(logs, tmp_path / "out", overrides=["train.epoch=1"])
     assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=r"chain lies in .*logs, whose folders are days: name a folder outside"):
+        go(logs, logs / "chain")
+    assert not (logs / "chain").exists()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").touch()
     with pytest.raises(ValueError, match=r"taken has no days\.json, but mine\.txt"):

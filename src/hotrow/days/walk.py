@@ -124,7 +124,7 @@ def walk_days(
     """
     _check_options(recipe, overrides, keep, delay=delay)
     walk = _Walk(Path(logs), Path(out), read, recipe, schema, overrides, delay)
-    paths = _days_in(walk.logs)
+    paths = _days_in(walk.logs, walk.chain)
     make_folder(walk.chain)
     with claim(walk.chain) as is_ours:
         if is_ours is False:
@@ -170,10 +170,15 @@ def _order(day: str) -> tuple[list[tuple[int, str]], str]:
     return natural_key(day), day
 
 
-def _days_in(logs: Path) -> dict[str, Path]:
-    """Returns the file or folder of each day by its name, in their order. Names without suffixes are those of days."""
+def _days_in(logs: Path, chain: Path) -> dict[str, Path]:
+    """Returns the file or folder of each day by its name, in their order. Names without suffixes are those of days.
+
+    Raises ValueError if there is none, if two are one day, or if the chain would be a day.
+    """
     if not logs.is_dir():
         raise ValueError(f"{logs} is not a folder; name the folder that has a file or a folder of logs for each day")
+    if chain.resolve().is_relative_to(logs.resolve()):
+        raise ValueError(f"{chain} lies in {logs}, whose folders are days: name a folder outside of it with --out")
     found: dict[str, Path] = {}
     for path in sorted(logs.iterdir()):
         if path.name.startswith((".", "_")):  # hidden, as in a folder of files to prepare
