@@ -313,6 +313,18 @@ def test_logs_of_days_that_are_done_may_go_and_may_be_touched(begun: tuple[Path,
     assert go(logs, out, keep=9)["new"] == ["day_11"]
 
 
+def test_bad_rows_may_be_skipped_from_any_day_on(begun: tuple[Path, Path]) -> None:
+    """Else a chain would end at the first bad row."""
+    logs, out = begun
+    write_day(logs / "day_11" / "part.csv", 4)
+    edit(logs / "day_11" / "part.csv", "\n0,", "\nno,")
+    with pytest.raises(ValueError, match=r"'no' is not a label.*--skip-bad-rows"):
+        go(logs, out, keep=9)
+    found = go(logs, out, keep=9, skip_bad_rows=1)
+    assert (found["new"], found["newest"]["rows"]) == (["day_11"], 499)
+    assert go(logs, out, keep=9)["new"] == []
+
+
 def test_a_day_that_was_changed_before_it_was_done_is_refused(
     begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,7 +242,8 @@ def _open(walk: _Walk) -> Chain:
     """Returns what is known of the chain. Raises ValueError if it was begun with other options."""
     files = {"recipe": walk.recipe, "schema": walk.schema}
     asked: dict[str, Any] = {name: sha256(Path(path).read_bytes()).hexdigest() for name, path in files.items() if path}
-    asked |= json.loads(json.dumps({name: getattr(walk.read, name) for name in walk.read.given}))
+    of_columns = [name for name in walk.read.given if name != "skip_bad_rows"]  # which a later day may need
+    asked |= json.loads(json.dumps({name: getattr(walk.read, name) for name in of_columns}))
     if not is_taken(walk.chain / DAYS):
         if taken := sorted(path.name for path in walk.chain.iterdir() if path.name != LOCK):
             raise ValueError(f"{walk.chain} has no {DAYS}, but {taken[0]}: name a new folder with --out")
