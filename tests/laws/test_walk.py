@@ -325,6 +325,17 @@ def test_bad_rows_may_be_skipped_from_any_day_on(begun: tuple[Path, Path]) -> No
     assert go(logs, out, keep=9)["new"] == []
 
 
+def test_a_day_with_a_bad_row_is_not_scored_by_days_before(
+    begun: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs, out = begun
+    write_day(logs / "day_11" / "part.csv", 4)
+    edit(logs / "day_11" / "part.csv", "\n0,", "\nno,")
+    found = go(logs, out, keep=9, delay=True, skip_bad_rows=1)
+    assert (found["new"], found["newest"]["late"]) == (["day_11"], None)
+    assert "day_11 is not scored by models of days before, because every row" in capsys.readouterr().err
+
+
 def test_a_day_that_was_changed_before_it_was_done_is_refused(
     begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

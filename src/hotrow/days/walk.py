@@ -34,6 +34,7 @@ from hotrow.base.files import LOCK, check_name, claim, crc32, folder_bytes
 from hotrow.base.progress import progress_bar
 from hotrow.base.records import STRICT, Document
 from hotrow.config.load import apply_overrides, load_config, make_config, overrides_of
+from hotrow.data.chunk import RowError
 from hotrow.data.packed.format import MANIFEST, DatasetInfo
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.init import RECIPE_FILE, run_init
@@ -375,14 +376,18 @@ def _published(walk: _Walk, name: str, run: Run, *, is_first: bool) -> int:
 
 def _late(walk: _Walk, path: Path, done: Sequence[DoneDay]) -> dict[str, dict[str, Any]] | None:
     """Returns the metrics of the models of the last two days on the raw rows of a day, as they would be served; None if
-    that was not asked for, or there is one such model."""
+    that was not asked for, there is one such model, or a row is bad."""
     if not walk.delay or len(done) < 2 or not is_taken(walk.place("runs", done[-2].name)):
         return None
     found = {}
     for what, day in (("fresh", done[-1]), ("late", done[-2])):
         with warnings.catch_warnings(), closing(Run(walk.place("runs", day.name))) as run:
             warnings.simplefilter("ignore")  # that ids are new and scores are worse is what the figures are about
-            found[what] = run.evaluate_rows(str(path))
+            try:
+                found[what] = run.evaluate_rows(str(path))
+            except RowError as error:  # a bad row, which preparation may skip
+                _say(f"{path} is not scored by models of days before, because every row must have a score: {error}")
+                return None
     return found
 
 
