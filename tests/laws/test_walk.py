@@ -19,6 +19,7 @@ from expanded import expanded
 from forked import COMMAND, run_forked
 from hotrow.base.files import claim
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.prepare.prepare import run_prepare
 from hotrow.days import walk
 from hotrow.days.walk import walk_days
 from hotrow.run import trainer
@@ -334,6 +335,30 @@ def test_a_day_with_a_bad_row_is_not_scored_by_days_before(
     found = go(logs, out, keep=9, delay=True, skip_bad_rows=1)
     assert (found["new"], found["newest"]["late"]) == (["day_11"], None)
     assert "day_11 is not scored by models of days before, because every row" in capsys.readouterr().err
+
+
+def test_a_file_that_comes_while_a_day_is_prepared_is_refused(
+    begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows would be in no day. A file of a format that is not read may come."""
+    logs, out = begun
+    write_day(logs / "day_11" / "part.csv", 4)
+
+    def prepare(*arguments: Any, **options: Any) -> Any:
+        found = run_prepare(*arguments, **options)
+        (logs / "day_11" / "notes.md").touch()
+        write_day(logs / "day_11" / "more.csv", 5)
+        os.utime(out / "data" / "day_11" / "dataset.json")
+        return found
+
+    monkeypatch.setattr(walk, "run_prepare", prepare)
+    with pytest.raises(ValueError, match=r"day_11/more\.csv is new since day_11 was prepared"):
+        go(logs, out, keep=9)
+    (logs / "day_11" / "more.csv").unlink()
+    monkeypatch.chdir(logs.parent)
+    assert go(Path("logs"), out, keep=9)["new"] == ["day_11"]
+    newest = walk._DOCUMENT.read(out / "days.json").days[-1].files
+    assert newest["day_11/part.csv"][1].startswith("crc32:") and newest["day_11/notes.md"] == (0, "")
 
 
 def test_a_day_that_was_changed_before_it_was_done_is_refused(

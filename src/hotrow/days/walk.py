@@ -39,8 +39,11 @@ from hotrow.data.packed.format import MANIFEST, DatasetInfo
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.init import RECIPE_FILE, run_init
 from hotrow.data.prepare.prepare import NO_BASE, raw_rows, run_prepare
+from hotrow.data.sources.columns import SUFFIXES_OF_KINDS
 from hotrow.data.sources.inputs import natural_key
 from hotrow.data.sources.options import ReadOptions, with_read_options
+from hotrow.data.sources.registry import OF_ANY_COLUMNS
+from hotrow.data.sources.tabular import has_suffix
 from hotrow.days.page import DoneDay, write_page
 from hotrow.export.delta import apply_delta, is_applied
 from hotrow.report.facts import number_in
@@ -268,10 +271,7 @@ def _do(walk: _Walk, name: str, path: Path, days: Sequence[DoneDay]) -> DoneDay:
     clock = [time.monotonic()]
     dataset = _prepared(walk, name, path, before)
     files, prepared_s = _files_of(walk, path), (dataset.path / MANIFEST).stat().st_mtime
-    sources = {os.path.relpath(file.path, walk.logs): file for file in dataset.info.sources}
-    read = {name: (sources[name].num_bytes, sources[name].checksum) for name in files if name in sources}
-    # Files that were there and are not among those that were read are of another format.
-    known = {name: (stat.st_size, "") for name, stat in files.items() if stat.st_ctime <= prepared_s} | read
+    known = _known(dataset.info, files, prepared_s)
     _check_unchanged(walk, name, files, known, prepared_s)
     clock.append(time.monotonic())
     run = Run(_trained(walk, name, dataset, before).path)
@@ -290,6 +290,21 @@ def _do(walk: _Walk, name: str, path: Path, days: Sequence[DoneDay]) -> DoneDay:
     )
     _say(done.line(run.record.trained_for))
     return done
+
+
+def _known(info: DatasetInfo, files: Mapping[str, os.stat_result], prepared_s: float) -> dict[str, tuple[int, str]]:
+    """Returns which of a day's files were there when it was prepared, at `prepared_s`, as `_check_unchanged` takes
+    them: those that were read, and those of formats that are not."""
+    depths = {len(name.split("/")) for name in files}  # the paths of sources begin as an earlier call named the logs
+    sources = {"/".join(file.path.split("/")[-depth:]): file for file in info.sources for depth in depths}
+    read = {name: (sources[name].num_bytes, sources[name].checksum) for name in files if name in sources}
+    kinds = [kind for kind in SUFFIXES_OF_KINDS if any(has_suffix(name, kind) for name in read)]
+    if info.ids.get("source") not in OF_ANY_COLUMNS:  # others choose their files by names
+        kinds = []
+    # A file that would have been read came while others were.
+    late = {name for name in files.keys() - read.keys() if any(has_suffix(name, kind) for kind in kinds)}
+    there = {name: (stat.st_size, "") for name, stat in files.items() if stat.st_ctime <= prepared_s}
+    return {name: own for name, own in there.items() if name not in late} | read
 
 
 def _figures(run: Run, info: DatasetInfo) -> dict[str, Any]:
