@@ -221,6 +221,13 @@ def test_old_datasets_and_runs_go(logs: Path, chain: Path, tmp_path: Path) -> No
     assert all(f"<td>{name}</td>" in page for name in NAMES)
 
 
+def test_what_a_kill_leaves_of_an_old_run_goes(begun: tuple[Path, Path]) -> None:
+    logs, out = begun
+    (out / "runs" / "day_1" / "run.json").unlink()
+    go(logs, out, keep=1)
+    assert [path.name for path in (out / "runs").iterdir()] == ["day_10"]
+
+
 def test_a_chain_without_schema_and_recipe(tmp_path: Path) -> None:
     """A newcomer's first call; files may be days as folders may."""
     for number in (1, 2):

@@ -47,7 +47,7 @@ from hotrow.data.sources.tabular import has_suffix
 from hotrow.days.page import DoneDay, write_page
 from hotrow.export.delta import apply_delta, is_applied
 from hotrow.report.facts import number_in
-from hotrow.run.folder import CONFIG, RunFolder
+from hotrow.run.folder import CONFIG, RUN, RunFolder
 from hotrow.run.runs import config_of, resume, train
 from hotrow.run.start import unknown_shares
 from hotrow.tune.listing import remove_run
@@ -410,8 +410,10 @@ def _finish(walk: _Walk, chain: Chain, keep: int) -> None:
     """Removes what older days need no longer, and writes the page."""
     for day in chain.days[:-keep]:
         remove(walk.place("data", day.name))
-        if is_taken(run := walk.place("runs", day.name)):
+        if is_taken((run := walk.place("runs", day.name)) / RUN):
             remove_run(run)
+        else:  # what a call that was killed left of it
+            remove(run)
     if chain.days:
         newest = Run(walk.place("runs", chain.days[-1].name)).record
         write_page(walk.chain / REPORT, walk.chain.name, chain.days, newest.trained_for)
