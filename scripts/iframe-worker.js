@@ -1,4 +1,4 @@
-/* iframe-worker 1.0.4, https://github.com/squidfunk/iframe-worker: lets pages that are opened as files search.
+/* iframe-worker 1.0.4, npm package iframe-worker: lets pages that are opened as files search.
  * Copyright (c) 2020-2022 Martin Donath <martin.donath@squidfunk.com>
  *
  * Permission is hereby granted, free of charge, to any person obtaining a copy

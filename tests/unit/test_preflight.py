@@ -171,7 +171,12 @@ def test_every_dependency_is_pinned_and_has_its_reason(name: str) -> None:
     assert name in {normal(word.strip()) for row in table for word in row.split(",")}, f"{name}: no reason given"
 
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn", "fbgemm_gpu": "fbgemm-gpu-cpu"}
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "mkdocs": "mkdocs-material",
+    "sklearn": "scikit-learn",
+    "fbgemm_gpu": "fbgemm-gpu-cpu",
+}
 INSIDE = {"ray"}
 """What an example runs inside of, and whoever starts it has."""
 EXTRAS = {
