@@ -394,6 +394,12 @@ def test_a_day_that_was_changed_before_it_was_done_is_refused(
         ({"keep": 1, "delay": True}, r"keep is 1; it must be at least 2"),
         ({"overrides": ["run=mine"]}, r"--set run: each day of a chain has its own"),
         ({"overrides": ["train.epoch=1"]}, r"recipe\.yaml: .*train\.epoch"),
+        ({"overrides": ["calibration.method=platt"]}, r"'platt', which needs validation rows; only"),
+        ({"overrides": ["hot={schedule: fae}"]}, r"hot\.schedule is 'fae', which needs validation rows"),
+        (
+            {"overrides": ["model={name: two_tower, item: [item]}"], "delay": True},
+            r"--delay scores raw rows, which .* sampled_softmax cannot",
+        ),
         ({"overrides": ["epochs"]}, r"--set 'epochs' has no name and value"),
         ({"time_format": "%s"}, r"time_format is another one than .* was begun with"),
         ({"schema": "recipe.yaml"}, r"schema is another one than .* was begun with"),

@@ -161,9 +161,20 @@ def _check_options(recipe: Path | str | None, overrides: Sequence[str], keep: in
     if chosen := [name for name in overrides_of(overrides) if name in ("data", "run", "from_run")]:
         raise ValueError(f"--set {chosen[0]}: each day of a chain has its own; leave it out")
     if recipe is None:
-        make_config(apply_overrides({"data": ""}, overrides), origin="days")
+        config = make_config(apply_overrides({"data": ""}, overrides), origin="days")
     else:
-        load_config(recipe, ["data=''", *overrides])
+        config = load_config(recipe, ["data=''", *overrides])
+    followed: dict[str, str | None] = {"calibration.method": config.calibration.method}
+    followed |= {"hot.schedule": "fae"} if config.hot.schedule == "fae" else {}
+    for option, value in followed.items():
+        if value is not None:
+            raise ValueError(
+                f"{option} is {value!r}, which needs validation rows; only the first day has some: change it"
+            )
+    if delay and config.model.trained_for.retrieves:
+        raise ValueError(
+            f"--delay scores raw rows, which a run with model.objective {config.model.objective} cannot: leave it out"
+        )
 
 
 # ---- which days there are
