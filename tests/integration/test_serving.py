@@ -26,7 +26,7 @@ from hotrow.cli import app as cli
 fastapi = pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
-from hotrow.serve.server import MAX_BYTES, make_app  # noqa: E402  # not without these two
+from hotrow.serve.server import MAX_BYTES, MAX_ROWS, MAX_SHARED, make_app  # noqa: E402  # not without these two
 
 SCHEMA: dict[str, Any] = {
     "label": "click",
@@ -158,6 +158,15 @@ def test_hostile_requests_get_an_error_each(served: tuple[Client, hotrow.Scorer]
         assert "Traceback" not in found["error"] and len(found["error"]) < 1000
     code, found = ask("POST", "/score", b'{"rows": [{"item": "' + b"x" * MAX_BYTES + b'"}]}')
     assert code == 413 and "send fewer rows" in found["error"]
+    for large in (
+        {"rows": [{}] * (MAX_ROWS + 1)},
+        {"rows": {"item": ["i1"] * (MAX_ROWS + 1)}},
+        {"user": {"user": "7" * (MAX_SHARED // 1000)}, "items": [{}] * 1000},
+        {"user": {"user": [7] * (MAX_SHARED // 3000)}, "items": {"item": ["i1"] * 1000}},
+    ):
+        code, found = ask("POST", "/score", large)
+        assert code == 413 and "send fewer rows" in found["error"]
+    assert len(ask("POST", "/score", {"rows": [{}] * MAX_ROWS})[1]["scores"]) == MAX_ROWS
     code, found = ask("POST", "/score", {"user": USER, "items": ITEMS})
     assert code == 200
     np.testing.assert_array_equal(np.array(found["scores"], np.float32), expected)

@@ -30,6 +30,10 @@ from hotrow.serve.scorer import Scorer
 
 MAX_BYTES = 4 << 20
 """The most bytes that a request may have."""
+MAX_ROWS = 1 << 14
+"""The most rows that a request may have: a row can take three bytes of a body, and kilobytes while it is scored."""
+MAX_SHARED = 2 * MAX_BYTES
+"""The most bytes that a user's cells may have, times the rows that share them: each row has lists of its own."""
 MAX_WAITING = 128
 """Connections beyond these are refused with status 503, so that requests take half a GiB at most."""
 REMEMBERED = 4096
@@ -38,7 +42,7 @@ _SCORE = {"rows": list | dict, "user": dict, "items": list | dict, "strict": boo
 
 
 class TooLargeError(ValueError):
-    """A request with too many bytes."""
+    """A request with too many bytes or rows."""
 
 
 class Meter:
@@ -105,6 +109,7 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
         app.add_api_route(path, answer, methods=["POST"], name=path[1:])
 
     def score(**body: Any) -> dict[str, Any]:
+        _check_rows(body)
         scores, version = scorer.answer(**body)
         if len(bad := np.argwhere(~np.isfinite(scores))):
             raise ValueError(f"row {bad[0, 0]} has no finite score: its numbers are too large")
@@ -179,6 +184,19 @@ def _parsed(body: bytes, fields: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, fields[name]):
             raise ValueError(f"{name} is a {type(value).__name__}, which it may not be")
     return found
+
+
+def _check_rows(body: dict[str, Any]) -> None:
+    """Raises TooLargeError if there are too many rows, or too many for the cells that they share."""
+    given = body.get("rows", body.get("items", ()))
+    columns = given.values() if isinstance(given, dict) else [given]
+    num_rows = max((len(own) for own in columns if isinstance(own, list)), default=0)
+    if num_rows > MAX_ROWS:
+        raise TooLargeError(f"a request may have {MAX_ROWS:,} rows; send fewer rows at a time")
+    if num_rows * len(json.dumps(body.get("user", {}), ensure_ascii=False)) > MAX_SHARED:
+        raise TooLargeError(
+            f"the user's cells for {num_rows:,} rows exceed {MAX_SHARED:,} bytes; send fewer rows at a time"
+        )
 
 
 def _within(deltas: Path, delta: str) -> Path:
