@@ -142,6 +142,7 @@ def hostile(rng: random.Random) -> bytes | dict[str, Any]:
         {"rows": ITEMS, "strict": rng.choice([1, "true", None])},
         {"rows": [{"item": "\ud800"}]},
         {"user": {"item": 1, "\ud800": 1}, "items": [{"\ud800": 2}]},
+        b'{"rows": [{"item": ' + b"[" * 900 + b"]" * 900 + b"}]}",
         {},
         b"null",
     ]

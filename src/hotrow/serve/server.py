@@ -98,6 +98,8 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
             except ValueError as error:
                 text = str(error).encode(errors="backslashreplace").decode()  # it may show what is not valid Unicode
                 code, found = 413 if isinstance(error, TooLargeError) else 400, {"error": text}
+            except RecursionError:
+                code, found = 400, {"error": "a cell is nested too deeply; pass text, a number or a list of them"}
             except Exception:
                 if not await request.is_disconnected():
                     traceback.print_exc(file=sys.stderr)
