@@ -221,6 +221,16 @@ def test_old_datasets_and_runs_go(logs: Path, chain: Path, tmp_path: Path) -> No
     assert all(f"<td>{name}</td>" in page for name in NAMES)
 
 
+def test_a_day_of_another_model_is_refused_before_it_trains(begun: tuple[Path, Path]) -> None:
+    """What it trained could not be sent as a delta."""
+    logs, out = begun
+    write_day(logs / "day_11" / "part.csv", 4)
+    with pytest.raises(ValueError, match=r"--set model\.embedding_init: a chain of days has one model"):
+        go(logs, out, keep=9, overrides=["model.embedding_init=0.05", "train.batch_size=32"])
+    assert not (out / "runs" / "day_11").exists()
+    assert go(logs, out, keep=9, overrides=["train.batch_size=32"])["new"] == ["day_11"]
+
+
 def test_what_a_kill_leaves_of_an_old_run_goes(begun: tuple[Path, Path]) -> None:
     logs, out = begun
     (out / "runs" / "day_1" / "run.json").unlink()

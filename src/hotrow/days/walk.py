@@ -380,7 +380,14 @@ def _trained(walk: _Walk, name: str, dataset: PackedDataset, before: str | None)
         else:
             config = config_of(parent := walk.place("runs", before))
             overrides += [f"from_run={json.dumps(str(parent))}", *LATER]
-        folder = train(load_config(config, [*overrides, *walk.overrides]))
+        own, known = (load_config(config, [*overrides, *more]) for more in (walk.overrides, ()))
+        if before is not None and own.model != known.model:
+            other = next(option for option, value in own.model if getattr(known.model, option, None) != value)
+            raise ValueError(
+                f"--set model.{other}: a chain of days has one model, because a delta changes weights and ids alone: "
+                "leave it out, or begin another chain with --out"
+            )
+        folder = train(own)
     if folder.record.status == "interrupted":
         raise _Interrupted(folder.record.signal)
     return folder
