@@ -8,13 +8,14 @@ LOGS is a folder with the two files of `prepare`. Nobody tunes: all sides train 
 their last weights. FuxiCTR's side is the class of its model_zoo with its own loss and optimizer, whose options are as
 published if `PAIRS` has no others. Its Adam moves all rows of a table at each step, hotrow's those of the batch; so on
 a third side, `lazy`, FuxiCTR's class has an Adam that moves the batch's rows alone. Rows of ids begin on all sides
-between minus and plus INIT, those of rare ids at 0.
+between minus and plus INIT, those of rare ids at 0. So do the vectors that FuxiCTR multiplies by numbers: as published
+they begin so large that DeepFM's products of numbers drown all else (FuxiCTR itself makes ids of Criteo's numbers).
 
 Each seed trains all sides, one after the other, with THREADS threads. AUC and LogLoss are those of the test rows, with
 standard errors over seeds; a difference is hotrow's mean less the other side's. Samples a second are those of training
 alone, the median of the seeds. FuxiCTR's sides have all rows in tensors, so they read nothing.
 
-What remains different: FuxiCTR gives each number a vector; dense layers begin with other distributions; and DIN's
+What remains different: hotrow has no vectors of numbers; dense layers begin with other distributions; and DIN's
 attention has Dice in FuxiCTR, a ReLU in hotrow.
 """
 
@@ -175,10 +176,12 @@ def published(dataset: PackedDataset, columns: dict[str, Tensor], pair: Pair, zo
     settings = {"optimizer": "adam", "loss": "binary_crossentropy", "learning_rate": LR, "embedding_dim": WIDTH}
     unused = {"verbose": 0, "model_root": "", "metrics": []}
     model = getattr(module, path.stem)(features_of(dataset, columns), **settings, **unused, **pair.theirs)
-    for table in model.modules():
-        if isinstance(table, nn.Embedding) and table.embedding_dim == WIDTH:
-            nn.init.uniform_(table.weight, -INIT, INIT)
-            table.weight.data[:2] = 0  # padding, and rare ids
+    for layer in model.modules():
+        if isinstance(layer, nn.Embedding) and layer.embedding_dim == WIDTH:
+            nn.init.uniform_(layer.weight, -INIT, INIT)
+            layer.weight.data[:2] = 0  # padding, and rare ids
+        elif isinstance(layer, nn.Linear) and layer.in_features == 1:  # the vector of a number
+            nn.init.uniform_(layer.weight, -INIT, INIT)
     return model
 
 
