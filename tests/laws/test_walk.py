@@ -343,6 +343,17 @@ def test_bad_rows_may_be_skipped_from_any_day_on(begun: tuple[Path, Path]) -> No
     assert go(logs, out, keep=9)["new"] == []
 
 
+def test_a_day_whose_rows_were_wrong_may_be_mended(begun: tuple[Path, Path]) -> None:
+    """Counts of its rows may have been kept, to go on from."""
+    logs, out = begun
+    write_day(logs / "day_11" / "part.csv", 1)
+    with pytest.raises(ValueError, match="prepare days in the order of time"):
+        go(logs, out, keep=9)
+    assert (out / "data" / "day_11" / ".prepare").is_dir()
+    write_day(logs / "day_11" / "part.csv", 4)
+    assert go(logs, out, keep=9)["new"] == ["day_11"]
+
+
 def test_a_day_with_a_bad_row_is_not_scored_by_days_before(
     begun: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +40,7 @@ from hotrow.data.packed.format import MANIFEST, DatasetInfo
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.init import RECIPE_FILE, run_init
 from hotrow.data.prepare.prepare import NO_BASE, raw_rows, run_prepare
+from hotrow.data.prepare.workfolder import OtherWorkError
 from hotrow.data.sources.columns import SUFFIXES_OF_KINDS
 from hotrow.data.sources.inputs import natural_key
 from hotrow.data.sources.options import ReadOptions, with_read_options
@@ -343,18 +345,16 @@ def _prepared(walk: _Walk, name: str, path: Path, before: str | None) -> PackedD
     """Returns the dataset of a day, which extends that of the day before it."""
     out, base = walk.place("data", name), None if before is None else walk.place("data", before)
     if not is_taken(out / MANIFEST):
-        given = vars(walk.read) if base is None else {"skip_bad_rows": walk.read.skip_bad_rows}
+        given: dict[str, Any] = {"skip_bad_rows": walk.read.skip_bad_rows, "base": base}
+        if base is None:
+            given = {**vars(walk.read), "schema": walk.schema, "base": NO_BASE}
         with progress_bar() as progress:
-            run_prepare(
-                "auto",
-                str(path),
-                out,
-                schema=walk.schema if base is None else None,
-                base=NO_BASE if base is None else base,
-                announce=_say,
-                progress=progress,
-                **given,
-            )
+            prepare = partial(run_prepare, "auto", str(path), out, announce=_say, progress=progress, **given)
+            try:
+                prepare()
+            except OtherWorkError:  # a call before this one ended with an error of the day's rows, which were mended
+                _say(f"what was prepared of {name} is of other rows, or of another day before it: starting again")
+                prepare(overwrite=True)
     dataset = PackedDataset.open(out, verify="sizes")
     rows = raw_rows(dataset)
     if rows is None or rows.day.parent_checksum != (None if base is None else PackedDataset.open(base).checksum):

@@ -112,10 +112,15 @@ RESULTS = TypeAdapter(Results)
 _DOCUMENT = Document(Results, marks={"hotrow_prepare": 1}, cure=CURE)
 
 
+class OtherWorkError(ValueError):
+    """A folder holds unfinished work on other rows, or with other options."""
+
+
 class WorkFolder:
     """The state of one preparation, saved whole after every stage and part.
 
-    Raises ValueError if `out` holds a finished dataset, other unfinished work (naming what differs) or other files;
+    Raises ValueError if `out` holds a finished dataset or other files, and OtherWorkError, which names what differs,
+    if it holds other unfinished work;
     with `overwrite`, a dataset or unfinished work is replaced. Nothing is written or removed before `begin`.
     """
 
@@ -134,7 +139,7 @@ class WorkFolder:
         found = _DOCUMENT.read(self.folder / STATE)
         differences = _differences(found.identity, self.results.identity)
         if differences:
-            raise ValueError(
+            raise OtherWorkError(
                 f"{self.out} holds unfinished work of another command: {'; '.join(differences[:5])}; run the "
                 "earlier command to finish it, or --overwrite to start again"
             )
