@@ -408,6 +408,25 @@ def test_a_day_that_was_changed_before_it_was_done_is_refused(
     shutil.rmtree(logs / "day_10b")
 
 
+def test_no_day_comes_before_one_that_was_sent(begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill came after the delta was applied: a day before it would take that delta's place."""
+    logs, out = begun
+    write_day(logs / "day_11" / "part.csv", 4)
+
+    def stopped(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(walk, "_late", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            go(logs, out, keep=9)
+    write_day(logs / "day_10b" / "part.csv", 5)
+    with pytest.raises(ValueError, match=r"day_10b comes before day_11, which is done"):
+        go(logs, out, keep=9)
+    shutil.rmtree(logs / "day_10b")
+    assert go(logs, out, keep=9)["new"] == ["day_11"]
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -31,7 +31,7 @@ from pydantic.dataclasses import dataclass as record
 
 from hotrow.api import Run
 from hotrow.base.door import is_taken, make_folder, remove
-from hotrow.base.files import LOCK, check_name, claim, crc32, folder_bytes
+from hotrow.base.files import LOCK, PARTIAL_SUFFIX, check_name, claim, crc32, folder_bytes
 from hotrow.base.progress import progress_bar
 from hotrow.base.records import STRICT, Document
 from hotrow.config.load import apply_overrides, load_config, make_config, overrides_of
@@ -47,7 +47,7 @@ from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import OF_ANY_COLUMNS
 from hotrow.data.sources.tabular import has_suffix
 from hotrow.days.page import DoneDay, write_page
-from hotrow.export.delta import apply_delta, is_applied
+from hotrow.export.delta import DELTA, apply_delta, is_applied
 from hotrow.report.facts import number_in
 from hotrow.run.folder import CONFIG, RUN, RunFolder
 from hotrow.run.runs import config_of, resume, train
@@ -216,8 +216,10 @@ def _left(walk: _Walk, paths: Mapping[str, Path], done: Sequence[DoneDay]) -> di
         if day.name in paths:
             _check_unchanged(walk, day.name, _files_of(walk, paths[day.name]), day.files, day.prepared_s)
     left = {name: path for name, path in paths.items() if name not in {day.name for day in done}}
-    for name, path in left.items():
-        if done and _order(name) < _order(last := done[-1].name):
+    deltas = (path.parent.name for path in (walk.chain / "deltas").glob(f"*/{DELTA}"))
+    known = [day.name for day in done] + [name for name in deltas if not name.endswith(PARTIAL_SUFFIX)]
+    for name, path in left.items():  # a day with a delta may already be in the model, and in copies of it
+        if name not in known and known and _order(name) < _order(last := max(known, key=_order)):
             raise ValueError(
                 f"{path} comes before {last}, which is done: days train in the order of their names; give it a later "
                 "name, move it away, or begin another chain with --out"
