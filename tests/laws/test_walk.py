@@ -221,6 +221,23 @@ def test_old_datasets_and_runs_go(logs: Path, chain: Path, tmp_path: Path) -> No
     assert all(f"<td>{name}</td>" in page for name in NAMES)
 
 
+def test_options_of_the_first_day_may_be_mended(logs: Path, tmp_path: Path) -> None:
+    """A newcomer learns of a wrong column or recipe by an error; nothing was made by it."""
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "chain"
+    recipe.write_text(RECIPE + "metrics: {by: shop}\n")
+    with pytest.raises(ValueError, match="clicked"):
+        walk_days(logs, out, recipe=recipe, **{**TOLD, "label": "clicked"})
+    with pytest.raises(ValueError, match="shop"):
+        walk_days(logs, out, recipe=recipe, **TOLD)
+    with pytest.raises(ValueError, match="label is another one than"):  # a dataset was made by it
+        walk_days(logs, out, recipe=recipe, **{**TOLD, "label": "price >= 0"})
+    recipe.write_text(RECIPE)
+    assert walk_days(logs, out, recipe=recipe, overrides=["train.max_steps=2"], **TOLD)["new"] == list(NAMES)
+    recipe.write_text(RECIPE + "metrics: {by: user}\n")
+    with pytest.raises(ValueError, match="recipe is another one than"):
+        walk_days(logs, out, recipe=recipe, **TOLD)
+
+
 def test_a_day_of_another_model_is_refused_before_it_trains(begun: tuple[Path, Path]) -> None:
     """What it trained could not be sent as a delta."""
     logs, out = begun

@@ -71,7 +71,7 @@ class Chain:
     """What days.json says."""
 
     asked: dict[str, JsonValue]
-    """What was said of columns and of the first day's recipe, which may not change between two calls."""
+    """What was said of columns and of the first day's recipe, which may not change once something is made by it."""
     days: tuple[DoneDay, ...] = ()
     """The days that are done, the first one first."""
 
@@ -268,6 +268,13 @@ def _open(walk: _Walk) -> Chain:
             raise ValueError(f"{walk.chain} has no {DAYS}, but {taken[0]}: name a new folder with --out")
         _DOCUMENT.write(walk.chain / DAYS, Chain(asked))
     chain = _DOCUMENT.read(walk.chain / DAYS)
+    # What nothing was made by may change: the first calls of a user are often wrong.
+    made = {kind: any((walk.chain / kind).glob(f"*/{file}")) for kind, file in (("data", MANIFEST), ("runs", CONFIG))}
+    free = {name for name in asked | chain.asked if not (chain.days or made["runs" if name == "recipe" else "data"])}
+    if free:
+        fixed = {name: own for name, own in chain.asked.items() if name not in free}
+        chain = replace(chain, asked=fixed | {name: own for name, own in asked.items() if name in free})
+        _DOCUMENT.write(walk.chain / DAYS, chain)
     if other := sorted(name for name in asked | chain.asked if asked.get(name) != chain.asked.get(name)):
         raise ValueError(
             f"{other[0]} is another one than {walk.chain} was begun with; give that again, change options of later "
