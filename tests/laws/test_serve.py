@@ -283,6 +283,14 @@ def test_threads_do_not_disturb_each_other(scorer: hotrow.Scorer) -> None:
         np.testing.assert_array_equal(own, wanted)
 
 
+def test_scorers_may_open_an_export_at_once(export: Path, tmp_path: Path) -> None:
+    """As processes of one server do: each finds the vocabularies, or waits until they are made."""
+    with ThreadPoolExecutor(6) as executor:
+        found = list(executor.map(lambda _: hotrow.Scorer(export, work=tmp_path / "work").score(some()), range(6)))
+    for scores in found[1:]:
+        np.testing.assert_array_equal(scores, found[0])
+
+
 def test_memory_is_let_go_of(days: Days, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files stay what they were, and so do scores, if every page is let go of all the time; a version that no
     longer scores has none in memory."""

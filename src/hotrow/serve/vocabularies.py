@@ -8,6 +8,7 @@ and the checksum of the Parquet, so that versions of an export share those that 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from hotrow.base.door import is_there, make_folder, open_file
+from hotrow.base.files import claim
 from hotrow.data.chunk import Keys
 from hotrow.data.native import hash_keys
 from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, write_vocabulary
@@ -26,6 +28,7 @@ from hotrow.export.export import Description
 
 FOLDER = "vocab"
 IDS_AT_ONCE = 1 << 17
+WAIT_S = 0.05
 
 
 def open_vocabulary(
@@ -42,11 +45,17 @@ def open_vocabulary(
     name = f"{source.stem}-{sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}"
     path = work / FOLDER / name
     make_folder(path.parent)
-    if not is_there(path):
-        num_keys = int(own["num_keys"])
-        summary = TableSummary(num_rows, num_keys, missing_row, num_distinct=num_keys, num_accesses=0)
-        entries = _entries(source, num_keys, strings=kind == "bytes" and not hash_cap)
-        write_vocabulary(path, entries, summary, key_kind=kind, hash_cap=hash_cap)
+    while not is_there(path):
+        with claim(path.parent) as is_ours:
+            if is_ours is False:  # another scorer, maybe of another process, makes vocabularies here
+                time.sleep(WAIT_S)
+                continue
+            if is_there(path):
+                break
+            num_keys = int(own["num_keys"])
+            summary = TableSummary(num_rows, num_keys, missing_row, num_distinct=num_keys, num_accesses=0)
+            entries = _entries(source, num_keys, strings=kind == "bytes" and not hash_cap)
+            write_vocabulary(path, entries, summary, key_kind=kind, hash_cap=hash_cap)
     found = Vocabulary.open(path)
     if (found.key_kind, found.missing_row, found.num_embeddings) != (kind, missing_row, num_rows):
         raise ValueError(f"{source} is not of table {table['name']!r}; export the run again")
