@@ -402,6 +402,22 @@ def test_a_damaged_delta_is_refused_and_the_version_before_scores_on(days: Days,
     assert scorer.apply(delta) == scorer.version
 
 
+@pytest.mark.parametrize(
+    "name", ["export.json", "tables/item.safetensors", "vocab/user.parquet", "model.safetensors", "."]
+)
+def test_a_kept_version_that_was_removed_in_half_is_made_again(days: Days, tmp_path: Path, name: str) -> None:
+    base, (delta, *_), (whole, *_) = days
+    scorer = hotrow.Scorer(base, work=tmp_path / "work")
+    version = scorer.apply(delta)
+    scorer.rollback()
+    (kept,) = (tmp_path / "work" / "versions").iterdir()
+    shutil.rmtree(kept) if name == "." else (kept / name).unlink()
+    kept.mkdir(exist_ok=True)
+    assert scorer.apply(delta) == version
+    own = hotrow.Scorer(whole, work=tmp_path / "work")
+    np.testing.assert_array_equal(scorer.score(some()), own.score(some()))
+
+
 @pytest.mark.parametrize("num_deltas", [20, pytest.param(100, marks=pytest.mark.slow)])
 def test_every_answer_under_load_is_of_one_version(packed: Path, tmp_path: Path, num_deltas: int) -> None:
     """No request fails, and none has rows of two versions."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from hotrow.base.door import is_taken, make_folder
 from hotrow.base.files import parse_bytes
 from hotrow.data.seen import Seen
 from hotrow.export.delta import apply_delta, checksum_of, read_delta
+from hotrow.export.export import verify_export
 from hotrow.models.spec import SampleError
 from hotrow.serve.mapped import mapped_bytes
 from hotrow.serve.version import NAME_DIGITS, Version
@@ -140,10 +141,11 @@ class Scorer:
             found = read_delta(Path(delta))
             path = self._work / VERSIONS / f"{found.number}-{found.result[:NAME_DIGITS]}"
             make_folder(path.parent)
-            if not is_taken(path):
-                apply_delta(now.path, delta, path)
-            elif found.exports[-1] != checksum_of(now.path) or found.result != checksum_of(path):
-                apply_delta(now.path, delta, path)  # which says why it is not the next one
+            is_next = found.exports[-1] == checksum_of(now.path)
+            if is_next and is_taken(path) and not _is_whole(path, found.result):
+                shutil.rmtree(path)  # an earlier process ended while it removed it
+            if not (is_next and is_taken(path)):
+                apply_delta(now.path, delta, path)  # which says why, if it is not the next one
             opened = Version(path, self._work, self._most_bytes)
             self._versions = opened, now
             now.mapped.let_go()
@@ -172,6 +174,13 @@ class Scorer:
             yield
         finally:
             self._changing.release()
+
+
+def _is_whole(version: Path, checksum: str) -> bool:
+    """Returns whether a folder is the export of this checksum, with all of its files."""
+    with suppress(ValueError, OSError):
+        return checksum_of(version) == checksum and verify_export(version, unread=("tables/",)) >= 0
+    return False
 
 
 def _check(rows: Any, user: Mapping[str, Any]) -> None:
