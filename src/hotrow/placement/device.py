@@ -452,7 +452,7 @@ class Device(Placement):
             self._raise_failure()
             if self.arrays is None or self._stale:
                 return
-                self._land()
+            self._land()
             dirty = [np.flatnonzero(directory.dirty) for directory in self.directories]
             rows = [directory.row_of[slots] for directory, slots in zip(self.directories, dirty, strict=True)]
             for some_rows, some_slots in self._pieces(rows, dirty, self.below.piece_bytes):
