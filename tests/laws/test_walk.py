@@ -425,6 +425,27 @@ def test_a_day_that_was_changed_before_it_was_done_is_refused(
     shutil.rmtree(logs / "day_10b")
 
 
+def test_no_day_comes_before_the_first_one_that_was_exported(
+    logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill came before it was noted as done: the model would be taken for that of the day before."""
+    shutil.copytree(logs / "day_2", tmp_path / "logs" / "day_2")
+    given: dict[str, Any] = {"recipe": logs.parent / "recipe.yaml", **TOLD}
+
+    def stopped(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(walk, "_late", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            walk_days(tmp_path / "logs", tmp_path / "chain", **given)
+    shutil.copytree(logs / "day_1", tmp_path / "logs" / "day_1")
+    with pytest.raises(ValueError, match=r"day_1 comes before day_2, which is done"):
+        walk_days(tmp_path / "logs", tmp_path / "chain", **given)
+    shutil.rmtree(tmp_path / "logs" / "day_1")
+    assert walk_days(tmp_path / "logs", tmp_path / "chain", **given)["new"] == ["day_2"]
+
+
 def test_no_day_comes_before_one_that_was_sent(begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill came after the delta was applied: a day before it would take that delta's place."""
     logs, out = begun

@@ -218,6 +218,8 @@ def _left(walk: _Walk, paths: Mapping[str, Path], done: Sequence[DoneDay]) -> di
     left = {name: path for name, path in paths.items() if name not in {day.name for day in done}}
     deltas = (path.parent.name for path in (walk.chain / "deltas").glob(f"*/{DELTA}"))
     known = [day.name for day in done] + [name for name in deltas if not name.endswith(PARTIAL_SUFFIX)]
+    if not done and is_taken(walk.chain / "model"):  # the first day's, which has no delta
+        known = [path.parent.name for path in (walk.chain / "runs").glob(f"*/{CONFIG}")]
     for name, path in left.items():  # a day with a delta may already be in the model, and in copies of it
         if name not in known and known and _order(name) < _order(last := max(known, key=_order)):
             raise ValueError(
