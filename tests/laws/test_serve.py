@@ -258,6 +258,8 @@ def test_strict_names_column_and_row(scorer: hotrow.Scorer, *, short: bool) -> N
         ({"rows": [{}], "items": [{}]}, "pass either rows, or items"),
         ({"rows": [{}], "user": {}}, "pass either rows, or items"),
         ({"rows": [{}, 3]}, "row 1 is a int"),
+        ({"user": 3, "items": [{}]}, "user is a int; pass a dict"),
+        ({"user": "ab", "items": [{}]}, "user is a str; pass a dict"),
         ({"user": {"item": 1}, "items": [{"big": 1}, {"item": 1}]}, "'item' is given by the user and by row 1"),
         ({"user": {"item": 1}, "items": {"item": [1]}}, "'item' is given by the user and by the items"),
         ({"rows": {"item": [1, 2], "big": [1]}}, "'big' has 1 rows, 'item' has 2"),
@@ -497,6 +499,12 @@ def test_an_export_that_was_altered_is_refused(export: Path, tmp_path: Path) -> 
     ):
         with pytest.raises(ValueError, match=str(other.name)):
             print(other.name, hotrow.Scorer(other).version, "is taken")
+
+
+def test_a_folder_that_is_no_export_gets_no_company(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no export\.json"):
+        hotrow.Scorer(tmp_path / "typo" / "clicks")
+    assert list(tmp_path.iterdir()) == []
 
 
 VALUES: tuple[Any, ...] = (None, True, 0, -1, 1, 2.5, 2**40, 2**70, "", "x", "../x", [], [0], {}, {"x": 0})

@@ -25,7 +25,7 @@ from hotrow.base.door import is_taken, make_folder
 from hotrow.base.files import parse_bytes
 from hotrow.data.seen import Seen
 from hotrow.export.delta import apply_delta, checksum_of, read_delta
-from hotrow.export.export import verify_export
+from hotrow.export.export import EXPORT, verify_export
 from hotrow.models.spec import SampleError
 from hotrow.serve.mapped import mapped_bytes
 from hotrow.serve.version import NAME_DIGITS, Version
@@ -57,6 +57,8 @@ class Scorer:
 
     def __init__(self, export: Path | str, *, memory: int | str | None = None, work: Path | str | None = None) -> None:
         path = Path(export)
+        if not is_taken(path / EXPORT):
+            verify_export(path)  # which says what is missing, before a folder is made beside it
         # Once, so that a version's limit does not count what the one before it had in memory.
         self._most_bytes = None if memory is None else mapped_bytes() + parse_bytes(memory, what="memory")
         self._work = path.resolve().with_name(path.resolve().name + SUFFIX) if work is None else Path(work)
@@ -114,6 +116,8 @@ class Scorer:
         version = self._versions[0]
         if (rows is None) == (items is None) or (user is not None and items is None):
             raise ValueError("pass either rows, or items with or without the user that they share")
+        if user is not None and not isinstance(user, Mapping):
+            raise ValueError(f"user is a {type(user).__name__}; pass a dict of its cells by column")
         given, shared = rows if items is None else items, dict(user or {})
         try:
             if isinstance(given, list | Mapping):
