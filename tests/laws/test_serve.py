@@ -293,6 +293,17 @@ def test_scorers_may_open_an_export_at_once(export: Path, tmp_path: Path) -> Non
         np.testing.assert_array_equal(scores, found[0])
 
 
+@pytest.mark.parametrize("num_bytes", [0, 100, -1])
+def test_a_searchable_file_that_is_damaged_is_made_again(export: Path, tmp_path: Path, num_bytes: int) -> None:
+    work = tmp_path / "work"
+    expected = hotrow.Scorer(export, work=work).score(some())
+    made = {path: path.read_bytes() for path in (work / "vocab").iterdir()}
+    for path, own in made.items():
+        path.write_bytes(own[:num_bytes])
+    np.testing.assert_array_equal(hotrow.Scorer(export, work=work).score(some()), expected)
+    assert {path: path.read_bytes() for path in (work / "vocab").iterdir()} == made
+
+
 def test_memory_is_let_go_of(days: Days, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files stay what they were, and so do scores, if every page is let go of all the time; a version that no
     longer scores has none in memory."""

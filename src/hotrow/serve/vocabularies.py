@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from hotrow.base.door import is_there, make_folder, open_file
+from hotrow.base.door import make_folder, open_file
 from hotrow.base.files import claim
 from hotrow.data.chunk import Keys
 from hotrow.data.native import hash_keys
@@ -34,7 +35,7 @@ WAIT_S = 0.05
 def open_vocabulary(
     export: Path, about: Description, table: dict[str, Any], encoding: IdEncoding, work: Path
 ) -> Vocabulary:
-    """Maps the vocabulary of a table; if `work` does not have it yet, it is made there first.
+    """Maps the vocabulary of a table; if `work` does not have it, or has it damaged, it is made there first.
 
     Raises ValueError, which names the file, if ids do not rise by their hashes, or do not fit the table.
     """
@@ -45,21 +46,28 @@ def open_vocabulary(
     name = f"{source.stem}-{sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}"
     path = work / FOLDER / name
     make_folder(path.parent)
-    while not is_there(path):
+    found = _opened(path)
+    while found is None:
         with claim(path.parent) as is_ours:
             if is_ours is False:  # another scorer, maybe of another process, makes vocabularies here
                 time.sleep(WAIT_S)
-                continue
-            if is_there(path):
-                break
-            num_keys = int(own["num_keys"])
-            summary = TableSummary(num_rows, num_keys, missing_row, num_distinct=num_keys, num_accesses=0)
-            entries = _entries(source, num_keys, strings=kind == "bytes" and not hash_cap)
-            write_vocabulary(path, entries, summary, key_kind=kind, hash_cap=hash_cap)
-    found = Vocabulary.open(path)
+            found = _opened(path)
+            if found is None and is_ours is not False:
+                num_keys = int(own["num_keys"])
+                summary = TableSummary(num_rows, num_keys, missing_row, num_distinct=num_keys, num_accesses=0)
+                entries = _entries(source, num_keys, strings=kind == "bytes" and not hash_cap)
+                write_vocabulary(path, entries, summary, key_kind=kind, hash_cap=hash_cap)
+                found = Vocabulary.open(path)
     if (found.key_kind, found.missing_row, found.num_embeddings) != (kind, missing_row, num_rows):
         raise ValueError(f"{source} is not of table {table['name']!r}; export the run again")
     return found
+
+
+def _opened(path: Path) -> Vocabulary | None:
+    """Returns the vocabulary in `path`; None if it is not there or damaged, so that it has to be made."""
+    with suppress(ValueError, FileNotFoundError):
+        return Vocabulary.open(path)
+    return None
 
 
 def _entries(source: Path, num_keys: int, *, strings: bool) -> Iterator[Entries]:
