@@ -1,6 +1,6 @@
 """A scorer over HTTP: POST /score, GET /health, GET /metrics, and POST /apply and /rollback of deltas in one folder.
 
-Whatever a request holds, it gets JSON: an answer, or `{"error": "..."}` with status 400, 413 or 503. Requests name no
+Whatever a request holds, it gets JSON: an answer, or `{"error": "..."}` with status 400 or 413. Requests name no
 files except deltas below the folder that was given at the start, and nothing of them is run.
 """
 
