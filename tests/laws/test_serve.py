@@ -401,6 +401,21 @@ def test_deltas_bring_it_forward_and_back(days: Days, tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in base.rglob("*") if path.is_file()} == before
 
 
+def test_a_version_that_was_left_goes_if_another_one_follows(days: Days, run: hotrow.Run, tmp_path: Path) -> None:
+    """As when a bad day is taken back, and its better model applied."""
+    base, (delta, *_), _ = days
+    run.export(tmp_path / "better", since=base)
+    scorer = hotrow.Scorer(base, work=tmp_path / "work")
+    bad = scorer.apply(delta)
+    scorer.rollback()
+    assert scorer.apply(tmp_path / "better") != bad
+    (left,) = (tmp_path / "work" / "versions").iterdir()
+    assert left == scorer.path
+    assert {path for each in scorer._versions if each for path in each.made} == {
+        *(tmp_path / "work" / "vocab").iterdir()
+    }
+
+
 def test_a_damaged_delta_is_refused_and_the_version_before_scores_on(days: Days, tmp_path: Path) -> None:
     base, (delta, *_), _ = days
     scorer = hotrow.Scorer(base, work=tmp_path / "work")

@@ -72,6 +72,8 @@ class Scorer:
         opened = Version(path, self._work, self._most_bytes)
         self._versions: tuple[Version, Version | None] = opened, None
         """The version that scores, and the one before it."""
+        self._undone: Version | None = None
+        """The version that `rollback` left, until a delta is applied: often it is the same one."""
         self._changing, self._counting = threading.Lock(), threading.Lock()
         self.seen = Seen(opened.usual.usual, opened.usual.ranges, of=opened.usual.of)
         """Counts of what all scored rows held, by column; `seen.warnings()` says what stands out."""
@@ -153,11 +155,12 @@ class Scorer:
             opened = Version(path, self._work, self._most_bytes)
             self._versions = opened, now
             now.mapped.let_go()
-            if before is not None:
-                for file in before.made - now.made - opened.made:
+            for old in (own for own in (before, self._undone) if own is not None):
+                for file in old.made - now.made - opened.made:
                     file.unlink(missing_ok=True)
-                if before.path.parent == path.parent and before.path not in (path, now.path):
-                    shutil.rmtree(before.path, ignore_errors=True)
+                if old.path.parent == path.parent and old.path not in (path, now.path):
+                    shutil.rmtree(old.path, ignore_errors=True)
+            self._undone = None
             return opened.name
 
     def rollback(self) -> str:
@@ -166,7 +169,7 @@ class Scorer:
             now, before = self._versions
             if before is None:
                 raise ValueError("there is no version before this one; apply a delta first")
-            self._versions = before, None
+            self._versions, self._undone = (before, None), now
             now.mapped.let_go()
             return before.name
 
