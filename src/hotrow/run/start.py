@@ -82,7 +82,8 @@ class Start:
         rows = {"new rows of tables": added, "rows of expired ids": sum(self.record.rows_reborn.values())}
         new = " and ".join(f"{number:,} {what}" for what, number in rows.items() if number)
         new = f"; {new} begin with the weights of their table's row 0" if new else ""
-        new += f"; sums of squares of rows are multiplied by {self.decay:g}" if self.decay != 1 and "sparse" in kept else ""
+        if self.decay != 1 and "sparse" in kept:
+            new += f"; sums of squares of rows are multiplied by {self.decay:g}"
         return (
             f"starts with the weights of step {self.record.step} of {self.record.path}; "
             f"{states.get(len(kept), 'states of optimizers go on')}{new}"
