@@ -82,7 +82,7 @@ def test_learns_and_fills_its_folder(dataset: PackedDataset, tmp_path: Path) -> 
 
 FIRST = re.compile(
     r"\[0:\d\d:\d\d\] \d+% step (?P<step>\d+)/(?P<steps>\d+) (?P<rate>[\d.]+[kM]?)/s loss (?P<loss>[\d.]+)"
-    r"(?P<val>| AUC [\d.]+) \d+:\d\d:\d\d left"
+    r"(?P<val>| AUC [\d.]+)(?P<left>| \d+:\d\d:\d\d left)"
 )
 SECOND = re.compile(
     r"data (?P<data>\d+)% lookup (?P<lookup>\d+)% dense (?P<dense>\d+)% "
@@ -128,6 +128,7 @@ def test_what_the_progress_line_says(
     assert len(widest) <= 80 and all(len(line) <= 80 for text in both for line in text.split("\n")[1:]), widest
     assert [int(line["step"]) for line in found] == list(range(1, 129))
     assert {line["steps"] for line in found} == {"128"}
+    assert [line["step"] for line in found if not line["left"]] == ["1"], "the pace of one step is not that of a run"
     assert [float(line["epoch"]) for line in found] == [round(step / 64, 2) for step in range(1, 129)]
     measured, val = run.measurements(), ""
     means = {line["step"]: line["loss"] for line in measured if line["kind"] == "train"}

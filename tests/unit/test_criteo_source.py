@@ -73,13 +73,19 @@ def flat(chunks: list[Chunk]) -> list[tuple[object, ...]]:
     return rows
 
 
+def unless_blank(field: str) -> str:
+    """The field, or "" if it is blanks alone, which mean a missing value."""
+    return field if field.strip(" \r") else ""
+
+
 def expected(rows: list[list[str]]) -> list[tuple[object, ...]]:
     """The same from the fields, by Python's own int and float."""
     result = []
     for fields in rows:
         label = [float(fields[0])] if len(fields) == 40 else [None]
-        dense = [None if f == "" else float(np.float32(float(f))) for f in fields[-39:-26]]
-        result.append((*label, *dense, *(None if f == "" else int(f, 16) for f in fields[-26:])))
+        columns = list(map(unless_blank, fields))
+        dense = [None if f == "" else float(np.float32(float(f))) for f in columns[-39:-26]]
+        result.append((*label, *dense, *(None if f == "" else int(f, 16) for f in columns[-26:])))
     return result
 
 
@@ -419,7 +425,8 @@ def slow_fault(line: str, delimiter: str) -> int | None:
     fields = line.removesuffix("\r").split(delimiter)
     if len(fields) != 40:
         return 0
-    for column, field in enumerate(fields, start=1):
+    for column, written in enumerate(fields, start=1):
+        field = unless_blank(written)
         number = re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", field)
         if column == 1:
             good = re.fullmatch(r"[01](\.0*)?", field) is not None
