@@ -150,7 +150,7 @@ def test_the_download_is_announced_before_it_begins(venv: ModuleType, capfd: pyt
     write_report(["filelock", "sympy>=1.13"])
     venv.install_packages(["tensorboard", "test"])
     first, second = capfd.readouterr().out.splitlines()
-    assert first == "install: about 704 MB to download: torch 2.13.0 200 MB, all else 504 MB"
+    assert first == "install: about 737 MB to download: torch 2.13.0 200 MB, all else 537 MB"
     assert second.startswith("pip: -m pip install ")
     assert "-c .venv/constraints.txt" in second
     assert all(requirement in second for requirement in venv.requirements(["tensorboard", "test"]))
@@ -160,7 +160,7 @@ def test_the_download_is_announced_before_it_begins(venv: ModuleType, capfd: pyt
 def test_a_torch_that_is_there_is_not_announced(venv: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
     executable(Path(".venv/bin/python"), 'case "$*" in *find_spec*triton*) exit 1;; *pip*) echo pip;; esac')
     venv.install_packages(["test"])
-    assert capfd.readouterr().out.splitlines() == ["install: about 354 MB to download for test", "pip"]
+    assert capfd.readouterr().out.splitlines() == ["install: about 387 MB to download for test", "pip"]
 
 
 def test_a_build_with_cuda_says_so_and_what_else_there_is(
@@ -171,7 +171,7 @@ def test_a_build_with_cuda_says_so_and_what_else_there_is(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20 * 2**30))
     venv.install_packages(["test"])
     first, *cure, last = capfd.readouterr().out.splitlines()
-    assert first == "install: about 3054 MB to download: torch 2.13.0 2700 MB, all else 354 MB"
+    assert first == "install: about 3087 MB to download: torch 2.13.0 2700 MB, all else 387 MB"
     assert "this torch brings CUDA libraries, which hotrow does not need" in cure[0] and "PIP_INDEX_URL" in cure[1]
     assert last.startswith("pip: ")
     assert "triton" not in Path(".venv/constraints.txt").read_text()
