@@ -111,8 +111,12 @@ class Session:
         """Returns how each rank ended, and the last that it said, on one line."""
         told = [" ".join(self.told(rank)[-800:].split()) for rank in range(len(self.processes))]
         ends = [f"{each.exitcode}: {text}" for each, text in zip(self.processes, told, strict=True)]
-        launcher = self.folder / "mpiexec"
-        return "; ".join([*ends, *([" ".join(launcher.read_text().split())] if launcher.exists() else [])])
+        return "; ".join([*ends, *filter(None, [self.told_by_mpiexec()])])
+
+    def told_by_mpiexec(self) -> str:
+        """Returns what mpiexec has said so far, on one line; "" of other launchers."""
+        path = self.folder / "mpiexec"
+        return " ".join(path.read_text(errors="replace").split()) if path.exists() else ""
 
     def join(self, limit_s: float = HANG_S) -> list[int | None]:
         """Returns the exit codes of all ranks; None for one that has not ended within `limit_s`."""
