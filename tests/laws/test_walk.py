@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -406,19 +408,26 @@ def test_a_file_that_comes_while_a_day_is_prepared_is_refused(
     assert newest["day_11/part.csv"][1].startswith("crc32:") and newest["day_11/notes.md"] == (0, "")
 
 
+@contextmanager
+def interrupted_at(monkeypatch: pytest.MonkeyPatch, step: str) -> Iterator[None]:
+    """Inside the block a call of `walk_days` is interrupted as it comes to a step."""
+
+    def stopped(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(walk, step, stopped)
+        yield
+
+
 def test_a_day_that_was_changed_before_it_was_done_is_refused(
     begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logs, out = begun
     write_day(logs / "day_11" / "part.csv", 4)
 
-    def stopped(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(walk, "_trained", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            go(logs, out, keep=9)
+    with interrupted_at(monkeypatch, "_trained"):
+        go(logs, out, keep=9)
     write_day(logs / "day_10b" / "part.csv", 5)
     with pytest.raises(ValueError, match=r"day_11 was prepared on another day than day_10b: remove it"):
         go(logs, out, keep=9)
@@ -432,13 +441,8 @@ def test_no_day_comes_before_the_first_one_that_was_exported(
     shutil.copytree(logs / "day_2", tmp_path / "logs" / "day_2")
     given: dict[str, Any] = {"recipe": logs.parent / "recipe.yaml", **TOLD}
 
-    def stopped(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(walk, "_late", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            walk_days(tmp_path / "logs", tmp_path / "chain", **given)
+    with interrupted_at(monkeypatch, "_late"):
+        walk_days(tmp_path / "logs", tmp_path / "chain", **given)
     shutil.copytree(logs / "day_1", tmp_path / "logs" / "day_1")
     with pytest.raises(ValueError, match=r"day_1 comes before day_2, which is done"):
         walk_days(tmp_path / "logs", tmp_path / "chain", **given)
@@ -451,13 +455,8 @@ def test_no_day_comes_before_one_that_was_sent(begun: tuple[Path, Path], monkeyp
     logs, out = begun
     write_day(logs / "day_11" / "part.csv", 4)
 
-    def stopped(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(walk, "_late", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            go(logs, out, keep=9)
+    with interrupted_at(monkeypatch, "_late"):
+        go(logs, out, keep=9)
     write_day(logs / "day_10b" / "part.csv", 5)
     with pytest.raises(ValueError, match=r"day_10b comes before day_11, which is done"):
         go(logs, out, keep=9)
