@@ -49,7 +49,7 @@ class Part:
 
     name: str
     arguments: tuple[str, ...]
-    """Of python."""
+    """What Python is started with."""
     limit_s: float
     needs_gpu: bool = True
 

@@ -520,7 +520,8 @@ def test_the_directory_against_a_dictionary() -> None:
 
 
 def test_tables_that_have_all_their_slots_against_sets() -> None:
-    """Of 7, 0 and 12 rows; the second has rows that come and go, the first two features. Batches of random lengths."""
+    """Tables have 7, 0 and 12 rows. The second has rows that come and go, the first has two features. Batches have
+    random lengths."""
     rng = np.random.default_rng(0)
     residents = Residents([7, 0, 12])
     named, changed = {0: 0, 2: 0}, {0: set[int](), 2: set[int]()}

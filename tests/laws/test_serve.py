@@ -328,7 +328,7 @@ def test_memory_is_let_go_of(days: Days, tmp_path: Path, monkeypatch: pytest.Mon
 @native
 @pytest.mark.slow
 def test_memory_stays_near_its_budget(tmp_path: Path) -> None:
-    """Of tables of 256 MB, of which requests ask for rows all over."""
+    """Tables have 256 MB, and requests ask for rows all over them."""
     make(tmp_path / "out", 4_000_000)
     rng, found = np.random.default_rng(0), dict[str | None, int]()
     sizes = {name: pq.read_metadata(tmp_path / "out" / "vocab" / f"{name}.parquet").num_rows for name in LARGE}

@@ -285,7 +285,7 @@ def read_vector(dense, pooled, b, v, d, num_features, dim, mask):
 
 @triton.jit(do_not_specialize=["num_features", "dim"])
 def interact(out, dense, pooled, num_features, dim, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of sample program_id(0) the dense vector, and the products of BLOCK vectors i with every j < i.
+    """Writes the dense vector of sample program_id(0), and the products of BLOCK vectors i with every j < i.
 
     A product is the sum of its terms in the order of the columns, from 0.
     """

@@ -69,7 +69,7 @@ class Named(NamedTuple):
     rows: list[Numbers]
     """By table, rising, each once; none of tables that have a slot for every row."""
     places: Numbers
-    """Of its ids of those tables, see `Residents`."""
+    """Places of its ids of those tables; see `Residents`."""
 
 
 class DeviceFlight:
@@ -80,7 +80,7 @@ class DeviceFlight:
     ) -> None:
         self._owner, self.spans, self.slots, self.pinned, self.landing = owner, spans, slots, pinned, landing
         self.places = places
-        """Of its ids among the rows of `Residents`."""
+        """Places of its ids among the rows of `Residents`."""
         self.released = False
 
     def __del__(self) -> None:

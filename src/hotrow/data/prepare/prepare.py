@@ -259,11 +259,11 @@ class Reading:
     """All that rows to score are read and encoded by, without the rows that trained."""
 
     source: str
-    """Of these rows; "auto" goes by their form."""
+    """What the rows to score are; "auto" is decided by their form."""
     schema: Schema
     encodings: Mapping[str, IdEncoding]
     transforms: Sequence[Transform]
-    """Of the dense columns, then of the statistics."""
+    """Transforms of the dense columns, then those of the statistics."""
     statistics: Statistics | None
     lookups: Sequence[Lookup]
     vocabularies: Mapping[str, Vocabulary]
