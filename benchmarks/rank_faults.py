@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,7 +103,8 @@ def one_round(
         time.sleep(delay_s)
         began_s = time.monotonic()
         if first.processes[victim].exitcode is None:
-            os.kill(first.processes[victim].pid or 0, sent)
+            with suppress(ProcessLookupError):
+                os.kill(first.processes[victim].pid or 0, sent)
 
         def is_named() -> bool:
             # mpiexec tells at once of a process that was killed, and ends the others, maybe before they could.

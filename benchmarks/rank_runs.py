@@ -79,7 +79,8 @@ class OfMpi:
 
     def kill(self) -> None:
         if self.launcher.poll() is None:
-            os.kill(self.pid if self.noted.exists() else self.launcher.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # mpiexec may outlive its ranks for a moment
+                os.kill(self.pid if self.noted.exists() else self.launcher.pid, signal.SIGKILL)
 
 
 class Session:

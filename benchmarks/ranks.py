@@ -10,8 +10,9 @@ dense gradients. Ids, which that does not contain, are counted by hotrow and tak
 pooled vectors, both counted likewise; both contain ids. Tables at Criteo's cardinalities, Zipf 1.05, a share of each
 table's rows on every rank; a table of which every rank has every row is not pooled.
 `ranks_*_vs_process`: training steps of 2 processes of one thread over MPI beside those of one process of two threads on
-the same batches, in turns. `added_cpu_ms` is what a rank takes of its processor beyond a process of one thread that
-trains half of the batch alone.
+the same batches, in turns; with `_4` and `_8` of so many processes, and with `_batch_128` of 2 processes and batches of
+128 beside one process of one thread. `added_cpu_ms` is what a rank takes of its processor beyond a process of one
+thread that trains a rank's part of the batch alone.
 `mpi_vs_gloo_*`: training steps of R processes with a thread each over MPI and over gloo, in turns.
 `ranks_*_vs_torchrec`: training steps of 2 processes with a thread each over gloo, hotrow's and torchrec's, in turns;
 if MPI is installed, hotrow's over MPI beside them.
@@ -56,8 +57,9 @@ PREFIXES = (0.0, 0.01, 0.1)
 """Shares of each table's rows that every rank holds."""
 MIN_FEWER = 5.0
 """Bytes of pooled vectors over those of rows, by our own promise."""
-MIN_SPEED = 0.92
-"""Least speed of two ranks over that of one process with as many threads, by our own promise."""
+MIN_SPEED, SMALL_BATCH, MIN_SMALL_SPEED = 0.92, 128, 1.3
+"""Least speed of two ranks over that of one process with as many threads, and in small batches over that of one process
+of one thread, by our own promise."""
 TARGETS = {"embedding-bound": 2.0, "kaggle": 1.4}
 """Least ratio torchrec / hotrow that is promised, by shape."""
 WAYS = {
@@ -171,20 +173,34 @@ def mpi_vs_gloo(name: str, shape: str, num_ranks: int, *, quick: bool) -> dict[s
     return {"name": name, "num_ranks": num_ranks, "batch_size": batch_size, **found}
 
 
-def vs_process(name: str, shape: str, *, quick: bool) -> dict[str, Any]:
-    """Returns the cell of two ranks over MPI beside one process of two threads, and what sharing takes of a processor.
-    Raises ValueError if losses differ."""
-    batch_size = 128 if quick else SHAPES[shape].batch_size
-    work = RankWork(shape=shape, num_ranks=2, batch_size=batch_size, small=quick)
+def vs_process(
+    name: str,
+    shape: str,
+    num_ranks: int = 2,
+    batch_size: int | None = None,
+    threads: int = 2,
+    least: float | None = MIN_SPEED,
+    *,
+    quick: bool,
+) -> dict[str, Any]:
+    """Returns the cell of ranks over MPI beside one process, and what sharing takes of a rank's processor.
+
+    batch_size: of all ranks together; the shape's by default. threads: of the one process. Raises ValueError if losses
+    differ.
+    """
+    batch_size = batch_size or SHAPES[shape].batch_size
+    batch_size = min(batch_size, 128) if quick else batch_size
+    work = RankWork(shape=shape, num_ranks=num_ranks, batch_size=batch_size, small=quick)
     alone = replace(work, num_ranks=1)
     sides = {
         "ours": Group("hotrow", work, over_mpi=True, pooled="planned"),
-        "peer": Group("hotrow", replace(alone, threads=2)),
-        "half": Group("hotrow", replace(alone, batch_size=batch_size // 2)),
+        "peer": Group("hotrow", replace(alone, threads=threads)),
+        "part": Group("hotrow", replace(alone, batch_size=batch_size // num_ranks)),
     }
     found = in_turns(name, sides, QUICK_ROUNDS if quick else LINK_ROUNDS)
-    added_ms = found["ours_cpu_ms"] - found["half_cpu_ms"]
-    return {"name": name, "batch_size": batch_size, **found, "added_cpu_ms": added_ms, "least": MIN_SPEED}
+    added_ms = found["ours_cpu_ms"] - found["part_cpu_ms"]
+    facts = {"batch_size": batch_size, "num_ranks": num_ranks, "peer_threads": threads, "least": least}
+    return {"name": name, **facts, **found, "added_cpu_ms": added_ms}
 
 
 def in_turns(name: str, sides: dict[str, Group], num_rounds: int) -> dict[str, Any]:
@@ -321,12 +337,19 @@ class Cell:
 
 def rank_cells() -> list[Cell]:
     """Returns all of them."""
-    torchrec = ("torchrec", "fbgemm_gpu")
+    torchrec, mpi = ("torchrec", "fbgemm_gpu"), ("mpi4py",)
     return [
         *(Cell(f"wire_{shape}_{n}_ranks", wire, (shape, n)) for shape in ("kaggle", "sc20-small") for n in (2, 4)),
         *(Cell(f"rows_vs_pooled_{shape}", rows_vs_pooled, (shape,)) for shape in ("kaggle", "terabyte")),
-        *(Cell(f"mpi_vs_gloo_kaggle_{n}_ranks", mpi_vs_gloo, ("kaggle", n), ("mpi4py",)) for n in (2, 4)),
-        *(Cell(f"ranks_{shape}_vs_process", vs_process, (shape,), ("mpi4py",)) for shape in SHAPES),
+        *(Cell(f"mpi_vs_gloo_kaggle_{n}_ranks", mpi_vs_gloo, ("kaggle", n), mpi) for n in (2, 4)),
+        *(Cell(f"ranks_{shape}_vs_process", vs_process, (shape,), mpi) for shape in SHAPES),
+        *(Cell(f"ranks_kaggle_{n}_vs_process", vs_process, ("kaggle", n, None, 2, None), mpi) for n in (4, 8)),
+        Cell(
+            f"ranks_kaggle_batch_{SMALL_BATCH}_vs_process",
+            vs_process,
+            ("kaggle", 2, SMALL_BATCH, 1, MIN_SMALL_SPEED),
+            mpi,
+        ),
         *(Cell(f"ranks_{shape}_vs_torchrec", vs_torchrec, (shape,), torchrec) for shape in TARGETS),
         Cell("not_hidden_sc20-small", not_hidden, ("sc20-small",)),
     ]

@@ -111,17 +111,17 @@ def torchrec_lines(cells: Sequence[Cell]) -> list[str]:
 
 
 def process_lines(cells: Sequence[Cell]) -> list[str]:
-    """Steps of two ranks beside those of one process with as many threads."""
+    """Steps of ranks beside those of one process."""
     text = (
-        "Training steps of two processes of one thread over MPI beside those of one process of two threads. CPU: what "
-        "the busiest rank took of its processor in a step, and what of that a process of one thread does not take that "
-        "trains half of the batch alone."
+        "Training steps of processes of one thread over MPI, two unless the cell names more, beside those of one "
+        "process of two threads (of one thread for batches of 128). CPU: what the busiest rank took of its processor "
+        "in a step, and what of that a process of one thread that trains a rank's part of the batch does not take."
     )
     columns = (
         "cell",
-        "speed of two ranks",
+        "speed of the ranks",
         "promised",
-        "two ranks, ms (CPU)",
+        "ranks, ms (CPU)",
         "one process, ms",
         "CPU added, ms",
         "clean",
@@ -130,7 +130,7 @@ def process_lines(cells: Sequence[Cell]) -> list[str]:
         [
             cell["name"],
             f"{cell['ratio']:.2f}x ({cell['spread'][0]:.2f}-{cell['spread'][1]:.2f})",
-            held(f"{cell['least']:.2f}x", holds=cell["ratio"] >= cell["least"], of=cell),
+            held(f"{cell['least']:.2f}x", holds=cell["ratio"] >= cell["least"], of=cell) if cell["least"] else "",
             _ms(cell, "ours"),
             f"{cell['peer_ms']:.1f}",
             f"{cell['added_cpu_ms']:.1f}",
