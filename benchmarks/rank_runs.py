@@ -129,6 +129,7 @@ class Session:
     def end(self) -> None:
         for process in self.processes:
             process.kill()
+        for process in self.processes:  # over MPI none has ended before all have
             process.join()
 
 
