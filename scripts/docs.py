@@ -3,16 +3,22 @@
 Checks every link of the pages at the root and in docs/, and fails on one that leads to no file or heading. Then it
 writes the site into FOLDER, by mkdocs with the theme Material. The sections and titles of docs/index.md are its
 navigation. Files that pages link to (sources, recipes) are copied beside them, so that links work in the folder alone.
+A line `::: hotrow.NAME` becomes what that name's signature and docstrings say.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import logging
 import re
 import shutil
 import sys
 import tempfile
+import textwrap
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import markdown
 
@@ -72,6 +78,60 @@ def navigation() -> list[dict[str, object]]:
     return nav
 
 
+def described(docstring: str | None) -> str:
+    """Returns a docstring as Markdown: its lines `name: text` become a list, each with the lines indented below it."""
+    lines, in_list = inspect.cleandoc(docstring or "").split("\n"), False
+    for number, line in enumerate(lines):
+        named = re.match(r"(\w+(?:, \w+)*): ", line)
+        ends = in_list and not line.startswith(" ")
+        gap = "\n" if ends != bool(named) else ""
+        lines[number] = gap + (f"- **{named[1]}**: {line[named.end() :]}" if named else line)
+        in_list = bool(named) or (in_list and not ends)
+    return "\n".join(lines)
+
+
+def call_of(name: str, function: Any) -> str:
+    """Returns how a function is called, as a code block, with a line for each parameter if it is long."""
+    signature = inspect.signature(function)
+    own = [each for each in signature.parameters.values() if each.name not in ("self", "cls")]
+    text = name + str(signature.replace(parameters=own))
+    if len(text) > 100:
+        end = str(signature.replace(parameters=[])).removeprefix("()")
+        text = f"{name}(\n" + "".join(f"    {each},\n" for each in own) + f"){end}"
+    return "```python\n" + re.sub(r"'|collections\.abc\.", "", text) + "\n```"
+
+
+def fields_of(made: type) -> list[str]:
+    """Returns a line for each field of a class that has a docstring below it."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(made))).body[0].body  # type: ignore[attr-defined]
+    return [
+        f"- `{ast.unparse(field)}`: {' '.join(inspect.cleandoc(note.value.value).split())}"
+        for field, note in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant)
+    ]
+
+
+def reference(name: str) -> str:
+    """Returns a section of the Python reference: signatures and docstrings of `hotrow.NAME` and of its members."""
+    import hotrow
+
+    made = getattr(hotrow, name)
+    parts = [f"### {name}", call_of(name, made), described(made.__doc__)]
+    if inspect.isclass(made):
+        parts += ["\n".join(fields_of(made))]
+        for member, own in vars(made).items():
+            bare = own.__func__ if isinstance(own, classmethod | staticmethod) else own
+            if (
+                member.startswith("_")
+                or not (inspect.isfunction(bare) or isinstance(bare, property))
+                or not bare.__doc__
+            ):
+                continue
+            call = [] if isinstance(bare, property) else [call_of(f"{name}.{member}", bare)]
+            parts += [f"#### {member}", *call, described(bare.__doc__)]
+    return "\n\n".join(filter(None, parts))
+
+
 def stage(folder: Path) -> None:
     """Copies the pages, and the files that they link to or show, into `folder`."""
     shown = {ROOT / "docs" / "icon.svg", ROOT / "scripts" / "iframe-worker.js"}
@@ -83,6 +143,9 @@ def stage(folder: Path) -> None:
         copy = folder / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
+    for page in (folder / "docs").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(re.sub(r"^::: hotrow\.(\w+)$", lambda found: reference(found[1]), text, flags=re.MULTILINE))
 
 
 def write(site: Path) -> None:

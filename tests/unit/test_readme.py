@@ -116,6 +116,17 @@ def test_the_site_has_every_page_in_its_navigation_and_needs_no_network(site: Pa
     assert "<table>" in (site / "docs" / "measurements" / "claims.html").read_text()
 
 
+def test_the_python_reference_has_every_public_name_and_what_its_docstring_says(site: Path) -> None:
+    names = re.findall(r"^::: hotrow\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(names) == sorted({*hotrow.__all__} - {"__version__"})
+    html = (site / "docs" / "api.html").read_text()
+    assert ":::" not in html and "{read}" not in html
+    for name in names:
+        assert f'<h3 id="{name.lower()}' in html
+    assert "<strong>skip_bad_rows</strong>: how many bad rows may be skipped" in html
+    assert html.index('<h3 id="scorer') < html.index('<h4 id="rollback') < html.index('<h3 id="apply_delta')
+
+
 def test_search_finds_an_option_in_pages_that_are_opened_as_files(site: Path, tmp_path: Path) -> None:
     with Browser(tmp_path) as browser:
         browser.open(site / "index.html")

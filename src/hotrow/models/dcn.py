@@ -100,7 +100,7 @@ class DCNSpec(MLPSpec):
     num_cross_layers: Steps = 3
     """Cross layers; each raises the highest degree of the products of inputs by one."""
     low_rank: Width | None = None
-    """Rank R of the cross layers' matrices, as products [X, R] [R, X] for X inputs. null means full matrices."""
+    """Rank R of the cross layers' matrices, as products of [X, R] and [R, X] for X inputs. null means full matrices."""
     deep_mlp: list[Width] = [512, 256]
     """Widths of the deep tower; the last layer, one logit, is added. With [] there is no deep tower."""
     structure: Literal["parallel", "stacked"] = "parallel"
