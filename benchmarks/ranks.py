@@ -71,6 +71,8 @@ WAYS = {
 COMPARED_STEPS, CLOSE = 5, 1e-4
 """How many steps' losses are compared, and how far apart they may lie."""
 WARM_UP, ROUND_STEPS, ROUNDS, QUICK_ROUNDS = 5, 10, 31, 3
+MIN_ROUND_SAMPLES = 20_000
+"""Samples that each side trains on in a round: what disturbs a shorter round cannot be told from the round."""
 TRIED_ROUNDS = 3
 """Rounds in which each way of the peer is tried, to find its fastest."""
 LINK_BITS_PER_S = 1e10
@@ -238,12 +240,14 @@ def taken_in_turns(sides: dict[str, Group], num_rounds: int) -> bench.Rounds[dic
     for side in sides.values():
         side.ask(do="train", first=COMPARED_STEPS, steps=WARM_UP)
 
+    steps = max(ROUND_STEPS, MIN_ROUND_SAMPLES // sides["ours"].work.batch_size)
+
     def one_round(number: int) -> dict[str, float]:
         found = {}
         for name, side in list(sides.items())[:: 1 if number % 2 == 0 else -1]:
-            answers = side.ask(do="train", first=number * ROUND_STEPS, steps=ROUND_STEPS)
-            found[f"{name}_ms"] = 1e3 * max(answer["seconds"] for answer in answers) / ROUND_STEPS
-            found[f"{name}_cpu_ms"] = 1e3 * max(answer["cpu_s"] for answer in answers) / ROUND_STEPS
+            answers = side.ask(do="train", first=number * steps, steps=steps)
+            found[f"{name}_ms"] = 1e3 * max(answer["seconds"] for answer in answers) / steps
+            found[f"{name}_cpu_ms"] = 1e3 * max(answer["cpu_s"] for answer in answers) / steps
         return found
 
     return clean_rounds(one_round, num_rounds, [pid for side in sides.values() for pid in side.pids])
