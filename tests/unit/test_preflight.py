@@ -177,7 +177,7 @@ DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
     "fbgemm_gpu": "fbgemm-gpu-cpu",
 }
-INSIDE = {"ray"}
+INSIDE = {"ray", "airflow"}
 """What an example runs inside of, and whoever starts it has."""
 EXTRAS = {
     "src": ("gpu", "serve"),
