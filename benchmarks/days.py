@@ -1,6 +1,7 @@
 """Days: what training every day gives, costs and survives, in six measurements.
 
     python -m benchmarks.days monolith DATA [--rows 2000000] [--drift 0.3] [--seeds 3] [--shards 10 50 100]
+    python -m benchmarks.days drift FOLDER [--days 7] [--rows 48000] [--drift 0.5] [--pieces 24]
     python -m benchmarks.days thirty FOLDER [--days 30] [--rows 20000] [--drift 0.5]
     python -m benchmarks.days kills FOLDER [--rounds 60] [--seed 1]
     python -m benchmarks.days growth FOLDER [--rows 100000000] [--new 10000000] [--dim 8] [--dram 1GiB]
@@ -9,6 +10,8 @@
 monolith: Table 2 of Monolith (arXiv 2209.07663) by its Algorithm 1. DATA is a file in Criteo's layout, whose rows are
 taken in order, or `made-up`: --rows of the shape of Criteo Kaggle over seven days, of whose ids --drift change their
 popularity. A DeepFM trains on 5/7 of the rows; then each shard is scored and trained on, beside the same model frozen.
+drift: made-up days, scored by a model of the first day, by one that trains on each day once it is over, and by one that
+trains on each of its --pieces, as on its hours.
 thirty: made-up days, each trained from the day before, beside retraining on all days so far.
 kills: see days_kills.py. growth and stream: see days_size.py.
 
@@ -41,6 +44,11 @@ def monolith(given: argparse.Namespace, folder: Path) -> Cells:
     return days_quality.monolith(rows, name, folder, seeds=given.seeds, shards=given.shards)
 
 
+def drift(given: argparse.Namespace, folder: Path) -> Cells:
+    options = {"num_days": given.days, "day_rows": given.rows, "drift": given.drift, "pieces": given.pieces}
+    return days_quality.drift(folder, **options)
+
+
 def thirty(given: argparse.Namespace, folder: Path) -> Cells:
     return [days_quality.thirty(folder, num_days=given.days, day_rows=given.rows, drift=given.drift)]
 
@@ -63,6 +71,7 @@ MEASURED: dict[str, tuple[Callable[..., Cells], Callable[[Mapping[str, Any]], di
         days_quality.monolith_row,
         {"rows": 2_000_000, "drift": 0.3, "seeds": 3, "shards": [10, 50, 100]},
     ),
+    "drift": (drift, days_quality.drift_row, {"days": 7, "rows": 48_000, "drift": 0.5, "pieces": 24}),
     "thirty": (thirty, days_quality.thirty_row, {"days": 30, "rows": 20_000, "drift": 0.5}),
     "kills": (kills, days_kills.kills_row, {"rounds": 60, "seed": 1}),
     "growth": (growth, days_size.growth_row, {"rows": 100_000_000, "new": 10_000_000, "dim": 8, "dram": "1GiB"}),

@@ -41,10 +41,10 @@ def cut(rows: Path, sizes: Sequence[int], folder: Path, *, skip: int = 0) -> lis
     with gzip.open(rows, "rb") if rows.suffix == ".gz" else rows.open("rb") as lines:
         num_skipped = sum(1 for _ in islice(lines, skip))
         for file, size in zip(files, sizes, strict=True):
-            found = list(islice(lines, size))
-            if num_skipped < skip or len(found) < size:
+            with file.open("wb") as out:
+                num_found = sum(out.write(line) > 0 for line in islice(lines, size))
+            if num_skipped < skip or num_found < size:
                 raise ValueError(f"{rows} has fewer than {skip + sum(sizes):,} lines: ask for fewer rows")
-            file.write_bytes(b"".join(found))
     return files
 
 
@@ -56,7 +56,7 @@ def count_lines(rows: Path) -> int:
 def labels_of(file: Path) -> NDArray[np.float64]:
     """Returns the labels of rows in Criteo's layout, which begin each line."""
     with file.open("rb") as lines:
-        return np.array([float(line[:1]) for line in lines])
+        return np.fromiter((float(line[:1]) for line in lines), np.float64)
 
 
 def prepare_day(file: Path | Sequence[Path], out: Path, base: Path | None = None) -> Path:

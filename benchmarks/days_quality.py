@@ -1,4 +1,5 @@
-"""What training every day is worth: Monolith's Table 2, and thirty days beside retraining on all days so far."""
+"""What training every day is worth: Monolith's Table 2, one stream frozen, daily and hourly, and thirty days beside
+retraining on all days so far."""
 
 from __future__ import annotations
 
@@ -56,30 +57,32 @@ def monolith(rows: Path, name: str, folder: Path, *, seeds: int, shards: Sequenc
     cells = []
     for num_shards in shards:
         sizes = parts_of(num_rows - batch, num_shards)
-        files, day, days = cut(rows, sizes, folder / "rows", skip=batch), base, []
-        for number, file in enumerate(files):
-            day = prepare_day(file, folder / "days" / f"day_{number:03}", day)
-            days.append(day)
+        files = cut(rows, sizes, folder / "rows", skip=batch)
         labels = [labels_of(file) for file in files]
         before = [np.split(scores_of(run, *files), np.cumsum(sizes)[:-1]) for run in frozen]
-        online = [stream(run, seed, files, days, folder / "runs") for seed, run in enumerate(frozen, 1)]
-        figures = gains(labels, online, before)
+        figures = gains(labels, stream(frozen, files, base, folder / "stream"), before)
         cells.append({"name": f"days_monolith_{name}_{num_shards}", "shards": num_shards, "rows": num_rows, **figures})
         print(cells[-1], file=sys.stderr, flush=True)
-        shutil.rmtree(folder / "days")
     return cells
 
 
-def stream(run: Path, seed: int, files: Sequence[Path], days: Sequence[Path], folder: Path) -> list[NDArray[Any]]:
-    """Returns the scores of each shard by weights that have trained on all shards before it."""
-    found, first = [], run
-    for number, (file, day) in enumerate(zip(files, days, strict=True)):
-        found.append(scores_of(run, file))
-        after = train_day(day, folder / f"{number:03}", seed, run).path
-        if run != first:
-            shutil.rmtree(run)
-        run = after
-    shutil.rmtree(folder)
+def stream(runs: Sequence[Path], files: Sequence[Path], base: Path, folder: Path) -> list[list[NDArray[Any]]]:
+    """Returns, by run and file, the scores by weights that went on from the run through all files before that one.
+
+    runs: with the seeds 1, 2, ...; all trained on the dataset `base`. Each piece's dataset has all ids so far, so only
+    the newest one stays on disk.
+    """
+    found: list[list[NDArray[Any]]] = [[] for _ in runs]
+    newest, day = list(runs), base
+    for number, file in enumerate(files):
+        for scores, run in zip(found, newest, strict=True):
+            scores.append(scores_of(run, file))
+        if number + 1 < len(files):
+            own = folder / f"{number:03}"
+            day = prepare_day(file, own / "day", day)
+            newest = [train_day(day, own / f"run-{seed}", seed, run).path for seed, run in enumerate(newest, 1)]
+            shutil.rmtree(folder / f"{number - 1:03}", ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     return found
 
 
@@ -126,6 +129,63 @@ def monolith_row(cell: Mapping[str, Any]) -> dict[str, str]:
         "gain, over seeds": f"{cell['gain']:+.3f}{error}",
         "gain on all rows, over rows": f"{cell['pooled_gain']:+.3f} ± {cell['pooled_se']:.3f}",
         "the paper's online (its frozen 79.42 to 79.44)": PAPER.get(cell["shards"], ""),
+    }
+
+
+# ---- frozen, daily and hourly
+
+
+def drift(folder: Path, *, num_days: int, day_rows: int, drift: float, pieces: int) -> list[dict[str, Any]]:
+    """Returns a cell for each made-up day after the first, and one for all: NE of three models on the same rows.
+
+    All trained on the first day. One is frozen; one trains on each day once that is over, one on each of `pieces` equal
+    pieces of it, as on its hours. Each row is scored before a model trains on it. What training again gains is the
+    newer rows and that there are more of them.
+    """
+    rows = made_up(folder / "rows.tsv", num_days * day_rows, drift, num_days)
+    base = prepare_day(cut(rows, [day_rows], folder / "rows")[0], folder / "base")
+    run = train_day(base, folder / "first", 1).path
+    days, hours = (
+        cut(rows, parts * (num_days - 1), folder / "rows" / str(len(parts)), skip=day_rows)
+        for parts in ([day_rows], parts_of(day_rows, pieces))
+    )
+    scores = {"frozen": scores_of(run, *days)}
+    for name, files in (("daily", days), ("hourly", hours)):
+        scores[name] = np.concatenate(stream([run], files, base, folder / name)[0])
+    labels = np.concatenate([labels_of(file) for file in days])
+    losses = {name: logloss(labels, each) for name, each in scores.items()}
+    spans = {str(day): slice((day - 2) * day_rows, (day - 1) * day_rows) for day in range(2, num_days + 1)}
+    return [
+        {"name": f"days_drift_{day}", "day": day, "drift": drift, "pieces": pieces}
+        | apart(labels[span], {name: each[span] for name, each in losses.items()})
+        for day, span in (spans | {"all": slice(None)}).items()
+    ]
+
+
+def apart(labels: NDArray[Any], losses: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    """Returns the NE of each model, and how far each is below the one that trains less often, with the standard error
+    over rows of that difference.
+
+    losses: LogLoss of each row, `frozen`, `daily` and `hourly`.
+    """
+    best = entropy(labels)
+    cell: dict[str, Any] = {"rows": len(labels)} | {f"{name}_ne": each.mean() / best for name, each in losses.items()}
+    for name, other in (("daily", "frozen"), ("hourly", "daily")):
+        below = (losses[other] - losses[name]) / best
+        cell |= {f"{name}_below": float(below.mean()), f"{name}_below_se": error_of(below)}
+    return cell
+
+
+def drift_row(cell: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a table shows of a cell, by column."""
+    names = ("frozen", "daily", "hourly")
+    told = [f"{cell[f'{name}_below']:+.4f} ± {cell[f'{name}_below_se']:.4f}" for name in names[1:]]
+    return {
+        "day": cell["day"],
+        "rows": f"{cell['rows']:,}",
+        **{f"NE {name}": f"{cell[f'{name}_ne']:.4f}" for name in names},
+        "daily below frozen": told[0],
+        "hourly below daily": told[1],
     }
 
 

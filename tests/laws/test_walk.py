@@ -209,8 +209,30 @@ def test_a_days_figures_are_those_of_the_commands(logs: Path, chain: Path) -> No
         assert len(day["tenths"]) == 10 and 0 < day["unknown"] < 1 and day["new_rows"] > 0
         assert day["table_rows"] == before["table_rows"] + day["new_rows"]
     assert days[1]["late"] is None
-    late = {what: hotrow.load(chain / "runs" / name) for what, name in (("fresh", "day_2"), ("late", "day_1"))}
-    assert days[2]["late"] == {what: run.evaluate_rows(str(logs / "day_10")) for what, run in late.items()}
+    late = {"fresh": "day_2", "late": "day_1", "frozen": "day_1"}
+    assert days[2]["late"] == scored(chain, logs / "day_10", late)
+
+
+def scored(chain: Path, day: Path, models: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """The metrics of days' models on the raw rows of a day."""
+    return {what: hotrow.load(chain / "runs" / name).evaluate_rows(str(day)) for what, name in models.items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_model_of_the_first_day_is_kept_to_score_all_days(begun: tuple[Path, Path]) -> None:
+    logs, out = begun
+    write_day(logs / "day_11" / "part.csv", 4)
+    late = scored(out, logs / "day_11", {"fresh": "day_10", "late": "day_2", "frozen": "day_1"})
+    assert go(logs, out, delay=True)["newest"]["late"] == late
+    assert late["frozen"] != late["late"] != late["fresh"]
+    left = {kind: {path.name for path in (out / kind).iterdir()} for kind in ("data", "runs")}
+    assert left == {"data": {"day_10", "day_11"}, "runs": {"day_1", "day_10", "day_11"}}
+    assert "frozen" in (out / "report.html").read_text()
+    write_day(logs / "day_12" / "part.csv", 5)
+    go(logs, out)
+    assert {path.name for path in (out / "runs").iterdir()} == {"day_11", "day_12"}, "without --delay it goes"
+    write_day(logs / "day_13" / "part.csv", 6)
+    assert go(logs, out, delay=True)["newest"]["late"].keys() == {"fresh", "late"}
 
 
 def test_old_datasets_and_runs_go(logs: Path, chain: Path, tmp_path: Path) -> None:

@@ -15,7 +15,18 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from benchmarks import days, days_kills, days_size
 from benchmarks.days_chain import cut, labels_of, prepare_day, scores_of, train_day, without_warnings
-from benchmarks.days_quality import against_retraining, entropy, gains, made_up, parts_of, stream
+from benchmarks.days_quality import (
+    against_retraining,
+    apart,
+    drift,
+    drift_row,
+    entropy,
+    gains,
+    made_up,
+    parts_of,
+    stream,
+)
+from benchmarks.quality_peers import logloss
 from benchmarks.rank_runs import differing
 
 pytestmark = [pytest.mark.package, pytest.mark.filterwarnings("ignore")]
@@ -72,14 +83,37 @@ def test_costs_and_distance_of_days() -> None:
 def test_online_scores_are_those_of_the_frozen_model_until_it_has_trained_on_a_shard(tmp_path: Path) -> None:
     rows = made_up(tmp_path / "rows.tsv", 1500, 0.5)
     files = cut(rows, [900, 300, 300], tmp_path / "days")
-    datasets: list[Path] = []
-    for number, file in enumerate(files):
-        datasets.append(prepare_day(file, tmp_path / f"day_{number}", datasets[-1] if datasets else None))
-    frozen = train_day(datasets[0], tmp_path / "frozen", 1).path
-    online = stream(frozen, 1, files[1:], datasets[1:], tmp_path / "runs")
-    alone = np.split(scores_of(frozen, *files[1:]), 2)
-    assert online[0].tolist() == alone[0].tolist()
-    assert online[1].tolist() != alone[1].tolist()
+    base = prepare_day(files[0], tmp_path / "base")
+    frozen = [train_day(base, tmp_path / f"frozen-{seed}", seed).path for seed in (1, 2)]
+    found = stream(frozen, files[1:], base, tmp_path / "stream")
+    for seed, (run, online) in enumerate(zip(frozen, found, strict=True), 1):
+        alone = np.split(scores_of(run, *files[1:]), 2)
+        assert online[0].tolist() == alone[0].tolist()
+        assert online[1].tolist() != alone[1].tolist()
+        after = train_day(prepare_day(files[1], tmp_path / f"day-{seed}", base), tmp_path / f"after-{seed}", seed, run)
+        assert online[1].tolist() == scores_of(after.path, files[2]).tolist()
+    assert not (tmp_path / "stream").exists()
+
+
+def test_a_day_is_scored_frozen_daily_and_hourly(tmp_path: Path) -> None:
+    cells = drift(tmp_path, num_days=3, day_rows=300, drift=0.5, pieces=3)
+    assert [cell["day"] for cell in cells] == ["2", "3", "all"]
+    assert [cell["rows"] for cell in cells] == [300, 300, 600]
+    assert cells[0]["daily_ne"] == cells[0]["frozen_ne"] != cells[0]["hourly_ne"], "it has not trained again yet"
+    assert cells[1]["daily_ne"] != cells[1]["frozen_ne"]
+    assert set(drift_row(cells[2])) > {"day", "NE hourly", "hourly below daily"}
+
+
+def test_how_far_models_are_apart_is_that_of_the_same_rows() -> None:
+    label = RANDOM.integers(2, size=90).astype(float)
+    scores = {name: RANDOM.uniform(0.1, 0.9, 90) for name in ("frozen", "daily", "hourly")}
+    found = apart(label, {name: logloss(label, each) for name, each in scores.items()})
+    best = log_loss(label, np.full(90, label.mean()))
+    ne = {name: log_loss(label, each) / best for name, each in scores.items()}
+    assert {name: found[f"{name}_ne"] for name in scores} == pytest.approx(ne)
+    assert found["hourly_below"] == pytest.approx(ne["daily"] - ne["hourly"])
+    difference = (logloss(label, scores["frozen"]) - logloss(label, scores["daily"])) / best
+    assert found["daily_below_se"] == pytest.approx(np.std(difference, ddof=1) / np.sqrt(90))
 
 
 def test_a_measurement_prints_a_table_and_names_no_place(

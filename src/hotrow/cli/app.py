@@ -417,7 +417,7 @@ def days(
     read: ReadOptions,
     keep: Annotated[int, typer.Option(help="Keep datasets and runs of so many days; deltas stay.")] = 2,
     delay: Annotated[
-        bool, typer.Option("--delay", help="Score each day by a model that is one day older, too.")
+        bool, typer.Option("--delay", help="Score each day by older models, too: of two days before, and the first.")
     ] = False,
     set_: Set = None,
 ) -> Answer:

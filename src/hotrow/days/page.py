@@ -49,7 +49,7 @@ class DoneDay:
     seconds: dict[str, Amount]
     """How long the last call took to prepare, train and export it."""
     late: dict[str, dict[str, Any]] | None
-    """Metrics of the models of the last two days, `fresh` and `late`, on its raw rows."""
+    """Metrics of the models of the two days before, `fresh` and `late`, and of the first, `frozen`, on its raw rows."""
 
     def line(self, objective: Objective) -> str:
         """Returns the figures in a line."""
@@ -67,7 +67,7 @@ def write_page(path: Path, name: str, days: Sequence[DoneDay], objective: Object
         num_days=len(days),
         newest=newest,
         verdict=objective.verdict(newest.metrics) if newest.metrics else None,
-        delay=_delay_text(days, objective),
+        delays=_delays(days, objective),
         figures=_figures(days, objective),
         quality=[chart for chart in _quality(days, objective) if chart.svg],
         growth=[chart for chart in _growth(days) if chart.svg],
@@ -88,15 +88,21 @@ def _figures(days: Sequence[DoneDay], objective: Objective) -> list[Figure]:
     ]
 
 
-def _delay_text(days: Sequence[DoneDay], objective: Objective) -> str:
-    """Returns what a day's delay costs, in words; nothing if it was not scored."""
-    scored = [day.late for day in days if day.late]
-    parts = []
-    for name, measure in objective.measures.items():
-        pairs = [(number_in(late, "fresh", name), number_in(late, "late", name)) for late in scored]
-        known = [late - fresh for fresh, late in pairs if fresh is not None and late is not None]
-        parts += [f"{measure.title} by {fmean(known):+.4f}"] if known else []
-    return f"{', '.join(parts)} (mean of {len(scored)} days)" if parts else ""
+def _delays(days: Sequence[DoneDay], objective: Objective) -> list[str]:
+    """Returns what it costs to serve a model one day longer, and never to train it again, in sentences; none if that
+    was not scored."""
+    who = {"late": "A model that is one day older", "frozen": "The model of the first day, never trained again,"}
+    sentences = []
+    for what, subject in who.items():
+        scored = [day.late for day in days if day.late and what in day.late]
+        parts = []
+        for name, measure in objective.measures.items():
+            pairs = [(number_in(late, "fresh", name), number_in(late, what, name)) for late in scored]
+            known = [late - fresh for fresh, late in pairs if fresh is not None and late is not None]
+            parts += [f"{measure.title} by {fmean(known):+.4f}"] if known else []
+        if parts:
+            sentences.append(f"{subject} changes {', '.join(parts)} (mean of {len(scored)} days).")
+    return sentences
 
 
 def _chart(days: Sequence[DoneDay], curves: Mapping[str, Sequence[Point]], y: str, caption: str) -> Chart:
@@ -133,6 +139,7 @@ def _quality(days: Sequence[DoneDay], objective: Objective) -> list[Chart]:
             "a tenth of its rows": tenths,
             "as it is served": _over(number_in(day.late or {}, "fresh", name) for day in days),
             "served one day longer": _over(number_in(day.late or {}, "late", name) for day in days),
+            "the first day's, frozen": _over(number_in(day.late or {}, "frozen", name) for day in days),
         }
         charts.append(_chart(days, curves, title, f"{title} of the model of the day before"))
     return charts

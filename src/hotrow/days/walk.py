@@ -122,7 +122,7 @@ def walk_days(
     from the first day, with the help of what you say about columns:
     {read}
     overrides: `a.b=v` for every day that begins to train. keep: of so many days the dataset and the run stay. delay:
-    also score each day by the model of two days before it.
+    also score each day by the model of two days before it, and by that of the first day, whose run stays too.
 
     Returns how many days are done, which of them by this call, and the newest one's figures; with `status`
     "interrupted" and `signal`, if training was stopped. Raises ValueError if a day that is done has changed, or if a
@@ -419,26 +419,30 @@ def _published(walk: _Walk, name: str, run: Run, *, is_first: bool) -> int:
 
 
 def _late(walk: _Walk, path: Path, done: Sequence[DoneDay]) -> dict[str, dict[str, Any]] | None:
-    """Returns the metrics of the models of the last two days on the raw rows of a day, as they would be served; None if
-    that was not asked for, there is one such model, or a row is bad."""
+    """Returns the metrics of the models of the last two days, and of the first day if its run is there, on the raw rows
+    of a day, as they would be served; None if that was not asked for, there is one such model, or a row is bad."""
     if not walk.delay or len(done) < 2 or not is_taken(walk.place("runs", done[-2].name)):
         return None
-    found = {}
-    for what, day in (("fresh", done[-1]), ("late", done[-2])):
-        with warnings.catch_warnings(), closing(Run(walk.place("runs", day.name))) as run:
+    models, found = {"fresh": done[-1].name, "late": done[-2].name, "frozen": done[0].name}, dict[str, dict[str, Any]]()
+    for day in dict.fromkeys(models.values()):
+        if not is_taken(walk.place("runs", day) / RUN):  # of the first day, if an earlier call did not keep it
+            continue
+        with warnings.catch_warnings(), closing(Run(walk.place("runs", day))) as run:
             warnings.simplefilter("ignore")  # that ids are new and scores are worse is what the figures are about
             try:
-                found[what] = run.evaluate_rows(str(path))
+                found[day] = run.evaluate_rows(str(path))
             except RowError as error:  # a bad row, which preparation may skip
                 _say(f"{path} is not scored by models of days before, because every row must have a score: {error}")
                 return None
-    return found
+    return {what: found[day] for what, day in models.items() if day in found}
 
 
 def _finish(walk: _Walk, chain: Chain, keep: int) -> None:
     """Removes what older days need no longer, and writes the page."""
     for day in chain.days[:-keep]:
         remove(walk.place("data", day.name))
+        if walk.delay and day == chain.days[0]:  # its model scores all days
+            continue
         if is_taken((run := walk.place("runs", day.name)) / RUN):
             remove_run(run)
         else:  # what a call that was killed left of it
