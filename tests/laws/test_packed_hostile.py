@@ -69,7 +69,7 @@ def test_the_original_is_read(original: Path) -> None:
     ("field", "value", "message"),
     [
         ("format", "parquet", "format is 'parquet', and this hotrow reads 'hotrow-packed'"),
-        ("version", 4, "version is 4, and this hotrow reads 1 or 2 or 3"),
+        ("version", 5, "version is 5, and this hotrow reads 1 or 2 or 3 or 4"),
         ("version", 2, "label: there is no such field"),
         ("labels", [{"name": "label"}], "labels: there is no such field in version 1"),
         ("version", "1", "version is '1'"),

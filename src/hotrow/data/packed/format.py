@@ -27,7 +27,7 @@ from hotrow.base.version import __version__
 from hotrow.objectives.objective import LabelKind
 
 FORMAT = "hotrow-packed"
-VERSION = 3
+VERSION = 4
 """The newest version. A dataset is written in the earliest version that can hold it, which earlier hotrows read too."""
 MANIFEST = "dataset.json"
 WORK_FOLDER = ".prepare"
@@ -39,6 +39,8 @@ RESERVED_SPLITS = frozenset({"vocab", "counts", "statistics", "lookups", "rare"}
 
 STATISTICS = "statistics/counts.safetensors"
 """Path, within the folder, of the label's statistics by value."""
+REBORN = "rare/reborn/"
+"""Folder, within the folder, of the rows that stand for other ids than on the day before."""
 LOOKUP = "lookups/{}.parquet"
 """Path, within the folder, of the columns of a lookup, by its place in the schema."""
 
@@ -120,8 +122,9 @@ class Table:
 
     @property
     def reborn_file(self) -> str:
-        """Path of the rows that stand for other ids than in `parent`, within the dataset's folder."""
-        return f"rare/reborn/{file_name(self.name)}"
+        """Path of the rows that stand for other ids than in `parent`, within the dataset's folder; no file if there are
+        none."""
+        return f"{REBORN}{file_name(self.name)}"
 
     @property
     def id_dtype(self) -> type[np.int32 | np.int64]:
@@ -304,6 +307,8 @@ def _of_version_2(fields: dict[str, Any]) -> dict[str, Any]:
 def _written(info: DatasetInfo) -> tuple[int, dict[str, Any]]:
     """Returns the version in which `info` is written, the earliest that can hold it, and its fields."""
     own = asdict(info)
+    if any(path.startswith(REBORN) for path in info.files):  # an older hotrow would leave them the weights of other ids
+        return 4, own
     if info.weight is not None:
         return 3, own
     del own["weight"]
@@ -316,7 +321,7 @@ _DOCUMENT = Document(
     DatasetInfo,
     marks={"format": FORMAT, "version": VERSION},
     cure=MANIFEST_CURE,
-    earlier={1: _of_version_1, 2: _of_version_2},
+    earlier={1: _of_version_1, 2: _of_version_2, 3: dict},
 )
 
 

@@ -168,8 +168,8 @@ class Base:
         say(f"ids that {self.day.parent} has no row for:")
         for table in tables:
             before, counts = self.dataset.info.table_by_name[table.name], open_counts(out / table.counts_file)
-            first, is_expiring = before.num_embeddings, (out / table.reborn_file).exists()
-            reborn = open_counts(out / table.reborn_file) if is_expiring else np.empty(0, np.uint32)
+            first, path = before.num_embeddings, out / table.reborn_file
+            reborn = open_counts(path) if path.exists() else np.empty(0, np.uint32)
             pieces = (reborn[start : start + PLACES_AT_ONCE] for start in range(0, len(reborn), PLACES_AT_ONCE))
             again = sum(int(counts[piece].sum(dtype=np.uint64)) for piece in pieces)
             left, new = int(counts[0]), int(counts[first:].sum(dtype=np.uint64)) + again
@@ -181,7 +181,7 @@ class Base:
                 "new_rows": new_rows,
                 "ids_below_min_count": table.num_dropped,
             }
-            if is_expiring:
+            if (out / table.use_files[0]).exists():
                 found[table.name] |= {
                     "expired": before.num_used + new_rows - table.num_used,
                     "reused_rows": len(reborn),

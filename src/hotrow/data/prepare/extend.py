@@ -128,7 +128,7 @@ class Extension:
         """Writes the extended vocabulary, the day's accesses by row, and the ids that still wait, with their counts.
 
         uses: three files if ids expire, for the days on which rows were last used, and ids that wait last seen, and for
-        the rows of the base that stand for other ids now.
+        the rows of the base that stand for other ids now, if there are any.
         """
         day, place = self._day.vocabulary, self._missing_place
         missing = 0 if place is None else int(self._numbers[place])
@@ -150,7 +150,7 @@ class Extension:
                 of_rows[missing_row] = self._day.count(day.missing_row) if sign > 0 else self._missing_total
             of_rows[0] = num_accesses - int(of_rows.sum(dtype=np.uint64))
             write_counts(paths[1], of_rows)
-        if uses:
+        if uses and self.num_reborn:
             write_counts(uses[2], self._free[: self.num_reborn])
 
     def _mapped(self, dtype: str, size: int) -> NDArray[Any]:
