@@ -270,11 +270,15 @@ def test_an_id_keeps_its_row_for_life_if_it_does_not_expire(logs: list[Path], tm
 def test_the_chain_is_recorded_and_transforms_are_frozen(days: list[Path]) -> None:
     infos = [PackedDataset.open(path).info for path in days]
     last = [float(max(day_rows(day)["ts"])) for day in range(1, 4)]
-    assert infos[0].ids["day"] == {"number": 1, "parent": None, "parent_checksum": None, "last_time_s": last[0]}
+    first = {"number": 1, "parent": None, "parent_checksum": None, "last_time_s": last[0], "earlier": []}
+    assert infos[0].ids["day"] == first
     for i in (1, 2):
         checksum = PackedDataset.open(days[i - 1]).checksum
         wanted = {"number": i + 1, "parent": f"day_{i}", "parent_checksum": checksum, "last_time_s": last[i]}
-        assert infos[i].ids["day"] == wanted
+        found: Any = infos[i].ids["day"]
+        earlier = found.pop("earlier")
+        assert found == wanted
+        assert len({*earlier}) == i
         assert infos[i].dense == infos[0].dense
         assert infos[i].ids["schema"] == infos[0].ids["schema"]
     assert "standardize(mean=" in infos[0].dense[1].transform
@@ -516,6 +520,21 @@ def test_what_would_break_the_chain_is_refused(days: list[Path], logs: list[Path
     refused("not made from raw rows", base=tmp_path / "made")
     texts = to_table(day_rows(3)).drop_columns("item").append_column("item", [["x"] * 700])
     refused("item", source="frame", data=texts)
+
+
+def test_a_day_before_the_last_one_is_refused_without_a_time(tmp_path: Path) -> None:
+    """With times, its rows would be older than those of the base."""
+    schema = parse_schema({"label": "y", "categorical": ["a"]}, where="test")
+    for day in range(1, 5):
+        (tmp_path / f"{day}.csv").write_text("y,a\n" + "".join(f"{i % 2},{i * day % 5}\n" for i in range(20)))
+    for day in range(1, 4):
+        base = {"schema": schema, "base": "none"} if day == 1 else {"base": tmp_path / f"day_{day - 1}"}
+        run_prepare("csv", tmp_path / f"{day}.csv", tmp_path / f"day_{day}", **base)
+    for day in (1, 2):
+        shutil.copy(tmp_path / f"{day}.csv", again := tmp_path / "again.csv")
+        with pytest.raises(ValueError, match=r"again\.csv: .* already prepared as an earlier day of .*day_3"):
+            run_prepare("csv", again, tmp_path / "out", base=tmp_path / "day_3", overwrite=True)
+    run_prepare("csv", tmp_path / "4.csv", tmp_path / "out", base=tmp_path / "day_3", overwrite=True)
 
 
 def test_a_run_stands_for_the_dataset_that_it_was_trained_on(

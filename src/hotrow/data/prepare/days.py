@@ -10,8 +10,9 @@ needs. `extend.py` numbers new ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ class Day:
     """Checksum of that dataset, the SHA-256 of its dataset.json."""
     last_time_s: float | None = None
     """Time of its last row, in seconds since 1970; None if its rows have no times of a known unit."""
+    earlier: list[str] = field(default_factory=list)
+    """Of each day before it whose files have checksums: the beginning of the SHA-256 of these and their sizes."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Base:
         """The day that extends this."""
         if self.dataset is None:
             return Day(1)
-        return Day(self.own.number + 1, self.dataset.path.resolve().name, self.dataset.checksum)
+        earlier = [*self.own.earlier, *_digest((f.num_bytes, f.checksum) for f in self.dataset.info.sources)]
+        return Day(self.own.number + 1, self.dataset.path.resolve().name, self.dataset.checksum, earlier=earlier)
 
     @property
     def num_bytes(self) -> int:
@@ -94,6 +98,15 @@ class Base:
             raise ValueError(
                 f"the last row is of {last} UTC, but {self.dataset.path} has rows up to {known}; prepare days in the "
                 "order of time"
+            )
+
+    def check_is_no_earlier_day(self, info: SourceInfo, checksums: Sequence[str]) -> None:
+        """Raises ValueError if the files, which have these checksums, are those of a day before."""
+        sizes = (file.num_bytes for file in info.files)
+        if self.dataset is not None and any(d in self.day.earlier for d in _digest(zip(sizes, checksums, strict=True))):
+            raise ValueError(
+                f"{info.files[0].path}: the files were already prepared as an earlier day of {self.dataset.path}, and "
+                "their rows would count twice; name the files of the new day"
             )
 
     def vocabulary_id(self, table: str) -> str | None:
@@ -199,3 +212,11 @@ class Base:
                     f"rows without an id: {own['free_rows']:,}"
                 )
         return {"ids": found}
+
+
+def _digest(files: Iterable[tuple[int, str]]) -> list[str]:
+    """Returns what tells the files of a day, in any order, from others, by their sizes and checksums; nothing if one
+    has no checksum."""
+    found = sorted(files)
+    known = found and all(checksum for _, checksum in found)
+    return [sha256(repr(found).encode()).hexdigest()[:16]] if known else []

@@ -569,6 +569,8 @@ class _Stages:
             results = {"transforms": self._transforms(states), "tables": self._build_tables(counters), "cells": cells}
             of_ranks = everyone(comm, together(comm, checksums.result, self._stop))
             in_order = tuple(of_ranks[i % comm.size][i // comm.size] for i in range(len(paths)))
+            if self._base is not None:
+                self._base.check_is_no_earlier_day(self._info, in_order)
             self._work.save(**results, last_time_s=last_time_s, checksums=in_order, **self._rows_of(states))
 
     def _seconds(self, time: int) -> float | None:
