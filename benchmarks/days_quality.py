@@ -82,6 +82,7 @@ def stream(runs: Sequence[Path], files: Sequence[Path], base: Path, folder: Path
             day = prepare_day(file, own / "day", day)
             newest = [train_day(day, own / f"run-{seed}", seed, run).path for seed, run in enumerate(newest, 1)]
             shutil.rmtree(folder / f"{number - 1:03}", ignore_errors=True)
+        print(f"{folder.name}: {number + 1} of {len(files)}", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     return found
 
