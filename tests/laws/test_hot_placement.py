@@ -6,6 +6,7 @@ The truth is the same order of batches trained on the tables themselves: every t
 from __future__ import annotations
 
 import copy
+import gc
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -221,8 +222,10 @@ def everything(emb: hotrow.EmbeddingCollection, optimizer: Any) -> list[torch.Te
 @pytest.mark.usefixtures("dram_as_device")
 @pytest.mark.parametrize("one_hot", [True, False])
 @pytest.mark.parametrize("name", ["SGD", "RowWiseAdagrad", "Adam"])
-def test_any_turns_of_a_library_user(name: str, one_hot: bool) -> None:
+@pytest.mark.parametrize("most", [0.25, 1.0], ids=["in ranges", "one by one"])
+def test_any_turns_of_a_library_user(name: str, one_hot: bool, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of random lengths, with sequences, several forwards a step, and looks at the tables in between."""
+    monkeypatch.setattr(copies_module, "MAX_LISTED", most)
     generator = np.random.default_rng(5)
     torch.manual_seed(0)
     plain = hotrow.EmbeddingCollection(TABLES, seed=3)
@@ -244,6 +247,128 @@ def test_any_turns_of_a_library_user(name: str, one_hot: bool) -> None:
             wanted, own = everything(plain, plain_optimizer), everything(emb, optimizer)
             assert all(torch.equal(a, b) for a, b in zip(own, wanted, strict=True))
     assert copies.num_copied > 6
+
+
+def hot_rows_of(sparse: KeyedJaggedTensor) -> set[tuple[str, int]]:
+    """The hot rows that a batch names, with their tables."""
+    named = {(table, row) for name, table in FEATURES.items() for row in sparse.bags(name)[0].tolist()}
+    return {(table, row) for table, row in named if HOT[table].contains(np.array([row])).all()}
+
+
+@pytest.mark.usefixtures("dram_as_device")
+@pytest.mark.parametrize("one_hot", [True, False])
+def test_only_rows_that_have_changed_cross(one_hot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against sets of the rows that batches named since the last swap, by the bytes of their records with states."""
+    monkeypatch.setattr(copies_module, "MAX_LISTED", 1.0)
+    generator = np.random.default_rng(7)
+    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
+    optimizer = hotrow.RowWiseAdagrad(emb, lr=0.1)
+    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
+    record_bytes = {"a": 16 + 4, "b": 12 + 4, "c": 12 + 4}
+    every = {(table, row) for table in HOT for row in range(40) if HOT[table].contains(np.array([row])).all()}
+    changed = every  # at first the copies have nothing
+    for turn in range(9):
+        hot = turn % 2 == 0
+        before = copies.copies.moved_bytes
+        copies.fetch() if hot else copies.give_back()
+        crossed = copies.copies.moved_bytes - before
+        assert crossed == sum(record_bytes[table] for table, _ in changed), f"turn {turn}"
+        changed = set()
+        for _ in range(generator.integers(1, 3)):
+            sparse = random_batch(generator, hot=hot, one_hot=one_hot)
+            with torch.no_grad():
+                emb(random_batch(generator, hot=hot, one_hot=one_hot))  # changes nothing
+            emb(sparse).sum().backward()
+            optimizer.step()
+            changed |= hot_rows_of(sparse)
+            if hot and turn == 4:  # what is written back here does not cross again
+                before = copies.copies.moved_bytes
+                with copies.flushed():
+                    pass
+                assert copies.copies.moved_bytes - before == sum(record_bytes[table] for table, _ in changed)
+                changed = set()
+    assert 0 < crossed < sum(record_bytes[table] for table, _ in every)
+
+
+def changed_by(way: str, emb: hotrow.EmbeddingCollection, optimizer: Any) -> None:
+    """Changes a hot row, of weights or of a state, without a plain step."""
+    if way == "a tensor":
+        emb.weights["a"][3] = 7.0
+    elif way == "a state":
+        next(iter(optimizer.state[emb.weights["a"]].values()))[3] = 7.0
+    elif way == "rows":
+        emb.rows("b").write(slice(3, 5), torch.full((2, 6), 7.0))
+    elif way == "state_dict":
+        emb.load_state_dict({name: value + 1 for name, value in emb.state_dict().items()})
+    elif way == "optimizer":
+        optimizer.load_state_dict(hotrow.Adagrad(hotrow.EmbeddingCollection(TABLES), lr=0.3).state_dict())
+    elif way == "grow":
+        emb.grow("a", 60)
+    else:
+        batch = random_batch(np.random.default_rng(8), hot=False, one_hot=True)
+
+        def closure() -> float:
+            emb(batch).sum().backward()
+            return 0.0
+
+        optimizer.step(closure)
+
+
+@pytest.mark.usefixtures("dram_as_device")
+@pytest.mark.parametrize("way", ["a tensor", "a state", "rows", "state_dict", "optimizer", "grow", "closure"])
+def test_rows_that_were_changed_in_another_way_cross_too(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies_module, "MAX_LISTED", 1.0)
+    sides = []
+    for _ in range(2):
+        emb = hotrow.EmbeddingCollection(TABLES, seed=3)
+        sides.append((emb, hotrow.Adagrad(emb, lr=0.1)))
+    (plain, plain_optimizer), (emb, optimizer) = sides
+    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
+    copies.fetch()
+    copies.give_back()
+    for turn in range(3):
+        generator = np.random.default_rng(turn)
+        for collection, its_optimizer in sides:
+            changed_by(way, collection, its_optimizer)
+        copies.fetch()
+        sparse = random_batch(generator, hot=True, one_hot=True)
+        for collection, its_optimizer in sides:
+            collection(sparse).square().sum().backward()
+            its_optimizer.step()
+        copies.give_back()
+        wanted, own = everything(plain, plain_optimizer), everything(emb, optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(own, wanted, strict=True)), turn
+
+
+@pytest.mark.usefixtures("dram_as_device")
+def test_a_batch_that_was_looked_up_before_a_swap_and_trained_after_the_next() -> None:
+    sides = []
+    for _ in range(2):
+        emb = hotrow.EmbeddingCollection(TABLES, seed=3)
+        sides.append((emb, hotrow.SGD(emb, lr=0.1)))
+    (plain, plain_optimizer), (emb, optimizer) = sides
+    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
+    batch = random_batch(np.random.default_rng(5), hot=True, one_hot=True)
+    losses = [emb(batch).square().sum(), plain(batch).square().sum()]
+    copies.fetch()
+    copies.give_back()
+    for loss in losses:
+        loss.backward()
+    optimizer.step(), plain_optimizer.step()
+    copies.fetch()
+    with torch.no_grad():
+        assert torch.equal(emb(batch), plain(batch))
+
+
+@pytest.mark.usefixtures("dram_as_device")
+def test_copies_that_are_gone_leave_the_optimizer() -> None:
+    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
+    optimizer = hotrow.SGD(emb, lr=0.1)
+    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    del copies
+    gc.collect()
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 @pytest.mark.usefixtures("dram_as_device")

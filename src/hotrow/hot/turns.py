@@ -8,6 +8,7 @@ schedule there is one class of batches, and an epoch is one phase.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -88,8 +89,9 @@ class HotCopies:
         hot phase   lookups and updates work on the copies; the tables' hot rows are out of date
         give_back   copies --copy--> tables
 
-    optimizer: the only one of `emb`. device: where the copies lie, so that hot batches are looked up and updated there,
-    their pooled rows included. Raises as `Copies`.
+    Only rows that have changed are copied; of tables in tiers all that have copies go to the device. optimizer: the
+    only one of `emb`. device: where the copies lie, so that hot batches are looked up and updated there, their pooled
+    rows included. Raises as `Copies`.
     """
 
     def __init__(
@@ -104,18 +106,29 @@ class HotCopies:
         rows = [hot.rows[table.name] for table in emb.tables]
         self.tables = emb.placement
         self.copies = Copies(emb.placement, optimizer.attached_to(emb), rows, device=torch.device(device))
+        note = weakref.WeakMethod(self._note)  # the optimizer lives on when the copies are gone
+        hook = optimizer.register_step_pre_hook(lambda *step: None if (own := note()) is None else own(*step))
+        weakref.finalize(self, hook.remove)
         self.seconds = 0.0
         """Seconds spent copying rows, either way."""
         self.num_copied = 0
-        """How many times all hot rows were copied, either way."""
+        """How many times hot rows were copied, either way."""
 
     @property
     def live(self) -> bool:
         """Whether the copies are live, and not the tables' rows."""
         return self.emb.placement is self.copies
 
+    def _note(self, optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Before a step: notes which rows of the tables it changes."""
+        if self.live:
+            return  # the copies see what changes in them
+        if len(arguments) > 1 or options:  # a closure, whose batches are yet to come
+            self.copies.note_all()
+        self.copies.note(self.emb.pending)
+
     def fetch(self) -> None:
-        """Copies every hot row, with its states, and makes the copies live."""
+        """Copies the hot rows that have changed in the tables, with their states, and makes the copies live."""
         if self.live:
             return
         self._check_no_step_under_way()
@@ -124,7 +137,7 @@ class HotCopies:
         self.emb.placement = self.copies
 
     def give_back(self) -> None:
-        """Copies the hot rows back and makes the tables live."""
+        """Copies back the hot rows that have changed, and makes the tables live."""
         with self.flushed():
             pass
         self.emb.placement = self.tables

@@ -3,14 +3,15 @@
     load   tables --gather, copy--> copies        once a table and array; from now on the tables are out of date
     save   copies --copy, scatter--> tables
 
-Rows of a prefix keep their numbers as slots; listed rows follow them. Every copy is exact, so that a run with copies
-has the bits of one without (law 2). The copies lie on a device, whose lookups and updates are those of
-kernels/triton_ops.py. Which rows are copied, and when, is for hot/ to say.
+Only rows cross that have changed since both sides were last the same; if that is more than MAX_LISTED of a table's, or
+if the table can change unseen, all of its rows cross. Rows of a prefix keep their numbers as slots; listed rows follow
+them. Every copy is exact, so that a run with copies has the bits of one without (law 2). The copies lie on a device,
+whose lookups and updates are those of kernels/triton_ops.py. Which rows are copied, and when, is for hot/ to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -33,10 +34,15 @@ from hotrow.placement.base import (
 )
 from hotrow.placement.budget import free_bytes
 from hotrow.placement.dram import RowsInMemory
-from hotrow.placement.slots import SOME_FROZEN
+from hotrow.placement.slots import SOME_FROZEN, spans_of
 
 PIECE_BYTES = 32 << 20
 """The most bytes of rows on their way to a device at once, so that pinned memory stays small."""
+MAX_LISTED = 0.25
+"""The largest share of a table's hot rows that cross one by one. A row that is gathered takes about four times as long
+as one of a range."""
+
+Numbers = NDArray[np.int64]
 
 
 class CopiedRows(Protocol):
@@ -80,8 +86,16 @@ class Copies(Placement):
         stored = [RowsInMemory(weight, half) for weight, half in zip(weights, low, strict=True)]
         self._copies = [[own, *map(RowsInMemory, arrays)] for own, arrays in zip(stored, states, strict=True)]
         """By table, the copies of its weights and of each state."""
-        self.changed = False
-        """Whether a step has changed the copies since they were loaded or saved."""
+        self._newer_below = [np.ones(n + 1, bool) for n in nums]
+        """By table and slot, whether a row has changed below since the copies had it; the last is for other rows."""
+        self._newer_here = [np.zeros(n + 1, bool) for n in nums]
+        """By table and slot, whether a row has changed here since the tables had it."""
+        self._versions = self._versions_below()
+        self._sees_below = all(isinstance(below.rows(table.name), RowsInMemory) for table in self.tables)
+        """Whether changes below are noticed: rows in tensors have their numbers for slots, and torch counts what is not
+        a step."""
+        self.moved_bytes = 0
+        """Bytes of rows that have crossed, either way."""
 
     def check(self, use: Use) -> None:
         if use == "freeze_some":
@@ -111,57 +125,122 @@ class Copies(Placement):
 
     def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
         """See Placement. The tables are out of date until the copies are saved."""
-        self.changed = True
+        for kernels, slots, _ in lookups:
+            for t, start, stop in spans_of(kernels.layout, slots):
+                newer = self._newer_here[t]
+                newer[np.clip(slots.values[start:stop].numpy(), 0, len(newer) - 1)] = True
         super().update(lookups, self._attached_copies, rules)
 
     # ---- to and fro
 
+    @property
+    def changed(self) -> bool:
+        """Whether a step has changed the copies since they were loaded or saved."""
+        return any(newer.any() for newer in self._newer_here)
+
+    def note(self, lookups: Iterable[tuple[Any, ...]]) -> None:
+        """Notes that a step is about to change the rows of these lookups below; each begins as in `ops.Lookups`."""
+        for kernels, sparse, *_ in lookups if self._sees_below else ():
+            for t, start, stop in spans_of(kernels.layout, sparse):
+                self._newer_below[t][_slots(self._rows[t], sparse.values[start:stop].numpy())] = True
+
+    def note_all(self) -> None:
+        """Notes that any row may change below."""
+        for newer in self._newer_below:
+            newer[:] = True
+
     @torch.no_grad()
     def load(self) -> None:
-        for table, copies, rows, slots in self._moves():
-            copies.write(slots, self._fast.over(table.read(rows)))
-        self._fast.wait()
+        self._look_below()
+        for table, copies, rows, slots in self._moves(self._newer_below):
+            there = slots if isinstance(slots, slice) else self._fast.over(slots)
+            copies.write(there, self._fast.over(self._counted(table.read(rows))))
+        self._now_the_same(self._newer_below)
 
     @torch.no_grad()
     def save(self) -> None:
-        for table, copies, rows, slots in self._moves():
-            table.write(rows, self._fast.back(copies.read(slots)))
+        self._look_below()
+        for table, copies, rows, slots in self._moves(self._newer_here):
+            there = slots if isinstance(slots, slice) else self._fast.over(slots)
+            table.write(rows, self._counted(self._fast.back(copies.read(there))))
+        self._now_the_same(self._newer_here)
+
+    def _look_below(self) -> None:
+        """Notes what no step has changed there."""
+        if not self._sees_below or self._versions != self._versions_below():
+            self.note_all()
+
+    def _now_the_same(self, newer: Sequence[NDArray[np.bool_]]) -> None:
         self._fast.wait()
-        self.changed = False
+        for own in newer:
+            own[:] = False
+        self._versions = self._versions_below()
 
     def wait(self) -> None:
         """Sleeps until all work that was started where the copies lie is done."""
         self._fast.wait()
 
-    def _moves(self) -> Iterator[tuple[Rows, RowsInMemory, RowIds, slice]]:
-        """Yields an array of a table, the array of its copies, and rows and their slots in pieces."""
-        for config, copied, own in zip(self.tables, self._copies, self._rows, strict=True):
+    def _counted(self, values: Tensor) -> Tensor:
+        self.moved_bytes += values.nbytes
+        return values
+
+    def _versions_below(self) -> list[int]:
+        """Returns how often torch has changed each array of the tables; hotrow's own kernels do not count."""
+        states = [state.array for own in self._attached.states.values() for state in own]
+        return [array._version for array in (*self.weights.values(), *self.low.values(), *states)]
+
+    def _moves(self, newer: Sequence[NDArray[np.bool_]]) -> Iterator[tuple[Rows, RowsInMemory, RowIds, RowIds]]:
+        """Yields an array of a table, the array of its copies, and the `newer` rows and their slots in pieces."""
+        for config, copied, own, mask in zip(self.tables, self._copies, self._rows, newer, strict=True):
+            changed = np.flatnonzero(mask[:-1])
+            listed = changed if len(changed) <= MAX_LISTED * (len(mask) - 1) else None
             for state, copies in zip((None, *self._attached.states[config.name]), copied, strict=True):
                 table = self.below.rows(config.name, state)
-                for rows, slots in self._pieces(own, table.piece_rows, config.embedding_dim):
+                step = max(1, min(table.piece_rows, PIECE_BYTES // (4 * config.embedding_dim)))
+                for rows, slots in _ranges(own, step) if listed is None else _places(own, listed, step):
                     yield table, copies, rows, slots
 
-    def _pieces(self, own: CopiedRows, piece_rows: int, dim: int) -> Iterator[tuple[RowIds, slice]]:
-        step = max(1, min(piece_rows, PIECE_BYTES // (4 * dim)))
-        for start in range(0, own.prefix, step):
-            span = slice(start, min(start + step, own.prefix))
-            yield span, span
-        for start in range(0, len(own.listed), step):
-            rows = torch.from_numpy(own.listed[start : start + step])
-            yield rows, slice(own.prefix + start, own.prefix + start + len(rows))
+
+def _ranges(own: CopiedRows, step: int) -> Iterator[tuple[RowIds, slice]]:
+    """Yields all rows of a table that have copies, and their slots, `step` at a time."""
+    for start in range(0, own.prefix, step):
+        span = slice(start, min(start + step, own.prefix))
+        yield span, span
+    for start in range(0, len(own.listed), step):
+        rows = torch.from_numpy(own.listed[start : start + step])
+        yield rows, slice(own.prefix + start, own.prefix + start + len(rows))
+
+
+def _places(own: CopiedRows, slots: Numbers, step: int) -> Iterator[tuple[RowIds, RowIds]]:
+    """Yields the rows in these slots, rising, and the slots, `step` at a time."""
+    rows = slots.copy()
+    rows[slots >= own.prefix] = own.listed[slots[slots >= own.prefix] - own.prefix]
+    for start in range(0, len(slots), step):
+        yield torch.from_numpy(rows[start : start + step]), torch.from_numpy(slots[start : start + step])
+
+
+def _slots(own: CopiedRows, ids: NDArray[Any]) -> Numbers:
+    """Returns the slot of each id, and of one that has no copy the number of slots."""
+    num_slots = own.prefix + len(own.listed)
+    if not len(own.listed):
+        slots: Numbers = np.clip(ids, 0, num_slots)
+        return slots
+    places = np.searchsorted(own.listed, ids)
+    found = own.listed[np.minimum(places, len(own.listed) - 1)] == ids
+    return np.where(ids < own.prefix, np.maximum(ids, 0), np.where(found, own.prefix + places, num_slots))
 
 
 def _move(feature: str, own: CopiedRows, beyond: Tensor, ids: Tensor) -> None:
     """Puts slots for those ids of a feature that lie beyond the prefix, in place."""
-    listed, found = torch.from_numpy(own.listed), ids[beyond].long()
-    places = torch.searchsorted(listed, found)
-    cold = found if not len(listed) else found[listed[places.clamp(max=len(listed) - 1)] != found]
+    found = ids[beyond].numpy()
+    slots = _slots(own, found)
+    cold = found[slots == own.prefix + len(own.listed)]
     if len(cold):
         raise ValueError(
-            f"feature {feature!r} looks up row {int(cold[0])}, which is not hot, while hot rows live on the fast "
+            f"feature {feature!r} looks up row {cold[0]}, which is not hot, while hot rows live on the fast "
             "device: call give_back() before batches that are not all hot"
         )
-    ids[beyond] = (own.prefix + places).to(ids.dtype)
+    ids[beyond] = torch.from_numpy(slots).to(ids.dtype)
 
 
 class OnDevice:

@@ -36,7 +36,7 @@ class RowsInMemory(Rows):
     def read(self, rows: RowIds, /) -> Tensor:
         if self.low is not None:
             return widen(self.array[rows], self.low[rows])
-        if isinstance(rows, slice):
+        if isinstance(rows, slice) or self.array.device.type != "cpu":
             return self.array[rows]
         # On pages of their own: malloc would keep them, cut up by what comes after, and the next piece take others.
         out = ops.allocate(len(rows), *self.array.shape[1:], dtype=self.array.dtype)
