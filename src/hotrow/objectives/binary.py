@@ -74,7 +74,7 @@ class BinaryCrossEntropy(Objective):
         target_B = labels_BL[:, 0]
         if self.label_smoothing:
             target_B = target_B + self.label_smoothing * (0.5 - target_B)
-        positive = None if self.pos_weight == 1 else outputs_B.new_tensor(self.pos_weight)
+        positive = None if self.pos_weight == 1 else outputs_B.new_full((), self.pos_weight)
         return binary_cross_entropy_with_logits(
             outputs_B, target_B, weight=weight_B, pos_weight=positive, reduction="sum"
         )

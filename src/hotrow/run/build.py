@@ -33,6 +33,7 @@ from hotrow.parallel.sharded import ShardedMemory
 from hotrow.placement import AnyMemory
 from hotrow.run.checkpoint import Part
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
+from hotrow.run.graph import DenseGraph
 from hotrow.run.items import Items
 from hotrow.run.mean import Mean
 from hotrow.run.record import read_extra
@@ -79,6 +80,8 @@ class Parts:
     """What the model finds, if it finds items."""
     mean: Mean | None = None
     """If None, scores are those of the newest weights."""
+    graph: DenseGraph | None = None
+    """Replays what the model computes in a step; if None, Python launches it."""
 
     def __post_init__(self) -> None:
         self.exchange = self.exchange or DenseExchange(self.ranks)
@@ -89,7 +92,7 @@ class Parts:
 
     def with_state(self) -> dict[str, Part]:
         """Returns the parts that a checkpoint holds, by the names of their files: as `model` the one that scores."""
-        others = ("schedule", "dense", "objective", "ranks", "exchange", "clip_norm", "items", "mean")
+        others = ("schedule", "dense", "objective", "ranks", "exchange", "clip_norm", "items", "mean", "graph")
         found = {name: part for name, part in vars(self).items() if name not in others}
         return found if self.mean is None else {**found, "model": self.mean.network, "trained": self.model}
 
@@ -135,6 +138,7 @@ def build(setup: Setup, comm: Communicator | None = None) -> Parts:
         clip_norm=setup.config.train.clip_norm,
         items=Items.of(setup.dataset, model.item_features) if model.retrieves else None,
         mean=None if setup.config.train.ema is None else Mean(model, setup.config.train.ema),
+        graph=DenseGraph.of(model, setup.dense),
     )
 
 

@@ -44,10 +44,15 @@ def backward(parts: Parts, batch: Batch, rows: Any, step: int) -> Tensor:
     """
     batch = parts.labelled(batch)
     if batch.sparse.parts is None:
-        with parts.model.drawing(step, 0):
-            outputs = parts.dense.outputs(parts.model, batch.dense, rows)
-        loss = _loss(parts, outputs, batch)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+
+        def loss_of(batch: Batch, rows: Any) -> Tensor:
+            with parts.model.drawing(step, 0):
+                return _loss(parts, parts.dense.outputs(parts.model, batch.dense, rows), batch)
+
+        loss = None if parts.graph is None else parts.graph.backward(batch, rows, loss_of)
+        if loss is None:
+            loss = loss_of(batch, rows)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return loss.detach() / parts.model.num_members
     if parts.ranks.size == 1:
         return backward_in_parts(parts, batch, rows, step, parts.exchange.total)

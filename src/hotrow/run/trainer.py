@@ -296,6 +296,7 @@ class Training:
         if (predicted := self.forecast.predicted) is not None:
             predicted_s = (sum(predicted["step_ms"].values()) - predicted["wait_ms"]) / 1e3
             self.meters.append(PaceMeter(self.session, predicted_s, spins=torch.get_num_threads() > 1 and may_spin()))
+        self.meters += [] if self.parts.graph is None else [self.parts.graph]
         self.meters += [] if also is None else [also(self.session)]
         self.meters += [] if self.trace is None else [self.trace]
         if not self._has("val"):
