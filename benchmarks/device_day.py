@@ -8,8 +8,8 @@ time, is named, and the rest goes on. Without a GPU the parts that need one are 
 `--quick` tries the script with small tables and measures nothing of worth.
 
   tests      the law tests of everything that runs on a device
-  kaggle     benchmarks.gpu: a tenth of the rows in slots, batches of 2,048
-  terabyte   the same with batches of 4,096, on a twentieth of the rows
+  kaggle     benchmarks.gpu: all modes, a tenth of the rows in slots, batches of 2,048
+  terabyte   most modes with batches of 4,096, on a twentieth of the rows
   profile    a step with all tables on the device: kernels by their time, and Python's functions by theirs
   cpu        benchmarks.end_to_end against torch: three shapes
 """
@@ -61,12 +61,12 @@ class Part:
 def parts(*, quick: bool) -> list[Part]:
     own = ("--quick",) if quick else ()
     cells = ("-m", "benchmarks.gpu", "--hbm", "10%", "--zipf", "1.05", "--json", *own)
-    some = ("torch_hybrid", "our_hybrid", "fae", "cached", "all_in_hbm")  # fewer modes leave room for more rows
+    some = (*gpu.PEERS, "our_hybrid", "fae", "cached", "all_in_hbm")  # fewer modes leave room for more rows
     shapes = [word for name in ("kaggle", "mlperf-like", "embedding-bound") for word in ("--shape", name)]
     large = ("--shapes", "terabyte", "--batch-sizes", "4096", "--scale", "0.05", "--stretches", "3", "--modes", *some)
     return [
         Part("tests", ("-m", "pytest", "-q", "tests/laws", "-k", "gpu or device", "-m", "not slow"), 130),
-        Part("kaggle", (*cells, "--shapes", "kaggle", "--batch-sizes", "2048", "--stretches", "5"), 70),
+        Part("kaggle", (*cells, "--shapes", "kaggle", "--batch-sizes", "2048", "--stretches", "5"), 90),
         Part("terabyte", (*cells, *large), 90),
         Part("profile", ("-m", "benchmarks.device_day", "--profile", *own), 60),
         Part("cpu", ("-m", "benchmarks.end_to_end", *shapes, "--peer", "torch", *own), 120, needs_gpu=False),

@@ -1,21 +1,27 @@
-"""Where tables lie when a GPU trains: six ways to run one DLRM, in one process, interleaved.
+"""Where tables lie when a GPU trains: hotrow's ways and others' to run one DLRM, in one process, interleaved.
 
     python -m benchmarks.gpu [--shapes kaggle terabyte] [--hbm 10% 512MiB 4GiB 16GiB] [--zipf EXPONENT]
                              [--batch-sizes 1024 2048 4096] [--modes NAME ...] [--scale SHARE] [--stretches 7]
-                             [--threads N] [--json] [--quick]
+                             [--threads N] [--folder DIR] [--json] [--quick]
     python -m benchmarks.gpu --hbm 10% --zipf 1.05 --modes cached all_in_hbm    # promised: 70 % of all_in_hbm
 
 (Without a GPU every cell is printed as not measured.)
 Shapes are the 26 tables and the MLPs of Criteo Kaggle (dim 16) and Terabyte (dim 64), one id per feature and sample,
-drawn by the tables' skews, or `--zipf` for all, each by itself; SGD on tables and MLPs; the MLPs are torch's, on the
-GPU, always. `--hbm` caps what rows take of device memory, in bytes or as a share of the rows; what crosses to the
-hybrids' MLPs and back goes through pinned memory:
+drawn by the tables' skews, or `--zipf` for all, each by itself; SGD on tables and MLPs; the MLPs are always on the GPU.
+They are torch's in the modes of others, and hotrow's model in its own, in a CUDA graph as in a run. `--hbm` caps what
+rows take of device memory, in bytes or as a share of the rows; what crosses to the hybrids' MLPs and back goes through
+pinned memory:
   torch_hybrid   nn.EmbeddingBag(sparse=True) and torch.optim.SGD on the CPU; pooled rows and their gradients cross
+  torch_bags     the same with the bags on the GPU, whatever the cap
+  torch_graph    one table for all on the GPU, whatever the cap, and the whole step in a CUDA graph; rows by atomic sums
+  torch_sorted   the same, but rows are summed in a stated order, so that steps repeat to the bit
+  fbgemm         FBGEMM's SplitTableBatchedEmbeddingBags in managed memory with a cache of the cap on the GPU
   our_hybrid     hotrow's tables in DRAM, its kernels on the CPU; pooled rows and their gradients cross
   fae            as published: batches all hot, whose rows have copies on the GPU, and batches all cold as our_hybrid,
-                 half of the cold, half of the hot, and again; four copies of the hot rows a stretch
+                 half of the cold, half of the hot, and again; four swaps of the hot rows a stretch
   cached         hotrow's tables in DRAM, slots on the GPU, filled by look-ahead
   cached_turns   the same with the batches of fae in their order
+  cached_tiers   as cached, with 40 % of the rows' bytes in DRAM and the rest in files in `--folder`
   all_in_hbm     slots for every row, whatever the cap
 Every mode has its own tables in DRAM; those of more than 1,000 rows keep the share of their rows that fits, which is
 printed. Before anything is timed each mode trains the same hot and cold batches, and the losses are compared. Then
@@ -48,18 +54,22 @@ from benchmarks import bench
 from benchmarks.hot_lab import Link
 from benchmarks.markdown import held
 from benchmarks.results import end_on_signals
+from benchmarks.step_peers import plain_mlp
 from hotrow.base.files import parse_bytes
 from hotrow.base.machine import available_memory_bytes
 from hotrow.data.sources.synthetic_config import SyntheticTable, criteo_kaggle, criteo_terabyte
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
 from hotrow.hot.turns import HotCopies
 from hotrow.models.dlrm import DLRM
+from hotrow.run.graph import DenseGraph, on_cuda
 
 NUM_DENSE, DEPTH, LR, SEED = 13, 4, 0.05, 1
 MEMORY_SHARE = 0.6
 """Of the memory this process may use, for tables."""
 PROMISED, MIN_OF_ALL = ("10%", 1.05), 0.7
 """With so many of the rows in slots and that skew, `cached` is to reach this share of the speed of `all_in_hbm`."""
+DRAM_SHARE = 0.4
+"""Of the rows' bytes, for tables in tiers."""
 PARTS = 2
 """Turns of each class in a stretch: half of it at a time, the rate with which FAE begins."""
 
@@ -116,6 +126,8 @@ class Side:
 
     in_turns = False
     """Whether it is timed on hot and cold batches."""
+    graph: DenseGraph | None = None
+    """Replays the model."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = copy.deepcopy(model).to(device), device
@@ -136,21 +148,30 @@ class Side:
         """Of the tables' optimizer."""
         raise NotImplementedError
 
+    def loss_of(self, batch: hotrow.Batch, rows: Tensor) -> Tensor:
+        """Of these pooled rows."""
+        dense, label = batch.dense.to(self.device), batch.label.to(self.device)
+        return nn.functional.binary_cross_entropy_with_logits(self.model(dense, rows), label)
+
+    def take_step(self, batch: hotrow.Batch) -> Tensor:
+        """Returns the loss."""
+        self.dense_optimizer.zero_grad()
+        rows = self.pooled(batch)
+        loss = None if self.graph is None else self.graph.backward(batch, rows, self.loss_of)
+        if loss is None:
+            loss = self.loss_of(batch, rows)
+            loss.backward()
+        self.dense_optimizer.step()
+        self.step()
+        return loss.detach().clone()  # the next replay overwrites it
+
     def train(self, work: Work) -> tuple[float, list[float]]:
         """Seconds for these steps, and their losses, which are read when the time is taken."""
         losses: list[Tensor] = []
         started = time.perf_counter()
         for turn in work:
             self.begin(hot=turn.hot)
-            for batch in self.batches(turn.batches):
-                dense, label = batch.dense.to(self.device), batch.label.to(self.device)
-                logits = self.model(dense, self.pooled(batch))
-                loss = nn.functional.binary_cross_entropy_with_logits(logits, label)
-                self.dense_optimizer.zero_grad()
-                loss.backward()
-                self.dense_optimizer.step()
-                self.step()
-                losses.append(loss.detach())
+            losses += [self.take_step(batch) for batch in self.batches(turn.batches)]
         self.begin(hot=False)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -160,21 +181,47 @@ class Side:
         """What else is worth printing."""
         return {}
 
+    def close(self) -> None:
+        """Removes what lies outside memory."""
+
+
+class Plain(nn.Module):
+    """A DLRM of torch's own layers, with the weights of ours."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.bottom = plain_mlp(model.bottom.layers, last_relu=True)
+        self.top = plain_mlp(model.top.layers, last_relu=False)
+        n = model.num_features + 1
+        i, j = torch.tril_indices(n, n, -1)
+        self.register_buffer("pairs", i * n + j)
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        """[B], the logits."""
+        x = self.bottom(dense)
+        t = torch.cat([x[:, None], pooled.view(len(x), -1, x.shape[1])], dim=1)
+        products = torch.bmm(t, t.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
+        found: Tensor = self.top(torch.cat([x, products], dim=1))
+        return found.squeeze(1)
+
 
 class TorchHybrid(Side):
     """torch's tables on the CPU."""
 
-    def __init__(self, model: nn.Module, device: torch.device, emb: hotrow.EmbeddingCollection) -> None:
-        super().__init__(model, device)
+    def __init__(
+        self, model: nn.Module, device: torch.device, emb: hotrow.EmbeddingCollection, where: str | torch.device = "cpu"
+    ) -> None:
+        super().__init__(Plain(model), device)
+        self.where = where
         self.bags = [
-            nn.EmbeddingBag.from_pretrained(emb.float32(t.name), freeze=False, mode="sum", sparse=True)
+            nn.EmbeddingBag.from_pretrained(emb.float32(t.name).to(where), freeze=False, mode="sum", sparse=True)
             for t in emb.tables
         ]
         self.optimizer = torch.optim.SGD([bag.weight for bag in self.bags], lr=LR)
 
     def pooled(self, batch: hotrow.Batch) -> Tensor:
         """Side by side, then across."""
-        ids = batch.sparse.values.view(len(self.bags), -1, 1)
+        ids = batch.sparse.values.view(len(self.bags), -1, 1).to(self.where)
         pooled = torch.cat([bag(own) for bag, own in zip(self.bags, ids, strict=True)], dim=1)
         return across(pooled, self.device)
 
@@ -184,11 +231,94 @@ class TorchHybrid(Side):
         self.optimizer.zero_grad()
 
 
+class TorchGraph(Side):
+    """One table of torch's for all, on the device; there the step is captured for the batches that come first."""
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, emb: hotrow.EmbeddingCollection, *, is_sorted: bool
+    ) -> None:
+        super().__init__(Plain(model), device)
+        self.is_sorted, rows = is_sorted, [0, *(table.num_embeddings for table in emb.tables)]
+        self.table = torch.cat([emb.float32(table.name) for table in emb.tables]).to(device)
+        self.firsts = torch.tensor(rows[:-1], device=device).cumsum(0)[:, None]
+        self.rate = torch.full((), -LR, device=device)
+        self.inputs: list[Tensor] = []
+        self.replay: Any = None
+
+    def take_step(self, batch: hotrow.Batch) -> Tensor:
+        """By a replay, or launch by launch."""
+        given = [batch.dense, batch.label, batch.sparse.values.view(len(self.firsts), -1)]
+        if self.replay is None and self.device.type == "cuda":
+            self.inputs = [own.to(self.device, copy=True) for own in given]
+            self.rate.zero_()  # a capture tries the step first
+            (self.loss, _), self.replay = on_cuda(lambda: (self.compute(*self.inputs), []))
+            self.rate.fill_(-LR)
+        if self.replay is None or given[0].shape != self.inputs[0].shape:
+            return self.compute(*(own.to(self.device) for own in given))
+        for own, value in zip(self.inputs, given, strict=True):
+            own.copy_(value, non_blocking=True)
+        self.replay()
+        return self.loss.clone()
+
+    def compute(self, dense: Tensor, label: Tensor, ids: Tensor) -> Tensor:
+        """The whole step; returns the loss."""
+        places, weights = (ids + self.firsts).t().flatten(), list(self.model.parameters())
+        rows = self.table.index_select(0, places).view(len(dense), -1).requires_grad_()
+        loss = nn.functional.binary_cross_entropy_with_logits(self.model(dense, rows), label)
+        *grads, of_rows = torch.autograd.grad(loss, [*weights, rows])
+        with torch.no_grad():
+            torch._foreach_add_(weights, torch._foreach_mul(grads, self.rate))
+            change = of_rows.reshape(-1, self.table.shape[1]) * self.rate
+            if self.is_sorted:
+                self.table.index_put_((places,), change, accumulate=True)
+            else:
+                self.table.index_add_(0, places, change)
+        return loss.detach()
+
+
+class Fbgemm(Side):
+    """FBGEMM's tables in managed memory, with a cache on the device for `share` of the rows; on the CPU in DRAM.
+
+    Raises ImportError where it is not installed.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, emb: hotrow.EmbeddingCollection, *, share: float
+    ) -> None:
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+            ComputeDevice,
+            SplitTableBatchedEmbeddingBagsCodegen,
+        )
+
+        super().__init__(Plain(model), device)
+        where = (EmbeddingLocation.HOST, ComputeDevice.CPU)
+        if device.type == "cuda":
+            where = (EmbeddingLocation.MANAGED_CACHING, ComputeDevice.CUDA)
+        self.tables = SplitTableBatchedEmbeddingBagsCodegen(
+            [(table.num_embeddings, table.embedding_dim, *where) for table in emb.tables],
+            optimizer=EmbOptimType.EXACT_SGD, learning_rate=LR, cache_load_factor=share, device=device,
+        )  # fmt: skip
+        for own, table in zip(self.tables.split_embedding_weights(), emb.tables, strict=True):
+            own.copy_(emb.float32(table.name))
+
+    def pooled(self, batch: hotrow.Batch) -> Tensor:
+        """By its own kernels."""
+        ids = batch.sparse.values.to(self.device)
+        found: Tensor = self.tables(ids, torch.arange(len(ids) + 1, device=self.device))
+        return found
+
+    def step(self) -> None:
+        """Backward has updated the rows."""
+
+
 class OurHybrid(Side):
     """hotrow's tables and kernels on the CPU; with a DeviceMemory on the device."""
 
     def __init__(self, model: nn.Module, device: torch.device, emb: hotrow.EmbeddingCollection) -> None:
         super().__init__(model, device)
+        self.graph = DenseGraph(self.model, device) if device.type == "cuda" else None  # type: ignore[arg-type]
         self.emb = emb
         self.optimizer = hotrow.SGD(emb, lr=LR, nonfinite=None)  # a look at gradients is a wait for the GPU
 
@@ -222,11 +352,13 @@ class Fae(OurHybrid):
         return super().pooled(batch)
 
     def facts(self) -> dict[str, Any]:
-        """Returns the swaps, their seconds, and how many times fewer bytes crossed than in a hybrid."""
-        swaps = self.copies.num_copied
-        crossed = self.link.batch_bytes + swaps * self.copies.hot.num_bytes
+        """Returns the swaps, their seconds, the share of the hot rows that one copied, and how many times fewer bytes
+        crossed than in a hybrid."""
+        swaps, moved = self.copies.num_copied, self.copies.copies.moved_bytes
+        crossed = self.link.batch_bytes + moved
         ratio = round(self.link.hybrid_bytes / crossed, 3) if crossed else None
-        return {"swaps": swaps, "sync_s": self.copies.seconds, "hybrid_ratio": ratio}
+        share = moved / (swaps * self.copies.hot.num_bytes) if swaps else None
+        return {"swaps": swaps, "sync_s": self.copies.seconds, "swapped_share": share, "hybrid_ratio": ratio}
 
 
 class Cached(OurHybrid):
@@ -242,6 +374,10 @@ class Cached(OurHybrid):
         hits, total = (sum(own[name] for own in counts) for name in ("hit_rows", "rows"))
         return {"hits_per_row": hits / max(1, total)}
 
+    def close(self) -> None:
+        """Of tiers."""
+        self.emb.placement.close()
+
 
 class CachedTurns(Cached):
     """The same, with hot and cold batches."""
@@ -249,7 +385,8 @@ class CachedTurns(Cached):
     in_turns = True
 
 
-MODES = ("torch_hybrid", "our_hybrid", "fae", "cached", "cached_turns", "all_in_hbm")
+PEERS = ("torch_hybrid", "torch_bags", "torch_graph", "torch_sorted", "fbgemm")
+MODES = (*PEERS, "our_hybrid", "fae", "cached", "cached_turns", "cached_tiers", "all_in_hbm")
 
 
 @dataclass
@@ -266,6 +403,8 @@ class Cell:
     small_table_bytes: int = SMALL_TABLE_BYTES
     zipf: float | None = None
     """Of every table; None: the shape's own."""
+    folder: str = "."
+    """For rows in tiers."""
 
     @property
     def source(self) -> Sequence[SyntheticTable]:
@@ -285,6 +424,14 @@ class Cell:
         if mode == "all_in_hbm":
             return sum(table.num_bytes for table in self.tables) * 8 // 7 + 1024
         return self.row_bytes * 8 // 7 if self.hbm.endswith("%") else self.row_bytes
+
+    def memory(self, mode: str) -> hotrow.DeviceMemory | None:
+        """Where the rows of a mode of hotrow's lie, but for copies."""
+        if mode not in ("cached", "cached_turns", "cached_tiers", "all_in_hbm"):
+            return None
+        dram = int(DRAM_SHARE * sum(table.num_bytes for table in self.tables))
+        tiers = hotrow.Memory(dram=dram, ssd=self.folder, force=True) if mode == "cached_tiers" else None
+        return hotrow.DeviceMemory(hbm=self.slot_bytes(mode), device=self.device, below=tiers)
 
     @property
     def tables(self) -> list[hotrow.TableConfig]:
@@ -372,22 +519,31 @@ def turns(cell: Cell, ids: NDArray[np.int64], is_hot: NDArray[np.bool_]) -> Work
 
 def make_sides(cell: Cell, modes: Sequence[str], hot: HotSet) -> tuple[dict[str, Side], dict[str, str]]:
     """Those that can be, from the same rows and weights, and why others cannot."""
-    device, model, tables = torch.device(cell.device), cell.model(), cell.tables
+    device, model = torch.device(cell.device), cell.model()
     sides: dict[str, Side] = {}
     refused = {}
     for mode in modes:
-        slots = mode in ("cached", "cached_turns", "all_in_hbm")
         try:
-            memory = hotrow.DeviceMemory(hbm=cell.slot_bytes(mode), device=cell.device) if slots else None
-            emb = hotrow.EmbeddingCollection(tables, memory=memory, seed=SEED)
-            if mode == "fae":
-                sides[mode] = Fae(model, device, emb, hot)
-            else:
-                kinds = {"torch_hybrid": TorchHybrid, "our_hybrid": OurHybrid, "cached_turns": CachedTurns}
-                sides[mode] = kinds.get(mode, Cached)(model, device, emb)
-        except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
+            sides[mode] = make_side(cell, mode, hot, model, device)
+        except (ValueError, MemoryError, RuntimeError, ImportError) as error:
             refused[mode] = str(error).splitlines()[0]
     return sides, refused
+
+
+def make_side(cell: Cell, mode: str, hot: HotSet, model: nn.Module, device: torch.device) -> Side:
+    """Of one mode. Raises what its parts raise where they have no room, or are not installed."""
+    emb = hotrow.EmbeddingCollection(cell.tables, memory=cell.memory(mode), seed=SEED)
+    if mode == "torch_hybrid":
+        return TorchHybrid(model, device, emb)
+    if mode == "torch_bags":
+        return TorchHybrid(model, device, emb, device)
+    if mode in ("torch_graph", "torch_sorted"):
+        return TorchGraph(model, device, emb, is_sorted=mode == "torch_sorted")
+    if mode == "fbgemm":
+        return Fbgemm(model, device, emb, share=cell.row_bytes / sum(table.num_bytes for table in cell.tables))
+    if mode == "fae":
+        return Fae(model, device, emb, hot)
+    return {"our_hybrid": OurHybrid, "cached_turns": CachedTurns}.get(mode, Cached)(model, device, emb)
 
 
 def check_losses(sides: Mapping[str, Side], work: Work) -> None:
@@ -402,11 +558,20 @@ def check_losses(sides: Mapping[str, Side], work: Work) -> None:
 def measure(cell: Cell, modes: Sequence[str], *, stretches: int) -> dict[str, Any]:
     """What each mode does with the same samples. Raises ValueError where they do not train the same."""
     hot = cell.hot_set()
+    sides, refused = make_sides(cell, modes, hot)
+    try:
+        return {**compare(cell, sides, hot, stretches=stretches), "refused": refused}
+    finally:
+        for side in sides.values():
+            side.close()
+
+
+def compare(cell: Cell, sides: Mapping[str, Side], hot: HotSet, *, stretches: int) -> dict[str, Any]:
+    """As `measure`, of these."""
     ids = draw(cell, 2 * cell.num_steps * cell.batch_size)
     prefixes = np.array([hot.rows[table.name].prefix for table in cell.source])
     is_hot = (ids < prefixes[:, None]).all(0)
     first, rest = np.split(np.arange(ids.shape[1]), 2)
-    sides, refused = make_sides(cell, modes, hot)
     check_losses(sides, turns(cell, ids[:, first], is_hot[first]))
     in_turns = turns(cell, ids[:, rest], is_hot[rest])
     mixed = [Turn(hot=False, batches=make_batches(cell, ids[:, rest]))]
@@ -431,7 +596,6 @@ def measure(cell: Cell, modes: Sequence[str], *, stretches: int) -> dict[str, An
         "hot_samples": float(is_hot.mean()),
         "tables_bytes": sum(table.num_bytes for table in cell.tables),
         "modes": {name: {**rows[name], **sides[name].facts()} for name in names},
-        "refused": refused,
         **rounds.counts(),
     }
 
@@ -461,7 +625,7 @@ def lines(cell: Cell, modes: Sequence[str], found: dict[str, Any] | None) -> lis
     head = f"{cell.shape}{skew}, {cell.hbm} {'of the rows in HBM' if cell.hbm.endswith('%') else 'of HBM for rows'}"
     head += f", batch {cell.batch_size}"
     if found is None:
-        return [head, *(f"  {name:<13} not measured" for name in modes)]
+        return [head, *(f"  {name:<12} not measured" for name in modes)]
     facts = (
         f"{found['tables_bytes'] / 2**30:.2f} GiB of tables, {cell.scale:.4g} of their rows; {found['hot_rows']:,} hot "
         f"rows in {found['hot_bytes'] / 2**20:,.1f} MiB, {found['hot_samples']:.1%} of the samples; "
@@ -477,16 +641,18 @@ def lines(cell: Cell, modes: Sequence[str], found: dict[str, Any] | None) -> lis
 def mode_line(name: str, found: dict[str, Any], base: str) -> str:
     """Of one mode."""
     if (reason := found["refused"].get(name)) is not None:
-        return f"  {name:<13} not measured: {reason}"
+        return f"  {name:<12} not measured: {reason}"
     own = found["modes"][name]
     least, most = own["ratio_range"]
-    line = f"  {name:<13} {own['samples_per_s']:12,.0f} samples/s {own['ratio']:7.2f} times {base}"
+    line = f"  {name:<12} {own['samples_per_s']:12,.0f} samples/s {own['ratio']:7.2f} times {base}"
     line += f" ({least:.2f} to {most:.2f})"
     if "of_all_in_hbm" in own and name != "all_in_hbm":
         low, high = own["of_all_in_hbm_range"]
         line += f", {own['of_all_in_hbm']:.1%} of all_in_hbm ({low:.1%} to {high:.1%})"
     if "ratio_without_swaps" in own:
         line += f", {own['ratio_without_swaps']:.2f} without the seconds of swaps"
+    if own.get("swapped_share") is not None:
+        line += f"; a swap copied {own['swapped_share']:.1%} of the hot rows"
     if "hybrid_ratio" in own:
         line += f"; {own['hybrid_ratio']:.2f} times fewer bytes over the link than a hybrid"
     if "hits_per_row" in own:
@@ -516,6 +682,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small: tries the script, measures nothing of worth")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--threads", type=int, help="default: torch's")
+    parser.add_argument("--folder", default=".", help="for the files of cached_tiers, which are removed; default: here")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.quick:
@@ -557,7 +724,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for shape, hbm, batch_size in product(options.shapes, options.hbm, options.batch_sizes):
         scale = scale_of(shape, len(options.modes)) if options.scale is None else options.scale
         quick = {"num_tables": 3, "small_table_bytes": 0} if options.quick else {}
-        cell = Cell(shape, hbm, batch_size, options.steps, scale, options.device, zipf=options.zipf, **quick)
+        own = {"zipf": options.zipf, "folder": options.folder, **quick}
+        cell = Cell(shape, hbm, batch_size, options.steps, scale, options.device, **own)
         try:
             found = None if absent else measure(cell, options.modes, stretches=options.stretches)
         except ValueError as error:
