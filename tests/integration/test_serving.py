@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
+from sklearn.metrics import log_loss
 from test_verbs import command
 
 import hotrow
@@ -26,7 +28,8 @@ from hotrow.cli import app as cli
 fastapi = pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
-from hotrow.serve.server import MAX_BYTES, MAX_ROWS, MAX_SHARED, make_app  # noqa: E402  # not without these two
+from hotrow.serve import server  # noqa: E402  # not without these two
+from hotrow.serve.server import MAX_BYTES, MAX_ROWS, MAX_SHARED, MAX_WAITING, make_app  # noqa: E402
 
 SCHEMA: dict[str, Any] = {
     "label": "click",
@@ -90,17 +93,28 @@ class Client:
 
 
 @pytest.fixture
-def served(folder: Path, tmp_path: Path) -> Iterator[tuple[Client, hotrow.Scorer]]:
-    scorer = hotrow.Scorer(folder / "out", work=tmp_path / "work")
-    app = make_app(scorer, deltas=folder / "deltas")
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
+def served(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Client, hotrow.Scorer]]:
+    scorer, own = hotrow.Scorer(folder / "out", work=tmp_path / "work"), list[tuple[Any, int]]()
+    run = uvicorn.Server.run
+
+    def running(process: Any, sockets: list[socket.socket]) -> None:
+        own.append((process, sockets[0].getsockname()[1]))
+        run(process, sockets)
+
+    monkeypatch.setattr(uvicorn.Server, "run", running)
+    options = {"host": "127.0.0.1", "port": 0, "deltas": folder / "deltas"}
+    thread = threading.Thread(target=server.serve, args=(scorer,), kwargs=options)
     thread.start()
-    while not server.started:
+    while not own or not own[0][0].started:
         time.sleep(0.01)
-    yield Client(server.servers[0].sockets[0].getsockname()[1]), scorer
-    server.should_exit = True
+    yield Client(own[0][1]), scorer
+    own[0][0].should_exit = True
     thread.join()
+
+
+def figures(text: str) -> dict[str, float]:
+    """The numbers of /metrics."""
+    return {key: float(n) for key, n in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
 
 
 def test_requests_get_the_scores_of_the_scorer(served: tuple[Client, hotrow.Scorer]) -> None:
@@ -116,11 +130,107 @@ def test_requests_get_the_scores_of_the_scorer(served: tuple[Client, hotrow.Scor
     code, found = ask("GET", "/health")
     assert (code, found["version"]) == (200, scorer.version) and {*found["columns"]} == {"item", "user", "price"}
     code, text = ask("GET", "/metrics")
-    counts = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert counts['hotrow_requests_total{code="200"}'] == "3" and counts['hotrow_requests_total{code="400"}'] == "1"
-    assert counts['hotrow_cells_total{column="item",kind="unknown"}'] == "3"
-    assert counts["hotrow_rows_total"] == "6" and float(counts['hotrow_request_seconds{quantile="0.99"}']) > 0
+    counts = figures(text)
+    assert counts['hotrow_requests_total{code="200"}'] == 3 and counts['hotrow_requests_total{code="400"}'] == 1
+    assert counts['hotrow_cells_total{column="item",kind="unknown"}'] == 3
+    assert counts["hotrow_rows_total"] == 6 and counts['hotrow_request_seconds{quantile="0.99"}'] > 0
+    assert not [name for name in counts if name.startswith("hotrow_ne")], "no labels have come"
     assert ask("GET", "/nowhere")[0] == ask("GET", "/score")[0] == 404
+
+
+# ---- labels
+
+
+def test_labels_that_come_back_judge_each_version(served: tuple[Client, hotrow.Scorer]) -> None:
+    """NE and calibration are scikit-learn's, of the rows that have a label."""
+    ask, _ = served
+    rng, scores, labels = np.random.default_rng(1), dict[str, list[float]](), dict[str, list[int]]()
+    for delta in (None, "next"):
+        if delta:
+            assert ask("POST", "/apply", {"delta": delta})[0] == 200
+        for k in range(12):
+            items = [{"item": f"i{item}"} for item in rng.integers(0, 40, 9)]
+            _, found = ask("POST", "/score", {"user": USER, "items": items, "id": f"{delta} {k}"})
+            own = [int(item["item"][1:]) % 3 == 0 for item in items]
+            known = [None if rng.random() < 0.2 else int(label) for label in own]
+            if k % 3:  # of some requests no label ever comes
+                assert ask("POST", "/labels", {"id": f"{delta} {k}", "labels": known}) == (
+                    200,
+                    {"rows": 9 - known.count(None)},
+                )
+                pairs = [(s, n) for s, n in zip(found["scores"], known, strict=True) if n is not None]
+                scores.setdefault(found["version"], []).extend(s for s, _ in pairs)
+                labels.setdefault(found["version"], []).extend(n for _, n in pairs)
+    counts = figures(ask("GET", "/metrics")[1])
+    assert len(scores) == 2
+    for version, own in labels.items():
+        base, at = np.mean(own), f'{{version="{version}",label="click"}}'
+        expected = log_loss(own, scores[version]) / log_loss(own, np.full(len(own), base))
+        assert counts[f"hotrow_ne{at}"] == pytest.approx(expected, rel=1e-4)
+        assert counts[f"hotrow_calibration{at}"] == pytest.approx(np.mean(scores[version]) / base, rel=1e-4)
+        assert counts[f"hotrow_labelled_rows{at}"] == len(own)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"labels": [0, 1, 0]}, "id has 0 characters"),
+        ({"id": "x" * 201, "labels": [0, 1, 0]}, "id has 201 characters"),
+        ({"id": "other", "labels": [0, 1, 0]}, "no scores wait under id 'other'"),
+        ({"id": "mine", "labels": [0, 1]}, "has 3 rows, but 2 labels"),
+        ({"id": "mine"}, "has 3 rows, but 0 labels"),
+        ({"id": "mine", "labels": [0, 1, 2]}, "row 2: the label is 2; send 0, 1 or null"),
+        ({"id": "mine", "labels": [0, "1", 0]}, "row 1: the label is 1; send"),
+        ({"id": "mine", "labels": [0, [0, 1], 0]}, r"row 1: the label is \[0, 1\]; send"),
+        ({"id": "mine", "labels": {"0": 1}}, "labels is a dict"),
+        ({"id": 5, "labels": [0, 1, 0]}, "id is a int"),
+        ({"id": "mine", "label": [0, 1, 0]}, "there is no field 'label'"),
+    ],
+)
+def test_labels_of_another_form_are_refused(
+    served: tuple[Client, hotrow.Scorer], body: dict[str, Any], said: str
+) -> None:
+    ask, _ = served
+    assert ask("POST", "/score", {"user": USER, "items": ITEMS, "id": "mine"})[0] == 200
+    code, found = ask("POST", "/labels", body)
+    assert code == 400 and re.search(said, found["error"]), found
+    whole = {"id": "mine", "labels": [0, 1, None]}
+    assert ask("POST", "/labels", whole) == (200, {"rows": 2}), "they still wait"
+    code, found = ask("POST", "/labels", whole)
+    assert code == 400 and "no scores wait under id 'mine'" in found["error"]
+
+
+# ---- those who keep others waiting
+
+
+def test_idle_connections_keep_nobody_out(served: tuple[Client, hotrow.Scorer]) -> None:
+    ask, _ = served
+    with ExitStack() as stack:
+        for _ in range(2 * MAX_WAITING):
+            stack.enter_context(socket.create_connection(("127.0.0.1", ask.port)))
+        assert ask("GET", "/health")[0] == 200
+        assert ask("POST", "/score", {"user": USER, "items": ITEMS})[0] == 200
+
+
+def test_half_sent_requests_are_limited_and_end(
+    served: tuple[Client, hotrow.Scorer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, _ = served
+    half = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+    with ExitStack() as stack:
+        for _ in range(MAX_WAITING):
+            stack.enter_context(socket.create_connection(("127.0.0.1", ask.port))).sendall(half)
+        while (answer := ask("POST", "/score", {"rows": [USER]}))[0] == 200:
+            time.sleep(0.01)  # until the last of them has come
+        assert answer[0] == 503 and "try again" in answer[1]["error"]
+        assert ask("GET", "/health")[0] == 200
+    while ask("POST", "/score", {"rows": [USER]})[0] == 503:
+        time.sleep(0.01)  # until the server has seen that they are gone
+    monkeypatch.setattr(server, "BODY_S", 0.05)
+    with socket.create_connection(("127.0.0.1", ask.port)) as slow:
+        slow.sendall(half)
+        assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
+    assert ask("POST", "/score", {"rows": [USER]})[0] == 200
 
 
 def hostile(rng: random.Random) -> bytes | dict[str, Any]:

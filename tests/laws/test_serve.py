@@ -27,12 +27,17 @@ import pytest
 from test_export import BASE, TOLERANCE, clicks, native, prepared, read_csv, scorer_of, train, write_csv, write_parquet
 
 import hotrow
-from benchmarks.serving import make
+from benchmarks.serving_export import make
 from hotrow.base.records import write_sealed
 from hotrow.config.load import make_config
+from hotrow.data.prepare.prepare import run_prepare
+from hotrow.data.sources.schema import parse_schema
 from hotrow.export.export import file_record
+from hotrow.kernels import ops
+from hotrow.models.spec import SampleError
 from hotrow.run import runs
 from hotrow.serve import mapped
+from hotrow.serve.version import Version
 from resealed import reseal
 
 SIMPLE: dict[str, Any] = {
@@ -270,6 +275,52 @@ def test_strict_names_column_and_row(scorer: hotrow.Scorer, *, short: bool) -> N
 def test_rows_of_no_known_form_are_refused(scorer: hotrow.Scorer, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         scorer.score(**arguments)
+
+
+def test_a_model_that_needs_ids_has_been_called_before_requests_come(tmp_path: Path) -> None:
+    """So that its weights are arranged once, and not by threads beside each other."""
+    rng, features = np.random.default_rng(2), ("user", "item")
+    events = pa.table({**{name: rng.integers(0, 20, 600) for name in features}, "time": np.arange(600)})
+    schema = {
+        "label": "came",
+        "time": "time",
+        "categorical": [*features, {"column": "item_history", "kind": "sequence", "table": "item"}],
+        "histories": {"user": "user", "item": "item", "length": 6},
+    }
+    data = run_prepare("frame", events, tmp_path / "packed", schema=parse_schema(schema, where="test")).path
+    run = train(data, tmp_path / "run", "model.name=tbsm", "model.history_steps=6", "train.max_steps=5")
+    run.export(tmp_path / "out")
+    made: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        outputs = Version._outputs
+        patch.setattr(Version, "_outputs", lambda *own: (found := outputs(*own), made.append(found))[0])
+        scorer = hotrow.Scorer(tmp_path / "out")
+    assert [found.shape for found in made] == [(1,)]
+    with pytest.raises(ValueError, match="row 0: feature 'item_history' has 7 ids"):
+        scorer.score([{"user": 1, "item": 1, "item_history": [1] * 7}])
+
+    def refuse(*_: Any) -> None:
+        raise SampleError(0, "item", "no ids")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Version, "_outputs", refuse)
+        with pytest.raises(ValueError, match=r"out.export\.json does not describe"):
+            hotrow.Scorer(tmp_path / "out")
+
+
+@native
+@pytest.mark.parametrize("is_older", [True, False])
+def test_a_native_module_that_is_older_than_its_callers_is_named(
+    export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_older: bool
+) -> None:
+    """A function of it takes other arguments then; without newer sources it is the export that does not fit."""
+    (tmp_path / "source.cpp").touch()
+    os.utime(tmp_path / "source.cpp", (2**32, 2**32) if is_older else (0, 0))
+    monkeypatch.setattr(ops, "SOURCES", tmp_path)
+    monkeypatch.setattr("hotrow.serve.version.cells_of", lambda: None)
+    with pytest.raises(ValueError, match="export the run again") as raised:
+        hotrow.Scorer(export, work=tmp_path / "work")
+    assert ("build that again with `pip" in str(raised.value)) == is_older
 
 
 # ---- threads and memory
@@ -569,3 +620,49 @@ def test_whatever_an_export_says_it_scores_or_is_refused_by_name(export: Path, t
             assert str(other) in str(error) or str(tmp_path / "work") in str(error), (*path, last)
             num_refused += 1
     assert num_refused > num_cases / 4
+
+
+def mutated(file: Path, others: list[Path], rng: random.Random) -> str:
+    """Changes the bytes of a file; returns how."""
+    content, kind = file.read_bytes(), rng.choice(["bit", "noise", "zeros", "cut", "longer", "other", "gone"])
+    at, length = rng.randrange(len(content)), rng.randrange(1, 200)
+    changes: dict[str, Callable[[], bytes]] = {
+        "bit": lambda: content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :],
+        "noise": lambda: content[:at] + rng.randbytes(length) + content[at + length :],
+        "zeros": lambda: content[:at] + bytes(length) + content[at + length :],
+        "cut": lambda: content[:at],
+        "longer": lambda: content + rng.randbytes(length),
+        "other": lambda: rng.choice(others).read_bytes(),
+    }
+    if kind == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(changes[kind]())
+    return kind
+
+
+@pytest.mark.parametrize("num_cases", [20, pytest.param(500, marks=pytest.mark.slow)])
+def test_an_export_with_other_bytes_is_an_error_or_scores(export: Path, tmp_path: Path, num_cases: int) -> None:
+    """As it lies there, sizes and checksums tell; if export.json has the new ones, what it says of the file does."""
+    other, rng, rows = tmp_path / "other", random.Random(num_cases), rows_of(some(5))
+    shutil.copytree(export, other)
+    files, num_refused = sorted(path for path in export.rglob("*") if path.is_file()), 0
+    for case in range(num_cases):
+        file = other / rng.choice(files).relative_to(export)
+        how = mutated(file, files, rng)
+        is_sealed = file.exists() and file.name != "export.json" and rng.random() < 0.6
+        if is_sealed:
+            name, record = file.relative_to(other).as_posix(), asdict(file_record(file))
+            reseal(other / "export.json", lambda about, name=name, record=record: about["files"].update({name: record}))
+        try:
+            assert hotrow.Scorer(other, work=tmp_path / "work").score(rows).shape == (5,)
+        except ValueError as error:
+            assert str(other) in str(error) or str(tmp_path / "work") in str(error), (case, file.name, how, error)
+            num_refused += 1
+        else:
+            # Tables are not read when they are opened: of them only the sizes are compared.
+            same = not is_sealed and file.read_bytes() == (export / file.relative_to(other)).read_bytes()
+            assert is_sealed or same or "tables" in file.parts, (case, file.name, how)
+        for path in (file, other / "export.json"):
+            shutil.copyfile(export / path.relative_to(other), path)
+    assert num_refused > num_cases / 3

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import repeat
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
@@ -102,6 +103,19 @@ def native_module(need: str = "tables in tiers need", *, instead: str | None = I
             f"leave HOTROW_NATIVE unset{f', or {instead}' if instead else ''}"
         )
     return module
+
+
+SOURCES = Path(__file__).parents[3] / "native"
+"""The native module's sources, if hotrow runs from a clone."""
+
+
+def rebuild() -> str:
+    """Returns, to follow an error, how to build the native module again if it is older than its sources; else ""."""
+    module, _ = _load()
+    newest = max((path.stat().st_mtime for path in SOURCES.rglob("*.[ch]*")), default=0.0)
+    if module is None or Path(module.__file__).stat().st_mtime >= newest:
+        return ""
+    return f", or, as {module.__file__} was built before its sources changed, build that again with `pip install -e .`"
 
 
 def _limit_isa(module: Any) -> None:

@@ -93,19 +93,23 @@ class Cells:
             dense = np.concatenate([dense, self._statistics.inputs_to_score(of_column, shared)], 1)
         return Inputs(dense, ids, missing, np.isnan(numbers))
 
-    def counts(self, found: Inputs) -> dict[str, dict[str, int]]:
-        """Returns what rows hold, as `Seen.columns`."""
-        num_rows = found.ids.shape[1]
-        lost = found.missing.sum(1)
-        unknown = ((found.ids == 0) & ~found.missing).sum(1)
+    def tally(self, found: Inputs) -> NDArray[np.int64]:
+        """Returns how many rows there are and what they hold, in numbers that can be added to those of other rows."""
         values = np.broadcast_to(found.dense.T[: len(self._numbers)], found.no_number.shape)
         outside = ((values < self._lows) | (values > self._highs)) & ~found.no_number
-        of_numbers = zip(self._numbers, found.no_number.sum(1).tolist(), outside.sum(1).tolist(), strict=True)
+        unknown = (found.ids == 0) & ~found.missing
+        kinds = (found.no_number, outside, unknown, found.missing)
+        return np.concatenate([[found.ids.shape[1]], *(np.count_nonzero(kind, axis=1) for kind in kinds)])
+
+    def counts(self, tally: NDArray[np.int64]) -> dict[str, dict[str, int]]:
+        """Returns a sum of tallies as `Seen.columns`."""
+        num_rows, numbers, ids = int(tally[0]), *np.split(tally[1:], [2 * len(self._numbers)])
+        of_numbers = zip(self._numbers, *numbers.reshape(2, -1).tolist(), strict=True)
         counts = {
             name: {"values": num_rows, "missing": none, "outside": out, "unreadable": 0}
             for name, none, out in of_numbers
         }
-        of_ids = zip(self._counted, unknown.tolist(), lost.tolist(), strict=True)
+        of_ids = zip(self._counted, *ids.reshape(2, -1).tolist(), strict=True)
         counts |= {
             name: {"values": num_rows, "unknown": new, "missing": none, "unreadable": 0} for name, new, none in of_ids
         }

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
 
 from hotrow.base.records import describe
 from hotrow.data.prepare.prepare import Reading
@@ -25,8 +26,10 @@ from hotrow.data.sources.lookup import Lookup
 from hotrow.data.sources.schema import Schema, parse_schema
 from hotrow.data.transforms import Transform
 from hotrow.export.export import EXPORT, STATISTICS, Description
+from hotrow.kernels import ops
 from hotrow.models import MODELS
 from hotrow.models.layers import Network
+from hotrow.objectives.binary import BinaryCrossEntropy
 from hotrow.objectives.calibration import calibrated
 from hotrow.objectives.objective import Objective
 from hotrow.objectives.several import for_labels
@@ -34,6 +37,10 @@ from hotrow.serve.vocabularies import open_vocabulary
 from hotrow.tables import TableConfig
 
 CURE = "export the run again"
+_ERRORS = (
+    *(ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, MemoryError, OSError),
+    SafetensorError,
+)
 _OF_DENSE = ("name", "transform", "missing", "written")
 """Fields of a dense column besides the options of its transform."""
 
@@ -43,12 +50,15 @@ def explaining(path: Path) -> Iterator[None]:
     """Makes an error of a field that is absent, or of another form, one that names export.json and the cure."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, MemoryError) as error:
-        if isinstance(error, ValueError) and str(path) in str(error):
+    except _ERRORS as error:
+        of_machine = isinstance(error, OSError) and error.errno is not None  # Arrow's of damaged bytes have no number
+        if of_machine or (isinstance(error, ValueError) and str(path) in str(error)):
             raise
+        # An older native module, whose functions take other arguments, fails alike.
+        cure = CURE + ops.rebuild() if isinstance(error, TypeError | AttributeError) else CURE
         said = describe(error) if isinstance(error, ValidationError) else " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{path / EXPORT} does not describe a model that can be scored ({type(error).__name__}: {said}); {CURE}"
+            f"{path / EXPORT} does not describe a model that can be scored ({type(error).__name__}: {said}); {cure}"
         ) from None
 
 
@@ -146,8 +156,9 @@ def tables_of(about: Description) -> list[TableConfig]:
     return [TableConfig(**{name: each[name] for name in fields}, feature_names=tuple(each["features"])) for each in own]
 
 
-def network_of(about: Description) -> tuple[Network, Callable[[torch.Tensor], torch.Tensor]]:
-    """Returns the network before its weights are loaded, and the function that makes scores of its outputs."""
+def network_of(about: Description) -> tuple[Network, Callable[[torch.Tensor], torch.Tensor], tuple[str, ...]]:
+    """Returns the network before its weights are loaded, the function that makes scores of its outputs, and the labels
+    whose probabilities they are."""
     options: dict[str, Any] = dict(about.model)
     num_dense = options.pop("num_dense")
     spec = MODELS[options["name"]].model_validate_json(json.dumps(options))
@@ -159,7 +170,8 @@ def network_of(about: Description) -> tuple[Network, Callable[[torch.Tensor], to
         generator=torch.Generator(),
         **more,
     )
-    return network, partial(_scores, for_labels(spec.trained_for, about.labels), about.calibration)
+    labels = (about.labels or ("label",)) if isinstance(spec.trained_for, BinaryCrossEntropy) else ()
+    return network, partial(_scores, for_labels(spec.trained_for, about.labels), about.calibration), labels
 
 
 def _scores(objective: Objective, layers: tuple[Any, ...], outputs: torch.Tensor) -> torch.Tensor:

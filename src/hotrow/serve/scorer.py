@@ -75,8 +75,9 @@ class Scorer:
         self._undone: Version | None = None
         """The version that `rollback` left, until a delta is applied: often it is the same one."""
         self._changing, self._counting = threading.Lock(), threading.Lock()
-        self.seen = Seen(opened.usual.usual, opened.usual.ranges, of=opened.usual.of)
-        """Counts of what all scored rows held, by column; `seen.warnings()` says what stands out."""
+        self._seen = Seen(opened.usual.usual, opened.usual.ranges, of=opened.usual.of)
+        self._tallies: dict[Version, Any] = {}
+        """By version, the sum of what rows held that are not in `_seen` yet: to write it in there takes its time."""
 
     @property
     def version(self) -> str:
@@ -92,6 +93,23 @@ class Scorer:
     def columns(self) -> tuple[str, ...]:
         """Names of the raw columns that a score is made of."""
         return self._versions[0].columns
+
+    @property
+    def seen(self) -> Seen:
+        """Counts of what all scored rows held, by column; `seen.warnings()` says what stands out."""
+        self._settle()
+        return self._seen
+
+    def _settle(self) -> None:
+        with self._counting:
+            for version, tally in self._tallies.items():
+                self._seen.merge(version.counted(tally))
+            self._tallies.clear()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the labels whose probabilities the scores are; () if they are something else."""
+        return self._versions[0].labels
 
     def score(
         self,
@@ -132,7 +150,10 @@ class Scorer:
         except SampleError as error:
             raise ValueError(f"row {error.sample}: {error.feature} has {error.reason}") from None
         with self._counting:
-            self.seen.merge(seen)
+            if isinstance(seen, Seen):
+                self._seen.merge(seen)
+            else:
+                self._tallies[version] = self._tallies.get(version, 0) + seen
         return Answer(scores, version.name)
 
     def apply(self, delta: Path | str) -> str:
@@ -161,6 +182,7 @@ class Scorer:
                 if old.path.parent == path.parent and old.path not in (path, now.path):
                     shutil.rmtree(old.path, ignore_errors=True)
             self._undone = None
+            self._settle()  # else a tally keeps a version that is gone
             return opened.name
 
     def rollback(self) -> str:
@@ -193,6 +215,8 @@ def _is_whole(version: Path, checksum: str) -> bool:
 def _check(rows: Any, user: Mapping[str, Any]) -> None:
     """Raises ValueError if rows are no dicts, or columns of other lengths, or if the user has one of their columns."""
     is_list, shared, lengths = isinstance(rows, list), user.keys(), dict[str, int]()
+    if is_list and {*map(type, rows)} <= {dict} and all(map(shared.isdisjoint, rows)):
+        return  # as the loop would find, at a fifth of its cost
     for row, own in enumerate(rows if is_list else [rows]):
         if not isinstance(own, Mapping):
             raise ValueError(f"row {row} is a {type(own).__name__}; pass a dict of its cells by column")

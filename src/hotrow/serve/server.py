@@ -1,7 +1,7 @@
-"""A scorer over HTTP: POST /score, GET /health, GET /metrics, and POST /apply and /rollback of deltas in one folder.
+"""A scorer over HTTP: POST /score and /labels, GET /health and /metrics, POST /apply and /rollback of deltas.
 
-Whatever a request holds, it gets JSON: an answer, or `{"error": "..."}` with status 400 or 413. Requests name no
-files except deltas below the folder that was given at the start, and nothing of them is run.
+Whatever a request holds, it gets JSON: an answer, or `{"error": "..."}` with status 400, 408, 413 or 503. Requests name
+no files except deltas below the folder that was given at the start, and nothing of them is run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from hotrow.base.machine import usable_cores
 from hotrow.base.version import __version__
+from hotrow.serve.judged import Judged
 from hotrow.serve.scorer import Scorer
 
 MAX_BYTES = 4 << 20
@@ -35,20 +36,32 @@ MAX_ROWS = 1 << 14
 MAX_SHARED = 2 * MAX_BYTES
 """The most bytes that a user's cells may have, times the rows that share them: each row has lists of its own."""
 MAX_WAITING = 128
-"""Connections beyond these are refused with status 503, so that requests take half a GiB at most."""
+"""Requests with a body beyond these are refused with status 503, so that bodies take half a GiB at most."""
+BODY_S = 30.0
+"""A body that takes longer to come is refused with status 408: it would keep others out."""
 REMEMBERED = 4096
 """The quantiles of seconds are those of so many requests."""
-_SCORE = {"rows": list | dict, "user": dict, "items": list | dict, "strict": bool}
+_SCORE = {"rows": list | dict, "user": dict, "items": list | dict, "strict": bool, "id": str}
 
 
 class TooLargeError(ValueError):
     """A request with too many bytes or rows."""
 
+    code = 413
+
+
+class TooManyError(ValueError):
+    """A request that came while too many others were answered."""
+
+    code = 503
+
 
 class Meter:
-    """Counts requests."""
+    """Counts requests. judged: knows how good their scores were."""
 
-    def __init__(self) -> None:
+    def __init__(self, judged: Judged) -> None:
+        self.judged, self.waiting = judged, 0
+        """waiting: requests that are being read or answered."""
         self._lock, self._codes, self._sums = threading.Lock(), Counter[int](), [0, 0.0]
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)
 
@@ -72,8 +85,15 @@ class Meter:
         lines += [f"hotrow_request_seconds_sum {total:.6f}", f"hotrow_request_seconds_count {sum(codes.values())}"]
         lines.append("# TYPE hotrow_cells_total counter")
         for column, counts in list(scorer.seen.columns.items()):
-            name = column.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            name = _escaped(column)
             lines += [f'hotrow_cells_total{{column="{name}",kind="{kind}"}} {n}' for kind, n in counts.items()]
+        judgements = list(self.judged.found())
+        for figure in ("num_rows", "ne", "calibration"):
+            name = "hotrow_labelled_rows" if figure == "num_rows" else f"hotrow_{figure}"
+            lines.append(f"# TYPE {name} gauge")
+            for own in judgements:
+                value, label = own.figures[figure], _escaped(own.label)
+                lines += [f'{name}{{version="{own.version}",label="{label}"}} {value:g}'] if value == value else []
         lines += ["# TYPE hotrow_version_info gauge", f'hotrow_version_info{{version="{scorer.version}"}} 1']
         return "\n".join(lines) + "\n"
 
@@ -83,7 +103,8 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
 
     deltas: the folder whose deltas `/apply` takes; if None, it takes none.
     """
-    app, meter = FastAPI(title="hotrow", version=__version__, docs_url=None, redoc_url=None), Meter()
+    app = FastAPI(title="hotrow", version=__version__, docs_url=None, redoc_url=None)
+    meter = Meter(judged := Judged(scorer.labels))
     scoring = ThreadPoolExecutor(usable_cores(), thread_name_prefix="hotrow-score")
 
     def post(path: str, fields: dict[str, Any], work: Callable[..., dict[str, Any]], executor: Any = None) -> None:
@@ -91,19 +112,27 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
 
         async def answer(request: Request) -> Response:
             began, found = time.perf_counter(), dict[str, Any]()
+            meter.waiting += 1
             try:
-                body = await _read(request)
+                if meter.waiting > MAX_WAITING:
+                    raise TooManyError(f"{MAX_WAITING} requests are being answered; try again later")
+                async with asyncio.timeout(BODY_S):
+                    body = await _read(request)
                 loop = asyncio.get_running_loop()
                 code, found = 200, await loop.run_in_executor(executor, lambda: work(**_parsed(body, fields)))
             except ValueError as error:
                 text = str(error).encode(errors="backslashreplace").decode()  # it may show what is not valid Unicode
-                code, found = 413 if isinstance(error, TooLargeError) else 400, {"error": text}
+                code, found = error.code if isinstance(error, TooLargeError | TooManyError) else 400, {"error": text}
+            except TimeoutError:
+                code, found = 408, {"error": f"the body did not come within {BODY_S:g} s; send it again"}
             except RecursionError:
                 code, found = 400, {"error": "a cell is nested too deeply; pass text, a number or a list of them"}
             except Exception:
                 if not await request.is_disconnected():
                     traceback.print_exc(file=sys.stderr)
                 code, found = 500, {"error": "the server failed; its log says where"}
+            finally:
+                meter.waiting -= 1
             if executor is scoring:
                 meter.add(code, len(found.get("scores", ())), time.perf_counter() - began)
             return JSONResponse(found, code)
@@ -111,11 +140,17 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
         app.add_api_route(path, answer, methods=["POST"], name=path[1:])
 
     def score(**body: Any) -> dict[str, Any]:
+        key = body.pop("id", None)
         _check_rows(body)
         scores, version = scorer.answer(**body)
         if len(bad := np.argwhere(~np.isfinite(scores))):
             raise ValueError(f"row {bad[0, 0]} has no finite score: its numbers are too large")
+        if key is not None:
+            judged.wait(key, version, scores)
         return {"scores": scores.tolist(), "version": version}
+
+    def labels(**body: Any) -> dict[str, Any]:
+        return {"rows": judged.take(body.get("id", ""), body.get("labels", []))}
 
     def apply(delta: str = "") -> dict[str, Any]:
         assert deltas is not None, "it has no route without them"
@@ -131,6 +166,7 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
         return JSONResponse({"error": "there is no such path, or it takes another method"}, 404)
 
     post("/score", _SCORE, score, scoring)
+    post("/labels", {"id": str, "labels": list}, labels)
     if deltas is not None:  # a delta takes long: it must not keep scores waiting
         post("/apply", {"delta": str}, apply)
         post("/rollback", {}, lambda: {"version": scorer.rollback()})
@@ -154,8 +190,13 @@ def serve(scorer: Scorer, *, host: str, port: int, deltas: Path | None) -> None:
     where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     print(f"serving {scorer.path}, version {scorer.version}, at {where}/score", file=sys.stderr)
     app = make_app(scorer, deltas=deltas)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, limit_concurrency=MAX_WAITING)
+    config = uvicorn.Config(app, log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
+
+
+def _escaped(name: str) -> str:
+    """Returns a name as the value of a label in Prometheus' text format."""
+    return name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 async def _read(request: Request) -> bytes:

@@ -6,8 +6,8 @@ so that scores are those of `Run.predict`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +65,28 @@ class Version:
                 self._embedding = EmbeddingCollection(tables, memory=self.mapped)
             if self._embedding.feature_names != reading.schema.feature_names:
                 raise ValueError("features are not in the order of the tables")
-            self._model, self._scores = network_of(about)
+            self._model, self._scores, self.labels = network_of(about)
             self._model.load_state_dict(load(read_file(path / WEIGHTS)))
             self._packed = ops.Packed(self._model.parameters())
             self.usual = seen_of(about)
             self._encoder, self._cells = RawEncoder(reading, threads=1), cells_of(reading, self.usual)
-            with suppress(SampleError):  # once, so that all that is made at first use is there when threads come
-                self.score({}, [{}], strict=False)
+            self._call_once(reading.schema.feature_names)
 
-    def score(self, user: Mapping[str, Any], items: Any, *, strict: bool) -> tuple[NDArray[np.float32], Seen]:
-        """Returns the scores of rows, and what the rows held. Arguments as of `Scorer.score`; items: never a frame."""
+    def _call_once(self, names: Sequence[str]) -> None:
+        """Scores a row, so that all that is made at first use is there when threads come."""
+        if (cells := self._cells) is not None and (found := cells.read({}, [{}], 1)) is not None:
+            cells.counts(cells.tally(found))
+        (row,) = self._batches(pa.table({name: pa.nulls(1) for name in self.columns}), Seen(), strict=False)
+        # Some models refuse a row without ids, so each feature has one.
+        self._outputs(row.dense, KeyedJaggedTensor(names, torch.zeros(len(names), dtype=torch.int64)))
+
+    def score(
+        self, user: Mapping[str, Any], items: Any, *, strict: bool
+    ) -> tuple[NDArray[np.float32], Seen | NDArray[np.int64]]:
+        """Returns the scores of rows, and what the rows held, maybe as a tally for `counted`.
+
+        Arguments as of `Scorer.score`; items: never a frame.
+        """
         by_column = isinstance(items, Mapping)
         num_rows = len(next(iter(items.values()), ())) if by_column else len(items)
         if strict:
@@ -86,10 +98,15 @@ class Version:
         if strict and (unknown := (found.ids == 0) & ~found.missing).any():
             feature, row = np.argwhere(unknown)[0].tolist()
             raise ValueError(f"column {cells.names[feature]!r}, row {row}: {UNKNOWN}; check how it is written")
-        seen = Seen()
-        seen.columns = cells.counts(found)
         sparse = KeyedJaggedTensor(cells.names, torch.from_numpy(found.ids.reshape(-1)))
-        return self._outputs(torch.from_numpy(found.dense).expand(num_rows, -1), sparse), seen
+        return self._outputs(torch.from_numpy(found.dense).expand(num_rows, -1), sparse), cells.tally(found)
+
+    def counted(self, tally: NDArray[np.int64]) -> Seen:
+        """Returns what rows held, from the sum of what `score` said of them."""
+        assert self._cells is not None, "it made the tally"
+        seen = Seen()
+        seen.columns = self._cells.counts(tally)
+        return seen
 
     def score_frame(self, frame: Any, *, strict: bool) -> tuple[NDArray[np.float32], Seen]:
         """As `score`, of a frame or a dict of columns."""

@@ -1,0 +1,64 @@
+"""Scores that wait for their labels: figures against scikit-learn, several labels, and bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.metrics import log_loss
+
+from hotrow.serve import judged
+from hotrow.serve.judged import Judged
+
+
+def test_each_of_several_labels_has_figures_of_its_own() -> None:
+    rng, own = np.random.default_rng(0), Judged(["click", "buy"])
+    scores = rng.random((50, 2)).astype(np.float32)
+    labels = [[int(rng.integers(2)), None if k % 4 == 0 else int(rng.integers(2))] for k in range(50)]
+    own.wait("a", "v", scores)
+    assert own.take("a", labels) == 50
+    for column, found in enumerate(own.found()):
+        known = np.array([row[column] is not None for row in labels])
+        y, p = np.array([row[column] for row in labels])[known].astype(int), scores[known, column].astype(float)
+        assert (found.version, found.label, found.num_rows) == ("v", ["click", "buy"][column], known.sum())
+        assert found.figures["ne"] == pytest.approx(log_loss(y, p) / log_loss(y, np.full(len(y), y.mean())), rel=1e-5)
+        assert found.figures["calibration"] == pytest.approx(p.mean() / y.mean(), rel=1e-5)
+    with pytest.raises(ValueError, match="row 0: the label is 1; send a list of 2"):
+        own.wait("a", "v", scores)
+        own.take("a", [1] * 50)
+
+
+def test_a_sure_score_that_is_wrong_has_a_finite_entropy() -> None:
+    own = Judged(["click"])
+    own.wait("a", "v", np.array([0.0, 1.0, 1.0], np.float32))
+    own.take("a", [1, 0, 1])
+    (found,) = own.found()
+    assert 1 < found.figures["ne"] < 100
+
+
+def test_what_waits_and_what_is_known_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest are kept; a request without rows takes a place too."""
+    monkeypatch.setattr(judged, "MOST_WAITING", 10)
+    monkeypatch.setattr(judged, "WINDOW", 6)
+    own = Judged(["click"])
+    for k in range(30):
+        own.wait(f"{k}", "v", np.full(k % 2 * 2, 0.5, np.float32))
+    with pytest.raises(ValueError, match="no scores wait under id '20'"):
+        own.take("20", [])
+    assert sum(own.take(f"{k}", [1, 0] if k % 2 else []) for k in range(24, 30)) == 6
+    own.wait("x", "w", np.full(4, 0.9, np.float32))
+    own.take("x", [1, 1, 1, 0])
+    assert {found.version: found.num_rows for found in own.found()} == {"v": 2, "w": 4}
+
+
+def test_an_id_that_comes_again_counts_once() -> None:
+    own = Judged(["click"])
+    for score in (0.2, 0.7):
+        own.wait("a", "v", np.array([score], np.float32))
+    own.take("a", [1])
+    (found,) = own.found()
+    assert found.num_rows == 1 and found.figures["calibration"] == pytest.approx(0.7)
+
+
+def test_scores_that_are_no_probabilities_wait_for_nothing() -> None:
+    with pytest.raises(ValueError, match="leave out id and labels"):
+        Judged([]).wait("a", "v", np.zeros(1, np.float32))
