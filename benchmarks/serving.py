@@ -1,27 +1,44 @@
-"""Requests of one user and many candidates: how long they take, how many a second, and in how much memory.
+"""Requests of one user and many candidates: how long they take, how many a second, in how much memory, amid deltas.
 
-    python -m benchmarks.serving EXPORT [--items 200] [--seconds 10] [--memory 1GiB] [--alone] [--out serving.json]
-    python -m benchmarks.serving --make DIR [--rows 33762577]     # an export of Criteo-Kaggle's shape, not trained
+    python -m benchmarks.serving EXPORT [--size 2GB] [--cells latency ...] [--items 200 500] [--memory 1GiB]
+                                        [--seconds 10] [--out serving.json]
 
 A request has a user (all numbers, and the first half of the ids) and candidates (the other ids). Ids are drawn from the
-export's vocabularies, frequent ones more often, as p(row) ~ 1 / row; one in a hundred is unknown. Requests come one
-after another, each with a user and candidates of its own, on one core and then on two threads; the export's own
-score.py, plain torch, gets the same rows. Both compute on one torch thread. Prints Markdown; `--out` gets JSON.
+export's vocabularies, frequent ones more often, as p(row) ~ 1 / row; one in a hundred is unknown. If EXPORT is not
+there, it is made, with Criteo-Kaggle's columns, tables of `--size` and random weights. The cells:
+
+latency     one request after another, each of another user, on one thread: everything in memory, and cold. Cold means:
+            the page cache has the first tenth of each table (the frequent rows) and what these requests look up, but
+            for the pages of one row in a hundred, which are dropped before each request: from the process by
+            madvise(MADV_DONTNEED), then from the page cache by posix_fadvise(POSIX_FADV_DONTNEED).
+throughput  two threads, each of which sends the next request as soon as it has an answer: from raw rows to scores, and
+            the dense part alone on rows that were looked up before, beside ONNX Runtime and plain torch. From raw rows,
+            these two read and look up by the export's score.py, which holds everything in memory. All use one thread.
+memory      most memory of a scorer under `--memory`, whose requests ask for ids all over the tables, in a process of
+            its own. With `--holes` the tables are files without content, so that 20GB take no disk.
+deltas      100 deltas, each of 1 % of the rows and all dense weights, applied back to back while one thread sends
+            requests. EXPORT is not read; all exports are made beside it, with tables of `--size`. Every answer is
+            compared with those of a new scorer of its version, and the last version with a whole export.
+
+Prints Markdown; `--out` gets JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import ctypes
 import json
+import mmap
 import os
+import shutil
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,51 +46,45 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
 
 from benchmarks.markdown import heads, table
+from benchmarks.serving_export import DIM, make, write
+from hotrow.base.files import parse_bytes
 from hotrow.base.machine import host_facts
 from hotrow.base.records import read_sealed
-from hotrow.config.load import make_config
-from hotrow.data.chunk import Keys
-from hotrow.data.native import hash_keys
-from hotrow.export.export import (
-    DOCUMENT,
-    FOLDERS,
-    OWN_NAMES,
-    Description,
-    Whole,
-    becoming,
-    file_record,
-    network_source,
-    write_keys,
-)
-from hotrow.run.checkpoint_files import write_tensors
+from hotrow.export.delta import apply_delta, write_delta
+from hotrow.export.dense import write_dense
+from hotrow.export.score import build_network, load_module
+from hotrow.kernels import ops
 from hotrow.serve.scorer import Scorer
+from hotrow.serve.version import one_thread
 
 NUM_REQUESTS = 64
 UNKNOWN = 0.01
-CRITEO_ROWS = 33_762_577
-CRITEO_TABLES = (
-    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652),
-    *(2173, 4, 7046547, 18, 15, 286181, 105, 142572),
-)
+COLD = 0.01
+WARM = 0.1
+"""Share of each table that the page cache has before the first cold request."""
+SPREAD_REQUESTS = 600
+NUM_DELTAS = 100
 Request = tuple[dict[str, Any], list[dict[str, Any]]]
-Seconds = list[float]
+Answer = Callable[[Request], Any]
 
 
 # ---- requests
 
 
 def ids_of(
-    export: Path, feature: dict[str, Any], tables: dict[str, Any], rng: np.random.Generator, n: int
+    export: Path, feature: dict[str, Any], tables: dict[str, Any], rng: np.random.Generator, n: int, *, spread: bool
 ) -> list[Any]:
-    """Raw ids of a feature, as JSON has them."""
+    """Raw ids of a feature, as JSON has them. spread: all rows alike, not frequent ones more often."""
     vocabulary = tables[feature["table"]]["vocabulary"]
     stored = pq.read_table(export / vocabulary["file"])
     if not len(stored):
         return [None] * n
-    ranks = np.exp(rng.random(n) * np.log(len(stored))).astype(np.int64) - 1
+    ranks = rng.integers(len(stored), size=n)
+    if not spread:
+        ranks = np.exp(rng.random(n) * np.log(len(stored))).astype(np.int64) - 1
     by_rank = np.argsort(stored["row"].to_numpy(), kind="stable")
     keys = stored["key"].take(pa.array(by_rank[ranks])).to_pylist()
     if feature["keys"] == "bytes":
@@ -82,48 +93,66 @@ def ids_of(
         made = [format(key % 2**32, "x") for key in keys]
     else:
         made = keys
-    unknown = rng.random(n) < UNKNOWN
+    unknown = rng.random(n) < (0 if spread else UNKNOWN)
     other = "ffffffff" if isinstance(made[0], str) else 2**40 + 1
     return [other if new else key for key, new in zip(made, unknown, strict=True)]
 
 
-def requests_of(export: Path, num_items: int) -> list[Request]:
+def requests_of(export: Path, num_items: int, num_requests: int, *, spread: bool = False) -> list[Request]:
     """Requests of users and candidates."""
     about, rng = read_sealed(export / "export.json", cure="export again"), np.random.default_rng(0)
     tables = {each["name"]: each for each in about["tables"]}
     if any(each["kind"] != "one_hot" for each in about["features"]):
         raise SystemExit("an export of lists is not what this measures; pass one of single ids")
     features, half = about["features"], len(about["features"]) // 2
-    users = {each["name"]: rng.lognormal(1, 1, NUM_REQUESTS).round(2).tolist() for each in about["dense"]}
-    users |= {each["name"]: ids_of(export, each, tables, rng, NUM_REQUESTS) for each in features[:half]}
-    total = NUM_REQUESTS * num_items
-    items = {each["name"]: ids_of(export, each, tables, rng, total) for each in features[half:]}
+    draw = partial(ids_of, export, tables=tables, rng=rng, spread=spread)
+    users = {each["name"]: rng.lognormal(1, 1, num_requests).round(2).tolist() for each in about["dense"]}
+    users |= {each["name"]: draw(each, n=num_requests) for each in features[:half]}
+    items = {each["name"]: draw(each, n=num_requests * num_items) for each in features[half:]}
     rows = [dict(zip(items, cells, strict=True)) for cells in zip(*items.values(), strict=True)]
     return [
         ({name: cells[k] for name, cells in users.items()}, rows[k * num_items : (k + 1) * num_items])
-        for k in range(NUM_REQUESTS)
+        for k in range(num_requests)
     ]
+
+
+def columns_of(request: Request) -> dict[str, list[Any]]:
+    """The rows of a request as columns, for score.py."""
+    user, items = request
+    own = {name: [item[name] for item in items] for name in items[0]}
+    return own | {name: [cell] * len(items) for name, cell in user.items()}
 
 
 # ---- measuring
 
 
-def latencies(answer: Callable[[Request], Any], requests: list[Request], seconds: float) -> tuple[Seconds, Seconds]:
-    """Seconds of each request, one after another: on the clock, and of the processor, which other programs share."""
-    for request in requests[:3]:
-        answer(request)
+def latencies(
+    answer: Answer, requests: list[Request], seconds: float, before: Callable[[int], object] = lambda k: None
+) -> dict[str, Any]:
+    """Milliseconds of requests one after another: on the clock, and of the processor, which other programs share.
+
+    before: called before each request with its number.
+    """
+    for k in range(3):
+        answer(requests[k % len(requests)])
     clock, processor = list[float](), list[float]()
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
-        for request in requests:
+        for k, request in enumerate(requests):
+            before(k)
             start, used = time.perf_counter(), time.thread_time()
             answer(request)
             clock.append(time.perf_counter() - start)
             processor.append(time.thread_time() - used)
-    return clock, processor
+    return {
+        "p50_ms": round(1e3 * statistics.median(clock), 3),
+        "p99_ms": round(1e3 * float(np.quantile(clock, 0.99)), 3),
+        "processor_p50_ms": round(1e3 * statistics.median(processor), 3),
+        "requests": len(clock),
+    }
 
 
-def throughput(answer: Callable[[Request], Any], requests: list[Request], seconds: float, threads: int) -> float:
+def throughput(answer: Callable[[Any], Any], requests: list[Any], seconds: float, threads: int = 2) -> float:
     """Requests a second of several threads, each of which sends the next as soon as it has an answer."""
     counts, stop = [0] * threads, threading.Event()
 
@@ -141,187 +170,345 @@ def throughput(answer: Callable[[Request], Any], requests: list[Request], second
         stop.set()
         for each in asking:
             each.result()
-    return sum(counts) / (time.perf_counter() - began)
+    return round(sum(counts) / (time.perf_counter() - began), 1)
 
 
-def memory_bytes() -> dict[str, int]:
-    """Memory of this process: what is its own, and what is mapped of files."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    names = {"own": "RssAnon", "of_files": "RssFile"}
-    return {name: 1024 * int(status[field].split()[0]) for name, field in names.items()}
+def asked(scorer: Scorer) -> Answer:
+    return lambda request: scorer.score(user=request[0], items=request[1])
 
 
-def measure_plain(
-    export: Path, requests: list[Request], found: list[Any], measured: Callable[[str, Any, float, dict[str, int]], None]
-) -> None:
-    """The export's own score.py, whose scores must be those that were found for the first requests."""
-    spec = importlib.util.spec_from_file_location("score", export / "score.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    before, began = memory_bytes(), time.perf_counter()
-    plain = module.Scorer(export)
+# ---- latency
 
-    def columns(request: Request) -> dict[str, list[Any]]:
+
+class Pages:
+    """Pages of an export's tables, as the page cache has them or not."""
+
+    def __init__(self, export: Path, scorer: Scorer) -> None:
+        about = read_sealed(export / "export.json", cure="export again")
+        self._version = scorer._versions[0]
+        files = {each["name"]: export / each["file"] for each in about["tables"]}
+        self._paths = [files[each["table"]] for each in about["features"]]
+        self._weights = [self._version.mapped.weights[each["table"]] for each in about["features"]]
+        self._files = {path: path.open("rb") for path in self._paths}
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def warm(self) -> None:
+        """Leaves the first tenth of each table in the page cache, page by page, and nothing else of it."""
+        os.sync()
+        for weights, path in zip(self._weights, self._paths, strict=True):
+            self._let_go(weights.data_ptr(), weights.nbytes)
+            file, size = self._files[path].fileno(), path.stat().st_size
+            os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file, 0, size, os.POSIX_FADV_RANDOM)
+            for start in range(0, int(WARM * size), mmap.PAGESIZE):
+                os.pread(file, mmap.PAGESIZE, start)
+
+    def of(self, request: Request, share: float) -> list[tuple[int, int]]:
+        """Pages of a share of the rows that a request looks up: number of the feature, and place in its table."""
         user, items = request
-        own = {name: [item[name] for item in items] for name in items[0]}
-        return own | {name: [cell] * len(items) for name, cell in user.items()}
+        rows = self._version._cells.read(user, items, len(items)).ids
+        shared = np.array([name in user for name in self._version._cells.names])
+        own = [(f, row) for f, ids in enumerate(rows) for row in (ids[:1] if shared[f] else ids).tolist()]
+        rng = np.random.default_rng(len(own))
+        chosen = rng.choice(len(own), round(share * len(own)), replace=False)
+        row_bytes = 4 * self._weights[0].shape[1]
+        return sorted({(own[k][0], own[k][1] * row_bytes // mmap.PAGESIZE) for k in chosen})
 
-    measured("score.py", lambda own: plain.score(columns(own)), time.perf_counter() - began, before)
-    for (user, items), own in zip(requests, found, strict=False):
-        np.testing.assert_allclose(plain.score(columns((user, items))).numpy(), own, atol=1e-5)
+    def drop(self, pages: Iterable[tuple[int, int]]) -> None:
+        """Drops pages from this process and from the page cache."""
+        for f, page in pages:
+            start = page * mmap.PAGESIZE
+            self._let_go(self._weights[f].data_ptr() + start, mmap.PAGESIZE)
+            begin = self._paths[f].stat().st_size - self._weights[f].nbytes  # a multiple of a page
+            os.posix_fadvise(self._files[self._paths[f]].fileno(), begin + start, mmap.PAGESIZE, os.POSIX_FADV_DONTNEED)
+
+    def cached(self, pages: Iterable[tuple[int, int]]) -> int:
+        """How many of the pages the page cache has."""
+        return sum(self._resident(self._weights[f].data_ptr() + page * mmap.PAGESIZE, 1) for f, page in pages)
+
+    def cached_share(self) -> float:
+        """Share of all tables' pages that the page cache has."""
+        sizes = [-(-weights.nbytes // mmap.PAGESIZE) for weights in self._weights]
+        found = [self._resident(each.data_ptr(), size) for each, size in zip(self._weights, sizes, strict=True)]
+        return round(sum(found) / sum(sizes), 3)
+
+    def _let_go(self, address: int, num_bytes: int) -> None:
+        self._libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)
+
+    def _resident(self, address: int, num_pages: int) -> int:
+        found = (ctypes.c_ubyte * num_pages)()
+        self._libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_pages * mmap.PAGESIZE), found)
+        return int((np.frombuffer(found, np.uint8) & 1).sum())
 
 
-def measure(export: Path, num_items: int, seconds: float, memory: str | None, *, alone: bool) -> dict[str, Any]:
-    """Both scorers on the same requests. alone: without score.py, which holds everything in memory."""
-    torch.set_num_threads(1)
-    requests, report = requests_of(export, num_items), dict[str, Any]()
+def cold(
+    scorer: Scorer, requests: list[Request], pages: Pages, chosen: list[list[tuple[int, int]]], seconds: float
+) -> dict[str, Any]:
+    """Requests before each of which its `chosen` pages are dropped."""
+    pages.warm()
+    for user, items in requests:
+        scorer.score(user=user, items=items)
+    left = list[int]()
 
-    def both(name: str, answer: Callable[[Request], Any], opening_s: float, before: dict[str, int]) -> None:
-        taken, used = latencies(answer, requests, seconds)
-        after = memory_bytes()
+    def cool(k: int) -> None:
+        pages.drop(chosen[k])
+        left.append(len(chosen[k]) - pages.cached(chosen[k]))
+
+    found = latencies(asked(scorer), requests, seconds, cool)
+    return {**found, "cold_pages": round(statistics.mean(left), 1), "cached_share": pages.cached_share()}
+
+
+def measure_latency(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Every number of candidates, warm and cold."""
+    export, most = options.export, max(options.items)
+    began = time.perf_counter()
+    Scorer(export, memory=options.memory, work=work)
+    opening_s, began = time.perf_counter() - began, time.perf_counter()
+    scorer = Scorer(export, memory=options.memory, work=work)
+    report: dict[str, Any] = {
+        "opening_s": round(opening_s, 3),
+        "opening_again_s": round(time.perf_counter() - began, 3),
+    }
+    drawn, pages = requests_of(export, most, NUM_REQUESTS), Pages(export, scorer)
+    for num_items in options.items:
+        requests = [(user, items[:num_items]) for user, items in drawn]
+        chosen = [pages.of(request, COLD) for request in requests]
+        report[f"{num_items} candidates"] = latencies(asked(scorer), requests, options.seconds)
+        report[f"{num_items} candidates, cold"] = cold(scorer, requests, pages, chosen, options.seconds)
+    return report
+
+
+# ---- throughput
+
+
+def measure_throughput(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Requests a second of hotrow, ONNX Runtime and plain torch, whose scores must be the same."""
+    import onnxruntime  # a peer, which only this cell needs
+
+    export, num_items = options.export, options.items[0]
+    about, requests = (
+        read_sealed(export / "export.json", cure="export again"),
+        requests_of(export, num_items, NUM_REQUESTS),
+    )
+    scorer, plain = Scorer(export, memory=options.memory, work=work), load_module(export / "score.py").Scorer(export)
+    write_dense(work / "dense.onnx", about, network=export / "model.py", weights=export / "model.safetensors")
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = settings.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(work / "dense.onnx", settings)
+    definition, version = load_module(export / "model.py"), scorer._versions[0]
+    network = build_network(definition, about)
+    network.load_state_dict(load_file(export / "model.safetensors"))
+
+    @torch.no_grad()
+    def own(inputs: Any) -> Any:
+        with one_thread(), ops.weights_stay(version._packed):
+            return version._scores(version._model(*inputs)).numpy()
+
+    @torch.no_grad()
+    def torch_alone(inputs: Any) -> Any:
+        return definition.scores(network(*inputs)).numpy()
+
+    def onnx(inputs: Any) -> Any:
+        return session.run(None, {"dense": inputs[0].numpy(), "rows": inputs[1].numpy()})[0]
+
+    contenders: dict[str, tuple[Callable[[Any], Any], Answer]] = {
+        "hotrow": (own, asked(scorer)),
+        "ONNX Runtime": (onnx, lambda request: onnx(plain.inputs(columns_of(request)))),
+        "torch": (torch_alone, lambda request: plain.score(columns_of(request)).numpy()),
+    }
+    looked_up = [plain.inputs(columns_of(request)) for request in requests]
+    expected = [scorer.score(user=user, items=items) for user, items in requests[:4]]
+    report = dict[str, Any]()
+    for name, (dense, whole) in contenders.items():
+        for k, wanted in enumerate(expected):
+            np.testing.assert_allclose(dense(looked_up[k]), wanted, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(whole(requests[k]), wanted, atol=1e-5, err_msg=name)
         report[name] = {
-            "opening_s": round(opening_s, 3),
-            "p50_ms": round(1e3 * statistics.median(taken), 3),
-            "p99_ms": round(1e3 * float(np.quantile(taken, 0.99)), 3),
-            "processor_p50_ms": round(1e3 * statistics.median(used), 3),
-            "requests": len(taken),
-            "per_s_on_2_threads": round(throughput(answer, requests, seconds, 2), 1),
-            "memory_bytes": {kind: after[kind] - before[kind] for kind in after},
+            "dense_per_s": throughput(dense, looked_up, options.seconds),
+            "per_s": throughput(whole, requests, options.seconds),
+            **latencies(whole, requests, options.seconds),
         }
+    best = {kind: max(report[name][kind] for name in ("ONNX Runtime", "torch")) for kind in ("dense_per_s", "per_s")}
+    return report | {f"{kind}_ratio": round(report["hotrow"][kind] / own, 2) for kind, own in best.items()}
 
-    with tempfile.TemporaryDirectory(dir=export.parent) as work:
-        before, began = memory_bytes(), time.perf_counter()
-        scorer = Scorer(export, memory=memory, work=work)
-        both("hotrow.Scorer", lambda own: scorer.score(user=own[0], items=own[1]), time.perf_counter() - began, before)
+
+# ---- memory
+
+
+def memory_bytes(folders: Iterable[Path]) -> dict[str, int]:
+    """Memory of this process: its own, pinned, and mapped of files in these folders and of others (libraries)."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    fields = {"own": "RssAnon", "pinned": "VmLck"}
+    found = {name: 1024 * int(status[field].split()[0]) for name, field in fields.items()}
+    within, prefixes, mapped = False, tuple(f"{folder.resolve()}/" for folder in folders), 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *words = line.split(None, 5)
+        if not name.endswith(":"):
+            within = len(words) == 5 and words[4].startswith(prefixes)
+        elif name == "Rss:" and within:
+            mapped += 1024 * int(words[0])
+    return {**found, "tables": mapped, "others": 1024 * int(status["RssFile"].split()[0]) - mapped}
+
+
+def most_memory(export: Path, work: Path, requests: Path, memory: str | None) -> dict[str, Any]:
+    """The most memory after any request; in a process that has nothing else."""
+    folders = export, work
+    before = memory_bytes(folders)
+    scorer, most, largest = Scorer(export, memory=memory, work=work), dict[str, int](), 0
+    with requests.open() as lines:
+        for line in lines:
+            user, items = json.loads(line)
+            scorer.score(user=user, items=items)
+            now = memory_bytes(folders)
+            most = {name: max(most.get(name, 0), value) for name, value in now.items()}
+            largest = max(largest, sum(now[name] for name in ("own", "tables")))
+    return {"before": before, "most": most, "most_of_scorer": largest - before["own"], "unknown": _unknown(scorer)}
+
+
+def _unknown(scorer: Scorer) -> int:
+    return sum(own.get("unknown", 0) for own in scorer.seen.columns.values())
+
+
+def measure_memory(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """`most_memory` in a process of its own, which reads one request at a time."""
+    with (work / "requests.jsonl").open("w") as file:
+        for request in requests_of(options.export, options.items[0], SPREAD_REQUESTS, spread=True):
+            file.write(json.dumps(request) + "\n")
+    Scorer(options.export, work=work)  # makes the vocabularies
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        found = executor.submit(most_memory, options.export, work, work / "requests.jsonl", options.memory)
+        tables = sum(path.stat().st_size for path in (options.export / "tables").iterdir())
+        return {**found.result(), "budget": options.memory, "tables_bytes": tables, "requests": SPREAD_REQUESTS}
+
+
+# ---- deltas
+
+
+def measure_deltas(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Requests before and while deltas come."""
+    base, since, kept, num_rows = work / "base", work / "since", work / "kept", rows_of(options.size)
+    make(base, num_rows)
+    shutil.copytree(base, since)
+    for day in range(1, options.deltas + 1):
+        write_delta(since, work / f"delta-{day}", lambda to, day=day: write(to, num_rows, day))
+        apply_delta(since, work / f"delta-{day}")
+    make(work / "whole", num_rows, day=options.deltas)
+    scorer, requests = Scorer(base, memory=options.memory, work=work / "work"), requests_of(base, options.items[0], 8)
+    found, failed, done = list[tuple[float, float, str, int, bytes]](), list[str](), threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            k = len(found) % len(requests)
+            began = time.perf_counter()
+            try:
+                scores, version = scorer.answer(user=requests[k][0], items=requests[k][1])
+            except Exception as error:
+                failed.append(repr(error))
+                continue
+            found.append((began, time.perf_counter() - began, version, k, scores.tobytes()))
+
+    applying, folders = list[float](), {scorer.version: base}
+    for user, items in requests:
+        scorer.score(user=user, items=items)
+    with ThreadPoolExecutor(1) as executor:
+        asking = executor.submit(ask)
+        time.sleep(options.seconds)
         began = time.perf_counter()
-        Scorer(export, memory=memory, work=work)
-        report["hotrow.Scorer"]["opening_again_s"] = round(time.perf_counter() - began, 3)
-        found = [scorer.score(user=user, items=items) for user, items in requests[:4]]
-        vocabularies = sum(path.stat().st_size for path in (Path(work) / "vocab").iterdir())
-    num_ids = sum(pq.read_metadata(path).num_rows for path in export.glob("vocab/*"))
-    report["bytes_per_id"] = round(vocabularies / max(1, num_ids), 1)
-    if not alone:
-        measure_plain(export, requests, found, both)
+        try:
+            for day in range(1, options.deltas + 1):
+                start = time.perf_counter()
+                version = scorer.apply(work / f"delta-{day}")
+                applying.append(time.perf_counter() - start)
+                folders[version] = kept / version  # versions are removed when they are two deltas old
+                shutil.copytree(scorer.path, folders[version], copy_function=os.link)
+        finally:
+            ended = time.perf_counter()
+            done.set()
+        asking.result()
+    wrong, others = 0, work / "others"
+    for version, folder in folders.items():
+        again = Scorer(folder, work=others)
+        expected = [again.score(user=user, items=items).tobytes() for user, items in requests]
+        wrong += sum(own[4] != expected[own[3]] for own in found if own[2] == version)
+        shutil.rmtree(others)
+    files = {path.relative_to(work / "whole") for path in (work / "whole").rglob("*") if path.is_file()}
+    quiet, under = (
+        [taken for at, taken, *_ in found if at < began],
+        [taken for at, taken, *_ in found if began <= at < ended],
+    )
+    p99 = [1e3 * float(np.quantile(taken, 0.99)) for taken in (quiet, under)]
     return {
-        **report,
-        "items": num_items,
-        "export_bytes": sum(p.stat().st_size for p in export.rglob("*") if p.is_file()),
+        "deltas": options.deltas,
+        "requests": len(under),
+        "failed": len(failed),
+        "versions_answered": len({own[2] for own in found}),
+        "of_no_version": wrong,
+        "bits_of_the_whole_export": all(
+            (scorer.path / name).read_bytes() == (work / "whole" / name).read_bytes() for name in files
+        ),
+        "p99_before_ms": round(p99[0], 3),
+        "p99_meanwhile_ms": round(p99[1], 3),
+        "p99_ratio": round(p99[1] / p99[0], 3),
+        "p50_before_ms": round(1e3 * statistics.median(quiet), 3),
+        "p50_meanwhile_ms": round(1e3 * statistics.median(under), 3),
+        "applying_s": round(statistics.median(applying), 3),
     }
 
 
+# ---- all of it
+
+CELLS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
+    "latency": measure_latency,
+    "throughput": measure_throughput,
+    "memory": measure_memory,
+    "deltas": measure_deltas,
+}
+
+
+def rows_of(size: str) -> int:
+    """How many rows have so many bytes."""
+    return parse_bytes(size) // (4 * DIM)
+
+
 def page(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
-    columns = [
-        "scorer",
-        "p50",
-        "p99",
-        "p50 of processor time",
-        "requests/s, 2 threads",
-        "opened in",
-        "memory: own",
-        "of files",
-    ]
-    rows = []
-    for name in (name for name in ("hotrow.Scorer", "score.py") if name in report):
-        own = report[name]
-        memory = [f"{own['memory_bytes'][kind] / 2**20:,.0f} MiB" for kind in ("own", "of_files")]
-        times = [f"{own[name]:.2f} ms" for name in ("p50_ms", "p99_ms", "processor_p50_ms")]
-        times.append(f"{own['per_s_on_2_threads']:,.0f}")
-        rows.append([f"`{name}`", *times, f"{own['opening_s']:.2f} s", *memory])
-    what = f"1 user x {report['items']} candidates, an export of {report['export_bytes'] / 2**20:,.0f} MiB"
-    again = f"{report['bytes_per_id']} bytes an id, opened again in {report['hotrow.Scorer']['opening_again_s']:.2f} s"
-    return "\n".join([f"{what}; {again}", "", *table(heads(columns), rows)])
+    """The report as Markdown: of each cell a table of its figures."""
+    lines = list[str]()
+    for cell in (name for name in CELLS if name in report):
+        rows = {name: own for name, own in report[cell].items() if isinstance(own, dict)}
+        columns = list(dict.fromkeys(name for own in rows.values() for name in own))
+        if rows:
+            body = [[name, *(_shown(column, own.get(column, "")) for column in columns)] for name, own in rows.items()]
+            lines += [*table(heads([cell, *columns]), body), ""]
+        lines += [f"{name}: {_shown(name, own)}" for name, own in report[cell].items() if name not in rows]
+        lines.append("")
+    return "\n".join(lines).rstrip()
 
 
-# ---- an export of Criteo-Kaggle's shape
-
-
-class Random:
-    """Rows of a table, made piece by piece."""
-
-    dtype = torch.float32
-
-    def __init__(self, num_rows: int, dim: int) -> None:
-        self.shape = torch.Size((num_rows, dim))
-
-    def pieces(self) -> Any:
-        return (slice(start, min(start + 65536, self.shape[0])) for start in range(0, self.shape[0], 65536))
-
-    def read(self, piece: slice) -> Tensor:
-        rng = np.random.default_rng(piece.start)
-        return torch.from_numpy(rng.random((piece.stop - piece.start, self.shape[1]), np.float32) - 0.5) * 0.1
-
-
-def make(out: Path, num_rows: int) -> None:
-    """Writes an export of Criteo-Kaggle's columns with random weights; num_rows: of all tables together."""
-    sizes = [max(3, size * num_rows // CRITEO_ROWS) for size in CRITEO_TABLES]
-    spec = make_config({"data": "d"}).model
-    names, numbers = [f"C{k + 1}" for k in range(26)], [f"I{k + 1}" for k in range(13)]
-    network = spec.build(num_dense=13, dims=dict.fromkeys(names, 16), generator=torch.Generator().manual_seed(0))
-    with becoming(out, "export", OWN_NAMES, FOLDERS, doing="making an export") as partial:
-        to = Whole(partial)
-        files = {"model.safetensors": write_tensors(partial / "model.safetensors", dict(network.state_dict()))}
-        described = []
-        for k, (name, size) in enumerate(zip(names, sizes, strict=True)):
-            file, own = f"tables/{name}.safetensors", f"vocab/{name}.parquet"
-            files[file] = to.table(file, f"{name}.weight", Random(size, 16))
-            keys = (np.arange(1, size, dtype=np.int64) * 2654435761 + k) % 2**32
-            order = np.argsort(hash_keys(Keys(keys)), kind="stable")
-            ids = pa.table({"key": keys[order], "row": 1 + order})
-            write_keys(partial / own, pa.int64(), [ids])
-            files[own] = file_record(partial / own)
-            vocabulary = {"file": own, "num_keys": size - 1, "unknown_row": 0, "missing_row": 0, "hash_cap": None}
-            described.append({
-                "name": name, "num_embeddings": size, "embedding_dim": 16, "pooling": "sum", "features": [name],
-                "file": file, "tensor": f"{name}.weight", "trained_as": "float32",
-                "vocabulary": {**vocabulary, "min_count": 1, "num_dropped": 0},
-            })  # fmt: skip
-        texts = {"model.py": network_source("dlrm", spec.trained_for)}
-        root = Path(__file__).resolve().parents[1] / "src" / "hotrow"
-        for name, path in (("score.py", "export/score.py"), ("seen.py", "data/seen.py")):
-            texts[name] = (root / path).read_text()
-        texts["transforms/log1p_clip0.py"] = (root / "data/transforms/log1p_clip0.py").read_text()
-        for name, text in texts.items():
-            (partial / name).write_text(text)
-            files[name] = file_record(partial / name)
-        one_hot = {"kind": "one_hot", "separator": None, "keys": "int", "base": 16}
-        description = Description(
-            created_by="benchmarks.serving",
-            run="made",
-            step=0,
-            dataset={},
-            model={**spec.model_dump(mode="json"), "num_dense": 13},
-            csv=None,
-            dense=tuple({"name": name, "transform": "log1p_clip0", "missing": 0.0} for name in numbers),
-            features=tuple({"name": name, "table": name, **one_hot} for name in names),
-            tables=tuple(described),
-            missing=("", "NA"),
-            labels=("label",),
-            files={},
-        )
-        DOCUMENT.write(partial / "export.json", replace(description, files=files))
+def _shown(name: str, value: Any) -> str:
+    is_bytes = name in ("own", "pinned", "tables", "others", "tables_bytes", "most_of_scorer")
+    return f"{value / 2**20:,.1f} MiB" if is_bytes and not isinstance(value, str) else str(value)
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("export", nargs="?", type=Path)
-    parser.add_argument("--items", type=int, default=200, help="candidates of a request")
+    parser.add_argument("export", type=Path, help="folder of an export; made if there is none")
+    parser.add_argument("--size", default="2GB", help="of the tables of an export that is made")
+    parser.add_argument("--holes", action="store_true", help="make tables that take no disk")
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=["latency"])
+    parser.add_argument("--items", type=int, nargs="+", default=[200, 500], help="candidates of a request")
     parser.add_argument("--seconds", type=float, default=10, help="for each figure")
     parser.add_argument("--memory", help="budget of the scorer, e.g. 1GiB")
-    parser.add_argument("--alone", action="store_true", help="leave out score.py, which holds everything in memory")
+    parser.add_argument("--deltas", type=int, default=NUM_DELTAS)
     parser.add_argument("--out", type=Path, help="file for the report as JSON")
-    parser.add_argument("--make", type=Path, help="write an export here, and measure nothing")
-    parser.add_argument("--rows", type=int, default=CRITEO_ROWS, help="rows of all its tables")
     options = parser.parse_args()
-    if options.make is not None:
-        make(options.make, options.rows)
-        return
-    if options.export is None:
-        parser.error("pass the folder of an export, or --make")
-    report = measure(options.export, options.items, options.seconds, options.memory, alone=options.alone)
-    report |= {"host": host_facts(), "load": os.getloadavg()[0]}
+    torch.set_num_threads(1)
+    if not options.export.exists() and options.cells != ["deltas"]:
+        make(options.export, rows_of(options.size), holes=options.holes)
+    report: dict[str, Any] = {"host": host_facts(), "load": os.getloadavg()[0]}
+    for name in options.cells:
+        with tempfile.TemporaryDirectory(dir=options.export.absolute().parent) as work:
+            report[name] = CELLS[name](options, Path(work))
     if options.out is not None:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(page(report))
