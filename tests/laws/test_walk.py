@@ -245,6 +245,13 @@ def test_old_datasets_and_runs_go(logs: Path, chain: Path, tmp_path: Path) -> No
     assert all(f"<td>{name}</td>" in page for name in NAMES)
 
 
+def test_later_days_are_read_as_the_first_one(begun: tuple[Path, Path]) -> None:
+    logs, out = begun
+    assert (out / "deltas").is_dir()
+    write_day(logs / "day_11" / "part.csv", 4)
+    assert walk_days(logs, out)["new"] == ["day_11"]
+
+
 def test_options_of_the_first_day_may_be_mended(logs: Path, tmp_path: Path) -> None:
     """A newcomer learns of a wrong column or recipe by an error; nothing was made by it."""
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "chain"

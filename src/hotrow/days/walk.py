@@ -277,7 +277,8 @@ def _open(walk: _Walk) -> Chain:
         fixed = {name: own for name, own in chain.asked.items() if name not in free}
         chain = replace(chain, asked=fixed | {name: own for name, own in asked.items() if name in free})
         _DOCUMENT.write(walk.chain / DAYS, chain)
-    if other := sorted(name for name in asked | chain.asked if asked.get(name) != chain.asked.get(name)):
+    given = asked if chain.days else asked | chain.asked  # later days are read as the first one, whatever is not said
+    if other := sorted(name for name in given if asked.get(name) != chain.asked.get(name)):
         raise ValueError(
             f"{other[0]} is another one than {walk.chain} was begun with; give that again, change options of later "
             "days with --set, or begin another chain with --out"
@@ -409,7 +410,7 @@ def _published(walk: _Walk, name: str, run: Run, *, is_first: bool) -> int:
     the model."""
     model, delta = walk.chain / "model", walk.place("deltas", name)
     out, since = (model, None) if is_first else (delta, model)
-    make_folder(out.parent)
+    make_folder(delta.parent)  # from the first day on, for servers to be started with
     if not is_taken(out):
         with progress_bar() as progress:
             run.export(out, since=since, progress=progress)
