@@ -18,6 +18,8 @@ from hotrow.objectives.objective import shown as metric
 from hotrow.report.facts import Point, number_in
 from hotrow.report.shapes import DASH, HEIGHT, WIDTH, Cell, Chart, Figure, Grid, percent, shown
 
+TENTHS = "a tenth of its rows"
+"""Name of what lies as dots around the lines of whole days."""
 MAX_TICKS = 8
 """Days that are named below a chart."""
 
@@ -89,10 +91,10 @@ def _figures(days: Sequence[DoneDay], objective: Objective) -> list[Figure]:
 
 
 def _delays(days: Sequence[DoneDay], objective: Objective) -> list[str]:
-    """Returns what it costs to serve a model one day longer, and never to train it again, in sentences; none if that
-    was not scored."""
-    who = {"late": "A model that is one day older", "frozen": "The model of the first day, never trained again,"}
-    sentences = []
+    """Returns what it costs to serve a model one day longer, and never to train it again, each in a clause; nothing if
+    that was not scored."""
+    who = {"late": "one that is a day older", "frozen": "that of the first day, never trained again,"}
+    clauses = []
     for what, subject in who.items():
         scored = [day.late for day in days if day.late and what in day.late]
         parts = []
@@ -101,8 +103,8 @@ def _delays(days: Sequence[DoneDay], objective: Objective) -> list[str]:
             known = [late - fresh for fresh, late in pairs if fresh is not None and late is not None]
             parts += [f"{measure.title} by {fmean(known):+.4f}"] if known else []
         if parts:
-            sentences.append(f"{subject} changes {', '.join(parts)} (mean of {len(scored)} days).")
-    return sentences
+            clauses.append(f"{subject} changes {', '.join(parts)} (mean of {len(scored)} days)")
+    return clauses
 
 
 def _chart(days: Sequence[DoneDay], curves: Mapping[str, Sequence[Point]], y: str, caption: str) -> Chart:
@@ -111,7 +113,8 @@ def _chart(days: Sequence[DoneDay], curves: Mapping[str, Sequence[Point]], y: st
     ticks = {float(k): day.name for k, day in enumerate(days, 1) if (k - 1) % every == 0}
     options: dict[str, Any] = {"x_scale": "linear", "y_scale": "value", "width": WIDTH, "height": HEIGHT}
     drawn = {name: curve for name, curve in curves.items() if curve}
-    return Chart(line_chart(drawn, x_label="day", y_label=y, ticks=ticks, label=caption, **options), f"{caption}.")
+    svg = line_chart(drawn, x_label="day", y_label=y, ticks=ticks, label=caption, dots=[TENTHS], **options)
+    return Chart(svg, f"{caption}.")
 
 
 def _over(values: Iterable[float | None]) -> list[Point]:
@@ -136,12 +139,12 @@ def _quality(days: Sequence[DoneDay], objective: Objective) -> list[Chart]:
         ]
         curves = {
             "the day": _over(number_in(day.metrics or {}, name) for day in days),
-            "a tenth of its rows": tenths,
+            TENTHS: tenths,
             "as it is served": _over(number_in(day.late or {}, "fresh", name) for day in days),
             "served one day longer": _over(number_in(day.late or {}, "late", name) for day in days),
             "the first day's, frozen": _over(number_in(day.late or {}, "frozen", name) for day in days),
         }
-        charts.append(_chart(days, curves, title, f"{title} of the model of the day before"))
+        charts.append(_chart(days, curves, title, f"{title} on each day's rows, before the model trains on them"))
     return charts
 
 
