@@ -5,6 +5,8 @@
 // when the next layer reads it, and threads wait for each other once and not after every layer.
 #include <hotrow/layers.h>
 
+#include <cstring>
+
 namespace hotrow {
 namespace {
 
@@ -15,6 +17,10 @@ constexpr int64_t kSamplesPerSum = 128;
 Product stretch(Product product, int64_t k) {
   const int64_t depth = std::min(kMostDepth, product.depth - k);
   product.add = k > 0;
+  if (k > 0) {
+    product.start = nullptr;
+    product.first = 0;
+  }
   if (k + depth < product.depth) {
     product.bias = product.gate = nullptr;
     product.relu = false;
@@ -34,6 +40,20 @@ void multiply_rows(const Product& product, int64_t first, int64_t last) {
 }
 
 // ---- forward
+
+// Fewer rows or columns than these cost less than to look for those that are the same.
+constexpr int64_t kFewRows = 32, kFewColumns = 16;
+
+// How many columns at the beginning of x have the same bits in all rows, as those of one user do among candidates.
+int64_t num_shared(const float* x, int64_t num_rows, int64_t num_columns) {
+  int64_t shared = num_rows < kFewRows ? 0 : std::min(num_columns, kMostDepth);
+  for (int64_t b = 1; b < num_rows && shared >= kFewColumns; ++b) {
+    const float* row = x + b * num_columns;
+    if (std::memcmp(row, x, static_cast<size_t>(shared) * sizeof(float)) == 0) continue;
+    for (shared = 0; std::memcmp(row + shared, x + shared, sizeof(float)) == 0;) ++shared;
+  }
+  return shared < kFewColumns ? 0 : shared;
+}
 
 // Samples [first, last) of a layer of one output.
 void output(const Layer& layer, const float* x, float bias, bool relu, float* y, int64_t first, int64_t last) {
@@ -136,6 +156,17 @@ void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& bias
     weights.push_back(
         {layer.weight, layer.num_outputs == 1 ? 0 : layer.num_inputs, layer.num_outputs, 1, layer.num_inputs});
   const Panels panels(weights, num_threads, packed);
+  const Layer& bottom = layers[0];
+  const int64_t shared = bottom.num_outputs == 1 ? 0 : num_shared(x, num_samples, bottom.num_inputs);
+  const KeptPages start = floats(shared ? round_up(bottom.num_outputs, kPanelColumns) : 0);
+  if (shared) {  // their sums are formed once, and those of every row go on from there
+    std::fill(start.floats() + bottom.num_outputs, start.floats() + round_up(bottom.num_outputs, kPanelColumns), 0.0f);
+    Product sums{x,     bottom.num_inputs, panels[0], 0,      bottom.num_inputs, bottom.num_outputs, start.floats(),
+                 false, nullptr,           false,     nullptr};
+    sums.depth = std::min(kMostDepth, sums.depth);
+    sums.last = shared;
+    kernels().multiply(sums, 0, 1);
+  }
   for_blocks(num_samples, num_threads, [&](int64_t first, int64_t last) {
     const float* in = x;
     for (size_t k = 0; k < layers.size(); in = outputs[k++]) {
@@ -145,9 +176,13 @@ void mlp(const std::vector<Layer>& layers, const std::vector<const float*>& bias
         output(layer, in, *biases[k], relu, outputs[k], first, last);
         continue;
       }
-      multiply_rows({in, layer.num_inputs, panels[k], 0, layer.num_inputs, layer.num_outputs, outputs[k], false,
-                     biases[k], relu, nullptr},
-                    first, last);
+      Product product{in,    layer.num_inputs, panels[k], 0,      layer.num_inputs, layer.num_outputs, outputs[k],
+                      false, biases[k],        relu,      nullptr};
+      if (k == 0 && shared) {
+        product.start = start.floats();
+        product.first = shared;
+      }
+      multiply_rows(product, first, last);
     }
   });
 }

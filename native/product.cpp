@@ -95,10 +95,13 @@ struct Ahead {
 
 // The sums of one piece.
 template <int kParts, class Left>
-[[gnu::always_inline]] inline void form_sums(const Product& product, const Left a, const Panel panel,
+[[gnu::always_inline]] inline void form_sums(const Product& product, const Left whole, const Panel panels,
                                              const Ahead& ahead, int64_t row, int64_t column,
                                              Vec<kLanes> (&sum)[kRows][kParts]) {
-  const int64_t stretch = product.depth / kStretches;
+  const Left a = whole.past(product.first);
+  const Panel panel = panels.past(product.first);
+  const int64_t depth = (product.last ? product.last : product.depth) - product.first;
+  const int64_t stretch = depth / kStretches;
   for (int64_t r = 0; r < kRows; ++r) {
     const int64_t at = (row + r) * product.columns + column;
 #pragma GCC unroll 3
@@ -109,7 +112,7 @@ template <int kParts, class Left>
     ahead.fetch(r);
     add_products(a.past(r * stretch), panel.past(r * stretch), stretch, sum);
   }
-  add_products(a.past(kRows * stretch), panel.past(kRows * stretch), product.depth - kRows * stretch, sum);
+  add_products(a.past(kRows * stretch), panel.past(kRows * stretch), depth - kRows * stretch, sum);
 }
 
 // C's rows [row, row + kRows) by kParts vectors of columns; beyond `num_rows` rows or C's columns nothing is stored.
@@ -117,6 +120,13 @@ template <int kParts, class Left>
 void multiply_piece(const Product& product, const Left a, const Panel panel, const Ahead& ahead, int64_t row,
                     int64_t num_rows, int64_t column) {
   Vec<kLanes> sum[kRows][kParts] = {};
+  if (product.start) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 3
+      for (int p = 0; p < kParts; ++p) sum[r][p] = load<kLanes>(product.start + column + p * kLanes);
+    }
+  }
   form_sums(product, a, panel, ahead, row, column, sum);
   if (num_rows >= kRows && column + kParts * kLanes <= product.columns) {
 #pragma GCC unroll 8

@@ -256,6 +256,26 @@ def test_members_have_the_bits_that_each_has_alone(members: int, last: Activatio
         check()
 
 
+@needs_native
+@pytest.mark.parametrize("shared", [1, 15, 16, 107, 367, 512, 513, 600])
+@pytest.mark.parametrize(
+    ("samples", "widths"), [(31, (600, 7)), (32, (600, 50, 3)), (203, (600, 96, 1)), (70, (600, 1))]
+)
+def test_rows_that_begin_alike_have_the_bits_that_each_has_alone(
+    samples: int, widths: tuple[int, ...], shared: int
+) -> None:
+    """The sums of what all rows share, as of a user among candidates, are formed once."""
+    x, weights, biases, _ = mlp_inputs(samples, widths)
+    x[:, :shared] = x[:1, :shared]
+    x[:, 2] = float("nan") if shared == 107 else -0.0
+    for isa in ops.isas():
+        for threads in (1, 3):
+            with running(isa, threads):
+                found = ops.mlp(x, weights, biases, last="relu")
+                alone = torch.cat([ops.mlp(row[None], weights, biases, last="relu") for row in x])
+            assert torch.equal(found.view(torch.int32), alone.view(torch.int32))
+
+
 def test_mlp_lets_nan_through() -> None:
     """A ReLU that made NaN 0 would hide that training has diverged."""
     for outputs in (3, 1):

@@ -70,7 +70,8 @@
 //     to[m / kTileRows][k][m mod kTileRows] = A(m, k), 0 beyond the last row
 //     sums[m] = sums[m] + (A(m, 0) + A(m, 1) + ...)
 // multiply: rows [first, last) of C = A B as `product` says; if A is tiles, the first tile starts at row `first`.
-//   The sum over k runs upward from +0, contracted if the set has fma; then C, bias, relu, gate in this order.
+//   The sum over k runs upward from +0 or `start`, contracted if the set has fma; then C, bias, relu, gate in this
+//   order. So sums over the first k, as `start` of those over the others, have the bits of one sum over all.
 //
 // output: samples [first, last) of a layer of one output:  out[b] = x[b, :] . w
 //   Summed in as many lanes as the set has, contracted if it has fma.
