@@ -16,7 +16,7 @@ from kernel_cases import DTYPES, SENTINEL, Case, Guarded, assert_same_bits, bits
 from torch import Tensor, nn
 
 from hotrow import KeyedJaggedTensor, TableConfig
-from hotrow.kernels import ops, reference, triton_ops, types
+from hotrow.kernels import ops, reference, triton_kernels, triton_ops, types
 from hotrow.kernels.triton_ops import Arrays, Kernels
 from hotrow.kernels.types import ALGORITHMS, Algorithm, Layout, Rule
 from hotrow.models.dlrm import DLRM
@@ -85,6 +85,22 @@ def test_update(algorithm: Algorithm, dtype: Dtype, dim: int) -> None:
     kind = {3: KINDS[1], 33: KINDS[2], 130: KINDS[5]}[dim]
     case = make_case(3, dim=dim, dtype=dtype, num_samples=7, **kind)
     check_update(case, algorithm, (dim, dtype, kind), runs=1 + (dim == 33))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rows_that_a_batch_names_often(algorithm: Algorithm, weighted: bool) -> None:
+    """Fewer and more times than are read together; gradients of all sizes, so that each order has its own bits."""
+    chunk, generator = int(triton_kernels.CHUNK), torch.Generator().manual_seed(11)
+    counts = torch.tensor([1, 2, chunk, chunk + 1, chunk + 2, 2 * chunk, 2 * chunk + 1, 2 * chunk + 2, 4 * chunk + 1])
+    ids = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    ids = ids[torch.randperm(len(ids), generator=generator)]
+    batch = KeyedJaggedTensor(("f",), ids, torch.rand(len(ids), generator=generator) if weighted else None)
+    sizes = 10.0 ** torch.randint(-3, 4, (len(ids), 1), generator=generator)
+    grad = torch.randn(len(ids), 5, generator=generator) * sizes
+    layout = Layout((types.Feature("f", 0, slice(0, 5), "sum"),), 5)
+    weights = torch.randn(len(counts) + 2, 5, generator=generator)
+    check_update(Case(layout, [weights], [None], [batch], [grad]), algorithm, "often")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

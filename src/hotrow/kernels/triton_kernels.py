@@ -17,6 +17,8 @@ FLOAT32, FLOAT16, SPLIT = 0, 1, 2
 ALGORITHMS = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 2, "adam": 3, "ftrl": 4}
 ROW_BITS = 40
 """A key is table << ROW_BITS | row."""
+CHUNK: tl.constexpr = tl.constexpr(8)
+"""Occurrences of a row that an update takes at a time: what they read is asked for before the last one is added."""
 
 
 @triton.jit
@@ -130,13 +132,16 @@ def weight_gradient(
 
 
 @triton.jit
-def read_gradient(sources, scales, i, mask, d, dim, SCALED: tl.constexpr):
-    """`g_i = s_i * grad[b, columns]` of occurrences i [n] in sorted order: [n, d]."""
-    address = tl.load(sources + i, mask=mask, other=0)
+def read_gradient(sources, scales, i, inside, mask, d, dim, SCALED: tl.constexpr):
+    """`g_i = s_i * grad[b, columns]` of those occurrences i [n] in sorted order that are in `mask`: [n, d].
+
+    inside: those that there are, whose addresses are read; they are known before `mask` is.
+    """
+    address = tl.load(sources + i, mask=inside, other=0)
     live = mask[:, None] & (d < dim[:, None])
     g = tl.load(address[:, None].to(tl.pointer_type(tl.float32)) + d, mask=live, other=0.0)
     if SCALED:
-        g = tl.load(scales + i, mask=mask, other=0.0)[:, None] * g
+        g = tl.load(scales + i, mask=inside, other=0.0)[:, None] * g
     return g
 
 
@@ -161,6 +166,7 @@ def update(
 
     keys: int64, (rank of the table) << ROW_BITS | row, rising; table_of: rank -> table, which indexes the rest.
     sources: addresses of gradients. Reads a row once, sums or applies its occurrences in order, writes it once.
+    Nothing that is read depends on what was added, so that of CHUNK occurrences several are on their way at a time.
     """
     i = first + (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inside = i < last
@@ -179,19 +185,20 @@ def update(
         low = tl.load(low_address + at, mask=live, other=0).to(tl.int32) & 0xFFFF
         w = (w.to(tl.int32, bitcast=True) | low).to(tl.float32, bitcast=True)
     lr = number_of(numbers, table, starts, 0)
-    g = read_gradient(sources, scales, i, starts, d, dim, SCALED)
+    g = read_gradient(sources, scales, i, starts, starts, d, dim, SCALED)
     if ALGORITHM == 0:
         w = w - lr * g
     following = i + 1
     more = starts & (tl.load(keys + following, mask=starts & (following < last), other=-1) == key)
     while tl.max(more.to(tl.int32), axis=0) > 0:
-        next_g = read_gradient(sources, scales, following, more, d, dim, SCALED)
-        if ALGORITHM == 0:
-            w = tl.where(more[:, None], w - lr * next_g, w)
-        else:
-            g = tl.where(more[:, None], g + next_g, g)
-        following += 1
-        more = more & (tl.load(keys + following, mask=more & (following < last), other=-1) == key)
+        for _ in tl.static_range(CHUNK):
+            next_g = read_gradient(sources, scales, following, starts & (following < last), more, d, dim, SCALED)
+            if ALGORITHM == 0:
+                w = tl.where(more[:, None], w - lr * next_g, w)
+            else:
+                g = tl.where(more[:, None], g + next_g, g)
+            following += 1
+            more = more & (tl.load(keys + following, mask=starts & (following < last), other=-1) == key)
     if ALGORITHM != 0:
         state = tl.load(states_a + table, mask=starts, other=0).to(tl.pointer_type(tl.float32))
         eps = number_of(numbers, table, starts, 1)
