@@ -2,6 +2,7 @@
 // bindings_ops.cpp for the rules.
 #include <hotrow/parallel.h>
 #include <hotrow/row_cache.h>
+#include <hotrow/saved_store.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -119,6 +120,52 @@ class Caches : public std::enable_shared_from_this<Caches> {
       caches_[table]->grow(num_rows, std::move(slots));
     }
     arrays_[table] = std::move(arrays);
+  }
+
+  // Lets the table begin with saved rows (saved_store.h). Returns the store that it has from then on, or none if a row
+  // was written to before. files: descriptors, which the store closes, and their paths. links: (number of rows, ids,
+  // parts of a record), ids and parts as (file, offset). Raises ValueError, with nothing changed, for wrong ids.
+  std::shared_ptr<Store> begin_with(
+      size_t table, const std::vector<std::pair<int, std::string>>& files,
+      const std::vector<std::tuple<int64_t, std::pair<size_t, int64_t>, std::vector<std::pair<size_t, int64_t>>>>&
+          links,
+      std::string name) {
+    std::vector<std::shared_ptr<SavedFile>> opened;
+    for (const auto& [fd, path] : files) opened.push_back(std::make_shared<SavedFile>(fd, path));
+    require(table < caches_.size(), "no such table");
+    const auto values = [&](const std::pair<size_t, int64_t>& where) {
+      require(where.first < opened.size() && where.second >= 0, "no such place in a file");
+      return SavedValues{opened[where.first], where.second};
+    };
+    std::vector<int64_t> part_bytes;
+    for (const Memory& array : arrays_[table]) {
+      part_bytes.push_back(static_cast<int64_t>(array.nbytes()) / extent(array, 0));
+    }
+    std::vector<SavedLink> saved;
+    for (const auto& [num_saved, ids, parts] : links) {
+      require(num_saved >= 0 && parts.size() == part_bytes.size(), "a link has values for each part of a record");
+      saved.push_back({num_saved, values(ids), {}});
+      for (const auto& part : parts) saved.back().parts.push_back(values(part));
+    }
+    std::shared_ptr<Store> store;
+    std::string reason;
+    const int64_t num_rows = extent(arrays_[table][0], 0);
+    RowBits rows(num_rows);
+    {
+      nb::gil_scoped_release release;
+      const std::lock_guard lock(mutex_);
+      for (const auto& ticket : under_way_) ticket->wait();
+      RowCache& cache = *caches_[table];
+      if (cache.written().count()) return nullptr;
+      store = open_saved_store(stores_[table], std::move(saved), std::move(part_bytes), std::move(name), num_rows, rows,
+                               reason);
+      if (store) {
+        stores_[table] = store;
+        guarded(*store, [&] { return cache.begin_with(store, rows); });
+      }
+    }
+    require(store != nullptr, reason.c_str());
+    return store;
   }
 
   // (flight, slots); no flight where an id is out of range.
@@ -336,6 +383,7 @@ void bind_cache(nb::module_& m) {
       .def("__init__", [](Caches*) { throw nb::type_error("use make_caches()"); })
       .def("add", &Caches::add)
       .def("grow", &Caches::grow)
+      .def("begin_with", &Caches::begin_with)
       .def("admit", &Caches::admit)
       .def("holds", &Caches::holds)
       .def("num_changed", &Caches::num_changed, nb::call_guard<nb::gil_scoped_release>())

@@ -124,6 +124,8 @@ nb::dict counters_of(const Store& store) {
   d["middle_map_bytes"] = c.middle_map_bytes;
   d["places_bytes"] = c.places_bytes;
   d["held_bytes"] = c.held_bytes;
+  d["saved_rows"] = c.saved_rows;
+  d["saved_index_bytes"] = c.saved_index_bytes;
   return d;
 }
 

@@ -14,6 +14,7 @@ constexpr uint32_t kMostUses = 15;
 constexpr int64_t kHugePageBytes = 2 << 20;
 constexpr int64_t kKeptOverflowBytes = 256 << 10;  // of free slots beside the cache, that every table may keep
 constexpr int64_t kAhead = 12;                     // ids between what they need is fetched and used
+constexpr size_t kMostBrought = 1 << 16;           // rows that are read together when a table begins with saved ones
 
 }  // namespace
 
@@ -294,6 +295,31 @@ void RowCache::grow(int64_t num_rows, Slots slots) {
   if (!whole) return;
   sizes_.pinned = num_rows;
   for (int64_t row = first; row < num_rows; ++row) create(static_cast<uint32_t>(row), row);
+}
+
+bool RowCache::begin_with(std::shared_ptr<Store> store, const RowBits& rows) {
+  store_ = std::move(store);
+  exists_ = rows;
+  std::vector<Move> piece;
+  bool good = true;
+  const auto bring = [&](size_t most) {
+    if (piece.size() < most) return;
+    Ticket ticket;
+    store_->read(piece, slots_, ticket);
+    good = ticket.wait() && good;
+    counters_.read_rows += static_cast<int64_t>(std::exchange(piece, {}).size());
+  };
+  const auto add = [&](int64_t row, int64_t slot) {
+    if (!exists_.has(static_cast<uint32_t>(row))) return;
+    piece.push_back({row, slot});
+    bring(kMostBrought);
+  };
+  for (int64_t row = 0; row < sizes_.pinned; ++row) add(row, row);
+  for (size_t place = 0; place < places_.size(); ++place) {
+    if (places_[place].row != kNoRow) add(places_[place].row, slot_of_place(static_cast<int32_t>(place)));
+  }
+  bring(1);
+  return good;
 }
 
 void RowCache::mark_pinned(const int32_t* slots, int64_t n) {

@@ -25,7 +25,9 @@ from expanded import expanded
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import RowWiseAdagrad
+from hotrow.placement import tiers
 from hotrow.placement.base import InitialRows
+from hotrow.placement.stores import StoreError
 from hotrow.run import checkpoint_rows
 from hotrow.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint, verify
 from hotrow.tables import TableConfig
@@ -119,8 +121,12 @@ def test_saved_pruned_and_resumed_again_and_again(
 @pytest.fixture
 def big(tmp_path: Path) -> Model:
     """A million rows, most of them on disk."""
+    return make_big(tmp_path / "rows")
+
+
+def make_big(folder: Path) -> Model:
     table = TableConfig(name="t", num_embeddings=1_000_000, embedding_dim=8, feature_names=("a",))
-    emb = EmbeddingCollection([table], memory=hotrow.Memory(dram="1MiB", ssd=tmp_path / "rows"), seed=3)
+    emb = EmbeddingCollection([table], memory=hotrow.Memory(dram="1MiB", ssd=folder), seed=3)
     model = Model.__new__(Model)
     model.emb, model.optimizer = emb, RowWiseAdagrad(emb, lr=0.1)
     return model
@@ -251,6 +257,56 @@ def test_a_part_loaded_alone_leaves_the_other_as_it_is(tmp_path: Path, name: str
         load_checkpoint(path, {name: each.parts[name]})
     path = save_checkpoint(tmp_path / "step-2", model.parts)
     assert expanded(path) == expanded(save_checkpoint(tmp_path / "plain", plain.parts))
+
+
+# ---- rows that stay in a checkpoint's files
+
+
+def test_a_table_begins_without_a_copy_of_it(big: Model, tmp_path: Path) -> None:
+    """Of 65,536 neighbours all, many, few or none are in a file, and some in two; they stay right as rows change."""
+    few = [torch.arange(131_072, 196_608, 400), torch.arange(800_000, 800_003), torch.tensor([999_999])]
+    touch(big, torch.cat([torch.arange(65_536), torch.arange(65_536, 131_072, 2), *few]))
+    save_checkpoint(tmp_path / "step-1", big.parts)
+    touch(big, torch.arange(60_000, 70_000, 3))
+    path = save_checkpoint(tmp_path / "step-2", big.parts)
+    model = make_big(tmp_path / "others")
+    load_checkpoint(path, model.parts)
+    counts = model.emb.placement.counters()["t"]
+    assert counts["written_bytes"] == 0
+    assert counts["saved_index_bytes"] < 1_000_000 / 8 + 25_000
+    order = torch.randperm(1_000_000, generator=torch.Generator().manual_seed(2))[:5_000]
+    assert torch.equal(model.emb.rows("t").read(order), big.emb.rows("t").read(order))
+    for each in (big, model):
+        touch(each, torch.arange(50_000, 80_000, 7))
+    ends = [expanded(save_checkpoint(tmp_path / f"end-{n}", each.parts)) for n, each in enumerate((big, model))]
+    assert ends[0] == ends[1]
+    assert model.emb.placement.counters()["t"]["saved_rows"] > 3_000
+    shutil.rmtree(tmp_path / "end-1")
+    shutil.rmtree(path)  # so that all is written again, from files that have no name any more
+    assert expanded(save_checkpoint(tmp_path / "again", model.parts)) == ends[0]
+
+
+def test_more_files_than_a_process_may_open_are_copied(
+    big: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(big, torch.arange(0, 9_000, 3))
+    path = save_checkpoint(tmp_path / "step-1", big.parts)
+    monkeypatch.setattr(tiers, "MAX_SAVED_FILES", 1)
+    model = make_big(tmp_path / "others")
+    load_checkpoint(path, model.parts)
+    assert torch.equal(model.emb.rows("t").whole(), big.emb.rows("t").whole())
+    assert model.emb.placement.counters()["t"]["saved_rows"] == 0
+
+
+def test_a_file_that_is_cut_under_a_table_is_named(big: Model, tmp_path: Path) -> None:
+    touch(big, torch.arange(20_000))
+    path = save_checkpoint(tmp_path / "step-1", big.parts)
+    model = make_big(tmp_path / "others")
+    load_checkpoint(path, model.parts)
+    os.truncate(path / "embedding" / "t" / "000.safetensors", 300_000)
+    cure = r"000\.safetensors: the file ends before .*; restore that checkpoint, then resume"
+    with pytest.raises(StoreError, match=rf"reading row 19000 of table 't' in .*{cure}"):
+        model.emb.rows("t").read(torch.tensor([19_000]))
 
 
 # ---- what a chain goes on from

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +30,7 @@ from hotrow.data.packed.vocabulary import write_counts
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.parallel.communicator import Communicator
 from hotrow.run import runs, trainer
-from hotrow.run.checkpoint import list_checkpoints
+from hotrow.run.checkpoint import list_checkpoints, verify
 from hotrow.run.folder import RunFolder
 from hotrow.run.start import Start
 from hotrow.setup.setup import check_freeze
@@ -302,6 +303,84 @@ def test_a_grown_ftrl_row_keeps_its_weight(trained: Trained, grown: Path, tmp_pa
         for each in (parent, run.path)
     )
     torch.testing.assert_close(end[50:], start[:1].expand(7, 8), rtol=0, atol=1e-3)
+
+
+# ---- rows that stay where the other run has them
+
+
+def bytes_of(folder: Path) -> dict[str, int]:
+    """The checksums of all files below a folder, by path."""
+    return {str(file.relative_to(folder)): crc32(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def last_of(run: Path) -> Path:
+    checkpoints = list_checkpoints(run / "checkpoints")
+    return checkpoints[max(checkpoints)]
+
+
+@pytest.fixture
+def parent(trained: Trained, tmp_path: Path) -> Path:
+    """A run in tiers of this test's own."""
+    return shutil.copytree(trained(*TIERS), tmp_path / "parent")
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_start_in_tiers_writes_new_rows_alone(
+    parent: Path, other: Path, grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, grows: bool
+) -> None:
+    """And, in a table that grows, rows that nobody looked up: as part of a larger table they would begin smaller."""
+    before, found, plain = bytes_of(parent), dict[str, int](), Start.load
+
+    def load(start: Start, parts: Any) -> None:
+        plain(start, parts)
+        found.update(parts.embedding.placement.counters()["t2"])
+
+    monkeypatch.setattr(Start, "load", load)
+    data = grown if grows else other
+    run = runs.train(config(data, tmp_path / "run", *TIERS, f"from_run={parent}", "train.max_steps=1")).path
+    manifest = json.loads((last_of(parent) / "manifest.json").read_text())
+    (num_saved,) = manifest["parts"]["embedding"]["chains"]["t2"]["links"]
+    assert found["written_rows"] == (300 + 3000 - num_saved if grows else 0)
+    assert found["saved_index_bytes"] > 0
+    old, new = last_of(parent), last_of(run)
+    for file in ("embedding/t2/000.safetensors", "sparse_optimizer/t2/000.safetensors"):
+        assert (old / file).samefile(new / file)
+    links = json.loads((new / "manifest.json").read_text())["parts"]["embedding"]["chains"]["t2"]["links"]
+    assert 300 * grows < links[-1] <= 300 * grows + 37, "and those of a batch"
+    assert bytes_of(parent) == before
+    shutil.rmtree(run)
+    assert bytes_of(parent) == before
+
+
+def test_each_run_outlives_the_other(parent: Path, grown: Path, tmp_path: Path) -> None:
+    run = runs.train(config(grown, tmp_path / "run", *TIERS, f"from_run={parent}")).path
+    own = newest(run)
+    shutil.rmtree(parent)
+    assert verify(last_of(run)) and newest(run) == own
+
+
+@pytest.mark.parametrize("what", ["removed", "on another file system"])
+def test_a_start_in_tiers_does_without_links(
+    parent: Path, grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The other run's folder goes while the new one trains, or its files can have no second name."""
+    whole = newest(runs.train(config(grown, tmp_path / "whole", *TIERS, f"from_run={parent}")).path)
+    plain = trainer.train_step
+
+    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
+        if number == 1 and what == "removed":
+            shutil.rmtree(parent)
+        return plain(parts, batch, number, clock)
+
+    monkeypatch.setattr(trainer, "train_step", step)
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        if what != "removed":
+            parent = shutil.copytree(parent, Path(folder) / "parent")
+            if parent.stat().st_dev == tmp_path.stat().st_dev:
+                pytest.skip("/dev/shm is no other file system here")
+        run = runs.train(config(grown, tmp_path / "run", *TIERS, f"from_run={parent}")).path
+    assert newest(run) == whole
+    assert ("another file system" in (run / "log.txt").read_text()) == (what != "removed")
 
 
 # ---- rows whose ids have expired

@@ -99,6 +99,10 @@ class RowCache {
   // but no read may be under way. A table whose rows are all pinned stays so. The store must have grown before.
   void grow(int64_t num_rows, Slots slots);
 
+  // From now on `store` has these rows, and the slots have theirs anew. No row may have been written to before, and no
+  // batch be in flight. False if the store fails.
+  bool begin_with(std::shared_ptr<Store> store, const RowBits& rows);
+
   // Rows [0, pinned) among those of slots[0 .. n) were written to.
   void mark_pinned(const int32_t* slots, int64_t n);
 

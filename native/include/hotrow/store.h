@@ -188,6 +188,9 @@ struct StoreCounters {
   // For a gathered store (gathered_store.h); else 0.
   int64_t places_bytes = 0;  // DRAM for the index of positions on disk, open pages included
   int64_t held_bytes = 0;    // rows in open pages, which are written when full; not part of waiting_bytes
+  // For a saved store (saved_store.h); else 0.
+  int64_t saved_rows = 0;         // rows read from saved files, counted above too
+  int64_t saved_index_bytes = 0;  // DRAM for knowing where they lie
 };
 
 class Store {

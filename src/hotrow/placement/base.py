@@ -10,7 +10,7 @@
 | | `take_rows` | instead of `take` in `sequence`, which needs the row of every id |
 | an optimizer | `new_state`, `attach` | once, when it is made; its states follow the rows |
 | its `prepare()`, its `step()` | `prepare`; `update`, then the lease's `release` | after `backward` |
-| checkpoints, `state_dict`, exports | `rows`, `flush`, `changes` | between steps |
+| checkpoints, `state_dict`, exports | `rows`, `flush`, `changes`, `begin_with` | between steps |
 
 A lease keeps the rows of one batch in their slots until the batch is over. In DRAM a row's slot is its number and the
 lease does nothing; other placements bring rows into slots before a lookup and take them back after the step. Nobody
@@ -188,6 +188,14 @@ class Placement(Protocol):
     def rows(self, table: str, state: TableState | None = None) -> Rows:
         """Returns the weights of a table, or one of its attached states, by row; they may be read and changed."""
 
+    def begin_with(self, table: str, links: Sequence[SavedLink]) -> bool:
+        """Makes the rows of a table what `links` say, the last of them first, reading each from its file until it
+        changes. The files may lose their names meanwhile, and must keep their bytes.
+
+        Returns False, with nothing changed, if the placement does not do so for this table as it is now.
+        """
+        return False
+
     def grow(self, table: TableConfig) -> None:
         """Gives the table of this name more rows, as `EmbeddingCollection.grow` says; states grow with it."""
         raise ValueError(f"table {table.name!r} cannot grow where it lies: make a collection with more rows")
@@ -324,6 +332,16 @@ class Saved(NamedTuple):
     path: Path
     manifest: Any
     """Its `hotrow.run.checkpoint_files.Manifest`."""
+
+
+class SavedLink(NamedTuple):
+    """Some rows of a table as a checkpoint has them: one file of its chain, or one for each part."""
+
+    num_rows: int
+    ids: tuple[Path, int]
+    """The file with their ids, int64, rising, and the byte at which they begin."""
+    arrays: dict[str, tuple[Path, int]]
+    """By the name of an array, the file with its values in these rows, and the byte at which they begin."""
 
 
 class Changes(Protocol):

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from hotrow.base.door import open_file
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
@@ -36,6 +38,7 @@ from hotrow.placement.base import (
     RowIds,
     Rows,
     Saved,
+    SavedLink,
     TableState,
     Use,
 )
@@ -50,7 +53,7 @@ from hotrow.placement.budget import (
 from hotrow.placement.budget import num_bytes as planned_bytes
 from hotrow.placement.dram import RowsInMemory, allocate_weights
 from hotrow.placement.slots import Announced, Held, bad_id, spans_of
-from hotrow.placement.store_file import SUFFIX, OwnFolder, TableRows, no_disk
+from hotrow.placement.store_file import BLOCKS, SUFFIX, OwnFolder, TableRows, no_disk
 from hotrow.placement.stores import Engines, Store, StoreError, open_cached_store, open_store
 from hotrow.tables import TableConfig
 
@@ -60,6 +63,8 @@ MAX_ROWS = 2**31 - 1
 PIECE_BYTES, GATHERED_PIECE_BYTES = 2 << 20, 8 << 20
 """Upper limits, in bytes, for one read or write by row id. Neighbours whose writes are gathered lie in the pages of
 their region; a piece as large as a region reads each page once."""
+MAX_SAVED_FILES = 512
+"""How many files of a checkpoint a collection holds open: half of the 1,024 that many systems allow a process."""
 GATHERED_PIECE_SHARE = 8
 """A gathered piece takes at most 1/8 of the memory for tables, on top of it."""
 
@@ -140,6 +145,7 @@ class Tiers(Placement):
         self.caches: Any = None
         self.stores: list[Store] = []
         self.saved: Saved | None = None
+        self._num_saved_files = 0
         self.announced: Announced[Flight] = Announced()
         self._engines = Engines()
         self._finalizer: weakref.finalize[..., Tiers] | None = None
@@ -270,6 +276,32 @@ class Tiers(Placement):
             self._attached.take_arrays()
         self.tables = (*self.tables[:t], table, *self.tables[t + 1 :])
         self._warn_of_budget(table)
+
+    def begin_with(self, table: str, links: Sequence[SavedLink]) -> bool:
+        caches, t = self._laid_out(), self._number(table)
+        parts = [name for name, _ in self.arrays_of(self.tables[t])]
+        files = {path for link in links for path, _ in (link.ids, *link.arrays.values())}
+        # A table that lies in DRAM whole needs every row now, and a mapped file is a faster medium than a checkpoint's.
+        if self.stores[t].kind not in BLOCKS or self._num_saved_files + len(files) > MAX_SAVED_FILES:
+            return False
+        if any(sorted(link.arrays) != sorted(parts) for link in links):  # such as split weights, which files join
+            return False
+        numbers, opened = {path: number for number, path in enumerate(files)}, list[tuple[int, str]]()
+        for path in files:
+            with open_file(path) as file:
+                opened.append((os.dup(file.fileno()), str(path)))
+
+        def place(where: tuple[Path, int]) -> tuple[int, int]:
+            return numbers[where[0]], where[1]
+
+        given = [(link.num_rows, place(link.ids), [place(link.arrays[part]) for part in parts]) for link in links]
+        store = caches.begin_with(t, opened, given, table)
+        if store is None:
+            return False
+        self.stores[t].native = store
+        self._num_saved_files += len(files)
+        self.raise_failure(only_if_failed=True)
+        return True
 
     def _warn_of_budget(self, table: TableConfig) -> None:
         demands = self._demands()

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -68,6 +68,7 @@ from hotrow.run.checkpoint_files import (
 )
 from hotrow.run.checkpoint_rows import (
     NumRows,
+    begins_with,
     check_chain,
     link_or_copy,
     load_chain,
@@ -175,16 +176,34 @@ def load_checkpoint(path: Path | str, parts: Mapping[str, Part], *, anew: bool =
 
 
 def _load(path: Path, manifest: Manifest, parts: Mapping[str, Part], *, anew: bool) -> None:
+    there = _begin_with(path, manifest, parts, grown=anew)
     for name, part in parts.items():
         if name not in manifest.parts:
             raise ValueError(f"checkpoint {path} has no part {name!r}; it has {', '.join(manifest.parts)}")
         if isinstance(part, Optimizer):
-            _restore_optimizer(part, path, name, manifest, anew=anew)
+            _restore_optimizer(part, path, name, manifest, there, anew=anew)
         elif manifest.parts[name].chains is not None:
-            _load_chains(path, manifest, name, part, grown=anew)
+            _load_chains(path, manifest, name, part, there, grown=anew)
         else:
             for file, tensors in _describe(name, part)[0].items():
                 read_tensors(path / file, tensors, grown=anew)
+
+
+def _begin_with(path: Path, manifest: Manifest, parts: Mapping[str, Part], *, grown: bool) -> set[tuple[str, str]]:
+    """Lets tables in tiers that are as they were made read the checkpoint's files; returns part and table of each chain
+    whose rows are there now."""
+    there: set[tuple[str, str]] = set()
+    for emb in (part for part in parts.values() if isinstance(part, EmbeddingCollection)):
+        if (changes := emb.placement.changes) is None:
+            continue
+        tables = {name: _tables(part) for name, part in parts.items() if _changes(part) is changes}
+        for table, wanted in changes.arrays_by_table().items():
+            chains = {name: chain for name in tables if (chain := manifest.chain(name, table)) is not None}
+            held = [(chain, tables[name][table]) for name, chain in chains.items()]
+            has_all = sorted(array for _, arrays in held for array in arrays) == sorted(wanted)
+            if has_all and begins_with(path, table, held, emb.placement, grown=grown):
+                there |= {(name, table) for name in chains}
+    return there
 
 
 def verify(path: Path, manifest: Manifest | None = None, *, comm: Communicator | None = None) -> int:
@@ -345,7 +364,10 @@ def _write_files(folder: Path, contents: _Contents) -> tuple[dict[str, FileRecor
     return {**{file: before.manifest.files[file] for file, before in contents.kept.items()}, **records}, num_written
 
 
-def _load_chains(path: Path, manifest: Manifest, name: str, part: Part, *, grown: bool) -> None:
+def _load_chains(
+    path: Path, manifest: Manifest, name: str, part: Part, there: Collection[tuple[str, str]], *, grown: bool
+) -> None:
+    """Fills a part in tiers. there: part and table of chains whose rows it has already."""
     if not isinstance(part, EmbeddingCollection | SparseOptimizer):
         raise ValueError(f"checkpoint {path}: part {name!r} holds embedding tables; this is a {type(part).__name__}")
     for table, arrays in _tables(part).items():
@@ -353,7 +375,7 @@ def _load_chains(path: Path, manifest: Manifest, name: str, part: Part, *, grown
             raise ValueError(
                 f"checkpoint {path} has no table {table!r} in its part {name!r}; load it into the same model"
             )
-        load_chain(path, chain, table, arrays, _changes(part), grown=grown)
+        load_chain(path, chain, table, arrays, _changes(part), grown=grown, is_there=(name, table) in there)
 
 
 def _continue_from(path: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
@@ -430,9 +452,17 @@ def _plain(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     )
 
 
-def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Manifest, *, anew: bool) -> None:
-    """Puts back what `_flatten_optimizer` took apart; state that exists already is filled in place. anew: the options
-    of its groups stay, apart from the steps that they count."""
+def _restore_optimizer(
+    optimizer: Optimizer,
+    path: Path,
+    name: str,
+    manifest: Manifest,
+    there: Collection[tuple[str, str]],
+    *,
+    anew: bool,
+) -> None:
+    """Puts back what `_flatten_optimizer` took apart; state that exists already is filled in place. there: as for
+    `_load_chains`. anew: the options of its groups stay, apart from the steps that they count."""
     rest, file = manifest.parts[name], path / f"{name}.safetensors"
     tensors, own = _flatten_optimizer(optimizer)
     found = []
@@ -453,7 +483,7 @@ def _restore_optimizer(optimizer: Optimizer, path: Path, name: str, manifest: Ma
             for theirs, mine in zip(groups, own.param_groups, strict=True)
         ]
     if rest.chains is not None:
-        _load_chains(path, manifest, name, optimizer, grown=anew)
+        _load_chains(path, manifest, name, optimizer, there, grown=anew)
     elif isinstance(optimizer, SparseOptimizer) or found == sorted(tensors):
         read_tensors(file, tensors, grown=anew)
     else:  # torch's Adam and SGD make their state at the first step

@@ -215,6 +215,14 @@ def open_tensors(path: Path) -> Any:
         raise ValueError(f"checkpoint file {path} cannot be read: {error}; {CURE}") from None
 
 
+def starts_of(path: Path) -> dict[str, int]:
+    """Returns by name the byte at which each tensor of a safetensors file begins. `open_tensors` has checked it."""
+    with open_file(path) as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(num_bytes))
+    return {name: 8 + num_bytes + own["data_offsets"][0] for name, own in header.items() if name != "__metadata__"}
+
+
 def _is_mappable(path: Path) -> bool:
     """Returns False if the file can be read, and cannot be mapped."""
     try:

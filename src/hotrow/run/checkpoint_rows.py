@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hotrow.base.door import open_file
 from hotrow.base.files import file_name, open_private
-from hotrow.placement.base import Changes, RowIds, Rows, Saved
+from hotrow.placement.base import Changes, Placement, RowIds, Rows, Saved, SavedLink
 from hotrow.run.checkpoint_files import (
     CURE,
     Chain,
@@ -45,6 +45,7 @@ from hotrow.run.checkpoint_files import (
     held_rows,
     in_order,
     open_tensors,
+    starts_of,
     write_held,
     write_tensors,
 )
@@ -207,29 +208,75 @@ def load_chain(
     changes: Changes | None,
     *,
     grown: bool = False,
+    is_there: bool = False,
 ) -> None:
     """Fills `arrays`, by name, with what the chain in the checkpoint folder `path` says, also for rows in no link.
 
-    grown: arrays may have more rows, which stay as they are. Raises ValueError, with nothing changed, if a link does
-    not fit the arrays or its row ids do not rise.
+    grown: arrays may have more rows, which stay as they are. is_there: they have the rows in links already, and had no
+    other (`begins_with`). Raises ValueError, with nothing changed, if a link does not fit the arrays or its row ids do
+    not rise.
     """
     record = chain.record
+    if not is_there:
+        _check_fits(path, chain, arrays, grown=grown)
     if grown:
         arrays = {name: FirstRows(array, record.num_rows) for name, array in arrays.items()}
     for name, array in arrays.items():
-        if (own := array.shape[0]) != record.num_rows:
-            raise ValueError(f"{path / chain.stem}: {name} has {record.num_rows:,} rows; this model's has {own:,}")
-    check_chain(path, chain, {name: (array.dtype, tuple(array.shape[1:])) for name, array in arrays.items()})
-    for name, array in arrays.items():
-        for rows in _rows_to_reset(name, table, array, path, chain, changes):
+        for rows in _rows_to_reset(name, table, array, path, chain, changes, is_new=is_there):
             held = held_rows(array, rows)
             array.write(held, record.initial.read(name, held, array.shape))
+    if is_there:
+        return
     step = min(array.piece_rows for array in arrays.values())
     for file, num_rows in zip(chain.files, record.links, strict=True):
         with open_tensors(path / file) as link:
             for piece, rows in _pieces(link, num_rows, step):
                 for name, array in arrays.items():
                     write_held(array, rows, link.get_slice(name), piece.start)
+
+
+def begins_with(
+    path: Path, table: str, held: Sequence[tuple[Chain, Mapping[str, Rows]]], placement: Placement, *, grown: bool
+) -> bool:
+    """Lets a table that is as it was made read the rows of a checkpoint in its files; returns whether it does so.
+
+    held: the table's chains, and the arrays that each holds. grown: as for `load_chain`. It does so if `placement` can,
+    and if the chains have the same rows. Raises ValueError as `load_chain` does.
+    """
+    for chain, arrays in held:
+        _check_fits(path, chain, arrays, grown=grown)
+    first = held[0][0]
+    if any(not _have_same_rows(path, first, other) for other, _ in held[1:]):
+        return False
+    links = []
+    for number, num_rows in enumerate(first.record.links):
+        ids, places = path / first.files[number], dict[str, tuple[Path, int]]()
+        for chain, arrays in held:
+            file = path / chain.files[number]
+            places |= {name: (file, start) for name, start in starts_of(file).items() if name in arrays}
+        links.append(SavedLink(num_rows, (ids, starts_of(ids)[ROWS]), places))
+    return placement.begin_with(table, links)
+
+
+def _check_fits(path: Path, chain: Chain, arrays: Mapping[str, Rows], *, grown: bool) -> None:
+    """Raises ValueError unless the chain fits the arrays and its row ids rise. grown: as for `load_chain`."""
+    num_rows = chain.record.num_rows
+    for name, array in arrays.items():
+        if (own := array.shape[0]) < num_rows or (own > num_rows and not grown):
+            raise ValueError(f"{path / chain.stem}: {name} has {num_rows:,} rows; this model's has {own:,}")
+    check_chain(path, chain, {name: (array.dtype, tuple(array.shape[1:])) for name, array in arrays.items()})
+
+
+def _have_same_rows(path: Path, chain: Chain, other: Chain) -> bool:
+    """Returns whether the links of two chains hold the same rows, as those of weights and of their states do."""
+    if chain.record.links != other.record.links:
+        return False
+    for number, num_rows in enumerate(chain.record.links):
+        with open_tensors(path / chain.files[number]) as mine, open_tensors(path / other.files[number]) as theirs:
+            pairs = zip(_pieces(mine, num_rows, ID_PIECE), _pieces(theirs, num_rows, ID_PIECE), strict=True)
+            if not all(torch.equal(own, found) for (_, own), (_, found) in pairs):
+                return False
+    return True
 
 
 def check_chain(
@@ -263,11 +310,11 @@ def _pieces(link: Any, num_rows: int, step: int) -> Iterator[tuple[slice, Tensor
 
 
 def _rows_to_reset(
-    name: str, table: str, array: Rows, path: Path, chain: Chain, changes: Changes | None
+    name: str, table: str, array: Rows, path: Path, chain: Chain, changes: Changes | None, *, is_new: bool
 ) -> Iterator[RowIds]:
-    """Yields the rows that may differ from what the chain says of rows in no link."""
+    """Yields the rows that may differ from what the chain says of rows in no link. is_new: none of them was touched."""
     if changes is not None and changes.initial(table).formula(name) == chain.record.initial.formula(name):
-        return changes.touched_rows(table)
+        return iter(()) if is_new else changes.touched_rows(table)
     return _rows_in_no_link(path, chain, array.pieces())
 
 

@@ -264,7 +264,16 @@ class StallMeter(Meter):
 
 FILES = {"mapped": "file", "block": "ssd", "gathered": "ssd"}
 """The tier behind DRAM, as `Memory` names it, by the kind of a table's store."""
-GAUGES = ("num_bytes", "map_bytes", "waiting_bytes", "middle_rows", "middle_map_bytes", "places_bytes", "held_bytes")
+GAUGES = (
+    "num_bytes",
+    "map_bytes",
+    "waiting_bytes",
+    "middle_rows",
+    "middle_map_bytes",
+    "places_bytes",
+    "held_bytes",
+    "saved_index_bytes",
+)
 """Counters of caches and stores that may also fall."""
 
 

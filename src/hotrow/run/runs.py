@@ -377,6 +377,12 @@ def _begin(training: Training, found: Path | Start | None) -> None:
 def _look_back(training: Training, start: Start) -> None:
     """Says and records what the run starts with, and how good that is on rows that it has not seen."""
     training.say(start.line())
+    shares_files = training.parts.embedding.placement.changes is not None and "sparse" in start.record.states
+    if shares_files and start.checkpoint.stat().st_dev != training.folder.path.stat().st_dev:
+        training.say(
+            f"{start.record.path} is on another file system, which cannot share its files: the first checkpoint copies "
+            "them"
+        )
     if training.folder.record.parent is None:  # no earlier session has come so far
         metrics = _score_new_rows(training) if start.is_new_data else None
         training.folder.update(parent=replace(start.record, metrics=metrics))

@@ -66,7 +66,7 @@ def dram_bytes(tiers: Tiers) -> int:
     """Returns the DRAM that slots, maps of rows and of places on disk, and buffers may take."""
     records = [store.rows.record_bytes for store in tiers.stores]
     slots = sum((s.pinned + s.cached) * num_bytes for s, num_bytes in zip(tiers.slots, records, strict=True))
-    maps = sum(c["num_bytes"] + c["middle_map_bytes"] for c in tiers.counters().values())
+    maps = sum(c["num_bytes"] + c["middle_map_bytes"] + c["saved_index_bytes"] for c in tiers.counters().values())
     return slots + maps + tiers.places_bytes + tiers.memory.waiting_bytes
 
 
