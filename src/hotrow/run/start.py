@@ -44,6 +44,8 @@ class Start:
     """Whether the run trains on another dataset than the weights were trained on."""
     reborn: Mapping[str, NDArray[Any]]
     """By table, the rows that stood for ids which have expired, and stand for others now."""
+    moved: Mapping[str, NDArray[Any]]
+    """By table whose rows were numbered anew, the rows that those of the other run, and new ones behind them, have."""
     decay: float = 1.0
     """What sums of squares of rows are multiplied by."""
 
@@ -55,22 +57,24 @@ class Start:
         """
         optimizers: dict[str, Part] = {"dense": parts.dense_optimizer, "sparse": parts.sparse_optimizer}
         states = {f"{name}_optimizer": optimizers[name] for name in self.record.states}
-        load_checkpoint(self.checkpoint, {"embedding": parts.embedding, "model": parts.model, **states}, anew=True)
+        own = {"embedding": parts.embedding, "model": parts.model, **states}
+        load_checkpoint(self.checkpoint, own, anew=True, moved=self.moved)
         if parts.mean is not None:
             parts.mean.restart()
         for table, added in self.record.rows_added.items():
             rows = parts.embedding.rows(table)
             first, goes_on = rows.shape[0] - added, "sparse" in self.record.states
-            row = rows.read(slice(0, 1)).clone()
-            for piece in rows.pieces(first):
+            row, moved = rows.read(slice(0, 1)).clone(), self.moved.get(table)
+            for piece in rows.pieces(first) if moved is None else ():
                 rows.write(piece, row.repeat(piece.stop - piece.start, 1))
-            reborn = self.reborn.get(table, np.empty(0))
-            for start in range(0, len(reborn), rows.piece_rows):
-                ids = torch.from_numpy(reborn[start : start + rows.piece_rows].astype(np.int64))
+            others = [self.reborn.get(table, np.empty(0)), *(() if moved is None else (moved[first:],))]
+            for begun, start in ((own, at) for own in others for at in range(0, len(own), rows.piece_rows)):
+                ids = torch.from_numpy(begun[start : start + rows.piece_rows].astype(np.int64))
                 rows.write(ids, row.repeat(len(ids), 1))
                 if goes_on:
                     parts.sparse_optimizer.forget(table, ids)
-            parts.sparse_optimizer.follow_weights(table, first if goes_on else 0)
+            if moved is None or not goes_on:
+                parts.sparse_optimizer.follow_weights(table, first if goes_on else 0)
         if self.decay != 1:
             assert isinstance(parts.sparse_optimizer, Adagrad), "no other optimizer has the option"
             parts.sparse_optimizer.decay_sums(self.decay)
@@ -84,6 +88,8 @@ class Start:
         new = f"; {new} begin with the weights of their table's row 0" if new else ""
         if self.decay != 1 and "sparse" in kept:
             new += f"; sums of squares of rows are multiplied by {self.decay:g}"
+        if self.moved:
+            new += f"; rows of {', '.join(self.moved)} have other numbers now"
         return (
             f"starts with the weights of step {self.record.step} of {self.record.path}; "
             f"{states.get(len(kept), 'states of optimizers go on')}{new}"
@@ -114,7 +120,9 @@ def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
     extra = read_extra(checkpoint, read_manifest(checkpoint))
     theirs = make_config(extra.config, origin=f"{checkpoint / MANIFEST}: extra: config")
     trained_on = PackedDataset.open(folder.vocabulary).info
-    added, reborn = _rows_added(setup, extra.tables, trained_on, folder.path), _reborn(setup.dataset, trained_on)
+    added, renewed = _rows_added(setup, extra.tables, trained_on, folder.path), _renewed(setup.dataset, trained_on)
+    reborn = {table: rows for table in renewed if len(rows := setup.dataset.reborn(table))}
+    moved = {table: own for table in renewed if (own := setup.dataset.moved(table)) is not None}
     _check_model(setup, theirs, extra, folder.path)
     checksum = hashlib.sha256(read_file(checkpoint / MANIFEST)).hexdigest()
     if before is not None and before.checksum != checksum:
@@ -126,7 +134,7 @@ def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
     record = Parent(str(folder.path), step, checksum, _states_of(config.optimizer, theirs.optimizer), added, num_reborn)
     is_new_data = extra.dataset != setup.dataset.checksum
     decay = (is_new_data and config.optimizer.sparse.decay_per_day) or 1.0
-    return Start(checkpoint, record, is_new_data, reborn, decay)
+    return Start(checkpoint, record, is_new_data, reborn, moved, decay)
 
 
 def unknown_shares(info: DatasetInfo) -> tuple[float | None, dict[str, float]]:
@@ -201,11 +209,9 @@ def _rows_added(setup: Setup, tables: tuple[TableConfig, ...], theirs: DatasetIn
     return {table.name: table.num_embeddings - num_rows[table.name] for table in setup.tables}
 
 
-def _reborn(dataset: PackedDataset, theirs: DatasetInfo) -> dict[str, NDArray[Any]]:
-    """Returns by table the rows that stand for other ids than in `theirs`, which is the dataset or the one before."""
-    others = (own for own in dataset.info.tables if own.vocabulary != theirs.table_by_name[own.name].vocabulary)
-    found = {table.name: dataset.reborn(table.name) for table in others}
-    return {table: rows for table, rows in found.items() if len(rows)}
+def _renewed(dataset: PackedDataset, theirs: DatasetInfo) -> list[str]:
+    """Returns the tables that have other vocabularies than in `theirs`, which is the dataset or the one before."""
+    return [own.name for own in dataset.info.tables if own.vocabulary != theirs.table_by_name[own.name].vocabulary]
 
 
 def _extends(table: Table, before: Table) -> bool:

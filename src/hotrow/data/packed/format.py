@@ -39,8 +39,8 @@ RESERVED_SPLITS = frozenset({"vocab", "counts", "statistics", "lookups", "rare"}
 
 STATISTICS = "statistics/counts.safetensors"
 """Path, within the folder, of the label's statistics by value."""
-REBORN = "rare/reborn/"
-"""Folder, within the folder, of the rows that stand for other ids than on the day before."""
+REBORN, MOVED = "rare/reborn/", "rare/moved/"
+"""Folders, within the folder, of the rows that stand for other ids than on the day before, and of where rows went."""
 LOOKUP = "lookups/{}.parquet"
 """Path, within the folder, of the columns of a lookup, by its place in the schema."""
 
@@ -125,6 +125,11 @@ class Table:
         """Path of the rows that stand for other ids than in `parent`, within the dataset's folder; no file if there are
         none."""
         return f"{REBORN}{file_name(self.name)}"
+
+    @property
+    def moved_file(self) -> str:
+        """Path, within the dataset's folder, of the rows that those of `parent`, and new ones behind them, became."""
+        return f"{MOVED}{file_name(self.name)}"
 
     @property
     def id_dtype(self) -> type[np.int32 | np.int64]:
@@ -307,7 +312,8 @@ def _of_version_2(fields: dict[str, Any]) -> dict[str, Any]:
 def _written(info: DatasetInfo) -> tuple[int, dict[str, Any]]:
     """Returns the version in which `info` is written, the earliest that can hold it, and its fields."""
     own = asdict(info)
-    if any(path.startswith(REBORN) for path in info.files):  # an older hotrow would leave them the weights of other ids
+    # An older hotrow would leave rows the weights of other ids.
+    if any(path.startswith((REBORN, MOVED)) for path in info.files):
         return 4, own
     if info.weight is not None:
         return 3, own

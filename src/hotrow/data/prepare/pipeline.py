@@ -262,7 +262,9 @@ def fingerprint(opened: OpenedSource) -> str:
 
 def _identity(opened: OpenedSource, options: Options, info: SourceInfo) -> dict[str, Any]:
     """Returns what decides the bytes of the result; a resume is refused if any of it differs."""
-    return ({} if options.base is None else {"day": asdict(options.base.day)}) | {
+    base = options.base
+    day = {} if base is None else {"day": asdict(base.day)} | ({"rerank": True} if base.reranks else {})
+    return day | {
         "source": opened.source.name,
         "files": {f.path: f"{f.num_bytes} bytes, changed {f.mtime_ns}" for f in info.files},
         "schema": opened.schema.to_json(),
