@@ -94,7 +94,7 @@ def test_any_turns_with_copies_on_a_device(
     name: str, one_hot: bool, steps_there: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Turns of random lengths; tables of all storages, sequences, weights, several forwards a step."""
-    monkeypatch.setattr(copies_of, "MAX_LISTED", 1.0)  # in runs most rows cross in ranges
+    monkeypatch.setattr(copies_of, "MAX_LISTED", 100.0)  # in runs most rows cross in ranges
     generator = np.random.default_rng(5)
     torch.manual_seed(0)
     sides = []
@@ -133,7 +133,7 @@ def test_rows_cross_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         copies = HotCopies(emb, optimizer, HOT_SET, device=DEVICE)
         copies.fetch()
         for newer in emb.placement._newer_here:
-            newer[:] = True
+            newer.is_all = True
         arrays = emb.placement.arrays
         for array in (*arrays.tensors, *(half for half in arrays.low if half is not None)):
             array.view(torch.int16).add_(1)

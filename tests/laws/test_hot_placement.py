@@ -222,7 +222,7 @@ def everything(emb: hotrow.EmbeddingCollection, optimizer: Any) -> list[torch.Te
 @pytest.mark.usefixtures("dram_as_device")
 @pytest.mark.parametrize("one_hot", [True, False])
 @pytest.mark.parametrize("name", ["SGD", "RowWiseAdagrad", "Adam"])
-@pytest.mark.parametrize("most", [0.25, 1.0], ids=["in ranges", "one by one"])
+@pytest.mark.parametrize("most", [0.25, 100.0], ids=["in ranges", "one by one"])
 def test_any_turns_of_a_library_user(name: str, one_hot: bool, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of random lengths, with sequences, several forwards a step, and looks at the tables in between."""
     monkeypatch.setattr(copies_module, "MAX_LISTED", most)
@@ -259,7 +259,7 @@ def hot_rows_of(sparse: KeyedJaggedTensor) -> set[tuple[str, int]]:
 @pytest.mark.parametrize("one_hot", [True, False])
 def test_only_rows_that_have_changed_cross(one_hot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against sets of the rows that batches named since the last swap, by the bytes of their records with states."""
-    monkeypatch.setattr(copies_module, "MAX_LISTED", 1.0)
+    monkeypatch.setattr(copies_module, "MAX_LISTED", 100.0)
     generator = np.random.default_rng(7)
     emb = hotrow.EmbeddingCollection(TABLES, seed=3)
     optimizer = hotrow.RowWiseAdagrad(emb, lr=0.1)
@@ -290,6 +290,24 @@ def test_only_rows_that_have_changed_cross(one_hot: bool, monkeypatch: pytest.Mo
     assert 0 < crossed < sum(record_bytes[table] for table, _ in every)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_changed_are_those_that_were_noted(seed: int) -> None:
+    """Against a set. All are to cross if more than a share changed, and not long before."""
+    generator, num_slots = np.random.default_rng(seed), 1000
+    newer, most = copies_module.Newer(num_slots), copies_module.MAX_LISTED * num_slots
+    for _ in range(2):
+        noted = set[int]()
+        while not newer.is_all:
+            slots = np.minimum(generator.zipf(1.2, size=generator.integers(1, 60)), num_slots)
+            newer.note(slots)
+            noted |= {*slots.tolist()} - {num_slots}
+            assert newer.is_all or set(newer.slots.tolist()) == noted
+            assert (bool(newer) and len(noted) <= most) or newer.is_all
+        assert len(noted) > most - 60
+        newer.clear()
+        assert not newer and not len(newer.slots)
+
+
 def changed_by(way: str, emb: hotrow.EmbeddingCollection, optimizer: Any) -> None:
     """Changes a hot row, of weights or of a state, without a plain step."""
     if way == "a tensor":
@@ -317,7 +335,7 @@ def changed_by(way: str, emb: hotrow.EmbeddingCollection, optimizer: Any) -> Non
 @pytest.mark.usefixtures("dram_as_device")
 @pytest.mark.parametrize("way", ["a tensor", "a state", "rows", "state_dict", "optimizer", "grow", "closure"])
 def test_rows_that_were_changed_in_another_way_cross_too(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies_module, "MAX_LISTED", 1.0)
+    monkeypatch.setattr(copies_module, "MAX_LISTED", 100.0)
     sides = []
     for _ in range(2):
         emb = hotrow.EmbeddingCollection(TABLES, seed=3)

@@ -3,8 +3,8 @@
     load   tables --gather, copy--> copies        once a table and array; from now on the tables are out of date
     save   copies --copy, scatter--> tables
 
-Only rows cross that have changed since both sides were last the same; if that is more than MAX_LISTED of a table's, or
-if the table can change unseen, all of its rows cross. Rows of a prefix keep their numbers as slots; listed rows follow
+Only rows cross that have changed since both sides were last the same; if that is about MAX_LISTED of a table's, or if
+the table can change unseen, all of its rows cross. Rows of a prefix keep their numbers as slots; listed rows follow
 them. Every copy is exact, so that a run with copies has the bits of one without (law 2). The copies lie on a device,
 whose lookups and updates are those of kernels/triton_ops.py. Which rows are copied, and when, is for hot/ to say.
 """
@@ -39,8 +39,8 @@ from hotrow.placement.slots import SOME_FROZEN, spans_of
 PIECE_BYTES = 32 << 20
 """The most bytes of rows on their way to a device at once, so that pinned memory stays small."""
 MAX_LISTED = 0.25
-"""The largest share of a table's hot rows that cross one by one. A row that is gathered takes about four times as long
-as one of a range."""
+"""The largest share of a table's hot rows that cross one by one. In DRAM a row that is gathered takes about three times
+as long as one of a range, and one that is scattered longer (two threads of an AMD EPYC beside other work)."""
 
 Numbers = NDArray[np.int64]
 
@@ -52,6 +52,36 @@ class CopiedRows(Protocol):
     def prefix(self) -> int: ...
     @property
     def listed(self) -> NDArray[np.int64]: ...
+
+
+class Newer:
+    """The rows of a table that have changed on one side since both were the same, by slot; slot `num_slots` is of rows
+    without a copy."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._changed = np.zeros(num_slots + 1, bool)
+        self.is_all = False
+        """Whether all rows are to cross, because many have changed: then nothing more is noted."""
+        self._room = self._most = MAX_LISTED * num_slots
+
+    def note(self, slots: Numbers) -> None:
+        """Notes that the rows in these slots change."""
+        self._changed[slots] = True
+        self._room -= len(slots)
+        if self._room < 0:  # if each of them was another one; counting takes longer
+            self._room = self._most - int(np.count_nonzero(self._changed[:-1]))
+            self.is_all = self._room < len(slots)
+
+    @property
+    def slots(self) -> Numbers:
+        return np.flatnonzero(self._changed[:-1])
+
+    def clear(self) -> None:
+        self._changed[:] = self.is_all = False
+        self._room = self._most
+
+    def __bool__(self) -> bool:
+        return self.is_all or bool(self._changed.any())
 
 
 class Copies(Placement):
@@ -86,10 +116,8 @@ class Copies(Placement):
         stored = [RowsInMemory(weight, half) for weight, half in zip(weights, low, strict=True)]
         self._copies = [[own, *map(RowsInMemory, arrays)] for own, arrays in zip(stored, states, strict=True)]
         """By table, the copies of its weights and of each state."""
-        self._newer_below = [np.ones(n + 1, bool) for n in nums]
-        """By table and slot, whether a row has changed below since the copies had it; the last is for other rows."""
-        self._newer_here = [np.zeros(n + 1, bool) for n in nums]
-        """By table and slot, whether a row has changed here since the tables had it."""
+        self._newer_below, self._newer_here = [Newer(n) for n in nums], [Newer(n) for n in nums]
+        self.note_all()
         self._versions = self._versions_below()
         self._sees_below = all(isinstance(below.rows(table.name), RowsInMemory) for table in self.tables)
         """Whether changes below are noticed: rows in tensors have their numbers for slots, and torch counts what is not
@@ -127,8 +155,9 @@ class Copies(Placement):
         """See Placement. The tables are out of date until the copies are saved."""
         for kernels, slots, _ in lookups:
             for t, start, stop in spans_of(kernels.layout, slots):
-                newer = self._newer_here[t]
-                newer[np.clip(slots.values[start:stop].numpy(), 0, len(newer) - 1)] = True
+                if not self._newer_here[t].is_all:
+                    most = self._rows[t].prefix + len(self._rows[t].listed)
+                    self._newer_here[t].note(np.clip(slots.values[start:stop].numpy(), 0, most))
         super().update(lookups, self._attached_copies, rules)
 
     # ---- to and fro
@@ -136,18 +165,19 @@ class Copies(Placement):
     @property
     def changed(self) -> bool:
         """Whether a step has changed the copies since they were loaded or saved."""
-        return any(newer.any() for newer in self._newer_here)
+        return any(self._newer_here)
 
     def note(self, lookups: Iterable[tuple[Any, ...]]) -> None:
         """Notes that a step is about to change the rows of these lookups below; each begins as in `ops.Lookups`."""
         for kernels, sparse, *_ in lookups if self._sees_below else ():
             for t, start, stop in spans_of(kernels.layout, sparse):
-                self._newer_below[t][_slots(self._rows[t], sparse.values[start:stop].numpy())] = True
+                if not self._newer_below[t].is_all:
+                    self._newer_below[t].note(_slots(self._rows[t], sparse.values[start:stop].numpy()))
 
     def note_all(self) -> None:
         """Notes that any row may change below."""
         for newer in self._newer_below:
-            newer[:] = True
+            newer.is_all = True
 
     @torch.no_grad()
     def load(self) -> None:
@@ -170,10 +200,10 @@ class Copies(Placement):
         if not self._sees_below or self._versions != self._versions_below():
             self.note_all()
 
-    def _now_the_same(self, newer: Sequence[NDArray[np.bool_]]) -> None:
+    def _now_the_same(self, newer: Sequence[Newer]) -> None:
         self._fast.wait()
         for own in newer:
-            own[:] = False
+            own.clear()
         self._versions = self._versions_below()
 
     def wait(self) -> None:
@@ -189,15 +219,13 @@ class Copies(Placement):
         states = [state.array for own in self._attached.states.values() for state in own]
         return [array._version for array in (*self.weights.values(), *self.low.values(), *states)]
 
-    def _moves(self, newer: Sequence[NDArray[np.bool_]]) -> Iterator[tuple[Rows, RowsInMemory, RowIds, RowIds]]:
+    def _moves(self, newer: Sequence[Newer]) -> Iterator[tuple[Rows, RowsInMemory, RowIds, RowIds]]:
         """Yields an array of a table, the array of its copies, and the `newer` rows and their slots in pieces."""
-        for config, copied, own, mask in zip(self.tables, self._copies, self._rows, newer, strict=True):
-            changed = np.flatnonzero(mask[:-1])
-            listed = changed if len(changed) <= MAX_LISTED * (len(mask) - 1) else None
+        for config, copied, own, changed in zip(self.tables, self._copies, self._rows, newer, strict=True):
             for state, copies in zip((None, *self._attached.states[config.name]), copied, strict=True):
                 table = self.below.rows(config.name, state)
                 step = max(1, min(table.piece_rows, PIECE_BYTES // (4 * config.embedding_dim)))
-                for rows, slots in _ranges(own, step) if listed is None else _places(own, listed, step):
+                for rows, slots in _ranges(own, step) if changed.is_all else _places(own, changed.slots, step):
                     yield table, copies, rows, slots
 
 
