@@ -33,8 +33,8 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """A finite number that is not negative: seconds, losses."""
 STRICT = ConfigDict(strict=True, extra="forbid")
 """Configuration of a record: 3.0 is not an integer, "3" is not a number, and an unknown field is an error."""
-SECTION = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-"""Configuration of a section of a config: as strict, never altered, each option described by the text below it."""
+SECTION = ConfigDict(extra="forbid", frozen=True, strict=True)
+"""Configuration of a section of a config: as strict, never altered."""
 CHECKSUM = "checksum"
 _KEY = f' "{CHECKSUM}": "'
 

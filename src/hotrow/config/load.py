@@ -7,6 +7,7 @@ or a choice this version does not implement is a ValueError naming the field, th
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 import json
@@ -14,9 +15,9 @@ import re
 import reprlib
 import warnings
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -356,6 +357,19 @@ def options() -> dict[str, FieldInfo]:
     return found
 
 
+def effects_of(section: type[BaseModel]) -> dict[str, str]:
+    """Returns the text below each option in the source of its section. pydantic would read all sources at import."""
+    found = dict[str, str]()
+    for owner in reversed(section.__mro__):
+        if not issubclass(owner, BaseModel) or owner is BaseModel:
+            continue
+        (definition,) = cast(list[ast.ClassDef], ast.parse(inspect.getsource(owner)).body)
+        for option, text in pairwise(definition.body):
+            if isinstance(option, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(option.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
+
+
 def config_markdown() -> str:
     """Returns docs/config.md: every option with its default, its allowed values, and its effect."""
     lines = [
@@ -375,10 +389,12 @@ def config_markdown() -> str:
             continue
         lines += ["", f"## {title}", "", inspect.cleandoc(section.__doc__ or "")]
         lines += ["", "| option | default | allowed | effect |", "|---|---|---|---|"]
+        effects = effects_of(section)
         for name, field in own.items():
             default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
-            effect = " ".join((field.description or "").split())
-            lines.append(f"| `{path}{name}` | {default} | {_allowed(section, name)} | {effect} |")
+            lines.append(
+                f"| `{path}{name}` | {default} | {_allowed(section, name)} | {field.description or effects[name]} |"
+            )
     return "\n".join(lines) + "\n"
 
 
