@@ -35,6 +35,7 @@ import statistics
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
@@ -285,6 +286,7 @@ def measure_throughput(options: argparse.Namespace, work: Path) -> dict[str, Any
     """Requests a second of hotrow, ONNX Runtime and plain torch, whose scores must be the same."""
     import onnxruntime  # a peer, which only this cell needs
 
+    warnings.simplefilter("ignore")  # score.py says what stands out in rows, which are made up
     export, num_items = options.export, options.items[0]
     about, requests = (
         read_sealed(export / "export.json", cure="export again"),
