@@ -395,6 +395,12 @@ class Run:
     ) -> tuple[Split, Metrics, dict[str, Any]]:
         """Returns the rows of a split, their outputs and labels, and the metrics of these. loaded: scores them; if
         None, what the run predicts with."""
+        for given in (split, data):
+            if not isinstance(given, str | Path | None):
+                raise ValueError(
+                    "evaluate and judged take the name of a split, such as 'test', and as data the folder of a packed "
+                    f"dataset, but {type(given).__name__} was given; raw rows go to evaluate_rows"
+                )
         dataset = PackedDataset.open(self._dataset_path() if data is None else data)
         own = PackedDataset.open(self.folder.vocabulary)
         for table in dataset.info.tables:

@@ -136,6 +136,14 @@ def test_a_loaded_run_is_the_run(run: hotrow.Run) -> None:
     assert loaded.evaluate("test")["auc"] == run.metrics["auc"]
 
 
+def test_raw_rows_in_place_of_a_split_are_told_where_to_go(run: hotrow.Run) -> None:
+    rows: Any = clicks(10).to_pydict()
+    for call in (run.evaluate, run.judged):
+        for arguments in ({"split": rows}, {"data": rows}):
+            with pytest.raises(ValueError, match="evaluate_rows"):
+                call(**arguments)
+
+
 def test_a_run_predicts_without_its_dataset(run: hotrow.Run, tmp_path: Path) -> None:
     import shutil
 
