@@ -8,7 +8,6 @@ The functions here put preparation, training and scoring together; how those wor
 
 from __future__ import annotations
 
-import difflib
 import functools
 import html
 import json
@@ -36,6 +35,7 @@ from torch import Tensor
 from hotrow.base.door import is_taken, remove
 from hotrow.base.files import atomic_write, explain_full_disk, size
 from hotrow.base.progress import ProgressCallback, num_of, progress_bar
+from hotrow.base.records import nearest
 from hotrow.batch import Batch
 from hotrow.config.load import TUNE, apply_overrides, make_config, options, overrides_of, read_config, with_model
 from hotrow.config.recipe import as_overrides, choose_recipe
@@ -820,8 +820,7 @@ def _option(name: str) -> str:
     if found:
         raise ValueError(f"option {name!r} may mean {' or '.join(found)}; give one in full: **{{{found[0]!r}: ...}}")
     known = [*NAMES, *paths, *(path.rpartition(".")[2] for path in paths)]
-    near = difflib.get_close_matches(name, known, n=1)
-    raise ValueError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "; see docs/config.md"))
+    raise ValueError(f"unknown option {name!r}{nearest(name, known) or '; see docs/config.md'}")
 
 
 def _name_of(data: Any) -> str:

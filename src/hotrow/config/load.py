@@ -8,7 +8,6 @@ or a choice this version does not implement is a ValueError naming the field, th
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import json
 import re
@@ -23,6 +22,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from hotrow.base.records import nearest
 from hotrow.config.schema import Config
 from hotrow.models import MODELS
 from hotrow.objectives import OBJECTIVES
@@ -235,9 +235,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
                 yield f"{path} is missing; set it to {_allowed(section, names[-1])}"
             case "union_tag_invalid":
                 known, name = list(sections_of(section.model_fields[names[-1]])), problem["input"]["name"]
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                yield f"{path}.name is {reprlib.repr(name)}; {hint}allowed: {', '.join(known)}"
+                hint = nearest(str(name), known) or ";"
+                yield f"{path}.name is {reprlib.repr(name)}{hint} allowed: {', '.join(known)}"
             case _:
                 allowed = _allowed(section, names[-1], of_entry=bool(entry))
                 yield f"{path} is {reprlib.repr(problem['input'])}; allowed: {allowed}"
@@ -251,8 +250,7 @@ def _unknown(path: str, names: Sequence[str], section: type[BaseModel], tag: str
     said = f"unknown key {path}" + (f" for {names[-2]} {tag}" if len(others) > 1 else "")
     if having:
         return f"{said}; it is one of {' and '.join(having)}: remove it, or set {names[-2]}.name to {having[0]}"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"{said}; did you mean {near[0]!r}?" if near else f"{said}; known here: {', '.join(known)}"
+    return said + (nearest(name, known) or f"; known here: {', '.join(known)}")
 
 
 def _locate(location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel], str, list[str]]:

@@ -8,7 +8,6 @@ place of the two.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ import torch
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 from torch import Tensor
 
-from hotrow.base.records import SECTION
+from hotrow.base.records import SECTION, nearest
 from hotrow.models.layers import Network
 from hotrow.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from hotrow.objectives import OBJECTIVES
@@ -193,10 +192,9 @@ class ModelSpec(BaseModel):
         given = self.embedding_dim
         for name in given:
             if name not in names and name != DEFAULT:
-                near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"its tables are {', '.join(names)}"
+                hint = nearest(name, names) or f"; its tables are {', '.join(names)}"
                 raise ValueError(
-                    f"model.embedding_dim names table {name!r}, but {dataset.path} has no such table; {hint}"
+                    f"model.embedding_dim names table {name!r}, but {dataset.path} has no such table{hint}"
                 )
         if DEFAULT not in given and (missing := [name for name in names if name not in given]):
             raise ValueError(

@@ -12,7 +12,6 @@ parallel/shards.py says where the rows then lie.
 
 from __future__ import annotations
 
-import difflib
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
@@ -20,6 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from hotrow.base.records import nearest
 from hotrow.config.schema import Config, Owner
 from hotrow.costs.demand import record_bytes
 from hotrow.costs.solve import rates_of
@@ -106,9 +106,8 @@ def _check_names(option: str, asked: Mapping[str, str], tables: Sequence[TableCo
     names = [table.name for table in tables]
     for name in asked:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"the tables are {', '.join(names)}"
-            raise ValueError(f"parallel.{option} names the table {name!r}, which the dataset does not have; {hint}")
+            hint = nearest(name, names) or f"; the tables are {', '.join(names)}"
+            raise ValueError(f"parallel.{option} names the table {name!r}, which the dataset does not have{hint}")
 
 
 def _asked_columns(config: Config, tables: Sequence[TableConfig], num_ranks: int) -> dict[str, tuple[int, ...]]:

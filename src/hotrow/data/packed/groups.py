@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-
 import torch
 from torch import Tensor
 
+from hotrow.base.records import nearest
 from hotrow.batch import Batch
 from hotrow.data.packed.format import DatasetInfo
 
@@ -21,13 +20,11 @@ class Groups:
         own = {feature.name: feature for feature in info.features}
         single = [name for name, feature in own.items() if feature.kind == "one_hot"]
         if by not in single:
-            near = difflib.get_close_matches(by, single, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             why = f"a row has a list of ids of {by}" if by in own else f"the dataset has no feature {by}"
             raise ValueError(
-                f"metrics.by is {by!r}, but {why}; {hint}It may be {', '.join(single[:MAX_NAMED]) or 'nothing'}"
-                f"{', ...' if len(single) > MAX_NAMED else ''}: choose one, or list the column under categorical in "
-                "the schema and prepare the data again"
+                f"metrics.by is {by!r}, but {why}{nearest(by, single) or ';'} It may be "
+                f"{', '.join(single[:MAX_NAMED]) or 'nothing'}{', ...' if len(single) > MAX_NAMED else ''}: choose "
+                "one, or list the column under categorical in the schema and prepare the data again"
             )
         table = info.table_by_name[own[by].table]
         self.by = by
