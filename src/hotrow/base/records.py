@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -150,6 +150,15 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """Returns '; did you mean X?' if `known` has a similar name, else ''."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields what mappings in mappings hold, by dotted name; an empty mapping is a value."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from flat(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
 
 
 # ---- pydantic's errors in our words: the same sentences for configs, schemas and records

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hotrow.base.machine import versions
+from hotrow.base.records import flat
 from hotrow.config.schema import Config
 from hotrow.kernels import ops
 from hotrow.parallel.communicator import Communicator
@@ -80,7 +81,7 @@ def facts_of(config: Config, *, checksum: str, micro_batches: int) -> dict[str, 
     checksum: of the dataset. Paths, threads and memory of a rank are left out (PER_RANK).
     """
     found = versions()
-    options = dict(_flat(config.model_dump(mode="json")))
+    options = dict(flat(config.model_dump(mode="json")))
     return {
         "the version of hotrow": found["hotrow"],
         "the version of torch": found["torch"],
@@ -135,15 +136,6 @@ def _named(ranks: Sequence[int], found: Sequence[Mapping[str, Any]]) -> str:
 
 def _per_rank(name: str) -> bool:
     return any(name == option or name.startswith(f"{option}.") for option in PER_RANK)
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the options of a config by dotted name."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, value
 
 
 # ---- while training

@@ -39,7 +39,7 @@ from typing_extensions import override
 from hotrow.base.door import check_folder, is_taken, make_folder, open_file, read_file, remove
 from hotrow.base.files import LOCK, atomic_write, check_path, check_writable, claim, open_private
 from hotrow.base.machine import host_facts, versions
-from hotrow.base.records import Document
+from hotrow.base.records import Document, flat
 from hotrow.config.load import parse_yaml
 from hotrow.data.packed.format import MANIFEST, read_info
 from hotrow.data.packed.reader import PackedDataset
@@ -247,9 +247,11 @@ class RunFolder:
             return claimed is False
 
     def options(self) -> dict[str, str]:
-        """Returns the options in config.yaml by dotted name; {} before the first step, or if the file is damaged."""
+        """Returns the options in config.yaml by dotted name, as JSON without the quotes of a text; {} before the first
+        step, or if the file is damaged."""
         with suppress(OSError, ValueError):
-            return dict(_flat(parse_yaml(read_file(self.path / CONFIG).decode(), origin=CONFIG)))
+            found = flat(parse_yaml(read_file(self.path / CONFIG).decode(), origin=CONFIG))
+            return {name: own if isinstance(own, str) else json.dumps(own, default=str) for name, own in found}
         return {}
 
     def facts(self) -> RunFacts:
@@ -471,15 +473,6 @@ class SilentFolder(RunFolder):
 
     @override
     def keep_vocabulary(self, dataset: Path) -> None: ...
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the options of a config by dotted name, as JSON without the quotes of a text."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def resume_command(path: Path) -> str:
