@@ -32,6 +32,13 @@ from hotrow.placement import store_file
 needs_native = pytest.mark.skipif(ops.backend().name != "native", reason="the native module is measured")
 
 
+@pytest.fixture(autouse=True)
+def no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are measured in test_step_probe.py, and those of several processes in test_rank_prediction.py."""
+    monkeypatch.setattr(module, "measure_kernels", lambda **_: {})
+    monkeypatch.setattr(module, "measure_ranks", lambda **_: {})
+
+
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder on a disk, and sizes that take no time."""
@@ -189,7 +196,8 @@ def test_everything_becomes_a_file_that_plans_find(tiny: Path, monkeypatch: pyte
         asked.update(options)
         return {"lookup": [Point({"threads": 1.0}, Figure(1e-3, 1e-3, 1e-3))]}
 
-    path, made = run_probe([tiny], kernels=kernels, seconds=0.2)
+    monkeypatch.setattr(module, "measure_kernels", kernels)
+    path, made = run_probe([tiny], seconds=0.2)
     assert known_hardware() == made == read_hardware(path)
     assert [disk.folder for disk in made.disks] == [str(tiny)]
     assert list(made.kernels) == ["lookup"]
@@ -200,11 +208,14 @@ def test_everything_becomes_a_file_that_plans_find(tiny: Path, monkeypatch: pyte
 
 
 @needs_native
-def test_a_probe_beside_other_work_warns_at_its_end(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_beside_other_work_warns_at_its_end(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(num_disturbed: int) -> str:
         notes = [f"{DISTURBED}: by others"] * num_disturbed + [""] * (4 - num_disturbed)
         kernels = {"dense": [Point({"threads": 1.0}, Figure(1e-3, note=note)) for note in notes]}
-        path, made = run_probe((), kernels=lambda **_: kernels, out=tiny.parent / "h.json", seconds=0.1)
+        monkeypatch.setattr(module, "measure_kernels", lambda **_: kernels)
+        path, made = run_probe((), out=tiny.parent / "h.json", seconds=0.1)
         print_probe(made, path)
         return capsys.readouterr().out.splitlines()[-2]
 
@@ -214,9 +225,9 @@ def test_a_probe_beside_other_work_warns_at_its_end(tiny: Path, capsys: pytest.C
 
 @needs_native
 def test_the_command(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("hotrow.lab.step_probe.measure_kernels", lambda **_: {"data": [POINT]})
+    monkeypatch.setattr(module, "measure_kernels", lambda **_: {"data": [POINT]})
     shared = {"kernels": {"shared update": [POINT]}, "crowding": Figure(1.5), "notes": {"network": "none here"}}
-    monkeypatch.setattr("hotrow.lab.rank_probe.measure_ranks", lambda **_: shared)
+    monkeypatch.setattr(module, "measure_ranks", lambda **_: shared)
     out, declared = tiny.parent / "h.json", tiny.parent / "d.yaml"
     declared.write_text(f"disks: [{{folder: {tiny}, endurance_bytes: {{value: 1e15, note: data sheet}}}}]")
     words = ["probe", str(tiny), "--out", str(out), "--declare", str(declared), "--seconds", "0.2"]
@@ -248,12 +259,13 @@ def test_measurements_outlive_a_fault_in_what_is_declared(tiny: Path, tmp_path: 
 
 
 @needs_native
-def test_steps_are_modelled_on_another_machine(tiny: Path, tmp_path: Path) -> None:
+def test_steps_are_modelled_on_another_machine(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def kernels(*, threads: list[int], **_: Any) -> dict[str, list[Point]]:
         return {"dense": [Point({"threads": float(n), "calls": 1.0}, Figure(1e-6)) for n in threads]}
 
     declare = MACHINES / "cpu-server.yaml"
-    path, made = run_probe((), kernels=kernels, out=tmp_path / "h.json", declare=declare, seconds=0.1)
+    monkeypatch.setattr(module, "measure_kernels", kernels)
+    path, made = run_probe((), out=tmp_path / "h.json", declare=declare, seconds=0.1)
     assert read_hardware(path) == made
     assert (made.name, made.num_cores, made.notes["kernels"][:13]) == ("dual-socket CPU server", 48, "modelled from")
     assert {point.sizes["threads"] for point in made.kernels["dense"]} == {1, 48}

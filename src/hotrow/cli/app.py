@@ -740,7 +740,7 @@ def report(
 
 @verb(
     "probe",
-    home="hotrow.lab.step_probe",
+    home="hotrow.lab.probe",
     example="hotrow probe /nvme   (with what a data sheet says: hotrow probe /nvme --declare endurance.yaml)",
 )
 def probe(
@@ -759,12 +759,8 @@ def probe(
 ) -> Answer:
     """Measure memory, kernels, disks and GPUs of this machine, for plans and predictions."""
     from hotrow.lab.probe import print_probe, run_probe
-    from hotrow.lab.rank_probe import measure_ranks
-    from hotrow.lab.step_probe import measure_kernels
 
-    path, hardware = run_probe(
-        folders or (), kernels=measure_kernels, ranks=measure_ranks, out=out, declare=declare, seconds=seconds
-    )
+    path, hardware = run_probe(folders or (), out=out, declare=declare, seconds=seconds)
     return {"out": str(path), **asdict(hardware)}, lambda: print_probe(hardware, path)
 
 

@@ -43,6 +43,8 @@ from hotrow.costs.hardware import (
     this_host,
 )
 from hotrow.kernels import ops
+from hotrow.lab.rank_probe import measure_ranks
+from hotrow.lab.step_probe import measure_kernels
 from hotrow.placement.store_file import DIRECT, HEADER_BYTES, SUFFIX, OwnFolder, TableRows, direct_io, takes_no_files
 from hotrow.placement.stores import NUM_THREADS, Engines, Store, io_uring_refused, open_store
 
@@ -74,22 +76,12 @@ class Scope:
 
 Measurement = Callable[[Scope], Mapping[str, Any]]
 """Returns fields of `Hardware`; its `notes` are added to those of the others."""
-Kernels = Callable[..., dict[str, list[Point]]]
-"""`run.step_probe.measure_kernels`, which is of a higher room: it takes threads, seconds, progress and folder."""
-Ranks = Callable[..., Mapping[str, Any]]
-"""`run.rank_probe.measure_ranks`, which takes seconds and progress."""
 
 
 def probe(
-    folders: Sequence[Path | str] = (),
-    *,
-    kernels: Kernels | None = None,
-    ranks: Ranks | None = None,
-    seconds: float = SECONDS,
-    tell: Callable[[str], None] = lambda _: None,
+    folders: Sequence[Path | str] = (), *, seconds: float = SECONDS, tell: Callable[[str], None] = lambda _: None
 ) -> Hardware:
-    """Measures this machine and the disks of `folders`, in about `seconds`. kernels: measures training steps. ranks:
-    measures those of two processes.
+    """Measures this machine and the disks of `folders`, in about `seconds`.
 
     Raises ValueError if a folder cannot be measured or the native module is missing, before anything is measured, and
     OSError if a disk is full.
@@ -109,16 +101,16 @@ def probe(
         found = dict(measure(scope))
         notes |= found.pop("notes", {})
         fields |= found
-    shared = {} if ranks is None else dict(ranks(seconds=RANKS * seconds, progress=tell))
+    shared = dict(measure_ranks(seconds=RANKS * seconds, progress=tell))
     notes |= shared.pop("notes", {})
     fields |= shared
-    if kernels is not None:  # the more steps, the better the predictions: they get all that is left
-        fields["kernels"] = fields.get("kernels", {}) | kernels(
-            threads=_thread_counts(threads),
-            seconds=max(MIN_KERNELS * seconds, seconds - (time.perf_counter() - started)),
-            progress=tell,
-            folder=next(iter(folders), None),
-        )
+    # The more steps, the better the predictions: they get all the time that is left.
+    fields["kernels"] = fields.get("kernels", {}) | measure_kernels(
+        threads=_thread_counts(threads),
+        seconds=max(MIN_KERNELS * seconds, seconds - (time.perf_counter() - started)),
+        progress=tell,
+        folder=next(iter(folders), None),
+    )
     tell("done")
     host = this_host()
     return Hardware(
@@ -129,7 +121,7 @@ def probe(
         num_cores=usable_cores(),
         dram_bytes=Figure(float(host["memory_bytes"])),
         cost_version=COST_VERSION,
-        notes={**notes, **how_rough(fields.get("kernels", {}))},
+        notes={**notes, **how_rough(fields["kernels"])},
         **fields,
     )
 
@@ -148,8 +140,6 @@ def how_rough(kernels: Mapping[str, Sequence[Point]]) -> dict[str, str]:
 def run_probe(
     folders: Sequence[Path | str],
     *,
-    kernels: Kernels | None = None,
-    ranks: Ranks | None = None,
     out: Path | None = None,
     declare: Path | None = None,
     seconds: float = SECONDS,
@@ -167,13 +157,7 @@ def run_probe(
     elif path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"--out {path} is a folder, or in none; name a file in a folder that exists")
     with ProgressLine() as line:
-        hardware = probe(
-            folders,
-            kernels=kernels,
-            ranks=ranks,
-            seconds=seconds,
-            tell=lambda figure: line.update(lambda: f"measuring: {figure}"),
-        )
+        hardware = probe(folders, seconds=seconds, tell=lambda figure: line.update(lambda: f"measuring: {figure}"))
     HARDWARE.write(path, hardware)  # so that a fault in what is declared loses no measurement
     if declare is not None:
         machine = hardware.with_declared(declare)
