@@ -11,9 +11,10 @@ another machine, of which it must say everything. machines/ holds some of these.
 from __future__ import annotations
 
 import os
+import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field
 from dataclasses import fields as fields_of
 from functools import partial
@@ -51,6 +52,12 @@ class Figure:
     source: Source = "measured"
     note: str = ""
     """For a declared or assumed figure: where it is from, or why it is assumed."""
+
+    @classmethod
+    def of(cls, repeats: Sequence[float], note: str = "") -> Figure:
+        """Returns the median of at least two repeats, and their quartiles."""
+        low, median, high = statistics.quantiles(repeats, n=4, method="inclusive")
+        return cls(median, low, high, note=note)
 
     def __post_init__(self) -> None:
         low = self.value if self.low is None else self.low

@@ -188,12 +188,7 @@ def figures_of(one_round: Callable[[int], tuple[float, ...]], *, of_disk: bool =
     """Returns the figures of several quantities that the same rounds measure. of_disk: see `clean_rounds`."""
     rounds = clean_rounds(one_round, NUM_ROUNDS, of_disk=of_disk)
     note = how_clean(rounds.counts()) if is_disturbed(rounds.counts()) else ""
-    return [_spread(values, note) for values in zip(*rounds.results, strict=True)]
-
-
-def _spread(values: Sequence[float], note: str = "") -> Figure:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Figure(median, low, high, note=note)
+    return [Figure.of(values, note) for values in zip(*rounds.results, strict=True)]
 
 
 # ---- memory and arithmetic

@@ -39,14 +39,13 @@ from hotrow.base.files import write_json
 from hotrow.base.machine import Disturbance, usable_cores
 from hotrow.base.waiting import wait_passively
 from hotrow.batch import Batch
-from hotrow.bench import CLEAN_SHARE
 from hotrow.costs.cost import PHASES
-from hotrow.costs.hardware import DISTURBED, Figure, Network, Point
+from hotrow.costs.hardware import Figure, Network, Point
 from hotrow.costs.wire import sharing_amounts
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import Split
 from hotrow.lab import mpi_start
-from hotrow.lab.step_probe import Drawn, Shape, build_shape, point_of, shapes, work_of_steps
+from hotrow.lab.step_probe import Drawn, Shape, build_shape, note_of, point_of, shapes, work_of_steps
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.dense import OverRanks
@@ -212,8 +211,8 @@ def _network(comm: Communicator, pids: Sequence[int]) -> Network:
         whole_s, cpu_s = _exchange_s(comm, messages(comm, LARGE_BYTES), 4)
         bytes_s = max(whole_s / 4, whole_s - 2 * message_s)  # a disturbed message may seem to take all of it
         rounds.append((LARGE_BYTES / bytes_s, message_s, further_s, cpu_s / LARGE_BYTES))
-    note = _note(disturbance)
-    return Network(*(_figure(values, note) for values in zip(*rounds, strict=True)))
+    note = note_of(disturbance.share())
+    return Network(*(Figure.of(values, note) for values in zip(*rounds, strict=True)))
 
 
 def _exchange_s(comm: Communicator, parts: list[torch.Tensor], times: int) -> tuple[float, float]:
@@ -223,16 +222,6 @@ def _exchange_s(comm: Communicator, parts: list[torch.Tensor], times: int) -> tu
     for _ in range(times):
         comm.exchange(parts, purpose="probe")
     return (time.perf_counter() - start) / times, (time.process_time() - cpu_start) / times
-
-
-def _figure(values: Sequence[float], note: str = "") -> Figure:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Figure(median, low, high, note=note)
-
-
-def _note(disturbance: Disturbance) -> str:
-    share = disturbance.share()
-    return f"{DISTURBED}: other work had the processors for {share:.0%} of the time" if share > CLEAN_SHARE else ""
 
 
 def _steps(comm: Communicator, two: Communicator | None, until_s: float) -> tuple[Figure, dict[str, list[Point]]]:
@@ -251,7 +240,7 @@ def _steps(comm: Communicator, two: Communicator | None, until_s: float) -> tupl
                 for name, taken, amounts in found.added:
                     points[f"shared {name}"].append(point_of(torch.get_num_threads(), amounts, taken, 0.0))
             everyone(comm, None)  # others wait here while two take their steps
-    return _figure(crowded or [1.0, 1.0]), points
+    return Figure.of(crowded or [1.0, 1.0]), points
 
 
 @dataclass(frozen=True)

@@ -439,11 +439,14 @@ def _points(
 
 
 def point_of(threads: int, amounts: Amounts, taken: Sequence[float], others: float) -> Point:
-    """Returns a point. others: the share of the time in which other work had the processors."""
-    note = f"{DISTURBED}: other work had the processors for {others:.0%} of the time" if others > CLEAN_SHARE else ""
-    low, median, high = statistics.quantiles(taken, n=4, method="inclusive")
+    """Returns a point. others: as for `note_of`."""
     sizes = {"threads": float(threads), **{kind: _rounded(amount) for kind, amount in amounts.items() if amount > 0}}
-    return Point(sizes, Figure(_rounded(median), _rounded(max(0.0, low)), _rounded(high), note=note))
+    return Point(sizes, Figure.of([*map(_rounded, taken)], note_of(others)))
+
+
+def note_of(others: float) -> str:
+    """Returns the note of a figure. others: the share of the time in which other work had the processors."""
+    return f"{DISTURBED}: other work had the processors for {others:.0%} of the time" if others > CLEAN_SHARE else ""
 
 
 def _rounded(value: float) -> float:
