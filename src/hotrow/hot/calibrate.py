@@ -80,10 +80,10 @@ class FoundHot:
         }
 
 
-def find_hot(dataset: PackedDataset, calibration: Calibration, *, threads: int | None = None) -> FoundHot:
+def find_hot(dataset: PackedDataset, calibration: Calibration) -> FoundHot:
     """Finds the training samples that a calibration makes hot."""
     start = time.perf_counter()
-    is_hot = hot_samples(dataset, calibration.hot, threads=threads)
+    is_hot = hot_samples(dataset, calibration.hot)
     return FoundHot(calibration, is_hot, time.perf_counter() - start)
 
 

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.base.machine import usable_cores
-from hotrow.data.packed.format import Block, Ids, Ragged
-from hotrow.data.packed.reader import PackedDataset, Split
+from hotrow.data.packed.format import Block, Ragged
+from hotrow.data.packed.reader import PackedDataset
 
-T = TypeVar("T")
 SMALL_TABLE_BYTES = 1 << 20
 """Tables below this size are hot whole, as in FAE: such a table is looked up as often as any other and takes little
 memory."""
@@ -263,32 +262,25 @@ def _ids_of(ids: NDArray[Any] | Ragged, rows: NDArray[np.int64]) -> NDArray[Any]
 # ---- hot samples
 
 
-def hot_samples(
-    dataset: PackedDataset, hot: HotSet, *, split: str = "train", threads: int | None = None
-) -> NDArray[np.bool_]:
-    """Returns for each row of the split whether it is a hot sample; a sample without ids is hot.
+def hot_samples(dataset: PackedDataset, hot: HotSet, *, threads: int | None = None) -> NDArray[np.bool_]:
+    """Returns for each training sample whether it is hot; one without ids is hot.
 
-    Reads the split once, `threads` blocks at a time. Raises ValueError if the hot set lacks a table.
+    Reads the training split once, `threads` blocks at a time. Raises ValueError if the hot set lacks a table.
     """
-    rows = by_feature(dataset, hot.rows)
-    pieces = list(_map_blocks(lambda block: is_hot(block, rows), dataset.split(split), threads))
-    return np.concatenate([np.empty(0, np.bool_), *pieces])
+    split, rows = dataset.split("train"), by_feature(dataset, hot.rows)
+    # In threads, because numpy releases the interpreter in long loops.
+    with ThreadPoolExecutor(threads or usable_cores()) as pool:
+        pieces = pool.map(lambda index: is_hot(split.block(index), rows), range(split.num_blocks))
+        return np.concatenate([np.empty(0, np.bool_), *pieces])
 
 
 def is_hot(block: Block, rows: list[HotRows]) -> NDArray[np.bool_]:
     """Returns for each sample of a block whether it is hot. rows: the hot rows for each feature."""
-    return hits_of(block.ids, rows, len(block.label))[0]
-
-
-def hits_of(columns: Sequence[Ids], rows: Sequence[HotRows], num_samples: int) -> tuple[NDArray[np.bool_], int]:
-    """Returns for each sample whether it is hot, and how many lookups find hot rows. columns, rows: by feature."""
-    hot = np.ones(num_samples, np.bool_)
-    num_hits = 0
-    for ids, own in zip(columns, rows, strict=True):
+    hot = np.ones(len(block.label), np.bool_)
+    for ids, own in zip(block.ids, rows, strict=True):
         found = own.contains(ids.values if isinstance(ids, Ragged) else ids)
-        num_hits += int(np.count_nonzero(found))
         hot &= _every(found, ids.row_splits) if isinstance(ids, Ragged) else found
-    return hot, num_hits
+    return hot
 
 
 def _every(found: NDArray[np.bool_], row_splits: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -303,9 +295,3 @@ def by_feature(dataset: PackedDataset, rows: Mapping[str, HotRows]) -> list[HotR
         if feature.table not in rows:
             raise ValueError(f"the hot set has no table {feature.table!r}; it has {', '.join(rows) or 'none'}")
     return [rows[feature.table] for feature in dataset.info.features]
-
-
-def _map_blocks(work: Callable[[Block], T], split: Split, threads: int | None) -> Iterator[T]:
-    """Yields `work(block)` for every block in order; in threads, as numpy releases the interpreter in long loops."""
-    with ThreadPoolExecutor(threads or usable_cores()) as pool:
-        yield from pool.map(lambda index: work(split.block(index)), range(split.num_blocks))
