@@ -66,9 +66,9 @@ def open_file(path: Path | str, mode: Mode = "rb", *, within: Path | None = None
         raise
 
 
-def read_file(path: Path | str, *, within: Path | None = None) -> bytes:
+def read_file(path: Path | str) -> bytes:
     """Returns the content of a regular file. See `open_file`."""
-    with open_file(path, within=within) as file:
+    with open_file(path) as file:
         return file.read()
 
 
