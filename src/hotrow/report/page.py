@@ -10,7 +10,7 @@ from typing import Any
 
 from hotrow.base.door import open_file
 from hotrow.base.files import atomic_write, size
-from hotrow.base.progress import duration
+from hotrow.base.progress import duration, num_of
 from hotrow.draw import line_chart, load_template, stacked_bars
 from hotrow.report.facts import Point, RunFacts, mapping_in, number_in, phase_points, points
 from hotrow.report.help import Idea, ideas, phases_of
@@ -166,7 +166,7 @@ def how_selected(run: RunFacts) -> list[str]:
 
 
 def where_time_went(run: RunFacts) -> str:
-    phases = phases_of(run.record) or phases_of(last_line(run))
+    phases = step_ms_of(run)
     total = sum(phases.values())
     if not total:
         return "No step was timed."
@@ -179,6 +179,11 @@ def where_time_went(run: RunFacts) -> str:
 def last_line(run: RunFacts) -> Mapping[str, Any]:
     """Returns the last training line; {} if there is none."""
     return next((line for line in reversed(run.lines) if line["kind"] == "train"), {})
+
+
+def step_ms_of(run: RunFacts) -> dict[str, float]:
+    """Returns milliseconds of a step by phase; of a run without a record of them, those of its last line."""
+    return phases_of(run.record) or phases_of(last_line(run))
 
 
 PHASES = {
@@ -194,9 +199,8 @@ def speed_figures(run: RunFacts, found: Sequence[Idea]) -> list[Figure]:
     record = run.record
     speed = number_in(record, "samples_per_s") or number_in(last_line(run), "samples_per_s")
     backend = mapping_in(record, "backend")
-    threads = f"{backend['threads']} thread{'' if backend['threads'] == 1 else 's'}" if backend else ""
-    kernels = f"{backend['name']} kernels ({backend['isa']}, {threads})" if backend else ""
-    total = sum((phases_of(record) or phases_of(last_line(run))).values())
+    kernels = f"{backend['name']} kernels ({backend['isa']}, {num_of(backend['threads'], 'thread')})" if backend else ""
+    total = sum(step_ms_of(run).values())
     step = f"{total:.3g} ms a step" if total else ""
     figures = [
         Figure("Samples a second", shown(speed, ",.0f"), ", ".join(part for part in (step, kernels) if part)),
@@ -227,7 +231,7 @@ def memory_figure(record: Mapping[str, Any]) -> Figure:
 
 def step_charts(run: RunFacts) -> list[Chart]:
     """Returns the phases of a step, measured and predicted, and over time."""
-    measured, predicted = phases_of(run.record) or phases_of(last_line(run)), prediction(run.record)
+    measured, predicted = step_ms_of(run), prediction(run.record)
     bars = {"measured": measured} | ({"predicted": predicted["step_ms"]} if predicted else {})
     phases = {PHASES.get(name, name): curve for name, curve in phase_points(run.lines).items()}
     return [
@@ -576,7 +580,7 @@ def compare(runs: Sequence[RunFacts]) -> dict[str, Any]:
     rows: list[list[Cell | str]] = []
     for run in runs:
         told, record = summary(run), run.record
-        total = sum((phases_of(record) or phases_of(last_line(run))).values())
+        total = sum(step_ms_of(run).values())
         quality = [Cell(shown(told.get(name), ".4f")) for name in measures]
         memory = [num_bytes(number_in(record, "memory", field)) for field in ("dram_bytes", "disk_bytes")]
         shares = [percent(number_in(record, "memory", field)) for field in ("hits_per_lookup", "stall_share")]
@@ -595,7 +599,7 @@ def compare(runs: Sequence[RunFacts]) -> dict[str, Any]:
                 Cell(f"{told['warnings']:,}"),
             ]
         )
-    bars = named_phases({run.name: phases_of(run.record) or phases_of(last_line(run)) for run in runs})
+    bars = named_phases({run.name: step_ms_of(run) for run in runs})
     steps = Chart(
         stacked_bars(bars, form=ms, width=WIDTH, label="milliseconds of a step by phase, by run"),
         "Milliseconds of a step by phase, mean over the run.",
