@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hotrow.base.files import size
+from hotrow.base.progress import num_of
 from hotrow.config.load import load_config
 from hotrow.costs.declared import read_machine
 from hotrow.costs.hardware import another_machine, known_hardware, this_host
@@ -74,13 +75,14 @@ def lines_of(found: Explanation) -> Iterator[str]:
     if (step := found.predicted) is None:
         yield f"no speed is predicted: {found.not_predicted}"
         return
-    assert found.hardware is not None
+    assert found.hardware is not None and found.threads is not None
     phases = "  ".join(f"{phase} {ms:.3g}" for phase, ms in step.step_ms.items())
     machine = f"predicted on {found.hardware['name']} ({found.hardware['date']})"
     if found.modelled is not None:
         machine = f"modelled on {found.hardware['name']}, {found.modelled.removeprefix('modelled ')}"
     yield (
-        f"{machine}, {_threads(found)}: {step.samples_per_s:,.0f} samples/s, {sum(step.step_ms.values()):.4g} ms a step"
+        f"{machine}, on {num_of(found.threads, 'thread')}: {step.samples_per_s:,.0f} samples/s, "
+        f"{sum(step.step_ms.values()):.4g} ms a step"
     )
     yield f"  ms by phase: {phases} (waiting for rows {step.wait_ms:.3g}); {bind(step.binds)}"
     if found.written_bytes_per_day:
@@ -97,10 +99,6 @@ def lines_of(found: Explanation) -> Iterator[str]:
             yield f"  {each.gain:+7.1%}  {each.what} ({each.samples_per_s:,.0f} samples/s{modelled})"
     if (target := found.target) is not None:
         yield f"for {target.samples_per_s:,.0f} samples/s{', modelled' if found.modelled else ''}: {target.text}"
-
-
-def _threads(found: Explanation) -> str:
-    return f"on {found.threads} thread{'' if found.threads == 1 else 's'}"
 
 
 def _tables(tables: Sequence[TablePlan]) -> Iterator[str]:
@@ -121,7 +119,7 @@ def _tables(tables: Sequence[TablePlan]) -> Iterator[str]:
 
 
 def _ranks(found: Explanation, ranks: OverRanks) -> Iterator[str]:
-    assert found.hardware is not None
+    assert found.hardware is not None and found.threads is not None
     yield (
         f"{ranks.num_ranks} machines like {found.hardware['name']}, {size(ranks.capacity_bytes)} of DRAM for tables on "
         f"each; tables and optimizer state take {size(found.needed_bytes)}"
@@ -137,7 +135,7 @@ def _ranks(found: Explanation, ranks: OverRanks) -> Iterator[str]:
     step = ranks.step
     gain = "" if ranks.gain is None else f", {1 + ranks.gain:.2f}x one machine's"
     yield (
-        f"modelled, {_threads(found)} each: {step.samples_per_s:,.0f} samples/s{gain}, "
+        f"modelled, on {num_of(found.threads, 'thread')} each: {step.samples_per_s:,.0f} samples/s{gain}, "
         f"{sum(step.step_ms.values()):.4g} ms a step; {bind(step.binds)}"
     )
     phases = "  ".join(f"{phase} {ms:.3g}" for phase, ms in step.step_ms.items())

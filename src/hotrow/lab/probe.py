@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hotrow.base.files import disk_free_bytes, explain_full_disk, size
 from hotrow.base.machine import available_memory_bytes, default_threads, usable_cores, versions
-from hotrow.base.progress import ProgressLine
+from hotrow.base.progress import ProgressLine, num_of
 from hotrow.bench import clean_rounds, how_clean, is_disturbed
 from hotrow.costs.declared import modelled
 from hotrow.costs.hardware import (
@@ -201,14 +201,14 @@ def measure_dram(scope: Scope) -> Mapping[str, Any]:
     memory.fill_(0)  # every page exists before it is read
     flops, stream = {}, {}
     for threads in _thread_counts(scope.threads):
-        scope.tell(f"arithmetic, {_threads(threads)}")
+        scope.tell(f"arithmetic, {num_of(threads, 'thread')}")
         flops[str(threads)] = figure_of(partial(_flops_per_s, threads))
-        scope.tell(f"sequential reads of DRAM, {_threads(threads)}")
+        scope.tell(f"sequential reads of DRAM, {num_of(threads, 'thread')}")
         stream[str(threads)] = _stream(memory, threads)
     points = []
     for row_bytes in ROW_BYTES:
         for threads in sorted({1, scope.threads}):
-            scope.tell(f"random rows of {row_bytes} bytes, {_threads(threads)}")
+            scope.tell(f"random rows of {row_bytes} bytes, {num_of(threads, 'thread')}")
             sizes = {"row_bytes": float(row_bytes), "threads": float(threads)}
             points.append(Point(sizes, _random_rows(memory.view(-1, row_bytes // 4), threads)))
     return {"flops_per_s": flops, "stream_bytes_per_s": stream, "random_rows": points}
@@ -216,10 +216,6 @@ def measure_dram(scope: Scope) -> Mapping[str, Any]:
 
 def _thread_counts(most: int) -> list[int]:
     return sorted({most, *(1 << k for k in range(most.bit_length()))})
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' if count != 1 else ''}"
 
 
 def _flops_per_s(threads: int, _: int) -> float:
