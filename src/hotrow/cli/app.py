@@ -295,7 +295,7 @@ def prepare(
             threads=threads,
             overwrite=overwrite,
             progress=progress,
-            announce=None if comm.rank else lambda line: print(line, file=sys.stderr),
+            announce=None if comm.rank else _say,
             comm=comm,
             base=None if base is None else dataset_of(base),
             rerank=rerank,
@@ -455,10 +455,7 @@ def tune(
     """Search fields of a config for the best validation score; poor trials are stopped early. Kill it: it goes on."""
     from hotrow.tune.tune import lines_of, tune
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr)
-
-    result = tune(config, trials=trials, seeds=seeds, out=out, overrides=set_ or (), say=say)
+    result = tune(config, trials=trials, seeds=seeds, out=out, overrides=set_ or (), say=_say)
     return result, lambda: print(*lines_of(result), sep="\n")
 
 
@@ -803,10 +800,7 @@ def study(
     """Sweep short trainings over any field of a config: how speed depends on model, batch, data and placement."""
     from hotrow.lab.study.run import run_study
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr)
-
-    result = run_study(name, out, quick=quick, estimate=estimate, hardware=hardware, say=say)
+    result = run_study(name, out, quick=quick, estimate=estimate, hardware=hardware, say=_say)
     return result, lambda: _print_fields({field: value for field, value in result.items() if field != "cells"})
 
 
@@ -849,6 +843,10 @@ def _fractions(text: str | None) -> list[float] | None:
         return None if text is None else [float(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--fractions {text!r} is not a list of numbers; write it as 0.8,0.1,0.1") from None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _print_init(result: Mapping[str, Any]) -> None:
