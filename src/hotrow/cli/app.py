@@ -673,7 +673,7 @@ def plan(
     from hotrow.cli.plan import lines_of, plan
 
     found = plan(config, set_ or (), hardware=hardware, num_ranks=ranks, target=target)
-    return found.to_json(), lambda: print(*lines_of(found), sep="\n")
+    return asdict(found), lambda: print(*lines_of(found), sep="\n")
 
 
 @verb("inspect", home="hotrow.cli.tools", example="hotrow inspect data/criteo --batch-size 4096 --dim 64 --out hotness")

@@ -8,8 +8,7 @@ hardware file. Nothing here trains.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from hotrow.base.files import size
 from hotrow.costs.cost import Prediction
@@ -84,9 +83,6 @@ class Explanation:
     changes: list[Change]
     target: Target | None
     ranks: OverRanks | None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def explain(setup: Setup, *, target: float | None = None, alone: Setup | None = None) -> Explanation:
