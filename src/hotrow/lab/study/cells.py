@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hotrow.base.door import make_folder
+from hotrow.base.files import write_json
 from hotrow.base.records import read_sealed, write_sealed
 from hotrow.base.waiting import wait_passively
 from hotrow.bench import how_clean
@@ -38,7 +39,7 @@ from hotrow.lab.study.results import files_of, summary_of
 from hotrow.lab.study.runner import Plan
 from hotrow.lab.study.scaling import modelled_of
 from hotrow.lab.study.study import Cell, Study, expand
-from hotrow.lab.study.worker import MIN_ROUNDS, Spec, write_spec
+from hotrow.lab.study.worker import MIN_ROUNDS, Spec
 from hotrow.parallel.ranks import Ranks
 from hotrow.run.folder import RUN, RunFolder
 from hotrow.setup.setup import Setup
@@ -379,7 +380,7 @@ def run_cell(cell: Cell, config: Config, work: Path) -> dict[str, Any]:
         most_s=MAX_S,
         slow_s=CELL_TIMEOUT_S / (MIN_ROUNDS + 2),
     )
-    write_spec(work / "spec.json", spec)
+    write_json(work / "spec.json", asdict(spec))
     limited: dict[str, Any] = {}
     with ExitStack() as stack:
         group = None

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -253,11 +252,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_json(spec.result, found)
     if "RANK" in os.environ:
         os._exit(0)  # a thread of gloo may abort a process that ends as usual; nothing is left to do
-
-
-def write_spec(path: Path, spec: Spec) -> None:
-    """Writes what `main` reads."""
-    write_json(path, asdict(spec))
 
 
 if __name__ == "__main__":
