@@ -46,6 +46,7 @@ from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.prepare.pipeline import fingerprint, prepare
 from hotrow.data.prepare.prepare import RawEncoder, score_names
 from hotrow.data.seen import Seen
+from hotrow.data.sources.columns import is_paths
 from hotrow.data.sources.criteo import CriteoSource
 from hotrow.data.sources.inputs import spooled
 from hotrow.data.sources.options import NAMES, ReadOptions, with_read_options
@@ -361,7 +362,7 @@ class Run:
         for outputs_B, batch in self._outputs(data, labels="alone", strict=strict):
             metrics.update(outputs_B, batch.label, batch.weight, None if groups is None else groups.of(batch))
         if not metrics.num_rows:
-            shown = str(data) if _is_paths(data) else "the frame"
+            shown = str(data) if is_paths(data) else "the frame"
             raise ValueError(f"{shown} has no rows to judge the run by; give a file that has some")
         found = metrics.figures()
         self._doubt(found, "these rows")
@@ -602,7 +603,7 @@ def fit(
             )
     with ExitStack() as spool:
         rows = spool.enter_context(_readable(data, Path("runs") if run is None else Path(run).parent, strict=True))
-        opened = open_source("auto" if _is_paths(data) else "frame", rows, schema=schema, split=parts, **vars(read))
+        opened = open_source("auto" if is_paths(data) else "frame", rows, schema=schema, split=parts, **vars(read))
         if schema is None and not opened.schema.statistics:  # a published layout, whose schema is as published
             opened = replace(opened, schema=opened.schema.with_defaults())
         opened = opened.with_options(**changed)
@@ -773,19 +774,14 @@ def _readable(data: Any, folder: Path | None = None, *, strict: bool) -> Abstrac
     folder: holds the files of pipes until the end. If None, it is the folder for temporary files. Raises ValueError if
     a path is a packed dataset, whose files could be read as rows too, but hold row numbers where raw rows have ids.
     """
-    for path in data if isinstance(data, list | tuple) and _is_paths(data) else [data]:
+    for path in data if isinstance(data, list | tuple) and is_paths(data) else [data]:
         if isinstance(path, str | Path) and is_taken(Path(path) / MANIFEST):
             raise ValueError(
                 f"{path} is a packed dataset, which has no raw rows: pass the rows that it was made of, or judge a run "
                 f"by it with hotrow eval RUN --data {path}"
             )
-    rows = data if _is_paths(data) else frame_to_arrow(data, values="strict" if strict else "any")
+    rows = data if is_paths(data) else frame_to_arrow(data, values="strict" if strict else "any")
     return spooled(rows, folder or Path(tempfile.gettempdir()))
-
-
-def _is_paths(data: Any) -> bool:
-    """Returns whether `data` is a path or a list of paths, and not a frame."""
-    return isinstance(data, str | Path) or (isinstance(data, list | tuple) and all(map(_is_paths, data)))
 
 
 def _defaults(dataset: PackedDataset, config: Config, given: Sequence[str]) -> list[str]:
