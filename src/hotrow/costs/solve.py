@@ -343,7 +343,7 @@ def solve(
     miss_costs: by table, what a row costs that is not in DRAM, in any unit; if None, all cost the same.
     First every table gets the slots that batches in flight need, for as many batches as fit. Then bytes go in the order
     of what they save, along the concave hull of each table's curve; so the plan lacks less than one piece of the best
-    plan, and nothing if all slots cost the same: `most_saved` bounds that. Raises ValueError as `plan_slots` does.
+    plan, and nothing if all slots cost the same: `most_hits` bounds that. Raises ValueError as `plan_slots` does.
     """
     costs = [1.0 if miss_costs is None else miss_costs[table.demand.name] for table in tables]
     floors = flight_floors(tables, budget_bytes)
@@ -402,23 +402,22 @@ def _saved(tables: Sequence[TableUse], costs: Sequence[float], slots: Sequence[T
     return float(sum(cost * table.hits(own) for table, cost, own in zip(tables, costs, slots, strict=True)))
 
 
-def most_saved(tables: Sequence[TableUse], budget_bytes: float, miss_costs: Mapping[str, float] | None = None) -> float:
-    """Returns what no plan within `budget_bytes` exceeds: costs of misses saved per step; without costs, hits.
+def most_hits(tables: Sequence[TableUse], budget_bytes: float) -> float:
+    """Returns the hits per step that no plan within `budget_bytes` exceeds.
 
     Only plans count that leave room for as many batches in flight as there can be. At a price of a byte, each table
-    saves most by itself; with the price times the budget that is above every plan, and we take the price at which it
-    is least. Between two sizes that are looked at, a table saves at most what it does with the larger.
+    gains most by itself; with the price times the budget that is above every plan, and we take the price at which it
+    is least. Between two sizes that are looked at, a table hits at most as often as with the larger.
     """
     floors, prices, curves = flight_floors(tables, budget_bytes), [0.0], []
     for table, floor in zip(tables, floors, strict=True):
-        cost = 1.0 if miss_costs is None else miss_costs[table.demand.name]
         sizes = _sizes(table, floor)
         hits = np.array([table.hits(each) for each in table.cut(sizes, floor)])
-        curves.append((np.array(sizes), cost * np.append(hits[1:], hits[-1])))
-        prices.append(cost * float(hits[-1]) / (table.demand.record_bytes + METADATA_BYTES))
+        curves.append((np.array(sizes), np.append(hits[1:], hits[-1])))
+        prices.append(float(hits[-1]) / (table.demand.record_bytes + METADATA_BYTES))
 
     def at(price: float) -> float:
-        return price * budget_bytes + sum(float((saved - price * sizes).max()) for sizes, saved in curves)
+        return price * budget_bytes + sum(float((hits - price * sizes).max()) for sizes, hits in curves)
 
     low, high = 0.0, max(prices)
     for _ in range(100):  # `at` is convex

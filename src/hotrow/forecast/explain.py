@@ -14,7 +14,7 @@ from hotrow.base.files import size
 from hotrow.costs.cost import Prediction
 from hotrow.costs.declared import modelled_by
 from hotrow.costs.demand import required_bytes
-from hotrow.costs.solve import expected_hits, most_saved
+from hotrow.costs.solve import expected_hits, most_hits
 from hotrow.forecast.changes import Change, changes, step_at
 from hotrow.forecast.ranks import OverRanks, over_ranks
 from hotrow.placement.budget import MIN_ROWS, Memory, TableSlots
@@ -178,7 +178,7 @@ def _hits_missed(planner: SlotPlanner, memory: Memory, slots: Sequence[TableSlot
     demands = taken.with_places(planner.plain)
     uses = planner.uses(demands)
     rows = sum(use.rows_per_step for use in uses)
-    most = most_saved(uses, taken.budget_bytes(demands))
+    most = most_hits(uses, taken.budget_bytes(demands))
     return max(0.0, most - expected_hits(uses, slots)) / rows if rows else 0.0
 
 
