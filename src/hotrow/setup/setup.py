@@ -53,7 +53,7 @@ class Setup:
     planner: SlotPlanner
     """What divided DRAM among the tables. It has the work of a step, and the machine whose figures forecasts use."""
     copies_on: torch.device | None
-    """The device that holds copies of hot rows; if None, there is no device does."""
+    """The device that holds copies of hot rows; None if there are no copies."""
     folder: Path
     """The run's folder, or the folder in which it will be made."""
     ranks: Ranks = field(default_factory=Ranks)

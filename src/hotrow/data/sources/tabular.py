@@ -335,9 +335,9 @@ class TextReader(TableReader):
             return names
         return [old if old in odd and stored.count(old) == 1 else name for name, old in zip(names, stored, strict=True)]
 
-    def renamed(self, file_index: int = 0) -> dict[str, str]:
-        """Returns new and old name of each column whose name a column before it in the header has too."""
-        _, stored, names = self._head(file_index)
+    def renamed(self) -> dict[str, str]:
+        """Returns new and old name of each column of the first file whose name a column before it has too."""
+        _, stored, names = self._head(0)
         changed = zip(names, stored, strict=False)
         return {name: old for name, old in changed if name.strip() != old.strip()}
 

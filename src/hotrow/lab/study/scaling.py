@@ -172,7 +172,7 @@ def step_of_ranks(config: Config, work: Work, machine: Hardware, *, num_ranks: i
 
 
 def shards_of_work(config: Config, work: Work, num_ranks: int) -> dict[str, Shard]:
-    """Returns who holds which rows, as `plan.shards.shards_of` has it for a dataset."""
+    """Returns who holds which rows, as `setup.shards.shards_of` has it for a dataset."""
     dtype = config.parallel.wire_dtype
     tables = [own.table for own in work.tables]
     wires = {own.table.name: wire_of_work(own, work.batch_size, num_ranks, wire_dtype=dtype) for own in work.tables}
