@@ -155,8 +155,6 @@ def _shared(own: TableWork, slots: TableSlots, num: float, group: int) -> float:
     if group == 1 or not num:
         return num
     rates, rows = own.by_rate()
-    order = np.argsort(-rates, kind="stable")
-    rates, rows = rates[order], rows[order]
     behind = np.clip(rows.cumsum() - slots.pinned, 0.0, rows)
     chance = -np.expm1(-rates)
     chance = np.minimum(1.0, chance * num / max(float(behind @ chance), 1e-300))

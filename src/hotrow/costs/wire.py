@@ -56,9 +56,7 @@ class Accesses(NamedTuple):
 
     @classmethod
     def of(cls, own: TableWork) -> Accesses:
-        rates, rows = own.by_rate()
-        order = np.argsort(-rates, kind="stable")
-        return cls(rates[order], rows[order], None if own.counted is None else own.num_steps)
+        return cls(*own.by_rate(), None if own.counted is None else own.num_steps)
 
     def chances(self, share: float) -> Floats:
         """Returns the chance of a row of each rate to be looked up in this share of a batch."""

@@ -92,7 +92,7 @@ class TableWork:
         return self.table.embedding_dim * (4 if self.table.dtype == "float32" else 2)
 
     def by_rate(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Returns `rates` and rows; if they are not known, one rate that gives as many different rows per step."""
+        """Returns `rates`, falling, and rows; if they are not known, one rate that gives as many different rows."""
         num_rows = self.table.num_embeddings
         known = self.rates or [(-math.log1p(-min(self.rows / num_rows, 1 - 1e-12)), float(num_rows), 0.0)]
         rates, rows, _ = np.array(known, np.float64).T

@@ -390,7 +390,7 @@ def work_of_steps(shape: Shape, parts: Parts, batches: Sequence[Batch]) -> Work:
                 lookups=lookups,
                 rows=distinct,
                 record_bytes=demand.record_bytes,
-                rates=tuple((rate, n, 0.0) for rate, n in zip(rates.tolist(), rows.tolist(), strict=True)),
+                rates=tuple((rate, n, 0.0) for rate, n in zip(rates[::-1].tolist(), rows[::-1].tolist(), strict=True)),
                 jagged=length != 1,
             )
         )
