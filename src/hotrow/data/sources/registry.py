@@ -277,7 +277,7 @@ def open_source(
         made, own_schema = open_synthetic(data, rows=rows)
         return OpenedSource(made, own_schema, dict.fromkeys(own_schema.feature_names, "int"))
     if name == "auto":
-        name = tell_format(data) if schema is not None or read.hints else _tell_source(data)
+        name = (None if schema is not None or read.hints else recognise(data)) or tell_format(data)
     if read.hints:
         if schema is not None:
             raise ValueError(f"{read.hints[0]} is a hint for guessing a schema, but a schema is given; say it there")
@@ -323,10 +323,6 @@ def open_source(
     unused = [column for column in names if column not in used]
     unread = {column: reasons.get(column, "the schema does not list it") for column in unused}
     return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes), warnings, choices, unread)
-
-
-def _tell_source(data: Any) -> str:
-    return recognise(data) or tell_format(data)
 
 
 def tell_format(data: Any) -> str:
