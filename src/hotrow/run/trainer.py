@@ -383,8 +383,7 @@ class Training:
                 f"model {self.config.model.name}: {', '.join(found[:MAX_NAMED])}{more} has other bits at another "
                 f"address or on another number of threads; {advice}"
             )
-            self.folder.warn(CODE, text, count=1)
-            self.say(f"warning: {text}")
+            self.warn(CODE, text, count=1)
 
     def _turn_loss(self) -> float:
         """Returns the loss on the validation rows by which a hot schedule sets its rate."""
