@@ -101,9 +101,7 @@ def read_lines(path: Path) -> tuple[list[Line], int]:
 
 def number_in(line: Mapping[str, Any], *names: str) -> float | None:
     """Returns the finite number at `line[name][name]...`; None if there is none."""
-    value: Any = line
-    for name in names:
-        value = value.get(name) if isinstance(value, Mapping) else None
+    value = mapping_in(line, *names[:-1]).get(names[-1])
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         return None
     return float(value)
