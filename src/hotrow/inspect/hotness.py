@@ -22,7 +22,7 @@ from hotrow.inspect.accesses import Accesses, TableAccesses
 from hotrow.inspect.demand import STATE_BYTES, Demand, spread
 from hotrow.inspect.reuse import ACCESSES, OVERLAP_BATCHES, Access, Locality, measure_locality
 
-COVERAGE_SHARES = (0.001, 0.01, 0.1)
+COVERAGE_SHARES = {"top_0.1%": 0.001, "top_1%": 0.01, "top_10%": 0.1}
 CURVE_SHARES = tuple(10 ** (k / 4) for k in range(-16, 1))
 """Shares of the rows at which curves over all tables have points: four per power of ten."""
 CACHE_SHARES = (0.01, 0.1)
@@ -59,7 +59,6 @@ class TableHotness:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields of one entry of `tables`."""
-        tops = self.coverage(COVERAGE_SHARES)
         return {
             "table": self.table.name,
             "features": list(self.table.features),
@@ -67,7 +66,7 @@ class TableHotness:
             "accesses": self.accesses,
             "rare": self.rare,
             "hottest": self.hottest,
-            **{f"top_{share:.1%}".replace(".0%", "%"): top for share, top in zip(COVERAGE_SHARES, tops, strict=True)},
+            **dict(zip(COVERAGE_SHARES, self.coverage([*COVERAGE_SHARES.values()]), strict=True)),
             "coverage": [[s, c] for s, c in zip(CURVE_SHARES, self.coverage(CURVE_SHARES), strict=True)],
             "demand": demand_json(self.demand),
             "locality": locality_json(self.locality),
@@ -159,7 +158,6 @@ class Hotness:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON-ready values; docs/inspect.md lists the fields."""
-        tops = self.coverage(COVERAGE_SHARES)
         return {
             "name": self.accesses.name,
             "kind": self.accesses.kind,
@@ -172,9 +170,7 @@ class Hotness:
             "features": sum(len(own.table.features) for own in self.tables),
             "num_embeddings": sum(own.table.num_embeddings for own in self.tables),
             "accesses": sum(own.accesses for own in self.tables),
-            "coverage": {
-                f"top_{share:.1%}".replace(".0%", "%"): top for share, top in zip(COVERAGE_SHARES, tops, strict=True)
-            },
+            "coverage": dict(zip(COVERAGE_SHARES, self.coverage([*COVERAGE_SHARES.values()]), strict=True)),
             "demand": self._demand_json(),
             "locality": self._locality_json(),
             "tables": [own.to_json() for own in self.tables],
