@@ -423,6 +423,11 @@ def columns_of(info: DatasetInfo, columns: Sequence[Any]) -> Block:
     return Block(tuple(columns[: len(info.labels)]), tuple(columns[first:last]), tuple(columns[last:]), weight)
 
 
+def lengths_of(ids: Ids) -> NDArray[np.int64]:
+    """Returns how many ids each row has."""
+    return np.diff(ids.row_splits) if isinstance(ids, Ragged) else np.ones(len(ids), np.int64)
+
+
 def slice_ids(ids: Ids, start: int, stop: int) -> Ids:
     """Returns rows [start, stop) of `ids`, their values as a view."""
     if not isinstance(ids, Ragged):

@@ -21,7 +21,7 @@ only one stream, it reads all blocks, and of a window it gathers the rows of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from hotrow.batch import Batch, KeyedJaggedTensor
-from hotrow.data.packed.format import DatasetInfo, Ids, Ragged, columns_of, concatenate_ids, slice_ids
+from hotrow.data.packed.format import DatasetInfo, Ids, Ragged, columns_of, concatenate_ids, lengths_of, slice_ids
 from hotrow.data.packed.reader import Split
 from hotrow.kernels import tree
 
@@ -346,18 +346,19 @@ def _assemble(columns: list[Ids], info: DatasetInfo, of_samples: int | None) -> 
     """Returns the batch of `columns`, in stored order, in new tensors."""
     labels, dense, ids, weights = columns_of(info, columns)
     num_rows, num_dense = len(labels[0]), len(dense)
-    offsets = None
-    if any(isinstance(column, Ragged) for column in ids):
-        offsets = torch.zeros(len(ids) * num_rows + 1, dtype=torch.int64)
-        np.cumsum(np.concatenate([_lengths(column) for column in ids]), out=offsets.numpy()[1:])
-    values = np.concatenate([column.values if isinstance(column, Ragged) else column for column in ids])
     # torch transposes in blocks: np.stack, which writes column by column, takes several times as long for many columns.
     stacked = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *dense])).view(num_dense, num_rows).t()
-    sparse = KeyedJaggedTensor(info.feature_names, torch.from_numpy(values), offsets=offsets)
     label = torch.from_numpy(labels[0].copy() if len(labels) == 1 else np.stack(labels, axis=1))
     weight = None if weights is None else torch.from_numpy(weights.copy())
-    return Batch(stacked.contiguous(), sparse, label, of_samples, weight)
+    return Batch(stacked.contiguous(), keyed(info.feature_names, ids), label, of_samples, weight)
 
 
-def _lengths(ids: Ids) -> NDArray[np.int64]:
-    return np.diff(ids.row_splits) if isinstance(ids, Ragged) else np.ones(len(ids), np.int64)
+def keyed(names: tuple[str, ...], columns: Sequence[Ids]) -> KeyedJaggedTensor:
+    """Returns the ids of features, a column each, as a batch has them."""
+    values = np.concatenate([column.values if isinstance(column, Ragged) else column for column in columns])
+    offsets = None
+    if any(isinstance(column, Ragged) for column in columns):
+        lengths = np.concatenate([lengths_of(column) for column in columns])
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        np.cumsum(lengths, out=offsets.numpy()[1:])
+    return KeyedJaggedTensor(names, torch.from_numpy(values), offsets=offsets)

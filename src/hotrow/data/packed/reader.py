@@ -35,6 +35,7 @@ from hotrow.data.packed.format import (
     arrow_schema,
     check_values,
     columns_of,
+    lengths_of,
     read_info,
 )
 from hotrow.data.packed.vocabulary import Vocabulary, open_counts
@@ -206,10 +207,6 @@ def _to_numpy(column: pa.Array) -> Any:
     return Ragged(column.values.to_numpy(zero_copy_only=True), splits)
 
 
-def _list_lengths(ids: Any) -> Tensor:
-    return torch.from_numpy(np.diff(ids.row_splits) if isinstance(ids, Ragged) else np.ones(len(ids), np.int64))
-
-
 class PackedDataset:
     """A packed dataset on disk, opened by `PackedDataset.open`; docs/format.md describes the folder.
 
@@ -370,7 +367,8 @@ class PackedDataset:
         for name, split in self.splits.items():
             row = 0
             for block in map(split.block, range(split.num_blocks)):
-                yield name, row, {feature: _list_lengths(block.ids[place]) for feature, place in places.items()}
+                lengths = {own: torch.from_numpy(lengths_of(block.ids[place])) for own, place in places.items()}
+                yield name, row, lengths
                 row += block.num_rows
 
     def _table(self, name: str) -> Any:

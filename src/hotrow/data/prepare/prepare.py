@@ -25,9 +25,10 @@ from hotrow.base.files import parse_bytes
 from hotrow.base.machine import available_memory_bytes, usable_cores
 from hotrow.base.progress import ProgressCallback
 from hotrow.base.records import STRICT, Count, checked
-from hotrow.batch import Batch, KeyedJaggedTensor
+from hotrow.batch import Batch
 from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError
 from hotrow.data.packed.format import MANIFEST, MANIFEST_CURE, Ids, Ragged
+from hotrow.data.packed.loader import keyed
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.days import Base, Day
@@ -356,7 +357,9 @@ class RawEncoder:
                 if seen is not None:
                     _count(seen, self.schema, chunk, dense, ids)
                 label = np.full(chunk.num_rows, np.nan, np.float32) if chunk.label is None else chunk.label
-                yield _batch(dense, ids, label, chunk.weight)
+                weight = None if chunk.weight is None else torch.from_numpy(chunk.weight)
+                sparse = keyed(tuple(ids), [*ids.values()])
+                yield Batch(torch.from_numpy(dense), sparse, torch.from_numpy(label), weight=weight)
 
     def _source_of(self, data: Any) -> str:
         """Returns the source that reads `data`: for rows of Criteo's columns in another form, the source of that
@@ -458,21 +461,3 @@ class _Searched:
 
     def encode(self, feature: str, keys: Keys, *, first_key: int) -> NDArray[Any]:
         return self.vocabulary.lookup(keys)
-
-
-def _batch(
-    dense: NDArray[np.float32],
-    ids: dict[str, Ids],
-    label: NDArray[np.float32],
-    weight: NDArray[np.float32] | None,
-) -> Batch:
-    columns = list(ids.values())
-    values = np.concatenate([column.values if isinstance(column, Ragged) else column for column in columns])
-    offsets = None
-    if any(isinstance(column, Ragged) for column in columns):
-        ones = np.ones(len(label), np.int64)
-        lengths = [np.diff(column.row_splits) if isinstance(column, Ragged) else ones for column in columns]
-        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]))
-    sparse = KeyedJaggedTensor(tuple(ids), torch.from_numpy(values), offsets=offsets)
-    weights = None if weight is None else torch.from_numpy(weight)
-    return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(label), weight=weights)
