@@ -158,8 +158,7 @@ def _from_afar(work: Work, lines: Callable[[TableWork], float]) -> Amounts:
 
 def _far_rows(work: Work) -> float:
     """Returns rows per step, times the doublings of the tables' bytes beyond 64 MiB: pages are found more slowly."""
-    table_bytes = sum(own.table.num_embeddings * own.record_bytes for own in work.tables)
-    return sum(own.rows for own in work.tables) * math.log2(1 + table_bytes / (1 << 26))
+    return sum(own.rows for own in work.tables) * math.log2(1 + work.table_bytes / (1 << 26))
 
 
 def _of_other_widths(work: Work, count: Callable[[TableWork], float], what: str) -> Amounts:

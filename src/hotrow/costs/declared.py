@@ -184,8 +184,7 @@ def with_gpus(work: Work, machine: Hardware, host_s: Mapping[str, float]) -> Acc
     if "fp32" not in gpu.product_flops_per_s:
         raise ValueError(f"{machine.name} has no product_flops_per_s.fp32 of {gpu.name}: declare it (docs/probe.md)")
     places: list[RowsOn] = ["host"]
-    table_bytes = sum(own.table.num_embeddings * own.record_bytes for own in work.tables)
-    if table_bytes <= USABLE * gpu.count * gpu.memory_bytes.value:
+    if work.table_bytes <= USABLE * gpu.count * gpu.memory_bytes.value:
         places.append("GPUs")
     rows_on = min(places, key=lambda place: _step(work, gpu, host_s, place, LIKELY)[0])
     step_s, binds = _step(work, gpu, host_s, rows_on, LIKELY)

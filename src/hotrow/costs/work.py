@@ -147,6 +147,11 @@ class Work:
     """The first step and the end of those that the figures are means of."""
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes of the records of all rows."""
+        return sum(own.table.num_embeddings * own.record_bytes for own in self.tables)
+
+    @property
     def pooled_values(self) -> float:
         """Numbers in the pooled rows of a batch."""
         return float(

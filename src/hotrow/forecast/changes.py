@@ -215,8 +215,5 @@ def _on_gpu(planner: SlotPlanner, now: Prediction, gpu: Gpu) -> float:
     if not rates:
         raise ValueError(f"{gpu.name} has no product_flops_per_s of fp32")
     flops = 3 * 2 * sum(n * inputs * outputs for n, inputs, outputs in work.products)
-    pooled_bytes = 4 * sum(
-        work.batch_size * len(own.table.feature_names) * own.table.embedding_dim for own in work.tables
-    )
-    link_s = pooled_bytes * (1 / gpu.to_device_bytes_per_s.value + 1 / gpu.to_host_bytes_per_s.value)
+    link_s = 4 * work.pooled_values * (1 / gpu.to_device_bytes_per_s.value + 1 / gpu.to_host_bytes_per_s.value)
     return now.step_s - now.seconds["dense"] + flops / rates[0] + link_s

@@ -129,7 +129,7 @@ def _scaling(cell: Cell, config: Config, work: Work, machine: Hardware) -> dict[
     each = max(1, machine.num_cores // work.threads)
     assert isinstance(cell.data, SyntheticRows)
     room = AUTO_SHARE * machine.dram_bytes.value / each
-    least = math.ceil(_table_bytes(work) / room)
+    least = math.ceil(work.table_bytes / room)
     if cell.ranks < least:
         raise ValueError(f"{least} ranks are needed to hold the tables, with {room / 2**30:.0f} GiB for them on each")
     found = step_of_ranks(config, work, machine, num_ranks=cell.ranks, each=each)
@@ -179,10 +179,6 @@ def shards_of_work(config: Config, work: Work, num_ranks: int) -> dict[str, Shar
     return shards_by_bytes(config, tables, wires, num_ranks, counted=True)
 
 
-def _table_bytes(work: Work) -> float:
-    return float(sum(own.table.num_embeddings * own.record_bytes for own in work.tables))
-
-
 # ---- machines with and without an SSD
 
 
@@ -192,7 +188,7 @@ def _nodes(config: Config, work: Work, machine: Hardware) -> dict[str, Any]:
 
     The target is ENOUGH of the speed of one machine with all rows in its DRAM, as if they fitted.
     """
-    room, needed = AUTO_SHARE * machine.dram_bytes.value, _table_bytes(work)
+    room, needed = AUTO_SHARE * machine.dram_bytes.value, work.table_bytes
     in_dram = math.ceil(needed / room)
     target = ENOUGH * 1e3 * work.batch_size / step_of_ranks(config, work, machine, num_ranks=1)["step_ms"]
     if not machine.disks:
@@ -212,7 +208,7 @@ def _step_ms_with_ssd(config: Config, work: Work, machine: Hardware, num: int, r
     A row that is not in DRAM takes an I/O, and leaves it in a page with others. Nothing is cached beside the most used
     rows, so more is read than would be.
     """
-    missed = _missed_rows(work, min(1.0, num * room / _table_bytes(work))) / num
+    missed = _missed_rows(work, min(1.0, num * room / work.table_bytes)) / num
     (disk,) = machine.disks[:1]
     own = work.tables[0].record_bytes
     sector = disk.sector_bytes * math.ceil(own / disk.sector_bytes)
