@@ -304,9 +304,9 @@ def weighted_sum(x_BTI: Tensor, weight_BT: Tensor) -> Tensor:
     return product(terms_BIT.reshape(-1, T), x_BTI.new_ones(1, T)).view(num_samples, width)
 
 
-def unit(x_BI: Tensor, *, least: float = 1e-12) -> Tensor:
-    """Returns each row divided by its length, or by `least` if it is shorter, [B, I]."""
-    length_B = dots(x_BI, x_BI).clamp_min(least**2).sqrt()
+def unit(x_BI: Tensor) -> Tensor:
+    """Returns each row divided by its length, or by 1e-12 if it is shorter, [B, I]."""
+    length_B = dots(x_BI, x_BI).clamp_min(1e-24).sqrt()
     return x_BI / along(length_B, x_BI.shape[1])
 
 
