@@ -127,7 +127,7 @@ def test_a_damaged_block_raises_in_the_consumer(tmp_path: Path) -> None:
     assert seen == 100
 
 
-def test_buffer_bytes_counts_the_window() -> None:
+def test_the_bytes_of_a_row_are_those_of_its_columns() -> None:
     assert make_info(lists=False).row_bytes == 4 + 2 * 4 + 2 * 4
     assert make_info().row_bytes == 4 + 2 * 4 + 2 * 4 + 2 * 8
 

@@ -80,7 +80,7 @@ class Loader:
 
     split: a split of an open `PackedDataset`. batch_size: rows B per batch.
     shuffle_seed: 0 .. 2^64 - 1, or None for stored order. Every row comes exactly once per epoch.
-    window_rows: rows held and mixed at a time; `buffer_bytes` says what that costs.
+    window_rows: rows held and mixed at a time; stored order is mostly read in place.
     only: bool [rows of the split], the rows to use; the others are left out. If None, all rows.
     front, front_batches: bool [rows of the split], and the number W of batches in a group. In each group of W batches,
     rows of `front` come first, as many as fill whole batches; the other rows keep their order, and no row leaves its
@@ -155,13 +155,6 @@ class Loader:
 
     def __len__(self) -> int:
         return self.num_batches
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory for a window of each stream, not counting ids of lists; stored order is mostly read in place and needs
-        less.
-        """
-        return self.num_streams * self.window_rows * self.split.info.row_bytes
 
     def state(self) -> LoaderState:
         """Returns how many batches have been handed out."""
