@@ -253,7 +253,7 @@ class Training:
         config, dataset, options = setup.config, setup.dataset, setup.config.train
         self.setup, self.config, self.dataset, self.folder = setup, config, dataset, folder
         self.comm, self.forecast = comm or Communicator(setup.ranks), forecast or Forecast()
-        self.interrupt, self.progress, self._left = interrupt, progress, TimeLeft()
+        self.progress, self._left = progress, TimeLeft()
         shuffle_seed = options.seed if options.shuffle else None
         self.turns = Turns(
             config.hot,
