@@ -430,11 +430,11 @@ class CostModel:
 
 
 class _Pace(NamedTuple):
-    """Of messages between ranks."""
+    """What messages between ranks take."""
 
     byte_s: float
     turn_s: float
-    """Of a message to one other rank, and one back."""
+    """What a message to one other rank and one back take."""
     further_s: float
     """What the processor takes for the same to all further ranks."""
     stops: bool = False

@@ -174,7 +174,7 @@ class Network:
     """That a process sends, and receives at the same time. `hotrow probe` measures it between two processes of this
     machine; between machines it is declared."""
     s_per_message: Seconds
-    """Of a message without bytes to one other process, and one back."""
+    """What a message without bytes to one other process and one back take."""
     cpu_s_per_message: Seconds
     """Processor time, in a process, of one more such message, to a further process, and of the one back."""
     cpu_s_per_byte: Seconds

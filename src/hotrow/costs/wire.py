@@ -80,19 +80,19 @@ class Distinct(NamedTuple):
     """Expected different rows of one table in a share of a batch."""
 
     split: float
-    """Held by one rank each."""
+    """One rank holds each of them."""
     replicated: float = 0.0
     large_gaps: float = 0.0
-    """Of the split ones, how many lie LARGE_GAP rows or more behind the one before them."""
+    """How many of the split ones lie LARGE_GAP rows or more behind the one before them."""
 
 
 class Bytes(NamedTuple):
-    """Of one table on the wire."""
+    """What values of one table take on the wire."""
 
     row: int
-    """Of a row's weights."""
+    """A row's weights."""
     sum: int
-    """Of a gradient, and of a pooled vector."""
+    """A gradient, or a pooled vector."""
 
     @classmethod
     def of(cls, table: TableConfig, wire_dtype: WireDtype = "fp32") -> Bytes:
@@ -148,7 +148,7 @@ class _Bags(NamedTuple):
     """Bytes of all bags of a step in one table, if none of them is pooled where its sample is."""
 
     head_bytes: float
-    """Of each rank that sends bags."""
+    """What each rank that sends bags sends before them."""
     id_bytes: float
     vector_bytes: float
     """One way."""
@@ -199,7 +199,7 @@ class Event(NamedTuple):
     kind: Literal["send", "wait", "work"]
     """What was sent travels until the rank waits for it; other messages follow on the same link."""
     name: str
-    """Of what is sent and waited for; or of work of which cost.py knows how long it takes."""
+    """What is sent and waited for, or which work is done; cost.py knows how long that takes."""
     sent_bytes: Mapping[str, float] = {}
     """By purpose, as `ExchangeCounts.sent_bytes`."""
 

@@ -42,7 +42,7 @@ class Predicted(TypedDict):
     hardware: dict[str, str]
     """Name and date of the hardware file."""
     exchange_ms: NotRequired[Amount]
-    """Of several ranks: what their exchanges take, a part of all phases."""
+    """What the exchanges of several ranks take; it is a part of all phases."""
     wire_bytes_per_step: NotRequired[dict[str, Count]]
     """What a rank sends, by purpose, as `ranks.wire_bytes_per_step`."""
     error: NotRequired[Amount]

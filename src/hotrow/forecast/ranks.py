@@ -29,7 +29,7 @@ class OverRanks:
     disk: str | None
     """Where the rows of a rank lie that its DRAM does not hold; None if all do."""
     step: Step
-    """Of a rank."""
+    """The step of a rank."""
     gain: float | None
     """The speed over the speed of one machine, less 1; None if nothing is predicted of one."""
 

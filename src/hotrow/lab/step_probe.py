@@ -85,7 +85,7 @@ class Shape:
     config: Config
     num_dense: int
     rows: tuple[int, ...]
-    """Of each table."""
+    """The rows of each table."""
     zipf: float
     """Id k is drawn in proportion to (k + 1) ** -zipf."""
     lengths: tuple[float, ...]
@@ -352,7 +352,7 @@ def build_shape(
 
 @dataclass(frozen=True)
 class _Described:
-    """As much of a packed dataset as `build` asks for."""
+    """The part of a packed dataset that `build` asks for."""
 
     info: DatasetInfo
 

@@ -152,7 +152,7 @@ class UnderWay(NamedTuple):
 
     lookups: ops.Lookups
     gradients: Arriving | None
-    """Of pooled vectors. None if there are none."""
+    """Gradients of pooled vectors; None if there are none."""
     pooled: Callable[[], ops.Lookups]
     """Returns these as lookups below."""
     sums: Arriving | None
