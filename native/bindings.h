@@ -1,4 +1,5 @@
-// What the files of bindings share: array types, and the check that becomes a ValueError.
+// What the files of bindings share: types of arrays, contiguous and in the processors' memory, and the check that
+// becomes a ValueError.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,9 +11,16 @@ namespace nb = nanobind;
 
 namespace hotrow {
 
+template <class T>
+using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using In = Array<const T>;
+template <class T>
+using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Ids = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;  // int32 or int64, which is to be checked
+using Memory = nb::ndarray<nb::c_contig, nb::device::cpu>;                    // of any type and shape
 using Floats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 using ConstFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
-using FloatMatrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 inline void require(bool good, const char* message) {
   if (!good) throw nb::value_error(message);

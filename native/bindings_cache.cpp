@@ -23,10 +23,6 @@ using namespace hotrow;
 
 namespace {
 
-using Ids = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using SlotIds = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Memory = nb::ndarray<nb::c_contig, nb::device::cpu>;
-
 // Positions [first, last) of a batch's ids look rows up in `table`.
 struct Span {
   size_t table;
@@ -191,7 +187,7 @@ class Caches : public std::enable_shared_from_this<Caches> {
     return {std::move(flight), std::move(slots)};
   }
 
-  bool holds(const Ids& ids, const SlotIds& slots, const Flight& flight) {
+  bool holds(const Ids& ids, const Array<int32_t>& slots, const Flight& flight) {
     require(size(ids) == size(slots), "ids and slots differ in number");
     const bool wide = is_wide(ids);
     nb::gil_scoped_release release;

@@ -29,11 +29,6 @@ namespace {
 
 using namespace hotrow;
 
-template <class T>
-using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
 constexpr uint64_t kMissingHash = 0x9e3779b97f4a7c15ULL;
 constexpr int64_t kMostExact = int64_t{1} << 53;
 

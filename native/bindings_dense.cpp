@@ -23,7 +23,7 @@ InteractShape interact_shape(const ConstFloats& dense, const ConstFloats& pooled
   return {extent(dense, 0), extent(pooled, 1), extent(dense, 1)};
 }
 
-void bind_interact(ConstFloats dense, ConstFloats pooled, FloatMatrix out, int num_threads) {
+void bind_interact(ConstFloats dense, ConstFloats pooled, Matrix<float> out, int num_threads) {
   const InteractShape shape = interact_shape(dense, pooled);
   require(extent(out, 0) == shape.samples && extent(out, 1) == shape.width(), "out must be [B, D + (F + 1) F / 2]");
   nb::gil_scoped_release release;
@@ -42,7 +42,7 @@ void bind_interact_backward(ConstFloats grad, ConstFloats dense, ConstFloats poo
 
 using Matrices = std::vector<ConstFloats>;
 // Pairs of bfloat16 (hotrow/pairs.h) as int32 [B rounded up to kTileRows, pairs of columns].
-using PairMatrix = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using PairMatrix = Matrix<int32_t>;
 
 // Checks that each layer takes what the layer before it makes, the first `width` inputs.
 std::vector<Layer> layers_of(int64_t width, const Matrices& weights) {
@@ -71,7 +71,7 @@ std::vector<const float*> biases_of(const std::vector<Layer>& layers, const Matr
   return found;
 }
 
-void bind_mlp(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, std::vector<FloatMatrix> outputs,
+void bind_mlp(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, std::vector<Matrix<float>> outputs,
               int num_threads, PackedWeights* packed) {
   const std::vector<Layer> layers = layers_of(x, weights);
   const std::vector<const float*> bias = biases_of(layers, biases);
@@ -87,8 +87,8 @@ void bind_mlp(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, 
 }
 
 // inputs[0] is x, the others outputs of `mlp`; the first of grad_inputs may be None.
-void bind_mlp_backward(ConstFloats grad, Matrices inputs, Matrices weights, std::vector<FloatMatrix> grad_weights,
-                       std::vector<Floats> grad_biases, std::vector<std::optional<FloatMatrix>> grad_inputs,
+void bind_mlp_backward(ConstFloats grad, Matrices inputs, Matrices weights, std::vector<Matrix<float>> grad_weights,
+                       std::vector<Floats> grad_biases, std::vector<std::optional<Matrix<float>>> grad_inputs,
                        int num_threads, PackedWeights* packed) {
   require(inputs.size() == weights.size() && !inputs.empty(), "an input for each weight");
   const std::vector<Layer> layers = layers_of(inputs[0], weights);
@@ -126,7 +126,7 @@ std::vector<Pair*> pairs_of(const std::vector<Layer>& layers, int64_t num_sample
 }
 
 void bind_mlp_bf16(ConstFloats x, Matrices weights, Matrices biases, bool last_relu, std::vector<PairMatrix> inputs,
-                   FloatMatrix out, int num_threads, PackedWeights* packed) {
+                   Matrix<float> out, int num_threads, PackedWeights* packed) {
   require(pair_kernels() != nullptr, "there are no products of bfloat16 here");
   const std::vector<Layer> layers = layers_of(x, weights);
   const std::vector<const float*> bias = biases_of(layers, biases);
@@ -138,8 +138,8 @@ void bind_mlp_bf16(ConstFloats x, Matrices weights, Matrices biases, bool last_r
 
 // inputs: what `mlp_bf16` wrote; grad_x may be None.
 void bind_mlp_bf16_backward(ConstFloats grad, std::vector<PairMatrix> inputs, Matrices weights,
-                            std::vector<FloatMatrix> grad_weights, std::vector<Floats> grad_biases,
-                            std::optional<FloatMatrix> grad_x, int num_threads, PackedWeights* packed) {
+                            std::vector<Matrix<float>> grad_weights, std::vector<Floats> grad_biases,
+                            std::optional<Matrix<float>> grad_x, int num_threads, PackedWeights* packed) {
   require(pair_kernels() != nullptr, "there are no products of bfloat16 here");
   require(!weights.empty() && weights[0].ndim() == 2 && grad.ndim() == 2, "weights must be [O, I], and grad [B, O]");
   const std::vector<Layer> layers = layers_of(extent(weights[0], 1), weights);

@@ -1,6 +1,4 @@
 // Parsing, counting and encoding of raw rows as Python functions; see bindings_ops.cpp for the rules.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -12,12 +10,12 @@
 #include <string>
 #include <vector>
 
+#include "bindings.h"
 #include "hotrow/encode_count.h"
 #include "hotrow/encode_hash.h"
 #include "hotrow/encode_parse.h"
 #include "hotrow/encode_vocabulary.h"
 
-namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace {
@@ -25,17 +23,7 @@ namespace {
 using namespace hotrow;
 
 template <class T>
-using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Out = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using OutMatrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-template <class T>
 using Maybe = std::optional<In<T>>;
-
-void require(bool holds, const char* message) {
-  if (!holds) throw std::invalid_argument(message);  // becomes ValueError
-}
 
 // OSError with the errno; EBADMSG means a damaged file, which in Python is a ValueError.
 void raise_for(int error, const std::string& what) {
@@ -77,8 +65,7 @@ void check_keys(size_t num_keys, bool has_bytes, const Maybe<uint8_t>& bytes, co
 }
 
 nb::tuple parse(In<uint8_t> text, const std::string& delimiter, int num_ignored, bool has_label, size_t first_row,
-                Out<float> label, OutMatrix<float> dense, OutMatrix<uint32_t> keys, OutMatrix<bool> valid,
-                size_t num_rows) {
+                Array<float> label, Matrix<float> dense, Matrix<uint32_t> keys, Matrix<bool> valid, size_t num_rows) {
   require(delimiter.size() == 1, "delimiter must be one character");
   require(num_ignored >= 0, "num_ignored must not be negative");
   require(text.shape(0) == 0 || text.data()[text.shape(0) - 1] == '\n', "text must end with a newline");
@@ -99,20 +86,20 @@ nb::tuple parse(In<uint8_t> text, const std::string& delimiter, int num_ignored,
 }
 
 template <class Key>
-void hash_numbers(In<Key> keys, uint64_t cap, Out<uint64_t> out) {
+void hash_numbers(In<Key> keys, uint64_t cap, Array<uint64_t> out) {
   require(out.shape(0) == keys.shape(0), "out must have one entry per key");
   nb::gil_scoped_release unlocked;
   hash_keys(keys.data(), keys.shape(0), cap, out.data());
 }
 
-void hash_strings(In<uint8_t> bytes, In<int64_t> offsets, uint64_t cap, Out<uint64_t> out) {
+void hash_strings(In<uint8_t> bytes, In<int64_t> offsets, uint64_t cap, Array<uint64_t> out) {
   check_strings(bytes, offsets);
   require(out.shape(0) + 1 == offsets.shape(0), "out must have one entry per key");
   nb::gil_scoped_release unlocked;
   hash_keys(bytes.data(), offsets.data(), out.shape(0), cap, out.data());
 }
 
-size_t codes_count(In<int64_t> codes, Maybe<bool> mask, Out<uint32_t> counts, Out<int64_t> appeared) {
+size_t codes_count(In<int64_t> codes, Maybe<bool> mask, Array<uint32_t> counts, Array<int64_t> appeared) {
   const size_t num_entries = counts.shape(0);
   const uint8_t* mask_begin = mask_data(mask, codes.shape(0), "mask must have one entry per code");
   require(appeared.shape(0) >= std::min(codes.shape(0), num_entries), "appeared is too small");
@@ -123,9 +110,8 @@ size_t codes_count(In<int64_t> codes, Maybe<bool> mask, Out<uint32_t> counts, Ou
   return count_codes(codes.data(), codes.shape(0), mask_begin, counts.data(), appeared.data());
 }
 
-void before_count(In<uint64_t> hashes, int bits, In<bool> labels, In<bool> trains, OutMatrix<uint32_t> before,
-                  std::optional<nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>> after,
-                  std::optional<OutMatrix<uint32_t>> out) {
+void before_count(In<uint64_t> hashes, int bits, In<bool> labels, In<bool> trains, Matrix<uint32_t> before,
+                  std::optional<Matrix<const uint32_t>> after, std::optional<Matrix<uint32_t>> out) {
   const size_t n = hashes.shape(0);
   require(labels.shape(0) == n && trains.shape(0) == n, "labels and trains must have one entry per hash");
   require(bits >= 1 && bits <= 32, "bits must be between 1 and 32");
@@ -207,7 +193,8 @@ nb::list builder_write(VocabularyBuilder& builder, int fd, uint32_t directory_bi
 template <class Index, class Row>
 void lookup(In<uint64_t> hashes, Maybe<bool> valid, Maybe<uint8_t> bytes, Maybe<int64_t> offsets,
             uint32_t directory_bits, uint64_t first_bucket, In<Index> directory, In<uint64_t> table_hashes,
-            In<Index> rows, Maybe<uint64_t> key_offsets, Maybe<uint8_t> key_bytes, uint64_t missing_row, Out<Row> out) {
+            In<Index> rows, Maybe<uint64_t> key_offsets, Maybe<uint8_t> key_bytes, uint64_t missing_row,
+            Array<Row> out) {
   const size_t n = hashes.shape(0);
   check_keys(n, key_offsets.has_value(), bytes, offsets);
   require(out.shape(0) == n, "out must have one entry per key");

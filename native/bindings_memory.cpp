@@ -30,9 +30,6 @@ using namespace hotrow;
 
 namespace {
 
-using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Memory = nb::ndarray<nb::c_contig, nb::device::cpu>;
-
 // Arrays of slots, one per part of a record: [num_slots, ...]. Keeps their memory alive.
 struct Records {
   std::vector<Memory> arrays;
@@ -50,7 +47,8 @@ struct Records {
   }
 };
 
-std::vector<Move> moves_of(const Store& store, const Records& records, const Numbers& rows, const Numbers& slots) {
+std::vector<Move> moves_of(const Store& store, const Records& records, const In<int64_t>& rows,
+                           const In<int64_t>& slots) {
   require(size(rows) == size(slots), "rows and slots differ in number");
   require(size(rows) == 0 || records.slots.record_bytes() == store.record_bytes(),
           "the arrays' parts together are not as long as a record");
@@ -80,7 +78,7 @@ struct Reading {
   const pid_t process = getpid();
 };
 
-std::unique_ptr<Reading> bind_read(std::shared_ptr<Store> store, const Numbers& rows, const Numbers& slots,
+std::unique_ptr<Reading> bind_read(std::shared_ptr<Store> store, const In<int64_t>& rows, const In<int64_t>& slots,
                                    std::shared_ptr<Records> records) {
   const std::vector<Move> moves = moves_of(*store, *records, rows, slots);
   auto reading = std::make_unique<Reading>(store, std::move(records));
@@ -94,7 +92,7 @@ std::unique_ptr<Reading> bind_read(std::shared_ptr<Store> store, const Numbers& 
   return reading;
 }
 
-void bind_write(Store& store, const Numbers& rows, const Numbers& slots, const Records& records) {
+void bind_write(Store& store, const In<int64_t>& rows, const In<int64_t>& slots, const Records& records) {
   const std::vector<Move> moves = moves_of(store, records, rows, slots);
   nb::gil_scoped_release release;
   guarded(store, [&] {

@@ -35,10 +35,7 @@ void bind_reuse(nb::module_& m);
 namespace {
 
 using GradMatrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
-using Ids = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using LowHalves = nb::ndarray<int16_t, nb::c_contig, nb::device::cpu>;
-using Offsets = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // The part of a lookup that never changes: which table a feature reads, which output columns it fills, and how.
 struct Feature {
@@ -63,7 +60,7 @@ struct Layout {
   }
 };
 
-std::optional<Storage> storage_of(const Array& array) {
+std::optional<Storage> storage_of(const Memory& array) {
   const nb::dlpack::dtype bfloat16{static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
   const nb::dlpack::dtype float16{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
   if (array.dtype() == nb::dtype<float>()) return Storage::float32;
@@ -75,12 +72,12 @@ std::optional<Storage> storage_of(const Array& array) {
 // Arrays of a collection, one per table: weights [N, D] (float32, float16, or bfloat16 with their lower halves), or
 // optimizer state, float32. Keeps their memory alive.
 struct Arrays {
-  std::vector<Array> arrays;
+  std::vector<Memory> arrays;
   std::vector<std::optional<LowHalves>> low;
 
   Rows rows(size_t table) const {
     require(table < arrays.size() && arrays[table].ndim() == 2, "no [N, D] array for this table");
-    const Array& array = arrays[table];
+    const Memory& array = arrays[table];
     const std::optional<Storage> storage = storage_of(array);
     require(storage.has_value(), "weights must be float32, float16 or bfloat16");
     const LowHalves* halves = table < low.size() && low[table] ? &*low[table] : nullptr;
@@ -101,14 +98,14 @@ struct Arrays {
 // feature that is not in the layout starts at 0.
 struct Batch {
   Ids ids;
-  std::optional<Offsets> offsets;
+  std::optional<In<int64_t>> offsets;
   std::optional<ConstFloats> weights;
   std::vector<int64_t> starts;
   int64_t num_bags;
   std::vector<int64_t> parts;  // where micro-batches begin among the bags of a feature, and the end of the last
   bool wide;
 
-  Batch(Ids i, std::optional<Offsets> o, std::optional<ConstFloats> w, std::vector<int64_t> s, int64_t n,
+  Batch(Ids i, std::optional<In<int64_t>> o, std::optional<ConstFloats> w, std::vector<int64_t> s, int64_t n,
         std::vector<int64_t> p)
       : ids(std::move(i)),
         offsets(std::move(o)),
@@ -161,7 +158,7 @@ int64_t row_stride(const GradMatrix& grad, int64_t num_bags) {
   return grad.stride(0);
 }
 
-bool bind_lookup(const Layout& layout, const Arrays& weights, const Batch& batch, FloatMatrix out, int num_threads) {
+bool bind_lookup(const Layout& layout, const Arrays& weights, const Batch& batch, Matrix<float> out, int num_threads) {
   require(extent(out, 0) == batch.num_bags, "out must have one row per sample");
   const auto features = join(layout, weights, batch, extent(out, 1));
   nb::gil_scoped_release release;
@@ -298,7 +295,7 @@ std::optional<Summed> bind_sum_rows(size_t num_features, const Arrays& weights, 
 // Sums of one table by the first leaf of their nodes, which rise: rows [n] and sums [n, D]. Returns rows and sums of
 // all.
 std::pair<nb::ndarray<nb::numpy, int64_t>, nb::ndarray<nb::numpy, float>> bind_merge_rows(
-    const std::vector<std::tuple<int32_t, Offsets, FloatMatrix>>& nodes, int num_threads) {
+    const std::vector<std::tuple<int32_t, In<int64_t>, Matrix<float>>>& nodes, int num_threads) {
   require(!nodes.empty(), "no nodes");
   TableUpdate table{{nullptr, nullptr, 0, extent(std::get<2>(nodes.front()), 1), Storage::float32}, {}, {}, {}};
   for (const auto& [leaf, rows, sums] : nodes) {
@@ -350,12 +347,11 @@ std::optional<std::tuple<std::vector<int64_t>, Numbers, Numbers, Numbers>> bind_
 }
 
 // By node its counts by table, its rows and its sums.
-using GivenSums = std::vector<std::tuple<std::vector<int64_t>, Offsets, ConstFloats>>;
+using GivenSums = std::vector<std::tuple<std::vector<int64_t>, In<int64_t>, ConstFloats>>;
 using Words = nb::ndarray<nb::numpy, int32_t>;
-using ConstWords = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // row_of: empty if rows have no homes. Returns messages, and how many words of each are keys.
-std::vector<std::pair<Words, int64_t>> bind_pack_sums(const GivenSums& given, const std::vector<Offsets>& row_of,
+std::vector<std::pair<Words, int64_t>> bind_pack_sums(const GivenSums& given, const std::vector<In<int64_t>>& row_of,
                                                       const std::vector<int64_t>& first_keys,
                                                       const std::vector<int64_t>& dims, const Shares& shares,
                                                       int num_threads) {
@@ -366,7 +362,7 @@ std::vector<std::pair<Words, int64_t>> bind_pack_sums(const GivenSums& given, co
                          shares.owner.size() == num_tables && shares.num_ranks > 0),
           "one of each per table");
   Homes homes{{}, shares};
-  for (const Offsets& rows : row_of) homes.row_of.push_back(rows.data());
+  for (const In<int64_t>& rows : row_of) homes.row_of.push_back(rows.data());
   std::vector<NodeSums> nodes;
   for (const auto& [counts, rows, sums] : given) {
     require(counts.size() == num_tables, "one count per table");
@@ -399,7 +395,7 @@ std::vector<std::pair<Words, int64_t>> bind_pack_sums(const GivenSums& given, co
 // messages: words, number of nodes, and which rows to take. Returns counts and starts by table and piece, rows, sums;
 // nothing for words that pack_sums does not make.
 std::optional<std::tuple<std::vector<int64_t>, std::vector<int64_t>, Numbers, nb::ndarray<nb::numpy, float>>>
-bind_unpack_sums(const std::vector<std::tuple<ConstWords, int64_t, int>>& given,
+bind_unpack_sums(const std::vector<std::tuple<In<int32_t>, int64_t, int>>& given,
                  const std::vector<std::pair<size_t, size_t>>& pieces, const std::vector<int64_t>& first_keys,
                  const std::vector<int64_t>& dims, const std::vector<int64_t>& prefix, bool only_rows,
                  int num_threads) {
@@ -422,8 +418,6 @@ bind_unpack_sums(const std::vector<std::tuple<ConstWords, int64_t, int>>& given,
                     array_on<float>(std::move(out.sums), out.total_floats)};
 }
 
-using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 // The bytes of a row of a table's array.
 int64_t row_bytes_of(const Arrays& arrays, size_t table) {
   require(table < arrays.arrays.size() && arrays.arrays[table].ndim() == 2, "no [N, D] array for this table");
@@ -435,12 +429,13 @@ int64_t row_bytes_of(const Arrays& arrays, size_t table) {
 struct RowMessages {
   const Arrays& slots;
   const std::vector<int64_t>& firsts;
-  const Offsets& counts;  // by table and group; group 1 + r is that of message r, others are not copied
+  const In<int64_t>& counts;  // by table and group; group 1 + r is that of message r, others are not copied
   size_t num_groups;
-  const std::vector<Bytes>& messages;
+  const std::vector<Array<uint8_t>>& messages;
   std::vector<int64_t> at;  // by message, the end of what is in it
 
-  RowMessages(const Arrays& s, const std::vector<int64_t>& f, const Offsets& c, const std::vector<Bytes>& m)
+  RowMessages(const Arrays& s, const std::vector<int64_t>& f, const In<int64_t>& c,
+              const std::vector<Array<uint8_t>>& m)
       : slots(s), firsts(f), counts(c), num_groups(0), messages(m), at(m.size()) {
     const size_t num_tables = slots.arrays.size();
     require(num_tables && firsts.size() == num_tables && counts.size() % num_tables == 0, "one count per group");
@@ -463,8 +458,8 @@ struct RowMessages {
 };
 
 // rows: of `weights`, table by table, in each group by group. Copies those of group 0 into slots, others into messages.
-void bind_pack_rows(const Arrays& weights, Offsets rows, Offsets counts, const Arrays& slots,
-                    const std::vector<int64_t>& firsts, const std::vector<Bytes>& messages, int num_threads) {
+void bind_pack_rows(const Arrays& weights, In<int64_t> rows, In<int64_t> counts, const Arrays& slots,
+                    const std::vector<int64_t>& firsts, const std::vector<Array<uint8_t>>& messages, int num_threads) {
   RowMessages to(slots, firsts, counts, messages);
   require(weights.arrays.size() == slots.arrays.size(), "as many tables as arrays of slots");
   std::vector<RowCopy> copies;
@@ -491,7 +486,7 @@ void bind_pack_rows(const Arrays& weights, Offsets rows, Offsets counts, const A
 }
 
 // Copies the rows in messages into slots, behind those of group 0.
-void bind_unpack_rows(const std::vector<Bytes>& messages, Offsets counts, const Arrays& slots,
+void bind_unpack_rows(const std::vector<Array<uint8_t>>& messages, In<int64_t> counts, const Arrays& slots,
                       const std::vector<int64_t>& firsts, int num_threads) {
   RowMessages from(slots, firsts, counts, messages);
   std::vector<RowCopy> copies;
@@ -545,7 +540,7 @@ void bind_split_sgd(std::vector<Floats> weights, std::vector<LowHalves> low, std
     split_sgd(weights[k].data(), halves[k], grads[k].data(), size(weights[k]), rate, decay, num_threads);
 }
 
-void bind_fill_uniform(uint64_t key, int64_t first_row, int64_t step, int64_t column, FloatMatrix out, float bound,
+void bind_fill_uniform(uint64_t key, int64_t first_row, int64_t step, int64_t column, Matrix<float> out, float bound,
                        int64_t zero_rows, int num_threads) {
   require(first_row >= 0 && step >= 1, "negative row, or rows that do not rise");
   require(column >= 0 && column % 4 == 0, "the first column must be a multiple of 4");
@@ -553,7 +548,7 @@ void bind_fill_uniform(uint64_t key, int64_t first_row, int64_t step, int64_t co
   fill_uniform(key, first_row, step, extent(out, 0), column, extent(out, 1), bound, zero_rows, out.data(), num_threads);
 }
 
-void bind_fill_uniform_rows(uint64_t key, Offsets rows, FloatMatrix out, float bound, int64_t zero_rows,
+void bind_fill_uniform_rows(uint64_t key, In<int64_t> rows, Matrix<float> out, float bound, int64_t zero_rows,
                             int num_threads) {
   const int64_t count = extent(out, 0);
   require(extent(rows, 0) == count, "as many rows as values");
@@ -600,7 +595,8 @@ std::vector<std::string> isas() {
   return names;
 }
 
-double bind_touch_rows(FloatMatrix rows, Offsets ids, int64_t distance, bool into_l2, bool write, int num_threads) {
+double bind_touch_rows(Matrix<float> rows, In<int64_t> ids, int64_t distance, bool into_l2, bool write,
+                       int num_threads) {
   const int64_t row_bytes = extent(rows, 1) * static_cast<int64_t>(sizeof(float));
   require(row_bytes % 8 == 0, "rows must be a multiple of 8 bytes");
   for (int64_t i = 0; i < size(ids); ++i) {
@@ -623,11 +619,11 @@ NB_MODULE(_native, m) {
   m.doc() = "hotrow's kernels; call them through hotrow.kernels.ops and hotrow.data.native";
   nb::class_<Layout>(m, "Layout").def(nb::init<std::vector<std::optional<std::tuple<size_t, int64_t, bool>>>>());
   nb::class_<Arrays>(m, "Arrays")
-      .def("__init__", [](Arrays* self, std::vector<Array> arrays, std::vector<std::optional<LowHalves>> low) {
+      .def("__init__", [](Arrays* self, std::vector<Memory> arrays, std::vector<std::optional<LowHalves>> low) {
         new (self) Arrays{std::move(arrays), std::move(low)};
       });
   nb::class_<Batch>(m, "Batch")
-      .def(nb::init<Ids, std::optional<Offsets>, std::optional<ConstFloats>, std::vector<int64_t>, int64_t,
+      .def(nb::init<Ids, std::optional<In<int64_t>>, std::optional<ConstFloats>, std::vector<int64_t>, int64_t,
                     std::vector<int64_t>>(),
            nb::arg("ids"), nb::arg("offsets").none(), nb::arg("weights").none(), nb::arg("starts"), nb::arg("num_bags"),
            nb::arg("parts") = std::vector<int64_t>());

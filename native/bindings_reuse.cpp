@@ -1,25 +1,19 @@
 // Stack distances as a Python class, and the sketch of hot rows as a function; see bindings_ops.cpp for the rules.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-
 #include <algorithm>
 #include <stdexcept>
 
+#include "bindings.h"
 #include "hotrow/reuse.h"
 #include "hotrow/sketch.h"
 
-namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace {
 
 using namespace hotrow;
 
-template <class T>
-using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 template <class Id>
-void add(StackDistances& distances, Array<const Id> ids, bool once) {
+void add(StackDistances& distances, In<Id> ids, bool once) {
   nb::gil_scoped_release unlocked;
   try {
     distances.add(ids.data(), ids.shape(0), once);
@@ -29,16 +23,12 @@ void add(StackDistances& distances, Array<const Id> ids, bool once) {
 }
 
 void copy_to(const auto& numbers, Array<uint64_t> out) {
-  if (out.shape(0) != numbers.size()) throw std::invalid_argument("out has another size than what is copied");
+  require(out.shape(0) == numbers.size(), "out has another size than what is copied");
   std::copy(numbers.begin(), numbers.end(), out.data());
 }
 
-void require(bool holds, const char* message) {
-  if (!holds) throw std::invalid_argument(message);  // becomes ValueError
-}
-
 template <class Id>
-void add_to_sketch(Array<uint64_t> slots, uint64_t seed, uint64_t first_key, uint64_t num_rows, Array<const Id> ids) {
+void add_to_sketch(Array<uint64_t> slots, uint64_t seed, uint64_t first_key, uint64_t num_rows, In<Id> ids) {
   const size_t num_buckets = slots.shape(0) / kSketchSlots, n = ids.shape(0);
   require(slots.shape(0) % kSketchSlots == 0 && num_buckets > 0 && num_buckets < 0xffffffff,
           "slots must be four for each of 1 to 2^32 - 2 buckets");
