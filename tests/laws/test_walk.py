@@ -252,6 +252,23 @@ def test_later_days_are_read_as_the_first_one(begun: tuple[Path, Path]) -> None:
     assert walk_days(logs, out)["new"] == ["day_11"]
 
 
+def test_options_of_later_days_are_checked_by_the_model_of_the_chain(tmp_path: Path) -> None:
+    """Also if the recipe is not given again: another model than the usual one takes other options."""
+    logs, out, recipe = tmp_path / "logs", tmp_path / "chain", tmp_path / "recipe.yaml"
+    tower = "{name: two_tower, item: [item], dense_inputs: none, embedding_dim: 4}"
+    recipe.write_text(f"data: ''\nmodel: {tower}\noptimizer: {{sparse: {{name: ftrl}}}}\ntrain: {{batch_size: 64}}\n")
+    for day in (1, 2):
+        write_day(logs / f"day_{day}" / "part.csv", day, 200)
+    walk_days(logs, out, recipe=recipe, **TOLD)
+    write_day(logs / "day_3" / "part.csv", 3, 200)
+    with pytest.raises(ValueError, match=r"--delay scores raw rows, which .* sampled_softmax cannot"):
+        walk_days(logs, out, delay=True)
+    assert not (out / "data" / "day_3").exists()
+    with pytest.raises(ValueError, match=r"ftrl has no such option"):
+        walk_days(logs, out, overrides=["optimizer.sparse.decay_per_day=0.9"])
+    assert walk_days(logs, out, overrides=["optimizer.sparse.l1=0.001"])["new"] == ["day_3"]
+
+
 def test_options_of_the_first_day_may_be_mended(logs: Path, tmp_path: Path) -> None:
     """A newcomer learns of a wrong column or recipe by an error; nothing was made by it."""
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "chain"

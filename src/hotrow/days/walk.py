@@ -128,8 +128,8 @@ def walk_days(
     "interrupted" and `signal`, if training was stopped. Raises ValueError if a day that is done has changed, or if a
     new day comes before one that is done; and as preparation, training and exports do.
     """
-    _check_options(recipe, overrides, keep, delay=delay)
     walk = _Walk(Path(logs), Path(out), read, recipe, schema, overrides, delay)
+    _check_options(walk, keep)
     paths = _days_in(walk.logs, walk.chain)
     make_folder(walk.chain)
     with claim(walk.chain) as is_ours:
@@ -156,16 +156,18 @@ def walk_days(
     }
 
 
-def _check_options(recipe: Path | str | None, overrides: Sequence[str], keep: int, *, delay: bool) -> None:
+def _check_options(walk: _Walk, keep: int) -> None:
     """Raises ValueError if one is wrong, before hours of work."""
-    if keep < (least := 2 if delay else 1):
+    if keep < (least := 2 if walk.delay else 1):
         raise ValueError(f"keep is {keep}; it must be at least {least}, because the next day goes on from kept days")
-    if chosen := [name for name in overrides_of(overrides) if name in ("data", "run", "from_run")]:
+    if chosen := [name for name in overrides_of(walk.overrides) if name in ("data", "run", "from_run")]:
         raise ValueError(f"--set {chosen[0]}: each day of a chain has its own; leave it out")
-    if recipe is None:
-        config = make_config(apply_overrides({"data": ""}, overrides), origin="days")
+    if walk.recipe is not None:
+        config = load_config(walk.recipe, ["data=''", *walk.overrides])
+    elif (newest := _newest_run(walk.chain)) is not None:  # later days go on by its config, whatever is not said
+        config = load_config(config_of(newest), [*LATER, *walk.overrides])
     else:
-        config = load_config(recipe, ["data=''", *overrides])
+        config = make_config(apply_overrides({"data": ""}, walk.overrides), origin="days")
     followed: dict[str, str | None] = {"calibration.method": config.calibration.method}
     followed |= {"hot.schedule": "fae"} if config.hot.schedule == "fae" else {}
     for option, value in followed.items():
@@ -173,10 +175,17 @@ def _check_options(recipe: Path | str | None, overrides: Sequence[str], keep: in
             raise ValueError(
                 f"{option} is {value!r}, which needs validation rows; only the first day has some: change it"
             )
-    if delay and config.model.trained_for.retrieves:
+    if walk.delay and config.model.trained_for.retrieves:
         raise ValueError(
             f"--delay scores raw rows, which a run with model.objective {config.model.objective} cannot: leave it out"
         )
+
+
+def _newest_run(chain: Path) -> Path | None:
+    """Returns the run of the newest day that is done; None if there is none."""
+    days = _DOCUMENT.read(chain / DAYS).days if is_taken(chain / DAYS) else ()
+    runs = [chain / "runs" / day.name for day in days[-1:]]
+    return next((run for run in runs if is_taken(run / CONFIG)), None)
 
 
 # ---- which days there are
