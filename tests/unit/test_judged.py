@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from sklearn.metrics import log_loss
@@ -57,6 +59,22 @@ def test_an_id_that_comes_again_counts_once() -> None:
     own.take("a", [1])
     (found,) = own.found()
     assert found.num_rows == 1 and found.figures["calibration"] == pytest.approx(0.7)
+
+
+def test_labels_that_are_sent_twice_at_once_count_once() -> None:
+    """As by a client that tries again before it has an answer."""
+    own = Judged(["click"])
+
+    class Labels(list[int]):
+        def __iter__(self) -> Iterator[int]:  # while one is read, the other one comes
+            assert own.take("a", [0, 1]) == 2
+            return super().__iter__()
+
+    own.wait("a", "v", np.array([0.2, 0.3], np.float32))
+    with pytest.raises(ValueError, match="the labels of request 'a' came twice at once"):
+        own.take("a", Labels([0, 1]))
+    (found,) = own.found()
+    assert found.num_rows == 2
 
 
 def test_scores_that_are_no_probabilities_wait_for_nothing() -> None:

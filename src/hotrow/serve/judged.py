@@ -80,6 +80,8 @@ class Judged:
             out[:] = [np.nan if cell is None else cell for cell in cells]
         known_B = ~np.isnan(labels_BL).all(1)
         with self._lock:
+            if self._waiting.get(key) is not found:
+                raise ValueError(f"the labels of request {key!r} came twice at once, or it was scored again: send one")
             self._forget(key)
             if num_rows := int(known_B.sum()):
                 self._known.append((version, scores_BL[known_B], labels_BL[known_B]))
