@@ -203,6 +203,27 @@ def test_labels_of_another_form_are_refused(
 # ---- those who keep others waiting
 
 
+def test_others_are_answered_while_scores_are_judged(
+    served: tuple[Client, hotrow.Scorer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, _ = served
+    judging, others, late = threading.Event(), threading.Event(), list[bool]()
+
+    def found(self: Any) -> Iterator[Any]:
+        judging.set()
+        late.append(not others.wait(30))
+        return iter(())
+
+    monkeypatch.setattr(server.Judged, "found", found)
+    asking = threading.Thread(target=ask, args=("GET", "/metrics"))
+    asking.start()
+    assert judging.wait(30)
+    assert ask("POST", "/score", {"user": USER, "items": ITEMS})[0] == ask("GET", "/health")[0] == 200
+    others.set()
+    asking.join()
+    assert late == [False]
+
+
 def test_idle_connections_keep_nobody_out(served: tuple[Client, hotrow.Scorer]) -> None:
     ask, _ = served
     with ExitStack() as stack:

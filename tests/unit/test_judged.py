@@ -52,6 +52,23 @@ def test_what_waits_and_what_is_known_are_bounded(monkeypatch: pytest.MonkeyPatc
     assert {found.version: found.num_rows for found in own.found()} == {"v": 2, "w": 4}
 
 
+def test_the_latest_rows_are_judged_of_requests_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a list of all rows; some requests have more rows than are kept."""
+    monkeypatch.setattr(judged, "WINDOW", 7)
+    rng, own, rows = np.random.default_rng(2), Judged(["click"]), list[tuple[str, float, int]]()
+    for k in range(60):
+        scores, labels = rng.random(k % 10).astype(np.float32), rng.integers(2, size=k % 10).tolist()
+        own.wait("a", f"v{k // 2}", scores)
+        own.take("a", labels)
+        rows += [(f"v{k // 2}", score, label) for score, label in zip(scores.tolist(), labels, strict=True)]
+        for found in own.found():
+            kept = np.array([each[1:] for each in rows[-7:] if each[0] == found.version])
+            assert found.num_rows == len(kept)
+            assert found.figures["base_rate"] == kept[:, 1].mean()
+            assert found.figures["logloss"] == pytest.approx(log_loss(kept[:, 1], kept[:, 0], labels=[0, 1]), rel=1e-4)
+        assert sum(found.num_rows for found in own.found()) == min(7, len(rows))
+
+
 def test_an_id_that_comes_again_counts_once() -> None:
     own = Judged(["click"])
     for score in (0.2, 0.7):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -41,8 +40,11 @@ class Judged:
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._lock = tuple(names), threading.Lock()
         self._waiting: dict[str, tuple[str, NDArray[np.float32]]] = {}
-        self._known: deque[tuple[str, NDArray[np.float32], NDArray[np.float32]]] = deque()
         self._num_waiting = self._num_known = 0
+        # Of the last rows with labels, each in its number modulo WINDOW: by version, scores and labels.
+        self._versions: dict[str, int] = {}
+        self._version_W = np.full(WINDOW, -1, np.int32)
+        self._scores_WL, self._labels_WL = (np.empty((WINDOW, len(self._names)), np.float32) for _ in range(2))
 
     def wait(self, key: str, version: str, scores: NDArray[np.float32]) -> None:
         """Keeps the scores [B] or [B, L] that a version gave to the request `key`, until `take` has its labels.
@@ -79,24 +81,27 @@ class Judged:
                 raise ValueError(f"request {key!r}, row {row}: the label is {str(own)[:80]}; send {wanted}")
             out[:] = [np.nan if cell is None else cell for cell in cells]
         known_B = ~np.isnan(labels_BL).all(1)
+        num_rows = int(known_B.sum())
         with self._lock:
             if self._waiting.get(key) is not found:
                 raise ValueError(f"the labels of request {key!r} came twice at once, or it was scored again: send one")
             self._forget(key)
-            if num_rows := int(known_B.sum()):
-                self._known.append((version, scores_BL[known_B], labels_BL[known_B]))
-                self._num_known += num_rows
-            while self._num_known > WINDOW:
-                self._num_known -= len(self._known.popleft()[1])
+            places = np.arange(self._num_known, self._num_known + num_rows)[-WINDOW:] % WINDOW
+            self._num_known += num_rows
+            self._version_W[places] = self._versions.setdefault(version, len(self._versions))
+            self._scores_WL[places], self._labels_WL[places] = (
+                own[known_B][-WINDOW:] for own in (scores_BL, labels_BL)
+            )
         return num_rows
 
     def found(self) -> Iterator[Judgement]:
         """Yields what the rows whose labels came last say of each version and label."""
         with self._lock:
-            known = list(self._known)
-        for version in dict.fromkeys(each[0] for each in known):
-            own = [each[1:] for each in known if each[0] == version]
-            scores_NL, labels_NL = (np.concatenate(columns) for columns in zip(*own, strict=True))
+            version_W, scores_WL, labels_WL = self._version_W.copy(), self._scores_WL.copy(), self._labels_WL.copy()
+            versions = list(self._versions)
+        for number in np.unique(version_W[version_W >= 0]).tolist():
+            version = versions[number]
+            scores_NL, labels_NL = (own[version_W == number] for own in (scores_WL, labels_WL))
             for name, scores_N, labels_N in zip(self._names, scores_NL.T, labels_NL.T, strict=True):
                 is_known = ~np.isnan(labels_N)
                 if not is_known.any():

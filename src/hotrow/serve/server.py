@@ -159,7 +159,7 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
     async def health() -> dict[str, Any]:
         return {"status": "ok", "version": scorer.version, "columns": scorer.columns}
 
-    async def metrics() -> Response:
+    def metrics() -> Response:  # on a thread of its own: to judge scores takes longer than a request
         return PlainTextResponse(meter.text(scorer), media_type="text/plain; version=0.0.4")
 
     async def elsewhere(request: Request, error: Exception) -> Response:
