@@ -101,7 +101,8 @@ def _delays(days: Sequence[DoneDay], objective: Objective) -> list[str]:
         for name, measure in objective.measures.items():
             pairs = [(number_in(late, "fresh", name), number_in(late, what, name)) for late in scored]
             known = [late - fresh for fresh, late in pairs if fresh is not None and late is not None]
-            parts += [f"{measure.title} by {fmean(known):+.4f}"] if known else []
+            fewer = f" ({len(known)} of them)" if len(known) < len(scored) else ""  # a day of one label has no AUC
+            parts += [f"{measure.title} by {fmean(known):+.4f}{fewer}"] if known else []
         if parts:
             clauses.append(f"{subject} changes {', '.join(parts)} (mean of {len(scored)} days)")
     return clauses
