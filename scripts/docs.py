@@ -79,26 +79,42 @@ def navigation() -> list[dict[str, object]]:
 
 
 def described(docstring: str | None) -> str:
-    """Returns a docstring as Markdown: its lines `name: text` become a list, each with the lines indented below it."""
-    lines, in_list = inspect.cleandoc(docstring or "").split("\n"), False
-    for number, line in enumerate(lines):
-        named = re.match(r"(\w+(?:, \w+)*): ", line)
-        ends = in_list and not line.startswith(" ")
-        gap = "\n" if ends != bool(named) else ""
-        lines[number] = gap + (f"- **{named[1]}**: {line[named.end() :]}" if named else line)
-        in_list = bool(named) or (in_list and not ends)
-    return "\n".join(lines)
+    """Returns a docstring as Markdown: its lines `name: text` become a list, each with the lines below it that go on
+    with it, because they are indented or because the line before them ends within a sentence."""
+    lines, in_list, ended = inspect.cleandoc(docstring or "").split("\n"), False, True
+    made = list[str]()
+    for line in lines:
+        named = re.match(r"(\w+(?:, \w+)*): ", line) if ended else None
+        goes_on = in_list and bool(line) and (line.startswith(" ") or not ended)
+        gap = "\n" if in_list != (bool(named) or goes_on) else ""
+        made.append(gap + (f"- **{named[1]}**: {line[named.end() :]}" if named else "  " * goes_on + line))
+        in_list, ended = bool(named) or goes_on, not line or line.endswith(".")
+    return "\n".join(made)
 
 
 def call_of(name: str, function: Any) -> str:
     """Returns how a function is called, as a code block, with a line for each parameter if it is long."""
-    signature = inspect.signature(function)
-    own = [each for each in signature.parameters.values() if each.name not in ("self", "cls")]
-    text = name + str(signature.replace(parameters=own))
+    signature, is_config = inspect.signature(function), hasattr(function, "model_fields")  # whose types are long
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    own, kinds = list[str](), set[Any]()
+    for each in signature.parameters.values():
+        if each.name in ("self", "cls"):
+            continue
+        if each.kind == each.KEYWORD_ONLY and kinds.isdisjoint([each.kind, each.VAR_POSITIONAL]):
+            own.append("*")
+        kinds.add(each.kind)
+        kind = each.annotation if isinstance(each.annotation, str) else inspect.formatannotation(each.annotation)
+        text = (
+            stars.get(each.kind, "") + each.name + ("" if is_config or each.annotation is each.empty else f": {kind}")
+        )
+        if each.default is not each.empty:
+            text += "=..." if is_config else f" = {each.default!r}"
+        own.append(text)
+    end = f" -> {found}" if isinstance(found := signature.return_annotation, str) and found != "None" else ""
+    text = f"{name}({', '.join(own)}){end}"
     if len(text) > 100:
-        end = str(signature.replace(parameters=[])).removeprefix("()")
         text = f"{name}(\n" + "".join(f"    {each},\n" for each in own) + f"){end}"
-    return "```python\n" + re.sub(r"'|collections\.abc\.", "", text) + "\n```"
+    return "```python\n" + text.replace("collections.abc.", "") + "\n```"
 
 
 def fields_of(made: type) -> list[str]:
