@@ -298,6 +298,32 @@ def test_more_files_than_a_process_may_open_are_copied(
     assert model.emb.placement.counters()["t"]["saved_rows"] == 0
 
 
+@pytest.mark.parametrize("named", [0, 40, 1000])
+def test_rows_that_a_longer_table_adds_are_saved_as_they_are(tmp_path: Path, named: int) -> None:
+    """A row begins smaller in a longer table, which the chain that goes on does not know of rows in no link."""
+
+    def made(name: str, num_rows: int) -> tuple[EmbeddingCollection, dict[str, Any]]:
+        table = TableConfig(name="t", num_embeddings=num_rows, embedding_dim=8, feature_names=("a",))
+        emb = EmbeddingCollection([table], memory=hotrow.Memory(dram="20KiB", ssd=tmp_path / name, force=True))
+        return emb, {"embedding": emb, "sparse": RowWiseAdagrad(emb, lr=0.1)}
+
+    def train(parts: dict[str, Any], ids: torch.Tensor) -> None:
+        parts["embedding"](KeyedJaggedTensor.from_dense(["a"], ids[:, None])).square().sum().backward()
+        parts["sparse"].step()
+
+    _, parts = made("first", 3000)
+    train(parts, torch.arange(2000))
+    first = save_checkpoint(tmp_path / "step-1", parts)
+    longer, parts = made("longer", 4000)
+    load_checkpoint(first, parts, anew=True)
+    train(parts, torch.arange(4000 - named, 4000) if named else torch.arange(1500))
+    second = save_checkpoint(tmp_path / "step-2", parts)
+    again, parts = made("again", 4000)
+    load_checkpoint(second, parts)
+    assert torch.equal(again.rows("t").whole(), longer.rows("t").whole())
+    assert len(chains(second)["embedding/t"]["links"]) == (2 if named == 1000 else 1)
+
+
 def test_a_file_that_is_cut_under_a_table_is_named(big: Model, tmp_path: Path) -> None:
     touch(big, torch.arange(20_000))
     path = save_checkpoint(tmp_path / "step-1", big.parts)

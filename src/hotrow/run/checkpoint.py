@@ -327,7 +327,12 @@ def _add_chains(contents: _Contents, name: str, part: Part, changes: Changes, *,
     """Adds the files of a part in tiers; returns its chains by table."""
     comm, tables = _comm_of([part]), _tables(part)
     before = _last_one(changes, comm)
-    own = on_every_rank(comm, lambda: {table: NumRows.of(changes, table) for table in tables})
+
+    def of(table: str, arrays: Mapping[str, Rows]) -> NumRows:
+        chain = None if before is None else before.manifest.chain(name, table)
+        return NumRows.of(changes, table, chain, next(iter(arrays.values())).shape[0])
+
+    own = on_every_rank(comm, lambda: {table: of(table, arrays) for table, arrays in tables.items()})
     ranks = everyone(comm, own)
     chains: dict[str, ChainRecord] = {}
     for table, arrays in tables.items():

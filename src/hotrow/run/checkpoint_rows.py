@@ -67,10 +67,13 @@ class NumRows(NamedTuple):
     """Since the previous checkpoint."""
     ever: int
     """If a new chain begins."""
+    added: int = 0
+    """Of the changed ones, those that the chain says wrong things of, as `_added` has them."""
 
     @classmethod
-    def of(cls, changes: Changes, table: str) -> NumRows:
-        return cls(*(changes.num_changed(table, ever=ever) for ever in (False, True)))
+    def of(cls, changes: Changes, table: str, chain: Chain | None, num_rows: int) -> NumRows:
+        added = 0 if changes.writer(table) is not None else _num_changed_of(changes, table, chain, num_rows)
+        return cls(changes.num_changed(table, ever=False), changes.num_changed(table, ever=True), added)
 
 
 class NextChain(NamedTuple):
@@ -157,12 +160,15 @@ def next_chain(
         most = NumRows(*map(max, zip(*to_write, strict=True)))
         rank, to_write = writer, [most if k == writer else NumRows(0, 0) for k in range(len(to_write))]
     num_rows = next(iter(arrays.values())).shape[0]
-    num_changed, num_ever = (sum(each) for each in zip(*to_write, strict=True))
+    num_changed, num_ever, num_added = (sum(each) for each in zip(*to_write, strict=True))
     chain = None if before is None else before.manifest.chain(part, table)
     if chain is not None:
         links = chain.record.links
         costs_the_same = 0 < num_changed == num_ever
-        if len(links) >= MAX_LINKS or sum(links) + num_changed > 2 * num_ever or costs_the_same:
+        if writer is not None:
+            num_added = _num_changed_of(changes, table, chain, num_rows)
+        is_wrong = len(_added(changes, table, chain, num_rows)) > num_added
+        if len(links) >= MAX_LINKS or sum(links) + num_changed > 2 * num_ever or costs_the_same or is_wrong:
             chain = None
     ever = chain is None
     if chain is None:
@@ -183,6 +189,21 @@ def next_chain(
         file = chain._replace(record=record).files[len(chain.files) + writers.index(rank)]
         new[file] = {n: ChangedRows(changes, table, rows, counts[rank], ever=ever) for n, rows in stored.items()}
     return NextChain(record, chain.files, new)
+
+
+def _added(changes: Changes, table: str, chain: Chain | None, num_rows: int) -> range:
+    """Returns the rows behind those of the chain, if they were made otherwise than it says of rows in no link."""
+    if chain is None or chain.record.initial == changes.initial(table):
+        return range(0)
+    return range(chain.record.num_rows, num_rows)
+
+
+def _num_changed_of(changes: Changes, table: str, chain: Chain | None, num_rows: int) -> int:
+    """Returns how many rows of `_added` have changed, so that a new link has them. Collective if the table has a
+    `Changes.writer`."""
+    if not (added := _added(changes, table, chain, num_rows)):
+        return 0
+    return sum(int((rows >= added.start).sum()) for rows in changes.changed_rows(table, ever=False))
 
 
 def link_or_copy(source: Path, target: Path) -> int:
