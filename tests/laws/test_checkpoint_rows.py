@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 import zlib
 from pathlib import Path
@@ -293,6 +294,20 @@ def test_more_files_than_a_process_may_open_are_copied(
     path = save_checkpoint(tmp_path / "step-1", big.parts)
     monkeypatch.setattr(tiers, "MAX_SAVED_FILES", 1)
     model = make_big(tmp_path / "others")
+    load_checkpoint(path, model.parts)
+    assert torch.equal(model.emb.rows("t").whole(), big.emb.rows("t").whole())
+    assert model.emb.placement.counters()["t"]["saved_rows"] == 0
+
+
+def test_where_a_process_may_open_few_files_they_are_copied(
+    big: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for k in range(8):
+        touch(big, torch.arange(100 * k, 100 * k + 100))
+        path = save_checkpoint(tmp_path / f"step-{k}", big.parts)
+    model = make_big(tmp_path / "others")
+    assert len(chains(path)["embedding/t"]["links"]) == 8
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (30, 30))
     load_checkpoint(path, model.parts)
     assert torch.equal(model.emb.rows("t").whole(), big.emb.rows("t").whole())
     assert model.emb.placement.counters()["t"]["saved_rows"] == 0

@@ -9,6 +9,7 @@ where) and store.h (how rows move). Next: lookahead.py, which announces batches 
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 import warnings
@@ -64,7 +65,7 @@ PIECE_BYTES, GATHERED_PIECE_BYTES = 2 << 20, 8 << 20
 """Upper limits, in bytes, for one read or write by row id. Neighbours whose writes are gathered lie in the pages of
 their region; a piece as large as a region reads each page once."""
 MAX_SAVED_FILES = 512
-"""How many files of a checkpoint a collection holds open: half of the 1,024 that many systems allow a process."""
+"""The most files of a checkpoint that a collection holds open: half of the 1,024 that many systems allow a process."""
 GATHERED_PIECE_SHARE = 8
 """A gathered piece takes at most 1/8 of the memory for tables, on top of it."""
 
@@ -282,7 +283,7 @@ class Tiers(Placement):
         parts = [name for name, _ in self.arrays_of(self.tables[t])]
         files = {path for link in links for path, _ in (link.ids, *link.arrays.values())}
         # A table that lies in DRAM whole needs every row now, and a mapped file is a faster medium than a checkpoint's.
-        if self.stores[t].kind not in BLOCKS or self._num_saved_files + len(files) > MAX_SAVED_FILES:
+        if self.stores[t].kind not in BLOCKS or self._num_saved_files + len(files) > _most_saved_files():
             return False
         if any(sorted(link.arrays) != sorted(parts) for link in links):  # such as split weights, which files join
             return False
@@ -553,6 +554,12 @@ class _RowsInTiers(Rows):
         if differs.any():
             with self._tiers.in_slots(self._table, ids[differs], write=True) as slots:
                 self._slots.write(slots, values[differs])
+
+
+def _most_saved_files() -> int:
+    """Returns how many files of a checkpoint a collection may hold open: of those that this process may, half."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_SAVED_FILES if allowed == resource.RLIM_INFINITY else min(MAX_SAVED_FILES, allowed // 2)
 
 
 def _ids(rows: RowIds) -> Tensor:
