@@ -496,6 +496,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_checkpoint(path, {"embedding": make(None, "adagrad", "float16").emb})
     with pytest.raises(ValueError, match=r"parts\.sparse\.param_groups\.0\..* this optimizer has no such option"):
         load_checkpoint(path, {"sparse": make(None, "adam").optimizer})
+    for where in (None, tmp_path / "without states"):
+        with pytest.raises(ValueError, match=r"parts\.sparse\.param_groups\.0\..* this optimizer has no such option"):
+            load_checkpoint(path, make(where, "sgd").parts)
     with pytest.raises(ValueError, match=r"part 'embedding' holds embedding tables; this is a Linear"):
         load_checkpoint(path, {"embedding": torch.nn.Linear(1, 1)})
     smaller = [TableConfig(name="t", num_embeddings=300, embedding_dim=8, feature_names=("a",))]

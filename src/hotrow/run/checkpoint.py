@@ -213,7 +213,11 @@ def _begin_with(
             continue
         tables = {name: _tables(part) for name, part in parts.items() if _changes(part) is changes}
         for table, wanted in changes.arrays_by_table().items():
-            chains = {name: chain for name in tables if (chain := manifest.chain(name, table)) is not None}
+            chains = {
+                name: chain
+                for name, own in tables.items()
+                if table in own and (chain := manifest.chain(name, table)) is not None
+            }
             held = [(chain, tables[name][table]) for name, chain in chains.items()]
             has_all = sorted(array for _, arrays in held for array in arrays) == sorted(wanted)
             if has_all and table not in moved and begins_with(path, table, held, emb.placement, grown=grown):
