@@ -6,6 +6,7 @@ The truth is the same day prepared without it: what a dictionary of ids says of 
 from __future__ import annotations
 
 import json
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,18 @@ def test_scores_and_training_are_those_of_the_old_numbers(
         assert plain[0] == other[0], "scored before it trained"
         assert plain[1] == other[1]
     assert np.array_equal(*scores)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no other file system here")
+@pytest.mark.parametrize("day", ["1", "1r"])
+def test_a_day_that_shares_no_file_does_not_speak_of_copies(days: dict[str, Path], tmp_path: Path, day: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        less = "memory={dram: 15KiB, writes: in_place, force: true}"
+        before = runs.train(config(days["0"], Path(folder) / "0", *OF_IDS, *BIG, less)).path
+        if before.stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("/dev/shm is no other file system here")
+        run = runs.train(config(days[day], tmp_path / "run", *OF_IDS, *BIG, *TIERS, f"from_run={before}")).path
+    assert ("the first checkpoint copies them" in (run / "log.txt").read_text()) == (day == "1")
 
 
 def test_another_optimizer_begins_anew(days: dict[str, Path], tmp_path: Path) -> None:

@@ -377,8 +377,9 @@ def _begin(training: Training, found: Path | Start | None) -> None:
 def _look_back(training: Training, start: Start) -> None:
     """Says and records what the run starts with, and how good that is on rows that it has not seen."""
     training.say(start.line())
-    shares_files = training.parts.embedding.placement.changes is not None and "sparse" in start.record.states
-    if shares_files and start.checkpoint.stat().st_dev != training.folder.path.stat().st_dev:
+    placement = training.parts.embedding.placement
+    goes_on = placement.changes is not None and placement.changes.saved is not None
+    if goes_on and placement.find(Tiers) and start.checkpoint.stat().st_dev != training.folder.path.stat().st_dev:
         training.say(
             f"{start.record.path} is on another file system, which cannot share its files: the first checkpoint copies "
             "them"
