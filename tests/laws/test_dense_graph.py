@@ -7,6 +7,7 @@ of CUDA would forget, and what it would do to memory that somebody kept, shows t
 from __future__ import annotations
 
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,21 @@ def test_which_batches_are_replayed() -> None:
         assert same(side.step(*batch_of(size, k)), plain.step(*batch_of(size, k))), k
         assert recorder.replays - before == expected, k
     assert recorder.captures == 3
+
+
+def test_an_older_graph_is_gone_before_another_is_captured() -> None:
+    recorder, older = Recorder(), list[weakref.ref[Tensor]]()
+
+    def capture(work: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
+        assert not any(own() is not None for own in older)
+        (loss, grads), replay = recorder(work)
+        older.extend(weakref.ref(own) for own in (loss, *grads) if own is not None)
+        return (loss, grads), replay
+
+    side = Side([capture])
+    for size in (8, 8, 5, 5):
+        side.step(*batch_of(size, 1))
+    assert recorder.captures == 2 and len(older) > 4
 
 
 def test_sample_weights_and_rows_without_gradients_have_graphs_of_their_own() -> None:

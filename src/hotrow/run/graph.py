@@ -54,6 +54,7 @@ class DenseGraph(Meter):
         """What the graph was captured for."""
         self._last: Any = None
         self._replay: Callable[[], None]
+        self._outputs: Outputs
         self.refused, self._is_said = "", False
         """Why nothing can be captured; empty if it can."""
 
@@ -87,7 +88,8 @@ class DenseGraph(Meter):
 
     def _make(self, key: Any, batch: Batch, given: list[Tensor], weights: list[nn.Parameter], loss_of: Any) -> bool:
         """Captures a graph for batches like this one; returns whether that is possible."""
-        self._key, self._replay = None, lambda: None  # an older graph gives its memory back
+        # An older graph gives its memory back, which it keeps as long as any of it is in use.
+        self._key, self._replay, self._outputs = None, lambda: None, (torch.empty(0), [])
         self._inputs = [torch.empty(own.shape, dtype=own.dtype, device=self._device) for own in given]
         rows, dense, label, *weight = (
             own.copy_(value.detach()) for own, value in zip(self._inputs, given, strict=True)
