@@ -18,7 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -264,7 +264,7 @@ def forecast(folder: Path, options: Options) -> dict[str, Any]:
             )
     except ValueError as error:
         return {"error": named_in(str(error))}
-    return facts_of(found.to_json())
+    return facts_of(asdict(found))
 
 
 def named_in(text: str) -> list[str]:
