@@ -69,7 +69,7 @@ MEMORY_SHARE = 0.6
 PROMISED, MIN_OF_ALL = ("10%", 1.05), 0.7
 """With so many of the rows in slots and that skew, `cached` is to reach this share of the speed of `all_in_hbm`."""
 DRAM_SHARE = 0.4
-"""Of the rows' bytes, for tables in tiers."""
+"""A share of the rows' bytes, for tables in tiers."""
 PARTS = 2
 """Turns of each class in a stretch: half of it at a time, the rate with which FAE begins."""
 
@@ -149,7 +149,7 @@ class Side:
         raise NotImplementedError
 
     def loss_of(self, batch: hotrow.Batch, rows: Tensor) -> Tensor:
-        """Of these pooled rows."""
+        """Returns the loss of a batch with these pooled rows."""
         dense, label = batch.dense.to(self.device), batch.label.to(self.device)
         return nn.functional.binary_cross_entropy_with_logits(self.model(dense, rows), label)
 
@@ -375,7 +375,7 @@ class Cached(OurHybrid):
         return {"hits_per_row": hits / max(1, total)}
 
     def close(self) -> None:
-        """Of tiers."""
+        """Lets go of the tables' files, if they are in tiers."""
         self.emb.placement.close()
 
 
@@ -531,7 +531,7 @@ def make_sides(cell: Cell, modes: Sequence[str], hot: HotSet) -> tuple[dict[str,
 
 
 def make_side(cell: Cell, mode: str, hot: HotSet, model: nn.Module, device: torch.device) -> Side:
-    """Of one mode. Raises what its parts raise where they have no room, or are not installed."""
+    """Measures one mode. Raises what its parts raise if they have no room or are not installed."""
     emb = hotrow.EmbeddingCollection(cell.tables, memory=cell.memory(mode), seed=SEED)
     if mode == "torch_hybrid":
         return TorchHybrid(model, device, emb)

@@ -38,7 +38,7 @@ CHANGED = 0.01
 """Share of a table's rows that each day changes."""
 PIECE_ROWS = 1 << 16
 MOST_IDS = 4_000_000
-"""Of tables that are holes together: more would only make their vocabularies take longer."""
+"""The most ids that tables of holes have together: with more, only their vocabularies would take longer."""
 
 
 class Random:

@@ -332,14 +332,17 @@ def changed_by(way: str, emb: hotrow.EmbeddingCollection, optimizer: Any) -> Non
         optimizer.step(closure)
 
 
+def two_sides(optimizer: Any) -> list[tuple[hotrow.EmbeddingCollection, Any]]:
+    """Two equal collections, each with its optimizer."""
+    collections = [hotrow.EmbeddingCollection(TABLES, seed=3) for _ in range(2)]
+    return [(emb, optimizer(emb, lr=0.1)) for emb in collections]
+
+
 @pytest.mark.usefixtures("dram_as_device")
 @pytest.mark.parametrize("way", ["a tensor", "a state", "rows", "state_dict", "optimizer", "grow", "closure"])
 def test_rows_that_were_changed_in_another_way_cross_too(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies_module, "MAX_LISTED", 100.0)
-    sides = []
-    for _ in range(2):
-        emb = hotrow.EmbeddingCollection(TABLES, seed=3)
-        sides.append((emb, hotrow.Adagrad(emb, lr=0.1)))
+    sides = two_sides(hotrow.Adagrad)
     (plain, plain_optimizer), (emb, optimizer) = sides
     copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
     copies.fetch()
@@ -360,11 +363,7 @@ def test_rows_that_were_changed_in_another_way_cross_too(way: str, monkeypatch: 
 
 @pytest.mark.usefixtures("dram_as_device")
 def test_a_batch_that_was_looked_up_before_a_swap_and_trained_after_the_next() -> None:
-    sides = []
-    for _ in range(2):
-        emb = hotrow.EmbeddingCollection(TABLES, seed=3)
-        sides.append((emb, hotrow.SGD(emb, lr=0.1)))
-    (plain, plain_optimizer), (emb, optimizer) = sides
+    (plain, plain_optimizer), (emb, optimizer) = two_sides(hotrow.SGD)
     copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
     batch = random_batch(np.random.default_rng(5), hot=True, one_hot=True)
     losses = [emb(batch).square().sum(), plain(batch).square().sum()]

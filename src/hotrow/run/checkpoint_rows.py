@@ -68,7 +68,7 @@ class NumRows(NamedTuple):
     ever: int
     """If a new chain begins."""
     added: int = 0
-    """Of the changed ones, those that the chain says wrong things of, as `_added` has them."""
+    """The changed rows of which the chain says what is wrong, as `_added` has them."""
 
     @classmethod
     def of(cls, changes: Changes, table: str, chain: Chain | None, num_rows: int) -> NumRows:

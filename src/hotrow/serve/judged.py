@@ -28,7 +28,7 @@ class Judgement(NamedTuple):
     label: str
     num_rows: int
     figures: dict[str, Any]
-    """As of `BinaryCrossEntropy`."""
+    """The metrics of `BinaryCrossEntropy`."""
 
 
 class Judged:
@@ -41,7 +41,7 @@ class Judged:
         self._names, self._lock = tuple(names), threading.Lock()
         self._waiting: dict[str, tuple[str, NDArray[np.float32]]] = {}
         self._num_waiting = self._num_known = 0
-        # Of the last rows with labels, each in its number modulo WINDOW: by version, scores and labels.
+        # The last rows with labels, each at its number modulo WINDOW: version, scores and labels.
         self._versions: dict[str, int] = {}
         self._version_W = np.full(WINDOW, -1, np.int32)
         self._scores_WL, self._labels_WL = (np.empty((WINDOW, len(self._names)), np.float32) for _ in range(2))

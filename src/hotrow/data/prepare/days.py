@@ -46,7 +46,7 @@ class Day:
     last_time_s: float | None = None
     """Time of its last row, in seconds since 1970; None if its rows have no times of a known unit."""
     earlier: list[str] = field(default_factory=list)
-    """Of each day before it whose files have checksums: the beginning of the SHA-256 of these and their sizes."""
+    """For each day before it whose files have checksums, the beginning of the SHA-256 of these and the sizes."""
 
 
 @dataclass(frozen=True)
