@@ -190,14 +190,18 @@ class Pages:
         files = {each["name"]: export / each["file"] for each in about["tables"]}
         self._paths = [files[each["table"]] for each in about["features"]]
         self._weights = [self._version.mapped.weights[each["table"]] for each in about["features"]]
+        own = self._version.mapped._rows_of
+        self._pinned = np.array([own[each["name"]].num_pinned for each in about["features"]])
         self._files = {path: path.open("rb") for path in self._paths}
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def warm(self) -> None:
         """Leaves the first tenth of each table in the page cache, page by page, and nothing else of it."""
         os.sync()
-        for weights, path in zip(self._weights, self._paths, strict=True):
-            self._let_go(weights.data_ptr(), weights.nbytes)
+        self._version.mapped.let_go()
+        for weights, path, pinned in zip(self._weights, self._paths, self._pinned, strict=True):
+            if not pinned:
+                self._let_go(weights.data_ptr(), weights.nbytes)
             file, size = self._files[path].fileno(), path.stat().st_size
             os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
             os.posix_fadvise(file, 0, size, os.POSIX_FADV_RANDOM)
@@ -210,10 +214,14 @@ class Pages:
         rows = self._version._cells.read(user, items, len(items)).ids
         shared = np.array([name in user for name in self._version._cells.names])
         own = [(f, row) for f, ids in enumerate(rows) for row in (ids[:1] if shared[f] else ids).tolist()]
-        rng = np.random.default_rng(len(own))
-        chosen = rng.choice(len(own), round(share * len(own)), replace=False)
         row_bytes = 4 * self._weights[0].shape[1]
-        return sorted({(own[k][0], own[k][1] * row_bytes // mmap.PAGESIZE) for k in chosen})
+        # A page has rows of both kinds where the pinned ones end.
+        ends = -(-self._pinned * row_bytes // mmap.PAGESIZE)
+        pages = [(f, row * row_bytes // mmap.PAGESIZE) for f, row in own]
+        pages = [(f, page) for f, page in pages if page >= ends[f]]
+        rng = np.random.default_rng(len(own))
+        chosen = rng.choice(len(pages), min(round(share * len(own)), len(pages)), replace=False)
+        return sorted({pages[k] for k in chosen})
 
     def drop(self, pages: Iterable[tuple[int, int]]) -> None:
         """Drops pages from this process and from the page cache."""

@@ -21,6 +21,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <optional>
+#include <span>
 #include <utility>
 
 #include "bindings.h"
@@ -214,6 +215,19 @@ int try_read(int fd, int64_t bytes) {
   return error;
 }
 
+// Asks for the pages of rows of a mapped file, so that the disk reads them side by side and not at one page fault after
+// another. `first`: rows below it are in memory. A hint, whose failure changes nothing but time.
+void ask_for_rows(int fd, int64_t begin, int64_t row_bytes, const In<int64_t>& rows, int64_t first) {
+#if defined(POSIX_FADV_WILLNEED)
+  int64_t last = -1;  // ids that a request's rows share come one after another
+  for (const int64_t row : std::span(rows.data(), rows.size())) {
+    if (row < first || row == last) continue;
+    last = row;
+    posix_fadvise(fd, static_cast<off_t>(begin + row * row_bytes), static_cast<off_t>(row_bytes), POSIX_FADV_WILLNEED);
+  }
+#endif
+}
+
 }  // namespace
 
 void bind_memory(nb::module_& m) {
@@ -248,4 +262,5 @@ void bind_memory(nb::module_& m) {
   m.def("block_layout", bind_block_layout);
   m.def("direct_sector", direct_sector);
   m.def("try_read", try_read);
+  m.def("ask_for_rows", ask_for_rows, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -7,15 +7,22 @@ cells are of any kind, deltas come while others score, and requests are hostile.
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
 import json
 import math
+import mmap
 import os
 import random
+import re
+import resource
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +34,13 @@ import pytest
 from test_export import BASE, TOLERANCE, clicks, native, prepared, read_csv, scorer_of, train, write_csv, write_parquet
 
 import hotrow
-from benchmarks.serving_export import make
+from benchmarks.serving_export import make, write
 from hotrow.base.records import write_sealed
 from hotrow.config.load import make_config
+from hotrow.data.native import backend
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
+from hotrow.export.delta import write_delta
 from hotrow.export.export import file_record
 from hotrow.kernels import ops
 from hotrow.models.spec import SampleError
@@ -365,7 +374,7 @@ def test_memory_is_let_go_of(days: Days, tmp_path: Path, monkeypatch: pytest.Mon
     scorer = hotrow.Scorer(base, memory="1MiB", work=tmp_path / "work")
     own = mapped.MappedTables.let_go
     monkeypatch.setattr(
-        mapped.MappedTables, "let_go", lambda tables: (own(tables), let_go.append(str(tables._most)))[0]
+        mapped.MappedTables, "let_go", lambda tables: (own(tables), let_go.append(str(tables._budget)))[0]
     )
     for expected, change in ((first, lambda: scorer.apply(delta)), (second, scorer.rollback)):
         for _ in range(3):
@@ -374,6 +383,79 @@ def test_memory_is_let_go_of(days: Days, tmp_path: Path, monkeypatch: pytest.Mon
     assert len({*let_go}) == 1 and len(let_go) == 9, (
         "after each score, the first one of a version included, and at its end"
     )
+
+
+def locked_bytes() -> int:
+    """Bytes that this process has locked in memory."""
+    return 1024 * int(re.search(r"^VmLck:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
+
+
+@native
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < 1 << 22, reason="no memory may be locked here")
+def test_the_first_rows_are_pinned(tmp_path: Path) -> None:
+    """As many of each table as fit in half of the budget, by one version at a time, and no score changes."""
+    make(tmp_path / "base", 20_000)
+    shutil.copytree(tmp_path / "base", tmp_path / "since")
+    write_delta(tmp_path / "since", tmp_path / "delta", lambda to: write(to, 20_000, 1))
+    rows = [{"C3": "9e3779b3", "C4": format((7 * 2654435761 + 3) % 2**32, "x"), "I1": 3.0}, {}]
+    expected = hotrow.Scorer(tmp_path / "base").score(rows)
+    before = locked_bytes()
+    scorer = hotrow.Scorer(tmp_path / "base", memory="512KiB")
+    pages = len(scorer._versions[0].mapped.weights) * mmap.PAGESIZE
+    head_bytes = sum(own.begin for own in scorer._versions[0].mapped._rows)
+
+    def pinned_bytes() -> int:
+        return locked_bytes() - before
+
+    assert (1 << 18) - pages < pinned_bytes() <= (1 << 18) + head_bytes + pages
+    np.testing.assert_array_equal(scorer.score(rows), expected)
+    first = pinned_bytes()
+    for change in (partial(scorer.apply, tmp_path / "delta"), scorer.rollback):
+        change()
+        assert pinned_bytes() == first
+    np.testing.assert_array_equal(scorer.score(rows), expected)
+    assert hotrow.Scorer(tmp_path / "base", memory=0).score(rows).tobytes() == expected.tobytes()
+    del scorer, change
+    gc.collect()
+    assert not pinned_bytes()
+
+
+@native
+def test_rows_are_read_before_a_lookup(tmp_path: Path) -> None:
+    """All that are not pinned, and no others; seen by mincore."""
+    path, begin, row_bytes = tmp_path / "rows", 100, 5000
+    path.write_bytes(bytes(begin + 100 * row_bytes))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        mapped = np.memmap(file, np.uint8, "r")
+
+        def there() -> set[int]:
+            found = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+            ctypes.CDLL(None).mincore(ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(len(mapped)), found)
+            return set(np.flatnonzero(np.frombuffer(found, np.uint8) & 1).tolist())
+
+        tries = 50
+        while there() and (tries := tries - 1):  # pages that are on their way to a list of the system's stay at first
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            time.sleep(0.01)
+        if there():
+            pytest.skip("this file system keeps files in memory")
+        asked = [60, 60, 99, 3, 20]
+        backend().ask_for_rows(file.fileno(), begin, row_bytes, np.array(asked), 20)
+        expected = {
+            page
+            for row in asked
+            if row >= 20
+            for page in range(
+                (begin + row * row_bytes) // mmap.PAGESIZE,
+                -(-(begin + (row + 1) * row_bytes) // mmap.PAGESIZE),
+            )
+        }
+        until = time.monotonic() + 30
+        while there() != expected and time.monotonic() < until:
+            time.sleep(0.01)  # the disk reads meanwhile
+        assert there() == expected
 
 
 @native

@@ -22,7 +22,7 @@
 namespace hotrow {
 
 inline constexpr int64_t kPlacesPerRow = 2;
-inline constexpr int64_t kLeastPagePlaces = 8;
+inline constexpr int64_t kLeastPagePlaces = 4;
 
 // Whether pages of the layout hold as many records as make gathering worth its while, and as can be counted.
 bool can_gather(const BlockLayout& layout);

@@ -7,6 +7,7 @@ the schema, transforms and statistics of preparation, and the network is the one
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -39,7 +40,7 @@ from hotrow.tables import TableConfig
 CURE = "export the run again"
 _ERRORS = (
     *(ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, MemoryError, OSError),
-    SafetensorError,
+    *(SafetensorError, struct.error),
 )
 _OF_DENSE = ("name", "transform", "missing", "written")
 """Fields of a dense column besides the options of its transform."""

@@ -1,20 +1,30 @@
-"""Tables of an export as they lie in their files: mapped, so that a row is read when it is first looked up."""
+"""Tables of an export as they lie in their files: mapped, so that a row is read when it is first looked up.
+
+Within a budget of memory, the first rows of all tables are locked into half of it: rows are numbered by how often
+training looked them up. The rows behind them share the other half, and a lookup first asks the disk for all of its own.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import warnings
+import weakref
+from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from hotrow.base.door import open_file
 from hotrow.batch import KeyedJaggedTensor
+from hotrow.data.native import backend
 from hotrow.embedding import EmbeddingCollection
 from hotrow.export.rows import RowFormat, StoredLookups
 from hotrow.export.score import STORED, looked_up
@@ -26,48 +36,132 @@ MAX_HEAD_BYTES = 1 << 20
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 
+class Budget(NamedTuple):
+    """What a scorer may have in memory."""
+
+    most_bytes: int
+    """Bytes of mapped files in this process, those of others included."""
+    pinned_bytes: int
+    """Of these, rows that stay there."""
+
+
+@dataclass
+class _Rows:
+    """Where the rows of a table lie."""
+
+    mapped: mmap.mmap
+    file: IO[bytes]
+    address: int
+    begin: int
+    """Where they begin in the file."""
+    row_bytes: int
+    num_rows: int
+    num_pinned: int = 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the file from its start that stay in memory."""
+        return self.begin + self.num_pinned * self.row_bytes if self.num_pinned else 0
+
+
 class MappedTables:
     """The tables in the files of an export, never written: of float32 for `EmbeddingCollection(memory=...)`.
 
-    most_bytes: how much of mapped files may be in this process's memory, those of others included; if None, the system
-    decides.
+    budget: if None, the system decides what is in memory.
     """
 
-    def __init__(self, export: Path, tables: Sequence[dict[str, Any]], most_bytes: int | None) -> None:
+    def __init__(self, export: Path, tables: Sequence[dict[str, Any]], budget: Budget | None) -> None:
         self.weights: dict[str, Tensor] = {}
-        self._maps: list[mmap.mmap] = []
-        self._most = most_bytes
+        self._budget, self._last_bytes = budget, mapped_bytes()
+        self._others: list[mmap.mmap] = []
+        self._rows: list[_Rows] = []
+        self._rows_of: dict[str, _Rows] = {}
+        """By feature."""
+        self._libc = ctypes.CDLL(None)
+        self._ask = getattr(backend(), "ask_for_rows", None)
+        files = ExitStack()
+        weakref.finalize(self, files.close)
         for table in tables:
             dtype, more = STORED[table.get("stored_as", "float32")]
             shape = table["num_embeddings"], table["embedding_dim"] + more
-            mapped, begin = _map(export / table["file"], table["tensor"], dtype, shape)
-            self.bound(mapped)
+            file = files.enter_context(open_file(export / table["file"]))
+            mapped, begin = _map(export / table["file"], file, table["tensor"], dtype, shape)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch has no tensors that cannot be written to, and says so
                 weights = torch.frombuffer(mapped, dtype=dtype, count=shape[0] * shape[1], offset=begin)
             self.weights[table["name"]] = weights.view(shape)
+            row_bytes = dtype.itemsize * shape[1]
+            self._rows.append(_Rows(mapped, file, weights.data_ptr() - begin, begin, row_bytes, shape[0]))
+            self._rows_of |= dict.fromkeys(table["features"], self._rows[-1])
+            self._at_random(mapped)
 
     def place(self, tables: Sequence[TableConfig], *, seed: int) -> Placement:
         """Returns the placement of the tables."""
         return Dram(tables, weights=self.weights)
 
     def bound(self, mapped: mmap.mmap | None) -> None:
-        """Counts a mapping among those that are let go of if there is too much of them in memory."""
-        if self._most is not None and mapped is not None:
+        """Counts another mapping among those that are let go of if there is too much of them in memory."""
+        if mapped is not None:
+            self._at_random(mapped)
+            self._others.append(mapped)
+
+    def _at_random(self, mapped: mmap.mmap) -> None:
+        if self._budget is not None:
             # A row takes a page. Reading the pages around it too would fill the memory with rows nobody asks for.
             mapped.madvise(mmap.MADV_RANDOM)
-            self._maps.append(mapped)
+
+    def pin(self) -> None:
+        """Reads the first rows of all tables, as many of each as fit in the budget for them, and keeps them."""
+        if self._budget is None:
+            return
+        counts = range(max((own.num_rows for own in self._rows), default=0) + 1)
+        first = bisect_right(counts, self._budget.pinned_bytes, key=self._first_bytes) - 1
+        for own in self._rows:
+            own.num_pinned = min(first, own.num_rows)
+            if own.pinned_bytes:
+                own.mapped.madvise(mmap.MADV_WILLNEED, 0, own.pinned_bytes)  # at once, and not page by page
+                # It may be refused (`ulimit -l`). Then the system may take these pages, like those of any other file.
+                self._libc.mlock(ctypes.c_void_p(own.address), ctypes.c_size_t(own.pinned_bytes))
+
+    def _first_bytes(self, count: int) -> int:
+        """Returns how many bytes the first rows of all tables have."""
+        return sum(min(count, own.num_rows) * own.row_bytes for own in self._rows)
+
+    def ask_for(self, sparse: KeyedJaggedTensor) -> None:
+        """Asks the disk for all rows of a lookup that may not be in memory, so that it reads them side by side."""
+        if self._budget is None or self._ask is None:
+            return
+        ids = sparse.values.long().numpy()
+        for name, own in self._rows_of.items():
+            if own.num_pinned < own.num_rows:
+                self._ask(own.file.fileno(), own.begin, own.row_bytes, ids[sparse.span(name)], own.num_pinned)
 
     def keep_within(self) -> None:
-        """Lets go of all mapped pages if there are more than `most_bytes` of them. Call it after each lookup."""
-        if self._most is not None and mapped_bytes() > self._most:
-            self.let_go()
+        """Lets go of mapped pages if the budget has no room for as many again as the last lookup added. Call it after
+        each lookup."""
+        if self._budget is not None:
+            now, before = mapped_bytes(), self._last_bytes
+            self._last_bytes = now
+            if now + max(0, now - before) > self._budget.most_bytes:
+                self.let_go()
 
     def let_go(self) -> None:
-        """Lets go of all mapped pages, if they are bounded. The system may still have them, and gives them back without
-        reading the disk unless it needed their memory."""
-        for mapped in self._maps:
-            mapped.madvise(mmap.MADV_DONTNEED)
+        """Lets go of all mapped pages but those of pinned rows, if they are bounded. The system may still have them,
+        and gives them back without reading the disk unless it needed their memory."""
+        if self._budget is not None:
+            for own in self._rows:
+                end = -(-own.pinned_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+                if end < len(own.mapped):
+                    own.mapped.madvise(mmap.MADV_DONTNEED, end)
+            for mapped in self._others:
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+    def unpin(self) -> None:
+        """Lets go of all mapped pages, if they are bounded."""
+        for own in self._rows:
+            self._libc.munlock(ctypes.c_void_p(own.address), ctypes.c_size_t(own.pinned_bytes))
+            own.num_pinned = 0
+        self.let_go()
 
 
 def mapped_bytes() -> int:
@@ -90,21 +184,20 @@ class SmallLookups(StoredLookups):
         return {name: (looked_up(self._weights[name][ids.long()]), offsets) for name, (ids, offsets, _) in bags.items()}
 
 
-def _map(path: Path, tensor: str, dtype: torch.dtype, shape: tuple[int, int]) -> tuple[mmap.mmap, int]:
+def _map(path: Path, file: IO[bytes], tensor: str, dtype: torch.dtype, shape: tuple[int, int]) -> tuple[mmap.mmap, int]:
     """Maps a safetensors file; returns the mapping, and where `tensor` begins in it.
 
     Raises ValueError, which names the file, if it does not hold the tensor in this type and shape.
     """
-    with open_file(path) as file:
-        head_bytes = int.from_bytes(file.read(8), "little")
-        try:
-            about = json.loads(file.read(min(head_bytes, MAX_HEAD_BYTES)))[tensor]
-            begin, end = about["data_offsets"]
-            fits = about["dtype"] == _NAMES[dtype] and tuple(about["shape"]) == shape and begin >= 0
-            fits = fits and end - begin == dtype.itemsize * shape[0] * shape[1]
-            fits = fits and 8 + head_bytes + end <= path.stat().st_size
-        except (ValueError, KeyError, TypeError):
-            fits = False
-        if not fits:
-            raise ValueError(f"{path} does not hold {tensor} as {dtype} {list(shape)}; export the run again")
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), 8 + head_bytes + begin
+    head_bytes = int.from_bytes(file.read(8), "little")
+    try:
+        about = json.loads(file.read(min(head_bytes, MAX_HEAD_BYTES)))[tensor]
+        begin, end = about["data_offsets"]
+        fits = about["dtype"] == _NAMES[dtype] and tuple(about["shape"]) == shape and begin >= 0
+        fits = fits and end - begin == dtype.itemsize * shape[0] * shape[1]
+        fits = fits and 8 + head_bytes + end <= path.stat().st_size
+    except (ValueError, KeyError, TypeError):
+        fits = False
+    if not fits:
+        raise ValueError(f"{path} does not hold {tensor} as {dtype} {list(shape)}; export the run again")
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), 8 + head_bytes + begin

@@ -27,7 +27,7 @@ from hotrow.data.seen import Seen
 from hotrow.export.delta import apply_delta, checksum_of, read_delta
 from hotrow.export.export import EXPORT, verify_export
 from hotrow.models.spec import SampleError
-from hotrow.serve.mapped import mapped_bytes
+from hotrow.serve.mapped import Budget, mapped_bytes
 from hotrow.serve.version import NAME_DIGITS, Version
 
 VERSIONS, SUFFIX = "versions", ".serve"
@@ -48,8 +48,8 @@ class Scorer:
     """Scores raw rows with an export that `hotrow export` wrote, and takes deltas while it does.
 
     export: its folder, which is never written to. memory: how much of its tables and vocabularies may be in this
-    process's memory, as bytes or text such as "1GiB"; they stay in their files, and rows are read when they are looked
-    up. If None, the system decides. work: a folder for searchable vocabularies and for versions that deltas make; by
+    process's memory, as bytes or text such as "1GiB": half of it for the first rows of all tables, which stay there,
+    half for what else is looked up in the files. If None, the system decides. work: a folder for searchable vocabularies and for versions that deltas make; by
     default EXPORT.serve beside the export. Several threads may score at once; each call computes on its own thread.
 
     Raises ValueError, which names the file and says what to do, if the export is damaged or half brought forward.
@@ -60,7 +60,10 @@ class Scorer:
         if not is_taken(path / EXPORT):
             verify_export(path)  # which says what is missing, before a folder is made beside it
         # Once, so that a version's limit does not count what the one before it had in memory.
-        self._most_bytes = None if memory is None else mapped_bytes() + parse_bytes(memory, what="memory")
+        self._budget: Budget | None = None
+        if memory is not None:
+            num_bytes = parse_bytes(memory, what="memory")
+            self._budget = Budget(mapped_bytes() + num_bytes, num_bytes // 2)
         self._work = path.resolve().with_name(path.resolve().name + SUFFIX) if work is None else Path(work)
         try:
             make_folder(self._work)
@@ -69,7 +72,8 @@ class Scorer:
             raise ValueError(
                 f"{self._work} cannot be made: {reason}; pass work=, a folder that can be written"
             ) from None
-        opened = Version(path, self._work, self._most_bytes)
+        opened = Version(path, self._work, self._budget)
+        opened.mapped.pin()
         self._versions: tuple[Version, Version | None] = opened, None
         """The version that scores, and the one before it."""
         self._undone: Version | None = None
@@ -173,9 +177,10 @@ class Scorer:
                 shutil.rmtree(path)  # an earlier process ended while it removed it
             if not (is_next and is_taken(path)):
                 apply_delta(now.path, delta, path)  # which says why, if it is not the next one
-            opened = Version(path, self._work, self._most_bytes)
+            opened = Version(path, self._work, self._budget)
             self._versions = opened, now
-            now.mapped.let_go()
+            now.mapped.unpin()
+            opened.mapped.pin()
             for old in (own for own in (before, self._undone) if own is not None):
                 for file in old.made - now.made - opened.made:
                     file.unlink(missing_ok=True)
@@ -192,7 +197,8 @@ class Scorer:
             if before is None:
                 raise ValueError("there is no version before this one; apply a delta first")
             self._versions, self._undone = (before, None), now
-            now.mapped.let_go()
+            now.mapped.unpin()
+            before.mapped.pin()
             return before.name
 
     @contextmanager

@@ -33,7 +33,7 @@ from hotrow.models.spec import SampleError
 from hotrow.run.build import look_up
 from hotrow.serve.cells import cells_of
 from hotrow.serve.described import explaining, network_of, reading_of, seen_of, tables_of
-from hotrow.serve.mapped import MappedTables, SmallLookups
+from hotrow.serve.mapped import Budget, MappedTables, SmallLookups
 
 ROWS_AT_ONCE = 1 << 16
 NAME_DIGITS = 12
@@ -43,11 +43,11 @@ UNKNOWN = "an id that training never saw, or too rarely to give it a row"
 class Version:
     """One export, opened: it never changes, and several threads may score with it.
 
-    work: where searchable vocabularies are kept. most_bytes: as of `MappedTables`. Raises ValueError, which names the
+    work: where searchable vocabularies are kept. budget: as of `MappedTables`. Raises ValueError, which names the
     file, if the export is damaged, or not one that can be scored.
     """
 
-    def __init__(self, path: Path, work: Path, most_bytes: int | None) -> None:
+    def __init__(self, path: Path, work: Path, budget: Budget | None) -> None:
         verify_export(path, unread=("tables/",))
         self.path, self.name = path, checksum_of(path)[:NAME_DIGITS]
         about = DOCUMENT.read(path / EXPORT)
@@ -55,7 +55,7 @@ class Version:
             reading = reading_of(path, about, work)
             self._shape = (0, len(about.labels)) if len(about.labels) > 1 else (0,)
             self.columns = reading.schema.input_names
-            self.mapped = MappedTables(path, about.tables, most_bytes)
+            self.mapped = MappedTables(path, about.tables, budget)
             self.made = {vocabulary.path for vocabulary in reading.vocabularies.values()}
             for vocabulary in reading.vocabularies.values():
                 self.mapped.bound(vocabulary.mapped)
@@ -151,6 +151,7 @@ class Version:
 
     @torch.no_grad()
     def _outputs(self, dense_BI: Tensor, sparse: KeyedJaggedTensor) -> NDArray[np.float32]:
+        self.mapped.ask_for(sparse)
         with one_thread(), ops.weights_stay(self._packed):
             rows = look_up(self._model, self._embedding, sparse)
             found: NDArray[np.float32] = self._scores(self._model(dense_BI, rows)).numpy()
