@@ -130,8 +130,9 @@ void Engine::run() {
     free_jobs_.push_back(jobs_.back().get());
   }
   // Without memory for them every I/O fits a frame.
-  large_frames_ = allocate_pages(static_cast<size_t>(options_.depth * kPageBytes), true);
-  for (int64_t at = options_.depth * kPageBytes; large_frames_.data && (at -= kPackedPageBytes) >= 0;) {
+  const int64_t large_bytes = options_.depth * kPageBytes / kPackedPageBytes * kMostPackedPageBytes;
+  large_frames_ = allocate_pages(static_cast<size_t>(large_bytes), true);
+  for (int64_t at = large_bytes; large_frames_.data && (at -= kMostPackedPageBytes) >= 0;) {
     free_large_frames_.push_back(static_cast<std::byte*>(large_frames_.data) + at);
   }
   fewest_free_ = free_large_frames_.size();

@@ -238,7 +238,7 @@ class Engine {
   std::vector<Call> taken_;  // from here on used by the engine's thread alone
   std::vector<std::unique_ptr<Job>> jobs_;
   std::vector<Job*> free_jobs_;
-  Pages large_frames_{};  // of kPackedPageBytes, for packed pages: as much as all frames; address space until used
+  Pages large_frames_{};  // of kMostPackedPageBytes, for packed pages; address space until used
   std::vector<std::byte*> free_large_frames_;
   size_t fewest_free_ = 0;                                // the fewest free frames so far
   std::deque<std::unique_ptr<Call>> reading_;             // calls whose moves wait

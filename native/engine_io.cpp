@@ -168,7 +168,7 @@ Job& Engine::take_job(Io::Kind kind, Table& table, int64_t unit, int64_t bytes) 
     free_large_frames_.pop_back();
     if (free_large_frames_.size() < fewest_free_) {
       fewest_free_ = free_large_frames_.size();
-      bump_own(large_bytes_, kPackedPageBytes);
+      bump_own(large_bytes_, kMostPackedPageBytes);
     }
   } else {
     job.base = static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), std::align_val_t{kPageBytes}));

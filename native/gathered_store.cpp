@@ -1,4 +1,5 @@
 // See hotrow/gathered_store.h.
+#include <fcntl.h>
 #include <hotrow/gathered_store.h>
 #include <unistd.h>
 
@@ -78,6 +79,15 @@ class Region {
     return record_at(next_++);
   }
 
+  // Calls reserve(first page, number) if the open page is one that no room was asked for.
+  template <class Reserve>
+  void reserve_ahead(const Reserve& reserve) {
+    if (open_page_ < num_reserved_) return;
+    const int64_t first = open_page_, last = std::min(first + kReservedPages, static_cast<int64_t>(num_free_.size()));
+    reserve(first, last - first);
+    num_reserved_ = last;
+  }
+
   template <class WriteDown>
   void close(const WriteDown& write_down) {
     for (int64_t i = 0; i < page_places_ && held_.any(); ++i) {
@@ -143,6 +153,7 @@ class Region {
   std::vector<bool> is_free_;
   int64_t open_page_ = -1, next_ = 0;  // in it, where to look for a free place
   size_t last_opened_ = 0;
+  int64_t num_reserved_ = 0;  // pages that room was asked for
   std::bitset<kMostPackedRows> held_;  // of the open page's places, those whose record lies in page_
   std::unique_ptr<std::byte[]> page_;
 };
@@ -236,7 +247,8 @@ class GatheredStore final : public BlockStore {
         path_(file.path),
         process_(getpid()),
         places_(std::make_shared<Places>(file.layout, file.num_rows)),
-        num_rows_(file.num_rows) {
+        num_rows_(file.num_rows),
+        fd_(file.fd) {
     file.num_rows = num_places(layout_, file.num_rows);
     file.names = places_;
     lower_ = open_block_store(std::move(engine), std::move(file));
@@ -295,6 +307,9 @@ class GatheredStore final : public BlockStore {
           slots.gather(move.slot,
                        region.put(places_->in_region(move.row), piece.from(places_->first_place_of(move.row))));
           num_held_ += region.num_held() - held_before;
+          region.reserve_ahead([&](int64_t page, int64_t count) {
+            reserve(places_->first_place_of(move.row) / layout_.page_rows() + page, count);
+          });
         }
       }
       piece.write_to(*lower_);
@@ -343,6 +358,14 @@ class GatheredStore final : public BlockStore {
  private:
   static constexpr size_t kAhead = 12;  // moves between what they need is fetched and used
 
+  // Asks for room for pages of the file. If it is refused, each write asks anew, and says what is wrong.
+  void reserve(int64_t first_page, int64_t count) const {
+#if defined(FALLOC_FL_KEEP_SIZE)
+    const int64_t begin = layout_.offset_of(first_page * layout_.page_units);
+    fallocate(fd_, FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin), static_cast<off_t>(count * layout_.page_bytes));
+#endif
+  }
+
   // Every open page, whose free places are given up for now.
   bool write_held() {
     Piece piece(layout_.record_bytes);
@@ -385,13 +408,15 @@ class GatheredStore final : public BlockStore {
   std::mutex calls_;  // before places_->mutex
   const std::shared_ptr<Places> places_;
   std::atomic<int64_t> num_rows_;
+  const int fd_;  // the lower store's
   std::unique_ptr<BlockStore> lower_;  // goes before the names that it asks for
 };
 
 }  // namespace
 
 bool can_gather(const BlockLayout& layout) {
-  return kLeastPagePlaces <= layout.page_rows() && layout.page_rows() <= kMostPackedRows;
+  const int64_t rows = layout.page_rows();
+  return layout.page_bytes <= kMostPackedPageBytes && kLeastPagePlaces <= rows && rows <= kMostPackedRows;
 }
 
 int64_t num_places(const BlockLayout& layout, int64_t num_rows) {

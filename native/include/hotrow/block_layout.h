@@ -13,11 +13,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 namespace hotrow {
 
 inline constexpr int64_t kPageBytes = 4096;
-inline constexpr int64_t kPackedPageBytes = 16384;  // of records, and at most kMostPackedRows
+inline constexpr int64_t kPackedPageBytes = 16384;      // of records, and at most kMostPackedRows
+inline constexpr int64_t kMostPackedPageBytes = 20480;  // eight units of five sectors
 inline constexpr int64_t kMostPackedRows = 255;     // so that a byte can count them
 inline constexpr int64_t kHeaderBytes = 4096;
 inline constexpr int64_t kTailBytes = 4096;
@@ -35,9 +37,15 @@ struct BlockLayout {
     const bool shared = 2 * record_bytes < sector + packed;
     const int64_t unit = shared ? sector : (record_bytes + sector - 1) / sector * sector;
     const int64_t unit_rows = shared ? sector / record_bytes : 1;
-    int64_t page = packed ? kPackedPageBytes : kPageBytes;
-    while (page > kPageBytes && page / unit * unit_rows > kMostPackedRows) page /= 2;
-    page = std::max(unit, page);
+    if (!packed) {
+      const int64_t page = std::max(unit, kPageBytes);
+      return {record_bytes, unit, unit_rows, page, page / unit, packed};
+    }
+    // Whole blocks of a file system, however many sectors a unit has: to write a part of a block that no data was
+    // written to before, a file system fills the rest with zeros and lets nobody else write to the file meanwhile.
+    const int64_t least = std::lcm(unit, kPageBytes);
+    int64_t page = std::max(least, kPackedPageBytes / least * least);
+    while (page > least && page / unit * unit_rows > kMostPackedRows) page /= 2;
     return {record_bytes, unit, unit_rows, page, page / unit, packed};
   }
   int64_t unit_of(int64_t row) const { return row / unit_rows; }

@@ -14,8 +14,8 @@ struct EngineOptions {
   int depth;        // I/Os under way together
   int num_threads;  // of the pool
   // Limit of the memory for what waits to be written, in all tables, and for buffers; when it is full, Store::write
-  // waits. I/Os of more than a page of 4 KiB are extra while they are under way: as many as fill `depth` such pages,
-  // and larger units.
+  // waits. I/Os of more than a page of 4 KiB are extra while they are under way: of packed pages a quarter of `depth`,
+  // of kMostPackedPageBytes each, and larger units.
   int64_t most_waiting_bytes;
 };
 

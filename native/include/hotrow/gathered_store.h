@@ -12,6 +12,9 @@
 // where there are twice as many places as rows (of 64, some 12), and is filled up around them: it is read first, from
 // the first to the last unit (block_layout.h) that has new rows, and written in one I/O.
 //
+// A region opens its pages in order, and asks the file system for room for some of them at once: to find room for each
+// as it is written would take many times as long as to write it.
+//
 // The map is memory of this process, and so the file means nothing to another one. Reads of rows that lie in the open
 // page are served from there. A place is used again as soon as its row was written elsewhere, since a row that is being
 // read must not be written (store.h).
@@ -22,9 +25,11 @@
 namespace hotrow {
 
 inline constexpr int64_t kPlacesPerRow = 2;
-inline constexpr int64_t kLeastPagePlaces = 4;
+inline constexpr int64_t kLeastPagePlaces = 8;
+inline constexpr int64_t kReservedPages = 16;
 
-// Whether pages of the layout hold as many records as make gathering worth its while, and as can be counted.
+// Whether pages of the layout are no larger than an I/O may be, and hold as many records as make gathering worth its
+// while, and as can be counted.
 bool can_gather(const BlockLayout& layout);
 // Of the lower store, for so many rows. The last region has all of its places, of a sparse file.
 int64_t num_places(const BlockLayout& layout, int64_t num_rows);

@@ -41,7 +41,7 @@ PLACES_PER_ROW = 2
 """Places in a gathered file for each row."""
 DEPTH = 128
 """I/Os under way together: enough to keep all channels of an SSD busy, in 512 KiB of locked memory."""
-LARGE_IO_BYTES = 4096 * DEPTH
+LARGE_IO_BYTES = 20480 * (DEPTH // 4)
 """The most memory for I/Os of gathered pages that are under way together."""
 
 

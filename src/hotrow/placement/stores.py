@@ -263,7 +263,7 @@ def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, e
     engines: shared by block stores; None makes one for this store. A block store that cannot have io_uring or direct
     I/O runs on threads, with a warning that says why (`Store.fallback`, `Engines.fallbacks`).
     Raises ValueError if the file is truncated or another table's, and for records that cannot be gathered (of less than
-    17 or more than 2048 bytes); BlockingIOError if it is open elsewhere; OSError from the file system.
+    17 or more than 2560 bytes); BlockingIOError if it is open elsewhere; OSError from the file system.
     """
     if kind == "dram":
         native = ops.native_module().open_dram_store(rows.record_bytes, rows.num_rows, rows.table)
@@ -272,7 +272,7 @@ def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, e
         raise ValueError(f"table {rows.table!r}: a {kind} store needs the path of its file")
     if kind == "gathered" and store_file.page_records(rows.record_bytes) is None:
         raise ValueError(
-            f"table {rows.table!r}: records of {rows.record_bytes} bytes cannot be gathered, which takes 17 to 2048; "
+            f"table {rows.table!r}: records of {rows.record_bytes} bytes cannot be gathered, which takes 17 to 2560; "
             'use a "block" store'
         )
     file = store_file.open_file(Path(path), rows, kind)
