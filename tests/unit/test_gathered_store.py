@@ -110,6 +110,14 @@ def test_long_use_of_several_regions(tmp_path: Path, io: str, record_bytes: int)
         assert store.path.stat().st_blocks * 512 <= store.padded_record_bytes * (num_rows + 2 * 255) + 64 * 1024
 
 
+def test_a_row_takes_room_for_a_few_pages(tmp_path: Path) -> None:
+    with open_rows(tmp_path, "threads", 70_000) as store:
+        write(store, np.array([5, 60_000]), np.ones((2, 256), np.uint8))
+        store.flush()
+        assert store.path is not None
+        assert store.path.stat().st_blocks * 512 <= 2 * 16 * 16384 + 2 * 4096, "two regions"
+
+
 def test_a_table_that_grows_over_regions(tmp_path: Path) -> None:
     g, num_rows = np.random.default_rng(0), 1
     truth = np.zeros((120_000, 64), np.uint8)

@@ -49,8 +49,9 @@ class Scorer:
 
     export: its folder, which is never written to. memory: how much of its tables and vocabularies may be in this
     process's memory, as bytes or text such as "1GiB": half of it for the first rows of all tables, which stay there,
-    half for what else is looked up in the files. If None, the system decides. work: a folder for searchable vocabularies and for versions that deltas make; by
-    default EXPORT.serve beside the export. Several threads may score at once; each call computes on its own thread.
+    half for what else is looked up in the files. If None, the system decides. work: a folder for searchable
+    vocabularies and for versions that deltas make; by default EXPORT.serve beside the export. Several threads may score
+    at once; each call computes on its own thread.
 
     Raises ValueError, which names the file and says what to do, if the export is damaged or half brought forward.
     """
