@@ -122,6 +122,7 @@ class MappedTables:
                 own.mapped.madvise(mmap.MADV_WILLNEED, 0, own.pinned_bytes)  # at once, and not page by page
                 # It may be refused (`ulimit -l`). Then the system may take these pages, like those of any other file.
                 self._libc.mlock(ctypes.c_void_p(own.address), ctypes.c_size_t(own.pinned_bytes))
+        self._last_bytes = mapped_bytes()
 
     def _first_bytes(self, count: int) -> int:
         """Returns how many bytes the first rows of all tables have."""
