@@ -59,7 +59,7 @@ from hotrow.base.files import parse_bytes
 from hotrow.base.machine import available_memory_bytes
 from hotrow.data.sources.synthetic_config import SyntheticTable, criteo_kaggle, criteo_terabyte
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
-from hotrow.hot.turns import HotCopies
+from hotrow.hot.turns import STEP_BYTES, HotCopies
 from hotrow.models.dlrm import DLRM
 from hotrow.run.graph import DenseGraph, on_cuda
 
@@ -344,6 +344,13 @@ class Fae(OurHybrid):
     def begin(self, *, hot: bool) -> None:
         """A swap, where the last turn was another class'."""
         self.copies.fetch() if hot else self.copies.give_back()
+
+    def batches(self, batches: list[hotrow.Batch]) -> Iterable[hotrow.Batch]:
+        """The next swap begins beside the last of them, as in a run."""
+        for left, batch in zip(range(len(batches), 0, -1), batches, strict=True):
+            if left < len(batches) and left.bit_count() == 1 and left <= 1 + self.copies.hot.num_bytes // STEP_BYTES:
+                self.copies.begin()
+            yield batch
 
     def pooled(self, batch: hotrow.Batch) -> Tensor:
         """Counted as it crosses."""

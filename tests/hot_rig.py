@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -35,6 +35,9 @@ class InDram:
         return values
 
     back = over
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def wait(self) -> None:
         pass

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +25,13 @@ from hot_rig import InDram, copies_in_dram
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.hot import turns
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.turns import HotCopies
 from hotrow.placement import copies as copies_module
 from hotrow.run import runs, trainer
 from hotrow.run.folder import RunFolder
+from hotrow.setup import setup
 from sampled import sampled
 
 OPTIMIZERS = {  # and the bytes of a row with its states
@@ -288,6 +292,153 @@ def test_only_rows_that_have_changed_cross(one_hot: bool, monkeypatch: pytest.Mo
                 assert copies.copies.moved_bytes - before == sum(record_bytes[table] for table, _ in changed)
                 changed = set()
     assert 0 < crossed < sum(record_bytes[table] for table, _ in every)
+
+
+class Gate:
+    """Lets pieces of rows pass that cross in the background: all, or so many as it is told to."""
+
+    def __init__(self) -> None:
+        self.passed = list[str]()
+        self._may_pass, self._changed = math.inf, threading.Condition()
+
+    def let(self, pieces: float = math.inf) -> None:
+        with self._changed:
+            self._may_pass = pieces
+            self._changed.notify_all()
+
+    def waited_at(self, name: str) -> Callable[..., Any]:
+        plain = getattr(copies_module.RowsOfOne, name)
+
+        def moved(*arguments: Any) -> Any:
+            with self._changed:
+                self._changed.wait_for(lambda: self._may_pass > 0)
+                self._may_pass -= 1
+            self.passed.append(name)
+            return plain(*arguments)
+
+        return moved
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """An open one; a piece is a row or two, and in runs a swap begins with several batches left."""
+    gate = Gate()
+    for name in ("read", "write"):
+        monkeypatch.setattr(copies_module.RowsOfOne, name, gate.waited_at(name))
+    monkeypatch.setattr(copies_module, "PIECE_BYTES", 40)
+    monkeypatch.setattr(turns, "STEP_BYTES", 1000)
+    return gate
+
+
+@pytest.mark.usefixtures("dram_as_device")
+@pytest.mark.parametrize("name", ["SGD", "RowWiseAdagrad", "Adam"])
+@pytest.mark.parametrize("most", [0.25, 100.0], ids=["in ranges", "one by one"])
+def test_swaps_that_begin_beside_steps(name: str, most: float, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches change rows of which some have crossed and some have not, up to the last step of a turn; swaps begin
+    while one is under way, and anew when it is done."""
+    monkeypatch.setattr(copies_module, "MAX_LISTED", most)
+    generator = np.random.default_rng(6)
+    plain = hotrow.EmbeddingCollection(TABLES, seed=3)
+    emb = copy.deepcopy(plain)
+    plain_optimizer, optimizer = (getattr(hotrow, name)(each, lr=0.1) for each in (plain, emb))
+    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
+    under_way = 0
+
+    def check() -> None:
+        wanted, own = everything(plain, plain_optimizer), everything(emb, optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(own, wanted, strict=True))
+
+    for turn in range(16):
+        hot = turn % 2 == 1
+        copies.fetch() if hot else copies.give_back()
+        for _ in range(generator.integers(1, 5)):
+            if generator.random() < 0.6:
+                gate.let(0)
+                copies.begin()
+            gate.let(int(generator.integers(0, 40)))
+            sparse = random_batch(generator, hot=hot, one_hot=False)
+            for collection, its_optimizer in ((plain, plain_optimizer), (emb, optimizer)):
+                collection(sparse).square().sum().backward()
+                its_optimizer.step()
+            under_way += (begun := copies.copies._begun) is not None and not begun.done()
+            if generator.random() < 0.7:
+                gate.let()
+                begun is None or begun.result()
+            if generator.random() < 0.2:
+                gate.let()
+                with copies.flushed():
+                    check()
+        gate.let()
+    copies.give_back()
+    check()
+    assert under_way > 5 and {*gate.passed} == {"read", "write"}, "steps were taken while rows crossed, both ways"
+
+
+@pytest.mark.usefixtures("dram_as_device")
+def test_a_swap_that_was_begun_has_less_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against sets of the rows that batches named before it was begun, and after, both ways."""
+    monkeypatch.setattr(copies_module, "MAX_LISTED", 100.0)
+    generator = np.random.default_rng(7)
+    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
+    optimizer = hotrow.RowWiseAdagrad(emb, lr=0.1)
+    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
+    record_bytes = {"a": 16 + 4, "b": 12 + 4, "c": 12 + 4}
+    copies.fetch()
+    for hot in (True, False, True, False):
+        crossed = []
+        for move in (copies.begin, copies.give_back if hot else copies.fetch):
+            sparse = random_batch(generator, hot=hot, one_hot=False)
+            before = copies.copies.moved_bytes
+            emb(sparse).sum().backward()
+            optimizer.step()
+            move()
+            if copies.copies._begun is not None:
+                copies.copies._begun.result()
+            crossed.append(copies.copies.moved_bytes - before)
+            assert crossed[-1] == sum(record_bytes[table] for table, _ in hot_rows_of(sparse))
+        assert min(crossed) > 0
+
+
+@pytest.mark.usefixtures("dram_as_device")
+def test_a_swap_that_fails_in_the_background_is_said_and_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
+    optimizer = hotrow.SGD(emb, lr=0.1)
+    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
+    copies.fetch()
+    emb(random_batch(np.random.default_rng(5), hot=True, one_hot=True)).sum().backward()
+    optimizer.step()
+    wanted = [array.clone() for array in copies.copies.arrays.tensors]
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room for a piece")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copies_module.RowsOfOne, "write", fail)
+        copies.begin()
+        with pytest.raises(MemoryError, match="no room for a piece"):
+            copies.give_back()
+    assert copies.live
+    copies.give_back()
+    for table, own in zip(TABLES, wanted, strict=True):
+        rows = HOT[table.name]
+        there = emb.weights[table.name][np.concatenate([np.arange(rows.prefix), rows.listed])]
+        assert torch.equal(there, own), table.name
+
+
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
+def test_saved_and_stopped_while_rows_cross(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_dram: list[int], gate: Gate
+) -> None:
+    """A checkpoint after every step, and a stop at steps with a swap under way: outcomes are those without copies."""
+    changes = ["checkpoint.every=1", "hot.schedule=fixed", "train.epochs=1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "device_of_copies", lambda config, place: None)
+        plain = trained(data, tmp_path / "plain", *changes)
+    assert not gate.passed
+    swaps = [line["step"] for line in plain.measurements() if line["kind"] == "swap"]
+    for _ in stopped_and_resumed(data, tmp_path, monkeypatch, plain, [step - 1 for step in swaps[:2]], changes):
+        pass
+    assert in_dram and {*gate.passed} == {"read", "write"}
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -29,6 +29,9 @@ from hotrow.optim import SparseOptimizer
 from hotrow.parallel.sharded import Sharded
 from hotrow.placement.copies import Copies, room_bytes
 
+STEP_BYTES = 4 << 20
+"""Bytes of hot rows that are assumed to cross beside a step: a swap begins as many batches early as there are such."""
+
 
 def check_hot(
     config: HotConfig, dataset: PackedDataset, record_bytes: Mapping[str, int], *, device: torch.device | None = None
@@ -141,6 +144,10 @@ class HotCopies:
         with self.flushed():
             pass
         self.emb.placement = self.tables
+
+    def begin(self) -> None:
+        """Begins the next `fetch` or `give_back`, of rows in DRAM, in the background, beside any steps of this side."""
+        self.copies.begin(to_copies=not self.live)
 
     @contextmanager
     def flushed(self) -> Iterator[None]:
@@ -284,7 +291,11 @@ class Turns:
         return self.order.batches(epoch)
 
     def count(self) -> None:
+        """Counts a batch that was trained. Near the end of a phase its swap begins; again with half as many left."""
         self.order.count()
+        copies, left = self.copies, self.order.turn.stop - self.order.turn.taken[self.order.turn.name]
+        if isinstance(copies, HotCopies) and left.bit_count() == 1 and left <= 1 + copies.hot.num_bytes // STEP_BYTES:
+            copies.begin()
 
     def end(self, loss_figure: str, evaluate: Callable[[], float]) -> dict[str, Any] | None:
         """Goes to the next phase. Returns what was decided if it is another class'.

@@ -7,11 +7,17 @@ Only rows cross that have changed since both sides were last the same; if that i
 the table can change unseen, all of its rows cross. Rows of a prefix keep their numbers as slots; listed rows follow
 them. Every copy is exact, so that a run with copies has the bits of one without (law 2). The copies lie on a device,
 whose lookups and updates are those of kernels/triton_ops.py. Which rows are copied, and when, is for hot/ to say.
+
+A load or save may begin beside further steps, in a thread and on a stream of its own. A row that changes afterwards is
+noted anew and crosses again, whatever was read of it meanwhile, so nobody has to know which rows steps will change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -36,8 +42,9 @@ from hotrow.placement.budget import free_bytes
 from hotrow.placement.dram import RowsInMemory
 from hotrow.placement.slots import SOME_FROZEN, spans_of
 
-PIECE_BYTES = 32 << 20
-"""The most bytes of rows on their way to a device at once, so that pinned memory stays small."""
+PIECE_BYTES = 4 << 20
+"""The most bytes of rows on their way to a device at once, so that pinned memory stays small, and a piece stays in the
+processor's cache between its two copies."""
 MAX_LISTED = 0.25
 """The largest share of a table's hot rows that cross one by one. In DRAM a row that is gathered takes about three times
 as long as one of a range, and one that is scattered longer (two threads of an AMD EPYC beside other work)."""
@@ -124,6 +131,8 @@ class Copies(Placement):
         a step."""
         self.moved_bytes = 0
         """Bytes of rows that have crossed, either way."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hotrow-swap")
+        self._begun: Future[None] | None = None
 
     def check(self, use: Use) -> None:
         if use == "freeze_some":
@@ -164,8 +173,8 @@ class Copies(Placement):
 
     @property
     def changed(self) -> bool:
-        """Whether a step has changed the copies since they were loaded or saved."""
-        return any(self._newer_here)
+        """Whether steps have changed the copies since they were loaded or saved, or a `begin` is not yet settled."""
+        return self._begun is not None or any(self._newer_here)
 
     def note(self, lookups: Iterable[tuple[Any, ...]]) -> None:
         """Notes that a step is about to change the rows of these lookups below; each begins as in `ops.Lookups`."""
@@ -179,54 +188,89 @@ class Copies(Placement):
         for newer in self._newer_below:
             newer.is_all = True
 
-    @torch.no_grad()
     def load(self) -> None:
-        self._look_below()
-        for table, copies, rows, slots in self._moves(self._newer_below):
-            there = slots if isinstance(slots, slice) else self._fast.over(slots)
-            copies.write(there, self._fast.over(self._counted(table.read(rows))))
-        self._now_the_same(self._newer_below)
+        self._carry(to_copies=True)
 
-    @torch.no_grad()
     def save(self) -> None:
-        self._look_below()
-        for table, copies, rows, slots in self._moves(self._newer_here):
-            there = slots if isinstance(slots, slice) else self._fast.over(slots)
-            table.write(rows, self._counted(self._fast.back(copies.read(there))))
-        self._now_the_same(self._newer_here)
+        self._carry(to_copies=False)
 
-    def _look_below(self) -> None:
-        """Notes what no step has changed there."""
+    def begin(self, *, to_copies: bool) -> None:
+        """Begins the next `load` (to_copies) or `save`; not with tables in tiers, nor while one is under way."""
+        if self._sees_below and (self._begun is None or self._begun.done()):
+            self._carry(to_copies=to_copies, stream=self._fast.beside())
+
+    def _carry(self, *, to_copies: bool, stream: AbstractContextManager[None] | None = None) -> None:
+        """Copies what has changed, or begins to, in a thread, on `stream`."""
+        self._settle()
         if not self._sees_below or self._versions != self._versions_below():
-            self.note_all()
-
-    def _now_the_same(self, newer: Sequence[Newer]) -> None:
-        self._fast.wait()
+            self.note_all()  # what no step has changed there
+        newer = self._newer_below if to_copies else self._newer_here
+        move = partial(self._move, list(self._moves(newer, beside=stream is not None)), to_copies=to_copies)
+        self._begun = move(nullcontext()) if stream is None else self._thread.submit(move, stream)
         for own in newer:
             own.clear()
         self._versions = self._versions_below()
 
+    def _settle(self) -> None:
+        """Waits for what was begun. Raises what stopped it; then all rows cross again."""
+        if self._begun is not None and (error := self._begun.exception()) is not None:
+            self._begun = None
+            for newer in (*self._newer_below, *self._newer_here):
+                newer.is_all = True
+            raise error
+        self._begun = None
+
+    @torch.no_grad()
+    def _move(self, moves: Sequence[Move], stream: AbstractContextManager[None], *, to_copies: bool) -> None:
+        with stream:
+            for table, copies, rows, slots in moves:
+                there = slots if isinstance(slots, slice) else self._fast.over(slots)
+                if to_copies:
+                    copies.write(there, self._fast.over(values := table.read(rows)))
+                else:
+                    table.write(rows, values := self._fast.back(copies.read(there)))
+                self.moved_bytes += values.nbytes
+            self._fast.wait()
+
     def wait(self) -> None:
         """Sleeps until all work that was started where the copies lie is done."""
         self._fast.wait()
-
-    def _counted(self, values: Tensor) -> Tensor:
-        self.moved_bytes += values.nbytes
-        return values
 
     def _versions_below(self) -> list[int]:
         """Returns how often torch has changed each array of the tables; hotrow's own kernels do not count."""
         states = [state.array for own in self._attached.states.values() for state in own]
         return [array._version for array in (*self.weights.values(), *self.low.values(), *states)]
 
-    def _moves(self, newer: Sequence[Newer]) -> Iterator[tuple[Rows, RowsInMemory, RowIds, RowIds]]:
+    def _moves(self, newer: Sequence[Newer], *, beside: bool = False) -> Iterator[Move]:
         """Yields an array of a table, the array of its copies, and the `newer` rows and their slots in pieces."""
         for config, copied, own, changed in zip(self.tables, self._copies, self._rows, newer, strict=True):
             for state, copies in zip((None, *self._attached.states[config.name]), copied, strict=True):
                 table = self.below.rows(config.name, state)
                 step = max(1, min(table.piece_rows, PIECE_BYTES // (4 * config.embedding_dim)))
-                for rows, slots in _ranges(own, step) if changed.is_all else _places(own, changed.slots, step):
-                    yield table, copies, rows, slots
+                pieces = [*(_ranges(own, step) if changed.is_all else _places(own, changed.slots, step))]
+                pairs: list[tuple[Any, RowsInMemory]] = [(table, copies)]
+                if beside and isinstance(table, RowsInMemory):
+                    both = ((table.array, copies.array), (table.low, copies.low))
+                    bits = table.dtype if table.low is None else torch.int16  # numpy has no bfloat16
+                    pairs = [(RowsOfOne(a.view(bits)), RowsInMemory(b.view(bits))) for a, b in both if a is not None]  # type: ignore[union-attr]
+                yield from ((*pair, rows, slots) for pair in pairs for rows, slots in pieces)
+
+
+class RowsOfOne:
+    """The rows of a tensor in DRAM, read and written by the calling thread alone: beside a step, torch would start as
+    many threads again as the step has."""
+
+    def __init__(self, array: Tensor) -> None:
+        self._array = array.numpy()
+
+    def read(self, rows: RowIds, /) -> Tensor:
+        return torch.from_numpy(self._array[rows] if isinstance(rows, slice) else self._array.take(rows.numpy(), 0))
+
+    def write(self, rows: RowIds, values: Tensor, /) -> None:
+        self._array[rows if isinstance(rows, slice) else rows.numpy()] = values.numpy()
+
+
+Move = tuple[Rows | RowsOfOne, RowsInMemory, RowIds, RowIds]
 
 
 def _ranges(own: CopiedRows, step: int) -> Iterator[tuple[RowIds, slice]]:
@@ -292,9 +336,9 @@ class OnDevice:
 
     def over(self, values: Tensor) -> Tensor:
         """Returns `values`, which lie in DRAM, where copies lie."""
-        # Through pinned memory, so that the host goes on meanwhile.
+        # Through pinned memory, so that the host goes on meanwhile; by numpy, which copies on the calling thread alone.
         staged = self._buffers.take(values.nbytes)
-        staged.view(values.dtype).view(values.shape).copy_(values)
+        np.copyto(staged.view(values.dtype).view(values.shape).numpy(), values.numpy())
         found = staged.to(self.device, non_blocking=True, copy=True)
         self._buffers.give_back(staged, self._streams.moment())
         return found.view(values.dtype).view(values.shape)
@@ -308,6 +352,10 @@ class OnDevice:
         arrived.wait()
         self._buffers.give_back(staged, arrived)
         return found
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Returns a context, for another thread, of a stream of its own, which begins after what was asked for."""
+        return self._streams.copying(after=self._streams.moment())
 
     def wait(self) -> None:
         """Sleeps until everything that was asked for is done."""
