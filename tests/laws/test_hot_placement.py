@@ -11,6 +11,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from test_resume import BASE, outcome, signal_at
 import hotrow
 from hot_rig import InDram, copies_in_dram
 from hotrow import KeyedJaggedTensor, TableConfig
-from hotrow.config.load import apply_overrides, make_config
+from hotrow.config.load import apply_overrides, load_config, make_config
+from hotrow.costs.hardware import Figure, Hardware, read_hardware
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot import turns
 from hotrow.hot.hot_set import HotRows, HotSet
@@ -43,6 +45,7 @@ OPTIMIZERS = {  # and the bytes of a row with its states
     "float16": (20, ["train.precision=fp16"]),
     "split": (96, ["train.precision=split_bf16", "optimizer.sparse.name=adam", "optimizer.sparse.lr=0.01"]),
 }
+GOLDEN = Path(__file__).parents[1] / "golden"
 HOT_ROWS = 160
 """Of the dataset's 270."""
 TURNS = [
@@ -439,6 +442,44 @@ def test_saved_and_stopped_while_rows_cross(
     for _ in stopped_and_resumed(data, tmp_path, monkeypatch, plain, [step - 1 for step in swaps[:2]], changes):
         pass
     assert in_dram and {*gate.passed} == {"read", "write"}
+
+
+def with_link(bytes_per_s: float) -> Hardware:
+    """The figures of tests/golden, with a GPU whose link has this rate."""
+    found = read_hardware(GOLDEN / "hardware.json")
+    link = Figure(bytes_per_s)
+    return replace(found, gpus=[replace(found.gpus[0], to_device_bytes_per_s=link, to_host_bytes_per_s=link)])
+
+
+def test_phases_follow_the_link_and_what_was_decided_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., PackedDataset]
+) -> None:
+    """A slow link makes phases longer than a fast one. A run that is resumed where the link is faster goes on as it
+    began, and one without copies is the same if it is told the rate."""
+    data = make_dataset(tmp_path / "data", counts=True).path
+    changes, lowest = ["train.epochs=1", "train.batch_size=4", "checkpoint.every=null"], {}
+    for name, rate in (("slow", 3e6), ("fast", 2e10)):
+        with monkeypatch.context() as patch, copies_in_dram() as steps:
+            patch.setattr(setup, "known_hardware", lambda rate=rate: with_link(rate))
+            run = trained(data, tmp_path / name, *changes)
+            assert steps
+        lowest[name] = load_config(run.path / "config.yaml").hot.lowest_rate
+        assert f"phases of {lowest[name]:g} % or more" in (run.path / "log.txt").read_text()
+        assert min(swap["next_rate"] for swap in run.record.hot["swaps"]) >= lowest[name]
+        plain = trained(data, tmp_path / f"{name}-plain", *changes, f"hot.lowest_rate={lowest[name]}")
+        assert without_cost(outcome(run)) == without_cost(outcome(plain))
+        if name == "slow":
+            with monkeypatch.context() as patch, copies_in_dram():
+                patch.setattr(setup, "known_hardware", lambda rate=rate: with_link(rate))
+                signal_at(patch, 10, signal.SIGTERM)
+                stopped = trained(data, tmp_path / "stopped", *changes)
+                assert stopped.record.status == "interrupted"
+            with monkeypatch.context() as patch, copies_in_dram():
+                patch.setattr(setup, "known_hardware", lambda: with_link(2e10))
+                resumed = runs.resume(stopped.path, quiet=True)
+            assert without_cost(outcome(resumed)) == without_cost(outcome(run))
+    assert lowest["slow"] > lowest["fast"] >= 1
+    assert load_config(trained(data, tmp_path / "alone", *changes).path / "config.yaml").hot.lowest_rate == 1
 
 
 @pytest.mark.parametrize("seed", range(4))

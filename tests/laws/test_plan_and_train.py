@@ -122,6 +122,7 @@ VALUES: dict[str, list[Any]] = {
     "hot.small_table": ["1MiB", 0, "1KiB", -1],
     "hot.rows": ["exact", "sampled", "covering"],
     "hot.rate": [50, 1, 100, 0],
+    "hot.lowest_rate": [None, 1, 60, 0],
     "hot.window": [2, 4, 1],
     "hot.eval_samples": [64, 65536, 0],
     "hot.merge_every": [1, 4, 0],

@@ -15,7 +15,7 @@ from hotrow.base.progress import num_of
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.costs.cost import Prediction, network_of
 from hotrow.costs.declared import modelled_by
-from hotrow.costs.hardware import Disk, Figure, Gpu
+from hotrow.costs.hardware import Disk, Figure
 from hotrow.forecast.ranks import as_one_rank
 from hotrow.parallel.shards import pooled_tables
 from hotrow.placement.budget import Memory
@@ -178,7 +178,7 @@ def _machines(planner: SlotPlanner, memory: Memory | None, now: Prediction, most
         return
     for gpu in hardware.gpus:
         on_gpu = f"dense layers on {gpu.name}, at most"
-        yield on_gpu, True, lambda gpu=gpu: batch_size / _on_gpu(planner, now, gpu)  # type: ignore[misc]
+        yield on_gpu, True, lambda gpu=gpu: batch_size / planner.on_gpu(now, gpu)[0]  # type: ignore[misc]
     yield "a second machine like this", True, lambda: _speed_of_two(planner, most_rows)
 
 
@@ -202,18 +202,3 @@ def _faster(disk: Disk) -> Disk:
         read_bytes_per_s=times(disk.read_bytes_per_s),
         write_bytes_per_s=times(disk.write_bytes_per_s),
     )
-
-
-def _on_gpu(planner: SlotPlanner, now: Prediction, gpu: Gpu) -> float:
-    """Returns the least that the step takes if dense layers run on the GPU, at its rate of large products.
-
-    Tables stay on the CPU. Pooled rows go there and their gradients come back. Raises ValueError if the GPU's rate is
-    not known.
-    """
-    work = planner.work
-    rates = [figure.value for name, figure in gpu.product_flops_per_s.items() if name == "fp32"]
-    if not rates:
-        raise ValueError(f"{gpu.name} has no product_flops_per_s of fp32")
-    flops = 3 * 2 * sum(n * inputs * outputs for n, inputs, outputs in work.products)
-    link_s = 4 * work.pooled_values * (1 / gpu.to_device_bytes_per_s.value + 1 / gpu.to_host_bytes_per_s.value)
-    return now.step_s - now.seconds["dense"] + flops / rates[0] + link_s

@@ -553,9 +553,11 @@ def _say_what_is_hot(training: Training) -> None:
     if (found := training.turns.found) is None:
         return
     facts, seconds = found.to_json(), found.calibration.seconds + found.classify_s
+    lowest = training.config.hot.lowest_rate
+    phases = "" if lowest is None else f"; phases of {lowest:g} % or more of a class"
     training.say(
         f"hot: {facts['hot_rows']:,} rows ({facts['name']}) in {facts['hot_bytes']:,} of {facts['budget_bytes']:,} "
-        f"bytes, {facts['hot_samples']:.1%} of the samples; found in {seconds:.2f} s"
+        f"bytes, {facts['hot_samples']:.1%} of the samples; found in {seconds:.2f} s{phases}"
     )
     if text := training.turns.nothing_hot:
         training.warn("no_hot_samples", text)

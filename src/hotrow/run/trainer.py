@@ -261,9 +261,12 @@ class Training:
             setup.hot,
             batch_size=options.batch_size,
             shuffle_seed=shuffle_seed,
+            lowest_rate=setup.lowest_rate,
             part=None if self.comm.size == 1 else self.comm.ranks.samples,
             micro_batches=self.comm.ranks.micro_batches,
         )
+        self.config = config = config.model_copy(update={"hot": self.turns.config})
+        self.setup = setup = replace(setup, config=config)
         self.steps_per_epoch = self.turns.order.num_batches
         self.session = Session(self.steps_per_epoch)
         self.num_steps = min(options.epochs * self.steps_per_epoch, options.max_steps or math.inf)

@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hotrow.config.schema import Config
+from hotrow.config.schema import Config, HotConfig
 from hotrow.costs.demand import demands_of, tables_of
 from hotrow.costs.hardware import Hardware, known_hardware
 from hotrow.data.packed.groups import Groups
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.hot.calibrate import Calibration
+from hotrow.hot.calibrate import Calibration, FoundHot
+from hotrow.hot.order import LOWEST
+from hotrow.hot.swap_cost import lowest_rate
 from hotrow.hot.turns import check_hot, choose_rows
 from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import table_of_rank
@@ -128,6 +130,23 @@ class Setup:
         else:
             memory = moved(memory, before, folder)
         return replace(self, memory=memory, folder=folder)
+
+    def lowest_rate(self, found: FoundHot) -> float:
+        """Returns `hot.lowest_rate`: LOWEST without copies of hot rows, and if what swaps and steps take is unknown."""
+        config, machine = self.config, self.planner.hardware
+        if self.copies_on is None or machine is None or not machine.gpus or not machine.stream_bytes_per_s:
+            return LOWEST
+        train = config.train.model_copy(update={"dense_dtype": "fp32"})
+        on_cpu = config.model_copy(update={"device": "cpu", "hot": HotConfig(), "train": train})
+        planner = replace(self.planner, config=on_cpu, _uses={}, _weighted={})
+        try:
+            cold_s, hot_s = planner.on_gpu(planner.predict(None), machine.gpus[0])
+        except Exception:  # no run fails for want of a prediction
+            return LOWEST
+        num_hot = float(found.is_hot.sum())
+        epoch_s = ((len(found.is_hot) - num_hot) * cold_s + num_hot * hot_s) / train.batch_size
+        counts = {name: self.dataset.counts(name) for name in found.rows.rows if self.dataset.has_counts}
+        return lowest_rate(config.hot.rate, found.rows, counts, machine, machine.gpus[0], epoch_s=epoch_s)
 
     @property
     def below(self) -> Memory | None:

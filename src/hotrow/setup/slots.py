@@ -16,7 +16,7 @@ from hotrow.base.machine import default_threads
 from hotrow.config.schema import Config
 from hotrow.costs.cost import Prediction, predict
 from hotrow.costs.demand import demands_of, most_rows, tables_of
-from hotrow.costs.hardware import Disk, Hardware
+from hotrow.costs.hardware import Disk, Gpu, Hardware
 from hotrow.costs.solve import Counted, CountsPlan, TableUse, plan_by_counts
 from hotrow.costs.traffic import traffic_of
 from hotrow.costs.wire import Shared, share_of
@@ -222,6 +222,19 @@ class SlotPlanner:
         found = predict(own, machine, slots, shared)
         traffic = None if slots is None or found.binds != "disk reads" else traffic_of(work, slots)
         return replace(found, binds="disk") if traffic is not None and traffic.writes > 0 else found
+
+    def on_gpu(self, now: Prediction, gpu: Gpu) -> tuple[float, float]:
+        """Returns the least that the step takes if dense layers run on the GPU, at its rate of large products: with
+        tables on the CPU, whose pooled rows and gradients cross, and with its rows there too.
+
+        Raises ValueError if the GPU's rate is not known.
+        """
+        if "fp32" not in gpu.product_flops_per_s:
+            raise ValueError(f"{gpu.name} has no product_flops_per_s of fp32")
+        flops = 3 * 2 * sum(n * inputs * outputs for n, inputs, outputs in self.work.products)
+        dense_s = flops / gpu.product_flops_per_s["fp32"].value
+        link_s = 4 * self.work.pooled_values * (1 / gpu.to_device_bytes_per_s.value + 1 / gpu.to_host_bytes_per_s.value)
+        return now.step_s - now.seconds["dense"] + dense_s + link_s, now.seconds["data"] + dense_s
 
     def shared(self, held: Work, *, announced: bool) -> tuple[Work, Shared | None]:
         """Returns the work of a rank's samples and what sharing adds. held: what all samples ask of its rows."""
