@@ -61,6 +61,7 @@ from hotrow.data.sources.synthetic_config import SyntheticTable, criteo_kaggle, 
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
 from hotrow.hot.turns import STEP_BYTES, HotCopies
 from hotrow.models.dlrm import DLRM
+from hotrow.placement.budget import MAP_BYTES
 from hotrow.run.graph import DenseGraph, on_cuda
 
 NUM_DENSE, DEPTH, LR, SEED = 13, 4, 0.05, 1
@@ -427,10 +428,11 @@ class Cell:
         return parse_bytes(self.hbm)
 
     def slot_bytes(self, mode: str) -> int:
-        """`hbm` of a DeviceMemory, an eighth of which is for rows on their way."""
+        """`hbm` of a DeviceMemory, an eighth of which is for rows on their way; a share of the rows needs a map."""
         if mode == "all_in_hbm":
             return sum(table.num_bytes for table in self.tables) * 8 // 7 + 1024
-        return self.row_bytes * 8 // 7 if self.hbm.endswith("%") else self.row_bytes
+        map_bytes = MAP_BYTES * sum(table.num_embeddings for table in self.tables)
+        return (self.row_bytes + map_bytes) * 8 // 7 if self.hbm.endswith("%") else self.row_bytes
 
     def memory(self, mode: str) -> hotrow.DeviceMemory | None:
         """Where the rows of a mode of hotrow's lie, but for copies."""

@@ -8,7 +8,7 @@ cached_crossing   the same for mixed batches with slots on the device
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from hotrow.data.packed.format import DatasetInfo
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, tables_of
 from hotrow.placement.budget import TableSlots
-from hotrow.placement.slots import Directory
+from hotrow.placement.slots import COUNTS, Directory, Span
 
 
 def interval(mean: float, error: float, num: int) -> tuple[float, float]:
@@ -81,14 +81,16 @@ class Link:
 
 # ---- bytes between host and device, with slots
 #
-# Every batch sends dense inputs, labels and, for lookup and update, slot numbers over, and the rows that the device
-# lacks; evicted rows come back. At the end updated rows that lie on the device come back. The directories are those of
-# a run, so the rows that come and leave are those of a run that looks no further ahead than one batch.
+# Every batch sends dense inputs, labels and, for lookup and update, ids over, and the rows that the device lacks;
+# evicted rows come back. At the end updated rows that lie on the device come back. The directory is that of a run, so
+# the rows that come and leave are those of a run that looks no further ahead than one batch.
 
-SLOT_BYTES = 4
-"""Bytes of the slot number of one lookup. It is sent twice: for the lookup and for its update."""
+ID_BYTES = 4
+"""Bytes of an id. It is sent twice: for the lookup and for its update."""
 MOVE_BYTES = 8
 """Bytes of the slot number sent beside a row that comes or leaves."""
+POINTER_BYTES = 16
+"""Bytes of an entry of the map on the device: for a row that comes, and for one that makes room."""
 
 
 @dataclass
@@ -110,32 +112,35 @@ def cached_crossing(
 
     Raises ValueError, naming the table, if a batch looks up more rows than there are slots.
     """
-    features = {table.name: [f.name for f in info.features if f.table == table.name] for table in info.tables}
-    directories = {table.name: Directory(table.num_embeddings, slots[table.name]) for table in info.tables}
+    names = [table.name for table in info.tables]
+    by_table = sorted((names.index(feature.table), feature.name) for feature in info.features)
+    directory = Directory([table.num_embeddings for table in info.tables], [slots[name] for name in names])
     found = Cached()
     for batch in batches:
-        found.to_device_bytes += batch.dense.nbytes + batch.label.nbytes + 2 * SLOT_BYTES * len(batch.sparse.values)
-        for name, directory in directories.items():
-            _train(directory, _rows(batch, features[name]), name)
-    for name, directory in directories.items():
-        counts, size = directory.counts, record_bytes[name]
-        coming = slots[name].pinned + counts["read_rows"]
-        leaving = counts["written_rows"] + int(directory.dirty.sum())
-        found.to_device_bytes += coming * (size + MOVE_BYTES) + leaving * MOVE_BYTES
-        found.from_device_bytes += leaving * size
-        found.rows += counts["rows"]
-        found.hit_rows += counts["hit_rows"]
+        found.to_device_bytes += batch.dense.nbytes + batch.label.nbytes + 2 * ID_BYTES * len(batch.sparse.values)
+        spans = [(t, batch.sparse.span(name)) for t, name in by_table]
+        _train(directory, batch.sparse.values.numpy(), [(t, span.start, span.stop) for t, span in spans], names)
+    counts = dict(zip(COUNTS, directory.counts.T, strict=True))
+    record, pinned = (np.array(own) for own in ([record_bytes[n] for n in names], [slots[n].pinned for n in names]))
+    coming = pinned + counts["read_rows"]
+    leaving = counts["written_rows"] + [len(own) for own in directory.split(np.flatnonzero(directory.dirty))[0]]
+    pointers = counts["read_rows"] + counts["evicted_rows"]
+    sent = coming * (record + MOVE_BYTES) + leaving * MOVE_BYTES + pointers * POINTER_BYTES
+    found.to_device_bytes += int(sent.sum())
+    found.from_device_bytes += int((leaving * record).sum())
+    found.rows, found.hit_rows = int(counts["rows"].sum()), int(counts["hit_rows"].sum())
     return found
 
 
-def _rows(batch: Batch, features: Iterable[str]) -> NDArray[np.int64]:
-    """Returns the distinct rows that these features of one table look up."""
-    ids = batch.sparse.values.numpy()
-    return np.unique(np.concatenate([ids[batch.sparse.span(name)] for name in features])).astype(np.int64)
-
-
-def _train(directory: Directory, rows: NDArray[np.int64], name: str) -> None:
-    if missing := directory.num_short(rows):
-        raise ValueError(f"a batch looks up {len(rows):,} rows of table {name!r}, {missing:,} more than have room")
-    slots, _ = directory.admit(rows)
-    directory.release(slots, updated=True)
+def _train(directory: Directory, ids: NDArray[np.int64], spans: Sequence[Span], names: Sequence[str]) -> None:
+    named = directory.find(ids, spans)
+    assert named is not None, "packed ids are rows"
+    missing = directory.num_short(named)
+    if (missing > 0).any():
+        t = int(np.argmax(missing > 0))
+        raise ValueError(
+            f"a batch looks up {directory.num_named(named)[t]:,} rows of table {names[t]!r}, {missing[t]:,} more than "
+            "have room"
+        )
+    held, _ = directory.admit(named)
+    directory.release(held, updated=True)

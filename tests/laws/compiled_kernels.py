@@ -86,9 +86,11 @@ def batch(*, one_hot: bool, weighted: bool) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(("f",), values, torch.ones(num_ids) if weighted else None, lengths=lengths)
 
 
-def tables(dim: int, dtype: torch.dtype) -> triton_ops.Arrays:
+def tables(dim: int, dtype: torch.dtype, *, mapped: bool) -> triton_ops.Arrays:
+    """mapped: with slots for some rows, and a map."""
     low = torch.zeros(NUM_ROWS, dim, dtype=torch.int16) if dtype == torch.bfloat16 else None
-    return triton_ops.Arrays([torch.zeros(NUM_ROWS, dim, dtype=dtype)], [low])
+    slots = triton_ops.SlotMap(torch.zeros(NUM_ROWS, dtype=torch.int32), [2 * NUM_ROWS], [NUM_ROWS], [-NUM_ROWS])
+    return triton_ops.Arrays([torch.zeros(NUM_ROWS, dim, dtype=dtype)], [low], slots if mapped else None)
 
 
 def call_kernels(dim: int, *, whole: bool) -> None:
@@ -96,16 +98,18 @@ def call_kernels(dim: int, *, whole: bool) -> None:
     grad = torch.zeros(NUM_SAMPLES, dim)
     kinds = [batch(one_hot=o, weighted=w) for o, w in (product((True, False), repeat=2) if whole else [(False, True)])]
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        weights = tables(dim, dtype)
+        # Weighted batches find rows by a map, so that both codes are compiled.
+        by_weights = {weighted: tables(dim, dtype, mapped=weighted) for weighted in (False, True)}
         for sparse in kinds:
-            kernels.lookup(weights, sparse)
-        for sparse in kinds[::2] if whole or dtype == torch.float32 else []:
-            kernels.weight_gradient(weights, sparse, grad)
+            kernels.lookup(by_weights[sparse.weights is not None], sparse)
+        for number, sparse in enumerate(kinds[::2] if whole or dtype == torch.float32 else []):
+            kernels.weight_gradient(by_weights[number == 0], sparse, grad)
         if not whole and dtype != torch.bfloat16:
             continue
         for algorithm, sparse in product(types.ALGORITHMS, kinds[:2]):
             shape = (NUM_ROWS,) if algorithm == "row_wise_adagrad" else (NUM_ROWS, dim)
             states = [triton_ops.Arrays([torch.zeros(shape)]) for _ in range(types.NUM_STATES[algorithm])]
+            weights = by_weights[sparse.weights is not None]
             kernels.update(weights, states, [(kernels, sparse, grad)], [Rule(algorithm=algorithm, lr=0.1)])
 
 

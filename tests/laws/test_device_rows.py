@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from torch import Tensor
 import hotrow
 from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor
 from hotrow.kernels import ops
+from hotrow.kernels.triton_moves import Moment, Streams
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
 from hotrow.placement.budget import MOVING_SHARE, TableDemand, TableSlots, plan_slots_on_device
-from hotrow.placement.slots import Directory, Residents
+from hotrow.placement.slots import COUNTS, Directory, Named
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Flight, Tiers
 from hotrow.tables import TableConfig, Uniform
@@ -236,6 +238,81 @@ def test_random_schedules_and_sizes(seed: int) -> None:
     check(*sides)
 
 
+def check_map(plain: Side, other: Side) -> int:
+    """Rows that the map on the device gives a slot, and those below the prefix, lie there with the bits that they have
+    in DRAM, each in a slot of its own. Returns how many there are."""
+    rows, first, count = other.emb.placement, 0, 0
+    assert rows.map.cpu().tolist() == rows.directory.slot_of.tolist()
+    for name, own, parts in zip(ROWS, rows.slots, rows._parts, strict=True):
+        entries = rows.map[first : first + ROWS[name] - own.pinned].cpu()
+        first += len(entries)
+        there = torch.nonzero(entries >= 0).flatten()
+        ids, slots = torch.cat([torch.arange(own.pinned), there + own.pinned]), torch.arange(own.pinned)
+        slots = torch.cat([slots, entries[there].long()])
+        assert len(set(slots.tolist())) == len(slots), "two rows share a slot"
+        assert_agrees(parts[0].cpu()[slots], plain.emb.weights[name][ids], name, rtol=1e-3, atol=1e-4)
+        count += len(there)
+    return count
+
+
+@pytest.mark.parametrize("pinned", [0, 7])
+def test_the_map_on_the_device_tells_where_rows_lie(pinned: int) -> None:
+    """After every step of a skewed stream, some batches of it in micro-batches, some skipped."""
+    sides = make_sides("float32", "adagrad", plan=plan_for(18, pinned))
+    rng = np.random.default_rng(pinned)
+    batches = [make_batch(rng).in_parts([0, 1, 4] if number % 5 == 4 else None) for number in range(24)]
+    looking = [hotrow.lookahead(batches, side.emb, depth=3) for side in sides]
+    for number, pair in enumerate(zip(*looking, strict=True)):
+        if number % 6 == 3:
+            continue
+        for side, batch in zip(sides, pair, strict=True):
+            side.forward(batch)
+            side.step()
+        assert check_map(*sides) >= 8
+    check(*sides)
+    counts = sides[1].emb.placement.counters()
+    assert all(counts[name]["evicted_rows"] > 5 for name in ("t", "u")), "the stream did not exercise the map"
+
+
+def test_ids_that_change_after_their_lookup_change_no_other_row() -> None:
+    """A row that the batch did not name may have no slot."""
+    sides = make_sides("float32", "sgd", plan=plan_for(8))
+    for side in sides:
+        batch = KeyedJaggedTensor(FEATURES, torch.tensor([1, 2, 3, 4]))
+        side.forward(batch)
+        if side is sides[1]:
+            batch.values[:2] = 50
+        side.step()
+    check(*sides)
+
+
+class _Numbered(Moment):
+    reached_by_compute = -1
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def precede(self) -> None:
+        _Numbered.reached_by_compute = max(_Numbered.reached_by_compute, self.number)
+
+
+def test_a_batch_waits_for_rows_that_were_brought_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch that asked for them is skipped; nothing comes for this one. Their order is all that a CPU can show."""
+    numbers, last = itertools.count(), list[int]()
+    monkeypatch.setattr(Streams, "moment", lambda own: _Numbered(next(numbers)))
+    rows = make_sides("float32", "sgd", plan=plan_for(24))[1].emb.placement
+    batches = [KeyedJaggedTensor(FEATURES, torch.tensor([1, 2, 3, 4])) for _ in range(2)]
+    rows.announce(batches[0])
+    last.append(next(numbers))
+    rows.announce(batches[1])
+    rows.forget(batches[0])
+    rows._stale, _Numbered.reached_by_compute = False, -1
+    brought = rows.announced._leases[id(batches[1].values)][1].landing.arrived
+    rows.take(batches[1], training=True)
+    assert brought.number == last[0] - 1 == _Numbered.reached_by_compute
+
+
 def test_a_tiny_cache_serves_as_many_batches_as_fit() -> None:
     """Announcements beyond it wait for their turn, and no result shows it."""
     sides = make_sides("float32", "adagrad", plan=plan_for(24))
@@ -248,7 +325,7 @@ def test_a_tiny_cache_serves_as_many_batches_as_fit() -> None:
     check(*sides)
     rows = sides[1].emb.placement
     assert rows.postponed > 0 and rows.announced.foreseen > 0
-    assert all(directory.num_free == 24 for directory in rows.directories[:2]), "rows are still held"
+    assert rows.directory.num_free.tolist() == [24, 24, 0], "rows are still held"
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4))])
@@ -482,64 +559,67 @@ def test_a_lookup_that_nobody_wanted_lets_go_of_its_rows() -> None:
     _, side = make_sides("float32", "sgd", plan=plan_for(40))
     rows = side.emb.placement
     side.emb(make_batch(np.random.default_rng(0)))
-    assert [directory.num_free for directory in rows.directories] == [40, 40, 0]
+    assert rows.directory.num_free.tolist() == [40, 40, 0]
 
 
-def test_the_directory_against_a_dictionary() -> None:
-    """Random batches: a row has one slot, those of batches in flight keep theirs, updated ones are copied back."""
+def test_the_directory_against_dictionaries() -> None:
+    """Random batches: a row has one slot, those of batches in flight keep theirs, updated ones are copied back.
+
+    The first table of three has two features, the second a slot for every row.
+    """
     rng = np.random.default_rng(0)
-    directory = Directory(50, TableSlots(4, 20))
-    lies = {row: row for row in range(4)}
-    dirty: set[int] = set()
-    flights: list[tuple[np.ndarray, np.ndarray]] = []
+    num_rows, slots = [50, 7, 30], [TableSlots(4, 20), TableSlots(7, 0), TableSlots(0, 12)]
+    directory = Directory(num_rows, slots)
+    lies = [{row: row for row in range(own.pinned)} for own in slots]
+    dirty, named_rows = [set[int]() for _ in slots], [0, 0, 0]
+    flights: list[tuple[list[set[int]], Named]] = []
     for _ in range(400):
-        rows = np.unique(rng.integers(0, 50, rng.integers(0, 10)))
-        held = {row for batch, _ in flights for row in batch.tolist()}
-        new = {row for row in rows.tolist() if row >= 4} | {row for row in held if row >= 4}
-        assert directory.num_short(rows) == max(0, len(new) - 20)
-        if len(new) <= 20:
-            slots, moves = directory.admit(rows)
-            for row in moves.leaving.tolist():
-                assert row in dirty and row not in held and row not in rows
-            gone = [row for row, slot in lies.items() if slot in moves.coming_slots and row not in rows]
-            for row in gone:
-                del lies[row]
-                assert (row in moves.leaving) == (row in dirty)
-                dirty.discard(row)
-            for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
-                assert lies.setdefault(row, slot) == slot, "a row has moved"
-            assert set(moves.coming.tolist()) <= set(rows.tolist())
-            assert len(set(lies.values())) == len(lies)
-            flights.append((rows, slots))
+        a, b, c = np.sort(rng.integers(0, 12, 3))
+        spans = [(0, b, c), (0, 0, a), (1, a, b), (2, c, 12)]
+        ids = np.concatenate(
+            [rng.integers(0, num_rows[t], n) for t, n in ((0, a), (1, b - a), (0, c - b), (2, 12 - c))]
+        )
+        batch = [set[int](), set[int](), set[int]()]
+        for t, start, stop in spans:
+            batch[t] |= set(ids[start:stop].tolist())
+        held = [set[int]().union(*(other[t] for other, _ in flights)) for t in range(3)]
+        new = [{row for row in (batch[t] | held[t]) if row >= slots[t].pinned} for t in range(3)]
+        named = directory.find(ids, spans)
+        assert named is not None and directory.num_named(named).tolist() == [len(own) for own in batch]
+        missing = [len(own) - each.cached for own, each in zip(new, slots, strict=True)]
+        assert np.maximum(directory.num_short(named), 0).tolist() == [max(0, own) for own in missing]
+        if max(missing) <= 0:
+            flight, moves = directory.admit(named)
+            for t, own in enumerate(lies):
+                coming, coming_slots, leaving = (
+                    each[t].tolist() if moves.coming else []
+                    for each in (moves.coming, moves.coming_slots, moves.leaving)
+                )
+                assert {*coming} == batch[t] - {*own} and {*leaving} <= dirty[t] - held[t] - batch[t]
+                for row in [row for row, slot in own.items() if slot in coming_slots]:
+                    del own[row]
+                    assert (row in leaving) == (row in dirty[t])
+                    dirty[t].discard(row)
+                own |= dict(zip(coming, coming_slots, strict=True))
+                assert len({*own.values()}) == len(own) <= sum(slots[t])
+                named_rows[t] += len(batch[t])
+                first = directory.first_slots[t]
+                there = flight.slots[(flight.slots >= first) & (flight.slots < directory.first_slots[t + 1])] - first
+                assert sorted(there.tolist()) == sorted(own[row] for row in batch[t])
+            flights.append((batch, flight))
         if flights and rng.random() < 0.6:
-            batch, slots = flights.pop(int(rng.integers(len(flights))))
+            batch, flight = flights.pop(int(rng.integers(len(flights))))
             updated = bool(rng.random() < 0.5)
-            directory.release(slots, updated=updated)
-            dirty |= set(batch.tolist()) if updated else set()
-    assert directory.counts["evicted_rows"] > 200 and directory.counts["written_rows"] > 50
-
-
-def test_tables_that_have_all_their_slots_against_sets() -> None:
-    """Tables have 7, 0 and 12 rows. The second has rows that come and go, the first has two features. Batches have
-    random lengths."""
-    rng = np.random.default_rng(0)
-    residents = Residents([7, 0, 12])
-    named, changed = {0: 0, 2: 0}, {0: set[int](), 2: set[int]()}
-    for _ in range(100):
-        ids, (a, b, c) = rng.integers(0, 7, 15), sorted(rng.integers(0, 16, 3))
-        spans = [(0, a, b), (0, 0, a), (1, b, c), (2, c, 15)]
-        places, update = residents.places(ids, spans), rng.random() < 0.3
-        residents.count(places, spans)
-        if update:
-            residents.change(places)
-        for t, rows in ((0, {*ids[:b].tolist()}), (2, {*ids[c:].tolist()})):
-            named[t] += len(rows)
-            changed[t] |= rows if update else set()
-    for t, directory in residents.directories.items():
-        assert directory.counts["rows"] == directory.counts["hit_rows"] == named[t] > 100
-        assert directory.row_of[directory.dirty].tolist() == sorted(changed[t])
+            directory.release(flight, updated=updated)
+            for t, own in enumerate(batch if updated else []):
+                dirty[t] |= own
+        rows, _ = directory.split(np.flatnonzero(directory.dirty))
+        assert [set(own.tolist()) for own in rows] == dirty
+    counts = dict(zip(COUNTS, directory.counts.T.tolist(), strict=True))
+    assert counts["rows"] == named_rows and counts["hit_rows"][1] == named_rows[1]
+    assert counts["evicted_rows"][0] > 100 and counts["written_rows"][2] > 30
     for bad in (-1, 7):
-        assert residents.places(np.array([3, bad, 11]), [(0, 0, 2), (2, 2, 3)]) is None
+        assert directory.find(np.array([3, bad, 11]), [(0, 0, 1), (1, 1, 2), (2, 2, 3)]) is None
 
 
 def test_frozen_tables_on_a_device_stay_and_a_part_of_them_is_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 from gpu_device import DEVICE
 
 import hotrow
-from benchmarks.hot_lab import MOVE_BYTES, SLOT_BYTES, Link, cached_crossing
+from benchmarks.hot_lab import ID_BYTES, MOVE_BYTES, POINTER_BYTES, Link, cached_crossing
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.optim import RowWiseAdagrad
@@ -50,7 +50,8 @@ def test_rows_that_move_are_those_of_a_run(dataset: PackedDataset) -> None:
     assert 0 < found.hit_rows < found.rows and sum(own["evicted_rows"] for own in counts.values()) > 100
     assert found.from_device_bytes == sum(leaving[name] * RECORD[name] for name in RECORD)
     moves = sum(coming[name] * (RECORD[name] + MOVE_BYTES) + leaving[name] * MOVE_BYTES for name in RECORD)
-    assert found.to_device_bytes == inputs + 2 * SLOT_BYTES * num_ids + moves
+    pointers = sum(own["read_rows"] + own["evicted_rows"] for own in counts.values())
+    assert found.to_device_bytes == inputs + 2 * ID_BYTES * num_ids + moves + POINTER_BYTES * pointers
 
 
 def test_with_room_for_all_each_row_comes_once_and_leaves_once(dataset: PackedDataset) -> None:

@@ -72,17 +72,33 @@ def bags_of(offsets, first, b, inside, ONE_HOT: tl.constexpr):
     return start, stop
 
 
+@triton.jit
+def slots_of(rows, mask, at, MAPPED: tl.constexpr):
+    """Where rows [n] lie in their tables' arrays: those below a prefix at their numbers, the others by a map.
+
+    at: int64 [2], of the table or of each row's: the prefix, and the address where the map would have row 0. If not
+    MAPPED, arrays have every row.
+    """
+    if MAPPED:
+        passing = mask & (rows >= tl.load(at))
+        entries = tl.load(at + 1).to(tl.pointer_type(tl.int32))
+        rows = tl.where(passing, tl.load(entries + rows, mask=passing, other=0).to(tl.int64), rows)
+    return rows
+
+
 @triton.jit(do_not_specialize=["num_samples", "out_stride"])
 def lookup(
-    out, out_stride, values, offsets, sample_weights, features, tables, num_samples,
-    ONE_HOT: tl.constexpr, WEIGHTED: tl.constexpr, STORAGE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+    out, out_stride, values, offsets, sample_weights, features, tables, maps, num_samples,
+    ONE_HOT: tl.constexpr, WEIGHTED: tl.constexpr, MAPPED: tl.constexpr, STORAGE: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`out[b, columns of f] = pool(rows of bag (f, b))` for BLOCK_B bags of feature number program_id(1).
 
     features: int64 [F, 5]: table, first column, dim, 1 for "mean", position among the batch's keys.
     """
     feature = features + tl.program_id(1) * 5
-    address = tl.load(tables + tl.load(feature))
+    table = tl.load(feature)
+    address = tl.load(tables + table)
     column, dim, mean = tl.load(feature + 1), tl.load(feature + 2), tl.load(feature + 3)
     b = (tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -93,6 +109,7 @@ def lookup(
     while tl.max(stop - at, axis=0) > 0:
         inside = at < stop
         row = tl.load(values + at, mask=inside, other=0).to(tl.int64)
+        row = slots_of(row, inside, maps + 2 * table, MAPPED)
         x = read_row(address, row[:, None] * dim + d, inside[:, None] & (d < dim), STORAGE)
         if WEIGHTED:
             x = tl.load(sample_weights + at, mask=inside, other=0.0)[:, None] * x
@@ -106,12 +123,13 @@ def lookup(
 
 @triton.jit(do_not_specialize=["num_samples", "grad_stride"])
 def weight_gradient(
-    out, grad, grad_stride, values, offsets, features, tables, num_samples,
-    ONE_HOT: tl.constexpr, STORAGE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+    out, grad, grad_stride, values, offsets, features, tables, maps, num_samples,
+    ONE_HOT: tl.constexpr, MAPPED: tl.constexpr, STORAGE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`out[i] = fold16(grad[b, columns of f] * row_i)`, over the bag's length for "mean"; features as in `lookup`."""
     feature = features + tl.program_id(1) * 5
-    address = tl.load(tables + tl.load(feature))
+    table = tl.load(feature)
+    address = tl.load(tables + table)
     column, dim, mean = tl.load(feature + 1), tl.load(feature + 2), tl.load(feature + 3)
     b = (tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -123,6 +141,7 @@ def weight_gradient(
     while tl.max(stop - at, axis=0) > 0:
         inside = at < stop
         row = tl.load(values + at, mask=inside, other=0).to(tl.int64)
+        row = slots_of(row, inside, maps + 2 * table, MAPPED)
         mask = inside[:, None] & (d < dim)
         x = read_row(address, row[:, None] * dim + d, mask, STORAGE)
         folded = fold16(tl.where(mask, g * x, 0.0), BLOCK_B, BLOCK_D)
@@ -159,8 +178,9 @@ def full(x, like):
 
 @triton.jit(do_not_specialize=["first", "last"])
 def update(
-    keys, sources, scales, first, last, table_of, dims, weights, lows, states_a, states_b, numbers,
-    ALGORITHM: tl.constexpr, STORAGE: tl.constexpr, SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    keys, sources, scales, first, last, table_of, dims, weights, lows, states_a, states_b, maps, numbers,
+    ALGORITHM: tl.constexpr, STORAGE: tl.constexpr, SCALED: tl.constexpr, MAPPED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """For sorted occurrences [first, last): the lane at the first occurrence of a row takes all of that row's.
 
@@ -173,7 +193,7 @@ def update(
     key = tl.load(keys + i, mask=inside, other=-1)
     starts = inside & (key != tl.load(keys + i - 1, mask=inside & (i > first), other=-1))
     table = tl.load(table_of + (key >> 40), mask=starts, other=0)
-    row = key & 0xFFFFFFFFFF
+    row = slots_of(key & 0xFFFFFFFFFF, starts, maps + 2 * table, MAPPED)
     dim = tl.load(dims + table, mask=starts, other=0)
     d = tl.arange(0, BLOCK_D)[None, :]
     live = starts[:, None] & (d < dim[:, None])

@@ -262,6 +262,14 @@ class Mover:
             moment = self._streams.moment()
         self._leaving.append(Arriving(target, staged, blocks, moment))
 
+    def point(self, array: Tensor, numbers: Tensor, *, after: Moment) -> Moment:
+        """Writes numbers[1] to places numbers[0] of an int32 array on the device; returns the moment when they are
+        there."""
+        with self._streams.copying(after=after):
+            places, values = self._upload(numbers).view(2, -1)
+            array.index_copy_(0, places, values.int())
+            return self._streams.moment()
+
     def _upload(self, numbers: Tensor) -> Tensor:
         staged = self._buffers.take(numbers.nbytes)
         staged.view(numbers.dtype).copy_(numbers.view(-1))

@@ -4,7 +4,8 @@
     update            occurrences of all tables -> stable sort by (table, row) -> one launch for each (storage, width)
 
 Batches stay where they are made, in host memory: their ids are checked there and copied once per call. No float is
-added atomically, so repeated runs give the same bits; docs/numerics.md says which bits. Next: triton_kernels.py.
+added atomically, so repeated runs give the same bits; docs/numerics.md says which bits. Of arrays with slots
+for some rows, kernels find a row's slot in a map (`SlotMap`). Next: triton_kernels.py.
 """
 
 from __future__ import annotations
@@ -47,18 +48,34 @@ class Kind(NamedTuple):
         return max(1, min(MAX_ROWS, TILE // self.block_d))
 
 
+class SlotMap(NamedTuple):
+    """Which slot of a table's array holds which row: row r < prefix slot r, another slot `slot_of[first + r]`."""
+
+    slot_of: Tensor
+    """int32, of all tables, on the device; read when a kernel runs, so that copies before it may change it."""
+    num_rows: Sequence[int]
+    """By table, rows that ids may name; those that a batch names must have slots."""
+    prefixes: Sequence[int]
+    firsts: Sequence[int]
+
+
 class Arrays:
     """One array per table in the memory of one device: weights [N, D], or optimizer state [N, D] or [N], float32.
 
-    As `ops.Arrays`. Raises ValueError if an array has another type or is not contiguous, if arrays are on different
-    devices, and for a device on which these kernels do not run.
+    As `ops.Arrays`. slots: which row lies where, if arrays have slots for some rows alone.
+    Raises ValueError if an array has another type or is not contiguous, if arrays are on different devices, and for a
+    device on which these kernels do not run.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], low: Sequence[Tensor | None] | None = None, slots: SlotMap | None = None
+    ) -> None:
         self.tensors, self.low = tuple(tensors), tuple(low or [None] * len(tensors))
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         _check_device(self.device)
         check_arrays(self.tensors, self.low, self.device)
+        self.slots = slots
+        self.num_rows = [len(tensor) for tensor in self.tensors] if slots is None else list(slots.num_rows)
         self.kinds = [Kind(_STORAGES.get(a.dtype, triton_kernels.SPLIT), _block_d(a)) for a in self.tensors]
         """For each table, the kind of its weights."""
         self.by_rank = sorted(range(len(self.kinds)), key=lambda t: self.kinds[t])
@@ -76,6 +93,15 @@ class Arrays:
     def low_addresses(self) -> Tensor:
         """The address of each table's lower halves, on the device; 0 if there are none."""
         return self.numbers([0 if half is None else half.data_ptr() for half in self.low])
+
+    @cached_property
+    def maps(self) -> Tensor:
+        """[T, 2] on the device, as `slots_of` takes it; a placeholder if there is no map."""
+        if self.slots is None:
+            return self.addresses
+        start = self.slots.slot_of.data_ptr()
+        rows = zip(self.slots.prefixes, self.slots.firsts, strict=True)
+        return self.numbers([(prefix, start + 4 * first) for prefix, first in rows])
 
     @cached_property
     def dims(self) -> Tensor:
@@ -177,9 +203,11 @@ class Kernels:
                 triton_kernels.lookup,
                 (-(-sparse.stride // kind.rows), num_features),
                 (out, out.stride(0), batch.values, batch.offsets, batch.weights, features, weights.addresses),
+                maps=weights.maps,
                 num_samples=sparse.stride,
                 ONE_HOT=batch.one_hot,
                 WEIGHTED=batch.weighted,
+                MAPPED=weights.slots is not None,
                 STORAGE=kind.storage,
                 BLOCK_B=kind.rows,
                 BLOCK_D=kind.block_d,
@@ -200,8 +228,10 @@ class Kernels:
                 triton_kernels.weight_gradient,
                 (-(-sparse.stride // kind.rows), num_features),
                 (out, grad, grad.stride(0), batch.values, batch.offsets, features, weights.addresses),
+                maps=weights.maps,
                 num_samples=sparse.stride,
                 ONE_HOT=batch.one_hot,
+                MAPPED=weights.slots is not None,
                 STORAGE=kind.storage,
                 BLOCK_B=kind.rows,
                 BLOCK_D=kind.block_d,
@@ -258,8 +288,8 @@ class Kernels:
         return found
 
     def _shapes(self, weights: Arrays) -> ops.Arrays:
-        """Returns arrays in host memory of the tables' shapes; nothing touches them, so they take no memory."""
-        made = tuple(tensor.shape for tensor in weights.tensors)
+        """Returns arrays in host memory of the whole tables' shapes; nothing touches them, so they take no memory."""
+        made = tuple((n, *tensor.shape[1:]) for n, tensor in zip(weights.num_rows, weights.tensors, strict=True))
         if made not in self._made:
             self._made[made] = ops.Arrays([ops.allocate(*shape, sparse=True) for shape in made])
         found: ops.Arrays = self._made[made]
@@ -291,10 +321,12 @@ class Kernels:
                 lows=weights.low_addresses,
                 states_a=addresses[0],
                 states_b=addresses[1],
+                maps=weights.maps,
                 numbers=numbers,
                 ALGORITHM=triton_kernels.ALGORITHMS[algorithm],
                 STORAGE=kind.storage,
                 SCALED=scaled,
+                MAPPED=weights.slots is not None,
                 BLOCK_N=kind.rows,
                 BLOCK_D=kind.block_d,
             )
@@ -378,7 +410,7 @@ class Kernels:
             good = (offsets.diff() >= 0).all() & (offsets[0] == 0) & (offsets[-1] == sparse.values.numel())
             if not bool(good):
                 raise ValueError(ALTERED)
-        sizes = [weights.tensors[feature.table].shape[0] for feature in self.layout.features]
+        sizes = [weights.num_rows[feature.table] for feature in self.layout.features]
         if sparse.one_hot and sparse.stride:  # all features at once
             ids = sparse.values.view(len(sparse.keys), -1)
             whole = positions == list(range(len(sparse.keys)))
@@ -395,9 +427,9 @@ class Kernels:
                     self._raise_bad_id(weights, blame or sparse)
 
     def _raise_bad_id(self, weights: Arrays, sparse: KeyedJaggedTensor) -> None:
-        bad = types.first_bad_id(self.layout, weights.tensors, sparse)
+        bad = types.first_bad_id(self.layout, [torch.empty(n, 0) for n in weights.num_rows], sparse)
         if bad is not None:
-            raise ValueError(bad.text(weights.tensors[bad.feature.table].shape[0]))
+            raise ValueError(bad.text(weights.num_rows[bad.feature.table]))
         raise ValueError(ALTERED)
 
 

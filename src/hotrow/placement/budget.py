@@ -46,6 +46,8 @@ over."""
 MAX_WAITING_SHARE, MAX_GATHERED_SHARE = 8, 64
 """I/O buffers and rows that wait to be written take at most 1/8 of the budget, and at most 64 MiB. If writes are
 gathered, which takes a 25th of the I/Os, they take at most 1/64 or 2 MiB, whichever is more."""
+MAP_BYTES = 4
+"""Bytes of a device per row that comes and goes there, for the kernels to know its slot."""
 MOVING_SHARE = 8
 """1/8 of a device's budget is for rows on their way, half for each direction; larger moves go in pieces."""
 
@@ -356,8 +358,12 @@ class DeviceMemory:
     def slots(self, tables: Sequence[TableDemand], hbm_bytes: int | None = None) -> list[TableSlots]:
         """Returns each table's slots by the plan, for this budget or another."""
         plan = self.plan or plan_slots_on_device
-        budget_bytes = slot_bytes(self.hbm_bytes if hbm_bytes is None else hbm_bytes)
-        return [TableSlots(*map(int, own)) for own in plan(tables, budget_bytes)]
+        budget_bytes, map_bytes = slot_bytes(self.hbm_bytes if hbm_bytes is None else hbm_bytes), 0
+        while True:  # a plan knows of slots alone, and says which tables need a map; with less for slots more may
+            found = [TableSlots(*map(int, own)) for own in plan(tables, max(0, budget_bytes - map_bytes))]
+            if (needed := _map_bytes(tables, found)) <= map_bytes:
+                return found
+            map_bytes = needed
 
     def checked_slots(self, tables: Sequence[TableDemand]) -> list[TableSlots]:
         """Returns `slots`. Raises ValueError if a table has none, they exceed the budget, or it exceeds the device."""
@@ -375,9 +381,11 @@ class DeviceMemory:
                     f"{raise_to(self.least_bytes(tables, [1] * len(tables)))}"
                 )
         needed = sum(sum(own) * table.record_bytes for table, own in zip(tables, slots, strict=True))
+        needed += _map_bytes(tables, slots)
         if needed > slot_bytes(self.hbm_bytes):
             raise ValueError(
-                f"DeviceMemory: plan takes {needed:,} bytes; there are {slot_bytes(self.hbm_bytes):,} for slots"
+                f"DeviceMemory: plan takes {needed:,} bytes; there are {slot_bytes(self.hbm_bytes):,} for slots "
+                "and for knowing which row has which"
             )
         return slots
 
@@ -398,6 +406,10 @@ class DeviceMemory:
         return all(
             own.cached >= n or own.pinned >= table.num_rows for own, n, table in zip(slots, needed, tables, strict=True)
         )
+
+
+def _map_bytes(tables: Sequence[TableDemand], slots: Sequence[TableSlots]) -> int:
+    return MAP_BYTES * sum(table.num_rows - own.pinned for table, own in zip(tables, slots, strict=True))
 
 
 def free_bytes(device: str) -> int:

@@ -4,9 +4,9 @@
 
 Every row of a table lies below: in DRAM, or in tiers (`Backing`). Device memory has slots for some of them: for the
 first rows of a table always, for the others while they are in use. Updates happen in slots; an updated row is copied
-back when its slot is needed, and by `flush`. The kernels get slots instead of ids, so no result depends on what is
-decided here. Tables with a slot for every row are served all together, because nothing is decided for them. Which row
-lies where: slots.py; how many slots there are: budget.py. Next: kernels/triton_moves.py.
+back when its slot is needed, and by `flush`. Kernels get ids, and find the slots in a map that lies on the device too
+and changes with what comes and goes, in the order of the device's work; no result depends on what is decided here.
+Which row lies where: slots.py; how many slots there are: budget.py. Next: kernels/triton_moves.py.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops
 from hotrow.kernels.on_device import triton_ops
 from hotrow.kernels.types import Layout, Rule
-from hotrow.placement.base import NO_LEASE, Attached, Placement, Rows, TableState, Use
+from hotrow.placement.base import Attached, Placement, Rows, TableState, Use
 from hotrow.placement.budget import MOVING_SHARE, DeviceMemory, TableDemand, TableSlots, raise_to
 from hotrow.placement.slots import (
-    NONE,
+    COUNTS,
     SOME_FROZEN,
     Announced,
     Directory,
     Held,
     Moves,
-    Residents,
+    Named,
+    Numbers,
     Span,
     bad_id,
     spans_of,
@@ -47,8 +47,6 @@ from hotrow.tables import TableConfig
 
 if TYPE_CHECKING:
     from hotrow.kernels.triton_moves import Moment, Mover
-
-Numbers = NDArray[np.int64]
 
 
 @dataclass
@@ -63,25 +61,19 @@ class Landing:
     """Set when the copies are under way."""
 
 
-class Named(NamedTuple):
-    """What a batch looks up."""
-
-    rows: list[Numbers]
-    """By table, rising, each once; none of tables that have a slot for every row."""
-    places: Numbers
-    """Places of its ids of those tables; see `Residents`."""
-
-
 class DeviceFlight:
     """A batch whose rows lie in slots, or are on their way there, until it is released."""
 
-    def __init__(
-        self, owner: Device, spans: list[Span], slots: Tensor, pinned: list[Numbers], places: Numbers, landing: Landing
-    ) -> None:
-        self._owner, self.spans, self.slots, self.pinned, self.landing = owner, spans, slots, pinned, landing
-        self.places = places
-        """Places of its ids among the rows of `Residents`."""
+    def __init__(self, owner: Device, spans: list[Span], ids: Tensor, held: Named, landing: Landing) -> None:
+        self._owner, self._spans, self._held, self.landing = owner, spans, held, landing
+        # Pinned, so that no upload of a lookup or an update waits for the device.
+        self.ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=owner.device.type == "cuda").copy_(ids)
+        """Those that lookups and updates get: the batch's own may change, and rows of others have no slots."""
         self.released = False
+
+    def is_of(self, ids: Tensor, spans: list[Span]) -> bool:
+        """Returns whether these are still the ids whose rows lie in slots, looked up in the same tables."""
+        return spans == self._spans and np.array_equal(ids.numpy(), self.ids.numpy())
 
     def __del__(self) -> None:
         self.release(updated=False)  # a lookup whose output nobody wanted
@@ -90,7 +82,7 @@ class DeviceFlight:
         """Ends the lease; updated: the rows have changed. Later calls do nothing."""
         if not self.released:
             self.released = True
-            self._owner.release(self.pinned, self.places, updated=updated)
+            self._owner.release(self._held, updated=updated)
 
 
 class Backing(Placement, Protocol):
@@ -127,8 +119,9 @@ class Device(Placement):
         self.weights, self.low = below.weights, below.low
         self.kernels = ops.KernelSet(self.layout, triton_ops("tables on a device").Kernels)
         self._num_states = 0
-        self.directories: list[Directory] = []
-        self.residents: Residents
+        self.directory: Directory
+        self.map: Tensor
+        """`directory.slot_of` on the device; the copy stream writes it, as it does slots."""
         self.slots: list[TableSlots] = []
         """By table, known when the tables are laid out."""
         self._parts: list[list[Tensor]] = []
@@ -178,16 +171,14 @@ class Device(Placement):
     def _lay_out(self) -> Any:
         """Gives the slots their memory; returns the class of arrays that the kernels take."""
         from hotrow.kernels.triton_moves import Mover, Streams
-        from hotrow.kernels.triton_ops import Arrays
+        from hotrow.kernels.triton_ops import Arrays, SlotMap
 
         demands, below = self._demands(), self.below.parts()
         self.slots = self.memory.checked_slots(demands)
         self._record_bytes = [demand.record_bytes for demand in demands]
-        whole = [own.pinned == d.num_rows for d, own in zip(demands, self.slots, strict=True)]
-        self.residents = Residents([d.num_rows * own for d, own in zip(demands, whole, strict=True)])
-        self.directories = [
-            self.residents.directories.get(t) or Directory(d.num_rows, self.slots[t]) for t, d in enumerate(demands)
-        ]
+        num_rows, pinned = [demand.num_rows for demand in demands], [own.pinned for own in self.slots]
+        self.directory = directory = Directory(num_rows, self.slots)
+        self.map = torch.from_numpy(directory.slot_of).to(self.device, copy=True)
         self._parts = [
             [torch.zeros(sum(own), *array.shape[1:], dtype=array.dtype, device=self.device) for array in arrays]
             for arrays, own in zip(below, self.slots, strict=True)
@@ -195,10 +186,11 @@ class Device(Placement):
         weights = [parts[0] for parts in self._parts]
         low = [parts[1] if parts[0].dtype == torch.bfloat16 else None for parts in self._parts]
         self._streams = Streams(self.device)
-        self._streams.share(array for parts in self._parts for array in parts)
+        self._streams.share([self.map, *(array for parts in self._parts for array in parts)])
         self._mover = Mover(below, self._parts, self._streams)
-        self._released = self._streams.moment()
-        self.arrays = Arrays(weights, low)
+        self._released = self._arrived = self._streams.moment()
+        slots = SlotMap(self.map, num_rows, pinned, directory.place_of_row_0.tolist())
+        self.arrays = Arrays(weights, low, slots if len(self.map) else None)
         self._stale = True  # the pinned rows are yet to come
         return Arrays
 
@@ -218,23 +210,19 @@ class Device(Placement):
             if sparse in self.announced or sparse in self._asked:
                 return
             spans = self._spans(sparse)
-            named = self._named(sparse, spans)
+            named = self.directory.find(sparse.values.numpy(), spans)
             if named is None:
                 return
             with self._counting_room():
-                if self._num_short(named.rows):
-                    self._ask(sparse, named.rows)
+                if self._is_short(named):
+                    self.postponed += 1
+                    self._asked.add(sparse, self.below.hold(self.directory.rows(named.coming), keep=True))
                     return
                 self.announced.add(sparse, self._admit(sparse, spans, named, keep=True))
             started = time.perf_counter()
             # Nobody can ask without waiting whether rows have come from disk; those of the nearer half should have.
             self._land(most_left=(len(self.announced) + 1) // 2)
             self.stall_s += time.perf_counter() - started
-
-    def _ask(self, sparse: KeyedJaggedTensor, rows: Sequence[Numbers]) -> None:
-        self.postponed += 1
-        absent = [directory.absent(own) for directory, own in zip(self.directories, rows, strict=True)]
-        self._asked.add(sparse, self.below.hold(absent, keep=True))
 
     @contextmanager
     def _counting_room(self) -> Iterator[None]:
@@ -249,7 +237,7 @@ class Device(Placement):
             self._asked.forget(sparse)
 
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[DeviceFlight, KeyedJaggedTensor]:
-        """Returns the flight of this batch and the batch with slots for ids; later work on the device finds its rows.
+        """Returns the flight of this batch and the batch with ids of its own; later work on the device finds its rows.
 
         Raises ValueError for an id out of range, and if the batch and those before their step need more slots than
         there are. Raises StoreError if any store has failed, because it was to keep other rows.
@@ -257,7 +245,7 @@ class Device(Placement):
         with self._lock:
             spans = self._spans(sparse)
             flight = self.announced.take(
-                sparse, unchanged=lambda own: self._is_of(own, sparse, spans), training=training
+                sparse, unchanged=lambda own: own.is_of(sparse.values, spans), training=training
             )
             started = time.perf_counter()
             if flight is None:
@@ -269,56 +257,38 @@ class Device(Placement):
             self._raise_failure()
             assert flight.landing.arrived is not None
             flight.landing.arrived.precede()
-            return flight, sparse.with_values(flight.slots)
+            return flight, sparse.with_values(flight.ids)
 
     def fits(self, sparse: KeyedJaggedTensor) -> bool:
         """Returns False for a batch to be scored that has more rows than there are slots, and two samples or more."""
         if torch.is_grad_enabled() or sparse.stride < 2:
             return True
         with self._lock:
-            named = self._named(sparse, self._spans(sparse))
-            return named is None or all(
-                len(own) - np.searchsorted(own, slots.pinned) <= slots.cached
-                for own, slots in zip(named.rows, self.slots, strict=True)
-            )
+            spans = self._spans(sparse)
+            named = self.directory.find(sparse.values.numpy(), spans)
+            return named is None or self.directory.fits(named)
 
     def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
         # Rows may have changed below since the lookups.
         self.refresh()
         super().update(lookups, attached, rules)
 
-    def _is_of(self, flight: DeviceFlight, sparse: KeyedJaggedTensor, spans: list[Span]) -> bool:
-        ids, slots = sparse.values.numpy(), flight.slots.numpy()
-        if ids.shape != slots.shape or spans != flight.spans:
-            return False
-        places = self.residents.places(ids, spans)
-        if places is None or not (places == flight.places).all():
-            return False
-        passing = self._passing(spans)
-        return all(self.directories[t].holds(ids[start:stop], slots[start:stop]) for t, start, stop in passing)
-
-    def _passing(self, spans: Sequence[Span]) -> list[Span]:
-        """Returns the spans of tables whose rows come and go."""
-        return [span for span in spans if span[0] not in self.residents.directories]
-
     def _make_room_and_admit(self, sparse: KeyedJaggedTensor, spans: list[Span], *, keep: bool) -> DeviceFlight:
-        named = self._named(sparse, spans)
+        directory, named = self.directory, self.directory.find(sparse.values.numpy(), spans)
         if named is None:
             weights = [parts[0] for parts in self.below.parts()]
             raise ValueError(bad_id(self.layout, self.tables, weights, sparse))
-        while self._num_short(named.rows) and len(self.announced):
+        while self._is_short(named) and len(self.announced):
             self.announced.forget_last()
             self.postponed += 1
-        if short := self._num_short(named.rows):
-            t, missing = short
-            rows = [_different(sparse.values.numpy(), spans, number) for number in range(len(self.tables))]
-            slots, held = self.slots[t], sum(self.slots[t]) - self.directories[t].num_free
-            needed = [
-                min(table.num_embeddings, own.cached - directory.num_free + len(each))
-                for table, own, directory, each in zip(self.tables, self.slots, self.directories, rows, strict=True)
-            ]
+        if self._is_short(named):
+            missing, num_named = directory.num_short(named), directory.num_named(named)
+            t, in_use = int(np.argmax(missing > 0)), [own.cached for own in self.slots] - directory.num_free
+            most = [table.num_embeddings for table in self.tables]
+            needed = np.minimum(most, in_use + num_named).tolist()
+            slots, held = self.slots[t], self.slots[t].pinned + in_use[t]
             raise ValueError(
-                f"the batch looks up {len(rows[t]):,} rows of table {self.tables[t].name!r}, {missing:,} more than "
+                f"the batch looks up {num_named[t]:,} rows of table {self.tables[t].name!r}, {missing[t]:,} more than "
                 f"there are slots for: of {sum(slots):,} on the device {held:,} hold rows that stay and rows of "
                 f"batches before their step; DeviceMemory: hbm is {self.memory.hbm_bytes:,} bytes; "
                 f"{raise_to(self.memory.least_bytes(self._demands(), needed))}, or make batches smaller"
@@ -330,40 +300,14 @@ class Device(Placement):
             self._lay_out()
         return spans_of(self.layout, sparse)
 
-    def _named(self, sparse: KeyedJaggedTensor, spans: Sequence[Span]) -> Named | None:
-        """Returns what the batch looks up; None if an id is out of range."""
-        ids = sparse.values.numpy()
-        places = self.residents.places(ids, spans)
-        if places is None:
-            return None
-        found = [NONE] * len(self.tables)
-        for t in {t for t, _, _ in self._passing(spans)}:
-            found[t] = rows = _different(ids, spans, t)
-            if len(rows) and (rows[0] < 0 or rows[-1] >= self.tables[t].num_embeddings):
-                return None
-        return Named(found, places)
-
-    def _num_short(self, rows: Sequence[NDArray[np.int64]]) -> tuple[int, int] | None:
-        """Returns the first table without room for its rows, and how many slots are missing; None if all have room."""
-        for t, own in enumerate(rows):
-            if missing := self.directories[t].num_short(own):
-                return t, missing
-        return None
+    def _is_short(self, named: Named) -> bool:
+        return bool((self.directory.num_short(named) > 0).any())
 
     def _admit(self, sparse: KeyedJaggedTensor, spans: list[Span], named: Named, *, keep: bool) -> DeviceFlight:
         self._raise_failure()
         try:
-            admitted = [directory.admit(own) for directory, own in zip(self.directories, named.rows, strict=True)]
-            ids = sparse.values.numpy()
-            slots, passing = np.zeros(len(ids), np.int32), self._passing(spans)
-            for t, start, stop in spans:
-                own, there = ids[start:stop], t in self.residents.directories
-                slots[start:stop] = own if there else self.directories[t].slot_of[own]
-            self.residents.count(named.places, spans)
-            pinned, moves = [slots for slots, _ in admitted], [each for _, each in admitted]
-            here = Landing(Held(NO_LEASE, [], ready=True), [], 0, self._released)
-            landing = self._exchange(moves, keep=keep) if passing else here
-            return DeviceFlight(self, spans, torch.from_numpy(slots), pinned, named.places, landing)
+            held, moves = self.directory.admit(named)
+            return DeviceFlight(self, spans, sparse.values, held, self._exchange(moves, keep=keep))
         except BaseException as error:  # rows have given up their slots, and may not have left them yet
             self._lost = (
                 f"rows of the tables on {self.device} are lost: {type(error).__name__} ended the call that moved them "
@@ -377,13 +321,15 @@ class Device(Placement):
             raise StoreError(self._lost)
         self.below.check_stores()
 
-    def _exchange(self, moves: Sequence[Moves], *, keep: bool) -> Landing:
+    def _exchange(self, moves: Moves, *, keep: bool) -> Landing:
         """Sends back the rows that leave, then starts to bring those that come; copies keep this order."""
         num_sent = self._mover.num_sent
-        for rows, slots in self._pieces([each.leaving for each in moves], [each.leaving_slots for each in moves]):
+        for rows, slots in self._pieces(moves.leaving, moves.leaving_slots):
             self._mover.send_back(self.below.hold(rows, keep=True), _tensors(slots), after=self._released)
-        held = self.below.hold([each.coming for each in moves], keep=keep)
-        landing = Landing(held, [each.coming_slots for each in moves], num_sent)
+        if moves.pointers.size:
+            self._arrived = self._mover.point(self.map, torch.from_numpy(moves.pointers), after=self._released)
+        held = self.below.hold(moves.coming, keep=keep)
+        landing = Landing(held, moves.coming_slots, num_sent)
         self._landings.append(landing)
         if held.ready:
             self._land(landing)
@@ -400,10 +346,10 @@ class Device(Placement):
             self._landings.popleft()
 
     def _bring(self, places: Sequence[Numbers], slots: Sequence[Numbers]) -> Moment:
-        arrived = self._released
+        """Returns when all that was ever brought has come: a batch may name rows that another batch asked for."""
         for some_places, some_slots in self._pieces(places, slots):
-            arrived = self._mover.bring(_tensors(some_places), _tensors(some_slots), after=self._released)
-        return arrived
+            self._arrived = self._mover.bring(_tensors(some_places), _tensors(some_slots), after=self._released)
+        return self._arrived
 
     def _pieces(
         self, rows: Sequence[Numbers], slots: Sequence[Numbers], most_bytes: int | None = None
@@ -411,7 +357,7 @@ class Device(Placement):
         """Yields rows and slots in pieces within the memory for rows on their way, and within `most_bytes`."""
         most = max(1, self.memory.hbm_bytes // MOVING_SHARE // 2)
         most = most if most_bytes is None else min(most, most_bytes)
-        total = sum(len(own) * num_bytes for own, num_bytes in zip(rows, self._record_bytes, strict=True))
+        total = sum(len(own) * num_bytes for own, num_bytes in zip(rows, self._record_bytes, strict=False))
         pieces = -(-total // most)
         if pieces < 2:  # numpy cuts slowly
             yield from [(list(rows), list(slots))] * pieces
@@ -421,13 +367,10 @@ class Device(Placement):
         for k in range(pieces):
             yield [own[k] for own in cut_rows], [own[k] for own in cut_slots]
 
-    def release(self, pinned: Sequence[Numbers], places: Numbers, *, updated: bool) -> None:
-        """Ends the lease of a batch whose rows lie in slots `pinned`, and at `places`; flights call it."""
+    def release(self, held: Named, *, updated: bool) -> None:
+        """Ends the lease of a batch whose rows `Directory.admit` gave slots; flights call it."""
         with self._lock:
-            for directory, slots in zip(self.directories, pinned, strict=True):
-                directory.release(slots, updated=updated)
-            if updated:
-                self.residents.change(places)
+            self.directory.release(held, updated=updated)
             self._released = self._streams.moment()
 
     # ---- what lies below
@@ -453,17 +396,15 @@ class Device(Placement):
             if self.arrays is None or self._stale:
                 return
             self._land()
-            dirty = [np.flatnonzero(directory.dirty) for directory in self.directories]
-            rows = [directory.row_of[slots] for directory, slots in zip(self.directories, dirty, strict=True)]
-            for some_rows, some_slots in self._pieces(rows, dirty, self.below.piece_bytes):
+            rows, slots = self.directory.split(np.flatnonzero(self.directory.dirty))
+            for some_rows, some_slots in self._pieces(rows, slots, self.below.piece_bytes):
                 num_sent = self._mover.num_sent
                 held = self.below.hold(some_rows, keep=False)
                 self._mover.send_back(held, _tensors(some_slots), after=self._streams.moment())
                 self._mover.settle(num_sent)  # the piece before: two at most are under way
             self._mover.settle()
-            for directory, slots in zip(self.directories, dirty, strict=True):
-                directory.dirty[slots] = False
-                directory.counts["written_rows"] += len(slots)
+            self.directory.dirty[:] = False
+            self.directory.counts[:, COUNTS.index("written_rows")] += [len(own) for own in rows]
             self._stale = True
 
     def refresh(self) -> None:
@@ -472,8 +413,7 @@ class Device(Placement):
             if not self._stale:
                 return
             self._land()
-            slots = [np.flatnonzero(directory.row_of >= 0) for directory in self.directories]
-            rows = [directory.row_of[own] for directory, own in zip(self.directories, slots, strict=True)]
+            rows, slots = self.directory.split(np.flatnonzero(self.directory.row_of >= 0))
             self._released = arrived = self._streams.moment()
             for some_rows, some_slots in self._pieces(rows, slots, self.below.piece_bytes):
                 held = self.below.hold(some_rows, keep=False)
@@ -485,12 +425,10 @@ class Device(Placement):
 
     def counters(self) -> dict[str, dict[str, int]]:
         """Returns by table how many rows batches named, were there, came, left, and were copied back."""
-        return {table.name: dict(own.counts) for table, own in zip(self.tables, self.directories, strict=False)}
-
-
-def _different(ids: NDArray[Any], spans: Sequence[Span], table: int) -> Numbers:
-    """Returns the rows of a table that a batch looks up, rising, each once."""
-    return np.unique(np.concatenate([NONE, *(ids[start:stop] for t, start, stop in spans if t == table)]))
+        if self.arrays is None:
+            return {}
+        counts = self.directory.counts.tolist()
+        return {t.name: dict(zip(COUNTS, own, strict=True)) for t, own in zip(self.tables, counts, strict=True)}
 
 
 def _tensors(numbers: Sequence[Numbers]) -> list[Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -133,167 +133,184 @@ def check_ids(layout: Layout, tables: Sequence[TableConfig], sparse: KeyedJagged
             raise ValueError(bad_id(layout, tables, shapes, sparse))
 
 
-class Moves(NamedTuple):
-    """What admitting rows of a table asks for: int64 arrays."""
-
-    coming: NDArray[np.int64]
-    coming_slots: NDArray[np.int64]
-    leaving: NDArray[np.int64]
-    """Rows that were updated since they came, and make room."""
-    leaving_slots: NDArray[np.int64]
-
-
+NONE: NDArray[np.int64] = np.empty(0, np.int64)
+Numbers = NDArray[np.int64]
 COUNTS = ("rows", "hit_rows", "read_rows", "evicted_rows", "written_rows")
 
 
-class Directory:
-    """Which rows of a table lie in which of its slots: in [0, pinned) always its first rows, then a clock decides.
+class Named(NamedTuple):
+    """The different rows that a batch looks up."""
 
-    The hand of the clock goes round the slots. A row makes room if it is in no batch and was not used since the hand
-    last passed.
+    slots: Numbers
+    """Those that have one, in any order."""
+    passing: Numbers
+    """Those among `slots` whose row comes and goes."""
+    coming: Numbers
+    """The places of rows without a slot, rising, so that what is decided depends on no order of ids."""
+
+
+class Moves(NamedTuple):
+    """What admitting rows asks for; lists are by table, and empty if no row comes."""
+
+    coming: list[Numbers]
+    """Rows, and the slots that they get."""
+    coming_slots: list[Numbers]
+    leaving: list[Numbers]
+    """Rows that were updated since they came, and the slots that they give up."""
+    leaving_slots: list[Numbers]
+    pointers: Numbers
+    """[2, n]: places whose entry in `Directory.slot_of` has changed, and their entries."""
+
+
+class Directory:
+    """Which rows of the tables lie in which of their slots: a table's first rows always lie in its pinned slots, and a
+    clock for each table decides about the others.
+
+    Slots here are numbers in one array for all tables, in which a table's slots begin at `first_slots`. A *place* is a
+    row's number among those of all tables that may come and go. The hand of a clock goes round the cached slots of a
+    table. A row makes room if it is in no batch and was not used since the hand last passed.
     """
 
-    def __init__(self, num_rows: int, slots: TableSlots) -> None:
-        num_slots = slots.pinned + slots.cached
-        self.slot_of: NDArray[np.int32] = np.full(num_rows, -1, np.int32)
+    def __init__(self, num_rows: Sequence[int], slots: Sequence[TableSlots]) -> None:
+        self._num_rows, (self._pinned, self._cached) = np.array(num_rows, np.int64), np.array(slots, np.int64).T
+        self.first_slots = np.cumsum([0, *(self._pinned + self._cached)])
+        self._first_places = np.cumsum([0, *(self._num_rows - self._pinned)])
+        self.place_of_row_0 = self._first_places[:-1] - self._pinned
+        """By table; a number below 0 if all tables before it are pinned."""
+        num_slots = int(self.first_slots[-1])
+        self.slot_of: NDArray[np.int32] = np.full(self._first_places[-1], -1, np.int32)
+        """By place, the slot among those of its table; -1 if the row has none."""
         self.row_of: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
-        self.pins: NDArray[np.int32] = np.zeros(num_slots, np.int32)
-        self.used = np.zeros(num_slots, np.bool_)
-        self.dirty = np.zeros(num_slots, np.bool_)
-        self.counts = dict.fromkeys(COUNTS, 0)
-        self.num_free = slots.cached
-        """Slots that hold no row of a batch."""
-        self._hand = 0
-        first = np.arange(slots.pinned)
-        self.slot_of[first], self.row_of[first], self.pins[first] = first, first, 1
+        self.dirty, self._used = np.zeros(num_slots, np.bool_), np.zeros(num_slots, np.bool_)
+        self._pins: NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self._newest: NDArray[np.int32] = np.zeros(num_slots + 1, np.int32)
+        """For `_once`, by slot, with one more for rows that have none."""
+        self._tables = np.repeat(np.arange(len(slots), dtype=np.int32), np.diff(self.first_slots))
+        for first, pinned in zip(self.first_slots, self._pinned, strict=False):
+            self.row_of[first : first + pinned] = np.arange(pinned)
+        self.num_free = self._cached.copy()
+        """By table, cached slots that hold no row of a batch."""
+        self.counts = np.zeros((len(slots), len(COUNTS)), np.int64)
+        self._hands = [0] * len(slots)
+        self._asked: list[Span] = []
+        self._of_ids = np.zeros((4, 0), np.int64)
 
-    def num_short(self, rows: NDArray[np.int64]) -> int:
-        """Returns how many slots are missing for `rows`, no row twice, to lie here together; 0 if they can."""
-        slots = self.slot_of[rows]
-        hits = slots[slots >= 0]
-        return max(0, len(rows) - len(hits) + int(np.count_nonzero(self.pins[hits] == 0)) - self.num_free)
+    def find(self, ids: NDArray[Any], spans: Sequence[Span]) -> Named | None:
+        """Returns the rows that the ids in the spans of a batch look up; None if an id is outside its table."""
+        if spans != self._asked:  # batches of one id per feature and sample have the same spans
+            tables, lengths = np.array([(t, stop - start) for t, start, stop in spans], np.int64).reshape(-1, 2).T
+            of_tables = np.stack([self._num_rows, self._pinned, self.first_slots[:-1], self.place_of_row_0])
+            self._of_ids, self._asked = np.repeat(of_tables[:, tables], lengths, axis=1), list(spans)
+        num_rows, pinned, first_slots, place_of_row_0 = self._of_ids
+        rows = np.concatenate([NONE, *(ids[start:stop] for _, start, stop in spans)])
+        if not ((rows >= 0) & (rows < num_rows)).all():
+            return None
+        # Positions and take, because numpy selects by booleans several times as slowly.
+        slots, beyond = rows + first_slots, np.flatnonzero(rows >= pinned) if len(self.slot_of) else NONE
+        places = rows.take(beyond) + place_of_row_0.take(beyond)
+        found = self.slot_of.take(places)
+        absent = np.flatnonzero(found < 0)
+        here = found + first_slots.take(beyond)
+        here[absent] = len(self.row_of)
+        slots[beyond] = here
+        named = self._once(self._newest, slots)
+        named[beyond.take(absent)] = False
+        passing = slots.take(beyond.take(np.flatnonzero(named.take(beyond))))
+        coming = places.take(absent)
+        coming = np.sort(coming.take(np.flatnonzero(self._once(self.slot_of, coming))))
+        self.slot_of[coming] = -1
+        return Named(slots.take(np.flatnonzero(named)), passing, coming)
 
-    def absent(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return rows[self.slot_of[rows] < 0]
+    @staticmethod
+    def _once(scratch: NDArray[np.int32], numbers: Numbers) -> NDArray[np.bool_]:
+        """Returns a boolean for each of `numbers`, True for one of those that are equal; they index `scratch`."""
+        marks = ~np.arange(len(numbers), dtype=np.int32)
+        scratch[numbers] = marks
+        once: NDArray[np.bool_] = scratch.take(numbers) == marks  # of equal ones one was written last
+        return once
 
-    def admit(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Moves]:
-        """Returns a slot for each of `rows`, pinned, and the moves to make; there must be room."""
-        slots = self.slot_of[rows].astype(np.int64)
-        missing = slots < 0
-        hits = slots[~missing]
-        self.num_free -= int(np.count_nonzero(self.pins[hits] == 0))
-        self.pins[hits] += 1  # first, so that no row of the batch makes room for another
-        coming, places = rows[missing], self._victims(int(missing.sum()))
-        left = self.row_of[places]
-        out = places[self.dirty[places]]
-        moves = Moves(coming, places, self.row_of[out], out)
-        self.slot_of[left[left >= 0]] = -1
-        self.slot_of[coming], self.row_of[places] = places, coming
-        self.dirty[places] = False
-        slots[missing] = places
-        self.used[slots] = True
-        numbers = len(rows), len(rows) - len(coming), len(coming), int((left >= 0).sum()), len(out)
-        for name, number in zip(self.counts, numbers, strict=True):
-            self.counts[name] += number
-        return slots, moves
+    def num_named(self, named: Named) -> Numbers:
+        """Returns by table how many rows a batch looks up."""
+        found: Numbers = self._by_table(named.slots) + self._num_coming(named)
+        return found
 
-    def _victims(self, count: int) -> NDArray[np.int64]:
-        """Pins and returns `count` slots that were in no batch; there must be so many."""
-        num_slots, found = len(self.pins), [np.empty(0, np.int64)]
-        self.num_free -= count
+    def num_short(self, named: Named) -> Numbers:
+        """Returns by table how many slots are missing for these rows to lie here together; 0 or less if they can."""
+        short: Numbers = self._num_coming(named) + self._by_table(self._idle(named.passing)) - self.num_free
+        return short
+
+    def fits(self, named: Named) -> bool:
+        """Returns whether these rows could lie here together if no other batch had any."""
+        return bool((self._by_table(named.passing) + self._num_coming(named) <= self._cached).all())
+
+    def _num_coming(self, named: Named) -> Numbers:
+        found: Numbers = np.diff(np.searchsorted(named.coming, self._first_places))
+        return found
+
+    def _by_table(self, slots: Numbers) -> Numbers:
+        found: Numbers = np.bincount(self._tables[slots], minlength=len(self._cached))
+        return found
+
+    def _idle(self, slots: Numbers) -> Numbers:
+        found: Numbers = slots.take(np.flatnonzero(self._pins.take(slots) == 0))
+        return found
+
+    def rows(self, places: Numbers) -> list[Numbers]:
+        """Returns by table the rows at these places, which rise."""
+        ends = np.searchsorted(places, self._first_places).tolist()
+        return [places[a:b] - first for a, b, first in zip(ends, ends[1:], self.place_of_row_0, strict=False)]
+
+    def split(self, slots: Numbers) -> tuple[list[Numbers], list[Numbers]]:
+        """Returns by table the rows in these slots, and the slots among those of the table; tables come in order."""
+        ends = np.cumsum(self._by_table(slots))[:-1]
+        return np.split(self.row_of[slots], ends), np.split(slots - self.first_slots[self._tables[slots]], ends)
+
+    def admit(self, named: Named) -> tuple[Named, Moves]:
+        """Returns the rows with slots for all, pinned, and the moves to make; there must be room."""
+        self.counts[:, :2] += self._by_table(named.slots)[:, None]
+        self.num_free -= self._by_table(self._idle(named.passing))
+        self._pins[named.passing] += 1  # first, so that no row of the batch makes room for another
+        self._used[named.passing] = True
+        if not len(named.coming):
+            return named, Moves([], [], [], [], NONE)
+        rows = self.rows(named.coming)
+        slots = np.concatenate([NONE, *(self._victims(t, len(own)) for t, own in enumerate(rows) if len(own))])
+        left, out = slots[self.row_of[slots] >= 0], slots[self.dirty[slots]]
+        leaving, leaving_slots = self.split(out)
+        gone = self.row_of[left] + self.place_of_row_0[self._tables[left]]
+        self.slot_of[gone] = -1
+        self.row_of[slots] = np.concatenate([NONE, *rows])
+        _, coming_slots = self.split(slots)
+        here = np.concatenate([NONE, *coming_slots])
+        self.slot_of[named.coming] = here
+        self.dirty[slots] = False
+        self._used[slots] = True
+        num_coming, num_left, num_out = (self._by_table(own) for own in (slots, left, out))
+        self.counts += np.stack([num_coming, np.zeros_like(num_coming), num_coming, num_left, num_out], axis=1)
+        pointers = np.stack([np.append(gone, named.coming), np.append(np.full(len(gone), -1), here)])
+        held = Named(np.append(named.slots, slots), np.append(named.passing, slots), NONE)
+        return held, Moves(rows, coming_slots, leaving, leaving_slots, pointers)
+
+    def _victims(self, table: int, count: int) -> Numbers:
+        """Pins and returns `count` slots of a table that were in no batch; there must be so many."""
+        first, ring, found = int(self.first_slots[table] + self._pinned[table]), int(self._cached[table]), [NONE]
+        self.num_free[table] -= count
         while count:
-            window = (self._hand + np.arange(min(num_slots, max(4 * count, 1024)))) % num_slots
-            free = self.pins[window] == 0
-            cold = np.flatnonzero(free & ~self.used[window])[:count]
+            window = first + (self._hands[table] + np.arange(min(ring, max(4 * count, 1024)))) % ring
+            free = self._pins[window] == 0
+            cold = np.flatnonzero(free & ~self._used[window])[:count]
             if len(cold) == count:  # the hand goes no further
                 window, free = window[: cold[-1] + 1], free[: cold[-1] + 1]
-            self.used[window[free]] = False
-            self.pins[window[cold]] = 1
+            self._used[window[free]] = False
+            self._pins[window[cold]] = 1
             found.append(window[cold])
-            self._hand = (int(window[-1]) + 1) % num_slots
+            self._hands[table] = (int(window[-1]) - first + 1) % ring
             count -= len(cold)
         return np.concatenate(found)
 
-    def release(self, slots: NDArray[np.int64], *, updated: bool) -> None:
-        """Unpins the slots of a batch that is over."""
-        self.pins[slots] -= 1
-        self.num_free += int(np.count_nonzero(self.pins[slots] == 0))
+    def release(self, held: Named, *, updated: bool) -> None:
+        """Unpins the rows of a batch that is over."""
+        self._pins[held.passing] -= 1
+        self.num_free += self._by_table(self._idle(held.passing))
         if updated:
-            self.dirty[slots] = True
-
-    def holds(self, ids: NDArray[np.int64], slots: NDArray[np.int32]) -> bool:
-        """Returns whether `slots` are still those of `ids`, which may be any numbers."""
-        inside = bool(((ids >= 0) & (ids < len(self.slot_of))).all())
-        return inside and bool((self.slot_of[ids] == slots).all())
-
-
-NONE: NDArray[np.int64] = np.empty(0, np.int64)
-"""The rows of a table that need no slot."""
-
-
-class Resident(Directory):
-    """The directory of a table that has a slot for every row: a row's slot is its number, and no row ever moves.
-
-    It is asked for no row: `Residents` serves all such tables at once. dirty: by row.
-    """
-
-    def __init__(self, dirty: NDArray[np.bool_]) -> None:
-        self.row_of, self.dirty = np.arange(len(dirty)), dirty
-        self.num_free, self.counts = 0, dict.fromkeys(COUNTS, 0)
-
-    def num_short(self, rows: NDArray[np.int64]) -> int:
-        return 0
-
-    def absent(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return NONE
-
-    def admit(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Moves]:
-        return NONE, Moves(NONE, NONE, NONE, NONE)
-
-    def release(self, slots: NDArray[np.int64], *, updated: bool) -> None:
-        return
-
-
-class Residents:
-    """The tables of a collection that have a slot for every row; num_rows: by table, 0 for the other tables.
-
-    Their rows stand behind one another in one array, and an id's *place* there is found for all tables at once.
-    """
-
-    def __init__(self, num_rows: Sequence[int]) -> None:
-        ends = np.cumsum([0, *num_rows])
-        self._num_rows, self._first = np.array(num_rows, np.int64), ends[:-1]
-        self._dirty = np.zeros(ends[-1], np.bool_)
-        self._newest = np.zeros(ends[-1], np.int32)
-        """Which id of a batch named a row last."""
-        parts = np.split(self._dirty, ends[1:-1])
-        self.directories = {t: Resident(own) for t, own in enumerate(parts) if len(own)}
-        self._asked: list[Span] = []
-        self._limits = self._firsts = NONE
-
-    def places(self, ids: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.int64] | None:
-        """Returns the places of a batch's ids, in the order of the spans; None if an id is outside its table."""
-        spans = [span for span in spans if span[0] in self.directories]
-        if spans != self._asked:  # batches of one id per feature and sample have the same spans
-            tables, lengths = [t for t, _, _ in spans], [stop - start for _, start, stop in spans]
-            self._limits = np.repeat(self._num_rows[tables], lengths)
-            self._firsts = np.repeat(self._first[tables], lengths)
-            self._asked = spans
-        own = np.concatenate([NONE, *(ids[start:stop] for _, start, stop in spans)])
-        return own + self._firsts if ((own >= 0) & (own < self._limits)).all() else None
-
-    def count(self, places: NDArray[np.int64], spans: Sequence[Span]) -> None:
-        """Counts the different rows of a batch; places: of its ids."""
-        numbers = np.arange(len(places), dtype=np.int32)
-        self._newest[places] = numbers
-        named = np.append(0, np.cumsum(self._newest[places] == numbers))  # of equal ids one was written last
-        end = 0
-        for t, start, stop in spans:
-            if t in self.directories:
-                first, end = end, end + stop - start
-                for name in ("rows", "hit_rows"):
-                    self.directories[t].counts[name] += int(named[end] - named[first])
-
-    def change(self, places: NDArray[np.int64]) -> None:
-        """Marks rows as updated."""
-        self._dirty[places] = True
+            self.dirty[held.slots] = True
