@@ -17,6 +17,7 @@ import random
 import re
 import resource
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -664,6 +665,12 @@ def test_a_folder_that_is_no_export_gets_no_company(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no export\.json"):
         hotrow.Scorer(tmp_path / "typo" / "clicks")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of /sys, where even root makes no folder")
+def test_a_work_folder_that_others_own_is_named_with_a_cure(export: Path) -> None:
+    with pytest.raises(ValueError, match=r"/sys cannot be written: .*; pass .*work="):
+        hotrow.Scorer(export, work="/sys")
 
 
 VALUES: tuple[Any, ...] = (None, True, 0, -1, 1, 2.5, 2**40, 2**70, "", "x", "../x", [], [0], {}, {"x": 0})

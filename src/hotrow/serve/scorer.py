@@ -29,6 +29,7 @@ from hotrow.export.export import EXPORT, verify_export
 from hotrow.models.spec import SampleError
 from hotrow.serve.mapped import Budget, mapped_bytes
 from hotrow.serve.version import NAME_DIGITS, Version
+from hotrow.serve.vocabularies import FOLDER as VOCABULARIES
 
 VERSIONS, SUFFIX = "versions", ".serve"
 Items = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]]
@@ -67,11 +68,11 @@ class Scorer:
             self._budget = Budget(mapped_bytes() + num_bytes, num_bytes // 2)
         self._work = path.resolve().with_name(path.resolve().name + SUFFIX) if work is None else Path(work)
         try:
-            make_folder(self._work)
+            make_folder(self._work / VOCABULARIES)  # the folder itself may be there, and be another user's
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise ValueError(
-                f"{self._work} cannot be made: {reason}; pass work=, a folder that can be written"
+                f"{self._work} cannot be written: {reason}; pass --work (in Python work=), a folder of your own"
             ) from None
         opened = Version(path, self._work, self._budget)
         opened.mapped.pin()
