@@ -121,7 +121,7 @@ class Run:
     def history(self) -> dict[str, list[Any]]:
         """The lines of metrics.jsonl as columns of one length, which `pandas.DataFrame` and `polars.DataFrame` take.
 
-        `kind` (train, eval, swap, tenth, unknown_ids), `step`, `split` (of an eval) and a column for each number, None
+        `kind` (train, eval, swap, unknown_ids), `step`, `split` (of an eval) and a column for each number, None
         where a line has none: `loss`, `lr.dense` and others of training, the metrics of evaluations. Steps rise within
         a kind and split.
         """

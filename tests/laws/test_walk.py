@@ -206,7 +206,9 @@ def test_a_days_figures_are_those_of_the_commands(logs: Path, chain: Path) -> No
         raw = found.evaluate_rows(str(logs / day["name"]))
         assert day["metrics"]["num_rows"] == raw["num_rows"] == day["rows"] == 500
         assert day["metrics"]["auc"] == RunFolder.open(chain / "runs" / day["name"]).record.parent.metrics["auc"]  # type: ignore[union-attr,index]
-        assert len(day["tenths"]) == 10 and 0 < day["unknown"] < 1 and day["new_rows"] > 0
+        times = [int(line.split(",")[1]) for line in (logs / day["name"] / "part.csv").read_text().split()[1:]]
+        assert [part["begins_s"] for part in day["parts"]] == sorted({second // 3600 * 3600 for second in times})
+        assert 0 < day["unknown"] < 1 and day["new_rows"] > 0
         assert day["table_rows"] == before["table_rows"] + day["new_rows"]
     assert days[1]["late"] is None
     late = {"fresh": "day_2", "late": "day_1", "frozen": "day_1"}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hotrow.days.page import DoneDay, write_page
+import pytest
+from pydantic import TypeAdapter
+
+from hotrow.days.page import DoneDay, _over_parts, write_page
 from hotrow.objectives.binary import BinaryCrossEntropy
 
 
 def done(number: int, **late: dict[str, float | None]) -> DoneDay:
-    figures: dict[str, Any] = {"metrics": None, "tenths": [], "unknown": None, "gone_rows": None, "published_bytes": 9}
+    figures: dict[str, Any] = {"metrics": None, "parts": [], "unknown": None, "gone_rows": None, "published_bytes": 9}
     return DoneDay(
         name=f"day_{number}",
         files={},
@@ -33,3 +38,21 @@ def test_a_mean_over_fewer_days_says_so(tmp_path: Path) -> None:
     write_page(tmp_path / "report.html", "chain", days, BinaryCrossEntropy())
     page = (tmp_path / "report.html").read_text()
     assert "one that is a day older changes AUC by -0.1000 (1 of them), LogLoss by +0.2000 (mean of 2 days)" in page
+
+
+def test_a_day_of_an_earlier_version_is_read() -> None:
+    """It had tenths, without unknown ids."""
+    fields = asdict(done(3))
+    fields["tenths"] = [{"auc": 0.5}, {"auc": None}]
+    del fields["parts"]
+    assert TypeAdapter(DoneDay).validate_json(json.dumps(fields)).parts == [{"auc": 0.5}, {"auc": None}]
+
+
+def test_parts_lie_within_their_day(tmp_path: Path) -> None:
+    parts: list[dict[str, float | None]] = [{"auc": 0.5 + k / 100, "unknown": k / 100} for k in range(24)]
+    day = replace(done(2), parts=parts)
+    assert _over_parts([done(1), day], "unknown", factor=100) == [
+        pytest.approx((1.5 + (k + 0.5) / 24, k)) for k in range(24)
+    ]
+    write_page(tmp_path / "report.html", "chain", [done(1), day], BinaryCrossEntropy())
+    assert "a part of it" in (tmp_path / "report.html").read_text()

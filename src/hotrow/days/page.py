@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import FiniteFloat
+from pydantic import AliasChoices, Field, FiniteFloat
 from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.files import atomic_write, size
@@ -18,7 +18,7 @@ from hotrow.objectives.objective import shown as metric
 from hotrow.report.facts import Point, number_in
 from hotrow.report.shapes import DASH, HEIGHT, WIDTH, Cell, Chart, Figure, Grid, percent, shown
 
-TENTHS = "a tenth of its rows"
+PARTS = "a part of it"
 """Name of what lies as dots around the lines of whole days."""
 MAX_TICKS = 8
 """Days that are named below a chart."""
@@ -37,8 +37,8 @@ class DoneDay:
     """Rows that train."""
     metrics: dict[str, Any] | None
     """Those of the model of the day before on these rows; None of the first day."""
-    tenths: list[dict[str, FiniteFloat | None]]
-    """The measures of each tenth of the rows, in their order."""
+    parts: Annotated[list[dict[str, FiniteFloat | None]], Field(validation_alias=AliasChoices("parts", "tenths"))]
+    """The same of each hour or tenth of the rows, as `Parent.parts` has them; `tenths` in older files."""
     unknown: Amount | None
     """Share of the lookups that were of ids without a row in the day before."""
     table_rows: Count
@@ -114,7 +114,7 @@ def _chart(days: Sequence[DoneDay], curves: Mapping[str, Sequence[Point]], y: st
     ticks = {float(k): day.name for k, day in enumerate(days, 1) if (k - 1) % every == 0}
     options: dict[str, Any] = {"x_scale": "linear", "y_scale": "value", "width": WIDTH, "height": HEIGHT}
     drawn = {name: curve for name, curve in curves.items() if curve}
-    svg = line_chart(drawn, x_label="day", y_label=y, ticks=ticks, label=caption, dots=[TENTHS], **options)
+    svg = line_chart(drawn, x_label="day", y_label=y, ticks=ticks, label=caption, dots=[PARTS], **options)
     return Chart(svg, f"{caption}.")
 
 
@@ -122,25 +122,22 @@ def _over(values: Iterable[float | None]) -> list[Point]:
     return [(float(k), value) for k, value in enumerate(values, 1) if value is not None]
 
 
-def _titles(objective: Objective) -> dict[str, str]:
-    """Returns the figures of quality that are shown, with their titles."""
-    titles = {name: measure.title for name, measure in objective.measures.items()}
-    return titles | ({"calibration": "Calibration"} if "calibration" in objective.figures else {})
+def _over_parts(days: Sequence[DoneDay], name: str, *, factor: float = 1.0) -> list[Point]:
+    return [
+        (k + (place + 0.5) / len(day.parts) - 0.5, factor * value)
+        for k, day in enumerate(days, 1)
+        for place, part in enumerate(day.parts)
+        if (value := part.get(name)) is not None
+    ]
 
 
 def _quality(days: Sequence[DoneDay], objective: Objective) -> list[Chart]:
-    """Returns each measure over days, and over the tenths of them."""
+    """Returns each measure over days, and over the parts of them."""
     charts = []
-    for name, title in _titles(objective).items():
-        tenths = [
-            (k + (place + 0.5) / len(day.tenths) - 0.5, value)
-            for k, day in enumerate(days, 1)
-            for place, tenth in enumerate(day.tenths)
-            if (value := tenth.get(name)) is not None
-        ]
+    for name, title in objective.titles.items():
         curves = {
             "the day": _over(number_in(day.metrics or {}, name) for day in days),
-            TENTHS: tenths,
+            PARTS: _over_parts(days, name),
             "as it is served": _over(number_in(day.late or {}, "fresh", name) for day in days),
             "served one day longer": _over(number_in(day.late or {}, "late", name) for day in days),
             "the first day's, frozen": _over(number_in(day.late or {}, "frozen", name) for day in days),
@@ -159,9 +156,12 @@ def _growth(days: Sequence[DoneDay]) -> list[Chart]:
     deltas = _over(day.published_bytes / 2**20 if day.metrics else None for day in days)
     phases = dict.fromkeys(phase for day in days for phase in day.seconds)
     seconds = {phase: _over(day.seconds.get(phase) for day in days) for phase in phases}
-    unknown = _over(None if day.unknown is None else 100 * day.unknown for day in days)
+    unknown = {
+        "the day": _over(None if day.unknown is None else 100 * day.unknown for day in days),
+        PARTS: _over_parts(days, "unknown", factor=100),
+    }
     return [
-        _chart(days, {"unknown": unknown}, "% of lookups", "Lookups of ids that the day before has no row for"),
+        _chart(days, unknown, "% of lookups", "Lookups of ids that the day before has no row for"),
         _chart(days, rows, "rows", "Rows of all tables"),
         _chart(days, {"delta": deltas}, "MiB", "Size of the deltas"),
         _chart(days, seconds, "seconds", "Seconds of each step"),
@@ -170,7 +170,7 @@ def _growth(days: Sequence[DoneDay]) -> list[Chart]:
 
 def _table(days: Sequence[DoneDay], objective: Objective) -> Grid:
     """Returns all figures by day."""
-    titles = _titles(objective)
+    titles = objective.titles
     heads = ["day", "rows", *titles.values(), "unknown", "new rows", "freed", "rows of tables", "to send", "seconds"]
     rows: list[list[Cell | str]] = []
     for day in days:

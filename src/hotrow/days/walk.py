@@ -56,7 +56,7 @@ from hotrow.tune.listing import remove_run
 
 DAYS, REPORT = "days.json", "report.html"
 STEPS = ("prepare", "train", "export")
-LEFT_OUT = ("files", "prepared_s", "tenths")
+LEFT_OUT = ("files", "prepared_s", "parts")
 """Fields of a day that `walk_days` does not return."""
 LATER = (
     *("train.epochs=1", "train.max_steps=null", "train.early_stopping=null", "train.eval_every=null"),
@@ -343,18 +343,16 @@ def _known(info: DatasetInfo, files: Mapping[str, os.stat_result], prepared_s: f
 
 def _figures(run: Run, info: DatasetInfo) -> dict[str, Any]:
     """Returns how good the day before's model was on the rows of a day, and what became of ids."""
-    parent, measures = run.record.parent, (*run.record.trained_for.measures, "calibration")
+    parent = run.record.parent
     table_rows = sum(table.num_embeddings for table in info.tables)
 
     def total(what: str) -> int | None:
         found = [number_in(info.summary, "ids", table.name, what) for table in info.tables]
         return int(sum(number or 0 for number in found)) if any(number is not None for number in found) else None
 
-    # A run that was killed as it scored them has scored them again.
-    tenths = {line["tenth"]: line for line in run.folder.measurements() if line["kind"] == "tenth"}
     return {
         "metrics": None if parent is None else parent.metrics,
-        "tenths": [{name: number_in(line, name) for name in measures} for line in tenths.values()],
+        "parts": [] if parent is None else parent.parts,
         "unknown": unknown_shares(info)[0],
         "table_rows": table_rows,
         "new_rows": table_rows if (new := total("new_rows")) is None else new,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -177,6 +177,12 @@ class Objective:
         """Returns all measures in one line."""
         return " ".join(f"{measure.title} {shown(figures[name])}" for name, measure in self.measures.items())
 
+    @property
+    def titles(self) -> dict[str, str]:
+        """The figures that tell how good a model is over time, with their titles."""
+        titles = {name: measure.title for name, measure in self.measures.items()}
+        return titles | ({"calibration": "Calibration"} if "calibration" in self.figures else {})
+
     def check(self, figures: Figures) -> None:
         """Raises ValueError unless these are the metrics of this objective."""
         if figures.keys() != {*self.figures, "undefined"}:
@@ -275,15 +281,16 @@ class Metrics:
             return self._objective.influences_by_group(*self.rows(), np.concatenate(self._groups))
         return self._objective.influences(*self.rows())
 
-    def parts(self, num_parts: int) -> Iterator[dict[str, Any]]:
-        """Yields the `figures` of so many parts of the rows, of about one size, in the order in which rows were added;
-        {} of a part whose weights are all 0, and none of more parts than there are rows."""
+    def parts(self, firsts: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yields the `figures` of parts of the rows, in the order in which rows were added; {} of a part without rows,
+        or whose weights are all 0. firsts: the first row of each part."""
         outputs, labels, weights = self.rows()
         groups = np.concatenate(self._groups) if self._groups else None
-        for rows in np.array_split(np.arange(len(labels)), min(num_parts, len(labels))):
+        for rows in map(slice, firsts, [*firsts[1:], len(labels)]):
             part, own = Metrics(self._objective), [None if each is None else each[rows] for each in (weights, groups)]
             part.update(outputs[rows], labels[rows], *own)
-            yield {} if own[0] is not None and not own[0].any() else part.figures()
+            judges = len(labels[rows]) and (own[0] is None or own[0].any())
+            yield part.figures() if judges else {}
 
     def figures(self) -> dict[str, Any]:
         """Returns `compute()` as it is written to files: None in place of NaN."""

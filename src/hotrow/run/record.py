@@ -127,6 +127,8 @@ class Parent:
     """By table, the rows that stood for ids which have expired, and stand for others now."""
     metrics: dict[str, Any] | None = None
     """Those of its weights, on this run's training rows before the first step; None if both have the same dataset."""
+    parts: list[dict[str, FiniteFloat | None]] = Field(default_factory=list)
+    """The same of each hour of these rows (`begins_s`, since 1970), or of each tenth, and the share `unknown`."""
 
 
 @record(config=STRICT)

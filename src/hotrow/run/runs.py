@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from hotrow.base.door import is_taken, read_file
@@ -59,7 +60,7 @@ from hotrow.setup.setup import Setup
 from hotrow.setup.shards import shards_line
 
 TENTHS, MOST_UNKNOWN = 10, 3
-"""Parts of new rows that are scored, and tables that are named for their unknown ids."""
+"""Parts of new rows whose hours are not known, and tables that are named for their unknown ids."""
 
 
 def train(
@@ -385,8 +386,8 @@ def _look_back(training: Training, start: Start) -> None:
             "them"
         )
     if training.folder.record.parent is None:  # no earlier session has come so far
-        metrics = _score_new_rows(training) if start.is_new_data else None
-        training.folder.update(parent=replace(start.record, metrics=metrics))
+        metrics, parts = _score_new_rows(training, start) if start.is_new_data else (None, [])
+        training.folder.update(parent=replace(start.record, metrics=metrics, parts=parts))
     asked, whole = training.num_steps, training.steps_per_epoch
     if start.is_new_data and asked < whole:  # the other run's recipe may have them, which fit wrote for its own rows
         training.warn(
@@ -396,26 +397,42 @@ def _look_back(training: Training, start: Start) -> None:
         )
 
 
-def _score_new_rows(training: Training) -> dict[str, Any]:
+def _score_new_rows(training: Training, start: Start) -> tuple[dict[str, Any], list[dict[str, float | None]]]:
     """Says and records how good the weights are on rows that they have not seen, and what they do not know of them;
-    returns the metrics of all rows. Packed rows have no times, so tenths of them, in their order, stand for hours.
+    returns the metrics of all rows, and of each hour. If hours are not known, tenths in the rows' order stand for them.
     """
-    folder, objective = training.folder, training.parts.objective
-    judged = objective.metrics()
-    metrics, tenths = training.score("train", metrics=judged), [*judged.parts(TENTHS)]
-    for number, figures in enumerate(tenths, 1):
-        folder.measure("tenth", step=0, tenth=number, **figures)
-    for name, measure in objective.measures.items():
-        found = [figures.get(name) for figures in tenths]
-        values = " ".join("-" if value is None else f"{value:.3f}" for value in found)
-        training.say(f"  {measure.title} of each tenth of these rows, in their order: {values}")
-    share, tables = unknown_shares(training.setup.dataset.info)
+    folder, objective, dataset = training.folder, training.parts.objective, training.setup.dataset
+    num_rows, hours, judged = dataset.split("train").num_rows, dataset.hours(), objective.metrics()
+    metrics, (share, tables) = training.score("train", metrics=judged), unknown_shares(dataset.info)
+    firsts = [row for _, row in hours] or sorted({num_rows * k // TENTHS for k in range(TENTHS)})
+    begins = {"begins_s": [begins for begins, _ in hours]} if hours else {"tenth": [*range(1, len(firsts) + 1)]}
+    columns: dict[str, Sequence[Any]] = {**begins, "num_rows": np.diff([*firsts, num_rows]).tolist()}
+    # A model that finds items is judged by some of the rows, which are spread evenly.
+    figures = [*judged.parts([-(-row * judged.num_rows // num_rows) for row in firsts])]
+    columns |= {name: [own.get(name) for own in figures] for name in objective.titles}
+    if share is not None and (found := on_first_rank(training.comm, lambda: start.unknown(dataset, firsts))):
+        columns["unknown"] = found
+    for line in _lines_of_parts(columns, objective.titles):
+        training.say(line)
     if share is not None:
         folder.measure("unknown_ids", step=0, share=share, tables=tables)
         worst = sorted(tables, key=lambda name: -tables[name])[:MOST_UNKNOWN]
         most = ", ".join(f"{name} {tables[name]:.1%}" for name in worst)
         training.say(f"  {share:.1%} of the lookups are of ids that the weights have no row for; most in {most}")
-    return metrics
+    return metrics, [dict(zip(columns, part, strict=True)) for part in zip(*columns.values(), strict=True)]
+
+
+def _lines_of_parts(columns: Mapping[str, Sequence[Any]], titles: Mapping[str, str]) -> Iterator[str]:
+    """Returns a head and a line for each part of new rows."""
+    heads = {"begins_s": "from (UTC)", "num_rows": "rows", "unknown": "unknown ids", **titles}
+    forms, shown = {"begins_s": "", "tenth": "", "num_rows": ",", "unknown": ".1%"}, []
+    for name, column in columns.items():
+        if name == "begins_s":
+            column = [str(np.datetime64(begins, "s"))[:16].replace("T", " ") for begins in column]
+        texts = ["-" if value is None else format(value, forms.get(name, ".4f")) for value in column]
+        width = max(map(len, texts := [heads.get(name, name), *texts]))
+        shown.append([text.rjust(width) for text in texts])
+    return ("  " + "  ".join(line) for line in zip(*shown, strict=True))
 
 
 def _end(training: Training) -> None:

@@ -8,7 +8,7 @@ From then on it is a run like any other, and needs the other one no more once it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hotrow.base.door import read_file
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config, OptimizerConfig, ScheduleConfig
-from hotrow.data.packed.format import DatasetInfo, Table
+from hotrow.data.packed.format import DatasetInfo, Ragged, Table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.optim import Adagrad
 from hotrow.report.facts import mapping_in, number_in
@@ -78,6 +78,28 @@ class Start:
         if self.decay != 1:
             assert isinstance(parts.sparse_optimizer, Adagrad), "no other optimizer has the option"
             parts.sparse_optimizer.decay_sums(self.decay)
+
+    def unknown(self, dataset: PackedDataset, firsts: Sequence[int]) -> list[float | None]:
+        """Returns what share of the lookups of each part of the training rows is of ids that the weights have no row
+        for. firsts: the first row of each part."""
+        split, row, new = dataset.split("train"), 0, dict[str, NDArray[np.int64]]()
+        for table in dataset.info.tables:
+            reborn, moved = self.reborn.get(table.name, ()), self.moved.get(table.name, ())
+            first = (end := table.num_embeddings) - self.record.rows_added[table.name]
+            # Rows of new ids one by one, and the row from which on all are of new ids.
+            own = np.concatenate([reborn, moved[first:], [end if len(moved) else first]])
+            new[table.name] = np.sort(own.astype(np.int64))
+        lookups, lost = np.zeros((2, len(firsts)), np.int64)
+        for block in map(split.block, range(split.num_blocks)):
+            cuts = np.clip(np.array([*firsts, split.num_rows]) - row, 0, block.num_rows)
+            for feature, ids in zip(dataset.info.features, block.ids, strict=True):
+                rows, at = (ids.values, ids.row_splits[cuts]) if isinstance(ids, Ragged) else (ids, cuts)
+                own = new[feature.table]
+                found = (rows == 0) | (rows >= own[-1]) | (own[np.searchsorted(own[:-1], rows)] == rows)
+                lookups += np.diff(at)
+                lost += np.diff(np.append(0, np.cumsum(found))[at])
+            row += block.num_rows
+        return [float(part / of) if of else None for part, of in zip(lost, lookups, strict=True)]
 
     def line(self) -> str:
         """Returns what the run starts with, in words."""

@@ -14,16 +14,18 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from hotrow.base.door import is_there, open_file, read_file
 from hotrow.base.files import crc32
+from hotrow.base.records import MAX_COUNT, STRICT, Count, checked
 from hotrow.data.packed.format import (
     LOOKUP,
     MANIFEST,
@@ -46,6 +48,7 @@ MAX_OPEN_PARTS = 64
 MALFORMED = (pa.ArrowException, OSError, EOFError, struct.error)
 """What Arrow raises when it reads a message that is not Arrow's."""
 CURE = "restore the file from a copy or prepare the data again"
+_HOURS = TypeAdapter(list[tuple[Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)], Count]], config=STRICT)
 
 
 def _inside(folder: Path, *names: str) -> Path:
@@ -283,6 +286,17 @@ class PackedDataset:
         """Returns the path of the columns of a lookup, whose checksum is checked here. place: its place in the
         schema."""
         return self._side_file(LOOKUP.format(place), check="crc32")
+
+    def hours(self) -> list[tuple[int, int]]:
+        """Returns the seconds since 1970 at which each hour, or day, of the training rows begins, and its first row;
+        nothing if the dataset does not say so. Raises ValueError, which names the field, if that cannot be."""
+        where = f"{self.path / MANIFEST}: summary.hours"
+        hours = checked(_HOURS, self.info.summary.get("hours", []), where=where, cure=CURE)
+        times, rows = ([*column] for column in zip(*hours, strict=True)) if hours else ([], [0])
+        num_rows = self.split("train").num_rows if hours else 1
+        if times != sorted({*times}) or rows != sorted({0, *rows}) or rows[-1] >= num_rows:
+            raise ValueError(f"{where}: times and rows must rise, rows from 0 to below {num_rows}; {CURE}")
+        return hours
 
     def rare_paths(self, table: str) -> tuple[Path, Path] | None:
         """Returns the paths of the ids of `table` that wait for a row, and of their counts, whose checksums are checked

@@ -75,7 +75,7 @@ from hotrow.data.prepare.shares import (
 )
 from hotrow.data.prepare.spill import MAX_RUNS, SNAPSHOT, CounterPool
 from hotrow.data.prepare.statistics import Statistics, folds_of, num_folds, raw_transforms
-from hotrow.data.prepare.timesort import TimeOrder, TimeSort, is_rising, sorted_pieces
+from hotrow.data.prepare.timesort import Hours, TimeOrder, TimeSort, hours_of, is_rising, sorted_pieces
 from hotrow.data.prepare.workfolder import (
     COUNTS,
     CURE,
@@ -309,6 +309,8 @@ class _Counted:
     """Missing and odd cells of all rows."""
     latest: int = NO_TIME
     """The latest time of a row."""
+    hours: Hours = Field(default_factory=Hours)
+    """Where hours of the training rows begin, if their times are of a known unit."""
     done: bool = False
     first: Count = 0
     """`row` at the beginning."""
@@ -549,7 +551,7 @@ class _Stages:
                     counters.declare(table, self._source.key_kinds[feature], hash_cap=cap)
             found = self._work.results.sorted
             cells = CellCounts() if found is None or comm.rank else found.cells
-            state = _Counted(share.start, share.row, cells=cells)
+            state = _Counted(share.start, share.row, cells=cells, hours=Hours(day=self._ticks_of_day() or 0))
             statistics = Statistics(self._schema, num_folds=num_folds(self._schema))
             if counters.progress is not None:
                 state = checked(_COUNTED, counters.progress, where=f"{folder / SNAPSHOT}: progress", cure=CURE)
@@ -573,14 +575,20 @@ class _Stages:
             in_order = tuple(of_ranks[i % comm.size][i // comm.size] for i in range(len(paths)))
             if self._base is not None:
                 self._base.check_is_no_earlier_day(self._info, in_order)
+            results["hours"] = hours_of([(each.hours, each.train_rows) for each in states])
             self._work.save(**results, last_time_s=last_time_s, checksums=in_order, **self._rows_of(states))
+
+    def _ticks_of_day(self) -> int | None:
+        """Returns a day in the unit of the rows' times; None if it is not known."""
+        if self._schema.time is not None and isinstance(self._source, ColumnsSource):
+            with suppress(ValueError):
+                return self._source.ticks(86_400)
+        return None
 
     def _seconds(self, time: int) -> float | None:
         """Returns a time of a day of a chain in seconds since 1970; None if its unit is not known."""
-        if self._base is not None and time != NO_TIME and isinstance(self._source, ColumnsSource):
-            with suppress(ValueError):
-                return time * 86_400 / self._source.ticks(86_400)
-        return None
+        day = None if self._base is None or time == NO_TIME else self._ticks_of_day()
+        return None if day is None else time * 86_400 / day
 
     def _states_of_ranks(self, state: _Counted) -> list[_Counted]:
         if self._comm.size == 1:
@@ -651,11 +659,12 @@ class _Stages:
         moments = [state.moments_of(name) for name in names]
         row, train_rows, start, marks = state.row, state.train_rows, state.position, list(state.marks)
         position, rows = start or Position(), dict(marks[-1].rows if marks else Mark().rows)
-        cells, latest = state.cells, state.latest
+        cells, latest, hours = state.cells, state.latest, state.hours
 
         def snapshot(*, done: bool) -> _Counted:
             by_name = {name: m.to_record() for name, m in zip(names, moments, strict=True)}
-            counted = _Counted(position, row, train_rows, by_name, cells, latest, done, self._share.row, list(marks))
+            own = (position, row, train_rows, by_name, cells, latest, hours, done, self._share.row, list(marks))
+            counted = _Counted(*own)
             if self._schema.statistics:
                 statistics.save(_statistics_file(counters.folder, row))
             counters.snapshot(asdict(counted), most_runs=1 if done and self._comm.size > 1 else MAX_RUNS)
@@ -677,6 +686,7 @@ class _Stages:
             cells = cells.with_chunk(piece.chunk, self._schema.dense_names)
             if piece.chunk.time is not None:
                 latest = max(latest, int(piece.chunk.time.max(initial=NO_TIME)))
+                hours.add_rows(piece.chunk.time[is_train], train_rows)
             position, row = piece.chunk.position, piece.next_row
             train_rows += int(is_train.sum())
             rows = {split: rows[split] + int((piece.codes == code).sum()) for code, split in enumerate(SPLITS)}
@@ -853,7 +863,7 @@ class _Stages:
         told = {LEAK: list(self._opened.warnings), SCHEMA_GUESS: list(self._opened.choices)}
         notes = {code: texts for code, texts in told.items() if texts}
         counts = {"rows_read": rows_read, "rows_skipped": skipped + cells.rows_left_out, **cells.summary()}
-        kept = {"notes": notes, "left_out": dict(self._opened.left_out)}
+        kept = {"notes": notes, "left_out": dict(self._opened.left_out), "hours": self._work.results.hours}
         return counts | {name: value for name, value in kept.items() if value}
 
     @staticmethod

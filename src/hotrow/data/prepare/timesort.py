@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,6 +37,8 @@ COPIES = 4
 NUM_WRITTEN = 2
 """How often a row is on disk at a time: in a run, and in its place."""
 ROWS_PER_BATCH = 1 << 16
+MAX_HOURS = 50
+"""Two days have up to 49 hours; of longer times days say enough."""
 
 
 @dataclass
@@ -51,9 +53,41 @@ class TimeOrder:
         """Looks at the times of the next rows."""
         if not len(times):
             return
-        self.rises &= (self.last is None or self.last <= times[0]) and bool((times[1:] >= times[:-1]).all())
+        self.rises &= bool((self.last is None or self.last <= times[0]) and (times[1:] >= times[:-1]).all())
         self.first = int(times[0]) if self.first is None else self.first
         self.last = int(times[-1])
+
+
+@dataclass
+class Hours(TimeOrder):
+    """Finds out, too, where each hour begins while times come in order."""
+
+    day: int = 0
+    """A day, in the unit of the times, of which an hour is at least one; 0 if it is not known."""
+    begins: list[list[int]] = field(default_factory=list)
+    """The number of each hour that has rows, and its first row."""
+
+    def add_rows(self, times: NDArray[np.int64], row: int) -> None:
+        """Looks at the times of the next rows, the first of which is `row`."""
+        self.add(times)
+        if self.day and self.rises:
+            hours = times // max(1, self.day // 24)
+            at = np.flatnonzero(np.diff(hours, prepend=self.begins[-1][0] if self.begins else hours[:1] - 1))
+            self.begins += np.stack([hours[at], at + row], axis=1).tolist()
+
+
+def hours_of(of_ranks: Sequence[tuple[Hours, int]]) -> list[list[int]]:
+    """Returns the seconds since 1970 at which each hour of all rows begins, and its first row; of many hours, those of
+    days. Nothing if rows are not in order, of one hour, or of too many days. of_ranks: with their numbers of rows."""
+    begins, before = list[tuple[int, int]](), 0
+    for own, num_rows in of_ranks:
+        begins += [(hour * max(1, own.day // 24) * 86_400 // own.day, before + row) for hour, row in own.begins]
+        before += num_rows
+    for step in (3600, 86_400) if is_rising([asdict(own) for own, _ in of_ranks]) else ():
+        found = {second // step * step: row for second, row in reversed(begins)}
+        if 1 < len(found) <= MAX_HOURS:
+            return [list(begin) for begin in sorted(found.items())]
+    return []
 
 
 def is_rising(of_ranks: Sequence[Mapping[str, Any]]) -> bool:

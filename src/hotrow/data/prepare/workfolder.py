@@ -90,6 +90,8 @@ class Results:
     """Tables by name, once their vocabularies are written."""
     last_time_s: float | None = None
     """Time of the last row, in seconds since 1970, if a day of a chain has times of a known unit."""
+    hours: list[list[int]] = field(default_factory=list)
+    """When each hour of the training rows begins, in seconds since 1970, and its first row, if that is known."""
     checksums: tuple[str, ...] | None = None
     """Checksums of the input files, once their rows are counted."""
     rows_total: Count | None = None
