@@ -172,7 +172,7 @@ def day_table(day: int, *, in_order: bool = True) -> pa.Table:
         "click": click.astype(int),
         "ts": pa.array(seconds * 1000, pa.timestamp("ms")),
         "user": [int(u) if u % 11 else None for u in user],
-        "item": [f"i{i}" if day > 1 and i % 7 == 0 else f"j{i}" for i in item],
+        "item": [f"rare {day} {k}" if k % 29 == 0 else f"i{i}" for k, i in enumerate(item)],
         "tags": tags,
     })  # fmt: skip
     return table if in_order else table.take(rng.permutation(num_rows))
@@ -181,7 +181,7 @@ def day_table(day: int, *, in_order: bool = True) -> pa.Table:
 KINDS: dict[str, set[str]] = {
     "grown": set(),
     "expired": {"reborn"},
-    "reranked": {"reborn", "moved"},
+    "reranked": {"moved"},
     "out of order": {"reborn"},
 }
 """What lists rows of the third day that are not those of the second."""
@@ -191,7 +191,7 @@ KINDS: dict[str, set[str]] = {
 def days(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Path], pa.Table]:
     """The datasets of three days, whose ids drift, and the rows of the last."""
     folder, kind, found = tmp_path_factory.mktemp("hours"), request.param, list[Path]()
-    expire = {"expire": {"unused_days": 1}} if kind != "grown" else {}
+    expire = {"expire": {"unused_days": 1}} if kind in ("expired", "out of order") else {}
     schema = {
         "label": "click",
         "time": "ts",

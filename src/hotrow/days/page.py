@@ -156,10 +156,8 @@ def _growth(days: Sequence[DoneDay]) -> list[Chart]:
     deltas = _over(day.published_bytes / 2**20 if day.metrics else None for day in days)
     phases = dict.fromkeys(phase for day in days for phase in day.seconds)
     seconds = {phase: _over(day.seconds.get(phase) for day in days) for phase in phases}
-    unknown = {
-        "the day": _over(None if day.unknown is None else 100 * day.unknown for day in days),
-        PARTS: _over_parts(days, "unknown", factor=100),
-    }
+    unknown = {"the day": _over(None if day.unknown is None else 100 * day.unknown for day in days)}
+    unknown[PARTS] = _over_parts(days, "unknown", factor=100)
     return [
         _chart(days, unknown, "% of lookups", "Lookups of ids that the day before has no row for"),
         _chart(days, rows, "rows", "Rows of all tables"),

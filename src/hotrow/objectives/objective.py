@@ -289,8 +289,7 @@ class Metrics:
         for rows in map(slice, firsts, [*firsts[1:], len(labels)]):
             part, own = Metrics(self._objective), [None if each is None else each[rows] for each in (weights, groups)]
             part.update(outputs[rows], labels[rows], *own)
-            judges = len(labels[rows]) and (own[0] is None or own[0].any())
-            yield part.figures() if judges else {}
+            yield part.figures() if len(labels[rows]) and (own[0] is None or own[0].any()) else {}
 
     def figures(self) -> dict[str, Any]:
         """Returns `compute()` as it is written to files: None in place of NaN."""

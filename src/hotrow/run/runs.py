@@ -399,8 +399,7 @@ def _look_back(training: Training, start: Start) -> None:
 
 def _score_new_rows(training: Training, start: Start) -> tuple[dict[str, Any], list[dict[str, float | None]]]:
     """Says and records how good the weights are on rows that they have not seen, and what they do not know of them;
-    returns the metrics of all rows, and of each hour. If hours are not known, tenths in the rows' order stand for them.
-    """
+    returns the metrics of all rows, and of each hour or, if hours are not known, of each tenth in their order."""
     folder, objective, dataset = training.folder, training.parts.objective, training.setup.dataset
     num_rows, hours, judged = dataset.split("train").num_rows, dataset.hours(), objective.metrics()
     metrics, (share, tables) = training.score("train", metrics=judged), unknown_shares(dataset.info)
@@ -410,15 +409,16 @@ def _score_new_rows(training: Training, start: Start) -> tuple[dict[str, Any], l
     # A model that finds items is judged by some of the rows, which are spread evenly.
     figures = [*judged.parts([-(-row * judged.num_rows // num_rows) for row in firsts])]
     columns |= {name: [own.get(name) for own in figures] for name in objective.titles}
-    if share is not None and (found := on_first_rank(training.comm, lambda: start.unknown(dataset, firsts))):
-        columns["unknown"] = found
-    for line in _lines_of_parts(columns, objective.titles):
-        training.say(line)
     if share is not None:
+        columns["unknown"] = on_first_rank(training.comm, lambda: start.unknown(dataset, firsts)) or [None] * len(
+            firsts
+        )
         folder.measure("unknown_ids", step=0, share=share, tables=tables)
         worst = sorted(tables, key=lambda name: -tables[name])[:MOST_UNKNOWN]
         most = ", ".join(f"{name} {tables[name]:.1%}" for name in worst)
         training.say(f"  {share:.1%} of the lookups are of ids that the weights have no row for; most in {most}")
+    for line in _lines_of_parts(columns, objective.titles):
+        training.say(line)
     return metrics, [dict(zip(columns, part, strict=True)) for part in zip(*columns.values(), strict=True)]
 
 
@@ -429,9 +429,8 @@ def _lines_of_parts(columns: Mapping[str, Sequence[Any]], titles: Mapping[str, s
     for name, column in columns.items():
         if name == "begins_s":
             column = [str(np.datetime64(begins, "s"))[:16].replace("T", " ") for begins in column]
-        texts = ["-" if value is None else format(value, forms.get(name, ".4f")) for value in column]
-        width = max(map(len, texts := [heads.get(name, name), *texts]))
-        shown.append([text.rjust(width) for text in texts])
+        texts = [heads.get(name, name), *("-" if v is None else format(v, forms.get(name, ".4f")) for v in column)]
+        shown.append([text.rjust(max(map(len, texts))) for text in texts])
     return ("  " + "  ".join(line) for line in zip(*shown, strict=True))
 
 

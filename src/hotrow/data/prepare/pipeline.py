@@ -551,7 +551,7 @@ class _Stages:
                     counters.declare(table, self._source.key_kinds[feature], hash_cap=cap)
             found = self._work.results.sorted
             cells = CellCounts() if found is None or comm.rank else found.cells
-            state = _Counted(share.start, share.row, cells=cells, hours=Hours(day=self._ticks_of_day() or 0))
+            state = _Counted(share.start, share.row, cells=cells, hours=Hours(day=self._ticks_of_day()))
             statistics = Statistics(self._schema, num_folds=num_folds(self._schema))
             if counters.progress is not None:
                 state = checked(_COUNTED, counters.progress, where=f"{folder / SNAPSHOT}: progress", cure=CURE)
@@ -566,7 +566,8 @@ class _Stages:
                 raise ValueError("no row is in the training split; use more rows, a larger sample or another split")
             cells = reduce(CellCounts.merged, (each.cells for each in states))
             cells.check(self._schema.odd_share)
-            last_time_s = self._seconds(max(each.latest for each in states))
+            latest, day = max(each.latest for each in states), states[0].hours.day
+            last_time_s = latest * 86_400 / day if self._base is not None and day and latest != NO_TIME else None
             if self._base is not None:
                 self._base.check_is_later(last_time_s)
             self._save_statistics(folder, states, statistics)
@@ -578,17 +579,12 @@ class _Stages:
             results["hours"] = hours_of([(each.hours, each.train_rows) for each in states])
             self._work.save(**results, last_time_s=last_time_s, checksums=in_order, **self._rows_of(states))
 
-    def _ticks_of_day(self) -> int | None:
-        """Returns a day in the unit of the rows' times; None if it is not known."""
+    def _ticks_of_day(self) -> int:
+        """Returns a day in the unit of the rows' times; 0 if it is not known."""
         if self._schema.time is not None and isinstance(self._source, ColumnsSource):
             with suppress(ValueError):
                 return self._source.ticks(86_400)
-        return None
-
-    def _seconds(self, time: int) -> float | None:
-        """Returns a time of a day of a chain in seconds since 1970; None if its unit is not known."""
-        day = None if self._base is None or time == NO_TIME else self._ticks_of_day()
-        return None if day is None else time * 86_400 / day
+        return 0
 
     def _states_of_ranks(self, state: _Counted) -> list[_Counted]:
         if self._comm.size == 1:
