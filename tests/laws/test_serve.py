@@ -25,13 +25,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import safetensors.torch
+import torch
 from test_export import BASE, TOLERANCE, clicks, native, prepared, read_csv, scorer_of, train, write_csv, write_parquet
 
 import hotrow
@@ -421,27 +424,59 @@ def test_the_first_rows_are_pinned(tmp_path: Path) -> None:
     assert not pinned_bytes()
 
 
+def there(pages: np.memmap) -> set[int]:
+    """The pages of a mapped file that the system has in memory."""
+    found = (ctypes.c_ubyte * -(-len(pages) // mmap.PAGESIZE))()
+    ctypes.CDLL(None).mincore(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(len(pages)), found)
+    return set(np.flatnonzero(np.frombuffer(found, np.uint8) & 1).tolist())
+
+
+def on_disk(file: IO[bytes]) -> np.memmap:
+    """Maps a file of which no page is in memory; skips the test if the file system keeps them there."""
+    os.fsync(file.fileno())
+    pages = np.memmap(file, np.uint8, "r")
+    for _ in range(50):  # pages that are on their way to a list of the system's stay at first
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if not there(pages):
+            return pages
+        time.sleep(0.01)
+    pytest.skip("this file system keeps files in memory")
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Waits while the disk reads."""
+    until = time.monotonic() + 30
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert holds()
+
+
+@native
+def test_first_rows_are_read_that_must_not_be_locked(tmp_path: Path) -> None:
+    """All of them, where the system reads ahead less, and not one after another when they are looked up."""
+    num_rows, dim, num_pinned = 1 << 18, 32, 180_000
+    safetensors.torch.save_file({"rows": torch.zeros(num_rows, dim)}, tmp_path / "rows.safetensors")
+    table = {"name": "item", "file": "rows.safetensors", "tensor": "rows", "features": ["item"]}
+    table |= {"num_embeddings": num_rows, "embedding_dim": dim}
+    with (tmp_path / "rows.safetensors").open("rb") as file:
+        pages = on_disk(file)
+        tables = mapped.MappedTables(tmp_path, [table], mapped.Budget(1 << 40, num_pinned * dim * 4))
+        tables._libc = SimpleNamespace(mlock=lambda *_: -1, munlock=lambda *_: -1)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # the head was read
+        tables.pin()
+        assert tables._rows[0].num_pinned == num_pinned
+        wanted = set(range(-(-tables._rows[0].pinned_bytes // mmap.PAGESIZE)))
+        wait_until(lambda: wanted <= there(pages))
+
+
 @native
 def test_rows_are_read_before_a_lookup(tmp_path: Path) -> None:
     """All that are not pinned, and no others; seen by mincore."""
     path, begin, row_bytes = tmp_path / "rows", 100, 5000
     path.write_bytes(bytes(begin + 100 * row_bytes))
     with path.open("rb") as file:
-        os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        mapped = np.memmap(file, np.uint8, "r")
-
-        def there() -> set[int]:
-            found = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
-            ctypes.CDLL(None).mincore(ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(len(mapped)), found)
-            return set(np.flatnonzero(np.frombuffer(found, np.uint8) & 1).tolist())
-
-        tries = 50
-        while there() and (tries := tries - 1):  # pages that are on their way to a list of the system's stay at first
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            time.sleep(0.01)
-        if there():
-            pytest.skip("this file system keeps files in memory")
+        pages = on_disk(file)
         asked = [60, 60, 99, 3, 20]
         backend().ask_for_rows(file.fileno(), begin, row_bytes, np.array(asked), 20)
         expected = {
@@ -453,10 +488,7 @@ def test_rows_are_read_before_a_lookup(tmp_path: Path) -> None:
                 -(-(begin + (row + 1) * row_bytes) // mmap.PAGESIZE),
             )
         }
-        until = time.monotonic() + 30
-        while there() != expected and time.monotonic() < until:
-            time.sleep(0.01)  # the disk reads meanwhile
-        assert there() == expected
+        wait_until(lambda: there(pages) == expected)
 
 
 @native

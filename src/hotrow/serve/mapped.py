@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import os
 import warnings
 import weakref
 from bisect import bisect_right
@@ -33,6 +34,8 @@ from hotrow.placement.dram import Dram
 from hotrow.tables import TableConfig
 
 MAX_HEAD_BYTES = 1 << 20
+ASKED_BYTES = 1 << 17
+"""What the system is asked to read at a time: of more it reads no more than it would read ahead, often that much."""
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 
@@ -118,8 +121,10 @@ class MappedTables:
         first = bisect_right(counts, self._budget.pinned_bytes, key=self._first_bytes) - 1
         for own in self._rows:
             own.num_pinned = min(first, own.num_rows)
+            # Before they are locked, which reads page by page, or not at all if it is refused.
+            for begin in range(0, own.pinned_bytes, ASKED_BYTES):
+                os.posix_fadvise(own.file.fileno(), begin, ASKED_BYTES, os.POSIX_FADV_WILLNEED)
             if own.pinned_bytes:
-                own.mapped.madvise(mmap.MADV_WILLNEED, 0, own.pinned_bytes)  # at once, and not page by page
                 # It may be refused (`ulimit -l`). Then the system may take these pages, like those of any other file.
                 self._libc.mlock(ctypes.c_void_p(own.address), ctypes.c_size_t(own.pinned_bytes))
         self._last_bytes = mapped_bytes()
