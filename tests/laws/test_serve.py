@@ -452,6 +452,17 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 @native
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < 1 << 22, reason="no memory may be locked here")
+def test_rows_that_are_locked_as_others_are_let_go_of(tmp_path: Path) -> None:
+    """A request lets go of a version's pages while `apply` or `rollback` locks its first rows."""
+    make(tmp_path / "base", 20_000)
+    scorer = hotrow.Scorer(tmp_path / "base", memory="512KiB")
+    for own in scorer._versions[0].mapped._rows:
+        own.num_pinned = 0  # as the request has seen it
+    scorer._versions[0].mapped.let_go()
+
+
+@native
 def test_first_rows_are_read_that_must_not_be_locked(tmp_path: Path) -> None:
     """All of them, where the system reads ahead less, and not one after another when they are looked up."""
     num_rows, dim, num_pinned = 1 << 18, 32, 180_000

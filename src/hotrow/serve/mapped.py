@@ -14,7 +14,7 @@ import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,7 +158,8 @@ class MappedTables:
             for own in self._rows:
                 end = -(-own.pinned_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
                 if end < len(own.mapped):
-                    own.mapped.madvise(mmap.MADV_DONTNEED, end)
+                    with suppress(OSError):  # another thread has locked rows meanwhile, and they stay
+                        own.mapped.madvise(mmap.MADV_DONTNEED, end)
             for mapped in self._others:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
