@@ -462,6 +462,14 @@ def test_rows_that_are_locked_as_others_are_let_go_of(tmp_path: Path) -> None:
     scorer._versions[0].mapped.let_go()
 
 
+def test_memory_is_counted_for_a_budget_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has no /proc to count it by."""
+    make(tmp_path / "base", 2000)
+    expected = hotrow.Scorer(tmp_path / "base").score([{}])
+    monkeypatch.setattr(mapped, "mapped_bytes", lambda: Path("/proc/not there").read_bytes())
+    np.testing.assert_array_equal(hotrow.Scorer(tmp_path / "base").score([{}]), expected)
+
+
 @native
 def test_first_rows_are_read_that_must_not_be_locked(tmp_path: Path) -> None:
     """All of them, where the system reads ahead less, and not one after another when they are looked up."""

@@ -75,7 +75,7 @@ class MappedTables:
 
     def __init__(self, export: Path, tables: Sequence[dict[str, Any]], budget: Budget | None) -> None:
         self.weights: dict[str, Tensor] = {}
-        self._budget, self._last_bytes = budget, mapped_bytes()
+        self._budget, self._last_bytes = budget, 0 if budget is None else mapped_bytes()
         self._others: list[mmap.mmap] = []
         self._rows: list[_Rows] = []
         self._rows_of: dict[str, _Rows] = {}
