@@ -18,7 +18,7 @@ import torch
 import hotrow
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
-from hotrow.placement import budget
+from hotrow.placement import budget, store_file
 from hotrow.placement.budget import Memory, TableDemand, place_bytes
 from hotrow.placement.stores import Engines, Kind, Store, StoreError, TableRows, open_store
 from hotrow.tables import TableConfig
@@ -181,6 +181,19 @@ def test_what_cannot_be_gathered_is_refused(tmp_path: Path) -> None:
 def settled(dram: int, *tables: TableDemand, free: int = 1 << 40, **more: str | None) -> str:
     memory = Memory(dram=dram, **{"ssd": "slow", **more})  # type: ignore[arg-type]
     return memory.settled(tables, free).writes
+
+
+@pytest.mark.parametrize(("sector", "kind"), [(512, "gathered"), (1024, "block"), (4096, "block")])
+def test_rows_too_long_for_a_disks_sectors_have_their_own_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sector: int, kind: Kind
+) -> None:
+    monkeypatch.setattr(store_file, "_sector", lambda path: sector)
+    values = np.arange(50, dtype=np.uint8)[:, None].repeat(2052, axis=1)
+    with open_rows(tmp_path, "threads", 50, 2052) as store:
+        write(store, np.arange(50), values)
+        store.grow(70)
+        assert store.kind == kind
+        np.testing.assert_array_equal(read(store, np.arange(70)), np.concatenate([values, np.zeros_like(values[:20])]))
 
 
 def test_auto_gathers_where_there_is_room() -> None:

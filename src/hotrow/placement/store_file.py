@@ -74,6 +74,8 @@ class OpenFile:
     path: Path
     descriptor: int
     sector: int | None
+    kind: Kind
+    """"block" for records that cannot be gathered in sectors of this size."""
 
     def close(self) -> None:
         """Unlocks and closes the file; unlocks it explicitly, because a forked child may hold the descriptor too."""
@@ -97,9 +99,9 @@ def padded_record_bytes(rows: TableRows, sector: int | None, kind: Kind) -> floa
     return float(page_bytes / (page_units * unit_rows)) * (PLACES_PER_ROW if gathered else 1)
 
 
-def page_records(record_bytes: int) -> int | None:
-    """Returns how many records a page of a gathered file holds in sectors of 512 bytes; None if it holds none."""
-    layout = ops.native_module().block_layout(record_bytes, SECTORS[0], 0, True)  # noqa: FBT003
+def page_records(record_bytes: int, sector: int = SECTORS[0]) -> int | None:
+    """Returns how many records a page of a gathered file holds; None if they cannot be gathered."""
+    layout = ops.native_module().block_layout(record_bytes, sector, 0, True)  # noqa: FBT003
     return layout[1] * layout[3] if layout else None
 
 
@@ -121,13 +123,15 @@ def open_file(path: Path, rows: TableRows, kind: Kind) -> OpenFile:
             # Reading ahead of the header would put rows into the page cache, together with it; a header that is written
             # anew then meets direct writes of those rows, which the system takes for lost (EIO at the next fsync).
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        if kind == "gathered" and is_new and page_records(rows.record_bytes, _sector(path)) is None:
+            kind = "block"
         sector = _make(descriptor, path, rows, kind) if is_new else _check(descriptor, path, rows, kind)
     except BaseException:
         os.close(descriptor)
         if is_new:
             path.unlink(missing_ok=True)
         raise
-    return OpenFile(path, descriptor, sector)
+    return OpenFile(path, descriptor, sector, kind)
 
 
 def _lock(descriptor: int, path: Path) -> None:

@@ -257,7 +257,8 @@ def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, e
     """Opens the store of `rows`.
 
     kind: "dram" (no path), "mapped" (a file as memory), "block" (a file past the page cache, each row at its own place)
-    or "gathered" (so too, each row beside the rows that were written with it).
+    or "gathered" (so too, each row beside the rows that were written with it; the store is a block store if a disk has
+    too large sectors for these records).
     path: the store's file. It is made if there is none (sparse, so at once at any size), else checked and opened; a
     file with fewer rows grows. A gathered file is always made, because only its own process can find the rows.
     engines: shared by block stores; None makes one for this store. A block store that cannot have io_uring or direct
@@ -277,7 +278,7 @@ def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, e
         )
     file = store_file.open_file(Path(path), rows, kind)
     try:
-        return _open_mapped(rows, file) if kind == "mapped" else _open_block(rows, file, engines or Engines(), kind)
+        return _open_mapped(rows, file) if kind == "mapped" else _open_block(rows, file, engines or Engines())
     except BaseException:
         file.close()
         raise
@@ -305,7 +306,7 @@ def _open_mapped(rows: TableRows, file: OpenFile) -> Store:
     return Store(native, rows, "mapped", file, None)
 
 
-def _open_block(rows: TableRows, file: OpenFile, engines: Engines, kind: Kind) -> Store:
+def _open_block(rows: TableRows, file: OpenFile, engines: Engines) -> Store:
     assert file.sector is not None
     engine, descriptor, reason = engines.open(file.path, file.sector)
     if reason and engines.io == "auto":
@@ -315,9 +316,9 @@ def _open_block(rows: TableRows, file: OpenFile, engines: Engines, kind: Kind) -
             stacklevel=4,
         )
     sizes = (rows.record_bytes, file.sector, rows.num_rows)
-    gathered = kind == "gathered"
+    gathered = file.kind == "gathered"
     native = ops.native_module().open_block_store(engine, descriptor, *sizes, rows.table, str(file.path), gathered)
-    return Store(native, rows, kind, file, reason)
+    return Store(native, rows, file.kind, file, reason)
 
 
 def io_uring_refused() -> str | None:
