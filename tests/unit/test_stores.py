@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import mmap
 import os
 import sys
@@ -24,7 +25,7 @@ pytestmark = needs_native
 # ---- layout
 
 
-LAYOUT_BYTES = (1, 4, 64, 100, 255, 256, 257, 260, 512, 513, 768, 1024, 2048, 2049, 4096, 5000)
+LAYOUT_BYTES = (1, 4, 64, 100, 255, 256, 257, 260, 512, 513, 768, 1024, 1025, 1537, 2048, 2049, 2560, 2561, 4096, 5000)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -33,14 +34,15 @@ LAYOUT_BYTES = (1, 4, 64, 100, 255, 256, 257, 260, 512, 513, 768, 1024, 2048, 20
 def test_records_cross_neither_sectors_nor_pages(record_bytes: int, sector: int, gathered: bool) -> None:
     layout = native_module().block_layout(record_bytes, sector, 0, gathered)
     if not layout:
-        assert gathered and not 17 <= record_bytes <= 2048
+        assert gathered and not 17 <= record_bytes <= (2560 if sector == 512 else 2048)
         return
     unit, unit_rows, page, page_units, _ = layout
     assert (unit % sector, unit_rows * record_bytes <= unit, page_units * unit <= page) == (0, True, True)
     assert unit_rows == (sector // record_bytes if 2 * record_bytes < sector + gathered else 1)
-    if gathered:  # as large as a byte can count its records, of 4 to 16 KiB
-        assert page in (4096, 8192, 16384) and 8 <= page_units * unit_rows <= 255
-        assert page == 16384 or 2 * page // unit * unit_rows > 255
+    if gathered:  # of whole blocks: as many as 16 KiB hold and a byte can count, but those of a unit at least
+        least = math.lcm(unit, 4096)
+        assert (page % least, page_units * unit) == (0, page) and 8 <= page_units * unit_rows <= 255
+        assert page == max(least, 16384 // least * least) or 2 * page_units * unit_rows > 255
     else:
         assert page == max(unit, 4096)
     file_bytes = native_module().block_layout(record_bytes, sector, 1000, gathered)[4]
