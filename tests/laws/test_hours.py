@@ -17,8 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 import sklearn.metrics
 from test_from_run import OF_IDS, config, ids_of
+from typer.testing import CliRunner
 
 import hotrow
+from hotrow.cli.app import app
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import timesort
 from hotrow.data.prepare.prepare import run_prepare
@@ -125,6 +127,16 @@ def test_prepare_keeps_the_hours_of_training_rows(tmp_path: Path, form: str) -> 
 def test_other_rows_have_none(tmp_path: Path, times: list[int]) -> None:
     dataset = prepared(tmp_path, times)
     assert "hours" not in dataset.info.summary and dataset.hours() == []
+
+
+def test_hours_are_not_what_prepare_says(tmp_path: Path) -> None:
+    """They would be a line of up to a hundred numbers."""
+    dataset = prepared(tmp_path, [MIDNIGHT + 60 * k for k in range(500)])
+    given = ["prepare", "csv", f"{tmp_path}/rows.csv", "--schema", f"{tmp_path}/schema.yaml", "--out", f"{tmp_path}/b"]
+    said = CliRunner().invoke(app, given)
+    summary = said.output.partition("\nsummary\n")[2]
+    assert said.exit_code == 0 and "rows_read" in summary and "hours" not in summary
+    assert PackedDataset.open(tmp_path / "b").hours() == dataset.hours() != []
 
 
 def test_rows_that_are_sorted_have_hours(tmp_path: Path) -> None:

@@ -310,7 +310,7 @@ def prepare(
         "summary": dict(dataset.info.summary),
         "checksum": dataset.checksum,
     }
-    said = ("notes", "left_out", "ids")
+    said = ("notes", "left_out", "ids", "hours")
     summary = {name: value for name, value in dataset.info.summary.items() if name not in said}
     return result, lambda: _print_fields({"out": result["out"], "rows": result["rows"], "summary": summary})
 
