@@ -146,7 +146,7 @@ def test_no_rate_below_the_lowest(split: Split) -> None:
     for loss in (0.5, 0.6, 0.7, 0.7):
         rate = rate.after(loss, lowest=30)
     assert rate.percent == 30
-    assert order_of(split, mark(0.5), schedule="fixed", rate=20).turn.rate.percent == 20
+    assert order_of(split, mark(0.5), schedule="fixed", rate=20, lowest_rate=37.5).turn.rate.percent == 20
 
 
 def test_resumed_at_any_batch_it_goes_on_alike(split: Split) -> None:

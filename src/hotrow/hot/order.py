@@ -185,7 +185,8 @@ def batch_order(
         name: Loader(split, batch_size, shuffle_seed=shuffle_seed, only=only, window_rows=_window_rows(only), part=part)
         for name, only in classes.items()
     }
-    return BatchOrder(loaders, rate=config.rate, lowest=config.lowest_rate or LOWEST)
+    lowest = config.lowest_rate if config.schedule == "fae" else None
+    return BatchOrder(loaders, rate=config.rate, lowest=lowest or LOWEST)
 
 
 def _window_rows(only: NDArray[np.bool_]) -> int:
