@@ -27,7 +27,8 @@ from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.config.load import apply_overrides, load_config, make_config
 from hotrow.costs.hardware import Figure, Hardware, read_hardware
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.hot import turns
+from hotrow.hot import swap_cost, turns
+from hotrow.hot.calibrate import find_hot
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.turns import HotCopies
 from hotrow.placement import copies as copies_module
@@ -480,6 +481,25 @@ def test_phases_follow_the_link_and_what_was_decided_stays(
             assert without_cost(outcome(resumed)) == without_cost(outcome(run))
     assert lowest["slow"] > lowest["fast"] >= 1
     assert load_config(trained(data, tmp_path / "alone", *changes).path / "config.yaml").hot.lowest_rate == 1
+
+
+def test_phases_are_longer_if_all_hot_rows_come_from_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., PackedDataset]
+) -> None:
+    """A swap from DRAM copies those that changed; here a link takes long for the others."""
+    data = make_dataset(tmp_path / "data", table_rows=(50, 20, 4000), counts=True)
+    tiers = [f"memory.ssd={tmp_path / 'rows'}", "memory.dram=85000", "memory.force=true"]
+    changes = ["train.precision=split_bf16", "optimizer.sparse.name=adagrad", "hot.budget=25000", "train.batch_size=2"]
+    monkeypatch.setattr(setup, "device_of_copies", lambda config, place: torch.device("cpu"))
+    monkeypatch.setattr(setup, "known_hardware", lambda: with_link(2e7))
+    monkeypatch.setattr(swap_cost, "MAX_LISTED", 100.0)
+    found = []
+    for more in ([], tiers):
+        config = make_config(apply_overrides({**BASE, "data": str(data.path)}, [*TURNS, *changes, *more]))
+        decided = setup.Setup.decide(config, data, tmp_path)
+        assert decided.hot is not None and decided.in_tiers == bool(more)
+        found.append(decided.lowest_rate(find_hot(data, decided.hot)))
+    assert 1 <= found[0] < found[1]
 
 
 @pytest.mark.parametrize("seed", range(4))

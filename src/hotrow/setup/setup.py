@@ -145,7 +145,8 @@ class Setup:
             return LOWEST
         num_hot = float(found.is_hot.sum())
         epoch_s = ((len(found.is_hot) - num_hot) * cold_s + num_hot * hot_s) / train.batch_size
-        counts = {name: self.dataset.counts(name) for name in found.rows.rows if self.dataset.has_counts}
+        counted = self.dataset.has_counts and not self.in_tiers  # from tiers all hot rows cross, changed or not
+        counts = {name: self.dataset.counts(name) for name in found.rows.rows if counted}
         return lowest_rate(config.hot.rate, found.rows, counts, machine, machine.gpus[0], epoch_s=epoch_s)
 
     @property
