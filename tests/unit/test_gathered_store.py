@@ -111,11 +111,13 @@ def test_long_use_of_several_regions(tmp_path: Path, io: str, record_bytes: int)
 
 
 def test_a_row_takes_room_for_a_few_pages(tmp_path: Path) -> None:
+    """And these are written there: in each of two regions one of the first row, and fifteen of 64 rows."""
     with open_rows(tmp_path, "threads", 70_000) as store:
-        write(store, np.array([5, 60_000]), np.ones((2, 256), np.uint8))
-        store.flush()
-        assert store.path is not None
-        assert store.path.stat().st_blocks * 512 <= 2 * 16 * 16384 + 2 * 4096, "two regions"
+        for rows in (np.array([5, 60_000]), np.array([[100], [60_100]]) + np.arange(15 * 64)):
+            write(store, rows.ravel(), np.ones((rows.size, 256), np.uint8))
+            store.flush()
+            assert store.path is not None
+            assert store.path.stat().st_blocks * 512 <= 2 * 16 * 16384 + 3 * 4096
 
 
 def test_a_table_that_grows_over_regions(tmp_path: Path) -> None:
