@@ -292,6 +292,7 @@ class GatheredStore final : public BlockStore {
     if (moves.empty() || !is_here()) return;
     const std::lock_guard lock(calls_);
     Piece piece(layout_.record_bytes);
+    std::vector<std::pair<int64_t, int64_t>> wanted;  // pages that need room: the first, and how many
     for (size_t i = 0; i < moves.size() && !failure();) {
       {
         const std::lock_guard changing(places_->mutex);
@@ -308,10 +309,13 @@ class GatheredStore final : public BlockStore {
                        region.put(places_->in_region(move.row), piece.from(places_->first_place_of(move.row))));
           num_held_ += region.num_held() - held_before;
           region.reserve_ahead([&](int64_t page, int64_t count) {
-            reserve(places_->first_place_of(move.row) / layout_.page_rows() + page, count);
+            wanted.emplace_back(places_->first_place_of(move.row) / layout_.page_rows() + page, count);
           });
         }
       }
+      // Not under that lock: the file system may wait for writes, and the thread that ends them for the lock.
+      for (const auto& [page, count] : wanted) reserve(page, count);
+      wanted.clear();
       piece.write_to(*lower_);
     }
   }

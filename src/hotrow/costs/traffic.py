@@ -23,7 +23,7 @@ from hotrow.placement.budget import MIN_GATHERED_ROWS, TableSlots
 from hotrow.placement.store_file import DEPTH, PLACES_PER_ROW, page_records
 
 SECTOR_BYTES, PAGE_BYTES, LARGE_PAGE_BYTES = 512, 4096, 16384
-"""The smallest I/O, and the largest in place and of gathered rows (block_layout.h)."""
+"""The smallest I/O, the largest in place, and what one of gathered rows has at most, as a rule (block_layout.h)."""
 SPAN_BYTES = 8192
 """What an I/O of gathered rows spans at most, on average: frames for whole pages are few (engine.cpp)."""
 FILLED = 0.55

@@ -36,6 +36,8 @@ from hotrow.tables import TableConfig
 MAX_HEAD_BYTES = 1 << 20
 ASKED_BYTES = 1 << 17
 """What the system is asked to read at a time: of more it reads no more than it would read ahead, often that much."""
+MOST_ASKED = 1 << 15
+"""Ids of a lookup that asks for rows. It takes 0.4 us a row, in memory or not: as long as scoring a long frame."""
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 
@@ -135,7 +137,7 @@ class MappedTables:
 
     def ask_for(self, sparse: KeyedJaggedTensor) -> None:
         """Asks the disk for all rows of a lookup that may not be in memory, so that it reads them side by side."""
-        if self._budget is None or self._ask is None:
+        if self._budget is None or self._ask is None or sparse.values.numel() > MOST_ASKED:
             return
         ids = sparse.values.long().numpy()
         for name, own in self._rows_of.items():

@@ -566,7 +566,7 @@ class _Stages:
                 raise ValueError("no row is in the training split; use more rows, a larger sample or another split")
             cells = reduce(CellCounts.merged, (each.cells for each in states))
             cells.check(self._schema.odd_share)
-            latest, day = max(each.latest for each in states), states[0].hours.day
+            latest, day = max(each.latest for each in states), self._ticks_of_day()
             last_time_s = latest * 86_400 / day if self._base is not None and day and latest != NO_TIME else None
             if self._base is not None:
                 self._base.check_is_later(last_time_s)
