@@ -30,7 +30,7 @@ from hotrow.hot.hot_set import HotSet, counts_of, hot_samples
 from hotrow.inspect.hot_rows import record_bytes_of
 from hotrow.kernels.types import Algorithm
 from hotrow.models.spec import HISTORY
-from hotrow.placement.budget import TableDemand, slot_bytes
+from hotrow.placement.budget import DeviceMemory, TableDemand
 
 SWAPS = 4
 """Copies of the hot rows in an epoch with turns of 50 %: to the device and back, twice."""
@@ -198,7 +198,8 @@ def cached(cell: HotCell, dataset: PackedDataset) -> dict[str, Any]:
         least_cached=least,
     )
     budget = int(cell.amount * table_bytes)
-    slots = {table.name: own for table, own in zip(tables, plan(demands, slot_bytes(budget)), strict=True)}
+    found_slots = DeviceMemory(hbm=budget, device="cpu", plan=plan).slots(demands)
+    slots = {table.name: own for table, own in zip(tables, found_slots, strict=True)}
     batches = Loader(split, cell.batch_size, shuffle_seed=1).epoch(0)
     found = cached_crossing(batches, dataset.info, slots, record_bytes)
     crossed = found.to_device_bytes + found.from_device_bytes

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import hot_study, hot_study_page, studies, study_runner
+from benchmarks import hot_cells, hot_study, hot_study_page, studies, study_runner
 from benchmarks.hot_cells import HotCell, coverage, sizes_of
 from benchmarks.hot_lab import Link, by_threshold
 from benchmarks.hot_study_page import coverage_lines, megabytes, schedule_of, shown_quality
@@ -250,6 +250,19 @@ def test_slots_of_a_dataset_without_counts(make_dataset: Callable[..., PackedDat
         assert isinstance(row, dict), row
         found.append({name: row[name] for name in ("hit_rows", "link_bytes", "hybrid_bytes")})
     assert found[0] == found[1] and 0 < found[0]["hit_rows"] < 1
+
+
+def test_slots_leave_room_for_their_map(dataset: PackedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a run: 4 bytes of the device's for each row that is not pinned, besides an eighth for rows on their way."""
+    fields = {**CELL, "kind": "cached", "amount": 0.6, "batch_size": 8, "embedding_dim": 8}
+    cell, seen = HotCell(**{**fields, "source": str(dataset.path)}), []
+    plain = hot_cells.cached_crossing
+    monkeypatch.setattr(hot_cells, "cached_crossing", lambda *own: seen.append(own[2:]) or plain(*own))
+    budget = hot_cells.cached(cell, dataset)["budget_bytes"]
+    ((slots, record_bytes),) = seen
+    taken = sum(sum(own) * record_bytes[name] for name, own in slots.items())
+    taken += sum(4 * (table.num_embeddings - slots[table.name].pinned) for table in dataset.info.tables)
+    assert 0.7 * budget < taken <= 7 / 8 * budget + 1
 
 
 def test_a_way_has_the_same_colour_on_every_chart() -> None:
