@@ -56,7 +56,7 @@ def config(data: Path, run: Path, *changes: str, **memory: Any) -> Any:
 
 def in_tiers(tmp_path: Path) -> dict[str, Any]:
     """About a third of the large table on the device, and as much in DRAM."""
-    return {"hbm": 5000, "dram": "14KiB", "ssd": str(tmp_path / "disk"), "force": True}
+    return {"hbm": 5000, "dram": "17KiB", "ssd": str(tmp_path / "disk"), "force": True}
 
 
 def outcome(run: RunFolder) -> dict[str, Any]:

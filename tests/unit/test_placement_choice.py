@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotrow.base.files import size
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.costs.demand import accesses_of, demands_of, required_bytes
 from hotrow.data.packed.format import Table
@@ -104,6 +105,10 @@ def test_less_than_a_batch_is_refused_with_what_suffices(tmp_path: Path, counted
         choose(config({"dram": 1000}), TABLES, tmp_path)
     with pytest.raises(ValueError, match=r"which rows lie in memory\.hbm takes 3\.8 MiB .* are 1\.0 MiB for"):
         choose(config({"hbm": "1MiB", "dram": "1MiB"}), TABLES, tmp_path)
+    num_rows = sum(table.num_embeddings for table in TABLES)
+    all_there = f"which rows lie in memory.hbm takes {size(22 * num_rows)} of DRAM"
+    with pytest.raises(ValueError, match=re.escape(all_there)):
+        choose(config({"hbm": "1GiB", "dram": "1MiB"}), TABLES, tmp_path)
 
 
 def test_a_small_shortfall_is_said_in_small_units(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ AUTO_SHARE = 0.6
 """Share of the memory this process may use; the rest is for data, MLPs, Python and other processes."""
 FOLDER = "memory"
 """Folder in a run for rows that memory does not hold, unless the config names another."""
-SLOT_OF_ROW_BYTES = 4
-"""DRAM for each row of a table with slots on a device, to know which slot it has."""
+SLOT_OF_ROW_BYTES, ROW_OF_SLOT_BYTES = 4, 22
+"""DRAM for each row that may come to a device and go, to know which slot it has, and for each slot there."""
 _SMALLER = "give it more memory, or lower train.batch_size or the widths of the model"
 _CURES = (
     "lower model.embedding_dim, use optimizer.sparse.name row_wise_adagrad or sgd, set train.precision to fp16, or "
@@ -61,7 +61,7 @@ def choose(
     available = room.dram_bytes
     chosen = config.tiers
     budget = dram_budget(config, available, beside_bytes)
-    known = 0 if config.hbm is None else SLOT_OF_ROW_BYTES * sum(table.num_embeddings for table in tables)
+    known = 0 if config.hbm is None else _directory_bytes(config, tables, training=training)
     available, budget = available - known, budget - known
     planner = SlotPlanner(
         config=config,
@@ -99,6 +99,15 @@ def choose(
         if budget < available - beside_bytes:
             raise
         raise ValueError(f"{error}; {_beside_words(available, beside_bytes, room)}: {_SMALLER}") from None
+
+
+def _directory_bytes(config: Config, tables: Sequence[TableConfig], *, training: bool) -> int:
+    """Returns the DRAM to know which rows lie in which slots of `memory.hbm`."""
+    assert config.hbm is not None
+    demands = demands_of(config, tables, training=training)
+    slots = DeviceMemory(hbm=config.hbm, device="cpu").slots(demands)
+    passing = sum(demand.num_rows - own.pinned for demand, own in zip(demands, slots, strict=True))
+    return SLOT_OF_ROW_BYTES * passing + ROW_OF_SLOT_BYTES * sum(map(sum, slots))
 
 
 def dram_budget(config: Config, available_bytes: int, beside_bytes: int = 0) -> int:
