@@ -37,7 +37,7 @@ class Pending(NamedTuple):
     grad: Tensor
     """[B, output_dim], or [L, D] for a sequence; float32."""
     lease: Lease
-    """Keeps the rows in their slots; `sparse` holds those slots for ids."""
+    """Keeps the rows in their slots; `sparse` is as `Placement.take` gave it."""
 
 
 class EmbeddingCollection(nn.Module):

@@ -486,6 +486,18 @@ def test_slots_stay_within_the_budget() -> None:
     assert [sum(own) for own in rows.slots] == list(ROWS.values()), "all rows fit into the last"
 
 
+def test_a_plan_that_pins_prefixes_is_asked_a_few_times() -> None:
+    """Where the map of all rows is more than the budget, each round would need a map of one row more."""
+    calls = list[int]()
+
+    def plan(tables: Any, left: int) -> list[TableSlots]:
+        calls.append(left)
+        return [TableSlots(min(left // 4, tables[0].num_rows), 0)]
+
+    memory = DeviceMemory(hbm=400_000, device=str(DEVICE), plan=plan)
+    assert memory.slots([TableDemand("item", 200_000, 4)]) == [TableSlots(0, 0)] and len(calls) < 20
+
+
 def test_small_tables_come_whole_and_others_get_as_many_rows_each() -> None:
     demands = [TableDemand("a", 1000, 8), TableDemand("b", 10, 80), TableDemand("c", 70, 100)]
     assert plan_slots_on_device(demands, 10_000) == [TableSlots(0, 275), TableSlots(10, 0), TableSlots(0, 70)]

@@ -25,8 +25,9 @@ SWAP_SHARE = 0.05
 def lowest_rate(
     first: float, hot: HotSet, counts: Mapping[str, NDArray[Any]], machine: Hardware, gpu: Gpu, *, epoch_s: float
 ) -> float:
-    """Returns the lowest of `first`, its halves and its doubles at which swaps take at most SWAP_SHARE of the time,
-    between LOWEST and HIGHEST. epoch_s: seconds of all steps of an epoch; the others are those of `swaps_s`."""
+    """Returns a rate between LOWEST and HIGHEST at which swaps take at most SWAP_SHARE of the time: `first` halved as
+    long as that holds, or doubled until it does. epoch_s: seconds of all steps of an epoch; the others are those of
+    `swaps_s`."""
 
     def fits(percent: float) -> bool:
         return swaps_s(hot, counts, machine, gpu, share=percent / 100) <= SWAP_SHARE * epoch_s * percent / 100

@@ -5,7 +5,7 @@
 | who | calls | when |
 |---|---|---|
 | `lookahead` | `announce`, `forget` | some batches before a batch is trained; after it, or if it does not come |
-| `EmbeddingCollection` | `take` | in `forward`: the kernels get slots of `arrays` instead of ids |
+| `EmbeddingCollection` | `take` | in `forward`: the kernels find the rows in `arrays` |
 | | `look_up` | after it: the kernels run |
 | | `take_rows` | instead of `take` in `sequence`, which needs the row of every id |
 | an optimizer | `new_state`, `attach` | once, when it is made; its states follow the rows |
@@ -150,7 +150,8 @@ class Placement(Protocol):
         return True
 
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Lease, KeyedJaggedTensor]:
-        """Returns the lease of a batch whose rows are there now, and the batch with slots for ids."""
+        """Returns the lease of a batch whose rows are there now, and the batch as the kernels take it: with slots for
+        ids, or, on a device whose kernels know the slots, with ids."""
         return NO_LEASE, sparse
 
     def take_rows(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[Lease, KeyedJaggedTensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -48,6 +48,8 @@ MAX_WAITING_SHARE, MAX_GATHERED_SHARE = 8, 64
 gathered, which takes a 25th of the I/Os, they take at most 1/64 or 2 MiB, whichever is more."""
 MAP_BYTES = 4
 """Bytes of a device per row that comes and goes there, for the kernels to know its slot."""
+MAP_ROUNDS = 16
+"""How often slots are planned anew because the map needs more. Then it gets as much as it can ever need."""
 MOVING_SHARE = 8
 """1/8 of a device's budget is for rows on their way, half for each direction; larger moves go in pieces."""
 
@@ -359,11 +361,13 @@ class DeviceMemory:
         """Returns each table's slots by the plan, for this budget or another."""
         plan = self.plan or plan_slots_on_device
         budget_bytes, map_bytes = slot_bytes(self.hbm_bytes if hbm_bytes is None else hbm_bytes), 0
-        while True:  # a plan knows of slots alone, and says which tables need a map; with less for slots more may
+        # A plan knows of slots alone, and says which rows need a map; with less for slots more may, in the end all.
+        for left in count(MAP_ROUNDS, -1):
             found = [TableSlots(*map(int, own)) for own in plan(tables, max(0, budget_bytes - map_bytes))]
             if (needed := _map_bytes(tables, found)) <= map_bytes:
-                return found
-            map_bytes = needed
+                break
+            map_bytes = needed if left > 0 else MAP_BYTES * sum(table.num_rows for table in tables)
+        return found
 
     def checked_slots(self, tables: Sequence[TableDemand]) -> list[TableSlots]:
         """Returns `slots`. Raises ValueError if a table has none, they exceed the budget, or it exceeds the device."""
