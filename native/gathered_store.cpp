@@ -153,7 +153,7 @@ class Region {
   std::vector<bool> is_free_;
   int64_t open_page_ = -1, next_ = 0;  // in it, where to look for a free place
   size_t last_opened_ = 0;
-  int64_t num_reserved_ = 0;  // pages that room was asked for
+  int64_t num_reserved_ = 0;           // pages that room was asked for
   std::bitset<kMostPackedRows> held_;  // of the open page's places, those whose record lies in page_
   std::unique_ptr<std::byte[]> page_;
 };
@@ -412,7 +412,7 @@ class GatheredStore final : public BlockStore {
   std::mutex calls_;  // before places_->mutex
   const std::shared_ptr<Places> places_;
   std::atomic<int64_t> num_rows_;
-  const int fd_;  // the lower store's
+  const int fd_;                       // the lower store's
   std::unique_ptr<BlockStore> lower_;  // goes before the names that it asks for
 };
 

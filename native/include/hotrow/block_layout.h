@@ -20,7 +20,7 @@ namespace hotrow {
 inline constexpr int64_t kPageBytes = 4096;
 inline constexpr int64_t kPackedPageBytes = 16384;      // of records, and at most kMostPackedRows
 inline constexpr int64_t kMostPackedPageBytes = 20480;  // eight units of five sectors
-inline constexpr int64_t kMostPackedRows = 255;     // so that a byte can count them
+inline constexpr int64_t kMostPackedRows = 255;         // so that a byte can count them
 inline constexpr int64_t kHeaderBytes = 4096;
 inline constexpr int64_t kTailBytes = 4096;
 
