@@ -11,7 +11,6 @@ A request sees one version from its first cell to its last score.
 from __future__ import annotations
 
 import shutil
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,8 +32,6 @@ from hotrow.serve.version import NAME_DIGITS, Version
 from hotrow.serve.vocabularies import FOLDER as VOCABULARIES
 
 VERSIONS, SUFFIX = "versions", ".serve"
-SWITCH_S = 0.0002
-"""How long Python code that applies a delta may keep a request waiting, each time this comes back from a kernel."""
 Items = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]]
 """Rows as dicts, or as a dict of columns."""
 
@@ -210,12 +207,9 @@ class Scorer:
     def _alone(self) -> Iterator[None]:
         if not self._changing.acquire(blocking=False):
             raise ValueError("another delta is being applied; wait for it and try again")
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(min(SWITCH_S, before))
         try:
             yield
         finally:
-            sys.setswitchinterval(before)
             self._changing.release()
 
 
