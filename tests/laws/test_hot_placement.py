@@ -403,14 +403,20 @@ def test_a_swap_that_was_begun_has_less_left(monkeypatch: pytest.MonkeyPatch) ->
         assert min(crossed) > 0
 
 
-@pytest.mark.usefixtures("dram_as_device")
-def test_a_swap_that_fails_in_the_background_is_said_and_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def trained_copies() -> tuple[hotrow.EmbeddingCollection, HotCopies]:
+    """A collection, and copies of its hot rows that a step has changed."""
     emb = hotrow.EmbeddingCollection(TABLES, seed=3)
     optimizer = hotrow.SGD(emb, lr=0.1)
     copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
     copies.fetch()
     emb(random_batch(np.random.default_rng(5), hot=True, one_hot=True)).sum().backward()
     optimizer.step()
+    return emb, copies
+
+
+@pytest.mark.usefixtures("dram_as_device")
+def test_a_swap_that_fails_in_the_background_is_said_and_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    emb, copies = trained_copies()
     wanted = [array.clone() for array in copies.copies.arrays.tensors]
 
     def fail(*_: Any) -> None:
@@ -662,12 +668,7 @@ def test_sides_change_between_forward_and_backward() -> None:
 
 @pytest.mark.usefixtures("dram_as_device")
 def test_copies_that_cannot_be_written_back_stay_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    emb = hotrow.EmbeddingCollection(TABLES, seed=3)
-    optimizer = hotrow.SGD(emb, lr=0.1)
-    copies = HotCopies(emb, optimizer, HOT_SET, device="cpu")
-    copies.fetch()
-    emb(random_batch(np.random.default_rng(5), hot=True, one_hot=True)).sum().backward()
-    optimizer.step()
+    emb, copies = trained_copies()
 
     def fail() -> None:
         raise MemoryError
