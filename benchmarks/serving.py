@@ -14,6 +14,7 @@ latency     one request after another, each of another user, on one thread: ever
 throughput  two threads, each of which sends the next request as soon as it has an answer: from raw rows to scores, and
             the dense part alone on rows that were looked up before, beside ONNX Runtime and plain torch. From raw rows,
             these two read and look up by the export's score.py, which holds everything in memory. All use one thread.
+            The six loops run in turns of at most TURN_S, each for `--seconds` in all: the median turn, and the range.
 memory      most memory of a scorer under `--memory`, whose requests ask for ids all over the tables, in a process of
             its own. With `--holes` the tables are files without content, so that 20GB take no disk.
 deltas      100 deltas, each of 1 % of the rows and all dense weights, applied back to back while one thread sends
@@ -67,6 +68,8 @@ COLD = 0.01
 WARM = 0.1
 """Share of each table that the page cache has before the first cold request."""
 SPREAD_REQUESTS = 600
+TURN_S = 10
+"""Seconds of a closed loop before the next contender has its turn, so that all see the same machine."""
 NUM_DELTAS = 100
 Request = tuple[dict[str, Any], list[dict[str, Any]]]
 Answer = Callable[[Request], Any]
@@ -153,25 +156,20 @@ def latencies(
     }
 
 
-def throughput(answer: Callable[[Any], Any], requests: list[Any], seconds: float, threads: int = 2) -> float:
-    """Requests a second of several threads, each of which sends the next as soon as it has an answer."""
-    counts, stop = [0] * threads, threading.Event()
+def closed_loop(answer: Callable[[Any], Any], requests: list[Any], seconds: float, threads: int = 2) -> list[float]:
+    """Seconds of every request of several threads, each of which sends the next as soon as it has an answer."""
+    ended = time.perf_counter() + seconds
 
-    def ask(place: int) -> None:
-        k = place
-        while not stop.is_set():
+    def ask(place: int) -> list[float]:
+        taken, k = list[float](), place
+        while (began := time.perf_counter()) < ended:
             answer(requests[k % len(requests)])
-            counts[place] += 1
+            taken.append(time.perf_counter() - began)
             k += 1
+        return taken
 
     with ThreadPoolExecutor(threads) as executor:
-        asking = [executor.submit(ask, place) for place in range(threads)]
-        began = time.perf_counter()
-        time.sleep(seconds)
-        stop.set()
-        for each in asking:
-            each.result()
-    return round(sum(counts) / (time.perf_counter() - began), 1)
+        return [each for asking in executor.map(ask, range(threads)) for each in asking]
 
 
 def asked(scorer: Scorer) -> Answer:
@@ -328,18 +326,36 @@ def measure_throughput(options: argparse.Namespace, work: Path) -> dict[str, Any
     }
     looked_up = [plain.inputs(columns_of(request)) for request in requests]
     expected = [scorer.score(user=user, items=items) for user, items in requests[:4]]
-    report = dict[str, Any]()
+    loops = dict[tuple[str, str], Callable[[float], list[float]]]()
     for name, (dense, whole) in contenders.items():
         for k, wanted in enumerate(expected):
             np.testing.assert_allclose(dense(looked_up[k]), wanted, atol=1e-5, err_msg=name)
             np.testing.assert_allclose(whole(requests[k]), wanted, atol=1e-5, err_msg=name)
-        report[name] = {
-            "dense_per_s": throughput(dense, looked_up, options.seconds),
-            "per_s": throughput(whole, requests, options.seconds),
-            **latencies(whole, requests, options.seconds),
+        loops[name, "dense"] = partial(closed_loop, dense, looked_up)
+        loops[name, "whole"] = partial(closed_loop, whole, requests)
+    turns = max(1, round(options.seconds / TURN_S))
+    rates, taken = {loop: list[float]() for loop in loops}, {loop: list[float]() for loop in loops}
+    for _ in range(turns):
+        for loop, run in loops.items():
+            taken[loop] += (found := run(options.seconds / turns))
+            rates[loop].append(len(found) * turns / options.seconds)
+    report: dict[str, Any] = {
+        f"{name}, {kind}": {
+            "per_s": round(statistics.median(rates[name, kind]), 1),
+            "range": f"{min(rates[name, kind]):.1f} to {max(rates[name, kind]):.1f}",
+            "requests": len(taken[name, kind]),
+            "p50_ms": round(1e3 * statistics.median(taken[name, kind]), 3),
+            "p99_ms": round(1e3 * float(np.quantile(taken[name, kind], 0.99)), 3),
         }
-    best = {kind: max(report[name][kind] for name in ("ONNX Runtime", "torch")) for kind in ("dense_per_s", "per_s")}
-    return report | {f"{kind}_ratio": round(report["hotrow"][kind] / own, 2) for kind, own in best.items()}
+        for name, kind in loops
+    }
+    for kind in ("dense", "whole"):
+        ratios = [
+            own / max(others)
+            for own, *others in zip(*(rates[name, kind] for name in ("hotrow", "ONNX Runtime", "torch")), strict=True)
+        ]
+        report[f"{kind}_ratio"] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return {**report, "turns": turns, "closed_loop_s": options.seconds * len(loops)}
 
 
 # ---- memory

@@ -32,7 +32,7 @@ def test_every_cell_has_its_figures(
     report, text = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
     assert {"7 candidates", "20 candidates", "20 candidates, cold"} <= report["latency"].keys()
     assert 0 < report["latency"]["7 candidates, cold"]["cached_share"] <= 1
-    assert {"hotrow", "ONNX Runtime", "torch"} <= report["throughput"].keys()
+    assert {"hotrow, whole", "ONNX Runtime, dense", "torch, whole"} <= report["throughput"].keys()
     memory = report["memory"]
     assert memory["unknown"] == 0, "ids are those of the vocabularies, so that rows all over the tables are read"
     assert memory["most"]["own"] >= memory["before"]["own"] > 0
