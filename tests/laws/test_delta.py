@@ -11,12 +11,13 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -455,6 +456,22 @@ def refused(export: Path, delta: Path, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         apply_delta(export, delta)
     assert before == {path: path.read_bytes() for path in export.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("row", [-1, 1 << 40])
+def test_a_row_that_the_table_does_not_have(made: Chain, base: Path, tmp_path: Path, row: int) -> None:
+    delta = tmp_path / "bad"
+    shutil.copytree(made[1][0], delta)
+    name = next(path for path in (delta / "rows").iterdir())
+    rows = pq.read_table(name)
+    numbers = pa.array([*rows["row"].to_pylist()[:-1], row])
+    pq.write_table(pa.table([numbers, rows["weight"]], schema=rows.schema), name, store_schema=False)
+    record = asdict(exports.file_record(name))
+    reseal(delta / "delta.json", lambda fields: fields["files"].update({f"rows/{name.name}": record}))
+    kept = files_of(base)
+    with pytest.raises(ValueError, match=f"rows/{name.name} names a row that"):
+        apply_delta(base, delta, tmp_path / "new")
+    assert files_of(base) == kept and not (tmp_path / "new").exists()
 
 
 def test_a_gap_a_repeat_and_another_order(made: Chain, base: Path) -> None:

@@ -14,6 +14,7 @@ was brought forward has the bytes of a whole export. docs/export.md is the speci
 
 from __future__ import annotations
 
+import errno
 import filecmp
 import os
 import shutil
@@ -21,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
@@ -516,8 +517,7 @@ def _merged(vocabulary: Path, ids: Path) -> Iterator[pa.Table]:
 
 def _change_table(path: Path, rows: Path, change: TableChange) -> None:
     """Gives the table in `path` its new size and rows, in place. A call that is made again ends in the same bytes."""
-    head, num_bytes = change.head()
-    number = np.dtype(f"u{change.num_bytes}")
+    (head, num_bytes), row_bytes = change.head(), change.num_bytes * change.embedding_dim
     with open_file(path) as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
         file.seek(begin)
@@ -528,16 +528,16 @@ def _change_table(path: Path, rows: Path, change: TableChange) -> None:
     with open_file(path, "r+b", buffering=0) as file:
         file.write(head)
         file.truncate(len(head) + num_bytes)
-        os.posix_fallocate(
-            file.fileno(), 0, len(head) + num_bytes
-        )  # a full disk is an error here, a crash in a mapping
-        table = np.memmap(file, number, "r+", len(head), change.shape)
+        os.posix_fallocate(file.fileno(), 0, len(head) + num_bytes)  # a full disk is an error before a row changes
         for batch in (batch for found in _tables(rows, change.schema()) for batch in found.to_batches()):
             numbers, data = batch["row"].to_numpy(), batch["weight"]
-            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(table):
+            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < change.num_embeddings:
                 raise ValueError(f"{rows} names a row that {change.tensor} does not have; {_CURE}")
-            start = data.offset * data.type.byte_width
-            weights = np.frombuffer(data.buffers()[1], number, len(data) * change.embedding_dim, start)
-            table[numbers] = weights.reshape(-1, change.embedding_dim)
-        table.flush()
+            weights = memoryview(data.buffers()[1])[data.offset * row_bytes :]
+            runs = [*np.flatnonzero(np.diff(numbers, prepend=-2) != 1).tolist(), len(numbers)]
+            # Written, not mapped: a mapping that many threads share interrupts all of them at each of its dirty pages.
+            for row, (start, end) in zip(numbers[runs[:-1]].tolist(), pairwise(runs), strict=True):
+                new = weights[start * row_bytes : end * row_bytes]
+                if os.pwrite(file.fileno(), new, len(head) + row * row_bytes) < len(new):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file.fileno())
