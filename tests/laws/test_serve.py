@@ -615,6 +615,28 @@ def test_a_damaged_delta_is_refused_and_the_version_before_scores_on(days: Days,
     assert scorer.apply(delta) == scorer.version
 
 
+def test_applying_leaves_profilers_as_they_were(days: Days, tmp_path: Path) -> None:
+    """It lets requests go on from a profile function, which is the thread's own."""
+    base, (delta, *_), _ = days
+    scorer, called = hotrow.Scorer(base, work=tmp_path / "work"), set[str]()
+    with pytest.raises(ValueError, match="is not a delta"):
+        scorer.apply(tmp_path / "none")
+    assert sys.getprofile() is None
+
+    def own(frame: Any, *_: Any) -> None:
+        called.add(frame.f_code.co_name)
+
+    sys.setprofile(own)
+    try:
+        scorer.apply(delta)
+        assert sys.getprofile() is own
+    finally:
+        sys.setprofile(None)
+    assert {"apply", "apply_delta"} <= called
+    scorer.rollback()
+    assert sys.getprofile() is None
+
+
 @pytest.mark.parametrize(
     "name", ["export.json", "tables/item.safetensors", "vocab/user.parquet", "model.safetensors", "."]
 )

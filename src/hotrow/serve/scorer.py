@@ -11,7 +11,9 @@ A request sees one version from its first cell to its last score.
 from __future__ import annotations
 
 import shutil
+import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -32,6 +34,9 @@ from hotrow.serve.version import NAME_DIGITS, Version
 from hotrow.serve.vocabularies import FOLDER as VOCABULARIES
 
 VERSIONS, SUFFIX = "versions", ".serve"
+TURN_S, PAUSE_S = 1e-4, 5e-5
+"""Seconds of Python after which a thread that applies a delta lets requests go on, and for how long it sleeps: long
+enough for a waiting thread to wake up."""
 Items = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]]
 """Rows as dicts, or as a dict of columns."""
 
@@ -208,9 +213,35 @@ class Scorer:
         if not self._changing.acquire(blocking=False):
             raise ValueError("another delta is being applied; wait for it and try again")
         try:
-            yield
+            with _giving_way():
+                yield
         finally:
             self._changing.release()
+
+
+@contextmanager
+def _giving_way() -> Iterator[None]:
+    """Inside the block, this thread often lets others have the interpreter.
+
+    A request needs it back after each native call, for which it may wait `sys.getswitchinterval()`, 5 ms. That setting
+    is the whole process's. A profile function is this thread's own; if there is one already, nothing is changed.
+    """
+    if sys.getprofile() is not None:
+        yield
+        return
+    began = time.perf_counter()
+
+    def pause(*_: Any) -> None:
+        nonlocal began
+        if time.perf_counter() - began > TURN_S:
+            time.sleep(PAUSE_S)
+            began = time.perf_counter()
+
+    sys.setprofile(pause)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 def _is_whole(version: Path, checksum: str) -> bool:
