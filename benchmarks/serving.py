@@ -55,12 +55,12 @@ from benchmarks.serving_export import DIM, make, write
 from hotrow.base.files import parse_bytes
 from hotrow.base.machine import host_facts
 from hotrow.base.records import read_sealed
-from hotrow.export.delta import apply_delta, write_delta
+from hotrow.export.delta import apply_delta, checksum_of, write_delta
 from hotrow.export.dense import write_dense
 from hotrow.export.score import build_network, load_module
 from hotrow.kernels import ops
 from hotrow.serve.scorer import Scorer
-from hotrow.serve.version import one_thread
+from hotrow.serve.version import NAME_DIGITS, one_thread
 
 NUM_REQUESTS = 64
 UNKNOWN = 0.01
@@ -415,9 +415,11 @@ def measure_deltas(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     base, since, kept, num_rows = work / "base", work / "since", work / "kept", rows_of(options.size)
     make(base, num_rows)
     shutil.copytree(base, since)
+    folders = {checksum_of(base)[:NAME_DIGITS]: base}
     for day in range(1, options.deltas + 1):
         write_delta(since, work / f"delta-{day}", lambda to, day=day: write(to, num_rows, day))
         apply_delta(since, work / f"delta-{day}")
+        folders[checksum_of(since)[:NAME_DIGITS]] = Path(shutil.copytree(since, kept / str(day)))
     make(work / "whole", num_rows, day=options.deltas)
     scorer, requests = Scorer(base, memory=options.memory, work=work / "work"), requests_of(base, options.items[0], 8)
     found, failed, done = list[tuple[float, float, str, int, bytes]](), list[str](), threading.Event()
@@ -433,7 +435,7 @@ def measure_deltas(options: argparse.Namespace, work: Path) -> dict[str, Any]:
                 continue
             found.append((began, time.perf_counter() - began, version, k, scores.tobytes()))
 
-    applying, folders = list[float](), {scorer.version: base}
+    applying = list[float]()
     for user, items in requests:
         scorer.score(user=user, items=items)
     with ThreadPoolExecutor(1) as executor:
@@ -443,10 +445,8 @@ def measure_deltas(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         try:
             for day in range(1, options.deltas + 1):
                 start = time.perf_counter()
-                version = scorer.apply(work / f"delta-{day}")
+                scorer.apply(work / f"delta-{day}")
                 applying.append(time.perf_counter() - start)
-                folders[version] = kept / version  # versions are removed when they are two deltas old
-                shutil.copytree(scorer.path, folders[version], copy_function=os.link)
         finally:
             ended = time.perf_counter()
             done.set()
