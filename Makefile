@@ -36,7 +36,7 @@ help: ## print this list
 	  'DLRM= FOLDER=' 'make bench: a checkout of facebookresearch/dlrm, and a disk to measure'
 
 demo: $(VENV)/.run $(CORE) ## train a DLRM on synthetic clicks, or your own logs: DATA=path LABEL=column [TIME=column]
-	@$(BIN)/hotrow demo $(if $(DATA),--data '$(DATA)') $(if $(LABEL),--label '$(LABEL)') $(if $(TIME),--time '$(TIME)') $(DEMO)
+	@$(BIN)/hotrow $(if $(DATA),fit '$(DATA)',demo) $(if $(LABEL),--label '$(LABEL)') $(if $(TIME),--time '$(TIME)') $(DEMO)
 	@echo '(hotrow is $(BIN)/hotrow; on your path after: . $(BIN)/activate)'
 
 test: $(VENV)/.test $(CORE) ## run the tests, except the slow ones and those of test-package

@@ -340,7 +340,7 @@ def run_fit(data: Any, options: dict[str, Any]) -> Outcome:
 
 def run_case(case: Case) -> Outcome:
     """Runs a case in a new folder beside the plain files, and judges what came of it."""
-    outcome = run_fit(*case.arguments) if case.verb == "fit" else run_command(case.arguments)
+    outcome = run_fit(*case.arguments) if case.verb == "hotrow.fit" else run_command(case.arguments)
     outcome.faults += faults_of(case, outcome)
     return outcome
 
@@ -596,7 +596,9 @@ def raw_case(rng: random.Random, world: World) -> Case:
             wanted = Wanted("same")
     path = "case/" + rng.choice([plain, plain, "x y.csv", "a,b.csv", "q'\".csv", "ü.csv"])
     Path(path).write_bytes(text)
-    verb = rng.choice(["prepare", "prepare", "prepare", "guess", "init", "predict", "eval", "inspect", "demo", "fit"])
+    verb = rng.choice(
+        ["prepare", "prepare", "prepare", "guess", "init", "predict", "eval", "inspect", "fit", "hotrow.fit"]
+    )
     if plain == "headless.csv" and verb not in ("guess", "init", "inspect"):
         verb = "prepare"
     skip = wanted.num_bad if rng.random() < 0.5 else 0
@@ -623,15 +625,15 @@ def raw_case(rng: random.Random, world: World) -> Case:
             Wanted("error") if wanted.outcome in ("error", "skipped") and read and "header" not in what else Wanted()
         )
         return Case("eval", what, ["eval", "run", path, "--json"], (path,), expect)
-    if verb == "demo":
+    if verb == "fit":
         small = [f"model.{name}={value}" for name, value in SMALL.items()]
         sets = [part for s in (*small, "train.max_steps=2", "train.threads=1") for part in ("--set", s)]
-        arguments = ["demo", "--data", path, "--schema", "text.yaml", *sets, "--json"]
+        arguments = ["fit", path, "--schema", "text.yaml", *sets, "--json"]
         expect = Wanted("error") if wanted.outcome in ("error", "skipped") else Wanted()
-        return Case("demo", what, arguments, (path,), expect)
+        return Case("fit", what, arguments, (path,), expect)
     options = {"schema": text_schema(), "run": "case/run", "quiet": True, "max_steps": 2, "threads": 1, **SMALL}
     expect = Wanted("error") if wanted.outcome in ("error", "skipped") else Wanted()
-    return Case("fit", what, [path, options], (path,), expect)
+    return Case("hotrow.fit", what, [path, options], (path,), expect)
 
 
 def layout_case(rng: random.Random, world: World) -> Case:
@@ -788,7 +790,7 @@ def parquet_case(rng: random.Random, world: World) -> Case:
             at = at if kind == "flip" else len(content) - rng.randrange(1, 1500)
             content = replaced(content, at, bytes([rng.randrange(256)]), 1)
     Path(path).write_bytes(content)
-    verb = rng.choice(["prepare", "prepare", "guess", "init", "predict", "fit"])
+    verb = rng.choice(["prepare", "prepare", "guess", "init", "predict", "hotrow.fit"])
     if verb == "prepare":
         case = prepare_case(path, what, "clicks.parquet", wanted)
         case.arguments[1] = rng.choice(["parquet", "auto"])
@@ -802,7 +804,7 @@ def parquet_case(rng: random.Random, world: World) -> Case:
             "predict", what, ["predict", "run", path, "--out", "case/s.parquet", "--json"], (path, *known), wanted
         )
     options = {"label": "click", "run": "case/run", "quiet": True, "max_steps": 2, "threads": 1, **SMALL}
-    return Case("fit", what, [path, options], (path, *known), wanted)
+    return Case("hotrow.fit", what, [path, options], (path, *known), wanted)
 
 
 # --------------------------------------------------------------------------------- mutations of YAML, options, and fit
@@ -972,7 +974,7 @@ def schema_case(rng: random.Random, world: World) -> Case:
     if rng.random() < 0.15 and isinstance(value, dict):
         options = {"run": "case/run", "quiet": True, "max_steps": 2, "threads": 1, **SMALL}
         options["schema"] = value if rng.random() < 0.5 else "case/schema.yaml"
-        return Case("fit", f"schema: {what}", [plain, options], (*names, "schema"))
+        return Case("hotrow.fit", f"schema: {what}", [plain, options], (*names, "schema"))
     arguments = ["prepare", rng.choice(["csv", "auto"]), plain, "--schema", "case/schema.yaml", "--out", "case/out"]
     return Case("prepare", f"schema of {plain}: {what}", [*arguments, "--overwrite", "--json"], names)
 
@@ -1083,9 +1085,9 @@ OPTIONS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "predict": (["run", "clicks.csv", "--out", "case/s.csv"], ("--out", "--keep")),
     "export": (["run", "--out", "case/export"], ("--out", "--since", "--step", "--rows")),
     "check": (["packed"], ()),
-    "demo": (
-        ["--data", "clicks.csv", "--schema", "text.yaml", "--set", "train.max_steps=2", "--set", "train.threads=1"],
-        ("--label", "--time", "--schema", "--split", "--fractions", "--set", "--data"),
+    "fit": (
+        ["clicks.csv", "--schema", "text.yaml", "--set", "train.max_steps=2", "--set", "train.threads=1"],
+        ("--label", "--time", "--schema", "--split", "--fractions", "--set"),
     ),
     "clean": (["run"], ()),
 }
@@ -1146,7 +1148,7 @@ def option_case(rng: random.Random, world: World) -> Case:
     if verb in ("prepare",) and rng.random() < 0.5:  # without a schema
         arguments = ["auto", "clicks.csv", "--label", "click", "--out", "case/out"]
     places = [i for i, text in enumerate(plain) if not text.startswith("-") and (i == 0 or plain[i - 1][:2] != "--")]
-    if verb != "demo" and (not known or rng.random() < 0.2):
+    if not known or rng.random() < 0.2:
         value = rng.choice(VALUES)
         arguments[rng.choice(places)] = value
         what = f"argument {value[:30]!r}"
@@ -1214,22 +1216,22 @@ def fit_case(rng: random.Random, world: World) -> Case:
         if name == "schema":
             options.pop("label")
         options[name] = value
-        return Case("fit", f"{name} = {value!r:.40}", [data, options], (name, name.rpartition(".")[2]))
+        return Case("hotrow.fit", f"{name} = {value!r:.40}", [data, options], (name, name.rpartition(".")[2]))
     if kind == "tree":
         name = rng.choice(["schema", "config"])
         value, what, leaf = changed_tree(text_schema() if name == "schema" else CONFIG, rng, SCHEMA_FIELDS)
         if name == "schema":
             options.pop("label")
         options[name] = value
-        return Case("fit", f"{name}: {what}", [data, options], (leaf, name, "clicks.csv", "config", "fit"))
+        return Case("hotrow.fit", f"{name}: {what}", [data, options], (leaf, name, "clicks.csv", "config", "fit"))
     if kind == "data":
         data = rng.choice(FIT_DATA)
-        return Case("fit", f"data = {data!r:.40}", [data, options], ())
+        return Case("hotrow.fit", f"data = {data!r:.40}", [data, options], ())
     data, what = frame_of(rng)
     if rng.random() < 0.3:
         with contextlib.suppress(Exception):
             data = data.to_pandas()
-    return Case("fit", f"frame: {what}", [data, options], ())
+    return Case("hotrow.fit", f"frame: {what}", [data, options], ())
 
 
 MAKERS = (
@@ -1309,7 +1311,7 @@ def main() -> int:
             wrong += bool(outcome.faults)
             if outcome.faults or options.verbose:
                 print(f"--- {number} {case.verb}: {case.what[:200]}\n    {'; '.join(outcome.faults) or kind}")
-                shown = case.arguments if case.verb != "fit" else [str(a)[:300] for a in case.arguments]
+                shown = case.arguments if case.verb != "hotrow.fit" else [str(a)[:300] for a in case.arguments]
                 print(f"    {' '.join(map(repr, shown))[:600]}")
                 tail = outcome.err.strip()[-1500:].replace("\n", "\n    | ")
                 print(f"    | {tail}", flush=True)

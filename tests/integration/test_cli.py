@@ -31,7 +31,7 @@ from hotrow.data.sources.synthetic_config import criteo_kaggle
 from packed_data import OF_TOY_ROWS
 from resealed import reseal
 
-VERBS = ["demo", "init", "prepare", "inspect", "plan", "train", "eval", "predict", "export", "check"]
+VERBS = ["fit", "demo", "init", "prepare", "inspect", "plan", "train", "eval", "predict", "export", "check"]
 VERBS += ["doctor", "probe", "study", "clean", "apply", "serve", "runs", "tune", "days"]
 SMALL = "{embedding_dim: 4, bottom_mlp: [8], top_mlp: [8]}"
 
@@ -111,21 +111,24 @@ def test_people_get_lines(work: Path, capsys: pytest.CaptureFixture[str], monkey
         assert shown in capsys.readouterr().out
 
 
-def test_demo_on_logs_names_them_for_a_shell(
+def test_fit_names_logs_for_a_shell(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = {"capsys": capsys, "monkeypatch": monkeypatch}
     monkeypatch.chdir(tmp_path)
-    assert "--label is for your own logs: --data PATH" in hotrow("demo", "--label", "click", code=2, **tools)
-    assert list(tmp_path.iterdir()) == []
     clicks = [{"click": i % 3 == 0, "user": f"u{i % 7}", "item": f"i{i % 3}"} for i in range(300)]
     pq.write_table(pa.Table.from_pylist(clicks), "my clicks.parquet")
-    result = hotrow("demo", "--data", "my *.parquet", "--label", "click", "--json", **tools)
+    result = hotrow("fit", "my *.parquet", "--label", "click", "--json", **tools)
     prog, *arguments = shlex.split(result["next"])
     assert prog == "hotrow" and hotrow(*arguments, "--json", **tools)["rows"] == 300
+    pq.write_table(pa.Table.from_pylist(clicks[:100]), "more.parquet")
+    both = hotrow("fit", "my clicks.parquet", "more.parquet", "--label", "click", "--json", **tools)
+    assert both["rows"] == "2 files" and "NEW_ROWS" in both["next"]
+    splits = PackedDataset.open(Path(both["run_dir"], "data")).info.splits
+    assert sum(split.num_rows for split in splits.values()) == 400
 
 
-def test_demo_takes_what_prepare_and_train_take(
+def test_fit_takes_what_prepare_and_train_take(
     work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = {"capsys": capsys, "monkeypatch": monkeypatch}
@@ -133,14 +136,14 @@ def test_demo_takes_what_prepare_and_train_take(
     columns["x"] = [i % 83 + 0.5 for i in range(500)]
     pq.write_table(pa.table(columns), "my.parquet")
     Path("schema.yaml").write_text("label: {column: rating, at_least: 4}\ncategorical: [user]\n")
-    assert "--label 'rating >= 4'" in hotrow("demo", "--data", "my.parquet", code=2, **tools)
-    common = ("--data", "my.parquet", "--set", "train.max_steps=3", "--set", "train.threads=1", "--json")
-    by_schema = hotrow("demo", *common, "--schema", "schema.yaml", "--fractions", "0.5,0.25,0.25", **tools)
+    assert "--label 'rating >= 4'" in hotrow("fit", "my.parquet", code=2, **tools)
+    common = ("my.parquet", "--set", "train.max_steps=3", "--set", "train.threads=1", "--json")
+    by_schema = hotrow("fit", *common, "--schema", "schema.yaml", "--fractions", "0.5,0.25,0.25", **tools)
     assert by_schema["steps"] == 3
     assert PackedDataset.open(Path(by_schema["run_dir"]) / "data").info.feature_names == ("user",)
     log = (Path(by_schema["run_dir"]) / "log.txt").read_text()
     assert "the test split has" in log and "too few to judge by" in log and "--fractions" in log
-    by_rule = hotrow("demo", *common, "--label", "rating >= 4", "--split", "random", "--no-refit", **tools)
+    by_rule = hotrow("fit", *common, "--label", "rating >= 4", "--split", "random", "--no-refit", **tools)
     assert "x" in PackedDataset.open(Path(by_rule["run_dir"]) / "data").info.dense_names
     has_selection = [(Path(each["run_dir"]) / "selection").exists() for each in (by_schema, by_rule)]
     assert has_selection == [True, False]
@@ -151,11 +154,9 @@ def test_demo_takes_what_prepare_and_train_take(
         (("--split", "chrono"), "chrono"),
         (("--fractions", "a"), "--fractions 'a'"),
     ]:
-        assert message in hotrow("demo", "--data", "my.parquet", "--label", "rating >= 4", *wrong, code=2, **tools)
-    assert "none.yaml: No such file" in hotrow("demo", "--data", "my.parquet", "--schema", "none.yaml", code=2, **tools)
+        assert message in hotrow("fit", "my.parquet", "--label", "rating >= 4", *wrong, code=2, **tools)
+    assert "none.yaml: No such file" in hotrow("fit", "my.parquet", "--schema", "none.yaml", code=2, **tools)
     assert len(list(Path("runs").iterdir())) == 2, "a wrong option began a run"
-    for own in (("--schema", "schema.yaml"), ("--no-refit",)):
-        assert f"{own[0]} is for your own logs" in hotrow("demo", *own, code=2, **tools)
 
 
 def test_demo_repeats_and_is_named_for_people(
@@ -166,10 +167,10 @@ def test_demo_repeats_and_is_named_for_people(
     results = [hotrow("demo", "--json", capsys=capsys, monkeypatch=monkeypatch) for _ in range(2)]
     assert [result["run_dir"] for result in results] == ["runs/demo-dlrm-001", "runs/demo-dlrm-002"]
     assert results[0]["auc"] == results[1]["auc"]
-    assert "(a constant rate: 0.5000)" in results[0]["text"] and "next:\n  hotrow demo --data" in results[0]["text"]
+    assert "(a constant rate: 0.5000)" in results[0]["text"] and "next:\n  hotrow fit YOUR_LOGS" in results[0]["text"]
 
 
-def test_demo_on_the_users_own_logs(
+def test_fit_on_the_users_own_logs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It learns which items are clicked, is scored on the last tenth by time, and the next step it names runs."""
@@ -180,7 +181,7 @@ def test_demo_on_the_users_own_logs(
     rows = [f"{i},{u},{1_700_000_000 + 60 * t},{c}" for i, u, t, c in zip(item, user, minute, clicked, strict=True)]
     Path("file.csv").write_text("\n".join(["item,user,t,clicked", *rows]) + "\n")
     tools = {"capsys": capsys, "monkeypatch": monkeypatch}
-    result = hotrow("demo", "--data", "file.csv", "--label", "clicked", "--time", "t", "--json", **tools)
+    result = hotrow("fit", "file.csv", "--label", "clicked", "--time", "t", "--json", **tools)
     assert (result["status"], result["rows"], result["run_dir"]) == ("finished", "file.csv", "runs/file-dlrm-001")
     assert result["auc"] > 0.7
     assert "DLRM on file.csv, scored on 100 rows of the test split" in result["text"]
@@ -199,12 +200,12 @@ def test_make_demo_passes_the_users_logs_on() -> None:
     def command(*variables: str) -> str:
         make = ["make", "-n", "-C", str(Path(__file__).resolve().parents[2]), "demo", *variables]
         shown = subprocess.run(make, capture_output=True, text=True, check=True, env={**os.environ, "MAKEFLAGS": ""})
-        return next(line for line in shown.stdout.splitlines() if "bin/hotrow demo" in line)
+        return next(line for line in shown.stdout.splitlines() if "bin/hotrow" in line)
 
     ours = shlex.split(command("DATA=my logs.csv", "LABEL=clicked", "TIME=t"))
-    assert ours == [".venv/bin/hotrow", "demo", "--data", "my logs.csv", "--label", "clicked", "--time", "t"]
+    assert ours == [".venv/bin/hotrow", "fit", "my logs.csv", "--label", "clicked", "--time", "t"]
     ours = shlex.split(command("DATA=file.csv", "LABEL=clicked"))
-    assert ours == [".venv/bin/hotrow", "demo", "--data", "file.csv", "--label", "clicked"]
+    assert ours == [".venv/bin/hotrow", "fit", "file.csv", "--label", "clicked"]
     assert shlex.split(command()) == [".venv/bin/hotrow", "demo"]
 
 
@@ -366,11 +367,11 @@ def test_bad_input_is_one_line_with_a_cure(
         (["prepare", "csv", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x cannot be made: .* is not a folder"),
         (["init", "absent.csv", "--out", "made"], "made/recipe.yaml exists and will not be overwritten"),
         (["init", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x/recipe.yaml cannot be made"),
-        (["demo", "--data", "absent.csv", "--set", "train.epoch=2"], "unknown option 'train.epoch'"),
-        (["demo", "--data", "absent.csv", "--set", "data=x"], "--set data: not an option of a config"),
-        (["demo", "--data", "absent.csv", "--set", "refit=false"], "--set refit: not an option of a config"),
-        (["demo", "--data", "absent.csv", "--set", "run=made"], "run folder made exists already"),
-        (["demo", "--data", "absent.csv", "--fractions", "1,0"], "options: split.fractions"),
+        (["fit", "absent.csv", "--set", "train.epoch=2"], "unknown option 'train.epoch'"),
+        (["fit", "absent.csv", "--set", "data=x"], "--set data: not an option of a config"),
+        (["fit", "absent.csv", "--set", "refit=false"], "--set refit: not an option of a config"),
+        (["fit", "absent.csv", "--set", "run=made"], "run folder made exists already"),
+        (["fit", "absent.csv", "--fractions", "1,0"], "options: split.fractions"),
         (
             ["prepare", "csv", "clicks.txt", "--out", "x", "--schema", "s.yaml", "--label", "y"],
             "label is a hint for guessing",

@@ -94,7 +94,7 @@ def kinds(dataset: PackedDataset) -> dict[str, Any]:
 
 def test_every_way_in_takes_every_option() -> None:
     verbs = get_command(cli.app).commands  # type: ignore[attr-defined]
-    for verb in ("demo", "init", "prepare"):
+    for verb in ("fit", "init", "prepare"):
         assert {*NAMES} <= {option.name for option in verbs[verb].params}, verb
     for function in (hotrow.fit, run_prepare, run_init, guess_columns):
         assert {*NAMES} <= {*signature(function).parameters}
@@ -123,7 +123,7 @@ def test_every_option_means_the_same_everywhere(
     run = hotrow.fit(logs, run=tmp_path / "run", quiet=True, **TOLD, **SMALL)
     assert kinds(PackedDataset.open(run.path / "data")) == by_python
     small = [part for name, value in SMALL.items() for part in ("--set", f"{name}={json.dumps(value)}")]
-    hotrow_command("demo", "--data", logs, *flags(TOLD), *small, "--json", monkeypatch=monkeypatch)
+    hotrow_command("fit", logs, *flags(TOLD), *small, "--json", monkeypatch=monkeypatch)
     made = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert kinds(PackedDataset.open(Path(made["run_dir"]) / "data")) == by_python
     hotrow_command("init", logs, *flags(TOLD), "--out", "conf", "--json", monkeypatch=monkeypatch)
@@ -143,7 +143,7 @@ def test_one_missing_label_is_passed_by_what_the_error_proposes(
     assert flag is not None
     assert "skip_bad_rows=" in str(error.value), "people in Python have no flags"
     small = [part for name, value in SMALL.items() for part in ("--set", f"{name}={json.dumps(value)}")]
-    hotrow_command("demo", "--data", logs, *flags(told), flag[0], "1", *small, monkeypatch=monkeypatch)
+    hotrow_command("fit", logs, *flags(told), flag[0], "1", *small, monkeypatch=monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Raw click logs in, a trained DLRM out. Start with `hotrow demo`; every verb has --help with an example.",
+    help="Raw click logs in, a trained DLRM out. Start with `hotrow fit FILE`; every verb has --help with an example.",
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
@@ -159,19 +159,13 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """Raw click logs in, a trained DLRM out. Start with `hotrow demo`; every verb has --help with an example."""
+    """Raw click logs in, a trained DLRM out. Start with `hotrow fit FILE`; every verb has --help with an example."""
 
 
-@verb(
-    "demo",
-    home="hotrow.cli.tools",
-    example="hotrow demo   (your own logs: hotrow demo --data clicks.csv --label click)",
-)
-def demo(
+@verb("fit", home="hotrow.cli.tools", example="hotrow fit clicks.csv --label click --time ts")
+def fit(
+    paths: Paths,
     *,
-    data: Annotated[
-        str | None, typer.Option(help="Your own logs instead of synthetic ones: CSV, Parquet, JSON Lines and others.")
-    ] = None,
     read: ReadOptions,
     schema: Annotated[
         Path | None, typer.Option(help="Schema of your logs (hotrow init writes one); guessed if not given.")
@@ -183,29 +177,31 @@ def demo(
         typer.Option("--no-refit", help="Train once; else a second run trains on the validation rows too."),
     ] = False,
     set_: Set = None,
+) -> Answer:
+    """Guess what the columns of raw logs are, prepare them, train a model and score it on rows it has not seen."""
+    from hotrow.cli.tools import fit_on
+    from hotrow.config.load import overrides_of
+
+    shares = {} if fractions is None else {"fractions": _fractions(fractions)}
+    overrides = overrides_of(set_ or ())
+    if own := [name for name in overrides if name in NOT_OF_A_CONFIG]:
+        raise ValueError(f"--set {own[0]}: not an option of a config; docs/config.md lists them")
+    how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
+    result = fit_on(paths, **vars(read), **how, refit=not no_refit, **overrides)
+    return result, lambda: print(result["text"])
+
+
+@verb("demo", home="hotrow.cli.tools", example="hotrow demo   (your own logs: hotrow fit clicks.csv --label click)")
+def demo(
+    *,
     folder: Annotated[Path, typer.Option(help="Folder for the synthetic logs and their packed form.")] = Path(
         "demo-data"
     ),
 ) -> Answer:
-    """Make synthetic Criteo-shaped clicks (or take your own logs), prepare, train a DLRM, evaluate it."""
-    from hotrow.cli.tools import demo_on_logs, demo_on_synthetic
-    from hotrow.config.load import overrides_of
+    """Make synthetic Criteo-shaped clicks, prepare them, train a DLRM, evaluate it."""
+    from hotrow.cli.tools import demo_on_synthetic
 
-    others = {"schema": schema, "split": split, "fractions": fractions, "no_refit": no_refit, "set": set_}
-    given = [*read.given, *(name for name, value in others.items() if value)]
-    if data is None and given:
-        raise ValueError(
-            f"--{given[0].replace('_', '-')} is for your own logs: --data PATH (make demo DATA=PATH LABEL=COLUMN)"
-        )
-    shares = {} if fractions is None else {"fractions": _fractions(fractions)}
-    if data is None:
-        result = demo_on_synthetic(folder)
-    else:
-        overrides = overrides_of(set_ or ())
-        if own := [name for name in overrides if name in NOT_OF_A_CONFIG]:
-            raise ValueError(f"--set {own[0]}: not an option of a config; docs/config.md lists them")
-        how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
-        result = demo_on_logs(data, **vars(read), **how, refit=not no_refit, **overrides)
+    result = demo_on_synthetic(folder)
     return result, lambda: print(result["text"])
 
 

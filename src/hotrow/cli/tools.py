@@ -1,4 +1,4 @@
-"""The verbs inspect, check, report, clean, doctor and demo as functions that return data; app.py prints it."""
+"""The verbs inspect, check, report, clean, doctor, fit and demo as functions that return data; app.py prints it."""
 
 from __future__ import annotations
 
@@ -353,23 +353,24 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
     recipe = choose_recipe(dataset.split("train").num_rows)
     config = make_config(apply_overrides({"data": str(packed), **memory}, as_overrides(recipe)), origin="demo")
     run = Run(train(config, folder=RunFolder.create(None, name=f"demo-{config.model.name}")).path)
-    commands = ["hotrow demo --data YOUR_LOGS --label CLICK_COLUMN", "make demo DATA=YOUR_LOGS LABEL=CLICK_COLUMN"]
+    commands = ["hotrow fit YOUR_LOGS --label CLICK_COLUMN"]
     return _demo_result(run, f"{NUM_ROWS:,} synthetic rows", time.monotonic() - started, commands)
 
 
-def demo_on_logs(data: str, **options: Any) -> dict[str, Any]:
+def fit_on(paths: Sequence[str], **options: Any) -> dict[str, Any]:
     """Guesses the schema of the user's logs, packs them, trains and evaluates. options: as for `fit`."""
     started = time.monotonic()
-    run = fit(data, **options)
-    return _demo_result(run, data, time.monotonic() - started, run.next_commands(shlex.quote(data)))
+    run, is_one = fit(paths[0] if len(paths) == 1 else list(paths), **options), len(paths) == 1
+    commands = run.next_commands(shlex.quote(paths[0])) if is_one else run.next_commands()
+    return _demo_result(run, paths[0] if is_one else f"{len(paths)} files", time.monotonic() - started, commands)
 
 
 def _demo_result(run: Run, rows: str, seconds: float, commands: list[str]) -> dict[str, Any]:
-    summary = run.summary()
+    model = type(load_config(run.path / CONFIG).model).__name__.removesuffix("Spec")
     return {
-        **summary,
+        **run.summary(),
         "rows": rows,
         "seconds": round(seconds, 1),
         "next": commands[0],
-        "text": run.closing_lines(f"DLRM on {rows}", commands),
+        "text": run.closing_lines(f"{model} on {rows}", commands),
     }

@@ -1,4 +1,4 @@
-"""The recipe for data of a given size: the options with which `fit`, `demo` and `init` train by default.
+"""The recipe for data of a given size: the options with which `fit` and `init` train by default.
 
 It depends on the number of training rows and the model, and reads no file. What it reaches beside other libraries on
 public files, `python -m benchmarks.quality` measures (docs/measurements/quality.md).

@@ -220,7 +220,7 @@ def render_recipe(data: str, num_rows: int, *, exact: bool, model: str = "dlrm",
     rows = f"{num_rows:,}" if exact else f"about {num_rows:,}"
     lines = [
         f"# Trains a model on {' '.join(data.split())}; docs/config.md lists every option.",
-        f"# Chosen for {rows} training rows, as by `hotrow demo` and hotrow.fit (reasons: hotrow/config/recipe.py).",
+        f"# Chosen for {rows} training rows, as by `hotrow fit` (reasons: hotrow/config/recipe.py).",
         f"data: {json.dumps(data)}",
         f"model: {_flow(sections['model'])}",
         "optimizer:",

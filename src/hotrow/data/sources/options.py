@@ -1,4 +1,4 @@
-"""What a user may say about raw files without a schema: one list of options for `fit`, `demo`, `init` and `prepare`.
+"""What a user may say about raw files without a schema: one list of options for `fit`, `init` and `prepare`.
 
     @with_read_options
     def run_init(paths, *, read: ReadOptions, out=None): ...      run_init("logs.csv", label="click", exclude=["row"])
