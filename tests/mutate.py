@@ -390,8 +390,8 @@ BAD_VALUES: dict[str, tuple[str, ...]] = {
         "1 2",
         "-",
     ),
-    "age": ("null", "None", "NA", "twenty", "1.2.3", "\N{MINUS SIGN}5", "5%", "$5", "1e", "\x00"),
-    "user": ("007", "12x", "1.0", "9" * 30, "-0", "+5", " 5", "1e3", "0x1F"),
+    "age": ("twenty", "1.2.3", "\N{MINUS SIGN}5", "5%", "$5", "1e", "\x00"),
+    "user": ("12x", "9" * 30, "0x1F", "1.5", "1e30", "-"),
 }
 """Values of the columns that no row may have."""
 ODD_IDS = (
@@ -1001,7 +1001,7 @@ def config_case(rng: random.Random, world: World) -> Case:
         names = ("case/config.yaml",)
     Path("case/config.yaml").write_bytes(content)
     arguments = ["train", "case/config.yaml", "--json"]
-    names = (*names, "packed", "case/run", "tbsm", "File name too long")
+    names = (*names, "packed", "case/run", "tbsm", "din", "File name too long")
     return Case("train", f"{recipe.name if recipe else 'config'}: {what}", arguments, names)
 
 

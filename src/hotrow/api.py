@@ -566,8 +566,8 @@ def fit(
     changes = [f"{_option(name)}={_as_yaml(name, value)}" for name, value in overrides.items()]
     from_run = overrides_of(changes).get("from_run")
     recipe = _recipe(config_of(from_run) if config is None and from_run is not None else config)
-    named = {"name": model, "objective": read.objective}
-    given = [f"model.{name}={_as_yaml(name, value)}" for name, value in named.items() if value is not None]
+    named = {"model.name": model, "model.objective": read.objective}
+    given = [f"{name}={_as_yaml(name, value)}" for name, value in named.items() if value is not None]
     changes = [*given, *changes]
     if recipe is not None:
         recipe = with_model(recipe, overrides_of(changes).get("model.name"))

@@ -148,8 +148,8 @@ class CategoricalSpec(_Column):
     table: str | None = None
     """Embedding table to look up in. If None, it has the column's name. Features that name one table share it."""
     type: IdType | None = None
-    """int: reads text ids as 64-bit integers, which is faster; "007" is an error, since it would become 7. text: reads
-    numbers as their decimal text. If None, ids are as stored, which for CSV is text."""
+    """int: reads text ids as 64-bit integers, which is faster; "007" and "7.0" become 7. text: reads numbers as their
+    decimal text. If None, ids are as stored, which for CSV is text."""
     separator: str | None = Field(default=None, min_length=1)
     """Text that separates the ids of a multi_hot or sequence feature, or JSON_LISTS. If None, the column holds
     lists."""
