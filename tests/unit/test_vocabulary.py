@@ -282,7 +282,7 @@ def test_hash_against_python_integers() -> None:
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 100, 1 << 20])
-def test_entries_are_every_key_with_its_row(tmp_path: Path, piece_bytes: int) -> None:
+def test_entries_are_every_key_with_its_row(tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a dictionary: integers of either sign come back from their hashes, texts from their bytes."""
     numbers = [0, -1, 2**63 - 1, -(2**63), 7919, 7919, *range(-300, 300, 7)]
     texts = [b"", b"a" * 300, *(b"id %d" % (i % 70) for i in range(100))]
@@ -295,7 +295,11 @@ def test_entries_are_every_key_with_its_row(tmp_path: Path, piece_bytes: int) ->
     for name, (keys, values, cap) in cases.items():
         (tmp_path / name).mkdir()
         found: dict[int | bytes, int] = {}
-        for piece, rows in build(tmp_path / name, keys, hash_cap=cap).entries(piece_bytes=piece_bytes):
+        vocabulary = build(tmp_path / name, keys, hash_cap=cap)
+        with monkeypatch.context() as patched:
+            patched.setattr("hotrow.data.packed.vocabulary.READ_BYTES", piece_bytes)
+            pieces = list(vocabulary.entries())
+        for piece, rows in pieces:
             raw, ends = piece.values.tobytes(), piece.offsets
             given = piece.values.tolist() if ends is None else [raw[a:b] for a, b in itertools.pairwise(ends)]
             assert 0 < len(given) == len(rows)

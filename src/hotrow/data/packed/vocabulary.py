@@ -464,32 +464,21 @@ class Vocabulary:
                 raise _damaged(self.path, f"its section {name} does not match its checksum")
         return Vocabulary(self.path, self.header, _as_table(self.header, arrays))
 
-    def entries(self, *, piece_bytes: int = READ_BYTES) -> Iterator[tuple[Keys, NDArray[Any]]]:
-        """Yields every key with its row, in the file's order, one piece at a time; reads the file and does not map it.
+    def entries(self) -> Iterator[tuple[Keys, NDArray[Any]]]:
+        """Yields every key with its row, in the file's order, about READ_BYTES at a time; reads the file and does not
+        map it.
 
         Integers are int64 in two's complement. With a `hash_cap`, keys are the integers below it that ids became.
         """
-        header, first = self.header, 0
-        with open_file(self.path) as file:
-            while first < header.num_keys:
-                last = self._piece_end(file, first, piece_bytes)
-                rows = _read_section(file, header, "rows", first, last).view(_dtype(header, "rows"))
-                if stores_bytes(header.key_kind, header.hash_cap):
-                    offsets, data = _read_keys(file, header, first, last)
-                    ends = offsets.view(np.int64)
-                    yield Keys(data, ends - ends[0]), rows
-                else:
-                    yield Keys(unmix(_read_section(file, header, "hashes", first, last).view("<u8"))), rows
-                first = last
-
-    def _piece_end(self, file: BinaryIO, first: int, piece_bytes: int) -> int:
-        """Returns `last` such that keys [first, last), at least one, take about `piece_bytes`."""
-        header = self.header
-        last = min(first + max(1, piece_bytes // 8), header.num_keys)
-        if stores_bytes(header.key_kind, header.hash_cap):
-            offsets = _read_section(file, header, "key_offsets", first, last + 1).view("<u8")
-            last = first + max(1, int(np.searchsorted(offsets, offsets[0] + np.uint64(piece_bytes), "right")) - 1)
-        return last
+        num_parts = min(1 << (self.num_bytes // READ_BYTES).bit_length(), 2**self.header.directory_bits)
+        for part in range(num_parts):
+            table = self.load_slice(part, num_parts).table
+            if not len(table.rows):
+                continue
+            if table.key_offsets is None or table.key_bytes is None:
+                yield Keys(unmix(table.hashes)), table.rows
+            else:
+                yield Keys(table.key_bytes, table.key_offsets.view(np.int64)), table.rows
 
     def load_slice(self, part: int, num_parts: int) -> Vocabulary:
         """Reads the keys whose hash falls in part `part` of `num_parts` equal parts; it knows no others.
