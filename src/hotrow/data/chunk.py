@@ -310,7 +310,7 @@ def interleave(features: Sequence[Keys]) -> Keys:
         target = np.repeat(row_splits[:-1] + end - length - s[:-1], length) + np.arange(keys.num_keys)
         order[target] = np.arange(first, first + keys.num_keys)
         first += keys.num_keys
-    return replace(take_keys(_concatenate(features), order), row_splits=row_splits)
+    return replace(take_keys(concatenate_keys(features), order), row_splits=row_splits)
 
 
 def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
@@ -336,8 +336,8 @@ def select_rows(chunk: Chunk, mask: NDArray[np.bool_]) -> Chunk:
     )
 
 
-def _concatenate(features: Sequence[Keys]) -> Keys:
-    """Returns all keys, one feature after the other, without row splits."""
+def concatenate_keys(features: Sequence[Keys]) -> Keys:
+    """Returns the keys of all features, at least one, one after the other, without row splits."""
     valid = None
     if any(keys.valid is not None for keys in features):
         valid = np.concatenate([np.ones(k.num_keys, np.bool_) if k.valid is None else k.valid for k in features])
@@ -371,13 +371,17 @@ def keys_to_arrow(keys: Keys) -> pa.Array:
 
 
 def keys_from_arrow(array: pa.Array) -> Keys:
-    """Returns the keys that `keys_to_arrow` made an array of, or of any rows of it."""
+    """Returns the keys that `keys_to_arrow` made an array of, or of any rows of it. No bytes are left of a missing
+    value."""
     row_splits = None
     if pa.types.is_large_list(array.type):
         splits, array = array.offsets.to_numpy(), array.flatten()
         row_splits = splits - splits[0]
     valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
-    keys = Keys(array.fill_null(0).to_numpy()) if pa.types.is_int64(array.type) else _from_arrow(array)
+    if pa.types.is_int64(array.type):
+        keys = Keys(array.fill_null(0).to_numpy())
+    else:
+        keys = _from_arrow(array if valid is None else array.fill_null(b""))
     return replace(keys, valid=valid, row_splits=row_splits)
 
 
@@ -388,6 +392,8 @@ def _as_arrow(keys: Keys) -> pa.Array:
 
 
 def _from_arrow(array: pa.Array) -> Keys:
+    if not len(array):
+        return Keys(np.empty(0, np.uint8), np.zeros(1, np.int64))  # an empty array need not have offsets
     _, offsets, data = array.buffers()
     ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
     values = np.empty(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)[ends[0] : ends[-1]]

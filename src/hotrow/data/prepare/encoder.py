@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from hotrow.base.door import make_folder, open_file
 from hotrow.base.files import check_name, explain_full_disk, open_private
-from hotrow.data.chunk import Chunk, Keys
+from hotrow.data.chunk import Chunk, Keys, take_keys
 from hotrow.data.native import hash_keys, stores_bytes
 from hotrow.data.packed.format import Ids, Ragged
 from hotrow.data.packed.vocabulary import Vocabulary
@@ -195,9 +195,10 @@ class _Occurrences:
         for part in range(self._num_parts):
             chosen = order[ends[part - 1] if part else 0 : ends[part]]
             if self._bytes:
-                data, lengths = take_strings(keys, chosen)
-                self._append(self._file("keys", part), data)
-                self._append(self._file("lengths", part), lengths)
+                taken = take_keys(keys, chosen)
+                assert taken.offsets is not None, "kind bytes"
+                self._append(self._file("keys", part), taken.values)
+                self._append(self._file("lengths", part), np.diff(taken.offsets).astype(np.uint32))
             else:
                 self._append(self._file("keys", part), hashes[chosen])
 
@@ -286,15 +287,6 @@ class _Occurrences:
             while len(lengths := np.fromfile(lengths_file, np.uint32, BATCH_KEYS)):
                 offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
                 yield vocabulary.lookup(Keys(np.fromfile(file, np.uint8, int(offsets[-1])), offsets))
-
-
-def take_strings(keys: Keys, chosen: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-    """Returns `(bytes, lengths)` of the chosen keys, which are of kind "bytes"."""
-    assert keys.offsets is not None
-    lengths = np.diff(keys.offsets)[chosen]
-    ends = np.cumsum(lengths)
-    source = np.repeat(keys.offsets[chosen] - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
-    return keys.values[source], lengths.astype(np.uint32)
 
 
 class Encoder(Protocol):

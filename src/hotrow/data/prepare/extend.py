@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import Keys
+from hotrow.data.chunk import Keys, concatenate_keys, take_keys
 from hotrow.data.packed.format import MANIFEST_CURE
 from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, open_counts, write_counts, write_vocabulary
-from hotrow.data.prepare.encoder import take_strings
 
 IDS_PER_RANGE = 1 << 18
 PLACES_AT_ONCE = 1 << 20
@@ -314,16 +313,9 @@ def _in_order(parts: Sequence[Entries]) -> Iterator[Entries]:
 
 def _joined_strings(parts: Sequence[Keys | None]) -> Keys | None:
     """Returns the keys of all parts, one after the other; None if there are no strings."""
-    found = [part for part in parts if part is not None and part.offsets is not None]
-    if not found:
-        return None
-    lengths = np.concatenate([np.diff(part.offsets) for part in found if part.offsets is not None])
-    return _strings(np.concatenate([part.values for part in found]), lengths)
+    found = [part for part in parts if part is not None]
+    return concatenate_keys(found) if found else None
 
 
 def _some_strings(keys: Keys | None, chosen: NDArray[np.intp]) -> Keys | None:
-    return None if keys is None else _strings(*take_strings(keys, chosen))
-
-
-def _strings(data: NDArray[np.uint8], lengths: NDArray[Any]) -> Keys:
-    return Keys(data, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+    return None if keys is None else take_keys(keys, chosen)

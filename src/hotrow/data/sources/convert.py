@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import KeyKind, Keys, take_keys
+from hotrow.data.chunk import KeyKind, Keys, keys_from_arrow, take_keys
 from hotrow.data.native import GOLDEN, count_codes, hash_keys
 from hotrow.data.sources.schema import JSON_LISTS, CategoricalSpec, DenseSpec, LabelSpec
 
@@ -514,16 +514,7 @@ def text_keys(array: pa.Array) -> Keys:
     """Returns the bytes of text or binary values; integers, decimals and times as their text."""
     if not _is_binary(array.type):
         array = array.cast(pa.large_string())
-    array = array.cast(pa.large_binary())
-    valid = None if array.null_count == 0 else mask_of(array.is_valid())
-    if valid is not None:
-        array = array.fill_null(b"")
-    _, offset_buffer, data = array.buffers()
-    if not len(array) or data is None:
-        return Keys(np.empty(0, np.uint8), np.zeros(len(array) + 1, np.int64), valid)
-    offsets = np.frombuffer(offset_buffer, dtype=np.int64)[array.offset : array.offset + len(array) + 1]
-    text = np.frombuffer(data, dtype=np.uint8)[offsets[0] : offsets[-1]]
-    return Keys(text, offsets - offsets[0], valid)
+    return keys_from_arrow(array.cast(pa.large_binary()))
 
 
 def _integers_in(array: pa.Array, encoding: IdEncoding) -> tuple[pa.Array, NDArray[np.bool_]]:
