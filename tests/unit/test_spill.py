@@ -264,7 +264,7 @@ def test_small_vocabularies_are_loaded_first(tmp_path: Path) -> None:
     with EncoderPool(paths, tmp_path / "tmp", memory_bytes=1 << 20) as encoders:
         assert not encoders.needs_occurrences
     with pytest.raises(ValueError, match=r"a vocabulary of [\d,]+ bytes cannot be used within 100; give it at least"):
-        TableEncoder(large, tmp_path, memory_bytes=100)
+        TableEncoder(Vocabulary.open(large), tmp_path, memory_bytes=100)
 
 
 def test_a_full_disk_while_encoding_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,22 +51,23 @@ BATCH_KEYS = 1 << 20
 class TableEncoder:
     """Maps raw ids to row numbers of one table, with the vocabulary in memory or, if it does not fit, by parts on disk.
 
-    memory_bytes: what this encoder may hold (half for a part, and at least 30 MB more). If the vocabulary does not fit,
-    `needs_occurrences` is True: every key to encode must first be passed to `add`, feature by feature in the order of
-    `encode`, and then `finish` called once.
+    memory_bytes: what this encoder may hold (half for a part, and at least 30 MB more). If None, the vocabulary is
+    searched where it lies. If the vocabulary does not fit, `needs_occurrences` is True: every key to encode must first
+    be passed to `add`, feature by feature in the order of `encode`, and then `finish` called once. folder: for the
+    files of the parts.
     """
 
-    def __init__(self, vocab_path: Path, folder: Path, *, memory_bytes: int) -> None:
-        self.vocabulary = Vocabulary.open(vocab_path)
-        self.needs_occurrences = self.vocabulary.num_bytes > memory_bytes
-        self._folder, self._memory_bytes = folder, memory_bytes
+    def __init__(self, vocabulary: Vocabulary, folder: Path = Path(), *, memory_bytes: int | None = None) -> None:
+        self.vocabulary, self._folder, self._memory_bytes = vocabulary, folder, memory_bytes or 0
+        self.needs_occurrences = memory_bytes is not None and vocabulary.num_bytes > memory_bytes
+        """Whether rows are found only in the order in which keys were passed to `add`, not by lookup."""
         self._features: dict[str, _Occurrences] = {}
         self._num_parts = 1
         if self.needs_occurrences:
             self._num_parts = self._choose_parts()
             make_folder(folder)
-        else:
-            self.vocabulary = self.vocabulary.load()
+        elif memory_bytes is not None:
+            self.vocabulary = vocabulary.load()
 
     def add(self, feature: str, keys: Keys) -> None:
         """Notes keys to encode later; does nothing if the vocabulary is in memory."""
@@ -144,7 +145,7 @@ class EncoderPool:
                 loaded.add(table)
         share = memory_bytes // 4 // max(len(sizes) - len(loaded), 1)
         self._encoders = {
-            table: TableEncoder(path, folder, memory_bytes=sizes[table] if table in loaded else share)
+            table: TableEncoder(Vocabulary.open(path), folder, memory_bytes=sizes[table] if table in loaded else share)
             for table, path in vocab_paths.items()
         }
 
@@ -289,21 +290,6 @@ class _Occurrences:
                 yield vocabulary.lookup(Keys(np.fromfile(file, np.uint8, int(offsets[-1])), offsets))
 
 
-class Encoder(Protocol):
-    """Maps raw ids to row numbers of one table, as `TableEncoder` does."""
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """Vocabulary of the table."""
-
-    @property
-    def needs_occurrences(self) -> bool:
-        """Whether rows are found only in the order in which keys were passed to `add`, not by lookup."""
-
-    def encode(self, feature: str, keys: Keys, *, first_key: int) -> NDArray[Any]:
-        """Returns the row numbers of keys; `first_key` keys of the feature come before them in the source."""
-
-
 class RowEncoder:
     """Turns chunks of raw rows into model inputs: what preparation does to every row, and prediction to new ones.
 
@@ -315,7 +301,7 @@ class RowEncoder:
         self,
         schema: Schema,
         transforms: Sequence[Transform],
-        tables: Mapping[str, Encoder],
+        tables: Mapping[str, TableEncoder],
         executor: Executor,
     ) -> None:
         self._schema, self._transforms, self._tables, self._executor = schema, transforms, tables, executor

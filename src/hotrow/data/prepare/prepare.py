@@ -32,7 +32,7 @@ from hotrow.data.packed.loader import keyed
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.days import Base, Day
-from hotrow.data.prepare.encoder import RowEncoder
+from hotrow.data.prepare.encoder import RowEncoder, TableEncoder
 from hotrow.data.prepare.pipeline import Options, prepare
 from hotrow.data.prepare.statistics import Statistics, raw_transforms
 from hotrow.data.prepare.workfolder import check_out
@@ -348,7 +348,7 @@ class RawEncoder:
         )
         pool = _Here() if self._threads == 1 else ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode")
         with pool as executor:
-            tables = {name: _Searched(vocabulary) for name, vocabulary in self._by.vocabularies.items()}
+            tables = {name: TableEncoder(vocabulary) for name, vocabulary in self._by.vocabularies.items()}
             encode = RowEncoder(self.schema, self._transforms, tables, executor)
             for chunk in _none_left_out(opened.source.chunks(rows_per_chunk=batch_size)):
                 if self._by.statistics is not None:
@@ -450,14 +450,3 @@ def _none_left_out(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         yield from chunks
     except RowError as error:
         raise error.but(reason=error.reason.replace(f", or {SKIP_CURE}", "")) from None
-
-
-@dataclass(frozen=True)
-class _Searched:
-    """An `Encoder` that looks up every key in the vocabulary when it comes."""
-
-    vocabulary: Vocabulary
-    needs_occurrences: bool = False
-
-    def encode(self, feature: str, keys: Keys, *, first_key: int) -> NDArray[Any]:
-        return self.vocabulary.lookup(keys)
