@@ -171,7 +171,7 @@ def test_every_draw_meets_every_point(tmp_path: Path) -> None:
         ({"axes": {"train.batch_size": []}}, r"study .*tiny.yaml: groups.batch: axes.train.batch_size has no values"),
         ({"axes": {"train.batch_size": ["many"]}}, r"groups.batch: cell .*train.batch_size is 'many'; allowed:"),
         ({"axes": {"train.batch_size": [8, 8]}}, r"the cell batch/train.batch_size=8 is there twice"),
-        ({"axes": {"train.batch_size.x": [8]}}, r"train.batch_size.x: batch_size is 16, which has no fields"),
+        ({"axes": {"train.batch_size.x": [8]}}, r"train.batch_size.x: batch_size holds 16, which has no fields"),
         ({"axes": {"run": ["here"]}}, r"groups.batch: run is given; a study chooses the folders of its runs itself"),
         ({"axes": {"train.max_steps": [8]}}, r"train.max_steps is 8; .* remove it, or set measures: quality"),
         ({"axes": {"train.epochs": [2]}}, r"groups.batch: train.epochs is 2; a cell that measures speed"),

@@ -195,16 +195,21 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
     result: dict[str, Any] = _copy(raw)
     for override in overrides:
         ((path, value),) = overrides_of([override]).items()
-        *parents, leaf = path.split(".")
-        if parents and isinstance(result.get(parents[0]), str) and parents[0] == "memory":
-            result["memory"] = {}  # instead of a word such as auto
-        section = result
-        for name in parents:
-            section = section.setdefault(name, {})
-            if not isinstance(section, dict):
-                raise ValueError(f"--set {override!r}: {name} holds {reprlib.repr(section)}, which has no fields")
-        section[leaf] = value
+        set_field(result, path, value, where=f"--set {override!r}")
     return result
+
+
+def set_field(raw: dict[str, Any], path: str, value: Any, *, where: str) -> None:
+    """Sets the field of `raw` with a dotted name. Raises ValueError, which begins with `where`, if the way there leads
+    through a plain value."""
+    *parents, leaf = path.split(".")
+    if parents and isinstance(raw.get(parents[0]), str) and parents[0] == "memory":
+        raw["memory"] = {}  # instead of a word such as auto
+    for name in parents:
+        raw = raw.setdefault(name, {})
+        if not isinstance(raw, dict):
+            raise ValueError(f"{where}: {name} holds {reprlib.repr(raw)}, which has no fields")
+    raw[leaf] = value
 
 
 def overrides_of(overrides: Sequence[str]) -> dict[str, Any]:

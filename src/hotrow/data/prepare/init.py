@@ -18,7 +18,7 @@ from typing import Any
 
 from hotrow.base.door import is_taken, make_folder
 from hotrow.base.files import atomic_write, check_writable
-from hotrow.config.load import make_config
+from hotrow.config.load import make_config, set_field
 from hotrow.config.recipe import choose_recipe
 from hotrow.data.packed.format import MANIFEST, read_info
 from hotrow.data.sources.columns import left_out
@@ -211,11 +211,7 @@ def render_recipe(data: str, num_rows: int, *, exact: bool, model: str = "dlrm",
     named = {"name": model, **({} if objective in (None, DEFAULT) else {"objective": objective})}
     sections: dict[str, Any] = {"model": named, "optimizer": {}, "train": {}}
     for name, value in recipe.items():
-        *parents, leaf = name.split(".")
-        section = sections
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[leaf] = value
+        set_field(sections, name, value, where="recipe")
     sections["train"]["seed"] = 1
     rows = f"{num_rows:,}" if exact else f"about {num_rows:,}"
     lines = [

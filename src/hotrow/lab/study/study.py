@@ -39,7 +39,7 @@ from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.files import check_name
 from hotrow.base.records import STRICT, Amount, checked
-from hotrow.config.load import make_config, read_config
+from hotrow.config.load import make_config, read_config, set_field
 from hotrow.config.schema import Config
 from hotrow.lab.study.data import RealRows, SyntheticRows
 from hotrow.parallel.ranks import TransportName
@@ -262,7 +262,7 @@ def expand(study: Study, *, origin: str, quick: bool = False) -> list[Cell]:
                 raw = deepcopy(study.base)
                 for fields in (group.base, drawn[1], *(fields for _, fields in chosen)):
                     for field_name, value in fields.items():
-                        _set(raw, field_name, value, where=where)
+                        set_field(raw, field_name, deepcopy(value), where=f"{where}: {field_name}")
                 rounds = min(3, study.rounds) if quick else study.rounds
                 cells.append(_cell(name, {**drawn[0], **labels}, raw, group.measures, rounds, where=where))
     repeated = [cell.name for cell in cells]
@@ -295,19 +295,6 @@ def label_of(value: JsonValue) -> str:
     if isinstance(value, dict):
         return " ".join(f"{name} {label_of(inner)}" for name, inner in value.items())
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
-
-
-def _set(raw: dict[str, Any], name: str, value: JsonValue, *, where: str) -> None:
-    """Sets a field by its dotted name. Raises ValueError if the way there leads through a plain value."""
-    *parents, leaf = name.split(".")
-    section = raw
-    for parent in parents:
-        if parent == "memory" and isinstance(section.get(parent), str):
-            section[parent] = {}  # instead of a word such as dram
-        section = section.setdefault(parent, {})
-        if not isinstance(section, dict):
-            raise ValueError(f"{where}: {name}: {parent} is {section!r}, which has no fields")
-    section[leaf] = deepcopy(value)
 
 
 def _cell(group: str, labels: dict[str, str], raw: dict[str, Any], measures: str, rounds: int, *, where: str) -> Cell:
