@@ -17,6 +17,7 @@ from hotrow.costs.demand import tables_of
 from hotrow.costs.hardware import Figure, Hardware
 from hotrow.costs.work import work_of
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.sources.synthetic import zipf_rates
 from hotrow.lab import mpi_start
 from hotrow.lab.study import cells, scaling
 from hotrow.lab.study.data import SyntheticRows
@@ -50,7 +51,7 @@ def test_a_step_on_rows_that_are_not_drawn(tmp_path: Path, lookups: float) -> No
 
 def test_rates_add_up_and_fall() -> None:
     for zipf in (0.0, 1.0, 1.3):
-        rates, rows = scaling.zipf_rates(1000, zipf, 50.0)
+        rates, rows = zipf_rates(1000, zipf, 50.0)
         assert rows.sum() == 1000 and rates @ rows == pytest.approx(50)
         assert (np.diff(rates) <= 1e-12).all()
 

@@ -33,13 +33,14 @@ from hotrow.config.schema import Config
 from hotrow.costs.cost import PHASES, Amounts, amounts_of
 from hotrow.costs.demand import TABLE_DTYPES, demands_of
 from hotrow.costs.hardware import DISTURBED, Figure, Point
-from hotrow.costs.solve import rates_of
 from hotrow.costs.traffic import Traffic
 from hotrow.costs.work import TableWork, Work, dense_optimizer_of, dense_work
 from hotrow.data.packed.format import Block, DatasetInfo, DenseColumn, Feature, Ragged, Table
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.packed.writer import PackedWriter
+from hotrow.data.sources.synthetic import draw_ranks, zipf_rates
+from hotrow.data.sources.synthetic_config import SyntheticTable
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import Memory, TableSlots
@@ -87,7 +88,7 @@ class Shape:
     rows: tuple[int, ...]
     """The rows of each table."""
     zipf: float
-    """Id k is drawn in proportion to (k + 1) ** -zipf."""
+    """Exponent of the law by which `draw_ranks` draws ids."""
     lengths: tuple[float, ...]
     """Mean ids per bag of each table; 1: exactly one."""
     in_tiers: float | None = None
@@ -128,29 +129,16 @@ class Drawn:
 
 
 def _ids(zipf: float, num_embeddings: int, num_rows: int, mean: float, generator: np.random.Generator) -> Any:
+    table = SyntheticTable(name="t", num_embeddings=num_embeddings, zipf=zipf)
+
+    def draw(num_ids: int) -> NDArray[np.int32]:
+        return draw_ranks(table, generator.integers(0, 1 << 64, num_ids, np.uint64)).astype(np.int32)
+
     if mean == 1:
-        return _zipf(zipf, num_embeddings, num_rows, generator)
+        return draw(num_rows)
     lengths = np.minimum(generator.poisson(mean, num_rows), 1 + int(4 * mean))
     splits = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
-    return Ragged(_zipf(zipf, num_embeddings, int(splits[-1]), generator), splits)
-
-
-def _zipf(zipf: float, num_embeddings: int, num_ids: int, generator: np.random.Generator) -> NDArray[np.int32]:
-    """Draws ids by the continuous law x^-zipf on [1, N + 1), rounded down."""
-    u, power = generator.random(num_ids), 1.0 - zipf
-    if abs(power) < 1e-6:
-        x = np.exp(u * math.log(num_embeddings + 1))
-    else:
-        x = (1 + u * ((num_embeddings + 1.0) ** power - 1)) ** (1 / power)
-    return cast("NDArray[np.int32]", np.minimum(x - 1, num_embeddings - 1).astype(np.int32))
-
-
-def _chances(zipf: float, num_embeddings: int) -> NDArray[np.float64]:
-    """Returns the probability of each id."""
-    edges, power = np.arange(1, num_embeddings + 2, dtype=np.float64), 1.0 - zipf
-    below = np.log(edges) if abs(power) < 1e-6 else (edges**power - 1) / power
-    found = np.diff(below)
-    return cast("NDArray[np.float64]", found / found.sum())
+    return Ragged(draw(int(splits[-1])), splits)
 
 
 # ---- shapes
@@ -382,7 +370,7 @@ def work_of_steps(shape: Shape, parts: Parts, batches: Sequence[Batch]) -> Work:
     for table, demand, length in zip(tables, demands_of(config, tables, training=True), shape.lengths, strict=True):
         ids = [batch.sparse.bags(table.name)[0] for batch in batches]
         lookups = statistics.fmean(len(each) for each in ids)
-        rates, rows = rates_of(table.name, _chances(shape.zipf, table.num_embeddings) * lookups, 1.0)
+        rates, rows = zipf_rates(table.num_embeddings, shape.zipf, lookups)
         distinct = statistics.fmean(len(np.unique(each.numpy())) for each in ids)
         own.append(
             TableWork(
@@ -390,7 +378,7 @@ def work_of_steps(shape: Shape, parts: Parts, batches: Sequence[Batch]) -> Work:
                 lookups=lookups,
                 rows=distinct,
                 record_bytes=demand.record_bytes,
-                rates=tuple((rate, n, 0.0) for rate, n in zip(rates[::-1].tolist(), rows[::-1].tolist(), strict=True)),
+                rates=tuple((rate, n, 0.0) for rate, n in zip(rates.tolist(), rows.tolist(), strict=True)),
                 jagged=length != 1,
             )
         )

@@ -53,6 +53,8 @@ _TIMES_ROWS = 1 << 20
 CELL_ROWS = 16_384
 _LATENT = 4
 """Numbers per id in the products of the teacher's pairwise part."""
+BINS_PER_OCTAVE = 8
+"""Bins of `zipf_rates` per doubling of the rank."""
 _LEVELS = 1 << 12
 """A normal draw takes one of this many equally likely values."""
 _LABELS, _DENSE, _IDS, _LENGTHS = (n << 32 for n in range(4))
@@ -130,6 +132,18 @@ def draw_ranks(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.i
     ranks -= 1
     np.clip(ranks, 0, table.num_embeddings - 1, out=ranks)
     return ranks
+
+
+def zipf_rates(num_rows: int, zipf: float, lookups: float) -> tuple[Floats, Floats]:
+    """Returns how often rows that `draw_ranks` draws are looked up per step, falling, and how many rows have each rate;
+    rows of nearly the same popularity count as equally popular. lookups: ids per step."""
+    num_bins = max(1, math.ceil(BINS_PER_OCTAVE * math.log2(num_rows + 1)))
+    edges = np.unique(np.round(np.geomspace(1.0, num_rows + 1.0, num_bins + 1)))
+    power = 1.0 - zipf
+    ends = edges - 0.5
+    below = np.log(ends) if abs(power) < 1e-9 else ends**power / power
+    shares, rows = np.diff(below) / (below[-1] - below[0]), np.diff(edges)
+    return lookups * shares / rows, rows
 
 
 def _exchange(table: SyntheticTable, salt: int, ranks: NDArray[np.int64], time: Floats) -> NDArray[np.int64]:

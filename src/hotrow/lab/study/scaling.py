@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hotrow.config.schema import Config
 from hotrow.costs.cost import predict
@@ -22,6 +21,7 @@ from hotrow.costs.hardware import Hardware
 from hotrow.costs.traffic import LARGE_PAGE_BYTES, MAX_IOS, Traffic, io_seconds
 from hotrow.costs.wire import Accesses, share_of, wire_of_work
 from hotrow.costs.work import SAMPLES, TableWork, Work, dense_optimizer_of, dense_work
+from hotrow.data.sources.synthetic import zipf_rates
 from hotrow.lab.study.data import SyntheticRows
 from hotrow.lab.study.study import Cell
 from hotrow.parallel.shards import Shard
@@ -29,8 +29,6 @@ from hotrow.setup.memory import AUTO_SHARE
 from hotrow.setup.shards import shards_by_bytes
 from hotrow.tables import TableConfig
 
-BINS_PER_OCTAVE = 8
-"""Rows of nearly the same popularity count as equally popular."""
 ENOUGH = 0.9
 """The share of one machine's speed with all rows in DRAM that machines with an SSD must reach."""
 
@@ -73,20 +71,6 @@ def work_of_rows(config: Config, rows: SyntheticRows) -> Work:
         gathered_samples=float(batch_size),
         **_dense_work(config.model.model_dump_json(), config, rows.dense, len(tables), batch_size),
     )
-
-
-def zipf_rates(num_rows: int, zipf: float, lookups: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns how often rows are looked up per step, falling, and how many rows have each rate.
-
-    Row k, from 1, is drawn in proportion to the integral of x^-zipf from k - 0.5 to k + 0.5 (`draw_ranks`).
-    """
-    num_bins = max(1, math.ceil(BINS_PER_OCTAVE * math.log2(num_rows + 1)))
-    edges = np.unique(np.round(np.geomspace(1.0, num_rows + 1.0, num_bins + 1)))
-    power = 1.0 - zipf
-    ends = edges - 0.5
-    below = np.log(ends) if abs(power) < 1e-9 else ends**power / power
-    shares, rows = np.diff(below) / (below[-1] - below[0]), np.diff(edges)
-    return lookups * shares / rows, rows
 
 
 _KNOWN: dict[tuple[str, int, int], dict[str, Any]] = {}
