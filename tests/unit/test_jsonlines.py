@@ -211,7 +211,7 @@ def test_good_lines_are_read_together_with_exact_values(tmp_path: Path, monkeypa
     ]
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join([*lines, '{"id": 7.0, "l": "abc"}', '{"id": 7, "l": null}']))
-    monkeypatch.setattr(JsonReader, "_read_each", None)
+    monkeypatch.setattr(JsonReader, "_parse", None)
     reader = open_table(path, CsvSpec())
     (rows,) = reader.read(0, 0, reader.schema.names, 100)
     found = rows.batch.to_pydict()

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from json.scanner import make_scanner
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -38,6 +38,7 @@ MANY_LINES, MAX_FILES = 1000, 200
 """Lines, and files, in which columns are looked for beside the first lines of the first file."""
 ROWS_AT_ONCE = 8192
 """Lines, bad ones included, held as Python objects at a time: some tens of MB."""
+Record = TypeVar("Record")
 _TEXT_OF = {True: "1", False: "0", None: None}
 
 
@@ -65,26 +66,26 @@ class JsonReader(TableReader):
         self._files, self._values_may_be = files, values
         self._missing = dict.fromkeys(null_values)
         self.files = tuple(f.info for f in files)
-        kinds = _columns_of(files)
-        self._partition_types = {name: pa.string() for name in partition_types(files) if name not in kinds}
-        self.schema = pa.schema([*kinds.items(), *self._partition_types.items()])
+        self._kinds = _columns_of(files)
+        self._partition_types = {name: pa.string() for name in partition_types(files) if name not in self._kinds}
+        self.schema = pa.schema([*self._kinds.items(), *self._partition_types.items()])
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         file = self._files[file_index]
         stored = [name for name in columns if name not in self._partition_types]
         with naming(file):
-            for texts, numbers in _blocks(file, first, min(rows_per_batch, ROWS_AT_ONCE)):
-                read = self._read_alike(texts, stored)
-                bad: list[RowError] = []
-                lines = numbers
+            for block in blocks_of_lines(file, first, rows_per_batch):
+                read, bad = self._read_alike([text for _, text in block], stored), tuple[RowError, ...]()
+                lines = [number for number, _ in block]
                 if read is None:
-                    read, lines, bad = self._read_each(file, texts, numbers, stored)
+                    records, lines, bad = parsed(file, block, self._parse)
+                    read = [self._column([record.get(name) for record in records], name) for name in stored]
                 batch = pa.RecordBatch.from_arrays(read, names=stored) if stored else _no_columns(len(lines))
                 batch = with_partition(batch, file, columns, self._partition_types)
-                yield Rows(batch, np.array(lines, dtype=np.int64), numbers[-1], tuple(bad))
+                yield Rows(batch, np.array(lines, dtype=np.int64), block[-1][0], bad)
 
     def _read_alike(self, texts: Sequence[bytes], names: Sequence[str]) -> list[pa.Array] | None:
-        """Returns the columns of lines if all are good, and quick to see so; else None, and `_read_each` must tell."""
+        """Returns the columns of lines if all are good, and quick to see so; else None, and `_parse` must tell."""
         is_plain = _is_plain(texts[0])
         try:
             records = [_members(text, is_plain=is_plain) for text in texts]
@@ -108,21 +109,18 @@ class JsonReader(TableReader):
             return array
         return pc.if_else(missing, pa.scalar(None, kind), array)
 
-    def _read_each(
-        self, file: InputFile, texts: Sequence[bytes], numbers: Sequence[int], names: Sequence[str]
-    ) -> tuple[list[pa.Array], list[int], list[RowError]]:
-        """Returns the columns of the good lines, their numbers, and what is wrong with the others."""
-        kinds = {name: self.schema.field(name).type for name in self.schema.names}
-        records: list[dict[str, Any]] = []
-        lines: list[int] = []
-        bad: list[RowError] = []
-        for number, text in zip(numbers, texts, strict=True):
-            try:
-                records.append(_parse(text, kinds, values=self._values_may_be))
-                lines.append(number)
-            except ValueError as error:
-                bad.append(RowError(file=file.name, line=number, reason=str(error)))
-        return [self._column([record.get(name) for record in records], name) for name in names], lines, bad
+    def _parse(self, text: bytes) -> dict[str, Any]:
+        """Returns the values of one line by column. Raises ValueError saying what is wrong with the line."""
+        record = _flat(_load(text))
+        for name, value in record.items():
+            is_list = pa.types.is_list(self._kinds.get(name, pa.null()))
+            if is_list and not isinstance(value, list) and value is not None:
+                record[name] = [value]
+            elif isinstance(value, list) and not is_list and name in self._kinds:
+                if self._values_may_be == "strict":
+                    raise ValueError(f"member {name!r} is an array here, and one value in the first lines")
+                record[name] = json.dumps(value, ensure_ascii=False)
+        return record
 
 
 def _no_columns(num_rows: int) -> pa.RecordBatch:
@@ -130,11 +128,30 @@ def _no_columns(num_rows: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.nulls(num_rows)], names=[""])
 
 
-def _blocks(file: InputFile, first: int, num_lines: int) -> Iterator[tuple[list[bytes], list[int]]]:
-    """Yields the lines after line `first` and their numbers, `num_lines` at a time."""
+def blocks_of_lines(file: InputFile, first: int, num_lines: int) -> Iterator[list[tuple[int, bytes]]]:
+    """Yields what `text_lines` yields, at most `num_lines` or ROWS_AT_ONCE at a time."""
     lines = text_lines(file, first)
-    while block := list(islice(lines, num_lines)):
-        yield [text for _, text in block], [number for number, _ in block]
+    while block := list(islice(lines, min(num_lines, ROWS_AT_ONCE))):
+        yield block
+
+
+def parsed(
+    file: InputFile, block: Sequence[tuple[int, bytes]], parse: Callable[[bytes], Record]
+) -> tuple[list[Record], list[int], tuple[RowError, ...]]:
+    """Returns the records of the good lines, their numbers, and what is wrong with the others.
+
+    parse: returns the record of a line. Raises ValueError saying what is wrong with it.
+    """
+    records: list[Record] = []
+    lines: list[int] = []
+    bad: list[RowError] = []
+    for number, text in block:
+        try:
+            records.append(parse(text))
+            lines.append(number)
+        except ValueError as error:
+            bad.append(RowError(file=file.name, line=number, reason=str(error)))
+    return records, lines, tuple(bad)
 
 
 def text_lines(file: InputFile, first: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -208,21 +225,6 @@ def _members(text: bytes, *, is_plain: bool) -> dict[str, Any]:
     except (ValueError, RecursionError, StopIteration):
         pass  # the slow way has the reason
     return _flat(_load(text))
-
-
-def _parse(text: bytes, kinds: dict[str, pa.DataType], *, values: Literal["strict", "any"]) -> dict[str, Any]:
-    """Returns the values of one line by column. Raises ValueError saying what is wrong with the line."""
-    record = _flat(_load(text))
-    for name, value in record.items():
-        is_list = pa.types.is_list(kinds.get(name, pa.null()))
-        if is_list and not isinstance(value, list) and value is not None:
-            record[name] = [value]
-        elif isinstance(value, list) and not is_list and name in kinds:
-            if values == "any":
-                record[name] = json.dumps(value, ensure_ascii=False)
-                continue
-            raise ValueError(f"member {name!r} is an array here, and one value in the first lines")
-    return record
 
 
 def _load(text: bytes) -> dict[str, Any]:

@@ -16,15 +16,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
-from hotrow.data.chunk import RowError
 from hotrow.data.sources.inputs import InputFile
-from hotrow.data.sources.jsonlines import ROWS_AT_ONCE, text_lines
+from hotrow.data.sources.jsonlines import blocks_of_lines, parsed, text_lines
 from hotrow.data.sources.schema import Schema, parse_schema
 from hotrow.data.sources.tabular import ESTIMATE_BYTES, Rows, TableReader, naming
 
@@ -80,22 +78,13 @@ class LibsvmReader(TableReader):
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         file, wanted = self._files[file_index], frozenset(columns)
         with naming(file):
-            lines = text_lines(file, first)
-            while block := list(islice(lines, min(rows_per_batch, ROWS_AT_ONCE))):
-                rows: list[dict[str, str]] = []
-                numbers: list[int] = []
-                bad: list[RowError] = []
-                for number, text in block:
-                    try:
-                        rows.append(self._row(text, wanted))
-                        numbers.append(number)
-                    except ValueError as error:
-                        bad.append(RowError(file=file.name, line=number, reason=str(error)))
+            for block in blocks_of_lines(file, first, rows_per_batch):
+                rows, numbers, bad = parsed(file, block, lambda text: self._row(text, wanted))
                 zero = None if self._is_ffm else "0"
                 absent = {name: zero for name in columns if name.startswith("value_")}
                 arrays = [pa.array([row.get(n, absent.get(n)) for row in rows], pa.string()) for n in columns]
                 batch = pa.RecordBatch.from_arrays(arrays, names=list(columns))
-                yield Rows(batch, np.array(numbers, dtype=np.int64), block[-1][0], tuple(bad))
+                yield Rows(batch, np.array(numbers, dtype=np.int64), block[-1][0], bad)
 
     def _row(self, text: bytes, wanted: frozenset[str]) -> dict[str, str]:
         """Returns the values of one line by column. Raises ValueError saying what is wrong with the line."""
