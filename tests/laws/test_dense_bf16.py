@@ -1,4 +1,5 @@
-"""Law 1 for MLPs in bfloat16: to the bit `reference.mlp_bf16` at any thread count, and no word beyond their outputs."""
+"""Law 1 for MLPs in bfloat16: to the bit those of bfloat16_truth.py at any thread count, and no word beyond their
+outputs."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from fractions import Fraction
 
 import pytest
 import torch
+from bfloat16_truth import mlp_bf16, mlp_bf16_backward, multiply_add
 from kernel_cases import Guarded, assert_same_bits, running
 from test_dense import MLPS, mlp_inputs
 from torch import Tensor
 
-from hotrow.kernels import ops, reference
+from hotrow.kernels import ops
 
 needs_products = pytest.mark.skipif(
     not (ops.isas() and ops.native_module().bfloat16_products()),
@@ -38,10 +40,10 @@ def in_bfloat16(x: Tensor, weights: list[Tensor], biases: list[Tensor], grad: Te
 
 
 def by_reference(x: Tensor, weights: list[Tensor], biases: list[Tensor], grad: Tensor, last: str) -> list[Tensor]:
-    out, inputs = reference.mlp_bf16(x, weights, biases, last=last)  # type: ignore[arg-type]
+    out, inputs = mlp_bf16(x, weights, biases, last=last)  # type: ignore[arg-type]
     if last == "relu":
         grad = torch.where(out > 0, grad, 0.0)
-    grad_x, grad_weights, grad_biases = reference.mlp_bf16_backward(grad, inputs, weights)
+    grad_x, grad_weights, grad_biases = mlp_bf16_backward(grad, inputs, weights)
     return [out, grad_x, *grad_weights, *grad_biases]
 
 
@@ -107,7 +109,7 @@ def test_multiply_add_of_the_reference_against_fractions() -> None:
     b_end, _, a_end, _ = zip(*AT_THE_END, strict=True)
     a, b = torch.cat([a, torch.tensor(a_end)]), torch.cat([b, torch.tensor(b_end)])
     c = torch.cat([c, torch.full((len(AT_THE_END),), 2.0**-126)])
-    found = reference.multiply_add(a, b, c)
+    found = multiply_add(a, b, c)
     for one in zip(a.tolist(), b.tolist(), c.tolist(), found.tolist(), strict=True):
         assert one[3] == rounded(Fraction(one[0]) * Fraction(one[1]) + Fraction(one[2])), one
 
@@ -128,7 +130,7 @@ def test_reference_in_bfloat16_against_float64(last: str) -> None:
     """The chain rule in float64 on the rounded numbers, with the rounded activations: sums alone may differ."""
     x, weights, biases, grad = mlp_inputs(70, (13, 65, 33, 16))
     found = by_reference(x, weights, biases, grad, last)
-    _, inputs = reference.mlp_bf16(x, weights, biases, last=last)  # type: ignore[arg-type]
+    _, inputs = mlp_bf16(x, weights, biases, last=last)  # type: ignore[arg-type]
     wide = [w.bfloat16().double() for w in weights]
     outputs = [i.double() @ w.T + b for i, w, b in zip(inputs, wide, biases, strict=True)]
     for ours, truth in zip(inputs[1:], outputs, strict=False):

@@ -851,7 +851,7 @@ def _members(x: Tensor | None) -> Iterable[Tensor | None]:
 
 
 class _BFloat16MLP(torch.autograd.Function):
-    """As `_MLP`, in bfloat16 with float32 sums (`reference.mlp_bf16`); the layers' inputs are pairs, words of int32."""
+    """As `_MLP`, in bfloat16 with float32 sums (docs/numerics.md); the layers' inputs are pairs, words of int32."""
 
     @staticmethod
     def forward(ctx: Any, x_BI: Tensor, last: Activation, *parameters: Tensor) -> Tensor:
@@ -884,7 +884,7 @@ def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, la
     """`x = relu(x W^T + b)` for each W [O, I], b [O] in turn; after the last one only if `last` is "relu".
 
     float32 [B, I] -> [B, O of the last]; NaN goes through. Differentiable once. Devices as `dot_interaction`. Under
-    torch's autocast to bfloat16, products are of bfloat16: `reference.mlp_bf16` if `bfloat16_products()`, else torch's.
+    torch's autocast to bfloat16, products are of bfloat16: our own if `bfloat16_products()`, else torch's.
     Raises ValueError if shapes or dtypes do not fit.
     """
     _check_layers(x_BI, weights, biases)
