@@ -292,28 +292,6 @@ std::optional<Summed> bind_sum_rows(size_t num_features, const Arrays& weights, 
                                array_on<float>(std::move(out.sums), out.total_floats)};
 }
 
-// Sums of one table by the first leaf of their nodes, which rise: rows [n] and sums [n, D]. Returns rows and sums of
-// all.
-std::pair<nb::ndarray<nb::numpy, int64_t>, nb::ndarray<nb::numpy, float>> bind_merge_rows(
-    const std::vector<std::tuple<int32_t, In<int64_t>, Matrix<float>>>& nodes, int num_threads) {
-  require(!nodes.empty(), "no nodes");
-  TableUpdate table{{nullptr, nullptr, 0, extent(std::get<2>(nodes.front()), 1), Storage::float32}, {}, {}, {}};
-  for (const auto& [leaf, rows, sums] : nodes) {
-    const int64_t n = size(rows);
-    require(extent(sums, 0) == n && extent(sums, 1) == table.table.dim, "sums must be [n, D]");
-    for (int64_t i = 0; i < n; ++i) table.table.num_rows = std::max(table.table.num_rows, rows.data()[i] + 1);
-    const Bags bags{rows.data(), nullptr, nullptr, n, n, 0, Pooling::sum, true};
-    table.segments.push_back({bags, sums.data(), table.table.dim, leaf, 0});
-  }
-  SummedRows out;
-  {
-    nb::gil_scoped_release release;
-    require(sum_rows({table}, 1, num_threads, out) == UpdateResult::done, "negative row");
-  }
-  return {array_on<int64_t>(std::move(out.rows), out.total_rows),
-          array_on<float>(std::move(out.sums), out.total_floats)};
-}
-
 // By table its first id, end of its ids; in the tables' order.
 using Spans = std::vector<std::tuple<size_t, int64_t, int64_t>>;
 using Numbers = nb::ndarray<nb::numpy, int64_t>;
@@ -631,7 +609,6 @@ NB_MODULE(_native, m) {
   m.def("weight_gradient", bind_weight_gradient);
   m.def("update", bind_update);
   m.def("sum_rows", bind_sum_rows);
-  m.def("merge_rows", bind_merge_rows);
   nb::class_<Shares>(m, "Shares")
       .def("__init__",
            [](Shares* self, std::vector<int64_t> prefix, std::vector<int64_t> owner, int64_t rank, int64_t num_ranks) {

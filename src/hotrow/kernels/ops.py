@@ -12,12 +12,11 @@ import importlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import repeat
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -509,21 +508,6 @@ def split_sgd(
         return
     own = ([weight.detach() for weight in weights], low, [grad.detach().contiguous() for grad in grads])
     _native().split_sgd(*(_views(*group) for group in own), lr, weight_decay, torch.get_num_threads())
-
-
-def merge(nodes: Mapping[tree.Node, RowSums], whole: tree.Node) -> RowSums | None:
-    """Returns the sums of one table in the subtree `whole`, added in the tree from those of its nodes; if None, there
-    is no node.
-
-    Rows come out rising; one that occurs in one node alone keeps its sum. Nodes may come from several ranks.
-    """
-    first, size = whole
-    own = sorted(((at, *sums) for (at, _), sums in nodes.items() if first <= at < first + size), key=itemgetter(0))
-    if _native() is None or len(own) < 2:
-        return reference.merge(nodes, whole)
-    each = [(at, *_views(rows.contiguous(), sums.contiguous())) for at, rows, sums in own]
-    rows, sums = _native().merge_rows(each, torch.get_num_threads())
-    return RowSums(torch.from_numpy(rows), torch.from_numpy(sums).view(len(rows), own[0][2].shape[1]))
 
 
 def distinct_rows(

@@ -8,7 +8,7 @@ Shape legend: B batch, F features, D embedding dim, N rows, n occurrences of ids
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -232,11 +232,6 @@ def row_sums(layout: Layout, pending: Pending, leaves: tuple[int, int]) -> dict[
     assert num_parts <= hi - lo, f"{num_parts} micro-batches for the leaves {lo} to {hi}"
     parts = [_sums_of_part(layout, pending, part) if part < num_parts else None for part in range(hi - lo)]
     return tree.sums(parts, lo, hi, lambda left, right: [*map(_added, left, right)])
-
-
-def merge(nodes: Mapping[tree.Node, RowSums], whole: tree.Node) -> RowSums | None:
-    """Returns the sums of a table in the subtree `whole`, from those of nodes in it; None if there are none."""
-    return tree.total(nodes, whole, _added)
 
 
 def _sums_of_part(layout: Layout, pending: Pending, part: int) -> list[RowSums]:
