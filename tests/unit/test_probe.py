@@ -18,7 +18,6 @@ from hotrow.costs.hardware import DISTURBED, MACHINES, Disk, Figure, Hardware, P
 from hotrow.kernels import ops
 from hotrow.lab import probe as module
 from hotrow.lab.probe import (
-    Scope,
     check_folder,
     measure_disk,
     measure_dram,
@@ -157,7 +156,7 @@ def test_folders_that_take_no_file(tiny: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @needs_native
 def test_memory(tiny: Path) -> None:
-    found = measure_dram(Scope(threads=2, folders=[], seconds=1, tell=lambda _: None))
+    found = measure_dram(2)
     assert list(found["stream_bytes_per_s"]) == list(found["flops_per_s"]) == ["1", "2"]
     sizes = [(point.sizes["row_bytes"], point.sizes["threads"]) for point in found["random_rows"]]
     assert sizes == [(64, 1), (64, 2), (512, 1), (512, 2)]
@@ -166,7 +165,7 @@ def test_memory(tiny: Path) -> None:
 
 def test_no_gpu_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert measure_gpus(Scope(threads=1, folders=[], seconds=1, tell=lambda _: None)) == {}
+    assert measure_gpus() == {}
 
 
 def test_a_gpu_that_cannot_be_measured_is_absent_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +176,7 @@ def test_a_gpu_that_cannot_be_measured_is_absent_with_the_reason(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "G")
     monkeypatch.setattr(torch.cuda, "mem_get_info", busy)
-    found = measure_gpus(Scope(threads=1, folders=[], seconds=1, tell=lambda _: None))
+    found = measure_gpus()
     assert found == {"gpus": [], "notes": {"gpus": "G was not measured: CUDA error: out of memory"}}
 
 
@@ -274,7 +273,7 @@ def test_steps_are_modelled_on_another_machine(tiny: Path, monkeypatch: pytest.M
 def test_what_is_asked_is_checked_before_anything_is_measured(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MEASUREMENTS", ((1.0, lambda _: pytest.fail("measured")),))
+    monkeypatch.setattr(module, "measure_dram", lambda *_: pytest.fail("measured"))
     (tmp_path / "other.yaml").write_text("name: another machine")
     with pytest.raises(ValueError, match=r"other\.yaml describes another machine .* name a file for it with --out"):
         run_probe((), declare=tmp_path / "other.yaml")

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -62,25 +61,14 @@ NUM_LARGE = 4
 MAX_IOS = 1 << 14
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scope:
-    """What a measurement may use."""
-
-    threads: int
-    folders: Sequence[Path]
-    seconds: float
-    """About how long this measurement may take."""
-    tell: Callable[[str], None]
-    """Is called before every figure, with its name."""
+Tell = Callable[[str], None]
+"""Is called before every figure, with its name."""
+DISKS, RANKS, MIN_KERNELS = 0.2, 0.15, 0.5
+"""Shares of the time: for disks, for two processes that train together, whose start takes 3 s more, and, as the least,
+for training steps. Memory and GPUs take about 6 s however much time there is."""
 
 
-Measurement = Callable[[Scope], Mapping[str, Any]]
-"""Returns fields of `Hardware`; its `notes` are added to those of the others."""
-
-
-def probe(
-    folders: Sequence[Path | str] = (), *, seconds: float = SECONDS, tell: Callable[[str], None] = lambda _: None
-) -> Hardware:
+def probe(folders: Sequence[Path | str] = (), *, seconds: float = SECONDS, tell: Tell = lambda _: None) -> Hardware:
     """Measures this machine and the disks of `folders`, in about `seconds`.
 
     Raises ValueError if a folder cannot be measured or the native module is missing, before anything is measured, and
@@ -96,14 +84,14 @@ def probe(
     threads = min(default_threads(), usable_cores())
     fields: dict[str, Any] = {}
     notes: dict[str, str] = {}
-    for share, measure in MEASUREMENTS:
-        scope = Scope(threads=threads, folders=[*map(Path, folders)], seconds=share * seconds, tell=tell)
-        found = dict(measure(scope))
-        notes |= found.pop("notes", {})
+    for found in (
+        measure_dram(threads, tell),
+        measure_disks([*map(Path, folders)], DISKS * seconds, tell),
+        measure_gpus(tell),
+        measure_ranks(seconds=RANKS * seconds, progress=tell),
+    ):
+        notes |= found.get("notes", {})
         fields |= found
-    shared = dict(measure_ranks(seconds=RANKS * seconds, progress=tell))
-    notes |= shared.pop("notes", {})
-    fields |= shared
     # The more steps, the better the predictions: they get all the time that is left.
     fields["kernels"] = fields.get("kernels", {}) | measure_kernels(
         threads=_thread_counts(threads),
@@ -121,8 +109,7 @@ def probe(
         num_cores=usable_cores(),
         dram_bytes=Figure(float(host["memory_bytes"])),
         cost_version=COST_VERSION,
-        notes={**notes, **how_rough(fields["kernels"])},
-        **fields,
+        **{**fields, "notes": {**notes, **how_rough(fields["kernels"])}},
     )
 
 
@@ -194,21 +181,22 @@ def figures_of(one_round: Callable[[int], tuple[float, ...]], *, of_disk: bool =
 # ---- memory and arithmetic
 
 
-def measure_dram(scope: Scope) -> Mapping[str, Any]:
-    """Measures arithmetic, sequential reads and random reads of rows, by number of threads."""
+def measure_dram(most_threads: int, tell: Tell = lambda _: None) -> Mapping[str, Any]:
+    """Measures arithmetic, sequential reads and random reads of rows, by number of threads; returns fields of
+    `Hardware`, as the others do."""
     num_bytes = min(DRAM_BYTES, available_memory_bytes() // 4) // max(ROW_BYTES) * max(ROW_BYTES)
     memory = ops.allocate(num_bytes // 4)
     memory.fill_(0)  # every page exists before it is read
     flops, stream = {}, {}
-    for threads in _thread_counts(scope.threads):
-        scope.tell(f"arithmetic, {num_of(threads, 'thread')}")
+    for threads in _thread_counts(most_threads):
+        tell(f"arithmetic, {num_of(threads, 'thread')}")
         flops[str(threads)] = figure_of(partial(_flops_per_s, threads))
-        scope.tell(f"sequential reads of DRAM, {num_of(threads, 'thread')}")
+        tell(f"sequential reads of DRAM, {num_of(threads, 'thread')}")
         stream[str(threads)] = _stream(memory, threads)
     points = []
     for row_bytes in ROW_BYTES:
-        for threads in sorted({1, scope.threads}):
-            scope.tell(f"random rows of {row_bytes} bytes, {num_of(threads, 'thread')}")
+        for threads in sorted({1, most_threads}):
+            tell(f"random rows of {row_bytes} bytes, {num_of(threads, 'thread')}")
             sizes = {"row_bytes": float(row_bytes), "threads": float(threads)}
             points.append(Point(sizes, _random_rows(memory.view(-1, row_bytes // 4), threads)))
     return {"flops_per_s": flops, "stream_bytes_per_s": stream, "random_rows": points}
@@ -267,15 +255,14 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def measure_disks(scope: Scope) -> Mapping[str, Any]:
-    """Measures the disk of each folder."""
-    seconds = scope.seconds / max(1, len(scope.folders))
-    disks = [measure_disk(folder, seconds=seconds, tell=scope.tell) for folder in scope.folders]
+def measure_disks(folders: Sequence[Path], seconds: float, tell: Tell) -> Mapping[str, Any]:
+    """Measures the disk of each folder, in about `seconds`."""
+    disks = [measure_disk(folder, seconds=seconds / len(folders), tell=tell) for folder in folders]
     refused = io_uring_refused() if disks else None
     return {"disks": disks, **({"notes": {"disks": f"io_uring is not used: {refused}"}} if refused else {})}
 
 
-def measure_disk(folder: Path, *, seconds: float, tell: Callable[[str], None] = lambda _: None) -> Disk:
+def measure_disk(folder: Path, *, seconds: float, tell: Tell = lambda _: None) -> Disk:
     """Measures the disk of `folder` by a file of FILE_BYTES, which is removed in any case.
 
     A killed process cannot remove its file; the next one that measures or trains there does.
@@ -382,7 +369,7 @@ class _ProbeFile:
 # ---- GPUs
 
 
-def measure_gpus(scope: Scope) -> Mapping[str, Any]:
+def measure_gpus(tell: Tell = lambda _: None) -> Mapping[str, Any]:
     """Measures one GPU of each kind, if torch has CUDA."""
     if not torch.cuda.is_available():
         return {}
@@ -391,7 +378,7 @@ def measure_gpus(scope: Scope) -> Mapping[str, Any]:
     notes: dict[str, str] = {}
     for name in dict.fromkeys(names):
         same = [i for i, each in enumerate(names) if each == name]
-        scope.tell(f"GPU {name}")
+        tell(f"GPU {name}")
         try:
             gpus.append(_measure_gpu(name, same))
         except RuntimeError as error:  # another process may hold its memory
@@ -443,11 +430,3 @@ def _device_seconds(work: Callable[[], object], device: torch.device) -> float:
         end.record()
         end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
-
-
-MEASUREMENTS: Sequence[tuple[float, Measurement]] = ((0.15, measure_dram), (0.2, measure_disks), (0.05, measure_gpus))
-"""Shares of the time, and what is measured in it. Memory takes about 6 s however much time there is."""
-RANKS = 0.15
-"""The share of the time for two processes that train together; to start them takes 3 s more."""
-MIN_KERNELS = 0.5
-"""The least share of the time for training steps."""
