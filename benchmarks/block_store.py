@@ -84,7 +84,7 @@ class Space:
         if (io, name) not in self._stores:
             path = self.folder / f"{io}-{name}"
             num_rows = self.num_rows if what == "written" else HOLE_PAGES * PAGE_ROWS
-            rows = TableRows(table="t", parts=(("weight", RECORD_BYTES),), num_rows=num_rows)
+            rows = TableRows(table="t", record_bytes=RECORD_BYTES, num_rows=num_rows)
             store = open_store(rows, kind="block", path=path, engines=Engines(io=io))  # type: ignore[arg-type]
             assert store.padded_record_bytes == RECORD_BYTES
             if what == "written":

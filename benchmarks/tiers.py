@@ -193,7 +193,7 @@ def open_table(folder: Path, *, quick: bool) -> dict[str, Any]:
 def open_once(folder: Path, num_rows: int, ids: NDArray[np.int64]) -> dict[str, float]:
     """The store's file made, looked up in and closed; the same opened again; and a collection over such a table."""
     times = {}
-    record = TableRows(table="t", parts=(("weight", 4 * OPENED_DIM),), num_rows=num_rows)
+    record = TableRows(table="t", record_bytes=4 * OPENED_DIM, num_rows=num_rows)
     with tempfile.TemporaryDirectory(prefix="hotrow-tiers-", dir=folder) as files:
         for name in ("make_s", "open_s"):
             start = time.perf_counter()

@@ -48,8 +48,8 @@ class UsesClock:
             self.pins[self.rows.index(row)] -= 1
 
 
-def table_rows(num_rows: int = 1000, record_bytes: int = 512, table: str = "item", identity: str = "m1") -> TableRows:
-    return TableRows(table=table, parts=(("weight", record_bytes),), num_rows=num_rows, identity=identity)
+def table_rows(num_rows: int = 1000, record_bytes: int = 512, table: str = "item") -> TableRows:
+    return TableRows(table=table, record_bytes=record_bytes, num_rows=num_rows)
 
 
 def write_rows(store: Store, rows: list[int], value: int = 7) -> None:

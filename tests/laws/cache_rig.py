@@ -87,12 +87,12 @@ class Rig:
         self, folder: Path, kind: Kind, engines: Engines | None, before: Kind = "mapped", places: Sequence[int] = ()
     ) -> Rig:
         for t, shape in enumerate(self.shapes):
-            parts = tuple((f"p{i}", array[0].nbytes) for i, array in enumerate(self.arrays[t]))
-            rows = TableRows(table=f"t{t}", parts=parts, num_rows=shape.num_rows)
+            record_bytes = sum(array[0].nbytes for array in self.arrays[t])
+            rows = TableRows(table=f"t{t}", record_bytes=record_bytes, num_rows=shape.num_rows)
             own: Kind = "block" if kind == "gathered" and page_records(rows.record_bytes) is None else kind
             store = open_store(rows, kind=own, path=folder / f"{t}.rows", engines=engines)
             if places:
-                held = TableRows(table=f"t{t}", parts=parts, num_rows=places[t])
+                held = TableRows(table=f"t{t}", record_bytes=record_bytes, num_rows=places[t])
                 store = open_cached_store(open_store(held, kind=before, path=folder / f"{t}-middle.rows"), store)
             self.stores.append(store)
             self._add(t, self.stores[-1].native)

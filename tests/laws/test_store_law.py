@@ -66,11 +66,11 @@ def open_medium(medium: str, rows: TableRows, path: Path, engines: Engines, plac
     return open_store(rows, kind=kind, path=path, engines=engines)
 
 
-def parts_of(record_bytes: int) -> tuple[tuple[str, int], ...]:
-    """Three parts where the record is long enough, of uneven lengths."""
+def parts_of(record_bytes: int) -> tuple[int, ...]:
+    """Lengths of the parts of a record: three where it is long enough, uneven."""
     if record_bytes < 8:
-        return (("weight", record_bytes),)
-    return (("weight", record_bytes - 6), ("low", 2), ("state", 4))
+        return (record_bytes,)
+    return (record_bytes - 6, 2, 4)
 
 
 class Table:
@@ -79,10 +79,10 @@ class Table:
     def __init__(
         self, name: str, folder: Path, medium: str, engines: Engines, record_bytes: int, num_rows: int, places: int
     ) -> None:
-        self.rows = TableRows(table=name, parts=parts_of(record_bytes), num_rows=num_rows, identity="a model")
+        self.rows = TableRows(table=name, record_bytes=record_bytes, num_rows=num_rows)
         self.medium, self.path, self.engines, self.places = medium, folder / f"{name}.rows", engines, places
         self.truth = np.zeros((num_rows, record_bytes), np.uint8)
-        self.arrays = [np.zeros((NUM_SLOTS, width), np.uint8) for _, width in self.rows.parts]
+        self.arrays = [np.zeros((NUM_SLOTS, width), np.uint8) for width in parts_of(record_bytes)]
         self.pending: list[tuple[Reading, np.ndarray, np.ndarray]] = []
         self.store = self._open()
 
@@ -213,7 +213,7 @@ def test_any_schedule_of_several_tables_on_one_engine(
 def test_threads_that_share_sectors(tmp_path: Path, medium: str, record_bytes: int) -> None:
     """Each thread owns every fourth row, so that all meet in every sector; none may lose another's bytes."""
     num_threads, num_rows, errors = 4, 1200, []
-    rows = TableRows(table="t", parts=(("w", record_bytes),), num_rows=num_rows)
+    rows = TableRows(table="t", record_bytes=record_bytes, num_rows=num_rows)
 
     def work(store: Store, own: int) -> None:
         g = np.random.default_rng(own)
@@ -241,7 +241,7 @@ def test_threads_that_share_sectors(tmp_path: Path, medium: str, record_bytes: i
 
 @pytest.mark.parametrize("io", ["threads", "io_uring"])
 def test_a_row_is_read_out_of_its_waiting_write(tmp_path: Path, io: str) -> None:
-    rows = TableRows(table="t", parts=(("w", 512),), num_rows=5000)
+    rows = TableRows(table="t", record_bytes=512, num_rows=5000)
     value, found = torch.arange(5000 * 128).view(5000, 128).float(), torch.zeros(5000, 128)
     every = np.arange(5000)
     with open_store(
@@ -258,7 +258,7 @@ def test_a_row_is_read_out_of_its_waiting_write(tmp_path: Path, io: str) -> None
 def test_threads_read_holes_and_written_rows_in_turn(tmp_path: Path, num_threads: int) -> None:
     """Holes take the processor alone, and the engine's thread reads them too; written rows are the pool's."""
     num_rows, words, g = 1 << 18, 128, np.random.default_rng(3)
-    rows = TableRows(table="t", parts=(("w", 4 * words),), num_rows=num_rows)
+    rows = TableRows(table="t", record_bytes=4 * words, num_rows=num_rows)
     truth, array = np.zeros(num_rows, np.float32), np.zeros((4000, words), np.float32)
     engines = Engines(io="threads", depth=128, num_threads=num_threads, most_waiting_bytes=1 << 20)
     with open_store(rows, kind="block", path=tmp_path / "t", engines=engines) as store:
@@ -280,7 +280,7 @@ def test_what_ios_are_merged(tmp_path: Path, io: str) -> None:
     """Reads by page; writes of neighbouring units; a sector that is whole is not read first."""
 
     def counted(record_bytes: int, rows: list[int], name: str) -> tuple[int, int, int, int]:
-        table = TableRows(table=name, parts=(("w", record_bytes),), num_rows=10_000)
+        table = TableRows(table=name, record_bytes=record_bytes, num_rows=10_000)
         array = np.ones((len(rows), record_bytes), np.uint8)
         with open_store(table, kind="block", path=tmp_path / name, engines=engines_of(io)) as store:
             store.write(rows, np.arange(len(rows)), [array])

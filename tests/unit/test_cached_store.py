@@ -20,7 +20,7 @@ from hotrow.kernels import ops
 from hotrow.placement.stores import Engines, Kind, Store, StoreError, TableRows, open_cached_store, open_store
 
 pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
-ROWS = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
+ROWS = TableRows(table="item", record_bytes=512, num_rows=1000)
 TIER = replace(ROWS, table="item (middle tier)")
 BEFORE: list[Kind] = ["dram", "mapped"]
 
@@ -211,7 +211,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     lower = open_store(ROWS, kind="dram")
     for middle, message in [
         (replace(TIER, num_rows=0), "hold"),
-        (replace(TIER, parts=(("weight", 511),)), "differ in length"),
+        (replace(TIER, record_bytes=511), "differ in length"),
     ]:
         with pytest.raises(ValueError, match=message):
             open_cached_store(open_store(middle, kind="dram"), lower)
@@ -229,8 +229,8 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 
 def test_more_rows_than_a_tier_can_name() -> None:
-    rows = replace(ROWS, num_rows=2**32, parts=(("weight", 1),))
-    held_rows = replace(TIER, parts=rows.parts)
+    rows = replace(ROWS, num_rows=2**32, record_bytes=1)
+    held_rows = replace(TIER, record_bytes=rows.record_bytes)
     with pytest.raises(ValueError, match="more rows than a tier before it can name"):
         open_cached_store(open_store(held_rows, kind="dram"), open_store(rows, kind="dram"))
     few = open_store(replace(rows, num_rows=10), kind="dram")
@@ -239,24 +239,6 @@ def test_more_rows_than_a_tier_can_name() -> None:
         with pytest.raises(StoreError, match=message):
             store.grow(2**32)
         fails_for_ever(store, message)
-
-
-OPEN = """
-import sys
-from hotrow.placement.stores import *
-for path, kind, table, num_rows in (sys.argv[1:5], sys.argv[5:]):
-    rows = TableRows(table=table, parts=(("weight", 512),), num_rows=int(num_rows))
-    try: open_store(rows, kind=kind, path=path)
-    except BlockingIOError as error: print(error)
-"""
-
-
-def test_two_processes_cannot_open_its_files(tmp_path: Path) -> None:
-    with cached(tmp_path, 16, before="mapped"):
-        files = [tmp_path / "rows", "block", ROWS.table, 1000, tmp_path / "middle", "mapped", TIER.table, 16]
-        done = run_forked(OPEN, *files)
-        assert re.fullmatch(r".*/rows is open already.*\n.*/middle is open already.*\n", done.stdout)
-    cached(tmp_path, 16, before="mapped").close()  # both locks were given back
 
 
 # ---- faults
@@ -336,18 +318,11 @@ def test_a_file_below_truncated_while_open(tmp_path: Path) -> None:
     fails_for_ever(store, message)
 
 
-def test_a_truncated_middle_is_refused_by_name(tmp_path: Path) -> None:
-    cached(tmp_path, 16, before="mapped").close()
-    os.truncate(tmp_path / "middle", 8192)
-    with pytest.raises(ValueError, match=r"middle is truncated: .* rows of table 'item \(middle tier\)' need"):
-        cached(tmp_path, 16, before="mapped")
-
-
 FORK = """
 import os, sys, numpy as np
 from dataclasses import replace
 from hotrow.placement.stores import *
-rows = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
+rows = TableRows(table="item", record_bytes=512, num_rows=1000)
 lower = open_store(rows, kind="block", path=sys.argv[2], engines=Engines(io="threads"))
 middle = open_store(replace(rows, num_rows=16), kind=sys.argv[1], path=sys.argv[2] + "-middle")
 store = open_cached_store(middle, lower)

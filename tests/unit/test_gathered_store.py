@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is abs
 def open_rows(folder: Path, io: str, num_rows: int, record_bytes: int = 256, kind: Kind = "gathered") -> Store:
     """Little waits to be written: what is written again meanwhile would be no I/O."""
     engines = Engines(io=io, num_threads=4, most_waiting_bytes=1 << 20)  # type: ignore[arg-type]
-    rows = TableRows(table="item", parts=(("weight", record_bytes),), num_rows=num_rows)
+    rows = TableRows(table="item", record_bytes=record_bytes, num_rows=num_rows)
     return open_store(rows, kind=kind, path=folder / f"{kind}.rows", engines=engines)
 
 
@@ -66,7 +66,7 @@ def test_scattered_rows_are_written_side_by_side(tmp_path: Path, io: str) -> Non
 def test_pages_are_cut_where_memory_for_them_ends(tmp_path: Path, io: str) -> None:
     """I/Os of more than 4 KiB take as much memory as `depth` of 4 KiB at most: here not one page of 16 KiB."""
     rows, values = np.arange(640) * 31, np.arange(640).astype(np.uint8)[:, None].repeat(256, axis=1)
-    table = TableRows(table="item", parts=(("weight", 256),), num_rows=20_000)
+    table = TableRows(table="item", record_bytes=256, num_rows=20_000)
     engines = Engines(io=io, depth=3, num_threads=2)  # type: ignore[arg-type]
     with open_store(table, kind="gathered", path=tmp_path / "rows", engines=engines) as store:
         write(store, rows, values)
@@ -172,9 +172,6 @@ def test_what_cannot_be_gathered_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cannot be gathered, which takes 17 to 2560"):
             open_rows(tmp_path, "threads", 100, record_bytes)
     assert list(tmp_path.iterdir()) == []
-    open_rows(tmp_path, "threads", 100).close()
-    with pytest.raises(ValueError, match="only the process that wrote a gathered file knows where its rows lie"):
-        open_rows(tmp_path, "threads", 100)
 
 
 # ---- when a collection gathers

@@ -18,8 +18,8 @@ import mmap, os, sys, threading
 import numpy as np
 from hotrow.placement.stores import TableRows, open_store
 path, how, cause = sys.argv[1:]
-parts = tuple((f"part {i}", 16) for i in range(128))  # copied slowly, so that the cut comes while they are
-store = open_store(TableRows(table="item", parts=parts, num_rows=100), kind="mapped", path=path)
+parts = range(128)  # of a record, copied slowly, so that the cut comes while they are
+store = open_store(TableRows(table="item", record_bytes=16 * len(parts), num_rows=100), kind="mapped", path=path)
 store.write([98, 99], [0, 0], [np.ones((1, 16), np.uint8) for _ in parts])
 here = [np.frombuffer(mmap.mmap(-1, 4096), np.uint8, 16).reshape(1, 16) for _ in parts]  # shared with forks
 for part in here:
@@ -79,7 +79,7 @@ def run(what, folder):
         signal.signal(signal.SIGBUS, lambda *_: os.write(1, b"handled, "))
     if what == "traced":
         faulthandler.enable(open(f"{folder}/trace", "w"))
-    rows = TableRows(table="t", parts=(("w", 512),), num_rows=100)
+    rows = TableRows(table="t", record_bytes=512, num_rows=100)
     stores = [open_store(rows, kind="mapped", path=f"{folder}/{i}") for i in range(3)]
     if what in ("sent", "ignored", "handled"):
         os.kill(os.getpid(), signal.SIGBUS)

@@ -140,7 +140,7 @@ calls = {
 }
 for name, call in calls.items():
     path = f"{sys.argv[1]}/{name}"
-    rows = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
+    rows = TableRows(table="item", record_bytes=512, num_rows=1000)
     store = open_store(rows, kind="mapped", path=path)
     store.write([0, 999], [0, 1], arrays)
     store.flush()
@@ -229,7 +229,7 @@ def test_a_full_disk_while_io_uring_writes(tmp_path: Path) -> None:
 FORK = """
 import os, sys, numpy as np
 from hotrow.placement.stores import *
-rows = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
+rows = TableRows(table="item", record_bytes=512, num_rows=1000)
 store = open_store(rows, kind=sys.argv[1], path=sys.argv[2], engines=Engines(io=sys.argv[3]))
 array = np.ones((1, 512), np.uint8)
 store.write([1], [0], [array])
@@ -270,7 +270,7 @@ from hotrow.placement.stores import Engines, StoreError, TableRows, open_store
 
 warnings.simplefilter("ignore")
 rows, array = np.random.default_rng(0).permutation(100_000), np.zeros((100_000, 512), np.uint8)
-table = TableRows(table="item", parts=(("weight", 512),), num_rows=len(rows))
+table = TableRows(table="item", record_bytes=512, num_rows=len(rows))
 store = open_store(table, kind="block", path=sys.argv[1], engines=Engines(io="threads"))
 store.write(rows, rows, [array])
 store.flush()

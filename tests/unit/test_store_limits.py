@@ -40,7 +40,7 @@ g.permutation(len(array))
 Engines(io="threads", num_threads=1)._start(ring=False)  # what a first thread and engine bring of their own
 before = private()
 engines, peak, counted = Engines(io=io, most_waiting_bytes=most), 0, 0
-tables = [TableRows(table=name, parts=(("w", record_bytes),), num_rows=60_000) for name in "abc"]
+tables = [TableRows(table=name, record_bytes=record_bytes, num_rows=60_000) for name in "abc"]
 stores = [open_store(rows, kind="block", path=folder / rows.table, engines=engines) for rows in tables]
 for _ in range(2):  # a table after the other: what one used must serve the next
     for store in stores:
@@ -77,7 +77,7 @@ engines = Engines(io=io, most_waiting_bytes=0)
 large, small = 2_100_000, 64
 stores = {}
 for record_bytes, num_rows in ((large, 4), (small, 40_000)):
-    rows = TableRows(table=f"t{record_bytes}", parts=(("w", record_bytes),), num_rows=num_rows)
+    rows = TableRows(table=f"t{record_bytes}", record_bytes=record_bytes, num_rows=num_rows)
     stores[record_bytes] = open_store(rows, kind="block", path=f"{folder}/{record_bytes}", engines=engines)
 one, many = np.full((1, large), 7, np.uint8), np.arange(0, 40_000, 8)  # each in a sector of its own
 for row in range(4):
@@ -198,7 +198,7 @@ FEWER_THREADS = """
 import os, resource, signal, sys, tempfile, warnings, numpy as np
 from hotrow.placement.stores import *
 from hotrow.kernels.ops import native_module
-rows = TableRows(table="item", parts=(("weight", 512),), num_rows=1000)
+rows = TableRows(table="item", record_bytes=512, num_rows=1000)
 before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 native_module()  # all modules are loaded, from a folder that only root may be able to read
 if os.geteuid() == 0: become(20_000 + os.getpid() % 30_000)  # root may start what it likes; nobody's user, alone

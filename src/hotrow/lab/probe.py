@@ -44,7 +44,7 @@ from hotrow.costs.hardware import (
 from hotrow.kernels import ops
 from hotrow.lab.rank_probe import measure_ranks
 from hotrow.lab.step_probe import measure_kernels
-from hotrow.placement.store_file import DIRECT, HEADER_BYTES, SUFFIX, OwnFolder, TableRows, direct_io, takes_no_files
+from hotrow.placement.store_file import DIRECT, HEAD_BYTES, SUFFIX, OwnFolder, TableRows, direct_io, takes_no_files
 from hotrow.placement.stores import NUM_THREADS, Engines, Store, io_uring_refused, open_store
 
 SECONDS = 50.0
@@ -307,7 +307,7 @@ class _ProbeFile:
     def __init__(self, path: Path, sector_bytes: int) -> None:
         self.path = path
         self.io: Literal["io_uring", "threads"] = "threads" if io_uring_refused() else "io_uring"
-        self.rows = TableRows(table="probe", parts=(("sector", sector_bytes),), num_rows=FILE_BYTES // sector_bytes)
+        self.rows = TableRows(table="probe", record_bytes=sector_bytes, num_rows=FILE_BYTES // sector_bytes)
         self.draw = np.random.default_rng(1)
         self.memory = torch.zeros(MAX_IOS, sector_bytes, dtype=torch.uint8)
         self.store(1).close()  # makes the file
@@ -318,13 +318,13 @@ class _ProbeFile:
 
     def sequential(self, move: Callable[[int, list[memoryview], int], int]) -> Figure:
         """Returns bytes a second of large I/Os, of which a round takes its part of the file."""
-        num_bytes = min(LARGE_BYTES, FILE_BYTES // NUM_ROUNDS // NUM_LARGE) // HEADER_BYTES * HEADER_BYTES
+        num_bytes = min(LARGE_BYTES, FILE_BYTES // NUM_ROUNDS // NUM_LARGE) // HEAD_BYTES * HEAD_BYTES
         count = FILE_BYTES // NUM_ROUNDS // num_bytes
         memory = memoryview(mmap.mmap(-1, num_bytes * count))  # begins at a page, as I/O past the page cache must
         with self._direct() as descriptor, ThreadPoolExecutor(NUM_LARGE) as pool:
 
             def one(i: int, k: int) -> None:
-                offset = HEADER_BYTES + (i % NUM_ROUNDS * count + k) * num_bytes
+                offset = HEAD_BYTES + (i % NUM_ROUNDS * count + k) * num_bytes
                 done = move(descriptor, [memory[k * num_bytes : (k + 1) * num_bytes]], offset)
                 assert done == num_bytes, "I/O past the page cache is of whole sectors, or fails"
 

@@ -1,32 +1,28 @@
-"""The file of one table's rows (a header, a lock, what its file system allows), and the folder of a collection's files.
+"""The file of one table's rows, what its file system allows, and the folder of a collection's files.
 
-    [ header: one page, JSON and zeros | records ... | tail: one page that is never written ]
+    [ head: one page of zeros | records ... | tail: one page that is never written ]
 
-The header holds format version, kind, identity of the model, table, the parts of a record, rows and sector. A truncated
-file, a file of another model or table, and a file that another process has open are refused by name. The file is
-sparse, so making one takes the same time at any size. Where records lie: native/include/hotrow/block_layout.h.
+The file is sparse, so making one takes the same time at any size. Where records lie:
+native/include/hotrow/block_layout.h. The folder is new and locked, and goes with its collection, so that no other
+process reads or writes the files, and they need not say what they hold.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hotrow.base.files import NETWORK, file_system, sync_folder
+from hotrow.base.files import NETWORK, file_system
 from hotrow.kernels import ops
 
-VERSION = 2
-"""Version 1 had no tail."""
-HEADER_BYTES = 4096
+HEAD_BYTES = 4096
 SECTORS = (512, 1024, 2048, 4096)
 DIRECT = getattr(os, "O_DIRECT", 0)
 NO_ATIME = getattr(os, "O_NOATIME", 0)
@@ -50,37 +46,9 @@ class TableRows:
     """What a store holds: the rows of one table."""
 
     table: str
-    parts: tuple[tuple[str, int], ...]
-    """Name and bytes of each part of a record, in order: weights, low halves, optimizer states."""
+    record_bytes: int
+    """Of a row: its weights, their low halves, and its optimizer states."""
     num_rows: int
-    identity: str = ""
-    """Identity of the model that the table belongs to; a file with another identity is refused."""
-
-    def __post_init__(self) -> None:
-        if not self.parts or any(num_bytes < 1 for _, num_bytes in self.parts):
-            raise ValueError(f"table {self.table!r}: parts are {self.parts}; each part of a record has at least a byte")
-        if self.num_rows < 0:
-            raise ValueError(f"table {self.table!r}: num_rows is {self.num_rows}; it must not be negative")
-
-    @property
-    def record_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self.parts)
-
-
-@dataclass(frozen=True)
-class OpenFile:
-    """A locked file: its descriptor, and the sector its records are laid out by (if None, no padding)."""
-
-    path: Path
-    descriptor: int
-    sector: int | None
-    kind: Kind
-    """"block" for records that cannot be gathered in sectors of this size."""
-
-    def close(self) -> None:
-        """Unlocks and closes the file; unlocks it explicitly, because a forked child may hold the descriptor too."""
-        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
-        os.close(self.descriptor)
 
 
 def file_bytes(rows: TableRows, sector: int | None, kind: Kind) -> int:
@@ -105,125 +73,21 @@ def page_records(record_bytes: int, sector: int = SECTORS[0]) -> int | None:
     return layout[1] * layout[3] if layout else None
 
 
-def open_file(path: Path, rows: TableRows, kind: Kind) -> OpenFile:
-    """Opens and locks the file of `rows` at `path`; makes it if there is none (mode 0600, sparse), else checks it.
+def make_file(path: Path, rows: TableRows, kind: Kind) -> tuple[Kind, int | None]:
+    """Makes the file of `rows` (mode 0600), or makes it long enough if it is there. Returns its kind, and the sector
+    that records are laid out by; if None, they have no padding.
 
-    Raises BlockingIOError if another process has it open, ValueError if it belongs to another table, is truncated or is
-    not a store's file, and OSError from the file system.
+    The kind is "block" if records cannot be gathered in sectors of this size. Raises OSError from the file system.
     """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        is_new = True
-    except FileExistsError:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        is_new = False
-    try:
-        _lock(descriptor, path)
-        if kind in BLOCKS and hasattr(os, "posix_fadvise"):
-            # Reading ahead of the header would put rows into the page cache, together with it; a header that is written
-            # anew then meets direct writes of those rows, which the system takes for lost (EIO at the next fsync).
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        if kind == "gathered" and is_new and page_records(rows.record_bytes, _sector(path)) is None:
+        sector = _sector(path) if kind in BLOCKS else None
+        if kind == "gathered" and page_records(rows.record_bytes, sector or SECTORS[0]) is None:
             kind = "block"
-        sector = _make(descriptor, path, rows, kind) if is_new else _check(descriptor, path, rows, kind)
-    except BaseException:
+        os.ftruncate(descriptor, max(os.fstat(descriptor).st_size, file_bytes(rows, sector, kind)))
+    finally:
         os.close(descriptor)
-        if is_new:
-            path.unlink(missing_ok=True)
-        raise
-    return OpenFile(path, descriptor, sector, kind)
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise BlockingIOError(
-            errno.EWOULDBLOCK,
-            f"{path} is open already, here or in another process: two writers would spoil the rows. "
-            "Wait until the other run ends, or give this one a folder of its own",
-        ) from None
-    except OSError as error:
-        raise FolderError(error.errno, f"{path}: {_no_locks(path, error)}; choose another folder") from error
-
-
-def _no_locks(path: Path, error: OSError) -> str:
-    return f"its file system ({file_system(path)}) cannot lock what is in use ({error.strerror})"
-
-
-def _make(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | None:
-    sector = None
-    if kind in BLOCKS:
-        sector = _sector(path)
-    write_header(descriptor, rows, kind, sector)
-    os.ftruncate(descriptor, file_bytes(rows, sector, kind))
-    os.fsync(descriptor)
-    sync_folder(path.parent)
-    return sector
-
-
-def write_header(descriptor: int, rows: TableRows, kind: Kind, sector: int | None) -> None:
-    """Writes the first page; the caller syncs it. Raises ValueError if names are too long for it."""
-    header = {"format": "hotrow store", "version": VERSION, "kind": kind, "sector": sector, **asdict(rows)}
-    page = json.dumps(header).encode()
-    if len(page) > HEADER_BYTES:
-        raise ValueError(f"table {rows.table!r}: names and parts need {len(page)} bytes of a header's {HEADER_BYTES}")
-    os.pwrite(descriptor, page.ljust(HEADER_BYTES, b"\0"), 0)
-
-
-def _check(descriptor: int, path: Path, rows: TableRows, kind: Kind) -> int | None:
-    if kind == "gathered":
-        raise ValueError(
-            f"{path} is there already, and only the process that wrote a gathered file knows where its rows lie: name "
-            "another path, or remove it"
-        )
-    found = _read_header(descriptor, path)
-    if found.get("version") != VERSION:
-        raise ValueError(
-            f"{path}: format version {found.get('version')!r}, this hotrow reads {VERSION}: use the one that wrote it, "
-            "or remove the file and resume from a checkpoint"
-        )
-    expected = {**json.loads(json.dumps(asdict(rows))), "kind": kind}
-    for key, value in expected.items():
-        if key not in found or (key == "num_rows" and found[key] <= value):
-            continue
-        if found[key] != value:
-            raise ValueError(
-                f"{path} holds {key} {found[key]!r}, expected {value!r}: it is another model's or table's file. "
-                "Put the right one back, or give this run a folder of its own"
-            )
-    sector: int | None = found.get("sector")
-    if (sector is not None) != (kind in BLOCKS) or sector not in (None, *SECTORS):
-        raise ValueError(
-            f"{path}: sector is {sector!r}, allowed are {SECTORS}; the header is damaged, restore the file"
-        )
-    wanted = file_bytes(replace(rows, num_rows=found["num_rows"]), sector, kind)
-    size = os.fstat(descriptor).st_size
-    if size < wanted:
-        raise ValueError(
-            f"{path} is truncated: {size:,} bytes, its {found['num_rows']:,} rows of table {rows.table!r} need "
-            f"{wanted:,}. Restore it, or remove it and resume from a checkpoint"
-        )
-    if found["num_rows"] < rows.num_rows:
-        os.ftruncate(descriptor, file_bytes(rows, sector, kind))
-        write_header(descriptor, rows, kind, sector)
-        os.fsync(descriptor)
-    return sector
-
-
-def _read_header(descriptor: int, path: Path) -> dict[str, Any]:
-    page = os.pread(descriptor, HEADER_BYTES, 0)
-    try:
-        found = json.loads(page.rstrip(b"\0").decode())
-        good = found["format"] == "hotrow store" and isinstance(found["num_rows"], int) and found["num_rows"] >= 0
-    except (ValueError, KeyError, TypeError, RecursionError):
-        good = False
-    if len(page) < HEADER_BYTES or not good:
-        raise ValueError(
-            f"{path} is not a store of hotrow, or its header is damaged: restore it, or remove it and resume from a "
-            "checkpoint"
-        )
-    return dict(found)
+    return kind, sector
 
 
 def _sector(path: Path) -> int:
@@ -278,7 +142,7 @@ def direct_io(folder: Path) -> dict[str, Any]:
         return {"direct_io": False, "direct_io_refused": absent, "sector_bytes": None}
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".hotrow-") as file:
-            file.write(bytes(HEADER_BYTES))
+            file.write(bytes(HEAD_BYTES))
             file.flush()
             path = Path(file.name)
             sector = _sector(path)
@@ -365,7 +229,8 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
-            raise OSError(error.errno, _no_locks(folder, error)) from error
+            text = f"its file system ({file_system(folder)}) cannot lock what is in use ({error.strerror})"
+            raise OSError(error.errno, text) from error
         yield
     finally:
         os.close(descriptor)

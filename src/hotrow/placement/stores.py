@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 
 from hotrow.kernels import ops
 from hotrow.placement import store_file
-from hotrow.placement.store_file import DEPTH, Kind, OpenFile, TableRows
+from hotrow.placement.store_file import DEPTH, Kind, TableRows
 
 NUM_THREADS = 40
 """Threads of a pool. On two cores 40 reach 88 % of io_uring's rate on reads and 84 % on reads and writes; 32 reach 85
@@ -127,27 +127,24 @@ class Store:
         native: Any,
         rows: TableRows,
         kind: Kind,
-        file: OpenFile | None,
-        fallback: str | None,
+        path: Path | None = None,
+        sector: int | None = None,
+        fallback: str | None = None,
         middle: Store | None = None,
     ) -> None:
         self.native: Any = native
-        self.rows, self.kind = rows, kind
+        self.rows, self.kind, self.path, self.sector = rows, kind, path, sector
         self.fallback = fallback
         """Why a block store runs on threads; None if it does not, or was asked to."""
         self.middle = middle
         """The tier that `open_cached_store` put before it, whose rows are places; None if there is none. All other
         attributes are the lowest tier's."""
-        self._file, self._process = file, os.getpid()
-
-    @property
-    def path(self) -> Path | None:
-        return None if self._file is None else self._file.path
+        self._process = os.getpid()
 
     @property
     def padded_record_bytes(self) -> float:
         """The most that a record takes on its medium, with padding and places that are kept free."""
-        return store_file.padded_record_bytes(self.rows, None if self._file is None else self._file.sector, self.kind)
+        return store_file.padded_record_bytes(self.rows, self.sector, self.kind)
 
     def start_read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> Reading:
         """Starts to read row rows[i] into slot slots[i] of `arrays`.
@@ -181,9 +178,6 @@ class Store:
         if not self._open().grow(num_rows):
             self.raise_failure()
         self.rows = replace(self.rows, num_rows=max(num_rows, self.rows.num_rows))
-        if self._file is not None:
-            store_file.write_header(self._file.descriptor, self.rows, self.kind, self._file.sector)
-            os.fsync(self._file.descriptor)
 
     def counters(self) -> dict[str, int]:
         """Returns I/Os, rows, bytes and times since the store was opened: StoreCounters in store.h."""
@@ -199,7 +193,7 @@ class Store:
             raise StoreError(what or f"table {self.rows.table!r}: the store failed without saying why")
 
     def close(self) -> None:
-        """Writes what waits, then closes and unlocks the file. Raises StoreError if something was not written.
+        """Writes what waits, then closes the file. Raises StoreError if something was not written.
 
         In a forked child it writes nothing: the store belongs to the parent.
         """
@@ -223,8 +217,6 @@ class Store:
 
     def _let_go(self) -> None:
         self.native = None
-        if self._file is not None and self._process == os.getpid():
-            self._file.close()
         if self.middle is not None:  # its rows have been written down
             self.middle._let_go()
 
@@ -259,16 +251,17 @@ def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, e
     kind: "dram" (no path), "mapped" (a file as memory), "block" (a file past the page cache, each row at its own place)
     or "gathered" (so too, each row beside the rows that were written with it; the store is a block store if a disk has
     too large sectors for these records).
-    path: the store's file. It is made if there is none (sparse, so at once at any size), else checked and opened; a
-    file with fewer rows grows. A gathered file is always made, because only its own process can find the rows.
+    path: the store's file. It is made if there is none (sparse, so at once at any size). An earlier one of as long
+    records is taken as it is, or grows; but only the store that made a gathered one can find its rows. Nothing else
+    may have it open.
     engines: shared by block stores; None makes one for this store. A block store that cannot have io_uring or direct
     I/O runs on threads, with a warning that says why (`Store.fallback`, `Engines.fallbacks`).
-    Raises ValueError if the file is truncated or another table's, and for records that cannot be gathered (of less than
-    17 or more than 2560 bytes); BlockingIOError if it is open elsewhere; OSError from the file system.
+    Raises ValueError for records that cannot be gathered (of less than 17 or more than 2560 bytes), and OSError from
+    the file system.
     """
     if kind == "dram":
         native = ops.native_module().open_dram_store(rows.record_bytes, rows.num_rows, rows.table)
-        return Store(native, rows, kind, None, None)
+        return Store(native, rows, kind)
     if path is None:
         raise ValueError(f"table {rows.table!r}: a {kind} store needs the path of its file")
     if kind == "gathered" and store_file.page_records(rows.record_bytes) is None:
@@ -276,12 +269,12 @@ def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, e
             f"table {rows.table!r}: records of {rows.record_bytes} bytes cannot be gathered, which takes 17 to 2560; "
             'use a "block" store'
         )
-    file = store_file.open_file(Path(path), rows, kind)
-    try:
-        return _open_mapped(rows, file) if kind == "mapped" else _open_block(rows, file, engines or Engines())
-    except BaseException:
-        file.close()
-        raise
+    path = Path(path)
+    kind, sector = store_file.make_file(path, rows, kind)
+    if sector is not None:
+        return _open_block(rows, path, kind, sector, engines or Engines())
+    descriptor, sizes = os.open(path, os.O_RDWR | os.O_CLOEXEC), (rows.record_bytes, rows.num_rows)
+    return Store(ops.native_module().open_mapped_store(descriptor, *sizes, rows.table, str(path)), rows, kind, path)
 
 
 def open_cached_store(middle: Store, lower: Store) -> Store:
@@ -295,30 +288,23 @@ def open_cached_store(middle: Store, lower: Store) -> Store:
     if middle.kind in store_file.BLOCKS:
         raise ValueError(f"table {lower.rows.table!r}: a tier before another is dram or mapped, not a block store")
     native = ops.native_module().open_cached_store(middle._open(), lower._open(), lower.rows.table)
-    cached = Store(native, lower.rows, lower.kind, lower._file, lower.fallback, middle)
-    lower.native = lower._file = None
+    cached = Store(native, lower.rows, lower.kind, lower.path, lower.sector, lower.fallback, middle)
+    lower.native = None
     return cached
 
 
-def _open_mapped(rows: TableRows, file: OpenFile) -> Store:
-    sizes = (rows.record_bytes, rows.num_rows)
-    native = ops.native_module().open_mapped_store(os.dup(file.descriptor), *sizes, rows.table, str(file.path))
-    return Store(native, rows, "mapped", file, None)
-
-
-def _open_block(rows: TableRows, file: OpenFile, engines: Engines) -> Store:
-    assert file.sector is not None
-    engine, descriptor, reason = engines.open(file.path, file.sector)
+def _open_block(rows: TableRows, path: Path, kind: Kind, sector: int, engines: Engines) -> Store:
+    engine, descriptor, reason = engines.open(path, sector)
     if reason and engines.io == "auto":
         warnings.warn(
             f"table {rows.table!r} is read and written by {engines.num_threads} threads, which takes more of the "
             f"processor than io_uring: {reason}",
             stacklevel=4,
         )
-    sizes = (rows.record_bytes, file.sector, rows.num_rows)
-    gathered = file.kind == "gathered"
-    native = ops.native_module().open_block_store(engine, descriptor, *sizes, rows.table, str(file.path), gathered)
-    return Store(native, rows, file.kind, file, reason)
+    sizes = (rows.record_bytes, sector, rows.num_rows)
+    gathered = kind == "gathered"
+    native = ops.native_module().open_block_store(engine, descriptor, *sizes, rows.table, str(path), gathered)
+    return Store(native, rows, kind, path, sector, reason)
 
 
 def io_uring_refused() -> str | None:

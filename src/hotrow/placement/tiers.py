@@ -209,7 +209,7 @@ class Tiers(Placement):
         caches = ops.native_module().make_caches()
         self._engines = engines = Engines(io=self.memory.io, most_waiting_bytes=self.memory.engine_bytes)
         for t, (table, slots) in enumerate(zip(self.tables, self.slots, strict=True)):
-            rows = TableRows(table=table.name, parts=self._parts(table), num_rows=table.num_embeddings)
+            rows = TableRows(table=table.name, record_bytes=self._record_bytes(table), num_rows=table.num_embeddings)
             whole = slots.pinned == table.num_embeddings
             blocks = "gathered" if self._place_bytes[t] else "block"
             kind = "dram" if whole else blocks if self.memory.ssd is not None else "mapped"
@@ -316,7 +316,7 @@ class Tiers(Placement):
             )
 
     def _demands(self) -> list[TableDemand]:
-        records = [sum(num_bytes for _, num_bytes in self._parts(table)) for table in self.tables]
+        records = map(self._record_bytes, self.tables)
         return [
             TableDemand(table.name, table.num_embeddings, record_bytes, len(pins), own)
             for table, record_bytes, pins, own in zip(self.tables, records, self._pins, self._place_bytes, strict=True)
@@ -328,8 +328,8 @@ class Tiers(Placement):
         each = zip(self._place_bytes, self.tables, self.slots, strict=True)
         return int(sum(own * t.num_embeddings for own, t, slots in each if slots.pinned < t.num_embeddings))
 
-    def _parts(self, table: TableConfig) -> tuple[tuple[str, int], ...]:
-        return tuple((name, array[:1].nbytes) for name, array in self.arrays_of(table))
+    def _record_bytes(self, table: TableConfig) -> int:
+        return sum(array[:1].nbytes for _, array in self.arrays_of(table))
 
     def arrays_of(self, table: TableConfig) -> list[tuple[str, Tensor]]:
         """Returns the parts of a table's record by name: arrays by slot."""
@@ -441,7 +441,7 @@ class Tiers(Placement):
         num_bytes = min(PIECE_BYTES, self.memory.waiting_bytes // len(self.tables))
         if self._place_bytes[table]:
             num_bytes = min(GATHERED_PIECE_BYTES, self.memory.dram_bytes // GATHERED_PIECE_SHARE)
-        return max(1, num_bytes // sum(part for _, part in self._parts(self.tables[table])))
+        return max(1, num_bytes // self._record_bytes(self.tables[table]))
 
     def initial(self, table: str) -> InitialRows:
         return InitialRows.of(self.tables[self._number(table)], self.seed, self.states.get(table, ()))
