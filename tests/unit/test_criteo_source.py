@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrow.data import native, reference
-from hotrow.data.chunk import Chunk, RowError
+from hotrow.data.chunk import Chunk, Position, RowError
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.inputs import ByteStream, find_files, prefetch
 
@@ -328,15 +328,15 @@ def test_lines_are_counted_after_a_resume(tmp_path: Path) -> None:
 def test_scout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_bytes(text([HEADER, *ROWS]))
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text(ROWS * 100)[:-1]))
-    exact = CriteoSource([tmp_path]).scout(count="exact")
-    assert (exact.num_rows, exact.num_rows_exact) == (11 + 1100, True)
-    assert exact.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert CriteoSource([tmp_path]).count_rows(Position(), Position(2)) == [11, 1100]
+    info = CriteoSource([tmp_path]).scout()
+    assert info.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
     monkeypatch.setattr("hotrow.data.sources.tabular.ESTIMATE_BYTES", 3000)
     estimate = CriteoSource([tmp_path]).scout()
     assert not estimate.num_rows_exact
-    assert estimate.files == exact.files
+    assert estimate.files == info.files
     (tmp_path / "a.txt").write_bytes(text(ROWS))
-    assert CriteoSource([tmp_path]).scout().files != exact.files
+    assert CriteoSource([tmp_path]).scout().files != info.files
 
 
 def test_against_the_published_rows(real_data: object) -> None:

@@ -218,10 +218,9 @@ class Source(Protocol):
     def skipped(self) -> SkippedRows:
         """Bad rows that the latest iteration of `chunks` skipped."""
 
-    def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
-        """Returns files, sizes and number of rows, bad rows included.
+    def scout(self) -> SourceInfo:
+        """Returns files, sizes and about how many rows there are, bad ones included, from the first bytes of each file.
 
-        count: "estimate" looks at the first bytes of each file; "exact" may read everything once, faster than parsing.
         Raises ValueError naming a missing, empty or unreadable file.
         """
 

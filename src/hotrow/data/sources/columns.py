@@ -182,11 +182,8 @@ class ColumnsSource:
             found.append(f"columns are cut at {self._reader.delimiter!r} (found in {path})")
         return (*found, *self._lookup_notes)
 
-    def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
-        num_rows, exact = self._reader.count_rows()
-        if count == "exact" and not exact:
-            num_rows, exact = sum(self.count_rows(Position(), Position(len(self._reader.files)))), True
-        return SourceInfo(num_rows, exact, (*self._reader.files, *self._lookup_files))
+    def scout(self) -> SourceInfo:
+        return SourceInfo(*self._reader.count_rows(), (*self._reader.files, *self._lookup_files))
 
     def cuts(self, num_parts: int) -> list[Position]:
         """Returns the begins of parts and the end, as `SharedSource.cuts`; a file of text lies in one part."""

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from hotrow.data.chunk import (
     SKIP_CURE,
     Chunk,
-    FileInfo,
     KeyKind,
     Keys,
     Position,
@@ -102,12 +101,9 @@ class CriteoSource:
     def key_kinds(self) -> dict[str, KeyKind]:
         return dict.fromkeys(CATEGORY_NAMES, "int")
 
-    def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
-        """Returns sizes and rows, as `Source.scout`; "exact" counts lines as fast as it can read and decompress."""
-        num_lines = _count_lines if count == "exact" else estimate_lines
-        rows = [num_lines(file) - layout.num_lines for file, layout in zip(self.files, self._layouts, strict=True)]
-        files = tuple(FileInfo(file.name, file.num_bytes, file.mtime_ns) for file in self.files)
-        return SourceInfo(sum(rows), count == "exact", files)
+    def scout(self) -> SourceInfo:
+        rows = (estimate_lines(file) - layout.num_lines for file, layout in zip(self.files, self._layouts, strict=True))
+        return SourceInfo(sum(rows), num_rows_exact=False, files=tuple(file.info for file in self.files))
 
     def chunks(
         self,
@@ -370,7 +366,7 @@ def _read_header(file: InputFile, line: bytes) -> RowLayout | None:
     return RowLayout(delimiter, ("id",) * has_id, has_label, DENSE_NAMES, CATEGORY_NAMES)
 
 
-def _count_lines(file: InputFile, first: int = 0, stop: int | None = None) -> int:
+def _count_lines(file: InputFile, first: int, stop: int | None) -> int:
     buffer, num_lines, last = bytearray(BUFFER_BYTES), 0, 0x0A
     array = np.frombuffer(buffer, np.uint8)
     with ByteStream(file, first, stop) as stream:

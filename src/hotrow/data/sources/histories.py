@@ -140,7 +140,7 @@ class HistoriesSource:
         """What was found out and not given, for the user to check."""
         return self._source.notes
 
-    def scout(self, *, count: Literal["estimate", "exact"] = "estimate") -> SourceInfo:
+    def scout(self) -> SourceInfo:
         """Returns the events' files, and the number of samples (those left out for want of a negative aside); sorts
         them."""
         num_targets = sum(len(self._targets(first).event) for first in self._blocks(0, EVENTS_PER_BLOCK))

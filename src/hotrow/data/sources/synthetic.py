@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -356,7 +356,7 @@ class SyntheticSource:
     def key_kinds(self) -> Mapping[str, KeyKind]:
         return {table.name: "int" for table in self.config.tables}
 
-    def scout(self, *, count: Literal["estimate", "exact"] = "exact") -> SourceInfo:
+    def scout(self) -> SourceInfo:
         """Returns the exact number of rows, and one imaginary file whose name changes with the config."""
         num_bytes = self.config.num_rows * 4 * (1 + len(self.config.dense) + len(self.config.tables))
         file = FileInfo(f"synthetic:{self.config.digest}", num_bytes, mtime_ns=0)
