@@ -52,8 +52,6 @@ class Engines:
         most_waiting_bytes: int = MAX_WAITING_BYTES,
     ) -> None:
         self.io, self.depth, self.num_threads, self.most_waiting_bytes = io, depth, num_threads, most_waiting_bytes
-        self.fallbacks: dict[str, str] = {}
-        """Files that threads serve although io_uring was wanted, with the reason: for the run's report."""
         self._started: dict[bool, tuple[Any, str]] = {}
 
     def _start(self, *, ring: bool) -> tuple[Any, str]:
@@ -98,8 +96,6 @@ class Engines:
                 raise StoreError(refused)
         if descriptor is None:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if self.io == "auto" and reason:
-            self.fallbacks[str(path)] = reason
         return engine, descriptor, reason or None
 
 
@@ -255,7 +251,7 @@ def open_store(rows: TableRows, *, kind: Kind, path: Path | str | None = None, e
     records is taken as it is, or grows; but only the store that made a gathered one can find its rows. Nothing else
     may have it open.
     engines: shared by block stores; None makes one for this store. A block store that cannot have io_uring or direct
-    I/O runs on threads, with a warning that says why (`Store.fallback`, `Engines.fallbacks`).
+    I/O runs on threads, with a warning that says why (`Store.fallback`).
     Raises ValueError for records that cannot be gathered (of less than 17 or more than 2560 bytes), and OSError from
     the file system.
     """

@@ -48,8 +48,6 @@ class Sample:
     """Where the rows are from, in words."""
     numbers: NDArray[np.int64]
     """The number of each row in the table, from 0; -1 if it is not known."""
-    is_whole: bool
-    """Whether the sample is the whole table."""
 
 
 def sample_rows(data: Any, reader: TableReader, spec: CsvSpec) -> Sample:
@@ -69,7 +67,7 @@ def sample_rows(data: Any, reader: TableReader, spec: CsvSpec) -> Sample:
     if len(reader.files) > MAX_FILES:
         where = f"{MAX_FILES} of {where}"
     origin = f"{'all ' if is_whole else ''}{len(rows):,} rows {'of' if is_whole else 'from all over'} {where}"
-    return Sample(rows.drop_columns(NUMBER), origin, rows.column(NUMBER).to_numpy(), is_whole)
+    return Sample(rows.drop_columns(NUMBER), origin, rows.column(NUMBER).to_numpy())
 
 
 def _numbered(rows: pa.Table, numbers: NDArray[np.int64] | None = None) -> pa.Table:
