@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import warnings
 from itertools import pairwise, product
 from pathlib import Path
@@ -12,8 +13,6 @@ from pydantic import BaseModel
 
 from hotrow.config.load import (
     apply_overrides,
-    config_markdown,
-    effects_of,
     load_config,
     make_config,
     options_of,
@@ -24,6 +23,7 @@ from hotrow.config.schema import interval_steps, is_due
 from hotrow.models import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = runpy.run_path(str(ROOT / "scripts" / "config_page.py"))
 
 # Every public option. An addition, a removal or a new default shows up here as a diff.
 PUBLIC_OPTIONS = """
@@ -194,7 +194,7 @@ def test_public_options_of_models(model: str) -> None:
 
 def test_every_option_is_documented() -> None:
     for _, path, section in sections():
-        effects = effects_of(section)
+        effects = PAGE["effects_of"](section)
         for name, field in options_of(section).items():
             assert field.description or effects[name], path + name
 
@@ -209,9 +209,8 @@ def test_every_model_is_in_the_union() -> None:
 
 
 def test_docs_are_generated() -> None:
-    assert (ROOT / "docs/config.md").read_text() == config_markdown(), (
-        "run: python -m hotrow.config.load > docs/config.md"
-    )
+    page = PAGE["config_markdown"]()
+    assert (ROOT / "docs/config.md").read_text() == page, "run: python scripts/config_page.py > docs/config.md"
 
 
 NINES = "9" * 400

@@ -2,21 +2,18 @@
 
 `load_config` reads a file, applies `--set a.b=v` overrides and checks everything; an unknown key, a value out of range
 or a choice this version does not implement is a ValueError naming the field, the value and what is allowed.
-`python -m hotrow.config.load` prints docs/config.md.
+scripts/config_page.py writes docs/config.md of it.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import json
 import re
 import reprlib
 import warnings
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -237,13 +234,13 @@ def _explain(error: ValidationError) -> Iterator[str]:
             case "value_error":
                 yield (f"{path}: " if path else "") + problem["msg"].removeprefix("Value error, ")
             case "missing":
-                yield f"{path} is missing; set it to {_allowed(section, names[-1])}"
+                yield f"{path} is missing; set it to {allowed_in(section, names[-1])}"
             case "union_tag_invalid":
                 known, name = list(sections_of(section.model_fields[names[-1]])), problem["input"]["name"]
                 hint = nearest(str(name), known) or ";"
                 yield f"{path}.name is {reprlib.repr(name)}{hint} allowed: {', '.join(known)}"
             case _:
-                allowed = _allowed(section, names[-1], of_entry=bool(entry))
+                allowed = allowed_in(section, names[-1], of_entry=bool(entry))
                 yield f"{path} is {reprlib.repr(problem['input'])}; allowed: {allowed}"
 
 
@@ -299,7 +296,7 @@ def _section_at(names: Sequence[str]) -> type[BaseModel]:
     return section
 
 
-def _allowed(section: type[BaseModel], name: str, *, of_entry: bool = False) -> str:
+def allowed_in(section: type[BaseModel], name: str, *, of_entry: bool = False) -> str:
     """Returns what a field may hold in words; of_entry: a value in the mapping that the field may hold."""
     field = section.model_fields[name]
     if inner := sections_of(field):
@@ -358,48 +355,3 @@ def options() -> dict[str, FieldInfo]:
         for name, field in options_of(section).items():
             found.setdefault(path + name, field)
     return found
-
-
-def effects_of(section: type[BaseModel]) -> dict[str, str]:
-    """Returns the text below each option in the source of its section. pydantic would read all sources at import."""
-    found = dict[str, str]()
-    for owner in reversed(section.__mro__):
-        if not issubclass(owner, BaseModel) or owner is BaseModel:
-            continue
-        (definition,) = cast(list[ast.ClassDef], ast.parse(inspect.getsource(owner)).body)
-        for option, text in pairwise(definition.body):
-            if isinstance(option, ast.AnnAssign) and isinstance(text, ast.Expr):
-                found[ast.unparse(option.target)] = " ".join(ast.literal_eval(text.value).split())
-    return found
-
-
-def config_markdown() -> str:
-    """Returns docs/config.md: every option with its default, its allowed values, and its effect."""
-    lines = [
-        "# Configuration",
-        "",
-        "One YAML file describes a run; `--set a.b=value` overrides a field from the command line. Unknown keys are",
-        "refused. This page is generated from `hotrow.config.load` (`python -m hotrow.config.load > docs/config.md`).",
-        "",
-        "`--set model.name=dcn` is enough to train a recipe with another model. Options in the recipe that the new",
-        "model does not have are left out, with a warning; what the recipe does not say has the new model's default.",
-        "`hotrow init --model dcn` writes a recipe for that model and the number of your rows.",
-        "",
-        "A section `tune` beside these says what `hotrow tune` searches (docs/tune.md); `train` and `plan` ignore it.",
-    ]
-    for title, path, section in sections():
-        if not (own := options_of(section)):
-            continue
-        lines += ["", f"## {title}", "", inspect.cleandoc(section.__doc__ or "")]
-        lines += ["", "| option | default | allowed | effect |", "|---|---|---|---|"]
-        effects = effects_of(section)
-        for name, field in own.items():
-            default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
-            lines.append(
-                f"| `{path}{name}` | {default} | {_allowed(section, name)} | {field.description or effects[name]} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(config_markdown(), end="")
