@@ -422,15 +422,12 @@ class Vocabulary:
         """Hex id of the content: a digest of the header, which holds all sizes and all sections' checksums."""
         return hashlib.sha256(self.header.pack()).hexdigest()[:32]
 
-    def lookup(self, keys: Keys, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Returns the exact row numbers [num_keys] of `keys`: 0 if unseen in training, `missing_row` if missing.
-
-        out: int32 or int64, contiguous; None makes one of `row_dtype`. Raises ValueError for keys of the other kind.
-        """
+    def lookup(self, keys: Keys) -> NDArray[Any]:
+        """Returns the exact row numbers [num_keys] of `keys`, of `row_dtype`: 0 if unseen in training, `missing_row` if
+        missing. Raises ValueError for keys of the other kind."""
         if keys.kind != self.key_kind:
             raise ValueError(f"{self.path}: keys are of kind {keys.kind!r}, this vocabulary holds {self.key_kind!r}")
-        if out is None:
-            out = np.empty(keys.num_keys, self.row_dtype)
+        out = np.empty(keys.num_keys, self.row_dtype)
         hashes = hash_keys(keys, hash_cap=self.header.hash_cap)
         lookup_rows(self.table, keys, hashes, missing_row=self.missing_row, out=out)
         return out
