@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ from hotrow.placement.store_file import page_records
 from hotrow.placement.stores import (
     Engines,
     Kind,
-    Reading,
     Store,
     TableRows,
     io_uring_refused,
@@ -83,7 +83,7 @@ class Table:
         self.medium, self.path, self.engines, self.places = medium, folder / f"{name}.rows", engines, places
         self.truth = np.zeros((num_rows, record_bytes), np.uint8)
         self.arrays = [np.zeros((NUM_SLOTS, width), np.uint8) for width in parts_of(record_bytes)]
-        self.pending: list[tuple[Reading, np.ndarray, np.ndarray]] = []
+        self.pending: list[tuple[Any, np.ndarray, np.ndarray]] = []
         self.store = self._open()
 
     def _open(self) -> Store:
@@ -104,12 +104,15 @@ class Table:
             array[:] = 0x55
 
     def start_read(self, rows: np.ndarray, slots: np.ndarray) -> None:
-        self.pending.append((self.store.start_read(rows, slots, self.arrays), rows, slots))
+        reading = self.store.native.read(
+            rows.astype(np.int64), slots.astype(np.int64), ops.native_module().Records(self.arrays)
+        )
+        self.pending.append((reading, rows, slots))
 
     def settle(self) -> None:
         """Wait for what is being read, and compare it."""
         for reading, rows, slots in self.pending:
-            reading.wait()
+            assert reading.wait()
             assert reading.finished()
             found = np.concatenate([array[slots] for array in self.arrays], axis=1)
             np.testing.assert_array_equal(found, self.truth[rows])

@@ -266,7 +266,8 @@ def test_a_forked_child_is_told(tmp_path: Path, kind: Kind, io: str) -> None:
 FORK_WHILE_READING = """
 import os, sys, warnings
 import numpy as np
-from hotrow.placement.stores import Engines, StoreError, TableRows, open_store
+from hotrow.kernels.ops import native_module
+from hotrow.placement.stores import Engines, TableRows, open_store
 
 warnings.simplefilter("ignore")
 rows, array = np.random.default_rng(0).permutation(100_000), np.zeros((100_000, 512), np.uint8)
@@ -274,16 +275,14 @@ table = TableRows(table="item", record_bytes=512, num_rows=len(rows))
 store = open_store(table, kind="block", path=sys.argv[1], engines=Engines(io="threads"))
 store.write(rows, rows, [array])
 store.flush()
-reading = store.start_read(rows, rows, [array])
+reading = store.native.read(rows, rows, native_module().Records([array]))
 if (child := os.fork()) == 0:
-    try:
-        reading.wait()
-    except StoreError as error:
-        print(error, flush=True)
+    if not reading.wait():
+        print(store.failure(), flush=True)
     del reading
     os._exit(0)
 print(os.waitpid(child, 0)[1])
-reading.wait()
+assert reading.wait()
 store.close()
 """
 

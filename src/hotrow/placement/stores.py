@@ -99,22 +99,6 @@ class Engines:
         return engine, descriptor, reason or None
 
 
-class Reading:
-    """A read under way. Its arrays must not be resized until it is over; dropping the object waits for that."""
-
-    def __init__(self, native: Any, store: Store) -> None:
-        self._native, self._store = native, store
-
-    def finished(self) -> bool:
-        """Returns whether the read is over: every row lies in its slot, or failed to come."""
-        return bool(self._native.finished())
-
-    def wait(self) -> None:
-        """Sleeps until every row lies in its slot. Raises StoreError if one could not be read."""
-        if not self._native.wait():
-            self._store.raise_failure()
-
-
 class Store:
     """One open store; made by `open_store`. A context manager that closes."""
 
@@ -142,24 +126,21 @@ class Store:
         """The most that a record takes on its medium, with padding and places that are kept free."""
         return store_file.padded_record_bytes(self.rows, self.sector, self.kind)
 
-    def start_read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> Reading:
-        """Starts to read row rows[i] into slot slots[i] of `arrays`.
+    def read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
+        """Reads row rows[i] into slot slots[i] of `arrays`.
 
         arrays: one per part of a record, [num_slots, ...], contiguous, numpy or torch on the CPU, without gradient.
-        A row that waits to be written is read from what waits. Raises ValueError for rows and slots out of range.
+        A row that waits to be written is read from what waits. Raises ValueError for rows and slots out of range, and
+        StoreError if a row could not be read.
         """
-        native = self._open().read(_ids(rows), _ids(slots), ops.native_module().Records(list(arrays)))
-        return Reading(native, self)
-
-    def read(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
-        """Reads as `start_read` does, and waits. Raises StoreError if a row could not be read."""
-        self.start_read(rows, slots, arrays).wait()
+        if not self._open().read(_ids(rows), _ids(slots), ops.native_module().Records(list(arrays))).wait():
+            self.raise_failure()
 
     def write(self, rows: ArrayLike, slots: ArrayLike, arrays: Sequence[Any]) -> None:
         """Writes slot slots[i] of `arrays` as row rows[i]: copied now, on the medium after `flush`.
 
         Waits only while waiting rows fill Engines.most_waiting_bytes. If a row is given twice, the last one counts.
-        Raises ValueError as `start_read` does, and StoreError if the store has failed.
+        Raises ValueError as `read` does, and StoreError if the store has failed.
         """
         self._open().write(_ids(rows), _ids(slots), ops.native_module().Records(list(arrays)))
         self.raise_failure(only_if_failed=True)
