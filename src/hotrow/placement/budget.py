@@ -249,7 +249,6 @@ def plan_slots(tables: Sequence[TableDemand], budget_bytes: int) -> list[TableSl
     so that every other table caches as many rows, because every table is looked up as often. Raises ValueError if the
     bookkeeping alone, or a hundred rows a table, are over the budget.
     """
-    left = float(budget_bytes)
     whole, rest = _smallest_first([table.num_rows * (table.record_bytes + ROW_BYTES) for table in tables], budget_bytes)
     slot_bytes = [table.record_bytes + METADATA_BYTES for table in tables]
     left = budget_bytes - sum(tables[t].num_rows * (tables[t].record_bytes + ROW_BYTES) for t in whole)
