@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from hotrow.base.records import MAX_COUNT, in_words, innermost, nearest, short
+from hotrow.base.records import MAX_COUNT, SECTION, in_words, innermost, nearest, short
 from hotrow.config.load import parse_yaml
 from hotrow.data.transforms import Transform
 from hotrow.objectives.objective import LabelKind
@@ -45,13 +45,11 @@ HISTORY = "_history"
 
 _LAG_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
-_Model = TypeVar("_Model", bound=BaseModel)
-
 
 class _Strict(BaseModel):
     """A record with exact types and no unknown keys; immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = SECTION
 
 
 class _Column(_Strict):
