@@ -321,7 +321,7 @@ def test_fit_takes_a_schema_a_split_and_a_recipe(tmp_path: Path) -> None:
         ),
         ({"schema": "nowhere.yaml"}, r"nowhere.yaml: No such file or directory; `hotrow init"),
         ({"schema": {"label": "click"}}, "schema: categorical is missing"),
-        ({"config": "nowhere.yaml"}, "config nowhere.yaml is not a file"),
+        ({"config": "nowhere.yaml"}, "config nowhere.yaml: No such file or directory; pass a YAML file"),
         ({"config": {"trane": {}}}, "unknown key trane; did you mean 'train'"),
         ({"split": "chrono"}, "split.kind is 'chrono'"),
         ({"split": {"share": 1}}, "split has 'share'; it may have kind, fractions and seed"),

@@ -307,7 +307,7 @@ def test_only_some_verbs_run_under_torchrun(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "absent.yaml"], r"config absent\.yaml is not a file; pass a YAML file"),
+        (["train", "absent.yaml"], r"config absent\.yaml: No such file or directory; pass a YAML file"),
         (["train"], "pass a config to start a run, --from RUN .*, or --resume RUN"),
         (["train", "--from", "runs/x", "--resume", "runs/x"], "pass a config to start a run"),
         (["train", "--from", "nowhere"], "nowhere is not a run"),

@@ -365,7 +365,7 @@ def test_the_search_comes_closer_to_the_best_value() -> None:
         ({"model.name": ["dcn", "two_tower"]}, "two_tower is trained for sampled_softmax"),
         ({"model.structure": ["parallel"]}, "model.structure for model dlrm"),
         ({"optimizer.schedule.name": ["cosine"]}, "decay_steps is 0"),
-        ("nowhere.yaml", "nowhere.yaml is not a file"),
+        ("nowhere.yaml", "nowhere.yaml: No such file or directory; pass a YAML file"),
     ],
 )
 def test_a_wrong_space_is_refused_by_its_field(dataset: PackedDataset, tmp_path: Path, space: Any, said: str) -> None:

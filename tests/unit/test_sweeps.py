@@ -834,7 +834,10 @@ def test_the_command_estimates_without_measuring(
         (["efficiency", "--hardware", "/nope.json", "--estimate"], "/nope.json is not a file"),
         (["efficiency", "--out", "{file}"], "is a file, so results cannot be in"),
         (["{study}", "--out", "{file}/x"], "is a file, so results cannot be in"),
-        (["nofile.yaml"], "study nofile.yaml is not a file; pass a YAML file such as docs/study.md describes"),
+        (
+            ["nofile.yaml"],
+            "study nofile.yaml: No such file or directory; pass a YAML file such as docs/study.md describes",
+        ),
         (["{file}"], "file.yaml holds []; it must be a mapping such as `title: How wide?`"),
     ],
 )

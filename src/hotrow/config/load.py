@@ -97,6 +97,18 @@ def parse_yaml(text: str, *, origin: str) -> Any:
         raise ValueError(f"{origin} is not readable as YAML: {error}") from None
 
 
+def load_yaml(path: Path | str, *, cure: str, what: str = "") -> Any:
+    """Reads a YAML file. Raises ValueError naming the file and `what` it is; if there is no such file, with `cure`."""
+    origin = f"{what} {path}".lstrip()
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{origin}: {error.strerror}; {cure}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{origin}: byte {error.start} is not UTF-8; convert it (iconv -t UTF-8)") from None
+    return parse_yaml(text, origin=origin)
+
+
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     """Returns the config in the YAML file at `path`, changed by `a.b=v` overrides, whose values are YAML.
 
@@ -144,14 +156,7 @@ def read_config(
     """
     if not isinstance(path, str | Path):
         raise ValueError(f"{what} is {reprlib.repr(path)}; pass the path of a YAML file, or its content as a dict")
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{what} {path} is not a file; pass a YAML file such as {example}")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{what} {path}: byte {error.start} is not UTF-8; pass a YAML file in UTF-8") from None
-    raw = parse_yaml(text, origin=f"{what} {path}")
+    raw = load_yaml(path, what=what, cure=f"pass a YAML file such as {example}")
     if not isinstance(raw, dict):
         raise ValueError(f"{what} {path} holds {reprlib.repr(raw)}; it must be a mapping such as `{field}`")
     return raw

@@ -28,7 +28,7 @@ from hotrow.base.files import parse_bytes, size
 from hotrow.base.machine import host_facts
 from hotrow.base.progress import rate
 from hotrow.base.records import STRICT, Amount, Count, Document, checked
-from hotrow.data.sources.schema import load_yaml
+from hotrow.config.load import load_yaml
 from hotrow.kernels import ops
 
 Source = Literal["measured", "declared", "assumed"]

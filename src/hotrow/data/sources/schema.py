@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from hotrow.base.records import MAX_COUNT, SECTION, in_words, innermost, nearest, short
-from hotrow.config.load import parse_yaml
+from hotrow.config.load import load_yaml
 from hotrow.data.transforms import Transform
 from hotrow.objectives.objective import LabelKind
 
@@ -801,17 +801,6 @@ def check_options(**options: Any) -> SplitSpec:
 def load_schema(path: Path | str) -> Schema:
     """Reads a schema. Raises ValueError naming file and line if the file is not YAML, else as `parse_schema`."""
     return parse_schema(load_yaml(path, cure="`hotrow init PATHS` writes a schema from your logs"), where=str(path))
-
-
-def load_yaml(path: Path | str, *, cure: str) -> Any:
-    """Reads a YAML file. Raises ValueError naming the file; if there is no such file, with `cure`."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; {cure}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: byte {error.start} is not UTF-8; convert it (iconv -t UTF-8)") from None
-    return parse_yaml(text, origin=str(path))
 
 
 Place: TypeAlias = tuple[int | str, ...]

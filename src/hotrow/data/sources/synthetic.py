@@ -36,9 +36,10 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from hotrow.base.records import nearest
+from hotrow.config.load import load_yaml
 from hotrow.data.chunk import Chunk, FileInfo, KeyKind, Keys, Position, SkippedRows, SourceInfo
 from hotrow.data.native import mix64
-from hotrow.data.sources.schema import Schema, explain_faults, load_yaml, parse_schema
+from hotrow.data.sources.schema import Schema, explain_faults, parse_schema
 from hotrow.data.sources.synthetic_config import (
     CHECKED,
     PRESETS,
