@@ -24,34 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hotrow.kernels.ops import dot_interaction, mlp, mlps, product
+from hotrow.kernels.ops import dot_interaction as dot_interaction  # models import it, and the next one, from here
+from hotrow.kernels.ops import mlp, mlps
+from hotrow.kernels.ops import product as product
 from hotrow.kernels.tree import SERIAL
 from hotrow.kernels.types import Activation
-
-__all__ = [
-    "MLP",
-    "Constant",
-    "Dropout",
-    "LayerNorm",
-    "Linear",
-    "Lookup",
-    "Network",
-    "along",
-    "bag_softmax",
-    "bag_sums",
-    "dot_interaction",
-    "dots",
-    "each",
-    "linear",
-    "per_bag",
-    "per_sample",
-    "product",
-    "products",
-    "repeated",
-    "sigmoid",
-    "unit",
-    "weighted_sum",
-]
 
 Lookup = Literal["pooled", "sequence"]
 """`pooled`: a bag's rows come as one, side by side for all features, [B, sum of D]. `sequence`: the row of every id, by
