@@ -66,14 +66,6 @@ def test_interaction_does_not_depend_on_the_thread_count() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_interaction_backward_of_the_reference_is_its_gradient() -> None:
-    dense, pooled, grad = interaction_inputs(6, 5, 7)
-    inputs = [x.clone().requires_grad_() for x in (dense, pooled)]
-    reference.interact(*inputs).backward(grad)
-    for ours, theirs in zip(reference.interact_backward(grad, dense, pooled), inputs, strict=True):
-        torch.testing.assert_close(ours, theirs.grad)
-
-
 def test_interaction_gradient_against_finite_steps() -> None:
     """The op is quadratic, so a central difference is exact but for rounding, whatever its step."""
     dense, pooled, grad = interaction_inputs(4, 6, 10)

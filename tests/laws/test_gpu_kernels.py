@@ -314,8 +314,9 @@ def test_dot_interaction(sizes: tuple[int, int, int]) -> None:
     grad = torch.randn(size, dim + num_features * (num_features + 1) // 2, generator=generator)
     there = [own.to(DEVICE) for own in (grad, dense, pooled)]
     found = [triton_ops.interact(*there[1:]), *triton_ops.interact_backward(*there)]
-    grad64, dense64, pooled64 = (own.double() for own in (grad, dense, pooled))
-    near = [reference.interact(dense64, pooled64), *reference.interact_backward(grad64, dense64, pooled64)]
+    leaves = [own.double().requires_grad_() for own in (dense, pooled)]
+    out = reference.interact(*leaves)
+    near = [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]
     atol = [1e-5 * dim**0.5, *[1e-5 * (num_features + 1) ** 0.5] * 2]  # of docs/numerics.md
     for own, exact, other, most in zip(found, interaction_in_order(dense, pooled, grad), near, atol, strict=True):
         assert_agrees(own, exact, sizes, rtol=1e-5, atol=1e-5)

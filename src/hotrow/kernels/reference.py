@@ -519,28 +519,11 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 # Interaction
 
 
-def _triangle(t_BFD: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns i and j of all pairs of its vectors, on its device."""
-    n = t_BFD.shape[1]
-    i, j = torch.tril_indices(n, n, offset=-1, device=t_BFD.device).unbind(0)
-    return i, j
-
-
 def interact(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
     """`[dense, T_i . T_j for i > j]` with T = [dense; pooled]: the dot interaction of DLRM, [B, D + (F + 1) F / 2]."""
     t = torch.cat([dense_BD[:, None], pooled_BFD], dim=1)
-    i, j = _triangle(t)
+    i, j = torch.tril_indices(t.shape[1], t.shape[1], offset=-1, device=t.device).unbind(0)
     return torch.cat([dense_BD, torch.bmm(t, t.transpose(1, 2))[:, i, j]], dim=1)
-
-
-def interact_backward(grad: Tensor, dense_BD: Tensor, pooled_BFD: Tensor) -> tuple[Tensor, Tensor]:
-    """`(Z + Z^t) T`, Z the strict lower triangle of the pairs' gradients, and the dense columns' own gradient."""
-    t = torch.cat([dense_BD[:, None], pooled_BFD], dim=1)
-    i, j = _triangle(t)
-    z = t.new_zeros(t.shape[0], t.shape[1], t.shape[1])
-    z[:, i, j] = grad[:, dense_BD.shape[1] :]
-    grad_t = torch.bmm(z + z.transpose(1, 2), t)
-    return grad_t[:, 0] + grad[:, : dense_BD.shape[1]], grad_t[:, 1:].contiguous()
 
 
 def mlp(x_BI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, last: Activation) -> Tensor:

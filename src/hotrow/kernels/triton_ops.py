@@ -475,7 +475,7 @@ def interact(dense_BD: Tensor, pooled_BFD: Tensor) -> Tensor:
 
 
 def interact_backward(grad: Tensor, dense_BD: Tensor, pooled_BFD: Tensor) -> tuple[Tensor, Tensor]:
-    """As `reference.interact_backward`, of contiguous tensors; each gradient is summed in the order of the vectors."""
+    """The gradients of `reference.interact`, of contiguous tensors; each is summed in the order of the vectors."""
     B, F, D = pooled_BFD.shape
     grads = torch.empty_like(dense_BD), torch.empty_like(pooled_BFD)
     tile = {"BLOCK": VECTORS, "BLOCK_D": min(64, _block_d(dense_BD))}
