@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -487,6 +488,40 @@ def test_phases_follow_the_link_and_what_was_decided_stays(
             assert without_cost(outcome(resumed)) == without_cost(outcome(run))
     assert lowest["slow"] > lowest["fast"] >= 1
     assert load_config(trained(data, tmp_path / "alone", *changes).path / "config.yaml").hot.lowest_rate == 1
+
+
+def test_a_run_of_before_there_was_a_lowest_rate_goes_on_as_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., PackedDataset]
+) -> None:
+    """It went down to 1, and so it does if it is resumed where swaps take long."""
+    data = make_dataset(tmp_path / "data", counts=True).path
+    changes = ["train.epochs=1", "train.batch_size=4", "checkpoint.every=null"]
+    whole = trained(data, tmp_path / "whole", *changes)
+    with monkeypatch.context() as patch:
+        signal_at(patch, 10, signal.SIGTERM)
+        stopped = trained(data, tmp_path / "stopped", *changes)
+    path = stopped.path / "config.yaml"
+    text = path.read_text()
+    path.write_text(re.sub(r"^ +lowest_rate: .*\n", "", text, flags=re.MULTILINE))
+    assert path.read_text() != text
+    with copies_in_dram():
+        monkeypatch.setattr(setup, "known_hardware", lambda: with_link(3e6))
+        resumed = runs.resume(stopped.path, quiet=True)
+    assert without_cost(outcome(resumed)) == without_cost(outcome(whole))
+
+
+def test_a_rate_that_cannot_be_predicted_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., PackedDataset]
+) -> None:
+    """The run trains, and its record has the reason."""
+    data = make_dataset(tmp_path / "data", counts=True).path
+    machine = with_link(2e10)
+    bare = replace(machine, gpus=[replace(machine.gpus[0], product_flops_per_s={})])
+    monkeypatch.setattr(setup, "known_hardware", lambda: bare)
+    with copies_in_dram(), pytest.warns(UserWarning, match=r"product_flops_per_s.*hot\.lowest_rate"):
+        run = trained(data, tmp_path / "run", "train.epochs=1", "train.max_steps=6")
+    assert load_config(run.path / "config.yaml").hot.lowest_rate == 1
+    assert "product_flops_per_s" in run.record.warnings["shown_warning"]["text"]
 
 
 def test_phases_are_longer_if_all_hot_rows_come_from_tiers(

@@ -31,6 +31,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.forecast.changes import MORE_THREADS, ONE_PROCESS, change_of
 from hotrow.forecast.foretell import Predicted, foretell
 from hotrow.hot.hot_set import HotSet
+from hotrow.hot.order import LOWEST
 from hotrow.kernels import ops
 from hotrow.parallel.agreement import (
     check_same,
@@ -272,6 +273,8 @@ def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
             f"parallel.wire_dtype is {config.parallel.wire_dtype!r}, but the run began with {before!r}: it changes "
             "results, so a resumed run keeps it"
         )
+    if config.hot.schedule == "fae" and config.hot.lowest_rate is None:  # a run of before there was any went down to it
+        config = config.model_copy(update={"hot": config.hot.model_copy(update={"lowest_rate": LOWEST})})
     return config.with_micro_batches(config.train.micro_batches or 1)  # a run of before there were any has one
 
 

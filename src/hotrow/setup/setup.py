@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -132,7 +133,10 @@ class Setup:
         return replace(self, memory=memory, folder=folder)
 
     def lowest_rate(self, found: FoundHot) -> float:
-        """Returns `hot.lowest_rate`: LOWEST without copies of hot rows, and if what swaps and steps take is unknown."""
+        """Returns `hot.lowest_rate`: LOWEST without copies of hot rows, and if what swaps and steps take is unknown.
+
+        Warns if there are figures of the machine and the prediction fails all the same.
+        """
         config, machine = self.config, self.planner.hardware
         if self.copies_on is None or machine is None or not machine.gpus or not machine.stream_bytes_per_s:
             return LOWEST
@@ -141,7 +145,9 @@ class Setup:
         planner = replace(self.planner, config=on_cpu, _uses={}, _weighted={})
         try:
             cold_s, hot_s = planner.on_gpu(planner.predict(None), machine.gpus[0])
-        except Exception:  # no run fails for want of a prediction
+        except Exception as error:  # no run fails for want of a prediction
+            why = f"what swaps of hot rows take cannot be predicted ({str(error) or type(error).__name__})"
+            warnings.warn(f"{why}: hot.lowest_rate is {LOWEST:g}; set it to change that", stacklevel=3)
             return LOWEST
         num_hot = float(found.is_hot.sum())
         epoch_s = ((len(found.is_hot) - num_hot) * cold_s + num_hot * hot_s) / train.batch_size
