@@ -21,6 +21,7 @@ Last comes the lowest rate of `fae` for links of several speeds. It is assumed t
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +35,7 @@ from hotrow.costs.hardware import Figure, Gpu, Hardware
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.hot.calibrate import FoundHot, calibrate, find_hot
+from hotrow.hot.hot_set import counts_of
 from hotrow.hot.order import batch_order
 from hotrow.hot.swap_cost import lowest_rate
 from hotrow.hot.turns import STEP_BYTES
@@ -126,9 +128,14 @@ def main() -> None:
         cell = HotCell(group="swaps", kind="coverage", source=str(path), rows="exact", amount=SHARE)
         record_bytes, table_bytes = sizes_of(cell, dataset)
         small, budget = cell.small_table_bytes, int(SHARE * table_bytes)
-        found = find_hot(
-            dataset, calibrate(dataset, "exact", budget, record_bytes=record_bytes, small_table_bytes=small)
-        )
+        try:
+            hot = calibrate(dataset, "exact", budget, record_bytes=record_bytes, small_table_bytes=small)
+        except ValueError as error:
+            sys.exit(f"{path}: {error}")
+        found = find_hot(dataset, hot)
+        if not 0 < (num_hot := int(found.is_hot.sum())) < len(found.is_hot):
+            lacks = "cold" if num_hot else "hot"
+            sys.exit(f"{path}: with a tenth of the tables' bytes hot, no sample is {lacks}; there are no phases")
         print(f"{found.rows.num_rows:,} hot rows of {found.rows.num_bytes / 1e6:.1f} MB, {found.is_hot.mean():.1%} hot")
         for rate in RATES:
             made = phases(dataset, found, rate, given.batch_size)
@@ -141,8 +148,7 @@ def main() -> None:
             for name in ("cold", "hot"):
                 means = expected(num_batches, given.batch_size, hot_alone=name == "hot")
                 print(f"whole tables, {name} phases of {num_batches:,} batches: {words(means)}")
-        counts = {table.name: dataset.counts(table.name) for table in dataset.info.tables}
-        num_hot = float(found.is_hot.sum())
+        counts = counts_of(dataset)
         epoch_s = ((len(found.is_hot) - num_hot) * COLD_S + num_hot * HOT_S) / given.batch_size
         for link in LINKS:
             machine, gpu = machine_of(link)

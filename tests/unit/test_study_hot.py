@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import hot_cells, hot_study, hot_study_page, studies, study_runner
+from benchmarks import hot_cells, hot_study, hot_study_page, hot_swaps, studies, study_runner
 from benchmarks.hot_cells import HotCell, coverage, sizes_of
 from benchmarks.hot_lab import Link, by_threshold
 from benchmarks.hot_study_page import coverage_lines, megabytes, schedule_of, shown_quality
@@ -334,3 +335,36 @@ def test_time_to_auc_is_the_first_evaluation_that_reached_it() -> None:
 def test_one_seed_is_no_study() -> None:
     with pytest.raises(ValueError, match="seeds is 1; differences between runs need at least 2"):
         HotCell(**{**CELL, "seeds": 1})
+
+
+SWAPS = {
+    "small tables alone": ((50, 20), "hot"),
+    "no sample is hot": ((2000,) * 20, "hot"),
+}
+
+
+@pytest.mark.parametrize("case", SWAPS)
+def test_swaps_of_a_dataset_without_phases_are_refused(
+    case: str, tmp_path: Path, make_dataset: Callable[..., PackedDataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_dataset(tmp_path / "data", counts=True, table_rows=SWAPS[case][0], bag=False).path
+    monkeypatch.setattr(sys, "argv", ["hot_swaps", str(path)])
+    with pytest.raises(SystemExit, match=rf"{path}.*{SWAPS[case][1]}"):
+        hot_swaps.main()
+
+
+@pytest.mark.filterwarnings("ignore:.* carries no counts")
+def test_swaps_are_counted_without_counts_of_rows(
+    tmp_path: Path,
+    make_dataset: Callable[..., PackedDataset],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Rows are counted then."""
+    monkeypatch.setattr(hot_swaps, "LONG", ())
+    rows = {"train": 4096, "val": 9, "test": 9}
+    path = make_dataset(tmp_path / "data", table_rows=(2000, 2000), bag=False, rows=rows).path
+    monkeypatch.setattr(sys, "argv", ["hot_swaps", str(path), "--batch-size", "64"])
+    hot_swaps.main()
+    said = capsys.readouterr().out
+    assert all(f"a link of {link / 1e9:g} GB/s" in said for link in hot_swaps.LINKS)
