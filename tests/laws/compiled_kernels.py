@@ -3,9 +3,9 @@
     python tests/laws/compiled_kernels.py DIM [--whole]      (TRITON_INTERPRET unset)
 
 Real calls on tables of DIM columns decide which kernels there are: their tiles, and whether pointers are divisible by
-16. Triton's launcher compiles them and stops before the launch. --whole: every storage, optimizer and batch, and each
-kernel also with pointers that are not divisible and sizes of 64 bits. Every `f32` instruction has to round to nearest,
-once: none is contracted, approximate or atomic.
+16. Triton's launcher compiles them and stops before the launch. --whole: every storage, optimizer and batch, with and
+without a map of slots, and each kernel also with pointers that are not divisible and sizes of 64 bits. Every `f32`
+instruction has to round to nearest, once: none is contracted, approximate or atomic.
 """
 
 from __future__ import annotations
@@ -97,19 +97,18 @@ def call_kernels(dim: int, *, whole: bool) -> None:
     kernels = triton_ops.Kernels(Layout((Feature("f", 0, slice(0, dim), "sum"),), dim))
     grad = torch.zeros(NUM_SAMPLES, dim)
     kinds = [batch(one_hot=o, weighted=w) for o, w in (product((True, False), repeat=2) if whole else [(False, True)])]
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        # Weighted batches find rows by a map, so that both codes are compiled.
-        by_weights = {weighted: tables(dim, dtype, mapped=weighted) for weighted in (False, True)}
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    for dtype, mapped in product(dtypes, (True, False) if whole else (True,)):
+        weights = tables(dim, dtype, mapped=mapped)
         for sparse in kinds:
-            kernels.lookup(by_weights[sparse.weights is not None], sparse)
-        for number, sparse in enumerate(kinds[::2] if whole or dtype == torch.float32 else []):
-            kernels.weight_gradient(by_weights[number == 0], sparse, grad)
+            kernels.lookup(weights, sparse)
+        for sparse in kinds[::2] if whole or dtype == torch.float32 else []:
+            kernels.weight_gradient(weights, sparse, grad)
         if not whole and dtype != torch.bfloat16:
             continue
         for algorithm, sparse in product(types.ALGORITHMS, kinds[:2]):
             shape = (NUM_ROWS,) if algorithm == "row_wise_adagrad" else (NUM_ROWS, dim)
             states = [triton_ops.Arrays([torch.zeros(shape)]) for _ in range(types.NUM_STATES[algorithm])]
-            weights = by_weights[sparse.weights is not None]
             kernels.update(weights, states, [(kernels, sparse, grad)], [Rule(algorithm=algorithm, lr=0.1)])
 
 

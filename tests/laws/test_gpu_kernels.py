@@ -382,7 +382,7 @@ def test_kernels_compile_to_exact_arithmetic(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dim", [16, 32, 64, 128, 256, 512, 1024])
 def test_every_tile_and_storage_compiles(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All optimizers, batches and storages, with divisible and other pointers, sizes of 32 and 64 bits."""
-    assert "'update': 60" in compiled(monkeypatch, str(dim), "--whole")
+    assert "'update': 120" in compiled(monkeypatch, str(dim), "--whole")
 
 
 @needs_gpu
