@@ -88,6 +88,7 @@ def test_rows_out_of_order_have_no_hours() -> None:
 
 FORMS: dict[str, Any] = {
     "seconds": str,
+    "fractions": lambda s: f"{s}.25",
     "text": lambda s: datetime.fromtimestamp(s, UTC).strftime("%Y-%m-%d %H:%M:%S"),
     "zone": lambda s: datetime.fromtimestamp(s + 2 * HOUR, UTC).strftime("%Y-%m-%dT%H:%M:%S+02:00"),
     "date": lambda s: datetime.fromtimestamp(s, UTC).strftime("%Y-%m-%d"),
@@ -120,11 +121,13 @@ def test_prepare_keeps_the_hours_of_training_rows(tmp_path: Path, form: str) -> 
         [MIDNIGHT + 60 * (k * 7 % 500) for k in range(500)],
         [MIDNIGHT + k for k in range(500)],
         [20231101 + k // 25 for k in range(500)],
-        list(range(500)),
+        [60 * k for k in range(500)],
+        [60 * k + 0.5 for k in range(500)],
+        [1000 * (MIDNIGHT + k) + 0.5 for k in range(500)],
     ],
-    ids=["out of order", "one hour", "dates that digits write", "numbers of no unit"],
+    ids=["out of order", "one hour", "dates that digits write", "whole numbers", "since the first row", "thousandths"],
 )
-def test_other_rows_have_none(tmp_path: Path, times: list[int]) -> None:
+def test_other_rows_have_none(tmp_path: Path, times: list[float]) -> None:
     dataset = prepared(tmp_path, times)
     assert "hours" not in dataset.info.summary and dataset.hours() == []
 

@@ -621,10 +621,12 @@ def test_rows_that_wait_are_counted_in_pieces(tmp_path: Path) -> None:
     assert peak_bytes(num_chunks) < 2 * peak_bytes(1)
 
 
-@pytest.mark.parametrize("form", [None, "%Y%m%d", "%Y%m%d%H", "%Y%m%d%H%M", "%Y%m%d%H%M%S"])
-def test_a_lag_needs_times_with_a_unit(form: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [None, float, "%Y%m%d", "%Y%m%d%H", "%Y%m%d%H%M", "%Y%m%d%H%M%S"])
+def test_a_lag_needs_times_with_a_unit(form: str | type[float] | None, tmp_path: Path) -> None:
     rows = some_rows(100)
-    if form is not None:
+    if form is float:
+        rows["time"] = [float(time) for time in rows["time"]]
+    elif isinstance(form, str):
         rows["time"] = [int((datetime(2023, 1, 1) + timedelta(hours=row)).strftime(form)) for row in range(100)]
     with pytest.raises(ValueError, match=r"rows\.parquet.*'time'.*unix times.*statistics_lag"):
         lagged(rows, tmp_path / "numbers", "time", "1d")

@@ -348,9 +348,9 @@ class TimeReader:
         return values, self._fault(column, missing, source)
 
     def ticks_per_s(self, sample: pa.Array) -> float | None:
-        """Returns how many units of the times that are read a second has; None if they are whole numbers, and those of
-        `sample`, its first cells, are no unix times of seconds, or of thousandths, millionths or billionths, or all
-        look like dates that digits write."""
+        """Returns how many units of the times that are read a second has; None if they are numbers, and those of
+        `sample`, its first cells, are no unix times of seconds (whole ones also of thousandths, millionths or
+        billionths), or are whole and all look like dates that digits write."""
         sample = plain(sample).drop_null()
         kind = sample.type
         if is_text(kind):
@@ -359,10 +359,10 @@ class TimeReader:
             return 1 / 86400
         if pa.types.is_timestamp(kind) or pa.types.is_date64(kind):
             return {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[kind.unit if pa.types.is_timestamp(kind) else "ms"]
-        if not pa.types.is_integer(kind):
-            return 1e6
         times, fault = self(sample, "")
         times = times if fault is None else times[~fault.rows]
+        if not pa.types.is_integer(kind):
+            return 1e6 if len(times) and 1e14 <= np.median(times) < 4e15 else None
         if all(any(re.fullmatch(form, str(time)) for form in WRITTEN_DATES) for time in times):
             return None
         of_units = (unit for unit in (1.0, 1e3, 1e6, 1e9) if len(times) and 1e8 * unit <= np.median(times) < 4e9 * unit)
