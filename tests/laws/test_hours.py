@@ -26,6 +26,7 @@ from hotrow.data.prepare import timesort
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.prepare.timesort import Hours, hours_of
 from hotrow.run import runs
+from hotrow.run.folder import RunFolder
 from hotrow.run.runs import _lines_of_parts
 from resealed import reseal
 
@@ -231,6 +232,10 @@ def test_each_hour_of_new_rows_is_scored(days: tuple[str, list[Path], pa.Table],
     run = runs.train(config(day, tmp_path / "run", *OF_IDS, f"from_run={two}", "train.max_steps=1"))
     assert run.record.parent is not None
     parts = run.record.parent.parts
+    read = RunFolder.open(run.path).record.parent
+    assert read is not None and read.parts == parts
+    counted = [part[name] for part in read.parts for name in ("num_rows", "tenth", "begins_s") if name in part]
+    assert {*map(type, counted)} == {int} and len(counted) == 2 * len(parts)
     has = {path.parts[1] for name in PackedDataset.open(day).info.files if (path := Path(name)).parts[0] == "rare"}
     assert {"reborn", "moved"} & has == KINDS[kind]
     seconds = rows["ts"].cast(pa.int64()).to_numpy() // 1000

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, Field, FiniteFloat
+from pydantic import AliasChoices, Field
 from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.files import atomic_write, size
@@ -17,6 +17,7 @@ from hotrow.objectives.objective import Objective
 from hotrow.objectives.objective import shown as metric
 from hotrow.report.facts import Point, number_in
 from hotrow.report.shapes import DASH, HEIGHT, WIDTH, Cell, Chart, Figure, Grid, percent, shown
+from hotrow.run.record import Part
 
 PARTS = "a part of it"
 """Name of what lies as dots around the lines of whole days."""
@@ -37,7 +38,7 @@ class DoneDay:
     """Rows that train."""
     metrics: dict[str, Any] | None
     """Those of the model of the day before on these rows; None of the first day."""
-    parts: Annotated[list[dict[str, FiniteFloat | None]], Field(validation_alias=AliasChoices("parts", "tenths"))]
+    parts: Annotated[list[Part], Field(validation_alias=AliasChoices("parts", "tenths"))]
     """The same of each hour or tenth of the rows, as `Parent.parts` has them; `tenths` in older files."""
     unknown: Amount | None
     """Share of the lookups that were of ids without a row in the day before."""

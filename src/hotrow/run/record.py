@@ -26,6 +26,8 @@ from hotrow.tables import TableConfig
 
 ALL_DONE = "all steps are done"
 """`RunRecord.ended` of a run that can train on with more epochs."""
+Part = dict[str, Count | FiniteFloat | None]
+"""The figures of an hour or of a tenth of rows."""
 
 
 class Counted(TypedDict):
@@ -127,7 +129,7 @@ class Parent:
     """By table, the rows that stood for ids which have expired, and stand for others now."""
     metrics: dict[str, Any] | None = None
     """Those of its weights, on this run's training rows before the first step; None if both have the same dataset."""
-    parts: list[dict[str, FiniteFloat | None]] = Field(default_factory=list)
+    parts: list[Part] = Field(default_factory=list)
     """The same of each hour of these rows (`begins_s`, since 1970), or of each tenth, and the share `unknown`."""
 
 

@@ -50,6 +50,7 @@ from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, SilentFolder, noting, resume_command
+from hotrow.run.record import Part
 from hotrow.run.restart import how_to_go_on, mark_launch, restart_folder, was_restarted
 from hotrow.run.sinks import check_sinks
 from hotrow.run.start import Start, start_of, unknown_shares
@@ -400,7 +401,7 @@ def _look_back(training: Training, start: Start) -> None:
         )
 
 
-def _score_new_rows(training: Training, start: Start) -> tuple[dict[str, Any], list[dict[str, float | None]]]:
+def _score_new_rows(training: Training, start: Start) -> tuple[dict[str, Any], list[Part]]:
     """Says and records how good the weights are on rows that they have not seen, and what they do not know of them;
     returns the metrics of all rows, and of each hour or, if hours are not known, of each tenth in their order."""
     folder, objective, dataset = training.folder, training.parts.objective, training.setup.dataset
