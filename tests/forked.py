@@ -25,6 +25,17 @@ import pytest
 from benchmarks.rank_runs import CONTEXT
 
 COMMAND = "from hotrow.__main__ import main; main()"
+NOT_ANOTHER_USER = 77
+"""What a script ends with where root has to become another user, and may not: in a container without CAP_SETUID."""
+BECOME = f"""
+import os, sys
+def become(user, change=os.setuid):
+    try:
+        change(user)
+    except OSError as error:
+        print(error)
+        sys.exit({NOT_ANOTHER_USER})
+"""
 
 
 class Child:
@@ -79,6 +90,15 @@ def run_forked(
 ) -> subprocess.CompletedProcess[str]:
     with start_forked(program, *arguments, env=env) as child:
         return child.finish(timeout_s)
+
+
+def run_as_another(script: str, *arguments: object) -> str:
+    """Returns what the script prints, which may call `become(user)`; skips where that is refused."""
+    done = run_forked(BECOME + script, *arguments)
+    if done.returncode == NOT_ANOTHER_USER:
+        pytest.skip(f"root may not become another user here: {done.stdout.strip()}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _run(program: str, words: list[str], folder: str, environ: dict[str, str], output: Path) -> None:

@@ -39,6 +39,7 @@ from test_export import BASE, TOLERANCE, clicks, native, prepared, read_csv, sco
 
 import hotrow
 from benchmarks.serving_export import make, write
+from forked import run_as_another
 from hotrow.base.records import write_sealed
 from hotrow.config.load import make_config
 from hotrow.data.native import backend
@@ -744,6 +745,50 @@ def test_a_folder_that_is_no_export_gets_no_company(tmp_path: Path) -> None:
 def test_a_work_folder_that_others_own_is_named_with_a_cure(export: Path) -> None:
     with pytest.raises(ValueError, match=r"/sys cannot be written: .*; pass .*work="):
         hotrow.Scorer(export, work="/sys")
+
+
+OF_ANOTHER = """
+import os, shutil, sys, tempfile
+from pathlib import Path
+import hotrow
+export, change, mode = sys.argv[1:]
+with tempfile.TemporaryDirectory() as name:
+    os.chmod(name, 0o777)
+    out, work = Path(name) / "out", Path(name) / "work"
+    shutil.copytree(export, out)
+    for path in (out, *out.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    (work / "vocab").mkdir(parents=True)
+    hotrow.Scorer(out, work=Path(name) / "other")  # loads all modules, from a folder that only root may be able to read
+    os.chmod(Path(name) / change, int(mode, 8))
+    become(65534, os.seteuid)
+    for _ in range(2):
+        try:
+            print(hotrow.Scorer(out, work=work).version, "is taken")
+        except ValueError as error:
+            print(str(error).replace(name, ""))
+    os.seteuid(0)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become another user, who may not read what root made")
+@pytest.mark.parametrize(
+    ("change", "mode", "named", "cure"),
+    [
+        ("out", "700", "/out", "chmod"),
+        ("out", "744", "/out", "chmod"),
+        ("out/export.json", "600", "/out/export.json", "chmod"),
+        ("out/tables", "700", "/out/tables", "chmod"),
+        ("out/tables/user.safetensors", "600", "/out/tables/user.safetensors", "chmod"),
+        ("work/vocab", "700", "/work/vocab", "--work"),
+        ("work/vocab", "755", "/work/vocab", "--work"),
+    ],
+)
+def test_what_a_server_may_not_read_or_write_is_named_with_a_cure(
+    export: Path, change: str, mode: str, named: str, cure: str
+) -> None:
+    said = run_as_another(OF_ANOTHER, export, change, mode).splitlines()
+    assert len(said) == 2 and all(named in line and cure in line and "Errno" not in line for line in said), said
 
 
 VALUES: tuple[Any, ...] = (None, True, 0, -1, 1, 2.5, 2**40, 2**70, "", "x", "../x", [], [0], {}, {"x": 0})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forked import run_forked
+from forked import run_as_another, run_forked
 from hotrow.base import files
 from hotrow.cli import tools
 from hotrow.kernels import ops
@@ -169,28 +169,6 @@ def test_who_does_not_own_a_file_opens_it_past_the_page_cache_all_the_same(
     assert others is not None
     os.close(others)
     assert asked == [True, False]
-
-
-NOT_ANOTHER_USER = 77
-"""What a script ends with where root has to become another user, and may not: in a container without CAP_SETUID."""
-BECOME = f"""
-import os, sys
-def become(user):
-    try:
-        os.setuid(user)
-    except OSError as error:
-        print(error)
-        sys.exit({NOT_ANOTHER_USER})
-"""
-
-
-def run_as_another(script: str, *arguments: object) -> str:
-    """What the script prints, which may call `become(user)`; skips where that is refused."""
-    done = run_forked(BECOME + script, *arguments)
-    if done.returncode == NOT_ANOTHER_USER:
-        pytest.skip(f"root may not become another user here: {done.stdout.strip()}")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 FEWER_THREADS = """

@@ -26,7 +26,7 @@ import inspect
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from stat import S_IMODE
@@ -229,12 +229,27 @@ def write_export(
     return description
 
 
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Raises ValueError, with the cure, for a file or folder that the system does not let this user read."""
+    try:
+        yield
+    except PermissionError as error:
+        raise ValueError(
+            f"{error.filename} may not be read by this user: let its owner make the whole folder readable, as by "
+            "`chmod -R a+rX`, or run this as its owner"
+        ) from None
+
+
+@_readable()
 def verify_export(path: Path, *, unread: tuple[str, ...] = ()) -> int:
     """Compares every file of the export with its size and crc32; returns their bytes. unread: see `verify_files`.
 
-    Raises ValueError naming the first file that is missing, or whose size or checksum differs.
+    Raises ValueError naming the first file that is missing or may not be read, or whose size or checksum differs.
     """
     check_folder(path, files=_OWN_FILES, folders=FOLDERS)
+    with suppress(NotADirectoryError):
+        is_there(path / EXPORT)  # a folder that may not be read looks empty
     if not is_taken(path / EXPORT):
         half = "a delta has changed it in half: run the same `hotrow apply` again"
         raise ValueError(f"{path} has no {EXPORT}: {half if is_taken(path / CHAIN) else 'export the run again'}")
@@ -242,13 +257,14 @@ def verify_export(path: Path, *, unread: tuple[str, ...] = ()) -> int:
     return verify_files(path, files, said_by=EXPORT, cure="export the run again", unread=unread)
 
 
+@_readable()
 def verify_files(
     path: Path, files: Mapping[str, FileRecord], *, said_by: str, cure: str, unread: tuple[str, ...] = ()
 ) -> int:
     """Compares files in the folder `path` with their sizes and checksums; returns their bytes.
 
     unread: of files whose names begin so, only the size is compared. Raises ValueError naming the first that is
-    missing, or that differs from what the file `said_by` says.
+    missing or may not be read, or that differs from what the file `said_by` says.
     """
     for name, wanted in files.items():
         file = path / name

@@ -74,12 +74,14 @@ class Scorer:
         self._work = path.resolve().with_name(path.resolve().name + SUFFIX) if work is None else Path(work)
         try:
             make_folder(self._work / VOCABULARIES)  # the folder itself may be there, and be another user's
+            opened = Version(path, self._work, self._budget)
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
+            if not Path(str(error.filename)).is_relative_to(self._work):
+                raise
+            reason = f"{(error.strerror or str(error)).lower()} ({error.filename})"
             raise ValueError(
                 f"{self._work} cannot be written: {reason}; pass --work (in Python work=), a folder of your own"
             ) from None
-        opened = Version(path, self._work, self._budget)
         opened.mapped.pin()
         self._versions: tuple[Version, Version | None] = opened, None
         """The version that scores, and the one before it."""

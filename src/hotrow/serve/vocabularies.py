@@ -37,7 +37,8 @@ def open_vocabulary(
 ) -> Vocabulary:
     """Maps the vocabulary of a table; if `work` does not have it, or has it damaged, it is made there first.
 
-    Raises ValueError, which names the file, if ids do not rise by their hashes, or do not fit the table.
+    Raises ValueError, which names the file, if ids do not rise by their hashes, or do not fit the table; OSError, which
+    names the file in `work`, if it cannot be read or made.
     """
     own, kind = table["vocabulary"], kind_of(encoding)
     source, missing_row, hash_cap = export / own["file"], int(own["missing_row"]), int(own["hash_cap"] or 0)
