@@ -747,6 +747,16 @@ def test_a_work_folder_that_others_own_is_named_with_a_cure(export: Path) -> Non
         hotrow.Scorer(export, work="/sys")
 
 
+def test_a_limit_of_memory_that_a_system_cannot_keep_is_refused(
+    export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS; without the limit it scores."""
+    monkeypatch.setattr(mapped, "STATM", tmp_path / "absent")
+    with pytest.raises(ValueError, match=r"memory.*leave it out"):
+        hotrow.Scorer(export, memory="1MiB", work=tmp_path / "work")
+    assert len(hotrow.Scorer(export, work=tmp_path / "work").score(some(3))) == 3
+
+
 OF_ANOTHER = """
 import os, shutil, sys, tempfile
 from pathlib import Path

@@ -20,6 +20,7 @@ from hotrow.base.files import (
     file_name,
     is_seen,
     join_crc32,
+    take_room,
     write_json,
 )
 from hotrow.base.machine import _cgroup_available_bytes, available_memory_bytes
@@ -54,6 +55,19 @@ def test_atomic_write_does_not_follow_a_planted_link(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a link"), atomic_write(tmp_path / "a") as file:
         file.write(b"x")
     assert victim.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("reserves", [True, False])
+def test_room_is_taken_and_bytes_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserves: bool) -> None:
+    """Where a system can reserve room, and where it cannot."""
+    if not reserves:
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    with (tmp_path / "a").open("w+b") as file:
+        file.write(b"head")
+        file.flush()
+        for num_bytes in (100, 50):
+            take_room(file, num_bytes)
+            assert (tmp_path / "a").read_bytes() == b"head" + bytes(96)
 
 
 @pytest.mark.parametrize("refused", ["nothing", "folders", "unseen", "all"])

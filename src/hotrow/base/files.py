@@ -114,6 +114,15 @@ def open_private(path: Path) -> BinaryIO:
     return open_file(path, "wb", buffering=1 << 20)
 
 
+def take_room(file: BinaryIO, num_bytes: int) -> None:
+    """Gives an open file room on the disk for `num_bytes`, so that a full disk is an error here, not a crash when the
+    file is mapped and written to. A shorter file grows. A system that cannot reserve room, as macOS, leaves a hole."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+    elif os.fstat(file.fileno()).st_size < num_bytes:
+        os.ftruncate(file.fileno(), num_bytes)
+
+
 def sync_folder(folder: Path) -> None:
     """Makes renames and removals in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -43,6 +43,7 @@ from hotrow.base.files import (
     claim,
     explain_full_disk,
     sync_folder,
+    take_room,
 )
 from hotrow.base.records import STRICT, Count, Document, short
 from hotrow.base.version import __version__
@@ -528,7 +529,7 @@ def _change_table(path: Path, rows: Path, change: TableChange) -> None:
     with open_file(path, "r+b", buffering=0) as file:
         file.write(head)
         file.truncate(len(head) + num_bytes)
-        os.posix_fallocate(file.fileno(), 0, len(head) + num_bytes)  # a full disk is an error before a row changes
+        take_room(file, len(head) + num_bytes)  # a full disk is an error before a row changes
         for batch in (batch for found in _tables(rows, change.schema()) for batch in found.to_batches()):
             numbers, data = batch["row"].to_numpy(), batch["weight"]
             if len(numbers) and not 0 <= numbers.min() <= numbers.max() < change.num_embeddings:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hotrow.base.door import open_file
-from hotrow.base.files import explain_full_disk, naming, open_private
+from hotrow.base.files import explain_full_disk, naming, open_private, take_room
 from hotrow.parallel.agreement import everyone, on_every_rank
 from hotrow.parallel.communicator import Communicator
 from hotrow.placement.base import Rows
@@ -94,7 +94,7 @@ def _make(path: Path, head: bytes, num_bytes: int) -> None:
     with naming(path), open_private(path) as file:
         file.write(head)
         file.flush()
-        os.posix_fallocate(file.fileno(), 0, len(head) + num_bytes)
+        take_room(file, len(head) + num_bytes)
 
 
 def _sync(path: Path, file: BinaryIO) -> None:

@@ -38,6 +38,8 @@ ASKED_BYTES = 1 << 17
 """What the system is asked to read at a time: of more it reads no more than it would read ahead, often that much."""
 MOST_ASKED = 1 << 15
 """Ids of a lookup that asks for rows. It takes 0.4 us a row, in memory or not: as long as scoring a long frame."""
+STATM = Path("/proc/self/statm")
+"""Linux's file of the pages that this process has in memory."""
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 
@@ -174,9 +176,13 @@ class MappedTables:
 
 
 def mapped_bytes() -> int:
-    """Returns how much of mapped files is in this process's memory."""
-    with Path("/proc/self/statm").open("rb") as file:
-        return int(file.read().split()[2]) * mmap.PAGESIZE
+    """Returns how much of mapped files is in this process's memory. Raises ValueError if the system does not say it."""
+    try:
+        return int(STATM.read_bytes().split()[2]) * mmap.PAGESIZE
+    except FileNotFoundError:
+        raise ValueError(
+            f"memory: this system has no {STATM}, which says what is in memory, so no limit can be kept; leave it out"
+        ) from None
 
 
 class SmallLookups(StoredLookups):
