@@ -344,11 +344,12 @@ class Run:
                     num_rows += len(scores)
         return num_rows
 
-    def evaluate_rows(self, data: Any, *, strict: bool = False) -> dict[str, Any]:
+    def evaluate_rows(self, data: Any, *, strict: bool = False, groups_of: Run | None = None) -> dict[str, Any]:
         """Returns the metrics of the run's model on raw rows with labels, which are read as they were for training.
 
-        data, strict: as for `predict`; times are not read. `seen` counts what the rows hold, and warnings name what
-        stands out. Raises ValueError naming the file, row and column that is wrong.
+        data, strict: as for `predict`; times are not read. groups_of: the run that knows the values of `metrics.by`, so
+        that `gauc` of several runs is over the same groups; if None, this one. `seen` counts what the rows hold, and
+        warnings name what stands out. Raises ValueError naming the file, row and column that is wrong.
         """
         if RawEncoder(self.folder.vocabulary).schema.histories is not None:
             raise ValueError("this run's rows are made of histories: prepare the new events, and pass --data FOLDER")
@@ -358,9 +359,13 @@ class Run:
                 "the training rows, and pass --data FOLDER"
             )
         metrics, by = (objective := self._network.objective).metrics(), objective.by
-        groups = None if by is None else Groups(PackedDataset.open(self.folder.vocabulary).info, by)
-        for outputs_B, batch in self._outputs(data, labels="alone", strict=strict):
-            metrics.update(outputs_B, batch.label, batch.weight, None if groups is None else groups.of(batch))
+        known = (groups_of or self).folder.vocabulary
+        groups = None if by is None else Groups(PackedDataset.open(known).info, by)
+        with _readable(data, strict=strict) as rows:
+            others = RawEncoder(known).batches(rows, batch_size=EVAL_BATCH_SIZE, labels="alone")
+            for outputs_B, batch in self._outputs(rows, labels="alone", strict=strict):
+                by_B = None if groups is None else groups.of(batch if groups_of is None else next(others))
+                metrics.update(outputs_B, batch.label, batch.weight, by_B)
         if not metrics.num_rows:
             shown = str(data) if is_paths(data) else "the frame"
             raise ValueError(f"{shown} has no rows to judge the run by; give a file that has some")

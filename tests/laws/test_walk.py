@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.csv
 import pytest
+import sklearn.metrics
+from test_from_run import ids_of
 
 import hotrow
 from browser import Browser
@@ -235,6 +238,25 @@ def test_the_model_of_the_first_day_is_kept_to_score_all_days(begun: tuple[Path,
     assert {path.name for path in (out / "runs").iterdir()} == {"day_11", "day_12"}, "without --delay it goes"
     write_day(logs / "day_13" / "part.csv", 6)
     assert go(logs, out, delay=True)["newest"]["late"].keys() == {"fresh", "late"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_older_models_are_judged_by_the_groups_of_the_newest(logs: Path, tmp_path: Path) -> None:
+    """Against scikit-learn over users that the newest model knows; older ones do not know all of them."""
+    out = tmp_path / "chain"
+    found = go(logs, out, keep=9, delay=True, overrides=["metrics.by=user"])["newest"]["late"]
+    rows = pyarrow.csv.read_csv(logs / "day_10" / "part.csv")
+    knows = {key.decode() for key in ids_of(PackedDataset.open(out / "data" / "day_2"), "user")}
+    click, user = rows["click"].to_numpy(), np.array(rows["user"].to_pylist())
+    of_users = {name: np.flatnonzero(user == name) for name in {*user.tolist()} & knows}
+    judged = [at for at in of_users.values() if len({*click[at].tolist()}) == 2]
+    assert 0 < len(of_users) < len({*user.tolist()})
+    for what, name in (("fresh", "day_2"), ("late", "day_1"), ("frozen", "day_1")):
+        score = hotrow.load(out / "runs" / name).predict(rows)
+        areas = [sklearn.metrics.roc_auc_score(click[at], score[at]) for at in judged]
+        assert found[what]["gauc_groups"] == len(judged), what
+        wanted = np.average(areas, weights=[*map(len, judged)])
+        assert found[what]["gauc"] == pytest.approx(wanted, abs=1e-6), what
 
 
 def test_old_datasets_and_runs_go(logs: Path, chain: Path, tmp_path: Path) -> None:

@@ -428,7 +428,8 @@ def _published(walk: _Walk, name: str, run: Run, *, is_first: bool) -> int:
 
 def _late(walk: _Walk, path: Path, done: Sequence[DoneDay]) -> dict[str, dict[str, Any]] | None:
     """Returns the metrics of the models of the last two days, and of the first day if its run is there, on the raw rows
-    of a day, as they would be served; None if that was not asked for, there is one such model, or a row is bad."""
+    of a day, as they would be served, each over the groups that the newest one knows; None if that was not asked for,
+    there is one such model, or a row is bad."""
     if not walk.delay or len(done) < 2 or not is_taken(walk.place("runs", done[-2].name)):
         return None
     models, found = {"fresh": done[-1].name, "late": done[-2].name, "frozen": done[0].name}, dict[str, dict[str, Any]]()
@@ -438,7 +439,7 @@ def _late(walk: _Walk, path: Path, done: Sequence[DoneDay]) -> dict[str, dict[st
         with warnings.catch_warnings(), closing(Run(walk.place("runs", day))) as run:
             warnings.simplefilter("ignore")  # that ids are new and scores are worse is what the figures are about
             try:
-                found[day] = run.evaluate_rows(str(path))
+                found[day] = run.evaluate_rows(str(path), groups_of=newest)
             except RowError as error:  # a bad row, which preparation may skip
                 _say(f"{path} is not scored by models of days before, because every row must have a score: {error}")
                 return None
@@ -447,6 +448,7 @@ def _late(walk: _Walk, path: Path, done: Sequence[DoneDay]) -> dict[str, dict[st
 
 def _finish(walk: _Walk, chain: Chain, keep: int) -> None:
     """Removes what older days need no longer, and writes the page."""
+    newest = Run(walk.place("runs", done[-1].name))
     for day in chain.days[:-keep]:
         remove(walk.place("data", day.name))
         if walk.delay and day == chain.days[0]:  # its model scores all days
