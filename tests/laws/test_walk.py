@@ -432,6 +432,36 @@ def test_bad_rows_may_be_skipped_from_any_day_on(begun: tuple[Path, Path]) -> No
     assert go(logs, out, keep=9)["new"] == []
 
 
+EMPTY = {"no byte": "", "a header alone": "click,ts,user,item,price\n"}
+
+
+@pytest.mark.parametrize("what", EMPTY)
+def test_a_day_without_rows_is_passed_over(
+    begun: tuple[Path, Path], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that follow it go on, and the chain is as if it were not there; rows that come to it later are refused."""
+    logs, out = begun
+    empty = logs / "day_11.csv"
+    empty.write_text(EMPTY[what])
+    assert go(logs, out, keep=9)["new"] == []
+    assert "day_11" in capsys.readouterr().err
+    write_day(logs / "day_12" / "part.csv", 4)
+    assert go(logs, out, keep=9)["new"] == ["day_12"]
+    assert go(logs, out, keep=9)["new"] == []
+    assert PackedDataset.open(out / "data" / "day_12").info.summary.keys() >= {"ids"}
+    write_day(empty, 3)
+    with pytest.raises(ValueError, match=r"day_11\.csv .*new day"):
+        go(logs, out, keep=9)
+
+
+def test_an_empty_day_gets_its_rows_while_no_later_one_is_done(begun: tuple[Path, Path]) -> None:
+    logs, out = begun
+    (logs / "day_11.csv").write_text("")
+    assert go(logs, out, keep=9)["new"] == []
+    write_day(logs / "day_11.csv", 4)
+    assert go(logs, out, keep=9)["new"] == ["day_11"]
+
+
 def test_a_day_whose_rows_were_wrong_may_be_mended(begun: tuple[Path, Path]) -> None:
     """Counts of its rows may have been kept, to go on from."""
     logs, out = begun

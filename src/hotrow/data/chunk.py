@@ -32,6 +32,10 @@ SKIP_CURE = "let bad rows be left out (--skip-bad-rows N, in Python skip_bad_row
 """The end of the sentence about a bad row: what the user can do about it."""
 
 
+class NoRowsError(ValueError):
+    """Files without a row, where some are needed."""
+
+
 class RowError(ValueError):
     """A row that cannot be read; its text is `file:line, column 5 (I4): what is wrong, and the cure`.
 

@@ -12,6 +12,7 @@ to. So a call that was killed is made again, and ends in the same bits.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from itertools import pairwise
@@ -33,9 +34,9 @@ from hotrow.api import Run
 from hotrow.base.door import is_taken, make_folder, remove
 from hotrow.base.files import LOCK, PARTIAL_SUFFIX, check_name, claim, crc32, folder_bytes
 from hotrow.base.progress import progress_bar
-from hotrow.base.records import STRICT, Document
+from hotrow.base.records import STRICT, Count, Document
 from hotrow.config.load import apply_overrides, load_config, make_config, overrides_of
-from hotrow.data.chunk import RowError
+from hotrow.data.chunk import NoRowsError, RowError
 from hotrow.data.packed.format import MANIFEST, DatasetInfo
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.init import RECIPE_FILE, run_init
@@ -74,6 +75,8 @@ class Chain:
     """What was said of columns and of the first day's recipe, which may not change once something is made by it."""
     days: tuple[DoneDay, ...] = ()
     """The days that are done, the first one first."""
+    empty: dict[str, dict[str, tuple[Count, str]]] = field(default_factory=dict)
+    """Files, as `DoneDay.files`, of the days without a row that came before a day that is done."""
 
 
 _DOCUMENT = Document(Chain, marks={"hotrow_days": 1}, cure="restore it from a copy, or begin another chain")
@@ -124,9 +127,10 @@ def walk_days(
     overrides: `a.b=v` for every day that begins to train. keep: of so many days the dataset and the run stay. delay:
     also score each day by the model of two days before it, and by that of the first day, whose run stays too.
 
-    Returns how many days are done, which of them by this call, and the newest one's figures; with `status`
-    "interrupted" and `signal`, if training was stopped. Raises ValueError if a day that is done has changed, or if a
-    new day comes before one that is done; and as preparation, training and exports do.
+    A day without a row is passed over, and a line says so. Returns how many days are done, which of them by this call,
+    and the newest one's figures; with `status` "interrupted" and `signal`, if training was stopped. Raises ValueError
+    if a day that is done has changed, or if a new day comes before one that is done; and as preparation, training and
+    exports do.
     """
     walk = _Walk(Path(logs), Path(out), read, recipe, schema, overrides, delay)
     _check_options(walk, keep)
@@ -138,8 +142,15 @@ def walk_days(
         chain = _open(walk)
         before, status = len(chain.days), dict[str, Any](status="finished")
         try:
-            for name, path in _left(walk, paths, chain.days).items():
-                chain = replace(chain, days=(*chain.days, _do(walk, name, path, chain.days)))
+            empty = dict(chain.empty)
+            for name, path in _left(walk, paths, chain).items():
+                try:
+                    done = _do(walk, name, path, chain.days)
+                except NoRowsError as error:  # as of a quiet hour: those that follow need not wait
+                    _say(f"{name} has no rows and is passed over: {error}")
+                    empty[name] = {file: (stat.st_size, "") for file, stat in _files_of(walk, path).items()}
+                    continue
+                chain = replace(chain, days=(*chain.days, done), empty=empty)
                 _DOCUMENT.write(walk.chain / DAYS, chain)
                 _finish(walk, chain, keep)
         except _Interrupted as stopped:
@@ -218,13 +229,15 @@ def _days_in(logs: Path, chain: Path) -> dict[str, Path]:
     return {name: found[name] for name in sorted(found, key=_order)}
 
 
-def _left(walk: _Walk, paths: Mapping[str, Path], done: Sequence[DoneDay]) -> dict[str, Path]:
+def _left(walk: _Walk, paths: Mapping[str, Path], chain: Chain) -> dict[str, Path]:
     """Returns the days that are not done. Raises ValueError if one of them comes before one that is, or if a day that
-    is done has changed; its logs may be gone as a whole."""
-    for day in done:
-        if day.name in paths:
-            _check_unchanged(walk, day.name, _files_of(walk, paths[day.name]), day.files, day.prepared_s)
-    left = {name: path for name, path in paths.items() if name not in {day.name for day in done}}
+    is done, or had no rows, has changed; its logs may be gone as a whole."""
+    done, over = chain.days, {day.name: (day.files, day.prepared_s) for day in chain.days}
+    over |= {name: (files, math.inf) for name, files in chain.empty.items()}
+    for name, (files, prepared_s) in over.items():
+        if name in paths:
+            _check_unchanged(walk, name, _files_of(walk, paths[name]), files, prepared_s)
+    left = {name: path for name, path in paths.items() if name not in over}
     deltas = (path.parent.name for path in (walk.chain / "deltas").glob(f"*/{DELTA}"))
     known = [day.name for day in done] + [name for name in deltas if not name.endswith(PARTIAL_SUFFIX)]
     if not done and is_taken(walk.chain / "model"):  # the first day's, which has no delta
@@ -301,6 +314,8 @@ def _open(walk: _Walk) -> Chain:
 def _do(walk: _Walk, name: str, path: Path, days: Sequence[DoneDay]) -> DoneDay:
     """Prepares, trains and exports a day, as far as that was not done by an earlier call; returns what it came to."""
     before = days[-1].name if days else None
+    if not any(stat.st_size for stat in _files_of(walk, path).values()):
+        raise NoRowsError(f"{path} is empty")
     _say(f"{name}: {'the first day' if before is None else f'the day after {before}'}")
     clock = [time.monotonic()]
     dataset = _prepared(walk, name, path, before)
@@ -433,6 +448,7 @@ def _late(walk: _Walk, path: Path, done: Sequence[DoneDay]) -> dict[str, dict[st
     if not walk.delay or len(done) < 2 or not is_taken(walk.place("runs", done[-2].name)):
         return None
     models, found = {"fresh": done[-1].name, "late": done[-2].name, "frozen": done[0].name}, dict[str, dict[str, Any]]()
+    newest = Run(walk.place("runs", done[-1].name))
     for day in dict.fromkeys(models.values()):
         if not is_taken(walk.place("runs", day) / RUN):  # of the first day, if an earlier call did not keep it
             continue
@@ -448,7 +464,6 @@ def _late(walk: _Walk, path: Path, done: Sequence[DoneDay]) -> dict[str, dict[st
 
 def _finish(walk: _Walk, chain: Chain, keep: int) -> None:
     """Removes what older days need no longer, and writes the page."""
-    newest = Run(walk.place("runs", done[-1].name))
     for day in chain.days[:-keep]:
         remove(walk.place("data", day.name))
         if walk.delay and day == chain.days[0]:  # its model scores all days

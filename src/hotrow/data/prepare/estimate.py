@@ -10,7 +10,7 @@ import numpy as np
 
 from hotrow.base.files import disk_free_bytes, size
 from hotrow.base.progress import duration
-from hotrow.data.chunk import Chunk, Keys, SourceInfo
+from hotrow.data.chunk import Chunk, Keys, NoRowsError, SourceInfo
 from hotrow.data.native import Counter
 from hotrow.data.packed.format import ROWS_PER_BLOCK
 from hotrow.data.prepare.lag import ROW_BYTES, STATISTIC_BYTES
@@ -77,7 +77,7 @@ def estimate_work(
     read_s = time.perf_counter() - started
     sampled = sum(chunk.num_rows for chunk in chunks)
     if sampled == 0:
-        raise ValueError(f"{info.files[0].path} has no rows; there is nothing to prepare")
+        raise NoRowsError(f"{info.files[0].path} has no rows; there is nothing to prepare")
     started = time.perf_counter()
     growth = (max(num_rows * sample, 1) / sampled) ** VOCABULARY_GROWTH
     keys = [_count(opened, chunks, table) for table in opened.schema.table_names]

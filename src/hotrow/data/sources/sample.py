@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from hotrow.data.chunk import NoRowsError
 from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFile, open_columnar
 from hotrow.data.sources.columns import format_of, input_files, open_files
 from hotrow.data.sources.excerpts import Lines, RecordCut, excerpt
@@ -62,7 +63,7 @@ def sample_rows(data: Any, reader: TableReader, spec: CsvSpec) -> Sample:
     else:
         rows, is_whole = _of_files(files, reader, spec)
     if not len(rows):
-        raise ValueError(f"{reader.files[0].path} has no rows to look at; give a file that has some")
+        raise NoRowsError(f"{reader.files[0].path} has no rows to look at; give a file that has some")
     where = reader.files[0].path if len(reader.files) == 1 else f"{len(reader.files):,} files"
     if len(reader.files) > MAX_FILES:
         where = f"{MAX_FILES} of {where}"
