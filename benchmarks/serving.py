@@ -190,6 +190,7 @@ class Pages:
         self._weights = [self._version.mapped.weights[each["table"]] for each in about["features"]]
         own = self._version.mapped._rows_of
         self._pinned = np.array([own[each["name"]].num_pinned for each in about["features"]])
+        self._row_bytes = np.array([own[each["name"]].row_bytes for each in about["features"]])
         self._files = {path: path.open("rb") for path in self._paths}
         self._libc = ctypes.CDLL(None, use_errno=True)
 
@@ -212,10 +213,9 @@ class Pages:
         rows = self._version._cells.read(user, items, len(items)).ids
         shared = np.array([name in user for name in self._version._cells.names])
         own = [(f, row) for f, ids in enumerate(rows) for row in (ids[:1] if shared[f] else ids).tolist()]
-        row_bytes = 4 * self._weights[0].shape[1]
         # A page has rows of both kinds where the pinned ones end.
-        ends = -(-self._pinned * row_bytes // mmap.PAGESIZE)
-        pages = [(f, row * row_bytes // mmap.PAGESIZE) for f, row in own]
+        ends = -(-self._pinned * self._row_bytes // mmap.PAGESIZE)
+        pages = [(f, row * int(self._row_bytes[f]) // mmap.PAGESIZE) for f, row in own]
         pages = [(f, page) for f, page in pages if page >= ends[f]]
         rng = np.random.default_rng(len(own))
         chosen = rng.choice(len(pages), min(round(share * len(own)), len(pages)), replace=False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import mmap
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,22 @@ pytestmark = pytest.mark.package
 def test_ids_of_a_table_differ() -> None:
     rows = np.arange(1, max(CRITEO_TABLES), 997)
     assert len(np.unique(key_of(rows, 3))) == len(rows)
+
+
+def test_pages_are_those_of_the_rows_whatever_their_bytes() -> None:
+    """Rows of 10 and of 132 bytes; pages that hold pinned rows are left out."""
+    row_bytes, pinned, ids = (10, 132), (1000, 40), [np.array([5, 1500, 2500]), np.array([3, 70, 200])]
+    pages = object.__new__(serving.Pages)
+    cells = SimpleNamespace(names=("a", "b"), read=lambda *given: SimpleNamespace(ids=ids))
+    pages._version, pages._pinned = SimpleNamespace(_cells=cells), np.array(pinned)
+    pages._row_bytes = np.array(row_bytes)
+    wanted = set()
+    for f, rows in enumerate(ids):
+        for row in rows:
+            page = row * row_bytes[f] // mmap.PAGESIZE
+            if page * mmap.PAGESIZE >= pinned[f] * row_bytes[f]:
+                wanted.add((f, int(page)))
+    assert wanted == set(pages.of(({}, [{}] * 3), 1.0)) and {f for f, _ in wanted} == {0, 1}
 
 
 def test_every_cell_has_its_figures(
