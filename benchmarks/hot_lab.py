@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from hotrow.data.packed.format import DatasetInfo
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, tables_of
 from hotrow.placement.budget import TableSlots
-from hotrow.placement.slots import COUNTS, Directory, Span
+from hotrow.placement.slots import COUNTS, Span, directory_of
 
 
 def interval(mean: float, error: float, num: int) -> tuple[float, float]:
@@ -81,12 +82,12 @@ class Link:
 
 # ---- bytes between host and device, with slots
 #
-# Every batch sends dense inputs, labels and, for lookup and update, ids over, and the rows that the device lacks;
+# Every batch sends dense inputs, labels and ids over, and the rows that the device lacks;
 # evicted rows come back. At the end updated rows that lie on the device come back. The directory is that of a run, so
 # the rows that come and leave are those of a run that looks no further ahead than one batch.
 
 ID_BYTES = 4
-"""Bytes of an id. It is sent twice: for the lookup and for its update."""
+"""Bytes of an id."""
 MOVE_BYTES = 8
 """Bytes of the slot number sent beside a row that comes or leaves."""
 POINTER_BYTES = 16
@@ -114,16 +115,17 @@ def cached_crossing(
     """
     names = [table.name for table in info.tables]
     by_table = sorted((names.index(feature.table), feature.name) for feature in info.features)
-    directory = Directory([table.num_embeddings for table in info.tables], [slots[name] for name in names])
+    directory = directory_of([table.num_embeddings for table in info.tables], [slots[name] for name in names])
     found = Cached()
     for batch in batches:
-        found.to_device_bytes += batch.dense.nbytes + batch.label.nbytes + 2 * ID_BYTES * len(batch.sparse.values)
+        found.to_device_bytes += batch.dense.nbytes + batch.label.nbytes + ID_BYTES * len(batch.sparse.values)
         spans = [(t, batch.sparse.span(name)) for t, name in by_table]
         _train(directory, batch.sparse.values.numpy(), [(t, span.start, span.stop) for t, span in spans], names)
-    counts = dict(zip(COUNTS, directory.counts.T, strict=True))
+    directory.clear_dirty()  # as if they were written
+    counts = dict(zip(COUNTS, np.array(directory.counts).T, strict=True))
     record, pinned = (np.array(own) for own in ([record_bytes[n] for n in names], [slots[n].pinned for n in names]))
     coming = pinned + counts["read_rows"]
-    leaving = counts["written_rows"] + [len(own) for own in directory.split(np.flatnonzero(directory.dirty))[0]]
+    leaving = counts["written_rows"]
     pointers = counts["read_rows"] + counts["evicted_rows"]
     sent = coming * (record + MOVE_BYTES) + leaving * MOVE_BYTES + pointers * POINTER_BYTES
     found.to_device_bytes += int(sent.sum())
@@ -132,15 +134,11 @@ def cached_crossing(
     return found
 
 
-def _train(directory: Directory, ids: NDArray[np.int64], spans: Sequence[Span], names: Sequence[str]) -> None:
+def _train(directory: Any, ids: NDArray[np.int64], spans: Sequence[Span], names: Sequence[str]) -> None:
     named = directory.find(ids, spans)
     assert named is not None, "packed ids are rows"
-    missing = directory.num_short(named)
-    if (missing > 0).any():
-        t = int(np.argmax(missing > 0))
-        raise ValueError(
-            f"a batch looks up {directory.num_named(named)[t]:,} rows of table {names[t]!r}, {missing[t]:,} more than "
-            "have room"
-        )
-    held, _ = directory.admit(named)
-    directory.release(held, updated=True)
+    for name, missing, rows in zip(names, directory.missing(named), named.numbers, strict=True):
+        if missing > 0:
+            raise ValueError(f"a batch looks up {rows:,} rows of table {name!r}, {missing:,} more than have room")
+    directory.admit(named)
+    directory.release(named, updated=True)

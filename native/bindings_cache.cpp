@@ -3,6 +3,7 @@
 #include <hotrow/parallel.h>
 #include <hotrow/row_cache.h>
 #include <hotrow/saved_store.h>
+#include <hotrow/slot_directory.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -368,6 +369,65 @@ void Flight::release(bool dirty, int num_threads) {
   caches_->release(*this, dirty, num_threads);
 }
 
+// ---- slots on a device
+
+using Numbers = nb::ndarray<nb::numpy, int64_t>;
+
+Numbers numbers_of(std::vector<int64_t>&& given) {
+  auto owned = std::make_unique<std::vector<int64_t>>(std::move(given));
+  int64_t* values = owned->data();
+  const size_t length = owned->size();
+  nb::capsule owner(owned.release(), [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
+  return {values, 1, &length, owner};
+}
+
+// (rows, slots, how many by table)
+using RowsOfTables = std::tuple<Numbers, Numbers, std::vector<int64_t>>;
+RowsOfTables lists_of(SlotDirectory::Rows&& found) {
+  return {numbers_of(std::move(found.rows)), numbers_of(std::move(found.slots)), std::move(found.numbers)};
+}
+
+std::unique_ptr<SlotDirectory> make_directory(const std::vector<std::tuple<int64_t, int64_t, int64_t>>& tables) {
+  std::vector<SlotDirectory::Sizes> sizes;
+  for (const auto& [num_rows, pinned, cached] : tables) {
+    require(0 <= pinned && 0 <= cached && pinned + cached <= num_rows && pinned + cached <= 0x7FFFFFFF,
+            "pinned + cached slots must be within the table's rows, and below 2^31");
+    sizes.push_back({num_rows, pinned, cached});
+  }
+  return std::make_unique<SlotDirectory>(sizes);
+}
+
+std::unique_ptr<SlotDirectory::Named> find_rows(SlotDirectory& directory, const Ids& ids,
+                                                const std::vector<std::tuple<size_t, int64_t, int64_t>>& given) {
+  std::vector<SlotDirectory::Ids> batch;
+  for (const auto& [table, first, last] : given) {
+    require(table < directory.counts().size() && 0 <= first && first <= last && last <= size(ids),
+            "span outside the batch");
+    require(batch.empty() || batch.back().table <= table, "spans must be in the order of their tables");
+    batch.push_back({table, first, last});
+  }
+  const bool wide = is_wide(ids);
+  auto named = std::make_unique<SlotDirectory::Named>();
+  nb::gil_scoped_release release;
+  const bool good = wide ? directory.find(static_cast<const int64_t*>(ids.data()), batch, *named)
+                         : directory.find(static_cast<const int32_t*>(ids.data()), batch, *named);
+  if (!good) named.reset();
+  return named;
+}
+
+// None if no row comes.
+std::optional<std::tuple<RowsOfTables, RowsOfTables, Numbers>> admit_rows(SlotDirectory& directory,
+                                                                          SlotDirectory::Named& named) {
+  SlotDirectory::Moves moves;
+  {
+    nb::gil_scoped_release release;
+    moves = directory.admit(named);
+  }
+  if (moves.coming.rows.empty()) return std::nullopt;
+  return std::tuple{lists_of(std::move(moves.coming)), lists_of(std::move(moves.leaving)),
+                    numbers_of(std::move(moves.pointers))};
+}
+
 }  // namespace
 
 void bind_cache(nb::module_& m) {
@@ -389,5 +449,33 @@ void bind_cache(nb::module_& m) {
       .def("failure", &Caches::failure)
       .def("counters", &Caches::counters)
       .def_rw("last_batch", &Caches::last_batch);  // for tests
+  using Named = SlotDirectory::Named;
+  nb::class_<Named>(m, "NamedRows").def_prop_ro("numbers", [](const Named& named) {
+    std::vector<int64_t> found;
+    for (const auto& own : named.numbers) found.push_back(own.pinned + own.passing + own.coming);
+    return found;
+  });
+  nb::class_<SlotDirectory>(m, "SlotDirectory")
+      .def("find", &find_rows, nb::arg("ids").noconvert(), nb::arg("spans"))
+      .def("missing", &SlotDirectory::missing)
+      .def("fits", &SlotDirectory::fits)
+      .def("admit", &admit_rows)
+      .def("release", &SlotDirectory::release, nb::arg("named"), nb::arg("updated"),
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("coming", [](const SlotDirectory& own, const Named& named) { return lists_of(own.coming(named)); })
+      .def(
+          "resident", [](const SlotDirectory& own, bool dirty) { return lists_of(own.resident(dirty)); },
+          nb::arg("dirty"))
+      .def("clear_dirty", &SlotDirectory::clear_dirty)
+      .def_prop_ro("num_free", &SlotDirectory::num_free)
+      .def_prop_ro("num_places", &SlotDirectory::num_places)
+      .def_prop_ro("counts", [](const SlotDirectory& own) {
+        std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>> found;
+        for (const auto& c : own.counts()) {
+          found.emplace_back(c.rows, c.hit_rows, c.read_rows, c.evicted_rows, c.written_rows);
+        }
+        return found;
+      });
+  m.def("make_slot_directory", &make_directory);
   m.def("make_caches", [] { return std::make_shared<Caches>(); });
 }

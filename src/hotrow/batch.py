@@ -212,6 +212,14 @@ class KeyedJaggedTensor:
         lengths = None if self.one_hot else torch.cat([self.lengths[own] for own in bags])
         return KeyedJaggedTensor(self.keys, torch.cat([self.values[own] for own in ids]), weights, lengths=lengths)
 
+    def key_ends(self) -> list[int]:
+        """Returns where the ids of each key start, and where those of the last key end."""
+        num_keys = len(self.keys)
+        if self._offsets is None or not self.stride:
+            return [k * self.stride for k in range(num_keys + 1)]
+        ends: list[int] = self._offsets[:: self.stride].tolist()
+        return ends
+
     def span(self, key: str) -> slice:
         """Returns the slice of `values` that holds the ids of a feature."""
         f = self.keys.index(key)

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import itertools
+import os
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +25,12 @@ from torch import Tensor
 
 import hotrow
 from hotrow import DeviceMemory, EmbeddingCollection, KeyedJaggedTensor
-from hotrow.kernels import ops
+from hotrow.kernels import ops, triton_ops
 from hotrow.kernels.triton_moves import Moment, Streams
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad
+from hotrow.placement import device
 from hotrow.placement.budget import MOVING_SHARE, TableDemand, TableSlots, plan_slots_on_device
-from hotrow.placement.slots import COUNTS, Directory, Named
+from hotrow.placement.slots import COUNTS, RowSlots, directory_of
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Flight, Tiers
 from hotrow.tables import TableConfig, Uniform
@@ -238,11 +243,27 @@ def test_random_schedules_and_sizes(seed: int) -> None:
     check(*sides)
 
 
+def by_table(directory: Any, *, dirty: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """The rows that have slots, and the slots."""
+    return list(zip(*RowSlots.of(directory.resident(dirty=dirty)), strict=True))
+
+
+def settled(rows: Any) -> Any:
+    """The placement, when everything that it was asked is done."""
+    rows.counters()
+    return rows
+
+
 def check_map(plain: Side, other: Side) -> int:
     """Rows that the map on the device gives a slot, and those below the prefix, lie there with the bits that they have
     in DRAM, each in a slot of its own. Returns how many there are."""
-    rows, first, count = other.emb.placement, 0, 0
-    assert rows.map.cpu().tolist() == rows.directory.slot_of.tolist()
+    rows, first, count = settled(other.emb.placement), 0, 0
+    there = [dict(zip(ids.tolist(), slots.tolist(), strict=True)) for ids, slots in by_table(rows.directory)]
+    assert rows.map.cpu().tolist() == [
+        lies.get(row, -1)
+        for lies, own, num_rows in zip(there, rows.slots, ROWS.values(), strict=True)
+        for row in range(own.pinned, num_rows)
+    ]
     for name, own, parts in zip(ROWS, rows.slots, rows._parts, strict=True):
         entries = rows.map[first : first + ROWS[name] - own.pinned].cpu()
         first += len(entries)
@@ -304,11 +325,12 @@ def test_a_batch_waits_for_rows_that_were_brought_for_another(monkeypatch: pytes
     rows = make_sides("float32", "sgd", plan=plan_for(24))[1].emb.placement
     batches = [KeyedJaggedTensor(FEATURES, torch.tensor([1, 2, 3, 4])) for _ in range(2)]
     rows.announce(batches[0])
+    settled(rows)
     last.append(next(numbers))
     rows.announce(batches[1])
     rows.forget(batches[0])
     rows._stale, _Numbered.reached_by_compute = False, -1
-    brought = rows.announced._leases[id(batches[1].values)][1].landing.arrived
+    brought = settled(rows).announced.get(batches[1]).batch.landing.arrived
     rows.take(batches[1], training=True)
     assert brought.number == last[0] - 1 == _Numbered.reached_by_compute
 
@@ -325,7 +347,7 @@ def test_a_tiny_cache_serves_as_many_batches_as_fit() -> None:
     check(*sides)
     rows = sides[1].emb.placement
     assert rows.postponed > 0 and rows.announced.foreseen > 0
-    assert rows.directory.num_free.tolist() == [24, 24, 0], "rows are still held"
+    assert settled(rows).directory.num_free == [24, 24, 0], "rows are still held"
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4))])
@@ -376,19 +398,17 @@ def test_tiers_are_asked_for_rows_before_their_batch(tmp_path: Path) -> None:
     def asked() -> int:
         return below.counters()["t"]["rows"] + below.counters()["u"]["rows"]
 
-    def batch_of(ids: Tensor) -> KeyedJaggedTensor:
-        return KeyedJaggedTensor(FEATURES, torch.cat([ids, ids, torch.zeros_like(ids), ids]))
-
     batches = [batch_of(torch.arange(*ids)) for ids in ((0, 8), (8, 16), (20, 40))]
     for batch, num_asked in zip(batches, (16, 16, 40), strict=True):
         before = asked()
         rows.announce(batch)
+        settled(rows)
         assert asked() - before == num_asked, "rows of t and u, once each"
     assert rows.postponed == 1 and len(rows._landings) == 1
     for batch in batches:
         side.forward(batch)
         side.step()
-    assert not rows._asked and not rows._landings
+    assert not len(rows.announced) and not rows._landings
     assert rows.announced.foreseen == 2 and rows.stall_s > 0
 
 
@@ -435,35 +455,172 @@ def test_rows_whose_way_back_is_cut_short_are_missed(monkeypatch: pytest.MonkeyP
             call()
 
 
-def test_waits_of_batches_that_are_announced_are_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For rows that are on their way, and for room to write; with and without room on the device."""
-    side = make_sides("float32", "sgd", plan=plan_for(24), below=tiers(tmp_path, 50))[1]
-    rows, below = side.emb.placement, side.emb.placement.below
-    assert below is not None
-    rows.announce(KeyedJaggedTensor(FEATURES, torch.zeros(4, dtype=torch.int64)))
-    wait, hold = Flight.wait, Tiers.bring
+def test_a_step_that_waits_for_rows_has_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not while they come beside it. By a clock that stands still but for waits of a second."""
+    rows = make_sides("float32", "sgd", plan=plan_for(24), below=tiers(tmp_path, 50))[1].emb.placement
+    wait, now = Flight.wait, [0.0]
 
     def wait_longer(flight: Flight) -> None:
-        time.sleep(0.05)
+        now[0] += 1
         wait(flight)
 
-    def without_room(own: Tiers, *args: Any, **named: Any) -> Flight:
-        own.stall_s += 100.0
-        return hold(own, *args, **named)
+    monkeypatch.setattr(Flight, "wait", wait_longer)
+    monkeypatch.setattr(device, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    rows._stale = False
+    batches = [batch_of(torch.arange(first, first + 8)) for first in (1, 9)]
+    for batch in batches:
+        rows.announce(batch)
+    assert settled(rows).stall_s == 0 and now == [1], "the first one has landed"
+    flights = [rows.take(batch, training=True)[0] for batch in batches]
+    assert rows.stall_s == 1 and not any(own.released for own in flights)
 
-    before = rows.stall_s
-    with monkeypatch.context() as patch:
-        patch.setattr(Flight, "wait", wait_longer)
-        for first in (1, 9):
-            ids = torch.arange(first, first + 8)
-            rows.announce(KeyedJaggedTensor(FEATURES, torch.cat([ids, ids, torch.zeros_like(ids), ids])))
-    assert 0.05 <= rows.stall_s - before < 50
-    monkeypatch.setattr(Tiers, "bring", without_room)
-    for first, stalled in ((17, 100), (30, 200)):
-        ids = torch.arange(first, first + 4 if stalled == 100 else first + 24)
-        rows.announce(KeyedJaggedTensor(FEATURES, torch.cat([ids, ids, torch.zeros_like(ids), ids])))
-        assert stalled <= rows.stall_s - before < stalled + 50
-    assert rows.postponed == 1
+
+def batch_of(ids: Tensor) -> KeyedJaggedTensor:
+    """These ids in both large tables."""
+    return KeyedJaggedTensor(FEATURES, torch.cat([ids, ids, torch.zeros_like(ids), ids]))
+
+
+class Held:
+    """Keeps a placement's worker from working until `let_go`."""
+
+    def __init__(self, rows: Any) -> None:
+        self._go = threading.Event()
+        rows._worker.ask(self._go.wait)
+
+    def let_go(self) -> None:
+        self._go.set()
+
+
+def test_a_step_announces_without_waiting_and_waits_for_its_own_rows_alone() -> None:
+    """Both would wait for ever if they waited for what comes later."""
+    sides = make_sides("float32", "adagrad", plan=plan_for(40))
+    rows = sides[1].emb.placement
+    zero, first, second = (batch_of(torch.arange(k, k + 8)) for k in (0, 8, 16))
+    sides[1].forward(zero)
+    sides[1].step()
+    rows.announce(first)
+    settled(rows)
+    held = Held(rows)
+    rows.announce(second)
+    sides[1].forward(first)
+    sides[1].step()
+    assert rows.announced.foreseen == 1 and not rows.announced.get(second).asked.done()
+    held.let_go()
+    sides[1].forward(second)
+    sides[1].step()
+    for batch in (zero, first, second):
+        sides[0].forward(batch)
+        sides[0].step()
+    check(*sides)
+    assert rows.announced.foreseen == 2
+
+
+def test_what_is_announced_are_the_ids_of_that_moment() -> None:
+    """Those that a batch has when its turn comes may be others."""
+    sides = make_sides("float32", "sgd", plan=plan_for(24))
+    rows, batch = sides[1].emb.placement, batch_of(torch.arange(4))
+    held = Held(rows)
+    rows.announce(batch)
+    batch.values[0] = 59
+    held.let_go()
+    for side in sides:
+        side.forward(batch)
+        side.step()
+    check(*sides)
+    assert (rows.announced.altered, rows.announced.foreseen) == (1, 0)
+
+
+def test_nothing_that_is_decided_depends_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow worker and a fast one: the same rows come and go, as many batches are postponed."""
+
+    def outcome() -> list[Any]:
+        side = make_sides("float32", "sgd", plan=plan_for(24, pinned=2))[1]
+        drive([side], seed=8, depth=4, num_batches=10)
+        rows = settled(side.emb.placement)
+        lie = [own.tolist() for pair in by_table(rows.directory) for own in pair]
+        seen = [float(own.sum()) for own in side.seen]
+        return [rows.postponed, rows.counters(), rows.announced.counts(), lie, seen]
+
+    admit, rng = device.Device._admit, np.random.default_rng(4)
+
+    def admit_late(own: device.Device, batch: device.Admission) -> bool:
+        time.sleep(0.003 * rng.random())
+        return admit(own, batch)
+
+    fast = outcome()
+    monkeypatch.setattr(device.Device, "_admit", admit_late)
+    assert outcome() == fast and fast[0] > 0
+
+
+def test_what_stops_the_worker_is_raised_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As itself, so that a run can name the budget, and from then on as rows that are lost."""
+    side = make_sides("float32", "sgd", plan=plan_for(20))[1]
+    rows = side.emb.placement
+    first = batch_of(torch.arange(4))
+    side.forward(batch_of(torch.arange(10, 14)))
+    side.step()
+    rows.announce(first)
+    settled(rows)
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(rows._mover, "point", no_memory)
+    rows.announce(batch_of(torch.arange(20, 24)))
+    settled(rows)
+    with pytest.raises(torch.OutOfMemoryError):
+        side.forward(first)
+    with pytest.raises(StoreError, match=r"are lost: OutOfMemoryError .* load the last checkpoint"):
+        side.forward(first)
+
+
+def test_the_worker_ends_with_its_tables_and_leaves_nothing_undone() -> None:
+    def workers() -> int:
+        return sum(thread.name == "hotrow-slots" for thread in threading.enumerate())
+
+    gc.collect()
+    before = workers()
+    side = make_sides("float32", "sgd", plan=plan_for(24))[1]
+    side.emb.placement.announce(batch_of(torch.arange(4)))
+    assert workers() == before + 1
+    side.emb.placement.close()
+    assert workers() == before and side.emb.placement.counters()["t"]["read_rows"] == 4
+    side = make_sides("float32", "sgd", plan=plan_for(24))[1]
+    side.forward(batch_of(torch.arange(4)))
+    side.step()
+    del side
+    gc.collect()
+    assert workers() == before
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="CUDA itself refuses a forked child")
+def test_a_forked_child_is_refused() -> None:
+    """Its worker is not in it; waiting for it would never end."""
+    side = make_sides("float32", "sgd", plan=plan_for(24))[1]
+    side.forward(batch_of(torch.arange(4)))
+    side.step()
+    reader, writer = os.pipe()
+    if not os.fork():
+        try:
+            side.emb(batch_of(torch.arange(4)))
+        except StoreError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        assert "that this one was forked from" in said.read()
+    side.forward(batch_of(torch.arange(4)))
+
+
+def test_ids_are_copied_to_the_device_once() -> None:
+    """Those of a batch that `take` gave; what else is looked up may have changed since."""
+    batch = batch_of(torch.arange(4))
+    own, meta = triton_ops.OwnIds.replacing(batch, batch.values.clone()), torch.device("meta")
+    assert triton_ops._Uploaded.of(own, meta).values is triton_ops._Uploaded.of(own, meta).values
+    assert triton_ops._Uploaded.of(batch, meta).values is not triton_ops._Uploaded.of(batch, meta).values
+    rows = make_sides("float32", "sgd", plan=plan_for(24))[1].emb.placement
+    assert isinstance(rows.take(batch, training=True)[1], triton_ops.OwnIds)
 
 
 def test_a_plan_by_counts_gives_often_used_rows_slots_for_good() -> None:
@@ -571,67 +728,128 @@ def test_a_lookup_that_nobody_wanted_lets_go_of_its_rows() -> None:
     _, side = make_sides("float32", "sgd", plan=plan_for(40))
     rows = side.emb.placement
     side.emb(make_batch(np.random.default_rng(0)))
-    assert rows.directory.num_free.tolist() == [40, 40, 0]
+    assert settled(rows).directory.num_free == [40, 40, 0]
 
 
 def test_the_directory_against_dictionaries() -> None:
-    """Random batches: a row has one slot, those of batches in flight keep theirs, updated ones are copied back.
+    """Random batches: a row has one slot, those of batches in flight keep theirs, updated ones are copied back, and
+    a row leaves only if no other one was passed by the hand for less.
 
     The first table of three has two features, the second a slot for every row.
     """
     rng = np.random.default_rng(0)
     num_rows, slots = [50, 7, 30], [TableSlots(4, 20), TableSlots(7, 0), TableSlots(0, 12)]
-    directory = Directory(num_rows, slots)
+    first_places = [-4, 46 - 7, 46]
+    directory = directory_of(num_rows, slots)
     lies = [{row: row for row in range(own.pinned)} for own in slots]
-    dirty, named_rows = [set[int]() for _ in slots], [0, 0, 0]
-    flights: list[tuple[list[set[int]], Named]] = []
+    clocks = [Clock(own) for own in slots]
+    dirty, named_rows, left = [set[int]() for _ in slots], [0, 0, 0], 0
+    pointers = dict[int, int]()
+    flights: list[tuple[list[set[int]], Any]] = []
     for _ in range(400):
         a, b, c = np.sort(rng.integers(0, 12, 3))
         spans = [(0, b, c), (0, 0, a), (1, a, b), (2, c, 12)]
         ids = np.concatenate(
             [rng.integers(0, num_rows[t], n) for t, n in ((0, a), (1, b - a), (0, c - b), (2, 12 - c))]
-        )
+        ).astype(rng.choice([np.int32, np.int64]))
         batch = [set[int](), set[int](), set[int]()]
         for t, start, stop in spans:
             batch[t] |= set(ids[start:stop].tolist())
         held = [set[int]().union(*(other[t] for other, _ in flights)) for t in range(3)]
         new = [{row for row in (batch[t] | held[t]) if row >= slots[t].pinned} for t in range(3)]
         named = directory.find(ids, spans)
-        assert named is not None and directory.num_named(named).tolist() == [len(own) for own in batch]
+        assert named.numbers == [len(own) for own in batch]
         missing = [len(own) - each.cached for own, each in zip(new, slots, strict=True)]
-        assert np.maximum(directory.num_short(named), 0).tolist() == [max(0, own) for own in missing]
+        assert [max(0, own) for own in directory.missing(named)] == [max(0, own) for own in missing]
+        alone = [sum(row >= own.pinned for row in each) <= own.cached for own, each in zip(slots, batch, strict=True)]
+        assert directory.fits(named) == all(alone)
+        absent = [sorted(batch[t] - {*own}) for t, own in enumerate(lies)]
+        assert [own.tolist() for own in RowSlots.of(directory.coming(named)).rows] == absent
         if max(missing) <= 0:
-            flight, moves = directory.admit(named)
+            moves = directory.admit(named)
+            assert (moves is None) == (not any(absent))
+            coming, leaving = map(RowSlots.of, moves[:2]) if moves else (RowSlots([], []),) * 2
+            places, entries = moves[2].reshape(2, -1).tolist() if moves else ([], [])
+            pointers.update(zip(places, entries, strict=True))
             for t, own in enumerate(lies):
-                coming, coming_slots, leaving = (
-                    each[t].tolist() if moves.coming else []
-                    for each in (moves.coming, moves.coming_slots, moves.leaving)
-                )
-                assert {*coming} == batch[t] - {*own} and {*leaving} <= dirty[t] - held[t] - batch[t]
-                for row in [row for row, slot in own.items() if slot in coming_slots]:
-                    del own[row]
-                    assert (row in leaving) == (row in dirty[t])
+                wanted, gone = clocks[t].admit(absent[t], batch[t] - {*absent[t]}), dict[int, int]()
+                if moves is not None:
+                    assert dict(zip(coming.rows[t].tolist(), coming.slots[t].tolist(), strict=True)) == wanted
+                    gone = dict(zip(leaving.rows[t].tolist(), leaving.slots[t].tolist(), strict=True))
+                for row in [row for row, slot in own.items() if slot in wanted.values()]:
+                    assert row not in held[t] | batch[t]
+                    assert (row in gone) == (row in dirty[t]) and gone.get(row, own[row]) == own.pop(row)
                     dirty[t].discard(row)
-                own |= dict(zip(coming, coming_slots, strict=True))
+                    left += 1
+                own |= wanted
                 assert len({*own.values()}) == len(own) <= sum(slots[t])
                 named_rows[t] += len(batch[t])
-                first = directory.first_slots[t]
-                there = flight.slots[(flight.slots >= first) & (flight.slots < directory.first_slots[t + 1])] - first
-                assert sorted(there.tolist()) == sorted(own[row] for row in batch[t])
-            flights.append((batch, flight))
+            flights.append((batch, named))
         if flights and rng.random() < 0.6:
-            batch, flight = flights.pop(int(rng.integers(len(flights))))
+            batch, named = flights.pop(int(rng.integers(len(flights))))
             updated = bool(rng.random() < 0.5)
-            directory.release(flight, updated=updated)
-            for t, own in enumerate(batch if updated else []):
-                dirty[t] |= own
-        rows, _ = directory.split(np.flatnonzero(directory.dirty))
-        assert [set(own.tolist()) for own in rows] == dirty
-    counts = dict(zip(COUNTS, directory.counts.T.tolist(), strict=True))
+            directory.release(named, updated=updated)
+            for t, own in enumerate(batch):
+                dirty[t] |= own if updated else set()
+                clocks[t].release(own)
+        now = [dict(zip(ids.tolist(), at.tolist(), strict=True)) for ids, at in by_table(directory)]
+        assert now == lies
+        assert [set(ids.tolist()) for ids, _ in by_table(directory, dirty=True)] == dirty
+        in_map = {(t, row): at for t, own in enumerate(lies) for row, at in own.items() if row >= slots[t].pinned}
+        assert {place: at for place, at in pointers.items() if at >= 0} == {
+            first_places[t] + row: at for (t, row), at in in_map.items()
+        }
+    counts = dict(zip(COUNTS, np.array(directory.counts).T.tolist(), strict=True))
     assert counts["rows"] == named_rows and counts["hit_rows"][1] == named_rows[1]
-    assert counts["evicted_rows"][0] > 100 and counts["written_rows"][2] > 30
+    assert sum(counts["evicted_rows"]) == left > 100 and counts["written_rows"][2] > 30
     for bad in (-1, 7):
         assert directory.find(np.array([3, bad, 11]), [(0, 0, 1), (1, 1, 2), (2, 2, 3)]) is None
+    directory.clear_dirty()
+    written = [own[-1] - before for own, before in zip(directory.counts, counts["written_rows"], strict=True)]
+    assert written == [len(own) for own in dirty] and not any(len(ids) for ids, _ in by_table(directory, dirty=True))
+
+
+class Clock:
+    """The rule by which rows make room, in plain Python: what the directory of one table decides."""
+
+    def __init__(self, slots: TableSlots) -> None:
+        self.first, self.hand, self.pins, self.used = slots.pinned, 0, dict[int, int](), set[int]()
+        self.ring: list[int | None] = [None] * slots.cached
+
+    def admit(self, coming: list[int], here: set[int]) -> dict[int, int]:
+        """Returns the slot of each row that comes, in rising order of rows."""
+        for row in here:
+            self.pins[row] = self.pins.get(row, 0) + 1
+            self.used.add(row)
+        found = {}
+        for row in coming:
+            while (old := self.ring[self.hand]) is not None and (self.pins.get(old) or old in self.used):
+                if not self.pins.get(old):
+                    self.used.discard(old)
+                self.hand = (self.hand + 1) % len(self.ring)
+            self.ring[self.hand], self.pins[row] = row, 1
+            self.used.add(row)
+            found[row] = self.first + self.hand
+            self.hand = (self.hand + 1) % len(self.ring)
+        return found
+
+    def release(self, rows: set[int]) -> None:
+        for row in rows:
+            self.pins[row] -= 1
+
+
+def test_a_directory_of_what_cannot_be_is_refused() -> None:
+    for pinned, cached in ((-1, 2), (1, -1), (3, 3)):
+        with pytest.raises(ValueError, match="within the table's rows"):
+            directory_of([5], [TableSlots(pinned, cached)])
+    directory, ids = directory_of([5, 5], [TableSlots(1, 2)] * 2), np.array([1, 2])
+    for spans in ([(2, 0, 1)], [(0, -1, 1)], [(0, 0, 3)], [(0, 2, 1)]):
+        with pytest.raises(ValueError, match="span outside the batch"):
+            directory.find(ids, spans)
+    with pytest.raises(ValueError, match="in the order of their tables"):
+        directory.find(ids, [(1, 0, 1), (0, 1, 2)])
+    with pytest.raises(ValueError, match="int32 or int64"):
+        directory.find(np.array([1.0]), [(0, 0, 1)])
 
 
 def test_frozen_tables_on_a_device_stay_and_a_part_of_them_is_refused() -> None:

@@ -14,6 +14,7 @@ from gpu_device import DEVICE
 
 from benchmarks import device_day, gpu
 from benchmarks.step_shapes import SHAPES
+from forked import run_forked
 
 pytestmark = [pytest.mark.package, pytest.mark.usefixtures("one_thread")]
 QUICK = ["--quick", "--device", str(DEVICE), "--stretches", "1", "--here"]
@@ -178,6 +179,16 @@ def test_the_parts_of_a_visit_are_commands_that_exist() -> None:
         elif module == "benchmarks.end_to_end":
             shapes = [own for before, own in pairwise(part.arguments) if before == "--shape"]
             assert set(shapes) < set(SHAPES)
+
+
+def test_the_host_of_a_step_is_measured_without_a_device() -> None:
+    """In a process of its own, whose kernels do nothing."""
+    options = ["--scale", "1e-4", "--steps", "3", "--batch-size", "16", "--functions", "2"]
+    done = run_forked(f"from benchmarks.device_host import main; main({options})")
+    lines = done.stdout.splitlines()
+    heads = [line for line in lines if "ms in the step's thread" in line]
+    assert [head.split()[0] for head in heads] == ["cached", "all_in_hbm"] and len(lines) == 6, done.stderr
+    assert "; 0.0% of the rows come" in heads[1] and "; 0.0% of the rows come" not in heads[0]
 
 
 def test_the_profile_of_a_step() -> None:

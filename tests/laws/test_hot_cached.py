@@ -51,7 +51,7 @@ def test_rows_that_move_are_those_of_a_run(dataset: PackedDataset) -> None:
     assert found.from_device_bytes == sum(leaving[name] * RECORD[name] for name in RECORD)
     moves = sum(coming[name] * (RECORD[name] + MOVE_BYTES) + leaving[name] * MOVE_BYTES for name in RECORD)
     pointers = sum(own["read_rows"] + own["evicted_rows"] for own in counts.values())
-    assert found.to_device_bytes == inputs + 2 * ID_BYTES * num_ids + moves + POINTER_BYTES * pointers
+    assert found.to_device_bytes == inputs + ID_BYTES * num_ids + moves + POINTER_BYTES * pointers
 
 
 def test_with_room_for_all_each_row_comes_once_and_leaves_once(dataset: PackedDataset) -> None:

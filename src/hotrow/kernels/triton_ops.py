@@ -11,8 +11,8 @@ for some rows, kernels find a row's slot in a map (`SlotMap`). Next: triton_kern
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from operator import ge
@@ -33,6 +33,8 @@ MAX_ROWS = 16
 VECTORS = 32
 """Vectors of a sample that a program of the interaction holds at a time."""
 _STORAGES = {torch.float32: triton_kernels.FLOAT32, torch.float16: triton_kernels.FLOAT16}
+_INTERPRETING = threading.Lock()
+"""Held while a kernel is interpreted: Triton changes its own module for that time."""
 _ROW_BITS = triton_kernels.ROW_BITS
 
 
@@ -129,6 +131,27 @@ def _check_device(device: torch.device) -> None:
         )
 
 
+class OwnIds(KeyedJaggedTensor):
+    """A batch with ids that its maker has checked and that nobody changes: they are copied to the device once."""
+
+    __slots__ = ("_copied",)
+    _copied: Tensor | None
+
+    @classmethod
+    def replacing(cls, sparse: KeyedJaggedTensor, values: Tensor) -> OwnIds:
+        """Returns the bags of `sparse` with other ids, in host memory, as many as before."""
+        made = cls.__new__(cls)
+        made.keys, made.weights, made.stride, made.parts = sparse.keys, sparse.weights, sparse.stride, sparse.parts
+        made.values, made._offsets, made._copied = values, sparse._offsets, None
+        return made
+
+    def on(self, device: torch.device) -> Tensor:
+        """Returns the ids there."""
+        if self._copied is None:
+            self._copied = self.values.to(device, non_blocking=True)
+        return self._copied
+
+
 @dataclass
 class _Uploaded:
     """A batch on the device; `offsets` and `weights` are placeholders if it has none."""
@@ -141,7 +164,7 @@ class _Uploaded:
 
     @classmethod
     def of(cls, sparse: KeyedJaggedTensor, device: torch.device) -> _Uploaded:
-        values = sparse.values.to(device, non_blocking=True)
+        values = sparse.on(device) if isinstance(sparse, OwnIds) else sparse.values.to(device, non_blocking=True)
         offsets = values if sparse.one_hot else sparse.offsets.to(device, non_blocking=True)
         weights = values if sparse.weights is None else sparse.weights.detach().to(device, non_blocking=True)
         return cls(values, offsets, weights, sparse.one_hot, sparse.weights is not None)
@@ -389,7 +412,7 @@ class Kernels:
 
     def _spans(self, served: Kernels, sparse: KeyedJaggedTensor, p: int) -> list[tuple[int, int, int, int]]:
         """Returns, for each feature of lookup p: its number in this collection, p, and first and end of its ids."""
-        ends = _key_ends(sparse)
+        ends = sparse.key_ends()
         positions = served.positions(sparse.keys)
         return [
             (self._numbers[feature.name], p, ends[position], ends[position + 1])
@@ -410,6 +433,8 @@ class Kernels:
             good = (offsets.diff() >= 0).all() & (offsets[0] == 0) & (offsets[-1] == sparse.values.numel())
             if not bool(good):
                 raise ValueError(ALTERED)
+        if isinstance(sparse, OwnIds) and sparse.one_hot:
+            return
         sizes = [weights.num_rows[feature.table] for feature in self.layout.features]
         if sparse.one_hot and sparse.stride:  # all features at once
             ids = sparse.values.view(len(sparse.keys), -1)
@@ -418,7 +443,7 @@ class Kernels:
             if min(least.tolist()) < 0 or any(map(ge, most.tolist(), sizes)):
                 self._raise_bad_id(weights, blame or sparse)
             return
-        ends = _key_ends(sparse)
+        ends = sparse.key_ends()
         for position, size in zip(positions, sizes, strict=True):
             ids = sparse.values[ends[position] : ends[position + 1]]
             if ids.numel():
@@ -431,17 +456,6 @@ class Kernels:
         if bad is not None:
             raise ValueError(bad.text(weights.num_rows[bad.feature.table]))
         raise ValueError(ALTERED)
-
-
-def _key_ends(sparse: KeyedJaggedTensor) -> list[int]:
-    """Returns where the ids of each key start, and where those of the last key end."""
-    stride, num_keys = sparse.stride, len(sparse.keys)
-    if sparse.one_hot:
-        return [k * stride for k in range(num_keys + 1)]
-    if not stride:
-        return [0] * (num_keys + 1)
-    ends: list[int] = sparse.offsets[::stride].tolist()
-    return ends
 
 
 def _cat(parts: Sequence[Tensor], spans: Sequence[tuple[int, int, int, int]]) -> Tensor:
@@ -489,5 +503,5 @@ def launch(kernel: Any, grid: tuple[int, ...], arrays: Sequence[Any], **more: An
     if 0 in grid:
         return
     device = arrays[0].device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with torch.cuda.device(device) if device.type == "cuda" else _INTERPRETING:
         kernel[grid](*arrays, **more, num_warps=4, enable_fp_fusion=False)

@@ -6,20 +6,25 @@ Every row of a table lies below: in DRAM, or in tiers (`Backing`). Device memory
 first rows of a table always, for the others while they are in use. Updates happen in slots; an updated row is copied
 back when its slot is needed, and by `flush`. Kernels get ids, and find the slots in a map that lies on the device too
 and changes with what comes and goes, in the order of the device's work; no result depends on what is decided here.
-Which row lies where: slots.py; how many slots there are: budget.py. Next: kernels/triton_moves.py.
+
+One thread beside the step (worker.py) decides and moves: announcements, releases and all else are its work, in the
+order of the calls, so that what is decided does not depend on time either. A step waits for the rows of its own batch.
+Which row lies where: native/slot_directory.cpp; how many slots there are: budget.py. Next: kernels/triton_moves.py.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,20 +38,21 @@ from hotrow.placement.slots import (
     COUNTS,
     SOME_FROZEN,
     Announced,
-    Directory,
     Held,
-    Moves,
-    Named,
-    Numbers,
+    RowSlots,
     Span,
     bad_id,
+    directory_of,
     spans_of,
 )
 from hotrow.placement.stores import StoreError
+from hotrow.placement.worker import Worker
 from hotrow.tables import TableConfig
 
 if TYPE_CHECKING:
     from hotrow.kernels.triton_moves import Moment, Mover
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -54,26 +60,50 @@ class Landing:
     """Rows that have slots and are held below; they are copied over in the order in which slots were given."""
 
     held: Held
-    slots: list[Numbers]
+    slots: Sequence[Tensor]
     num_sent: int
     """Number of moves to the host before it, which may carry the rows that come now."""
     arrived: Moment | None = None
     """Set when the copies are under way."""
 
 
+@dataclass
+class Admission:
+    """A batch that asks for slots, and what it was given."""
+
+    ids: Tensor
+    spans: list[Span]
+    keep: bool
+    """Whether rows that come may stay in a cache below."""
+    named: Any = None
+    """The rows that it names, for the directory; None if an id is outside its table."""
+    landing: Landing | None = None
+    """None if there was no room."""
+    held: Held | None = None
+    """Rows without room that wait in host memory."""
+
+
 class DeviceFlight:
     """A batch whose rows lie in slots, or are on their way there, until it is released."""
 
-    def __init__(self, owner: Device, spans: list[Span], ids: Tensor, held: Named, landing: Landing) -> None:
-        self._owner, self._spans, self._held, self.landing = owner, spans, held, landing
-        # Pinned, so that no upload of a lookup or an update waits for the device.
-        self.ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=owner.device.type == "cuda").copy_(ids)
-        """Those that lookups and updates get: the batch's own may change, and rows of others have no slots."""
+    released = True  # until it is made
+
+    def __init__(self, owner: Device, sparse: KeyedJaggedTensor, spans: list[Span], *, keep: bool) -> None:
+        self._owner, ids = owner, sparse.values
+        # Pinned, so that no upload of a lookup waits for the device.
+        own = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=owner.device.type == "cuda").copy_(ids)
+        self.batch = Admission(own, spans, keep)
+        """Its ids are those that lookups and updates get: the given ones may change, and other rows have no slots."""
+        self.asked: Future[bool] | None = None
+        """Says whether its rows have got slots, if it was announced."""
         self.released = False
 
-    def is_of(self, ids: Tensor, spans: list[Span]) -> bool:
-        """Returns whether these are still the ids whose rows lie in slots, looked up in the same tables."""
-        return spans == self._spans and np.array_equal(ids.numpy(), self.ids.numpy())
+    def is_of(self, ids: Tensor, spans: list[Span]) -> bool | None:
+        """Returns whether these are still the ids whose rows lie in slots, looked up in the same tables; None if there
+        was no room for them. Waits for its turn to come, and raises what stopped it."""
+        if self.asked is not None and not self._owner.result_of(self.asked):
+            return None
+        return spans == self.batch.spans and ids.dtype == self.batch.ids.dtype and torch.equal(ids, self.batch.ids)
 
     def __del__(self) -> None:
         self.release(updated=False)  # a lookup whose output nobody wanted
@@ -82,7 +112,7 @@ class DeviceFlight:
         """Ends the lease; updated: the rows have changed. Later calls do nothing."""
         if not self.released:
             self.released = True
-            self._owner.release(self._held, updated=updated)
+            self._owner.release(self.batch, updated=updated)
 
 
 class Backing(Placement, Protocol):
@@ -95,7 +125,7 @@ class Backing(Placement, Protocol):
     def parts(self) -> list[list[Tensor]]:
         """Returns by table what makes up a row: weights, lower halves of split ones, and states that are attached."""
 
-    def hold(self, rows: Sequence[Numbers], *, keep: bool) -> Held:
+    def hold(self, rows: Sequence[Tensor], *, keep: bool) -> Held:
         """Brings rows of each table, no row twice, to places in host memory. keep: they stay in the cache, if any."""
 
     def check_stores(self) -> None:
@@ -105,23 +135,26 @@ class Backing(Placement, Protocol):
 class Device(Placement):
     """The slots of one collection on a device, in front of the placement `below`.
 
-    Raises ImportError if Triton is not installed.
+    Raises ImportError if Triton is not installed, ValueError if there is no native module.
     """
 
     looks_ahead = True
     stall_s = 0.0
-    """Seconds that training batches, announced ones included, waited for rows from below and for room there."""
+    """Seconds that training batches waited for their rows when they were looked up."""
 
     def __init__(self, memory: DeviceMemory, below: Backing) -> None:
         self.tables, self.layout, self.memory = below.tables, Layout.of(below.tables), memory
         self.device = torch.device(memory.device)
         self.below: Backing = below
         self.weights, self.low = below.weights, below.low
-        self.kernels = ops.KernelSet(self.layout, triton_ops("tables on a device").Kernels)
+        on_device = triton_ops("tables on a device")
+        self.kernels, self._with_ids = ops.KernelSet(self.layout, on_device.Kernels), on_device.OwnIds.replacing
         self._num_states = 0
-        self.directory: Directory
+        self.directory: Any = None
+        """A native SlotDirectory; only the worker asks it."""
         self.map: Tensor
-        """`directory.slot_of` on the device; the copy stream writes it, as it does slots."""
+        """By place of a row that may come and go (slot_directory.h), its slot in its table, or -1; the copy stream
+        writes it, as it does slots."""
         self.slots: list[TableSlots] = []
         """By table, known when the tables are laid out."""
         self._parts: list[list[Tensor]] = []
@@ -129,15 +162,18 @@ class Device(Placement):
         """A `triton_ops.Arrays` of the weights by slot; None until the tables are laid out."""
         self._mover: Mover
         self.announced: Announced[DeviceFlight] = Announced()
-        self._asked: Announced[Held] = Announced()
-        """Announced batches without room yet: their rows are held below."""
         self.postponed = 0
         """Announcements for which there was no room yet."""
         self._landings: deque[Landing] = deque()
         self._stale = False
         self._lost: str | None = None
         """Why rows may be lost, and the cure."""
+        self._untold: BaseException | None = None
+        """What lost them, until it was raised outside the worker."""
         self._lock = threading.RLock()
+        """Held while anything but a release is asked for, and never by the worker."""
+        self._worker = Worker("hotrow-slots")
+        self._end_worker = weakref.finalize(self, self._worker.close)
 
     def check(self, use: Use) -> None:
         self.below.check(use)
@@ -177,8 +213,9 @@ class Device(Placement):
         self.slots = self.memory.checked_slots(demands)
         self._record_bytes = [demand.record_bytes for demand in demands]
         num_rows, pinned = [demand.num_rows for demand in demands], [own.pinned for own in self.slots]
-        self.directory = directory = Directory(num_rows, self.slots)
-        self.map = torch.from_numpy(directory.slot_of).to(self.device, copy=True)
+        self.directory = directory_of(num_rows, self.slots)
+        passing = [n - own for n, own in zip(num_rows, pinned, strict=True)]
+        self.map = torch.full((sum(passing),), -1, dtype=torch.int32, device=self.device)
         self._parts = [
             [torch.zeros(sum(own), *array.shape[1:], dtype=array.dtype, device=self.device) for array in arrays]
             for arrays, own in zip(below, self.slots, strict=True)
@@ -189,7 +226,8 @@ class Device(Placement):
         self._streams.share([self.map, *(array for parts in self._parts for array in parts)])
         self._mover = Mover(below, self._parts, self._streams)
         self._released = self._arrived = self._streams.moment()
-        slots = SlotMap(self.map, num_rows, pinned, directory.place_of_row_0.tolist())
+        firsts = [first - own for first, own in zip(accumulate(passing, initial=0), pinned, strict=False)]
+        slots = SlotMap(self.map, num_rows, pinned, firsts)
         self.arrays = Arrays(weights, low, slots if len(self.map) else None)
         self._stale = True  # the pinned rows are yet to come
         return Arrays
@@ -201,40 +239,32 @@ class Device(Placement):
     # ---- batches in flight
 
     def announce(self, sparse: KeyedJaggedTensor) -> None:
-        """Brings the rows of a training batch that comes later, and keeps them until it has been trained.
+        """Asks for the rows of a training batch that comes later, and keeps them until it has been trained.
 
-        If there are not enough slots yet, the rows are brought to host memory only. A batch with an id out of range is
-        left to its lookup, which raises the error.
+        If there are not enough slots when its turn comes, the rows are brought to host memory only. A batch with an id
+        out of range is left to its lookup, which raises the error. Raises StoreError if rows are lost here or below.
         """
         with self._lock:
-            if sparse in self.announced or sparse in self._asked:
-                return
-            spans = self._spans(sparse)
-            named = self.directory.find(sparse.values.numpy(), spans)
-            if named is None:
-                return
-            with self._counting_room():
-                if self._is_short(named):
-                    self.postponed += 1
-                    self._asked.add(sparse, self.below.hold(self.directory.rows(named.coming), keep=True))
-                    return
-                self.announced.add(sparse, self._admit(sparse, spans, named, keep=True))
-            started = time.perf_counter()
-            # Nobody can ask without waiting whether rows have come from disk; those of the nearer half should have.
-            self._land(most_left=(len(self.announced) + 1) // 2)
-            self.stall_s += time.perf_counter() - started
+            if sparse not in self.announced:
+                self._raise_failure()
+                flight = DeviceFlight(self, sparse, self._spans(sparse), keep=True)
+                flight.asked = self._worker.ask(partial(self._bring_ahead, flight.batch))
+                self.announced.add(sparse, flight)
 
-    @contextmanager
-    def _counting_room(self) -> Iterator[None]:
-        """Counts the time that the block waits for room below as a stall."""
-        before = self.below.stall_s
-        yield
-        self.stall_s += self.below.stall_s - before
+    def _bring_ahead(self, batch: Admission) -> bool:
+        """Returns whether there was room."""
+        if not self._admit(batch):
+            if batch.named is not None:
+                self.postponed += 1
+                batch.held = self.below.hold(RowSlots.of(self.directory.coming(batch.named)).rows, keep=True)
+            return False
+        # Nobody can ask without waiting whether rows have come from disk; those of the nearer half should have.
+        self._land(most_left=(len(self.announced) + 1) // 2)
+        return True
 
     def forget(self, sparse: KeyedJaggedTensor) -> None:
         with self._lock:
             self.announced.forget(sparse)
-            self._asked.forget(sparse)
 
     def take(self, sparse: KeyedJaggedTensor, *, training: bool) -> tuple[DeviceFlight, KeyedJaggedTensor]:
         """Returns the flight of this batch and the batch with ids of its own; later work on the device finds its rows.
@@ -243,30 +273,49 @@ class Device(Placement):
         there are. Raises StoreError if any store has failed, because it was to keep other rows.
         """
         with self._lock:
-            spans = self._spans(sparse)
+            spans, started = self._spans(sparse), time.perf_counter()
+            before = self.announced.get(sparse)  # rows without room stay in host memory until they have slots
             flight = self.announced.take(
                 sparse, unchanged=lambda own: own.is_of(sparse.values, spans), training=training
             )
-            started = time.perf_counter()
             if flight is None:
                 flight = self._make_room_and_admit(sparse, spans, keep=training)
             self.refresh()
-            self._land(flight.landing)
-            self._asked.forget(sparse)
+            landing = flight.batch.landing
+            assert landing is not None
+            if landing.arrived is None:
+                self._wait(partial(self._land, landing))
+            if before is not None and before is not flight:
+                before.release(updated=False)
             self.stall_s += training * (time.perf_counter() - started)
             self._raise_failure()
-            assert flight.landing.arrived is not None
-            flight.landing.arrived.precede()
-            return flight, sparse.with_values(flight.ids)
+            assert landing.arrived is not None
+            landing.arrived.precede()
+            return flight, self._with_ids(sparse, flight.batch.ids)
+
+    def _wait(self, work: Callable[[], T]) -> T:
+        """Returns what the worker returns when all that it was asked before is done, or raises what it raises."""
+        return self.result_of(self._worker.ask(work))
+
+    def result_of(self, answer: Future[T]) -> T:
+        """Waits for an answer of the worker; flights call it."""
+        try:
+            return answer.result()
+        except BaseException as error:
+            if error is self._untold:
+                self._untold = None
+            raise
 
     def fits(self, sparse: KeyedJaggedTensor) -> bool:
         """Returns False for a batch to be scored that has more rows than there are slots, and two samples or more."""
         if torch.is_grad_enabled() or sparse.stride < 2:
             return True
         with self._lock:
-            spans = self._spans(sparse)
-            named = self.directory.find(sparse.values.numpy(), spans)
-            return named is None or self.directory.fits(named)
+            return self._wait(partial(self._fits, sparse.values, self._spans(sparse)))
+
+    def _fits(self, ids: Tensor, spans: list[Span]) -> bool:
+        named = self.directory.find(ids.numpy(), spans)
+        return named is None or bool(self.directory.fits(named))
 
     def update(self, lookups: ops.Lookups, attached: Attached, rules: Sequence[Rule]) -> None:
         # Rows may have changed below since the lookups.
@@ -274,62 +323,77 @@ class Device(Placement):
         super().update(lookups, attached, rules)
 
     def _make_room_and_admit(self, sparse: KeyedJaggedTensor, spans: list[Span], *, keep: bool) -> DeviceFlight:
-        directory, named = self.directory, self.directory.find(sparse.values.numpy(), spans)
-        if named is None:
-            weights = [parts[0] for parts in self.below.parts()]
-            raise ValueError(bad_id(self.layout, self.tables, weights, sparse))
-        while self._is_short(named) and len(self.announced):
-            self.announced.forget_last()
+        flight = DeviceFlight(self, sparse, spans, keep=keep)
+        batch = flight.batch
+        while not self._wait(partial(self._admit, batch)):
+            if batch.named is None:
+                weights = [parts[0] for parts in self.below.parts()]
+                raise ValueError(bad_id(self.layout, self.tables, weights, sparse))
+            # All that was announced before has had its turn.
+            if not self.announced.forget_last(lambda own: own.batch.landing is not None):
+                raise ValueError(self._wait(partial(self._no_room, batch.named)))
             self.postponed += 1
-        if self._is_short(named):
-            missing, num_named = directory.num_short(named), directory.num_named(named)
-            t, in_use = int(np.argmax(missing > 0)), [own.cached for own in self.slots] - directory.num_free
-            most = [table.num_embeddings for table in self.tables]
-            needed = np.minimum(most, in_use + num_named).tolist()
-            slots, held = self.slots[t], self.slots[t].pinned + in_use[t]
-            raise ValueError(
-                f"the batch looks up {num_named[t]:,} rows of table {self.tables[t].name!r}, {missing[t]:,} more than "
-                f"there are slots for: of {sum(slots):,} on the device {held:,} hold rows that stay and rows of "
-                f"batches before their step; DeviceMemory: hbm is {self.memory.hbm_bytes:,} bytes; "
-                f"{raise_to(self.memory.least_bytes(self._demands(), needed))}, or make batches smaller"
-            )
-        return self._admit(sparse, spans, named, keep=keep)
+        return flight
+
+    def _no_room(self, named: Any) -> str:
+        """Returns what is wrong with a batch that looks up these rows, and the cure."""
+        missing, rows = self.directory.missing(named), named.numbers
+        t = next(t for t, own in enumerate(missing) if own > 0)
+        in_use = [own.cached - free for own, free in zip(self.slots, self.directory.num_free, strict=True)]
+        needed = [min(own.num_embeddings, a + b) for own, a, b in zip(self.tables, in_use, rows, strict=True)]
+        held = self.slots[t].pinned + in_use[t]
+        return (
+            f"the batch looks up {rows[t]:,} rows of table {self.tables[t].name!r}, {missing[t]:,} more than "
+            f"there are slots for: of {sum(self.slots[t]):,} on the device {held:,} hold rows that stay and rows of "
+            f"batches before their step; DeviceMemory: hbm is {self.memory.hbm_bytes:,} bytes; "
+            f"{raise_to(self.memory.least_bytes(self._demands(), needed))}, or make batches smaller"
+        )
 
     def _spans(self, sparse: KeyedJaggedTensor) -> list[Span]:
         if self.arrays is None:
             self._lay_out()
         return spans_of(self.layout, sparse)
 
-    def _is_short(self, named: Named) -> bool:
-        return bool((self.directory.num_short(named) > 0).any())
-
-    def _admit(self, sparse: KeyedJaggedTensor, spans: list[Span], named: Named, *, keep: bool) -> DeviceFlight:
-        self._raise_failure()
+    def _admit(self, batch: Admission) -> bool:
+        """Gives the rows of a batch slots; returns False if an id is out of range or there is no room."""
+        self._raise_lost()
+        batch.named = self.directory.find(batch.ids.numpy(), batch.spans)
+        if batch.named is None or max(self.directory.missing(batch.named)) > 0:
+            return False
         try:
-            held, moves = self.directory.admit(named)
-            return DeviceFlight(self, spans, sparse.values, held, self._exchange(moves, keep=keep))
+            batch.landing = self._exchange(self.directory.admit(batch.named), keep=batch.keep)
         except BaseException as error:  # rows have given up their slots, and may not have left them yet
             self._lost = (
                 f"rows of the tables on {self.device} are lost: {type(error).__name__} ended the call that moved them "
                 f"({error}). Nothing was trained on wrong rows; make a new collection and load the last checkpoint"
             )
+            self._untold = error
             raise
+        return True
 
     def _raise_failure(self) -> None:
-        """Raises StoreError if rows are lost here or below."""
+        """Raises StoreError if rows are lost here or below; the first time what lost them here."""
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            raise untold
+        self._raise_lost()
+
+    def _raise_lost(self) -> None:
         if self._lost is not None:
             raise StoreError(self._lost)
         self.below.check_stores()
 
-    def _exchange(self, moves: Moves, *, keep: bool) -> Landing:
-        """Sends back the rows that leave, then starts to bring those that come; copies keep this order."""
-        num_sent = self._mover.num_sent
-        for rows, slots in self._pieces(moves.leaving, moves.leaving_slots):
-            self._mover.send_back(self.below.hold(rows, keep=True), _tensors(slots), after=self._released)
-        if moves.pointers.size:
-            self._arrived = self._mover.point(self.map, torch.from_numpy(moves.pointers), after=self._released)
-        held = self.below.hold(moves.coming, keep=keep)
-        landing = Landing(held, moves.coming_slots, num_sent)
+    def _exchange(self, moves: Any, *, keep: bool) -> Landing:
+        """Sends back the rows that leave, then starts to bring those that come, as `SlotDirectory.admit` gives them;
+        copies keep this order. moves: None if no row comes."""
+        num_sent, coming = self._mover.num_sent, RowSlots((), ())
+        if moves is not None:
+            coming, leaving, pointers = RowSlots.of(moves[0]), RowSlots.of(moves[1]), torch.from_numpy(moves[2])
+            for rows, slots in self._pieces(leaving):
+                self._mover.send_back(self.below.hold(rows, keep=True), slots, after=self._released)
+            self._arrived = self._mover.point(self.map, pointers.view(2, -1), after=self._released)
+        held = self.below.hold(coming.rows, keep=keep)
+        landing = Landing(held, coming.slots, num_sent)
         self._landings.append(landing)
         if held.ready:
             self._land(landing)
@@ -341,37 +405,37 @@ class Device(Placement):
             first = self._landings[0]
             self._mover.settle(first.num_sent)
             first.held.wait()
-            first.arrived = self._bring([own.numpy() for own in first.held.places], first.slots)
+            first.arrived = self._bring(RowSlots(first.held.places, first.slots))
             first.held.release(updated=False)
             self._landings.popleft()
 
-    def _bring(self, places: Sequence[Numbers], slots: Sequence[Numbers]) -> Moment:
+    def _bring(self, found: RowSlots) -> Moment:
         """Returns when all that was ever brought has come: a batch may name rows that another batch asked for."""
-        for some_places, some_slots in self._pieces(places, slots):
-            self._arrived = self._mover.bring(_tensors(some_places), _tensors(some_slots), after=self._released)
+        for places, slots in self._pieces(found):
+            self._arrived = self._mover.bring(places, slots, after=self._released)
         return self._arrived
 
-    def _pieces(
-        self, rows: Sequence[Numbers], slots: Sequence[Numbers], most_bytes: int | None = None
-    ) -> Iterator[tuple[list[Numbers], list[Numbers]]]:
+    def _pieces(self, found: RowSlots, most_bytes: int | None = None) -> Iterator[RowSlots]:
         """Yields rows and slots in pieces within the memory for rows on their way, and within `most_bytes`."""
         most = max(1, self.memory.hbm_bytes // MOVING_SHARE // 2)
         most = most if most_bytes is None else min(most, most_bytes)
-        total = sum(len(own) * num_bytes for own, num_bytes in zip(rows, self._record_bytes, strict=False))
-        pieces = -(-total // most)
-        if pieces < 2:  # numpy cuts slowly
-            yield from [(list(rows), list(slots))] * pieces
+        total = sum(len(own) * num_bytes for own, num_bytes in zip(found.rows, self._record_bytes, strict=False))
+        if (pieces := -(-total // most)) < 2:
+            yield from [found] * pieces
             return
-        cut_rows = [np.array_split(own, pieces) for own in rows]
-        cut_slots = [np.array_split(own, pieces) for own in slots]
-        for k in range(pieces):
-            yield [own[k] for own in cut_rows], [own[k] for own in cut_slots]
+        rows, slots = ([torch.tensor_split(own, pieces) for own in each] for each in found)
+        yield from (RowSlots([own[k] for own in rows], [own[k] for own in slots]) for k in range(pieces))
 
-    def release(self, held: Named, *, updated: bool) -> None:
-        """Ends the lease of a batch whose rows `Directory.admit` gave slots; flights call it."""
-        with self._lock:
-            self.directory.release(held, updated=updated)
-            self._released = self._streams.moment()
+    def release(self, batch: Admission, *, updated: bool) -> None:
+        """Ends the lease of a batch; flights call it."""
+        self._worker.ask(partial(self._release, batch, self._streams.moment(), updated))
+
+    def _release(self, batch: Admission, moment: Moment, updated: bool) -> None:  # noqa: FBT001
+        if batch.landing is not None:
+            self.directory.release(batch.named, updated=updated)
+        if batch.held is not None:
+            batch.held.release(updated=False)
+        self._released = moment
 
     # ---- what lies below
 
@@ -393,43 +457,46 @@ class Device(Placement):
         """
         with self._lock:
             self._raise_failure()
-            if self.arrays is None or self._stale:
-                return
-            self._land()
-            rows, slots = self.directory.split(np.flatnonzero(self.directory.dirty))
-            for some_rows, some_slots in self._pieces(rows, slots, self.below.piece_bytes):
-                num_sent = self._mover.num_sent
-                held = self.below.hold(some_rows, keep=False)
-                self._mover.send_back(held, _tensors(some_slots), after=self._streams.moment())
-                self._mover.settle(num_sent)  # the piece before: two at most are under way
-            self._mover.settle()
-            self.directory.dirty[:] = False
-            self.directory.counts[:, COUNTS.index("written_rows")] += [len(own) for own in rows]
-            self._stale = True
+            if self.arrays is not None and not self._stale:
+                self._wait(partial(self._flush, self._streams.moment()))
+
+    def _flush(self, moment: Moment) -> None:
+        self._land()
+        found = RowSlots.of(self.directory.resident(dirty=True))
+        for rows, slots in self._pieces(found, self.below.piece_bytes):
+            num_sent = self._mover.num_sent
+            self._mover.send_back(self.below.hold(rows, keep=False), slots, after=moment)
+            self._mover.settle(num_sent)  # the piece before: two at most are under way
+        self._mover.settle()
+        self.directory.clear_dirty()
+        self._stale = True
 
     def refresh(self) -> None:
         """Reads the slots again from below, if there was a `flush`."""
         with self._lock:
-            if not self._stale:
-                return
-            self._land()
-            rows, slots = self.directory.split(np.flatnonzero(self.directory.row_of >= 0))
-            self._released = arrived = self._streams.moment()
-            for some_rows, some_slots in self._pieces(rows, slots, self.below.piece_bytes):
-                held = self.below.hold(some_rows, keep=False)
-                held.wait()
-                arrived = self._bring([own.numpy() for own in held.places], some_slots)
-                held.release(updated=False)
-            arrived.precede()
-            self._stale = False
+            if self._stale:
+                self._wait(partial(self._refresh, self._streams.moment())).precede()
+
+    def _refresh(self, moment: Moment) -> Moment:
+        self._land()
+        self._released = arrived = moment
+        for rows, slots in self._pieces(RowSlots.of(self.directory.resident(dirty=False)), self.below.piece_bytes):
+            held = self.below.hold(rows, keep=False)
+            held.wait()
+            arrived = self._bring(RowSlots(held.places, slots))
+            held.release(updated=False)
+        self._stale = False
+        return arrived
 
     def counters(self) -> dict[str, dict[str, int]]:
         """Returns by table how many rows batches named, were there, came, left, and were copied back."""
-        if self.arrays is None:
+        if self.directory is None:
             return {}
-        counts = self.directory.counts.tolist()
+        with self._lock:
+            counts = self._wait(lambda: self.directory.counts)
         return {t.name: dict(zip(COUNTS, own, strict=True)) for t, own in zip(self.tables, counts, strict=True)}
 
-
-def _tensors(numbers: Sequence[Numbers]) -> list[Tensor]:
-    return [torch.from_numpy(own) for own in numbers]
+    def close(self) -> None:
+        """See Placement. What was announced is finished first."""
+        self._end_worker()
+        super().close()

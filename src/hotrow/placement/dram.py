@@ -6,9 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.base.files import size
@@ -133,8 +131,8 @@ class Dram(Placement):
             found.append([weight, *low, *(s.array for own in self._attached for s in own.states[name])])
         return found
 
-    def hold(self, rows: Sequence[NDArray[np.int64]], *, keep: bool) -> Held:
-        return Held(NO_LEASE, [torch.from_numpy(own) for own in rows], ready=True)
+    def hold(self, rows: Sequence[Tensor], *, keep: bool) -> Held:
+        return Held(NO_LEASE, rows, ready=True)
 
     def check_stores(self) -> None:
         """Does nothing: there is no store that could fail."""

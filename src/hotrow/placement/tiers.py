@@ -507,11 +507,11 @@ class Tiers(Placement):
     def parts(self) -> list[list[Tensor]]:
         return [[array for _, array in self.arrays_of(table)] for table in self.tables]
 
-    def hold(self, rows: Sequence[np.ndarray[Any, Any]], *, keep: bool) -> Held:
+    def hold(self, rows: Sequence[Tensor], *, keep: bool) -> Held:
         if not any(map(len, rows)):
-            return Held(NO_LEASE, [torch.from_numpy(own) for own in rows], ready=True)
-        flight = self.bring(dict(enumerate(rows)), keep=keep)
-        return Held(flight, list(torch.split(flight.slots.long(), [len(own) for own in rows])))
+            return Held(NO_LEASE, rows, ready=True)
+        flight = self.bring({t: own.numpy() for t, own in enumerate(rows)}, keep=keep)
+        return Held(flight, torch.split(flight.slots.long(), [len(own) for own in rows]))
 
     def check_stores(self) -> None:
         if self.caches is not None:

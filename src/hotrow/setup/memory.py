@@ -25,7 +25,7 @@ AUTO_SHARE = 0.6
 """Share of the memory this process may use; the rest is for data, MLPs, Python and other processes."""
 FOLDER = "memory"
 """Folder in a run for rows that memory does not hold, unless the config names another."""
-SLOT_OF_ROW_BYTES, ROW_OF_SLOT_BYTES = 4, 22
+SLOT_OF_ROW_BYTES, ROW_OF_SLOT_BYTES = 4, 16
 """DRAM for each row that may come to a device and go, to know which slot it has, and for each slot there."""
 _SMALLER = "give it more memory, or lower train.batch_size or the widths of the model"
 _CURES = (

@@ -1,0 +1,69 @@
+"""A thread beside the step, for work that must be done in the order in which it was asked for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from hotrow.placement.stores import StoreError
+
+T = TypeVar("T")
+
+
+class Worker:
+    """A thread that does what it is asked, in the order of the calls. It starts when it is first asked."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._process, self._closed = name, os.getpid(), False
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def ask(self, work: Callable[[], T]) -> Future[T]:
+        """Returns at once what will have the result, or the error. After `close` the caller does the work itself.
+
+        It waits for no lock once the thread has started, so that finalizers may call it. Raises StoreError in a forked
+        child, which has no such thread.
+        """
+        if os.getpid() != self._process:
+            raise StoreError(
+                "the tables on a device belong to the process that this one was forked from: use them there, or start "
+                "workers with multiprocessing's 'spawn' and make a collection in each"
+            )
+        job = _Job(work)
+        if self._closed:
+            job.do()
+            return job.answer
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
+            self._thread.start()
+        return job.answer
+
+    def close(self) -> None:
+        """Ends the thread when it has done what it was asked."""
+        self._closed = True
+        if self._thread is not None and os.getpid() == self._process:
+            self._jobs.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+
+
+class _Job:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work, self.answer = work, Future[Any]()
+
+    def do(self) -> None:
+        try:
+            self.answer.set_result(self._work())
+        except BaseException as error:  # whoever asked gets it
+            self.answer.set_exception(error)
+
+
+def _run(jobs: SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.do()
+        del job  # it keeps the tables alive
