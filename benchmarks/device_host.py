@@ -56,8 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         counts = emb.placement.counters().values()
         coming = sum(each["read_rows"] for each in counts) / max(1, sum(each["rows"] for each in counts))
         print(f"{mode:<12} {own:.2f} ms in the step's thread, {whole:.2f} ms in all; {coming:.1%} of the rows come")
-        for function in device_day.functions(looked, options.steps)[: options.functions]:
-            print(f"  {function['ms']:8.3f} ms {function['calls']:6.1f} calls  {function['name']}")
+        if options.functions:
+            for function in device_day.functions(looked, options.steps)[: options.functions]:
+                print(f"  {function['ms']:8.3f} ms {function['calls']:6.1f} calls  {function['name']}")
         emb.placement.close()
 
 

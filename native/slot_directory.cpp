@@ -51,16 +51,30 @@ bool SlotDirectory::find(const Id* ids, std::span<const Ids> batch, Named& named
   const uint32_t number = next_batch();
   named.numbers.assign(tables_.size(), {});
   bool good = true;
+  // The slot of each id is written, and the next one over it if it had been found before: no branch, which would be
+  // foreseen no better than the ids.
+  int64_t num_ids = 0;
+  for (const Ids& own : batch) num_ids += own.last - own.first;
+  if (static_cast<int64_t>(found_.size()) < 2 * num_ids) found_.resize(static_cast<size_t>(2 * num_ids));
+  int64_t* const firsts[2] = {found_.data(), found_.data() + num_ids};  // pinned, passing
+  int64_t* ends[2] = {firsts[0], firsts[1]};
   for (const Ids& own : batch) {
     const Table& table = tables_[own.table];
     const auto num_rows = static_cast<uint64_t>(table.num_rows), pinned = static_cast<uint64_t>(table.pinned);
     Slot* slots = slots_.data() + table.first_slot;
     int32_t* entries = map_.data() + table.first_place;  // of the rows behind the pinned ones
     Named::Numbers& numbers = named.numbers[own.table];
+    const int64_t* const before[2] = {ends[0], ends[1]};
     for (int64_t i = own.first; i < own.last && good; ++i) {
-      if (i + kAhead < own.last) {  // only a hint: ids that are out of range are found below
-        const auto ahead = static_cast<uint64_t>(static_cast<int64_t>(ids[i + kAhead]));
+      // Entries twice as far ahead as slots, which they name. Ids that are out of range are found below.
+      if (i + 2 * kAhead < own.last) {
+        const auto ahead = static_cast<uint64_t>(static_cast<int64_t>(ids[i + 2 * kAhead]));
         if (ahead >= pinned && ahead < num_rows) __builtin_prefetch(entries + (ahead - pinned), 1);
+      }
+      if (i + kAhead < own.last) {
+        const auto ahead = static_cast<uint64_t>(static_cast<int64_t>(ids[i + kAhead]));
+        const bool has_slot = ahead < pinned || (ahead < num_rows && entries[ahead - pinned] >= 0);
+        if (has_slot) __builtin_prefetch(slots + (ahead < pinned ? ahead : entries[ahead - pinned]), 1);
       }
       const auto row = static_cast<uint64_t>(static_cast<int64_t>(ids[i]));
       if (row >= num_rows) {
@@ -79,12 +93,16 @@ bool SlotDirectory::find(const Id* ids, std::span<const Ids> batch, Named& named
         }
         if (slot < 0) continue;
       }
-      if (slots[slot].batch == number) continue;
+      int64_t*& end = ends[passes];
+      *end = table.first_slot + slot;
+      end += slots[slot].batch != number;
       slots[slot].batch = number;
-      (passes ? named.passing : named.pinned).push_back(table.first_slot + slot);
-      ++(passes ? numbers.passing : numbers.pinned);
     }
+    numbers.pinned += ends[0] - before[0];
+    numbers.passing += ends[1] - before[1];
   }
+  named.pinned.assign(firsts[0], ends[0]);
+  named.passing.assign(firsts[1], ends[1]);
   for (const int64_t place : named.coming) map_[static_cast<size_t>(place)] = kAbsent;
   std::sort(named.coming.begin(), named.coming.end());
   return good;

@@ -138,22 +138,26 @@ def test_the_reference_is_announced_once_and_trains_to_the_same_bits() -> None:
         assert checksum == native_checksum
 
 
-IN_TIERS = """
+NOT_IN_DRAM = """
 import sys, warnings
 import hotrow
 warnings.simplefilter("ignore")
 table = hotrow.TableConfig(name="t", num_embeddings=50, embedding_dim=5, feature_names=("f",))
-hotrow.EmbeddingCollection([table], memory=hotrow.Memory(dram="1MiB", ssd=sys.argv[1]))
+for memory in (hotrow.Memory(dram="1MiB", ssd=sys.argv[1]), hotrow.DeviceMemory(hbm="1MiB", device="cpu")):
+    try:
+        hotrow.EmbeddingCollection([table], memory=memory)
+    except ValueError as error:
+        print(error)
 """
 
 
-def test_tiers_are_refused_without_the_native_module(tmp_path: Path) -> None:
+def test_tiers_and_devices_are_refused_without_the_native_module(tmp_path: Path) -> None:
     env = {**os.environ, "HOTROW_NATIVE": "0"}
-    command = [sys.executable, "-c", IN_TIERS, tmp_path]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    what = "ValueError: tables in tiers need the native module, and HOTROW_NATIVE=0 is set: build it with `pip install"
-    assert what in done.stderr and "keep the tables in DRAM" in done.stderr
+    command = [sys.executable, "-c", NOT_IN_DRAM, tmp_path]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    what = "need the native module, and HOTROW_NATIVE=0 is set: build it with `pip install"
+    for line, tables in zip(done.stdout.splitlines(), ("tables in tiers", "tables on a device"), strict=True):
+        assert line.startswith(f"{tables} {what}") and "keep the tables in DRAM" in line
 
 
 def test_inspect_is_refused_without_the_native_module(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ class SlotDirectory {
 
   std::vector<Table> tables_;
   std::vector<Slot> slots_;
-  std::vector<int32_t> map_;  // by place: the slot of its table; kAbsent; inside `find` kNamed
+  std::vector<int32_t> map_;    // by place: the slot of its table; kAbsent; inside `find` kNamed
+  std::vector<int64_t> found_;  // scratch of `find`
   std::vector<Counts> counts_;
   uint32_t last_batch_ = 0;
 };

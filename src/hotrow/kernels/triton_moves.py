@@ -167,7 +167,7 @@ def move(
     firsts, first = [], 0
     for own in rows:
         firsts.append(first)
-        first += len(own)
+        first += own.numel()
     wide = all(block.row_bytes % 4 == 0 for block in blocks)
     word = 4 if wide else 2
     told = [
@@ -235,7 +235,7 @@ class Mover:
 
         If a row was sent back, `settle` must have been called since.
         """
-        blocks, num_bytes = lay_out(self._host, [len(own) for own in rows])
+        blocks, num_bytes = lay_out(self._host, [own.numel() for own in rows])
         if not blocks:
             return Moment()
         staged = self._buffers.take(num_bytes)
@@ -253,7 +253,7 @@ class Mover:
 
         Slots are read now; the rows are in the host's arrays after `settle`.
         """
-        blocks, num_bytes = lay_out(self._host, [len(own) for own in slots])
+        blocks, num_bytes = lay_out(self._host, [own.numel() for own in slots])
         staged = self._buffers.take(num_bytes)
         with self._streams.copying(after=after):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._streams.device)

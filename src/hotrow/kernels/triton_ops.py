@@ -465,7 +465,8 @@ def _cat(parts: Sequence[Tensor], spans: Sequence[tuple[int, int, int, int]]) ->
             merged[-1] = (p, merged[-1][1], stop)
         else:
             merged.append((p, start, stop))
-    return torch.cat([parts[p][start:stop] for p, start, stop in merged])
+    pieces = [parts[p][start:stop] for p, start, stop in merged]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _or_ones(part: _Pieces) -> Tensor:

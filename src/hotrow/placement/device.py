@@ -143,6 +143,7 @@ class Device(Placement):
     """Seconds that training batches waited for their rows when they were looked up."""
 
     def __init__(self, memory: DeviceMemory, below: Backing) -> None:
+        ops.native_module("tables on a device need")  # raises here if there is none, not at the first lookup
         self.tables, self.layout, self.memory = below.tables, Layout.of(below.tables), memory
         self.device = torch.device(memory.device)
         self.below: Backing = below
@@ -419,7 +420,7 @@ class Device(Placement):
         """Yields rows and slots in pieces within the memory for rows on their way, and within `most_bytes`."""
         most = max(1, self.memory.hbm_bytes // MOVING_SHARE // 2)
         most = most if most_bytes is None else min(most, most_bytes)
-        total = sum(len(own) * num_bytes for own, num_bytes in zip(found.rows, self._record_bytes, strict=False))
+        total = sum(own.numel() * num_bytes for own, num_bytes in zip(found.rows, self._record_bytes, strict=False))
         if (pieces := -(-total // most)) < 2:
             yield from [found] * pieces
             return

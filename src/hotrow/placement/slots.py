@@ -161,7 +161,7 @@ class RowSlots(NamedTuple):
 def directory_of(num_rows: Sequence[int], slots: Sequence[TableSlots]) -> Any:
     """Returns what decides which rows of the tables lie in which of their slots (slot_directory.h).
 
-    Raises ValueError if there is no native module.
+    Raises ValueError if there is no native module, and for more slots than rows.
     """
     native = ops.native_module("tables on a device need")
     return native.make_slot_directory([(n, *own) for n, own in zip(num_rows, slots, strict=True)])
