@@ -468,7 +468,6 @@ void bind_cache(nb::module_& m) {
           nb::arg("dirty"))
       .def("clear_dirty", &SlotDirectory::clear_dirty)
       .def_prop_ro("num_free", &SlotDirectory::num_free)
-      .def_prop_ro("num_places", &SlotDirectory::num_places)
       .def_prop_ro("counts", [](const SlotDirectory& own) {
         std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>> found;
         for (const auto& c : own.counts()) {

@@ -81,7 +81,6 @@ class SlotDirectory {
   // The rows at these places, whose slots are unknown.
   Rows coming(const Named& named) const;
 
-  int64_t num_places() const { return static_cast<int64_t>(map_.size()); }
   const std::vector<Counts>& counts() const { return counts_; }
   // By table, cached slots that hold no row of a batch.
   std::vector<int64_t> num_free() const;
