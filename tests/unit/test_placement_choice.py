@@ -106,7 +106,7 @@ def test_less_than_a_batch_is_refused_with_what_suffices(tmp_path: Path, counted
     with pytest.raises(ValueError, match=r"which rows lie in memory\.hbm takes 3\.8 MiB .* are 1\.0 MiB for"):
         choose(config({"hbm": "1MiB", "dram": "1MiB"}), TABLES, tmp_path)
     num_rows = sum(table.num_embeddings for table in TABLES)
-    all_there = f"which rows lie in memory.hbm takes {size(22 * num_rows)} of DRAM"
+    all_there = f"which rows lie in memory.hbm takes {size(16 * num_rows)} of DRAM"
     with pytest.raises(ValueError, match=re.escape(all_there)):
         choose(config({"hbm": "1GiB", "dram": "1MiB"}), TABLES, tmp_path)
 
