@@ -575,22 +575,24 @@ def test_what_stops_the_worker_is_raised_in_the_next_step(monkeypatch: pytest.Mo
 
 
 def test_the_worker_ends_with_its_tables_and_leaves_nothing_undone() -> None:
-    def workers() -> int:
-        return sum(thread.name == "hotrow-slots" for thread in threading.enumerate())
+    def worker(side: Side) -> threading.Thread:
+        before = {*threading.enumerate()}
+        side.emb.placement.announce(batch_of(torch.arange(4)))
+        (thread,) = {*threading.enumerate()} - before
+        return thread
 
-    gc.collect()
-    before = workers()
     side = make_sides("float32", "sgd", plan=plan_for(24))[1]
-    side.emb.placement.announce(batch_of(torch.arange(4)))
-    assert workers() == before + 1
+    thread = worker(side)
     side.emb.placement.close()
-    assert workers() == before and side.emb.placement.counters()["t"]["read_rows"] == 4
+    assert not thread.is_alive() and side.emb.placement.counters()["t"]["read_rows"] == 4
     side = make_sides("float32", "sgd", plan=plan_for(24))[1]
+    thread = worker(side)
     side.forward(batch_of(torch.arange(4)))
     side.step()
     del side
     gc.collect()
-    assert workers() == before
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="CUDA itself refuses a forked child")

@@ -181,3 +181,10 @@ def test_samples_of_a_batch_have_the_bags_they_had(weighted: bool) -> None:
             assert own is None or torch.equal(theirs, own[first:last])
     assert KeyedJaggedTensor(("a", "b"), tensor(1, 2, 3, 4)).samples(1, 2).values.tolist() == [2, 4]
     assert KeyedJaggedTensor(("a", "b"), tensor(1, 2, 3, 4)).samples(1, 2).one_hot
+
+
+@pytest.mark.parametrize("lengths", [None, [2, 0, 0, 3], [0, 0, 0, 0], []])
+def test_the_ends_of_keys_are_those_of_their_spans(lengths: list[int] | None) -> None:
+    num = 6 if lengths is None else sum(lengths)
+    bags = KeyedJaggedTensor(KEYS, torch.arange(num), lengths=None if lengths is None else torch.tensor(lengths).long())
+    assert bags.key_ends() == [bags.span("a").start, bags.span("a").stop, bags.span("b").stop]

@@ -174,7 +174,7 @@ class Device(Placement):
         self._lock = threading.RLock()
         """Held while anything but a release is asked for, and never by the worker."""
         self._worker = Worker("hotrow-slots")
-        self._end_worker = weakref.finalize(self, self._worker.close)
+        weakref.finalize(self, self._worker.end).atexit = False
 
     def check(self, use: Use) -> None:
         self.below.check(use)
@@ -499,5 +499,5 @@ class Device(Placement):
 
     def close(self) -> None:
         """See Placement. What was announced is finished first."""
-        self._end_worker()
+        self._worker.close()
         super().close()

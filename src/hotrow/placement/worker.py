@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Callable
@@ -23,7 +24,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def ask(self, work: Callable[[], T]) -> Future[T]:
-        """Returns at once what will have the result, or the error. After `close` the caller does the work itself.
+        """Returns at once what will have the result, or the error. After `end` the caller does the work itself.
 
         It waits for no lock once the thread has started, so that finalizers may call it. Raises StoreError in a forked
         child, which has no such thread.
@@ -41,15 +42,20 @@ class Worker:
         if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
+            atexit.register(self.close)  # a thread in the middle of a copy would not survive the interpreter's end
         return job.answer
 
-    def close(self) -> None:
-        """Ends the thread when it has done what it was asked."""
+    def end(self) -> None:
+        """Ends the thread when it has done what it was asked; finalizers may call it, since it does not wait."""
         self._closed = True
+        self._jobs.put(None)
+        atexit.unregister(self.close)
+
+    def close(self) -> None:
+        """As `end`, and waits for it."""
+        self.end()
         if self._thread is not None and os.getpid() == self._process:
-            self._jobs.put(None)
-            if self._thread is not threading.current_thread():
-                self._thread.join()
+            self._thread.join()
 
 
 class _Job:
