@@ -34,17 +34,7 @@ from hotrow.kernels.on_device import triton_ops
 from hotrow.kernels.types import Layout, Rule
 from hotrow.placement.base import Attached, Placement, Rows, TableState, Use
 from hotrow.placement.budget import MOVING_SHARE, DeviceMemory, TableDemand, TableSlots, raise_to
-from hotrow.placement.slots import (
-    COUNTS,
-    SOME_FROZEN,
-    Announced,
-    Held,
-    RowSlots,
-    Span,
-    bad_id,
-    directory_of,
-    spans_of,
-)
+from hotrow.placement.slots import COUNTS, SOME_FROZEN, Announced, Held, RowSlots, Span, bad_id, directory_of, spans_of
 from hotrow.placement.stores import StoreError
 from hotrow.placement.worker import Worker
 from hotrow.tables import TableConfig
