@@ -368,6 +368,20 @@ def test_an_evaluation_may_look_up_more_rows_than_there_are_slots(seed: int) -> 
     check(*sides)
 
 
+def test_a_row_of_each_table_may_be_more_than_a_piece() -> None:
+    """Rows on their way go in pieces of a sixteenth of the budget; none of them is without rows."""
+    kinds = [TableConfig(name=n, num_embeddings=40, embedding_dim=64, feature_names=(n,)) for n in FEATURES]
+    memory = DeviceMemory(hbm=40 * 64 * 4, device=str(DEVICE), plan=lambda *_: [TableSlots(0, 3)] * 4)
+    plain, other = (EmbeddingCollection(kinds, memory=where, seed=3) for where in (None, memory))
+    for emb in (plain, other):
+        optimizer = SGD(emb, lr=0.1)
+        for row in range(5):
+            emb(KeyedJaggedTensor(FEATURES, torch.tensor([row] * 4))).sum().backward()
+            optimizer.step()
+    for name in FEATURES:
+        assert_agrees(*(emb.read_rows(name, slice(0, 5)) for emb in (other, plain)), name, rtol=1e-3, atol=1e-4)
+
+
 def test_too_few_slots_are_refused_with_the_number_to_use() -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.stack([torch.randperm(limit, generator=generator)[:50] for limit in (60, 90)])

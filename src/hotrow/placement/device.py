@@ -414,6 +414,7 @@ class Device(Placement):
         if (pieces := -(-total // most)) < 2:
             yield from [found] * pieces
             return
+        pieces = min(pieces, max(own.numel() for own in found.rows))  # none is empty
         rows, slots = ([torch.tensor_split(own, pieces) for own in each] for each in found)
         yield from (RowSlots([own[k] for own in rows], [own[k] for own in slots]) for k in range(pieces))
 
