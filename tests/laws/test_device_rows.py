@@ -566,7 +566,8 @@ def test_nothing_that_is_decided_depends_on_time(monkeypatch: pytest.MonkeyPatch
     assert outcome() == fast and fast[0] > 0
 
 
-def test_what_stops_the_worker_is_raised_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("unannounced", [False, True])
+def test_what_stops_the_worker_is_raised_in_the_next_step(monkeypatch: pytest.MonkeyPatch, unannounced: bool) -> None:
     """As itself, so that a run can name the budget, and from then on as rows that are lost."""
     side = make_sides("float32", "sgd", plan=plan_for(20))[1]
     rows = side.emb.placement
@@ -583,7 +584,7 @@ def test_what_stops_the_worker_is_raised_in_the_next_step(monkeypatch: pytest.Mo
     rows.announce(batch_of(torch.arange(20, 24)))
     settled(rows)
     with pytest.raises(torch.OutOfMemoryError):
-        side.forward(first)
+        side.forward(batch_of(torch.arange(30, 34)) if unannounced else first)
     with pytest.raises(StoreError, match=r"are lost: OutOfMemoryError .* load the last checkpoint"):
         side.forward(first)
 

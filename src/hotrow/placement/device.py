@@ -292,6 +292,9 @@ class Device(Placement):
         """Waits for an answer of the worker; flights call it."""
         try:
             return answer.result()
+        except StoreError:
+            self._raise_failure()  # what lost rows, if nobody was told
+            raise
         except BaseException as error:
             if error is self._untold:
                 self._untold = None
