@@ -321,7 +321,7 @@ class _Numbered(Moment):
 def test_a_batch_waits_for_rows_that_were_brought_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch that asked for them is skipped; nothing comes for this one. Their order is all that a CPU can show."""
     numbers, last = itertools.count(), list[int]()
-    monkeypatch.setattr(Streams, "moment", lambda own: _Numbered(next(numbers)))
+    monkeypatch.setattr(Streams, "moment", lambda own, stream=None: _Numbered(next(numbers)))
     rows = make_sides("float32", "sgd", plan=plan_for(24))[1].emb.placement
     batches = [KeyedJaggedTensor(FEATURES, torch.tensor([1, 2, 3, 4])) for _ in range(2)]
     rows.announce(batches[0])
@@ -333,6 +333,37 @@ def test_a_batch_waits_for_rows_that_were_brought_for_another(monkeypatch: pytes
     brought = settled(rows).announced.get(batches[1]).batch.landing.arrived
     rows.take(batches[1], training=True)
     assert brought.number == last[0] - 1 == _Numbered.reached_by_compute
+
+
+def test_copies_come_after_every_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after that of a batch which another thread ends last: its moment is of the stream of the lookup."""
+    copying, waited = Streams.copying, list[Any]()
+
+    def seen(own: Streams, *, after: Moment) -> Any:
+        waited.append(after)
+        return copying(own, after=after)
+
+    streams = {threading.get_ident(): "of the step"}
+    monkeypatch.setattr(Streams, "current", lambda own: streams.get(threading.get_ident(), "of another thread"))
+    monkeypatch.setattr(Streams, "moment", lambda own, stream=None: _On(stream or own.current()))
+    monkeypatch.setattr(Streams, "copying", seen)
+    rows = make_sides("float32", "sgd", plan=plan_for(24))[1].emb.placement
+    flights = [rows.take(batch_of(torch.arange(4 * k, 4 * k + 4)), training=False)[0] for k in range(3)]
+    settled(rows)
+    waited.clear()
+    flights[0].release(updated=False)
+    threads = [threading.Thread(target=flights.pop) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    settled(rows)
+    assert [moment.stream for moment in waited] == ["of the step"] * 3
+
+
+class _On(Moment):
+    def __init__(self, stream: str) -> None:
+        super().__init__()
+        self.stream = stream
 
 
 def test_a_tiny_cache_serves_as_many_batches_as_fit() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,12 +56,16 @@ class Streams:
         self.device = device
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def moment(self) -> Moment:
-        """Returns the present moment on the current stream."""
+    def current(self) -> Any:
+        """Returns the stream that is current in this thread; None on the CPU."""
+        return None if self._copying is None else torch.cuda.current_stream(self.device)
+
+    def moment(self, stream: Any = None) -> Moment:
+        """Returns the present moment on a stream; if None, on the current one."""
         if self._copying is None:
             return Moment()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(stream or torch.cuda.current_stream(self.device))
         return Moment(event, self.device)
 
     def share(self, arrays: Iterable[Tensor]) -> None:

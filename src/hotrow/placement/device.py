@@ -77,6 +77,8 @@ class DeviceFlight:
     """A batch whose rows lie in slots, or are on their way there, until it is released."""
 
     released = True  # until it is made
+    stream: Any = None
+    """The one that its lookups run on, when it was taken."""
 
     def __init__(self, owner: Device, sparse: KeyedJaggedTensor, spans: list[Span], *, keep: bool) -> None:
         self._owner, ids = owner, sparse.values
@@ -96,13 +98,15 @@ class DeviceFlight:
         return spans == self.batch.spans and ids.dtype == self.batch.ids.dtype and torch.equal(ids, self.batch.ids)
 
     def __del__(self) -> None:
-        self.release(updated=False)  # a lookup whose output nobody wanted
+        # A lookup whose output nobody wanted. The thread that collects garbage, maybe the worker, has its own stream.
+        self.release(updated=False, stream=self.stream)
 
-    def release(self, *, updated: bool) -> None:
-        """Ends the lease; updated: the rows have changed. Later calls do nothing."""
+    def release(self, *, updated: bool, stream: Any = None) -> None:
+        """Ends the lease; updated: the rows have changed. stream: whose work so far may read them, if it is not the
+        current one. Later calls do nothing."""
         if not self.released:
             self.released = True
-            self._owner.release(self.batch, updated=updated)
+            self._owner.release(self.batch, updated=updated, stream=stream)
 
 
 class Backing(Placement, Protocol):
@@ -282,6 +286,7 @@ class Device(Placement):
             self._raise_failure()
             assert landing.arrived is not None
             landing.arrived.precede()
+            flight.stream = self._streams.current()
             return flight, self._with_ids(sparse, flight.batch.ids)
 
     def _wait(self, work: Callable[[], T]) -> T:
@@ -421,9 +426,9 @@ class Device(Placement):
         rows, slots = ([torch.tensor_split(own, pieces) for own in each] for each in found)
         yield from (RowSlots([own[k] for own in rows], [own[k] for own in slots]) for k in range(pieces))
 
-    def release(self, batch: Admission, *, updated: bool) -> None:
+    def release(self, batch: Admission, *, updated: bool, stream: Any = None) -> None:
         """Ends the lease of a batch; flights call it."""
-        self._worker.ask(partial(self._release, batch, self._streams.moment(), updated))
+        self._worker.ask(partial(self._release, batch, self._streams.moment(stream), updated))
 
     def _release(self, batch: Admission, moment: Moment, updated: bool) -> None:  # noqa: FBT001
         if batch.landing is not None:
@@ -431,6 +436,8 @@ class Device(Placement):
         if batch.held is not None:
             batch.held.release(updated=False)
         self._released = moment
+        with self._streams.copying(after=moment):  # later copies come after every release, of any stream
+            pass
 
     # ---- what lies below
 
