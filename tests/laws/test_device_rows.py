@@ -575,6 +575,25 @@ def test_what_is_announced_are_the_ids_of_that_moment() -> None:
     assert (rows.announced.altered, rows.announced.foreseen) == (1, 0)
 
 
+def test_what_lands_does_not_depend_on_time(tmp_path: Path) -> None:
+    """Rows that have landed make room below: a worker that comes late lands them as early as one that does not."""
+
+    def outcome(name: str, *, late: bool) -> list[int]:
+        rows = make_sides("float32", "sgd", plan=plan_for(59), below=tiers(tmp_path / name, 50))[1].emb.placement
+        left = []
+        held = Held(rows) if late else None
+        for k in range(5):
+            rows.announce(batch_of(torch.arange(6 * k, 6 * k + 6)))
+            left.append(rows._worker.ask(lambda: len(rows._landings)))
+            if held is None:
+                settled(rows)
+        if held is not None:
+            held.let_go()
+        return [number.result() for number in left]
+
+    assert outcome("early", late=False) == outcome("late", late=True) == [1, 1, 2, 2, 3]
+
+
 def test_nothing_that_is_decided_depends_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow worker and a fast one: the same rows come and go, as many batches are postponed."""
 

@@ -243,18 +243,19 @@ class Device(Placement):
             if sparse not in self.announced:
                 self._raise_failure()
                 flight = DeviceFlight(self, sparse, self._spans(sparse), keep=True)
-                flight.asked = self._worker.ask(partial(self._bring_ahead, flight.batch))
+                # Nobody can ask without waiting whether rows have come from disk; those of the nearer half should have.
+                most_left = (len(self.announced) + 2) // 2
+                flight.asked = self._worker.ask(partial(self._bring_ahead, flight.batch, most_left))
                 self.announced.add(sparse, flight)
 
-    def _bring_ahead(self, batch: Admission) -> bool:
-        """Returns whether there was room."""
+    def _bring_ahead(self, batch: Admission, most_left: int) -> bool:
+        """Returns whether there was room. most_left: of the landings, how many may wait."""
         if not self._admit(batch):
             if batch.named is not None:
                 self.postponed += 1
                 batch.held = self.below.hold(RowSlots.of(self.directory.coming(batch.named)).rows, keep=True)
             return False
-        # Nobody can ask without waiting whether rows have come from disk; those of the nearer half should have.
-        self._land(most_left=(len(self.announced) + 1) // 2)
+        self._land(most_left=most_left)
         return True
 
     def forget(self, sparse: KeyedJaggedTensor) -> None:
