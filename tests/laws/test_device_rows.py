@@ -11,6 +11,7 @@ import errno
 import gc
 import itertools
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -661,6 +662,23 @@ def test_the_worker_ends_with_its_tables_and_leaves_nothing_undone() -> None:
         if not thread.is_alive():
             return
     raise AssertionError("the tables have gone, and their thread has not")
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="CUDA itself refuses a forked child")
+def test_a_forked_child_drops_its_leases_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it has copies of; the parent's stay."""
+    side = make_sides("float32", "sgd", plan=plan_for(24))[1]
+    out = side.emb(batch_of(torch.arange(4)))
+    said = list[Any]()
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    child = os.fork()
+    if not child:
+        del out
+        gc.collect()
+        os._exit(len(said))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert settled(side.emb.placement).directory.num_free == [20, 20, 0]
+    out.sum().backward()
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="CUDA itself refuses a forked child")

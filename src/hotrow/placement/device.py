@@ -429,7 +429,8 @@ class Device(Placement):
 
     def release(self, batch: Admission, *, updated: bool, stream: Any = None) -> None:
         """Ends the lease of a batch; flights call it."""
-        self._worker.ask(partial(self._release, batch, self._streams.moment(stream), updated))
+        if not self._worker.forked:  # a child's copies of leases end with it, and let go of nothing
+            self._worker.ask(partial(self._release, batch, self._streams.moment(stream), updated))
 
     def _release(self, batch: Admission, moment: Moment, updated: bool) -> None:  # noqa: FBT001
         if batch.landing is not None:

@@ -23,13 +23,18 @@ class Worker:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a forked child, which has no such thread."""
+        return os.getpid() != self._process
+
     def ask(self, work: Callable[[], T]) -> Future[T]:
         """Returns at once what will have the result, or the error. After `end` the caller does the work itself.
 
         It waits for no lock once the thread has started, so that finalizers may call it. Raises StoreError in a forked
         child, which has no such thread.
         """
-        if os.getpid() != self._process:
+        if self.forked:
             raise StoreError(
                 "the tables on a device belong to the process that this one was forked from: use them there, or start "
                 "workers with multiprocessing's 'spawn' and make a collection in each"
@@ -54,7 +59,7 @@ class Worker:
     def close(self) -> None:
         """As `end`, and waits for it."""
         self.end()
-        if self._thread is not None and os.getpid() == self._process:
+        if self._thread is not None and not self.forked:
             self._thread.join()
 
 
