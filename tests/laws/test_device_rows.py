@@ -812,6 +812,18 @@ def test_what_cannot_be_is_refused() -> None:
             DeviceMemory(hbm=1)
 
 
+def test_the_first_lookup_may_be_made_in_inference_mode() -> None:
+    """What it allocates is written outside of that mode later."""
+    where = DeviceMemory(hbm="1MiB", device=str(DEVICE), plan=plan_for(24))
+    plain, other = (EmbeddingCollection(tables("float32"), memory=memory, seed=3) for memory in (None, where))
+    for first in range(0, 40, 8):
+        batch = batch_of(torch.arange(first, first + 8))
+        with torch.inference_mode():
+            found = other(batch), plain(batch)
+        assert_agrees(*found, first, rtol=1e-5, atol=1e-5)
+        assert_agrees(other(batch), plain(batch), first, rtol=1e-5, atol=1e-5)
+
+
 def test_a_lookup_that_nobody_wanted_lets_go_of_its_rows() -> None:
     _, side = make_sides("float32", "sgd", plan=plan_for(40))
     rows = side.emb.placement

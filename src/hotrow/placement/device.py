@@ -199,6 +199,7 @@ class Device(Placement):
             for table, arrays in zip(self.tables, self.below.parts(), strict=True)
         ]
 
+    @torch.inference_mode(mode=False)  # the worker writes the arrays, and is not in it
     def _lay_out(self) -> Any:
         """Gives the slots their memory; returns the class of arrays that the kernels take."""
         from hotrow.kernels.triton_moves import Mover, Streams
