@@ -742,9 +742,10 @@ def test_a_folder_that_is_no_export_gets_no_company(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of /sys, where even root makes no folder")
-def test_a_work_folder_that_others_own_is_named_with_a_cure(export: Path) -> None:
-    with pytest.raises(ValueError, match=r"/sys cannot be written: .*; pass .*work="):
-        hotrow.Scorer(export, work="/sys")
+@pytest.mark.parametrize("work", ["/sys", "/sys/none/work"])
+def test_a_work_folder_that_others_own_is_named_with_a_cure(export: Path, work: str) -> None:
+    with pytest.raises(ValueError, match=rf"{work} cannot be written: .*; pass .*work="):
+        hotrow.Scorer(export, work=work)
 
 
 def test_a_limit_of_memory_that_a_system_cannot_keep_is_refused(

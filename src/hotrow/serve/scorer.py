@@ -76,7 +76,8 @@ class Scorer:
             make_folder(self._work / VOCABULARIES)  # the folder itself may be there, and be another user's
             opened = Version(path, self._work, self._budget)
         except OSError as error:
-            if not Path(str(error.filename)).is_relative_to(self._work):
+            at = Path(str(error.filename))
+            if not (at.is_relative_to(self._work) or self._work.is_relative_to(at)):
                 raise
             reason = f"{(error.strerror or str(error)).lower()} ({error.filename})"
             raise ValueError(
