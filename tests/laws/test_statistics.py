@@ -632,6 +632,13 @@ def test_a_lag_needs_times_with_a_unit(form: str | type[float] | None, tmp_path:
         lagged(rows, tmp_path / "numbers", "time", "1d")
 
 
+def test_a_lag_names_a_column_that_holds_no_times(tmp_path: Path) -> None:
+    rows = some_rows(100)
+    rows["time"] = [time > 5 for time in rows["time"]]
+    with pytest.raises(ValueError, match=r"rows\.parquet.*time column 'time' has type bool"):
+        lagged(rows, tmp_path / "words", "time", "1d")
+
+
 def test_a_lag_without_times_statistics_or_a_length_is_refused() -> None:
     for change, fields in (
         ({"statistics_lag": "1d"}, ["statistics_lag", "'1d'", "no time"]),

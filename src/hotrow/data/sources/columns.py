@@ -359,7 +359,8 @@ class ColumnsSource:
         """Returns a span in the unit of the rows' times, rounded up. Raises ValueError if the unit is not known."""
         assert self.schema.time is not None, "asked of a source that has time"
         first = self._first_times()
-        per_s = None if first is None else self._time_reader.ticks_per_s(first)
+        with self._naming(0):
+            per_s = None if first is None else self._time_reader.ticks_per_s(first, self.schema.time.column)
         if per_s is None:
             where = f"{self._reader.files[0].path}: column {self.schema.time.column!r}"
             raise ValueError(

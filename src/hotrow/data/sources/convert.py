@@ -347,7 +347,7 @@ class TimeReader:
         values = filled(array.cast(pa.int64(), safe=False), 0)
         return values, self._fault(column, missing, source)
 
-    def ticks_per_s(self, sample: pa.Array) -> float | None:
+    def ticks_per_s(self, sample: pa.Array, column: str) -> float | None:
         """Returns how many units of the times that are read a second has; None if they are numbers, and those of
         `sample`, its first cells, are no unix times of seconds (whole ones also of thousandths, millionths or
         billionths), or are whole and all look like dates that digits write."""
@@ -359,7 +359,7 @@ class TimeReader:
             return 1 / 86400
         if pa.types.is_timestamp(kind) or pa.types.is_date64(kind):
             return {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[kind.unit if pa.types.is_timestamp(kind) else "ms"]
-        times, fault = self(sample, "")
+        times, fault = self(sample, column)
         times = times if fault is None else times[~fault.rows]
         if not pa.types.is_integer(kind):
             return 1e6 if len(times) and 1e14 <= np.median(times) < 4e15 else None
