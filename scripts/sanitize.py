@@ -54,6 +54,7 @@ ADDRESS = Sanitizer(
         "tests/laws/test_sequences.py",
         "tests/laws/test_vocabulary_rows.py",
         "tests/laws/test_store_law.py",
+        "tests/laws/test_checkpoint_rows.py",
         "tests/laws/test_tiers.py",
         "tests/laws/test_cache_policies.py",
         "tests/laws/test_reuse.py",
