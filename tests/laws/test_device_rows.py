@@ -308,6 +308,20 @@ def test_ids_that_change_after_their_lookup_change_no_other_row() -> None:
     check(*sides)
 
 
+def test_bags_that_change_after_their_lookup_change_no_other_row() -> None:
+    """An id would look another table up."""
+    sides = make_sides("float32", "sgd", plan=plan_for(8))
+    for side in sides:
+        batch = KeyedJaggedTensor(FEATURES, torch.tensor([40, 41, 3, 4, 5]), lengths=torch.tensor([2, 1, 1, 1]))
+        given = side.emb.placement.take(batch, training=True)[1]
+        side.forward(batch)
+        if side is sides[1]:
+            batch.offsets[1] = 1
+            assert given.offsets.tolist() == [0, 2, 3, 4, 5], "the rest is memory of others"
+        side.step()
+    check(*sides)
+
+
 class _Numbered(Moment):
     reached_by_compute = -1
 

@@ -142,7 +142,9 @@ class OwnIds(KeyedJaggedTensor):
         """Returns the bags of `sparse` with other ids, in host memory, as many as before."""
         made = cls.__new__(cls)
         made.keys, made.weights, made.stride, made.parts = sparse.keys, sparse.weights, sparse.stride, sparse.parts
-        made.values, made._offsets, made._copied = values, sparse._offsets, None
+        # Offsets that the caller changes would give an id to another table, whose row may have no slot.
+        offsets = None if sparse._offsets is None else sparse._offsets.clone()
+        made.values, made._offsets, made._copied = values, offsets, None
         return made
 
     def on(self, device: torch.device) -> Tensor:
