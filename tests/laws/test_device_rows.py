@@ -34,6 +34,7 @@ from hotrow.placement.budget import MOVING_SHARE, TableDemand, TableSlots, plan_
 from hotrow.placement.slots import COUNTS, RowSlots, directory_of
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Flight, Tiers
+from hotrow.placement.worker import Worker
 from hotrow.tables import TableConfig, Uniform
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -652,6 +653,19 @@ def test_what_stops_the_worker_is_raised_in_the_next_step(monkeypatch: pytest.Mo
         side.forward(batch_of(torch.arange(30, 34)) if unannounced else first)
     with pytest.raises(StoreError, match=r"are lost: OutOfMemoryError .* load the last checkpoint"):
         side.forward(first)
+
+
+def test_a_thread_that_the_system_refuses_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    worker = Worker("tried")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            worker.ask(lambda: 1)
+    assert worker.ask(lambda: 2).result(60) == 2
+    worker.close()
 
 
 def test_the_worker_ends_with_its_tables_and_leaves_nothing_undone() -> None:

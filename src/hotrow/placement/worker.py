@@ -45,8 +45,9 @@ class Worker:
             return job.answer
         self._jobs.put(job)
         if self._thread is None:
-            self._thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_run, args=(self._jobs,), name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread  # not one that the system refused: nobody would do what the next call asks
             atexit.register(self.close)  # a thread in the middle of a copy would not survive the interpreter's end
         return job.answer
 
