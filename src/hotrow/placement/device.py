@@ -221,7 +221,7 @@ class Device(Placement):
         self._streams = Streams(self.device)
         self._streams.share([self.map, *(array for parts in self._parts for array in parts)])
         self._mover = Mover(below, self._parts, self._streams)
-        self._released = self._arrived = self._streams.moment()
+        self._released = self._arrived = self._refreshed = self._streams.moment()
         firsts = [first - own for first, own in zip(accumulate(passing, initial=0), pinned, strict=False)]
         slots = SlotMap(self.map, num_rows, pinned, firsts)
         self.arrays = Arrays(weights, low, slots if len(self.map) else None)
@@ -480,7 +480,9 @@ class Device(Placement):
         """Reads the slots again from below, if there was a `flush`."""
         with self._lock:
             if self._stale:
-                self._wait(partial(self._refresh, self._streams.moment())).precede()
+                self._refreshed = self._wait(partial(self._refresh, self._streams.moment()))
+            # Each time, because another call may be on another stream, or have been interrupted here.
+            self._refreshed.precede()
 
     def _refresh(self, moment: Moment) -> Moment:
         self._land()
