@@ -281,6 +281,13 @@ def test_times_of_every_type(array: pa.Array, options: dict[str, str], want: lis
     assert read(ColumnsSource(table, schema_of("a", time={"column": "t", **options})))["time"] == want
 
 
+def test_times_are_read_as_those_of_the_first_file_that_has_rows(tmp_path: Path) -> None:
+    """A folder of a day may begin with a quiet hour."""
+    for name, rows in (("a.csv", ""), ("b.csv", "1,1700000000,x\n0,1700000060,y\n")):
+        (tmp_path / name).write_text(f"y,t,a\n{rows}")
+    assert read(ColumnsSource([tmp_path], schema_of("a", time="t")))["time"] == [1700000000, 1700000060]
+
+
 def test_a_bad_first_time_is_the_only_bad_row() -> None:
     table = pa.table({"y": [0, 1, 0], "a": ["x", "y", "z"], "t": ["soon", "1700000000", "1700000001"]})
     with pytest.raises(RowError, match=r"<frame>:1 \(t\): 'soon' is not a time"):

@@ -350,10 +350,13 @@ class ColumnsSource:
         return TimeReader(format=text_format) if first is None else TimeReader.for_column(first, text_format)
 
     def _first_times(self) -> pa.Array | None:
-        """Returns the first cells of the time column; None if there is none."""
+        """Returns the first cells of the time column, of the first file that has some; None if there is none."""
         assert self.schema.time is not None
-        first = next(iter(self._reader.read(0, 0, [self.schema.time.column], FIRST_ROWS)), None)
-        return None if first is None else self._cells(first.batch.column(0))
+        for file_index in range(len(self._reader.files)):
+            for rows in self._reader.read(file_index, 0, [self.schema.time.column], FIRST_ROWS):
+                if rows.batch.num_rows:
+                    return self._cells(rows.batch.column(0))
+        return None
 
     def ticks(self, seconds: float) -> int:
         """Returns a span in the unit of the rows' times, rounded up. Raises ValueError if the unit is not known."""
