@@ -454,6 +454,28 @@ def test_a_day_without_rows_is_passed_over(
         go(logs, out, keep=9)
 
 
+def test_rows_that_come_while_a_day_is_found_empty_are_not_passed_over(
+    begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call that finds it empty cannot know of them; the next one does, and refuses to leave them out."""
+    logs, out = begun
+    late, do = logs / "day_11.csv", walk._do
+
+    def do_slowly(own: Any, name: str, *rest: Any) -> Any:
+        try:
+            return do(own, name, *rest)
+        finally:
+            if name == "day_11":
+                write_day(late, 3)
+
+    late.write_text(EMPTY["a header alone"])
+    write_day(logs / "day_12" / "part.csv", 4)
+    monkeypatch.setattr(walk, "_do", do_slowly)
+    assert go(logs, out, keep=9)["new"] == ["day_12"]
+    with pytest.raises(ValueError, match=r"day_11\.csv has changed"):
+        go(logs, out, keep=9)
+
+
 def test_an_empty_day_gets_its_rows_while_no_later_one_is_done(begun: tuple[Path, Path]) -> None:
     logs, out = begun
     (logs / "day_11.csv").write_text("")

@@ -144,11 +144,12 @@ def walk_days(
         try:
             empty = dict(chain.empty)
             for name, path in _left(walk, paths, chain).items():
+                files = _files_of(walk, path)  # before they are read: rows that come meanwhile are not passed over
                 try:
                     done = _do(walk, name, path, chain.days)
                 except NoRowsError as error:  # as of a quiet hour: those that follow need not wait
                     _say(f"{name} has no rows and is passed over: {error}")
-                    empty[name] = {file: (stat.st_size, "") for file, stat in _files_of(walk, path).items()}
+                    empty[name] = {file: (stat.st_size, "") for file, stat in files.items()}
                     continue
                 chain = replace(chain, days=(*chain.days, done), empty=empty)
                 _DOCUMENT.write(walk.chain / DAYS, chain)
