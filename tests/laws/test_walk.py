@@ -476,6 +476,14 @@ def test_rows_that_come_while_a_day_is_found_empty_are_not_passed_over(
         go(logs, out, keep=9)
 
 
+def test_a_day_of_bad_rows_alone_is_not_passed_over(begun: tuple[Path, Path]) -> None:
+    """It is not empty, even if so many may be skipped: something has changed."""
+    logs, out = begun
+    (logs / "day_11.csv").write_text(EMPTY["a header alone"] + "odd,1700600000,u1,i1,1\n" * 3)
+    with pytest.raises(ValueError, match=r"day_11\.csv has no good row, and 3 bad ones"):
+        go(logs, out, keep=9, skip_bad_rows=5)
+
+
 def test_an_empty_day_gets_its_rows_while_no_later_one_is_done(begun: tuple[Path, Path]) -> None:
     logs, out = begun
     (logs / "day_11.csv").write_text("")

@@ -77,6 +77,8 @@ def estimate_work(
     read_s = time.perf_counter() - started
     sampled = sum(chunk.num_rows for chunk in chunks)
     if sampled == 0:
+        if num_bad := opened.source.skipped.num_rows:
+            raise ValueError(f"{info.files[0].path} has no good row, and {num_bad:,} bad ones; see what changed in it")
         raise NoRowsError(f"{info.files[0].path} has no rows; there is nothing to prepare")
     started = time.perf_counter()
     growth = (max(num_rows * sample, 1) / sampled) ** VOCABULARY_GROWTH
