@@ -485,6 +485,8 @@ def test_numbers_with_an_exponent_are_numbers() -> None:
 def test_missing_and_empty_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none.yaml: No such file or directory; pass a YAML file such as recipes/"):
         load_config(tmp_path / "none.yaml")
+    with pytest.raises(ValueError, match=r"'config a\\x00.yaml': embedded null byte; pass a YAML file"):
+        load_config("a\0.yaml")
     (tmp_path / "empty.yaml").touch()
     with pytest.raises(ValueError, match="holds None; it must be a mapping"):
         load_config(tmp_path / "empty.yaml")

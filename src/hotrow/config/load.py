@@ -106,6 +106,8 @@ def load_yaml(path: Path | str, *, cure: str, what: str = "") -> Any:
         raise ValueError(f"{origin}: {error.strerror}; {cure}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{origin}: byte {error.start} is not UTF-8; convert it (iconv -t UTF-8)") from None
+    except ValueError as error:  # of a path that no file can have
+        raise ValueError(f"{origin!r}: {error}; {cure}") from None
     return parse_yaml(text, origin=origin)
 
 
