@@ -19,7 +19,8 @@ memory      most memory of a scorer under `--memory`, whose requests ask for ids
             its own. With `--holes` the tables are files without content, so that 20GB take no disk.
 deltas      100 deltas, each of 1 % of the rows and all dense weights, applied back to back while one thread sends
             requests. EXPORT is not read; all exports are made beside it, with tables of `--size`. Every answer is
-            compared with those of a new scorer of its version, and the last version with a whole export.
+            compared with those of a new scorer of its version, and the last version with a whole export. The disk
+            holds an export for each delta.
 
 Prints Markdown; `--out` gets JSON.
 """
