@@ -173,12 +173,12 @@ class InTiers(Side):
         profit, and none later.
         """
         generator = np.random.default_rng(SEED)
-        for store, slots in zip(self.tiers.stores, self.tiers.slots, strict=True):
+        for store, slots, parts in zip(self.tiers.stores, self.tiers.slots, self.tiers.parts(), strict=True):
             if store.kind != "gathered":
                 continue
             for first in range(slots.pinned, store.rows.num_rows, WORN_ROWS):
                 rows = np.arange(first, min(first + WORN_ROWS, store.rows.num_rows))
-                records = [np.empty((len(rows), num_bytes), np.uint8) for _, num_bytes in store.rows.parts]
+                records = [np.empty((len(rows), part[:1].nbytes), np.uint8) for part in parts]
                 store.read(rows, rows - first, records)
                 again = generator.integers(first, rows[-1] + 1, int(WORN_SHARE * len(rows)))
                 store.write(again, again - first, records)
