@@ -362,9 +362,11 @@ class Run:
         known = (groups_of or self).folder.vocabulary
         groups = None if by is None else Groups(PackedDataset.open(known).info, by)
         with _readable(data, strict=strict) as rows:
-            others = RawEncoder(known).batches(rows, batch_size=EVAL_BATCH_SIZE, labels="alone")
+            others = None
+            if groups is not None and known != self.folder.vocabulary:
+                others = RawEncoder(known).batches(rows, batch_size=EVAL_BATCH_SIZE, labels="alone")
             for outputs_B, batch in self._outputs(rows, labels="alone", strict=strict):
-                by_B = None if groups is None else groups.of(batch if groups_of is None else next(others))
+                by_B = None if groups is None else groups.of(batch if others is None else next(others))
                 metrics.update(outputs_B, batch.label, batch.weight, by_B)
         if not metrics.num_rows:
             shown = str(data) if is_paths(data) else "the frame"

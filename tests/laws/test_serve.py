@@ -765,17 +765,17 @@ import hotrow
 export, change, mode = sys.argv[1:]
 with tempfile.TemporaryDirectory() as name:
     os.chmod(name, 0o777)
-    out, work = Path(name) / "out", Path(name) / "work"
+    out, own = Path(name) / "out", Path(name) / "own"
     shutil.copytree(export, out)
     for path in (out, *out.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    (work / "vocab").mkdir(parents=True)
+    (own / "vocab").mkdir(parents=True)
     hotrow.Scorer(out, work=Path(name) / "other")  # loads all modules, from a folder that only root may be able to read
     os.chmod(Path(name) / change, int(mode, 8))
     become(65534, os.seteuid)
     for _ in range(2):
         try:
-            print(hotrow.Scorer(out, work=work).version, "is taken")
+            print(hotrow.Scorer(out, work=own).version, "is taken")
         except ValueError as error:
             print(str(error).replace(name, ""))
     os.seteuid(0)
@@ -791,8 +791,8 @@ with tempfile.TemporaryDirectory() as name:
         ("out/export.json", "600", "/out/export.json", "chmod"),
         ("out/tables", "700", "/out/tables", "chmod"),
         ("out/tables/user.safetensors", "600", "/out/tables/user.safetensors", "chmod"),
-        ("work/vocab", "700", "/work/vocab", "--work"),
-        ("work/vocab", "755", "/work/vocab", "--work"),
+        ("own/vocab", "700", "/own/vocab", "--work"),
+        ("own/vocab", "755", "/own/vocab", "--work"),
     ],
 )
 def test_what_a_server_may_not_read_or_write_is_named_with_a_cure(

@@ -354,18 +354,22 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
     config = make_config(apply_overrides({"data": str(packed), **memory}, as_overrides(recipe)), origin="demo")
     run = Run(train(config, folder=RunFolder.create(None, name=f"demo-{config.model.name}")).path)
     commands = ["hotrow fit YOUR_LOGS --label CLICK_COLUMN"]
-    return _demo_result(run, f"{NUM_ROWS:,} synthetic rows", time.monotonic() - started, commands)
+    return _result_of(run, f"{NUM_ROWS:,} synthetic rows", time.monotonic() - started, commands)
 
 
 def fit_on(paths: Sequence[str], **options: Any) -> dict[str, Any]:
     """Guesses the schema of the user's logs, packs them, trains and evaluates. options: as for `fit`."""
     started = time.monotonic()
-    run, is_one = fit(paths[0] if len(paths) == 1 else list(paths), **options), len(paths) == 1
-    commands = run.next_commands(shlex.quote(paths[0])) if is_one else run.next_commands()
-    return _demo_result(run, paths[0] if is_one else f"{len(paths)} files", time.monotonic() - started, commands)
+    if len(paths) > 1:
+        run = fit(list(paths), **options)
+        rows, commands = f"{len(paths)} files", run.next_commands()
+    else:
+        run, rows = fit(paths[0], **options), paths[0]
+        commands = run.next_commands(shlex.quote(rows))
+    return _result_of(run, rows, time.monotonic() - started, commands)
 
 
-def _demo_result(run: Run, rows: str, seconds: float, commands: list[str]) -> dict[str, Any]:
+def _result_of(run: Run, rows: str, seconds: float, commands: list[str]) -> dict[str, Any]:
     model = type(load_config(run.path / CONFIG).model).__name__.removesuffix("Spec")
     return {
         **run.summary(),

@@ -144,7 +144,6 @@ class Device(Placement):
         self.weights, self.low = below.weights, below.low
         on_device = triton_ops("tables on a device")
         self.kernels, self._with_ids = ops.KernelSet(self.layout, on_device.Kernels), on_device.OwnIds.replacing
-        self._num_states = 0
         self.directory: Any = None
         """A native SlotDirectory; only the worker asks it."""
         self.map: Tensor
@@ -189,7 +188,7 @@ class Device(Placement):
                 "optimizer right after the EmbeddingCollection, and only one"
             )
         self._attached_below = self.below.attach(states)  # while it lives, the states are parts below
-        count = self._num_states = len(states[self.tables[0].name])
+        count = len(states[self.tables[0].name])
         arrays = self._lay_out()
         return Attached(states, [arrays([parts[k - count] for parts in self._parts]) for k in range(count)])
 
