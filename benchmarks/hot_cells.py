@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from benchmarks.hot_lab import by_threshold, cached_crossing, crossing
 from hotrow.base.files import parse_bytes
-from hotrow.costs.solve import plan_by_counts
 from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
@@ -31,6 +30,7 @@ from hotrow.inspect.hot_rows import record_bytes_of
 from hotrow.kernels.types import Algorithm
 from hotrow.models.spec import HISTORY
 from hotrow.placement.budget import DeviceMemory, TableDemand
+from hotrow.setup.divide import plan_by_counts
 
 SWAPS = 4
 """Copies of the hot rows in an epoch with turns of 50 %: to the device and back, twice."""

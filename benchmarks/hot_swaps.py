@@ -13,9 +13,6 @@ counts, with rows of 16 columns and row-wise Adagrad. For rates of 50, 10 and 2 
 
 The same figures are then computed, not drawn, for the whole tables of Criteo Kaggle, 3.4 million hot rows, and longer
 phases: each lookup is taken to name a row by the skew of its table, and of a hot batch, a hot row.
-
-Last comes the lowest rate of `fae` for links of several speeds. It is assumed that a cold step takes 5 ms, a hot one
-2 ms, and that DRAM is read at 50 GB/s.
 """
 
 from __future__ import annotations
@@ -31,19 +28,14 @@ from numpy.typing import NDArray
 
 from benchmarks.hot_cells import HotCell, make_shape, sizes_of
 from hotrow.config.schema import HotConfig
-from hotrow.costs.hardware import Figure, Gpu, Hardware
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.hot.calibrate import FoundHot, calibrate, find_hot
-from hotrow.hot.hot_set import counts_of
 from hotrow.hot.order import batch_order
-from hotrow.hot.swap_cost import lowest_rate
 from hotrow.hot.turns import STEP_BYTES
 
 SHARE, RATES, LATE = 0.1, (50, 10, 2), (64, 16, 4, 1)
 LONG = (300, 3000)
-LINKS = (0.5e9, 2e9, 12e9, 50e9)
-COLD_S, HOT_S, STREAM = 5e-3, 2e-3, 50e9
 
 
 def phases(dataset: PackedDataset, found: FoundHot, rate: float, batch_size: int) -> list[list[NDArray[np.int64]]]:
@@ -102,13 +94,6 @@ def expected(num_batches: int, batch_size: int, *, hot_alone: bool) -> dict[str,
     return {"changed": changed / len(rates), **late, "sent": sum(parts) / changed, "left": parts[-1] / changed}
 
 
-def machine_of(link: float) -> tuple[Hardware, Gpu]:
-    """Returns a machine of which the swap's cost reads the link and DRAM alone."""
-    gpu = Gpu("GPU", Figure(2**34), Figure(1e12), Figure(link), Figure(link))
-    fields = {"name": "assumed", "date": "2026-01-01", "host": {}, "versions": {}, "num_cores": 1}
-    return Hardware(**fields, dram_bytes=Figure(2**36), stream_bytes_per_s={"1": Figure(STREAM)}), gpu  # type: ignore[arg-type]
-
-
 def words(figures: dict[str, float]) -> str:
     """Returns them in a line."""
     return ", ".join(f"{key} {value:.1%}" for key, value in figures.items())
@@ -148,12 +133,6 @@ def main() -> None:
             for name in ("cold", "hot"):
                 means = expected(num_batches, given.batch_size, hot_alone=name == "hot")
                 print(f"whole tables, {name} phases of {num_batches:,} batches: {words(means)}")
-        counts = counts_of(dataset)
-        epoch_s = ((len(found.is_hot) - num_hot) * COLD_S + num_hot * HOT_S) / given.batch_size
-        for link in LINKS:
-            machine, gpu = machine_of(link)
-            lowest = lowest_rate(50, found.rows, counts, machine, gpu, epoch_s=epoch_s)
-            print(f"a link of {link / 1e9:g} GB/s: phases of {lowest:g} % or more")
 
 
 if __name__ == "__main__":

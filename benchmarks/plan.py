@@ -42,13 +42,13 @@ from benchmarks.results import end_on_signals, record
 from benchmarks.rivals.sides import write_zeros
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.costs.hardware import Hardware, known_hardware, read_hardware
-from hotrow.costs.solve import CountsPlan, plan_by_counts
 from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.placement.budget import METADATA_BYTES, Memory, TableDemand, TableSlots, num_bytes, plan_slots
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
+from hotrow.setup.divide import CountsPlan, plan_by_counts
 from hotrow.setup.slots import miss_s
 from hotrow.tables import TableConfig
 

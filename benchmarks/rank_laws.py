@@ -32,10 +32,10 @@ from typing import Any, NamedTuple
 
 from benchmarks.rank_runs import TRANSPORTS, Transport, differing, outcome, session, wait
 from benchmarks.results import end_on_signals
-from hotrow.costs.demand import record_bytes
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run.folder import METRICS, RunFolder
+from hotrow.setup.demand import record_bytes
 from hotrow.tables import TableConfig
 
 ROWS = "criteo_terabyte_80k.tsv.gz"

@@ -30,9 +30,9 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks import mpi_start
 from hotrow.config.load import load_config, make_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.lab import mpi_start
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.launch import joined
 from hotrow.run import runs

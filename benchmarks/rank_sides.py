@@ -19,8 +19,6 @@ import torch.distributed as dist
 from benchmarks.step_peers import dense_sgd, make_model
 from benchmarks.step_shapes import SHAPES, StepShape, make_setting
 from hotrow.batch import Batch
-from hotrow.costs.wire import Distinct
-from hotrow.costs.wire import Wire as TableWire
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.parallel.communicator import Arriving, Communicator, Messages
@@ -35,6 +33,8 @@ from hotrow.run.micro import cut
 from hotrow.run.schedule import Schedule
 from hotrow.run.trainer import train_step
 from hotrow.setup.shards import pooled_owners, shard_of
+from hotrow.setup.wire import Distinct
+from hotrow.setup.wire import Wire as TableWire
 from hotrow.tables import TableConfig
 
 SEED = 1

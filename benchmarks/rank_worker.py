@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks import mpi_start
 from benchmarks.rank_peers import TorchrecRank
 from benchmarks.rank_sides import MPI, OurRank, Rank, RankWork, Seat, link_bytes_per_s
 from benchmarks.rivals import worker
 from benchmarks.rivals.worker import Worker
-from hotrow.lab import mpi_start
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.gloo import Gloo
 from hotrow.parallel.launch import joined

@@ -41,13 +41,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks import bench
+from benchmarks import bench, mpi_start
 from benchmarks.links import Link, LinkError
 from benchmarks.rank_sides import RankWork
 from benchmarks.rank_worker import Group
 from benchmarks.results import end_on_signals, record
 from benchmarks.step_shapes import NUM_BATCHES, SHAPES
-from hotrow.lab import mpi_start
 
 MAX_OVER_LEAST = 1.05
 """Bytes on the wire over the least there are, by our own promise."""

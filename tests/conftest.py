@@ -79,8 +79,8 @@ def _no_fsync() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_figures_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What `hotrow probe` measured here would change plans and predictions; child processes inherit this."""
+def _no_trials_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `hotrow plan` kept here would be in the records of runs; child processes inherit this."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import mpi_start
 from hotrow.base.waiting import wait_passively
-from hotrow.lab import mpi_start
 
 LIMIT_S = 300.0
 needs_mpi = pytest.mark.skipif(

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from benchmarks.rivals.work import LR, SEED, Training, Work
 from hotrow.batch import Batch
-from hotrow.costs.solve import plan_by_counts
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.placement.budget import Memory
@@ -31,6 +30,7 @@ from hotrow.placement.tiers import Flight, Tiers
 from hotrow.run.checkpoint import Part, save_checkpoint
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.meters import GAUGES
+from hotrow.setup.divide import plan_by_counts
 from hotrow.tables import TableConfig
 
 ZEROS_BYTES = 1 << 23

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from hotrow.batch import Batch, KeyedJaggedTensor
     from hotrow.config.load import load_config
     from hotrow.config.schema import Config
-    from hotrow.costs.solve import plan_by_counts
     from hotrow.data.packed.loader import Loader
     from hotrow.data.packed.reader import PackedDataset
     from hotrow.embedding import EmbeddingCollection
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from hotrow.placement.lookahead import lookahead
     from hotrow.run.checkpoint import load_checkpoint, save_checkpoint
     from hotrow.serve.scorer import Scorer
+    from hotrow.setup.divide import plan_by_counts
     from hotrow.tables import TableConfig, Uniform
 
 __all__ = [
@@ -74,7 +74,7 @@ _HOMES = {
     "hotrow.placement.budget": ("DeviceMemory", "Memory"),
     "hotrow.placement.lookahead": ("lookahead",),
     "hotrow.optim": ("FTRL", "SGD", "Adagrad", "Adam", "RowWiseAdagrad", "SplitSGDBF16", "clip_grad_norm_"),
-    "hotrow.costs.solve": ("plan_by_counts",),
+    "hotrow.setup.divide": ("plan_by_counts",),
     "hotrow.tables": ("TableConfig", "Uniform"),
 }
 

@@ -71,7 +71,7 @@ from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_witho
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import CONFIG, RUN, RunFolder, check_free, resume_command
 from hotrow.run.items import Items
-from hotrow.run.record import RunRecord
+from hotrow.run.record import RunRecord, off_by
 from hotrow.run.runs import config_of, make_folder, train
 from hotrow.run.selection import step_to_stop_at
 from hotrow.run.storage import close_tiers
@@ -452,15 +452,11 @@ class Run:
             lines.append(f"  from     step {record.parent.step:,} of {record.parent.path}")
             if (before := record.parent.metrics) is not None:
                 lines.append(f"           its weights on these training rows: {record.trained_for.line(before)}")
-        if record.predicted is not None and record.step_ms is not None:
-            expected, phases = record.predicted, record.predicted["step_ms"]
-            shown_ms = ", ".join(f"{phase} {ms:.3g} ({phases[phase]:.3g})" for phase, ms in record.step_ms.items())
-            lines += [
-                f"  step     {shown_ms} ms measured (predicted);",
-                f"           predicted were {expected['samples_per_s']:,.0f} samples/s, {expected['binds']} binds",
-            ]
-            if record.ranks is not None and "wire_bytes_per_step" in expected:
-                lines.append(f"  wire     {_wire_line(record.ranks, expected)}")
+        if record.step_ms is not None:
+            shown_ms = ", ".join(f"{phase} {ms:.3g}" for phase, ms in record.step_ms.items())
+            lines.append(f"  step     {sum(record.step_ms.values()):.3g} ms: {shown_ms}{off_by(record)}")
+        if record.ranks is not None:
+            lines.append(f"  wire     {_wire_line(record.ranks)}")
         if record.calibration is not None:
             lines.append(f"  scores   {record.calibration.line()}")
         if memory is not None and "dram_bytes" in memory:
@@ -503,14 +499,11 @@ def _flat_numbers(line: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _wire_line(ranks: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """Returns what a rank sent in a step, and how long its exchanges took, each beside what was predicted."""
-    sent, predicted = (size(sum(each["wire_bytes_per_step"].values())) for each in (ranks, expected))
-    exchange_ms = fmean(each["exchange_ms"] for each in ranks["of_ranks"])
-    return (
-        f"{sent} a step and rank ({predicted}), {exchange_ms:.3g} ms of it in exchanges "
-        f"({expected.get('exchange_ms', 0):.3g}), measured (predicted)"
-    )
+def _wire_line(ranks: Mapping[str, Any]) -> str:
+    """Returns what a rank sent in a step, and how long its exchanges took."""
+    sent = sum(ranks["wire_bytes_per_step"].values())
+    exchange_ms = fmean(own["exchange_ms"] for own in ranks["of_ranks"])
+    return f"{size(sent)} a step and rank, {exchange_ms:.3g} ms of it in exchanges"
 
 
 def _on_this_machine(config: Config) -> Config:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from expanded import expanded
-from golden.make import BASE, DCN, TBSM, write_dataset
+from golden.data import BASE, DCN, TBSM, write_dataset
+from hotrow.base.machine import host_facts
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.costs.hardware import this_host
+from hotrow.kernels import ops
 from hotrow.parallel.communicator import Communicator
 from hotrow.run import runs
 from hotrow.run.checkpoint import list_checkpoints
@@ -54,8 +55,7 @@ RECIPES: dict[str, list[str]] = {
 
 def this_kind() -> str:
     """Returns what decides about the bits of dense layers."""
-    host = this_host()
-    return f"{str(host['cpu']).split()[0]}, {host['isa']}, torch {torch.__version__.split('+')[0]}"
+    return f"{str(host_facts()['cpu']).split()[0]}, {ops.backend().isa}, torch {torch.__version__.split('+')[0]}"
 
 
 def prepare(folder: Path) -> None:

@@ -16,8 +16,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import hotrow
 from hotrow.batch import Batch
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.costs.demand import tables_of
-from hotrow.costs.work import Work, work_of
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.ranks import Ranks
@@ -65,14 +63,6 @@ def test_adamw_against_torch(dataset: PackedDataset, tmp_path: Path, changes: tu
         optimizer.step()
     for own, other in zip(theirs.parameters(), ours.model.parameters(), strict=True):
         torch.testing.assert_close(other, own, rtol=1e-5, atol=1e-6)
-
-
-def test_a_step_with_adamw_is_predicted_as_one_with_adam(dataset: PackedDataset) -> None:
-    def work(name: str) -> Work:
-        config = make_config(apply_overrides({**BASE, "data": str(dataset.path)}, [f"optimizer.dense.name={name}"]))
-        return work_of(config, tables_of(config, dataset), dataset)
-
-    assert work("adamw") == work("adam") != work("sgd")
 
 
 def steps(parts: Parts, dataset: PackedDataset, num_steps: int) -> list[torch.Tensor]:

@@ -24,7 +24,6 @@ import hotrow
 from expanded import expanded
 from hotrow.base.files import crc32
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.costs.demand import tables_of
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import write_counts
 from hotrow.data.prepare.prepare import run_prepare
@@ -33,6 +32,7 @@ from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints, verify
 from hotrow.run.folder import RunFolder
 from hotrow.run.start import Start
+from hotrow.setup.demand import tables_of
 from hotrow.setup.setup import check_freeze
 from packed_data import OF_TOY_ROWS
 from rank_pool import RankPool

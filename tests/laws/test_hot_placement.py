@@ -8,11 +8,9 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,9 @@ from test_resume import BASE, outcome, signal_at
 import hotrow
 from hot_rig import InDram, copies_in_dram
 from hotrow import KeyedJaggedTensor, TableConfig
-from hotrow.config.load import apply_overrides, load_config, make_config
-from hotrow.costs.hardware import Figure, Hardware, read_hardware
+from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.hot import swap_cost, turns
-from hotrow.hot.calibrate import find_hot
+from hotrow.hot import turns
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.turns import HotCopies
 from hotrow.placement import copies as copies_module
@@ -450,97 +446,6 @@ def test_saved_and_stopped_while_rows_cross(
     for _ in stopped_and_resumed(data, tmp_path, monkeypatch, plain, [step - 1 for step in swaps[:2]], changes):
         pass
     assert in_dram and {*gate.passed} == {"read", "write"}
-
-
-def with_link(bytes_per_s: float) -> Hardware:
-    """The figures of tests/golden, with a GPU whose link has this rate."""
-    found = read_hardware(GOLDEN / "hardware.json")
-    link = Figure(bytes_per_s)
-    return replace(found, gpus=[replace(found.gpus[0], to_device_bytes_per_s=link, to_host_bytes_per_s=link)])
-
-
-def test_phases_follow_the_link_and_what_was_decided_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., PackedDataset]
-) -> None:
-    """A slow link makes phases longer than a fast one. A run that is resumed where the link is faster goes on as it
-    began, and one without copies is the same if it is told the rate."""
-    data = make_dataset(tmp_path / "data", counts=True).path
-    changes, lowest = ["train.epochs=1", "train.batch_size=4", "checkpoint.every=null"], {}
-    for name, rate in (("slow", 3e6), ("fast", 2e10)):
-        with monkeypatch.context() as patch, copies_in_dram() as steps:
-            patch.setattr(setup, "known_hardware", lambda rate=rate: with_link(rate))
-            run = trained(data, tmp_path / name, *changes)
-            assert steps
-        lowest[name] = load_config(run.path / "config.yaml").hot.lowest_rate
-        assert f"phases of {lowest[name]:g} % or more" in (run.path / "log.txt").read_text()
-        assert min(swap["next_rate"] for swap in run.record.hot["swaps"]) >= lowest[name]
-        plain = trained(data, tmp_path / f"{name}-plain", *changes, f"hot.lowest_rate={lowest[name]}")
-        assert without_cost(outcome(run)) == without_cost(outcome(plain))
-        if name == "slow":
-            with monkeypatch.context() as patch, copies_in_dram():
-                patch.setattr(setup, "known_hardware", lambda rate=rate: with_link(rate))
-                signal_at(patch, 10, signal.SIGTERM)
-                stopped = trained(data, tmp_path / "stopped", *changes)
-                assert stopped.record.status == "interrupted"
-            with monkeypatch.context() as patch, copies_in_dram():
-                patch.setattr(setup, "known_hardware", lambda: with_link(2e10))
-                resumed = runs.resume(stopped.path, quiet=True)
-            assert without_cost(outcome(resumed)) == without_cost(outcome(run))
-    assert lowest["slow"] > lowest["fast"] >= 1
-    assert load_config(trained(data, tmp_path / "alone", *changes).path / "config.yaml").hot.lowest_rate == 1
-
-
-def test_a_run_of_before_there_was_a_lowest_rate_goes_on_as_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., PackedDataset]
-) -> None:
-    """It went down to 1, and so it does if it is resumed where swaps take long."""
-    data = make_dataset(tmp_path / "data", counts=True).path
-    changes = ["train.epochs=1", "train.batch_size=4", "checkpoint.every=null"]
-    whole = trained(data, tmp_path / "whole", *changes)
-    with monkeypatch.context() as patch:
-        signal_at(patch, 10, signal.SIGTERM)
-        stopped = trained(data, tmp_path / "stopped", *changes)
-    path = stopped.path / "config.yaml"
-    text = path.read_text()
-    path.write_text(re.sub(r"^ +lowest_rate: .*\n", "", text, flags=re.MULTILINE))
-    assert path.read_text() != text
-    with copies_in_dram():
-        monkeypatch.setattr(setup, "known_hardware", lambda: with_link(3e6))
-        resumed = runs.resume(stopped.path, quiet=True)
-    assert without_cost(outcome(resumed)) == without_cost(outcome(whole))
-
-
-def test_a_rate_that_cannot_be_predicted_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., PackedDataset]
-) -> None:
-    """The run trains, and its record has the reason."""
-    data = make_dataset(tmp_path / "data", counts=True).path
-    machine = with_link(2e10)
-    bare = replace(machine, gpus=[replace(machine.gpus[0], product_flops_per_s={})])
-    monkeypatch.setattr(setup, "known_hardware", lambda: bare)
-    with copies_in_dram(), pytest.warns(UserWarning, match=r"product_flops_per_s.*hot\.lowest_rate"):
-        run = trained(data, tmp_path / "run", "train.epochs=1", "train.max_steps=6")
-    assert load_config(run.path / "config.yaml").hot.lowest_rate == 1
-    assert "product_flops_per_s" in run.record.warnings["shown_warning"]["text"]
-
-
-def test_phases_are_longer_if_all_hot_rows_come_from_tiers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_dataset: Callable[..., PackedDataset]
-) -> None:
-    """A swap from DRAM copies those that changed; here a link takes long for the others."""
-    data = make_dataset(tmp_path / "data", table_rows=(50, 20, 4000), counts=True)
-    tiers = [f"memory.ssd={tmp_path / 'rows'}", "memory.dram=85000", "memory.force=true"]
-    changes = ["train.precision=split_bf16", "optimizer.sparse.name=adagrad", "hot.budget=25000", "train.batch_size=2"]
-    monkeypatch.setattr(setup, "device_of_copies", lambda config, place: torch.device("cpu"))
-    monkeypatch.setattr(setup, "known_hardware", lambda: with_link(2e7))
-    monkeypatch.setattr(swap_cost, "MAX_LISTED", 100.0)
-    found = []
-    for more in ([], tiers):
-        config = make_config(apply_overrides({**BASE, "data": str(data.path)}, [*TURNS, *changes, *more]))
-        decided = setup.Setup.decide(config, data, tmp_path)
-        assert decided.hot is not None and decided.in_tiers == bool(more)
-        found.append(decided.lowest_rate(find_hot(data, decided.hot)))
-    assert 1 <= found[0] < found[1]
 
 
 @pytest.mark.parametrize("seed", range(4))

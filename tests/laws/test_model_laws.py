@@ -26,7 +26,6 @@ from torch.nn.functional import dropout
 from hotrow.batch import Batch
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
-from hotrow.costs.demand import required_bytes
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
@@ -47,6 +46,7 @@ from hotrow.run.build import Parts, build, look_up
 from hotrow.run.checkpoint import load_checkpoint, save_checkpoint
 from hotrow.run.exact import CODE, FirstPart
 from hotrow.run.meters import Session
+from hotrow.setup.demand import required_bytes
 from hotrow.setup.device import DenseDevice
 from hotrow.setup.setup import Setup
 from rank_pool import RankPool

@@ -21,15 +21,14 @@ from expanded import expanded
 from forked import run_forked
 from hotrow.base.machine import lacks_bfloat16_products
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.costs import solve
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
 from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from hotrow.run.folder import RunFolder
+from hotrow.setup import divide, room, setup
 from hotrow.setup import memory as placement
-from hotrow.setup import room, setup
 from packed_data import OF_TOY_ROWS
 from sampled import sampled
 
@@ -99,12 +98,12 @@ def test_a_run_in_tiers_is_the_run_in_dram(data: Path, truth: Truth, tmp_path: P
 
 def test_counts_are_read_and_planned_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a new run and by a resumed one, also in a folder whose name is found only after it is known to fit."""
-    read, planned = solve.TableUse, solve.solve
+    read, planned = divide.TableUse, divide.solve
     calls: list[str] = []
     monkeypatch.setattr(
-        solve, "TableUse", lambda demand, *args, **named: (calls.append(demand.name), read(demand, *args, **named))[1]
+        divide, "TableUse", lambda demand, *args, **named: (calls.append(demand.name), read(demand, *args, **named))[1]
     )
-    monkeypatch.setattr(solve, "solve", lambda *args: (calls.append("solve"), planned(*args))[1])
+    monkeypatch.setattr(divide, "solve", lambda *args: (calls.append("solve"), planned(*args))[1])
     monkeypatch.chdir(tmp_path)
     changes = ["train.max_steps=2", "checkpoint.every=1"]
     run = runs.train(config(data, Path("runs"), changes, tiers(data, [])).model_copy(update={"run": None}))

@@ -15,13 +15,13 @@ from test_resume import outcome, signal_at
 
 import hotrow
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.costs.demand import required_bytes
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.kernels import ops
 from hotrow.run import runs
 from hotrow.setup import setup
+from hotrow.setup.demand import required_bytes
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 DIMS = {"default": 16, "user": 8, "hour": 1}

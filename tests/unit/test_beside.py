@@ -16,13 +16,13 @@ import yaml
 
 from hotrow.base.files import parse_bytes
 from hotrow.config.load import make_config
-from hotrow.costs.demand import required_bytes, tables_of
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.lab.study.group import GroupError, MemoryGroup, enter_and
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from hotrow.setup import room
 from hotrow.setup.beside import FIXED_BYTES, beside_bytes
+from hotrow.setup.demand import required_bytes, tables_of
 from hotrow.setup.memory import choose, shortage
 
 MIB = 1 << 20

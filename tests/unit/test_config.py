@@ -89,7 +89,6 @@ hot.budget 512MiB
 hot.small_table 1MiB
 hot.rows exact
 hot.rate 50
-hot.lowest_rate None
 hot.window 4
 hot.eval_samples 65536
 hot.merge_every 1

@@ -136,19 +136,6 @@ def test_the_rate_by_the_published_rule() -> None:
     assert rate.percent == 1 and rate.loss == 0.6
 
 
-def test_no_rate_below_the_lowest(split: Split) -> None:
-    """It begins there, and losses that never fall leave it there; `fixed` knows no lowest."""
-    order = order_of(split, mark(0.5), schedule="fae", rate=20, lowest_rate=37.5)
-    found = turns(order, 0, [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2])
-    num_cold = -(-int((~mark(0.5)).sum()) // BATCH)
-    assert [len(batches) for name, batches in found if name == "cold"][:2] == [math.ceil(num_cold * 0.375)] * 2
-    rate = Rate(50)
-    for loss in (0.5, 0.6, 0.7, 0.7):
-        rate = rate.after(loss, lowest=30)
-    assert rate.percent == 30
-    assert order_of(split, mark(0.5), schedule="fixed", rate=20, lowest_rate=37.5).turn.rate.percent == 20
-
-
 def test_resumed_at_any_batch_it_goes_on_alike(split: Split) -> None:
     is_hot, losses = mark(0.5), [0.5, 0.6, 0.4, 0.3, 0.2, 0.1, 0.3, 0.2]
 

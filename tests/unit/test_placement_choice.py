@@ -15,13 +15,13 @@ import pytest
 
 from hotrow.base.files import size
 from hotrow.config.load import apply_overrides, make_config
-from hotrow.costs.demand import accesses_of, demands_of, required_bytes
 from hotrow.data.packed.format import Table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory, TableDemand, plan_slots
 from hotrow.placement.store_file import no_disk
 from hotrow.setup import memory as placement
 from hotrow.setup import room
+from hotrow.setup.demand import accesses_of, demands_of, required_bytes
 from hotrow.tables import WHOLE, Births, TableConfig
 
 TABLES = [

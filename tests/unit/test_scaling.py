@@ -13,7 +13,6 @@ from test_cost import DISK, NETWORK, machine, some_units
 
 from benchmarks.study_sentences import nodes_told, sockets_told
 from hotrow.config.load import make_config
-from hotrow.costs.demand import tables_of
 from hotrow.costs.hardware import Figure, Hardware
 from hotrow.costs.work import work_of
 from hotrow.data.packed.reader import PackedDataset
@@ -23,6 +22,7 @@ from hotrow.lab.study import cells, scaling
 from hotrow.lab.study.data import SyntheticRows
 from hotrow.lab.study.run import run_study
 from hotrow.lab.study.study import Cell, expand, read_study
+from hotrow.setup.demand import tables_of
 
 ROWS: dict[str, Any] = {"sizes": (300_000, 50_000), "dense": 4, "zipf": 1.05, "samples": 8192}
 MODEL = {"embedding_dim": 8, "bottom_mlp": [16], "top_mlp": [16]}

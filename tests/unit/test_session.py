@@ -115,17 +115,11 @@ def test_a_short_region_wakes_no_other_thread() -> None:
     assert done.stdout.split() == ["0", "2"]
 
 
-@pytest.mark.parametrize(("gain", "said"), [(-0.077, "-7.7%"), (0.5, "+50.0%"), (None, "uses all")])
-def test_the_first_line_says_of_threads_what_is_predicted(
-    monkeypatch: pytest.MonkeyPatch, gain: float | None, said: str
-) -> None:
+def test_the_first_line_says_how_to_use_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotrow.run.runs.usable_cores", lambda: 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    predicted: Any = {"changes": [{"what": "more threads (train.threads=4)", "gain": gain}]}
-    line = describe_threads(1, predicted)
-    assert line.startswith("1 thread of 4 cores") and said in line and "train.threads" in line
-    assert "uses all" in describe_threads(1, None)
-    assert describe_threads(4, predicted) == "1 thread", "each of four processes has a core"
+    assert describe_threads() == "1 thread of 4 cores (train.threads: 4 uses all)"
+    assert describe_threads(4) == "1 thread", "each of four processes has a core"
 
 
 def test_without_a_number_of_the_users_a_quota_counts(monkeypatch: pytest.MonkeyPatch) -> None:

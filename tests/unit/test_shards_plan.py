@@ -12,11 +12,11 @@ import torch
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.config.load import make_config
-from hotrow.costs.wire import Distinct, Wire
 from hotrow.parallel.messages import WireDtype, narrow
 from hotrow.parallel.pooled import _pack
 from hotrow.parallel.shards import Shard
 from hotrow.setup.shards import MAX_UNEVEN, SMALL_SHARE, hot_prefixes, pooled_owners, shards_line, shards_of, wire_of
+from hotrow.setup.wire import Distinct, Wire
 from hotrow.tables import Dtype, TableConfig
 
 BATCH, SAMPLES = 1000, 200_000

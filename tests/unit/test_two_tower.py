@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 import hotrow
 from hotrow.cli import app as cli
 from hotrow.config.load import load_config, make_config
-from hotrow.costs.work import dense_work
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
@@ -241,17 +240,6 @@ def test_ranks_find_the_same_items(dataset: PackedDataset, tmp_path: Path) -> No
         together = pool.run(trained, dataset.path, tmp_path, num_ranks=3, micro_batches=4)
     assert alone["test"]["recall_20"] > 0.2
     assert all(found == alone for found in together)
-
-
-@pytest.mark.parametrize(("batch_size", "stretch"), [(64, 64), (4096, 1024)])
-def test_a_plan_counts_the_products_of_the_loss(batch_size: int, stretch: int) -> None:
-    spec = TwoTowerSpec(user_mlp=[24], item_mlp=[], vector_dim=16)
-    dims = {"user": 8, "item": 8}
-    model = spec.build(num_dense=3, dims=dims, generator=torch.Generator().manual_seed(0))
-    found = dense_work(model, dims, 3, batch_size)["products"]
-    towers = [(batch_size, 11, 24), (batch_size, 24, 16), (batch_size, 8, 16)]
-    lengths = [(batch_size, 16, 1)] * 2
-    assert sorted(found) == sorted([*towers, *lengths, (batch_size, 16, stretch)])
 
 
 # ---- what is refused

@@ -20,7 +20,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, fields
+from dataclasses import fields
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
@@ -108,7 +108,7 @@ def _read_flags() -> dict[str, Any]:
     return flags
 
 
-OF_RANKS = ("prepare", "train")
+OF_RANKS = ("plan", "prepare", "train")
 """Verbs that several processes share."""
 
 
@@ -648,28 +648,33 @@ def serve(
     return {"export": str(scorer.path), "version": scorer.version}
 
 
-@verb("plan", home="hotrow.cli.plan", example="hotrow plan recipes/criteo-small.yaml --target 50000")
+@verb(
+    "plan",
+    home="hotrow.cli.plan",
+    example="hotrow plan recipes/criteo-small.yaml   (beside it: --set train.threads=2 --set 'memory.dram=64MiB "
+    "train.batch_size=4096')",
+)
 def plan(
     config: Annotated[Path, typer.Argument(help="A YAML config, e.g. recipes/criteo-small.yaml.")],
     *,
-    hardware: Annotated[
-        Path | None,
+    no_trial: Annotated[bool, typer.Option("--no-trial", help="Only say what was decided; take no steps.")] = False,
+    set_: Annotated[
+        list[str] | None,
         typer.Option(
-            help="The machine: a file that hotrow probe measured or you declare, cpu-server, gpu-box, sc20-cluster or "
-            "zion-style; default: this one."
+            "--set", help="An alternative to try beside the config, e.g. train.threads=2; a blank parts two overrides."
         ),
     ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Plan owners of tables for so many such machines that train together.")
-    ] = None,
-    target: Annotated[float | None, typer.Option(help="Samples per second: says the least memory for them.")] = None,
-    set_: Set = None,
 ) -> Answer:
-    """Say before training where tables will lie and why, how fast a step will be, and what would make it faster."""
+    """Say before training where tables will lie and why, and try some real steps; also on several ranks."""
     from hotrow.cli.plan import lines_of, plan
+    from hotrow.parallel.launch import joined
 
-    found = plan(config, set_ or (), hardware=hardware, num_ranks=ranks, target=target)
-    return asdict(found), lambda: print(*lines_of(found), sep="\n")
+    with joined() as comm:
+        found = plan(config, set_ or (), tries=not no_trial, comm=comm)
+        rank = comm.rank
+    if rank:  # the first rank tells
+        raise typer.Exit
+    return found.to_json(), lambda: print(*lines_of(found), sep="\n")
 
 
 @verb("inspect", home="hotrow.cli.tools", example="hotrow inspect data/criteo --batch-size 4096 --dim 64 --out hotness")
@@ -731,32 +736,6 @@ def report(
     return result, lambda: _print_report(result)
 
 
-@verb(
-    "probe",
-    home="hotrow.lab.probe",
-    example="hotrow probe /nvme   (with what a data sheet says: hotrow probe /nvme --declare endurance.yaml)",
-)
-def probe(
-    folders: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Folders whose disks to measure; each takes a file of 256 MiB meanwhile."),
-    ] = None,
-    *,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; default: where plan and train look (~/.cache/hotrow).")
-    ] = None,
-    declare: Annotated[
-        Path | None, typer.Option(help="YAML file of figures that replace measured ones; docs/probe.md has an example.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="About how long to measure; less gives a rougher picture.")] = 50.0,
-) -> Answer:
-    """Measure memory, kernels, disks and GPUs of this machine, for plans and predictions."""
-    from hotrow.lab.probe import print_probe, run_probe
-
-    path, hardware = run_probe(folders or (), out=out, declare=declare, seconds=seconds)
-    return {"out": str(path), **asdict(hardware)}, lambda: print_probe(hardware, path)
-
-
 @verb("check", home="hotrow.cli.tools", example="hotrow check data/criteo")
 def check(
     path: Annotated[Path, typer.Argument(help="A packed dataset, a checkpoint, a run, an export or a delta.")],
@@ -800,12 +779,17 @@ def study(
     return result, lambda: _print_fields({field: value for field, value in result.items() if field != "cells"})
 
 
-@verb("doctor", home="hotrow.cli.tools", example="hotrow doctor")
-def doctor() -> Answer:
+@verb("doctor", home="hotrow.cli.tools", example="hotrow doctor   (measures memory and a disk: hotrow doctor /nvme)")
+def doctor(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Folders whose disks to measure; each takes a file of 256 MiB for some seconds."),
+    ] = None,
+) -> Answer:
     """Show what decides whether and how fast hotrow runs here; paste it into bug reports."""
     from hotrow.cli import tools
 
-    return tools.doctor()
+    return tools.doctor(folders or ())
 
 
 @verb("clean", home="hotrow.cli.tools", example="hotrow clean runs/criteo-dlrm-001")

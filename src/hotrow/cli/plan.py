@@ -1,145 +1,155 @@
-"""The verb `plan`: what `forecast/explain.py` says of a config, and how it is shown to people."""
+"""The verb `plan`: what was decided of a config, and what trying it showed, as people read it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hotrow.base.files import size
-from hotrow.base.progress import num_of
-from hotrow.config.load import load_config
-from hotrow.costs.declared import read_machine
-from hotrow.costs.hardware import another_machine, known_hardware, this_host
-from hotrow.data.packed.reader import PackedDataset
-from hotrow.forecast.explain import Explanation, TablePlan, bind, explain
-from hotrow.forecast.ranks import OverRanks
-from hotrow.parallel.ranks import Ranks
-from hotrow.setup.room import Room
-from hotrow.setup.setup import Setup
+from hotrow.base.progress import ProgressLine, num_of
+from hotrow.bench import CLEAN_SHARE
+from hotrow.parallel.agreement import on_every_rank
+from hotrow.parallel.communicator import Communicator
+from hotrow.plan.alternatives import Alternative, decided, groups, try_alternatives
+from hotrow.plan.decision import Decision, TablePlan, decision_of
+from hotrow.plan.trial import Steps, Trial, trial
 
 MAX_LINES = 40
 """Tables that are shown to people; --json has all."""
 
 
-def plan(
-    config: Path,
-    overrides: Sequence[str] = (),
-    *,
-    hardware: Path | None = None,
-    num_ranks: int | None = None,
-    target: float | None = None,
-) -> Explanation:
-    """Returns the plan of a config on a machine: this one, if no hardware file is named."""
-    if target is not None and not 0 < target < math.inf:
-        raise ValueError(f"--target is {target:g}; give samples per second, a number above 0")
-    if target is not None and num_ranks is not None:
-        raise ValueError("--target asks about one machine; give it without --ranks")
-    parsed = load_config(config, overrides)
-    dataset = PackedDataset.open(parsed.data, verify="sizes")
-    ranks = None
-    if num_ranks is not None:
-        if not 2 <= num_ranks <= parsed.train.batch_size:
-            raise ValueError(
-                f"--ranks is {num_ranks}; give a number from 2 to train.batch_size, {parsed.train.batch_size}"
-            )
-        ranks = Ranks(0, num_ranks, num_ranks)
-    machine = known_hardware() if hardware is None else read_machine(hardware)
-    described = machine is not None and another_machine(machine, this_host()) is not None
-    room = Room.of(machine) if machine is not None and described else None
-    folder = Path(parsed.run or "runs")
-    setup = Setup.decide(parsed, dataset, folder, ranks=ranks, room=room, hardware=machine)
-    alone = None
-    if ranks is not None:
-        with suppress(ValueError):  # one machine may be too small
-            alone = Setup.decide(parsed, dataset, folder, room=room, hardware=machine)
-    return explain(setup, target=target, alone=alone)
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `hotrow plan` found."""
+
+    decision: Decision
+    trial: Trial | None
+    """None if nothing was tried."""
+    alternatives: list[Alternative]
+    """The config as it is, and each `--set`; empty without one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields of --json: speed and phases first, and all else under its name."""
+        speed = {} if self.trial is None else {"samples_per_s": self.trial.samples_per_s, "step_ms": self.trial.step_ms}
+        return {**speed, **asdict(self)}
 
 
-def lines_of(found: Explanation) -> Iterator[str]:
+def plan(config: Path, changes: Sequence[str] = (), *, tries: bool = True, comm: Communicator | None = None) -> Plan:
+    """Returns the plan of a config on this machine. changes: alternatives to try beside it. comm: the ranks that would
+    train together; all call this. Raises ValueError for what this machine does not allow."""
+    comm, asked = comm or Communicator(), groups(changes)
+    if asked and (comm.size > 1 or not tries):
+        raise ValueError(
+            "--set tries an alternative beside the config in processes of its own: leave out --no-trial, and start it "
+            "without torchrun and mpiexec"
+        )
+    with ProgressLine(quiet=comm.rank > 0) as line:
+
+        def tell(what: str) -> None:
+            line.update(lambda: f"trying: {what}")
+
+        if asked:
+            found, rows = try_alternatives(config, asked, tell=tell)
+            return Plan(decision=found.decision, trial=found.trial, alternatives=rows)
+        setup = on_every_rank(comm, lambda: decided(config, comm=comm))
+        tried = trial(setup, comm=comm, tell=tell) if tries else None
+        return Plan(decision=decision_of(setup), trial=tried, alternatives=[])
+
+
+def lines_of(found: Plan) -> Iterator[str]:
     """Yields the plan in words."""
-    if found.ranks is not None:
-        yield from _ranks(found, found.ranks)
-        return
+    yield from _decision(found.decision)
+    if found.trial is not None:
+        yield ""
+        yield from _trial(found.trial)
+    if found.alternatives:
+        yield ""
+        yield from _alternatives(found.alternatives)
+
+
+def _decision(found: Decision) -> Iterator[str]:
     where = "all in DRAM" if found.disk is None else f"{size(found.dram_bytes)} of DRAM, the rest in {found.disk}"
-    yield f"tables and optimizer state take {size(found.needed_bytes)}: {where}"
-    yield ""
-    yield from _tables(found.tables)
-    if found.hits_missed is not None:
-        yield (
-            "No other way to divide this DRAM would raise the hit rate by more than "
-            f"{100 * found.hits_missed:.2f} percentage points."
-        )
-    yield ""
-    if (step := found.predicted) is None:
-        yield f"no speed is predicted: {found.not_predicted}"
-        return
-    assert found.hardware is not None and found.threads is not None
-    phases = "  ".join(f"{phase} {ms:.3g}" for phase, ms in step.step_ms.items())
-    machine = f"predicted on {found.hardware['name']} ({found.hardware['date']})"
-    if found.modelled is not None:
-        machine = f"modelled on {found.hardware['name']}, {found.modelled.removeprefix('modelled ')}"
+    whose = f"rank 0 of {found.num_ranks} holds {size(found.needed_bytes)} of" if found.num_ranks > 1 else ""
     yield (
-        f"{machine}, on {num_of(found.threads, 'thread')}: {step.samples_per_s:,.0f} samples/s, "
-        f"{sum(step.step_ms.values()):.4g} ms a step"
+        f"{whose} tables and optimizer state: {where}".strip()
+        if whose
+        else (f"tables and optimizer state take {size(found.needed_bytes)}: {where}")
     )
-    yield f"  ms by phase: {phases} (waiting for rows {step.wait_ms:.3g}); {bind(step.binds)}"
-    if found.written_bytes_per_day:
-        rated = "" if found.rated_days is None else f"; the drive's rated life is {found.rated_days:,.0f} days of this"
-        written = f"{size(found.written_bytes_per_day)} of rows a day of training"
-        yield f"  to the drive: {written}, checkpoints not counted{rated}"
-    if found.changes:
-        yield 'What would change the speed (predicted; "modelled" means that the hardware was not measured):'
-        for each in found.changes:
-            if each.samples_per_s is None:
-                yield f"   cannot  {each.what}: {each.cannot}"
-                continue
-            modelled = ", modelled" if each.modelled else ""
-            yield f"  {each.gain:+7.1%}  {each.what} ({each.samples_per_s:,.0f} samples/s{modelled})"
-    if (target := found.target) is not None:
-        yield f"for {target.samples_per_s:,.0f} samples/s{', modelled' if found.modelled else ''}: {target.text}"
-
-
-def _tables(tables: Sequence[TablePlan]) -> Iterator[str]:
-    largest = sorted(tables, key=lambda own: -own.rows * own.record_bytes)
-    width = max(len(own.name) for own in largest[:MAX_LINES])
-    yield (
-        f"{'table':<{width}} {'rows':>13} {'bytes/row':>9} {'pinned':>12} {'cached':>11} {'on disk':>13} "
-        f"{'hits':>6}  why"
-    )
-    for own in largest[:MAX_LINES]:
-        hits = "" if own.hit_rate is None else f"{own.hit_rate:.1%}"
-        yield (
-            f"{own.name:<{width}} {own.rows:>13,} {own.record_bytes:>9,} {own.pinned:>12,} {own.cached:>11,} "
-            f"{own.on_disk:>13,} {hits:>6}  {own.why}"
-        )
-    if len(largest) > MAX_LINES:
-        yield f"and {len(largest) - MAX_LINES} smaller tables (--json has all)"
-
-
-def _ranks(found: Explanation, ranks: OverRanks) -> Iterator[str]:
-    assert found.hardware is not None and found.threads is not None
-    yield (
-        f"{ranks.num_ranks} machines like {found.hardware['name']}, {size(ranks.capacity_bytes)} of DRAM for tables on "
-        f"each; tables and optimizer state take {size(found.needed_bytes)}"
-    )
-    where = "all in DRAM" if ranks.disk is None else f"the rest in {ranks.disk}"
-    least, most = min(ranks.held_bytes), max(ranks.held_bytes)
-    yield f"a rank holds {size(most) if least == most else f'{size(least)} to {size(most)}'}: {where}"
-    for owner in dict.fromkeys(ranks.owners.values()):
-        own = [name for name, each in ranks.owners.items() if each == owner]
+    for owner in dict.fromkeys(found.owners.values()):
+        own = [name for name, each in found.owners.items() if each == owner]
         words = {"row": "dealt out row by row", "replicated": "on every rank"}.get(owner, owner)
         more = f" and {len(own) - MAX_LINES} more" if len(own) > MAX_LINES else ""
         yield f"  {words}: {', '.join(own[:MAX_LINES])}{more}"
-    step = ranks.step
-    gain = "" if ranks.gain is None else f", {1 + ranks.gain:.2f}x one machine's"
+    yield ""
+    yield from _tables(found.tables)
+
+
+def _tables(tables: Sequence[TablePlan]) -> Iterator[str]:
+    on_disk = [own for own in tables if own.on_disk or own.cached]
+    if whole := len(tables) - len(on_disk):
+        yield f"{num_of(whole, 'table')} whole in DRAM"
+    if not on_disk:
+        return
+    largest = sorted(on_disk, key=lambda own: -own.rows * own.record_bytes)
+    width = max(5, *(len(own.name) for own in largest[:MAX_LINES]))
+    yield f"{'table':<{width}} {'rows':>13} {'bytes/row':>9} {'pinned':>12} {'cached':>11} {'on disk':>13}  why"
+    for own in largest[:MAX_LINES]:
+        yield (
+            f"{own.name:<{width}} {own.rows:>13,} {own.record_bytes:>9,} {own.pinned:>12,} {own.cached:>11,} "
+            f"{own.on_disk:>13,}  {own.why}"
+        )
+    if len(largest) > MAX_LINES:
+        yield f"and {len(largest) - MAX_LINES} smaller ones (--json has all)"
+
+
+def _trial(found: Trial) -> Iterator[str]:
     yield (
-        f"modelled, on {num_of(found.threads, 'thread')} each: {step.samples_per_s:,.0f} samples/s{gain}, "
-        f"{sum(step.step_ms.values()):.4g} ms a step; {bind(step.binds)}"
+        f"tried on {num_of(found.threads, 'thread')}: {found.samples_per_s:,.0f} samples/s, "
+        f"{sum(found.step_ms.values()):.4g} ms a step; the process held {size(found.peak_bytes)} at most"
     )
-    phases = "  ".join(f"{phase} {ms:.3g}" for phase, ms in step.step_ms.items())
-    yield f"  ms by phase: {phases} (in exchanges {step.exchange_ms or 0:.3g}, waiting for rows {step.wait_ms:.3g})"
-    by_purpose = (step.wire_bytes_per_step or {}).items()
-    sent = ", ".join(f"{purpose} {size(num_bytes)}" for purpose, num_bytes in by_purpose)
-    yield f"  a rank sends in a step: {sent}"
+    for own in found.steps:
+        yield from _steps(own)
+    if found.made_bytes:
+        part = "every row" if found.made_share == 1 else f"the first {found.made_share:.1%} of the rows"
+        yield f"  for the later epochs {part} on disk was made first, {size(found.made_bytes)}; it is removed again"
+    yield from (f"  warning: {text}" for text in found.warnings)
+
+
+def _steps(own: Steps) -> Iterator[str]:
+    low, _, high = own.quartiles_ms
+    phases = "  ".join(f"{phase} {ms:.3g}" for phase, ms in own.step_ms.items())
+    kind = f"{own.kind}: " if own.kind else ""
+    yield (
+        f"  {kind}{own.total_ms:.4g} ms a step ({own.num_steps} steps, half of them between {low:.4g} and {high:.4g}); "
+        f"{phases}"
+    )
+    if own.io:
+        hits = "" if own.hits_per_lookup is None else f"; {own.hits_per_lookup:.1%} of lookups found their row in DRAM"
+        yield (
+            f"    {own.io['reads']:,.0f} reads of {size(own.io['read_bytes'])} and {own.io['writes']:,.0f} writes of "
+            f"{size(own.io['written_bytes'])} a step, {own.wait_ms:.3g} ms of waiting for them{hits}"
+        )
+    if own.others > CLEAN_SHARE:
+        yield f"    others had the processors for {own.others:.1%} of the time: try again when nothing else runs"
+
+
+def _alternatives(rows: Sequence[Alternative]) -> Iterator[str]:
+    base = rows[0].samples_per_s or 1.0
+    width = max(len(_name(own)) for own in rows)
+    yield f"{'':<{width}} {'samples/s':>11} {'speed':>7} {'ms a step':>10} {'reads':>8} {'writes':>8} {'memory':>10}"
+    for own in rows:
+        if own.samples_per_s is None or own.step_ms is None or own.spread is None or own.peak_bytes is None:
+            yield f"{_name(own):<{width}} refused: {own.refused}"
+            continue
+        reads, writes = (f"{own.io[name]:,.0f}" if own.io else "" for name in ("reads", "writes"))
+        yield (
+            f"{_name(own):<{width}} {own.samples_per_s:>11,.0f} {own.samples_per_s / base:>6.2f}x "
+            f"{sum(own.step_ms.values()):>10.4g} {reads:>8} {writes:>8} {size(own.peak_bytes):>10}  "
+            f"({own.spread[0]:,.0f} to {own.spread[1]:,.0f})"
+        )
+
+
+def _name(own: Alternative) -> str:
+    return " ".join(own.changes) or "the config as it is"

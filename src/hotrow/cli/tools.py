@@ -40,6 +40,7 @@ from hotrow.kernels import ops
 from hotrow.kernels.types import Algorithm
 from hotrow.placement.store_file import direct_io
 from hotrow.placement.stores import io_uring_refused
+from hotrow.plan.disks import measured
 from hotrow.report.page import NAME as REPORT
 from hotrow.report.page import is_report, summary, write_report
 from hotrow.run.checkpoint import check_chains, list_checkpoints, prune_checkpoints, verify
@@ -265,8 +266,9 @@ def _tree_bytes(path: Path) -> int:
     return sum(file.lstat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
 
 
-def doctor() -> dict[str, Any]:
-    """Returns what decides whether and how fast hotrow runs here, to paste into a bug report."""
+def doctor(folders: Sequence[Path] = ()) -> dict[str, Any]:
+    """Returns what decides whether and how fast hotrow runs here, to paste into a bug report. folders: of disks that
+    are measured, and memory beside them."""
     backend = ops.backend()
     runtimes = openmp_runtimes()
     return {
@@ -287,6 +289,7 @@ def doctor() -> dict[str, Any]:
         "tensorboard": importlib.util.find_spec("tensorboard") is not None,
         "torch_threads": torch.get_num_threads(),
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("HOTROW_", "OMP_"))},
+        **measured(folders),
     }
 
 

@@ -375,11 +375,6 @@ class HotConfig(_Section):
     rate: Annotated[float, Field(ge=1, le=100)] = 50
     """Percent of a class of batches, cold or hot, that one phase trains. `fae` starts with it, halves it if the loss
     did not fall, and doubles it after four falls in a row. Only for `fae` and `fixed`."""
-    lowest_rate: Annotated[float, Field(ge=1, le=100)] | None = None
-    """The lowest rate of `fae`, its first one included. null: 1, as published; with copies of hot rows on a GPU, the
-    lowest rate at which swaps take at most a twentieth of the time, as predicted from the figures of `hotrow probe`. It
-    is decided once, and config.yaml in the run's folder has it, so that a run of that file repeats elsewhere. Only for
-    `fae`."""
     window: Annotated[int, Field(ge=2, le=1024)] = 4
     """Batches within which samples are reordered. Only for `window`."""
     eval_samples: Count = 65536
@@ -405,7 +400,7 @@ class HotConfig(_Section):
         """Returns the options that differ from their default but do nothing with this schedule."""
         used = {"schedule"} | (set() if self.schedule == "none" else {"budget", "small_table", "rows"})
         used |= {"rate", "merge_every"} if self.takes_turns else set()
-        used |= {"fae": {"eval_samples", "lowest_rate"}, "window": {"window"}}.get(self.schedule, set())
+        used |= {"fae": {"eval_samples"}, "window": {"window"}}.get(self.schedule, set())
         fields = type(self).model_fields
         return [f"hot.{name}" for name in fields if name not in used and getattr(self, name) != fields[name].default]
 

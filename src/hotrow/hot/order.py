@@ -4,8 +4,7 @@
     window   within every `window` batches, hot samples fill the first batches; no sample leaves its window
     fixed    phases of cold batches and of hot batches in alternation, each `rate` percent of its class
     fae      as `fixed`, but after each phase the rate follows the validation loss (the shuffle scheduler of FAE, Adnan
-             et al., VLDB'22): halved if the loss did not fall, doubled after FALLS falls in a row, within `lowest_rate`
-             (the paper's 1, or what swaps allow: swap_cost.py) .. 100
+             et al., VLDB'22): halved if the loss did not fall, doubled after FALLS falls in a row, from 1 to 100
 
 A `BatchOrder` has a few classes of batches, each with its own loader, and alternates between them. One stretch of
 batches of one class is a phase of the schedule, called `Turn` in the code. `none` and `window` have one class, and an
@@ -46,12 +45,12 @@ class Rate:
     falls: Annotated[int, Field(ge=0, lt=FALLS)] = 0
     """How many times in a row the loss has fallen; 0 again when the rate is doubled."""
 
-    def after(self, loss: float, *, lowest: float = LOWEST) -> Rate:
+    def after(self, loss: float) -> Rate:
         """Returns the rate after a phase that ended with this loss. An equal loss, or NaN, has not fallen."""
         if self.loss is None:
             return replace(self, loss=loss)
         if not loss < self.loss:
-            return Rate(max(lowest, self.percent / 2), loss)
+            return Rate(max(LOWEST, self.percent / 2), loss)
         if self.falls + 1 == FALLS:
             return Rate(min(HIGHEST, self.percent * 2), loss)
         return Rate(self.percent, loss, self.falls + 1)
@@ -83,16 +82,15 @@ class _Reading:
 class BatchOrder:
     """Alternates between classes of batches, `rate` percent of a class at a time; the first begins.
 
-    loaders: by class; a class without rows is left out. rate: percent, at least `lowest` and at most HIGHEST.
+    loaders: by class; a class without rows is left out. rate: percent, from LOWEST to HIGHEST.
     """
 
-    def __init__(self, loaders: Mapping[str, Loader], *, rate: float = HIGHEST, lowest: float = LOWEST) -> None:
+    def __init__(self, loaders: Mapping[str, Loader], *, rate: float = HIGHEST) -> None:
         self.loaders = {name: loader for name, loader in loaders.items() if loader.num_batches}
         self.num_batches = sum(loader.num_batches for loader in self.loaders.values())
         """Batches per epoch."""
         self._reading: dict[str, _Reading] = {}
-        self.lowest = lowest
-        self.turn = Turn("", {}, 0, Rate(max(rate, lowest)))
+        self.turn = Turn("", {}, 0, Rate(rate))
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
@@ -136,11 +134,16 @@ class BatchOrder:
     def end_turn(self, loss: float | None = None) -> None:
         """Goes to the next phase. loss: on validation rows, for the rate to follow."""
         if loss is not None:
-            self.turn = replace(self.turn, rate=self.turn.rate.after(loss, lowest=self.lowest))
+            self.turn = replace(self.turn, rate=self.turn.rate.after(loss))
         if any(self._has_more(name) for name in self.loaders):
             self._begin_turn(self.next_name)
         else:
             self._begin_epoch()
+
+    def begin(self, name: str) -> None:
+        """Begins a phase that takes all the rest of a class, from its first batch again if none is left."""
+        left = self.turn.taken if self._has_more(name) else {**self.turn.taken, name: 0}
+        self.turn = replace(self.turn, name=name, taken=left, stop=self._total(name))
 
     def state(self) -> Turn:
         return replace(self.turn, taken=dict(self.turn.taken))
@@ -185,8 +188,7 @@ def batch_order(
         name: Loader(split, batch_size, shuffle_seed=shuffle_seed, only=only, window_rows=_window_rows(only), part=part)
         for name, only in classes.items()
     }
-    lowest = config.lowest_rate if config.schedule == "fae" else None
-    return BatchOrder(loaders, rate=config.rate, lowest=lowest or LOWEST)
+    return BatchOrder(loaders, rate=config.rate)
 
 
 def _window_rows(only: NDArray[np.bool_]) -> int:

@@ -222,8 +222,7 @@ class TurnsState:
 class Turns:
     """The batches of the training split, phase by phase.
 
-    hot: of `choose_rows`. lowest_rate: returns `hot.lowest_rate` if it is open; `config` here has it afterwards. part,
-    micro_batches: see `Loader`.
+    hot: of `choose_rows`. part, micro_batches: see `Loader`.
     """
 
     def __init__(
@@ -234,13 +233,10 @@ class Turns:
         *,
         batch_size: int,
         shuffle_seed: int | None,
-        lowest_rate: Callable[[FoundHot], float],
         part: Callable[[int], tuple[int, int]] | None = None,
         micro_batches: int = 1,
     ) -> None:
         self.found: FoundHot | None = None if hot is None else find_hot(dataset, hot)
-        if self.found is not None and config.schedule == "fae" and config.lowest_rate is None:
-            config = config.model_copy(update={"lowest_rate": lowest_rate(self.found)})
         self.config = config
         self.order = batch_order(
             config,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hotrow.costs.demand import record_bytes
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.calibrate import WAYS, calibrate, find_hot
 from hotrow.hot.hot_set import HotSet
 from hotrow.kernels.types import Algorithm
+from hotrow.setup.demand import record_bytes
 
 
 def record_bytes_of(dataset: PackedDataset, *, embedding_dim: int, optimizer: Algorithm) -> dict[str, int]:

@@ -8,6 +8,7 @@ where) and store.h (how rows move). Next: lookahead.py, which announces batches 
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import threading
@@ -467,17 +468,19 @@ class Tiers(Placement):
     def clear_changed(self) -> None:
         self._laid_out().clear_changed()
 
-    def write_every_row(self, *, piece_rows: int = 1 << 13) -> None:
+    def write_every_row(self, *, share: float = 1.0, piece_rows: int = 1 << 13) -> None:
         """Writes the initial values of every row of the tables that are not in DRAM whole, for measurements.
 
         Afterwards all rows exist, as after long training: the first rows of each tail are cached in random order and
-        dirty, and the others lie on disk. Rows that exist keep their values. Raises StoreError if a write fails.
+        dirty, and the others lie on disk. Rows that exist keep their values. share: of the rows that are not pinned in
+        each table, the first ones; at least those that are cached. Raises StoreError if a write fails.
         """
         self._laid_out()
         generator = np.random.default_rng(self.seed)
         first = {t: generator.permutation(slots.cached) for t, slots in enumerate(self.slots) if slots.cached}
         pinned = {t: self.slots[t].pinned for t in first}
-        left = {t: self.tables[t].num_embeddings - pinned[t] for t in first}  # of the tail
+        tails = {t: self.tables[t].num_embeddings - pinned[t] for t in first}
+        left = {t: max(len(first[t]), math.ceil(share * tails[t])) for t in first}
         while left:
             starts = {t: max(0, end - min(piece_rows, len(first[t]))) for t, end in left.items()}
             pieces = {t: pinned[t] + _rows_of_piece(first[t], start, left[t]) for t, start in starts.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from hotrow.base.files import atomic_write, size
 from hotrow.base.progress import duration, num_of
 from hotrow.draw import line_chart, load_template, stacked_bars
 from hotrow.report.facts import Point, RunFacts, mapping_in, number_in, phase_points, points
-from hotrow.report.help import Idea, ideas, phases_of
 from hotrow.report.model import (
     SEGMENTED,
     SPLITS,
@@ -62,7 +60,7 @@ def report_page(runs: Sequence[RunFacts]) -> str:
 
 def view(run: RunFacts) -> dict[str, Any]:
     """Returns what the template shows of a run: the model first, then speed and memory."""
-    found, segments, (ended, good, time) = ideas(run), segment_grids(run), sentences(run)
+    segments, (ended, good, time) = segment_grids(run), sentences(run)
     return {
         "name": run.name,
         "sentences": [ended, good, *how_selected(run)],
@@ -78,9 +76,7 @@ def view(run: RunFacts) -> dict[str, Any]:
             ("How it learned", learning([run]), [], kept_text(run)),
         ),
         "time": time,
-        "speed": speed_figures(run, found),
-        "ideas": found,
-        "predicted": prediction(run.record),
+        "speed": speed_figures(run),
         "machine": _sections(
             ("What a step is made of", step_charts(run), [phase_grid(run.record)], ""),
             ("Processes", [], [rank_grid(run.record), wire_grid(run.record)], rank_text(run.record)),
@@ -194,23 +190,18 @@ PHASES = {
 }
 
 
-def speed_figures(run: RunFacts, found: Sequence[Idea]) -> list[Figure]:
-    """Returns the figures of speed and memory, and, if something would help, what would help most."""
+def speed_figures(run: RunFacts) -> list[Figure]:
+    """Returns the figures of speed and memory."""
     record = run.record
     speed = number_in(record, "samples_per_s") or number_in(last_line(run), "samples_per_s")
     backend = mapping_in(record, "backend")
     kernels = f"{backend['name']} kernels ({backend['isa']}, {num_of(backend['threads'], 'thread')})" if backend else ""
     total = sum(step_ms_of(run).values())
     step = f"{total:.3g} ms a step" if total else ""
-    figures = [
+    return [
         Figure("Samples a second", shown(speed, ",.0f"), ", ".join(part for part in (step, kernels) if part)),
         memory_figure(record),
     ]
-    if (first := next((idea for idea in found if idea.gain or not idea.predicted), None)) is not None:
-        what = f"samples a second, predicted ({first.between or 'error unknown'}):" if first.predicted else ""
-        what = what or ("of training time could be saved." if first.gain else "")
-        figures.append(Figure("What would help most", first.figure, f"{what} {first.text}".strip()))
-    return figures
 
 
 def memory_figure(record: Mapping[str, Any]) -> Figure:
@@ -230,9 +221,10 @@ def memory_figure(record: Mapping[str, Any]) -> Figure:
 
 
 def step_charts(run: RunFacts) -> list[Chart]:
-    """Returns the phases of a step, measured and predicted, and over time."""
-    measured, predicted = step_ms_of(run), prediction(run.record)
-    bars = {"measured": measured} | ({"predicted": predicted["step_ms"]} if predicted else {})
+    """Returns the phases of a step: in this run, in the trial before it, and over time."""
+    bars = {"run": step_ms_of(run)} | (
+        {"trial": tried} if (tried := phases_of(mapping_in(run.record, "trial"))) else {}
+    )
     phases = {PHASES.get(name, name): curve for name, curve in phase_points(run.lines).items()}
     return [
         Chart(
@@ -251,25 +243,15 @@ def ms(value: float) -> str:
     return f"{value:.3g} ms"
 
 
-def prediction(record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns what was predicted before the run; None if nothing was."""
-    predicted = mapping_in(record, "predicted")
-    if not (phases := phases_of(predicted)):
-        return None
-    samples, error = number_in(predicted, "samples_per_s"), number_in(predicted, "error")
-    before, measured = sum(phases.values()), sum(phases_of(record).values())
-    return {
-        **predicted,
-        "step_ms": phases,
-        "samples": shown(samples, ",.0f"),
-        "typical_error": None if error is None else f"{error:.0%}",
-        "own_error": f"{before / measured - 1:+.0%}" if measured else None,
-    }
+def phases_of(record: Any) -> dict[str, float]:
+    """Returns milliseconds of a step by phase."""
+    phases = mapping_in(record, "step_ms")
+    return {str(phase): ms for phase in phases if (ms := number_in(phases, phase)) is not None}
 
 
 def phase_grid(record: Mapping[str, Any]) -> Grid | None:
-    """Returns the phases in numbers; predicted beside measured, if there is a prediction."""
-    measured, predicted = phases_of(record), prediction(record)
+    """Returns the phases in numbers, and those of the trial beside them if `hotrow plan` took one."""
+    measured, tried = phases_of(record), phases_of(mapping_in(record, "trial"))
     if not measured:
         return None
     total = sum(measured.values())
@@ -280,12 +262,11 @@ def phase_grid(record: Mapping[str, Any]) -> Grid | None:
             Cell(f"{value:.3f}"),
             Cell(f"{value / total:.1%}" if total else ""),
         ]
-        if predicted:
-            before = sum(predicted["step_ms"].values()) if phase == "a step" else predicted["step_ms"].get(phase)
-            off = f"{before / value - 1:+.1%}" if before is not None and value else DASH
-            row += [Cell(shown(before, ".3f")), Cell(off)]
+        if tried:
+            before = sum(tried.values()) if phase == "a step" else tried.get(phase)
+            row.append(Cell(shown(before, ".3f")))
         rows.append(row)
-    return ["phase", "measured ms", "share", *(["predicted ms", "predicted is off by"] if predicted else [])], rows
+    return ["phase", "ms", "share", *(["ms in the trial"] if tried else [])], rows
 
 
 def of_ranks(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -562,7 +543,6 @@ def summary(run: RunFacts) -> dict[str, Any]:
         **{name: number_in(metrics, name) for name in run.objective.measures},
         "split": str(metrics.get("split", "")),
         "samples_per_s": number_in(run.record, "samples_per_s") or number_in(last_line(run), "samples_per_s"),
-        "ideas": [asdict(idea) for idea in ideas(run)],
         "warnings": sum(warning["count"] for warning in run.record["warnings"].values()),
         "lines_left_out": run.lines_left_out,
     }

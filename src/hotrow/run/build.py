@@ -19,7 +19,6 @@ from hotrow import optim
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
-from hotrow.costs.demand import tables_of
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models.layers import Network
@@ -38,6 +37,7 @@ from hotrow.run.items import Items
 from hotrow.run.mean import Mean
 from hotrow.run.record import read_extra
 from hotrow.run.schedule import Schedule
+from hotrow.setup.demand import tables_of
 from hotrow.setup.device import DenseDevice, splits_dense
 from hotrow.setup.setup import Setup
 from hotrow.tables import TableConfig

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from typing_extensions import override
 
 from hotrow.base.files import size
-from hotrow.base.machine import Disturbance
 from hotrow.batch import Batch
-from hotrow.bench import CLEAN_SHARE
 from hotrow.embedding import EmbeddingCollection
 from hotrow.hot.turns import Turns
 from hotrow.placement.base import Placement
@@ -143,55 +141,14 @@ class StepClock(Meter):
         return " ".join(f"{phase} {100 * s / total:.0f}%" for phase, s in seconds.items())
 
 
-FAR_SLOWER = 2.0
-"""Times of its prediction that a step takes far longer. Predictions are off by 20 % (`costs/cost.py`, BLIND_ERROR), so
-that twice is nearly four times their usual error."""
-PACE_S, PACE_STEPS = 10.0, 20
-"""Steps are looked at together for so long, and at least so many of them."""
-
-
-class PaceMeter(Meter):
-    """Says once if steps take far longer than predicted, and why that may be. Waits for rows do not count.
-
-    step_s: a step's predicted seconds, without waits for rows. spins: whether idle threads spin.
-    """
-
-    def __init__(self, session: Session, step_s: float, *, spins: bool) -> None:
-        self._session, self._step_s, self._spins = session, step_s, spins
-        self._began: tuple[int, float] | None = None
-        self._disturbance = Disturbance()
-        self._is_said = False
-
-    @override
-    def notices(self) -> Iterable[Notice]:
-        state = self._session.state
-        now = state.step, state.train_s - state.stall_s
-        steps, seconds = (0, 0.0) if self._began is None else (now[0] - self._began[0], now[1] - self._began[1])
-        if self._is_said or (self._began is not None and (steps < PACE_STEPS or seconds < PACE_S)):
-            return ()
-        self._is_said = seconds > FAR_SLOWER * self._step_s * steps
-        text = self._why(seconds / steps) if self._is_said else ""
-        self._began, self._disturbance = now, Disturbance()
-        return (Notice(f"warning: {text}"), Notice(text, "slower_than_predicted")) if text else ()
-
-    def _why(self, step_s: float) -> str:
-        waited_s, causes = self._disturbance.share(), []
-        if waited_s >= CLEAN_SHARE:
-            causes.append(f"other processes or the hypervisor have the cores: threads wait {waited_s:.2f} s a second")
-        if self._spins:
-            causes.append(
-                "idle threads spin: set OMP_WAIT_POLICY=passive before torch is loaded, or train.threads to 1"
-            )
-        if not causes:
-            causes.append("nothing else takes the cores: measure this machine again with hotrow probe")
-        times = step_s / self._step_s
-        return f"steps take {1e3 * step_s:.3g} ms, {times:.1f} times what was predicted; {'; '.join(causes)}"
-
-
 def _step_ms(state: State, before: State) -> dict[str, float]:
     """Returns mean milliseconds of the steps between two states, by phase."""
     steps = max(1, state.step - before.step)
     return {phase: round(1e3 * (s - before.seconds[phase]) / steps, 4) for phase, s in state.seconds.items()}
+
+
+MOST_SWAPS = 0.05
+"""Share of the time that swaps of hot rows may take without a warning."""
 
 
 class HotMeter(Meter):
@@ -201,8 +158,15 @@ class HotMeter(Meter):
     loss in them.
     """
 
-    def __init__(self, turns: Turns, measurements: Callable[[], Iterable[Mapping[str, Any]]], loss_figure: str) -> None:
-        self._turns, self._measurements, self._loss_figure = turns, measurements, loss_figure
+    def __init__(
+        self,
+        turns: Turns,
+        session: Session,
+        measurements: Callable[[], Iterable[Mapping[str, Any]]],
+        loss_figure: str,
+    ) -> None:
+        self._turns, self._session = turns, session
+        self._measurements, self._loss_figure = measurements, loss_figure
 
     @override
     def aside(self) -> AbstractContextManager[None]:
@@ -217,6 +181,17 @@ class HotMeter(Meter):
             swaps = [line for line in self._measurements() if line["kind"] == "swap"]
             hot["swaps"] = [{name: line.get(name) for name in names} for line in swaps]
         return {"hot": hot}
+
+    @override
+    def close(self) -> Iterable[Notice]:
+        share = self._turns.sync_s / max(self._session.state.train_s, 1e-9)
+        if share <= MOST_SWAPS:
+            return []
+        text = (
+            f"copying hot rows between the tables and the GPU took {share:.1%} of the time: set hot.schedule to fixed "
+            "with a higher hot.rate, or lower hot.budget"
+        )
+        return [Notice(f"warning: {text}"), Notice(text, "slow_swaps", 1)]
 
 
 def meters_of_rows(

@@ -14,8 +14,6 @@ from pydantic.dataclasses import dataclass as record
 from typing_extensions import TypedDict
 
 from hotrow.base.records import STRICT, Amount, Count, checked
-from hotrow.costs.cost import PHASES
-from hotrow.forecast.foretell import Predicted
 from hotrow.hot.turns import TurnsState
 from hotrow.objectives import BY_GROUP, DEFAULT, OBJECTIVES, objective_of
 from hotrow.objectives.calibration import Calibration
@@ -24,6 +22,11 @@ from hotrow.objectives.several import for_labels
 from hotrow.run.checkpoint_files import CURE, MANIFEST, Manifest
 from hotrow.tables import TableConfig
 
+PHASES = ("data", "lookup", "dense", "update")
+"""The phases of a step. data: waiting for the batch and announcing later batches, with nearly all of the wait for rows
+from disk. lookup: the pooled lookup, with the rest of that wait: all of it without look-ahead. dense: dense layers
+forward and backward (the backward of the lookup only keeps the pooled gradient), and their optimizer. update: sorting,
+summing and updating the touched rows."""
 ALL_DONE = "all steps are done"
 """`RunRecord.ended` of a run that can train on with more epochs."""
 Part = dict[str, Count | FiniteFloat | None]
@@ -35,6 +38,14 @@ class Counted(TypedDict):
 
     count: Count
     text: str
+
+
+class Tried(TypedDict):
+    """What `plan/trial.py` measured of the setup of a run."""
+
+    date: str
+    step_ms: dict[str, Amount]
+    """By phase, as `RunRecord.step_ms`."""
 
 
 class _Dataset(TypedDict):
@@ -161,8 +172,8 @@ class RunRecord:
     epochs: Amount | None = None
     samples_per_s: Amount | None = None
     step_ms: dict[str, Amount] | None = None
-    predicted: Predicted | None = None
-    """None if no hardware file fits this machine, or what the run does cannot be predicted yet."""
+    trial: Tried | None = None
+    """What steps took when `hotrow plan` last tried this setup; None if it did not."""
     train_s: Amount | None = None
     best_step: Count | None = None
     objective: str = DEFAULT
@@ -241,7 +252,16 @@ class RunRecord:
         }
 
 
-_SPEED = ("samples_per_s", "steps", "steps_skipped", "epochs", "step_ms", "predicted", "train_s", "backend")
+_SPEED = ("samples_per_s", "steps", "steps_skipped", "epochs", "step_ms", "trial", "train_s", "backend")
+
+
+def off_by(record: RunRecord) -> str:
+    """Returns by how much the steps of the run differ from its trial, in words for the end of a line; may be empty."""
+    if record.trial is None or not (tried := sum(record.trial["step_ms"].values())) or record.step_ms is None:
+        return ""
+    return (
+        f"; the trial of {record.trial['date']} took {tried:.3g} ms ({tried / sum(record.step_ms.values()) - 1:+.1%})"
+    )
 
 
 def _memory_summary(memory: dict[str, Any]) -> dict[str, Any]:

@@ -24,14 +24,9 @@ from hotrow.base.machine import default_threads, lacks_bfloat16_products, usable
 from hotrow.base.progress import ProgressLine, num_of
 from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
-from hotrow.costs.cost import BLIND_ERROR
-from hotrow.costs.demand import required_bytes
 from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.forecast.changes import MORE_THREADS, ONE_PROCESS, change_of
-from hotrow.forecast.foretell import Predicted, foretell
 from hotrow.hot.hot_set import HotSet
-from hotrow.hot.order import LOWEST
 from hotrow.kernels import ops
 from hotrow.parallel.agreement import (
     check_same,
@@ -56,6 +51,8 @@ from hotrow.run.sinks import check_sinks
 from hotrow.run.start import Start, start_of, unknown_shares
 from hotrow.run.storage import describe, disk_shortfall, full_device
 from hotrow.run.trainer import Interrupt, MakeMeter, Training
+from hotrow.run.trial_record import kept_trial
+from hotrow.setup.demand import required_bytes
 from hotrow.setup.device import storage_line
 from hotrow.setup.memory import FOLDER
 from hotrow.setup.setup import Setup
@@ -274,8 +271,6 @@ def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
             f"parallel.wire_dtype is {config.parallel.wire_dtype!r}, but the run began with {before!r}: it changes "
             "results, so a resumed run keeps it"
         )
-    if config.hot.schedule == "fae" and config.hot.lowest_rate is None:  # a run of before there was any went down to it
-        config = config.model_copy(update={"hot": config.hot.model_copy(update={"lowest_rate": LOWEST})})
     return config.with_micro_batches(config.train.micro_batches or 1)  # a run of before there were any has one
 
 
@@ -329,13 +324,12 @@ def _run(
     interrupt: Interrupt,
     also: MakeMeter | None = None,
 ) -> RunFolder:
-    """Foretells, builds, trains and finishes what was decided, from the checkpoint `found` on; otherwise from the first
+    """Builds, trains and finishes what was decided, from the checkpoint `found` on; otherwise from the first
     step, with the weights of another run or, if None, with random ones."""
     comm = heartbeat.comm.with_micro_batches(setup.ranks.micro_batches)
     heartbeat.cure, heartbeat.last_words = how_to_go_on(folder.path), folder.fail
-    forecast = foretell(setup, what_helps=also is None and comm.rank == 0)
     with _surroundings(setup, folder, interrupt, comm) as progress:
-        training = Training(setup, folder, interrupt, progress, also, forecast, comm)
+        training = Training(setup, folder, interrupt, progress, also, comm)
         heartbeat.step = lambda: training.state.step
         with closing(training):
             _begin(training, found)
@@ -485,14 +479,11 @@ def _say_what_was_decided(training: Training) -> None:
         describe(emb, required_bytes(config, training.setup.held)) + training.parts.dense.line() + on_device
     )
     if training.setup.shards:
-        if (one := change_of(ONE_PROCESS, training.forecast.predicted)) and one[1] > BLIND_ERROR:
-            training.say(f"{one[0]} is predicted to be {1 + one[1]:.3g} times as fast: start one process")
         training.say(f"{shards_line(emb.tables, training.setup.shards, training.comm.size)}; of rank 0:")
         if (wire_dtype := config.parallel.wire_dtype) != "fp32":
             text = f"rows and gradients of tables travel as {wire_dtype}, which rounds them: results are inexact, and "
             training.warn("inexact_wire", f"{text}depend on the number of ranks (parallel.wire_dtype)")
-    predicted = training.forecast.predicted
-    training.say(f"{describe_threads(training.comm.ranks.local_size, predicted)}; {where_rows_lie}")
+    training.say(f"{describe_threads(training.comm.ranks.local_size)}; {where_rows_lie}")
     folder.write_config(config.to_yaml())  # only now, when all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
     folder.open_tensorboard(step=training.state.step)
@@ -510,8 +501,6 @@ def _say_what_was_decided(training: Training) -> None:
     if unused := config.hot.unused():
         text = f"hot.schedule is {config.hot.schedule}, which does not use {', '.join(unused)}"
         training.warn("unused_hot_options", text)
-    if training.forecast.not_predicted is not None:
-        folder.warn("not_predicted", training.forecast.not_predicted)
     if training.setup.short_of_memory is not None:
         training.warn("memory_may_run_out", training.setup.short_of_memory)
     _warn_of_tiers(training)
@@ -525,7 +514,7 @@ def _say_what_was_decided(training: Training) -> None:
         dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
         rows={name: split.num_rows for name, split in dataset.splits.items()},
         seeds={"train.seed": config.train.seed},
-        predicted=training.forecast.predicted,
+        trial=kept_trial(training.setup),
         backend=asdict(backend),
         tables_bytes=sum(table.num_bytes for table in training.parts.embedding.tables),
         batches_dropped=0,
@@ -553,19 +542,15 @@ def threads(number: int | Literal["auto"], *, ranks: Ranks | None = None) -> Ite
         torch.set_num_threads(before)
 
 
-def describe_threads(num_processes: int = 1, predicted: Predicted | None = None) -> str:
-    """Returns how many threads torch and the kernels use, and what more would do, for the first line of a run.
+def describe_threads(num_processes: int = 1) -> str:
+    """Returns how many threads torch and the kernels use, and how to use all cores, for the first line of a run.
 
-    num_processes: processes of the run that share these cores. predicted: if it does not say what more threads would
-    do, the line says how to use all cores, and nothing of the speed.
+    num_processes: processes of the run that share these cores.
     """
     used, cores = torch.get_num_threads(), usable_cores() // num_processes
     if used >= cores:
         return num_of(used, "thread")
-    more = f"train.threads: {cores} uses all"
-    if found := change_of(MORE_THREADS, predicted):
-        more = f"{found[0]}: {found[1]:+.1%} predicted"
-    return f"{num_of(used, 'thread')} of {cores} cores ({more})"
+    return f"{num_of(used, 'thread')} of {cores} cores (train.threads: {cores} uses all)"
 
 
 def _say_what_is_hot(training: Training) -> None:
@@ -573,11 +558,9 @@ def _say_what_is_hot(training: Training) -> None:
     if (found := training.turns.found) is None:
         return
     facts, seconds = found.to_json(), found.calibration.seconds + found.classify_s
-    lowest = training.config.hot.lowest_rate
-    phases = "" if lowest is None else f"; phases of {lowest:g} % or more of a class"
     training.say(
         f"hot: {facts['hot_rows']:,} rows ({facts['name']}) in {facts['hot_bytes']:,} of {facts['budget_bytes']:,} "
-        f"bytes, {facts['hot_samples']:.1%} of the samples; found in {seconds:.2f} s{phases}"
+        f"bytes, {facts['hot_samples']:.1%} of the samples; found in {seconds:.2f} s"
     )
     if text := training.turns.nothing_hot:
         training.warn("no_hot_samples", text)

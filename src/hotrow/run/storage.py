@@ -10,11 +10,11 @@ import torch
 
 from hotrow.base.files import disk_free_bytes, parse_bytes, size
 from hotrow.config.schema import Config
-from hotrow.costs.demand import demands_of, most_rows, required_bytes
 from hotrow.embedding import EmbeddingCollection
 from hotrow.placement.budget import DeviceMemory
 from hotrow.placement.device import Device
 from hotrow.placement.tiers import Tiers
+from hotrow.setup.demand import demands_of, most_rows, required_bytes
 from hotrow.setup.memory import FOLDER
 from hotrow.tables import TableConfig
 

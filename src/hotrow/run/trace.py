@@ -11,8 +11,8 @@ from torch.profiler import profile, record_function
 from typing_extensions import override
 
 from hotrow.config.schema import trace_window
-from hotrow.costs.cost import PHASES
 from hotrow.run.meters import Meter, Notice, Session
+from hotrow.run.record import PHASES
 
 NAME = "trace.json"
 BETWEEN = "between steps"

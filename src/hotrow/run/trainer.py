@@ -25,14 +25,12 @@ import torch
 from torch import Tensor
 
 from hotrow.base.progress import ProgressLine, TimeLeft, duration, rate
-from hotrow.base.waiting import may_spin
 from hotrow.batch import Batch
 from hotrow.config.schema import interval_steps, is_due
 from hotrow.data.packed.groups import Groups
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import Split
 from hotrow.embedding import EmbeddingCollection
-from hotrow.forecast.foretell import Forecast
 from hotrow.hot.turns import Turns
 from hotrow.kernels import ops
 from hotrow.models.layers import Network
@@ -51,7 +49,7 @@ from hotrow.run.checkpoint_files import CURE, MANIFEST, read_manifest
 from hotrow.run.exact import ADVICE, ADVICE_FOR_BFLOAT16, CODE, FirstPart
 from hotrow.run.folder import RunFolder, resume_command
 from hotrow.run.items import MAX_JUDGED, Items, Places
-from hotrow.run.meters import HotMeter, Meter, Notice, PaceMeter, Session, StepClock, merged, meters_of_rows
+from hotrow.run.meters import HotMeter, Meter, Notice, Session, StepClock, merged, meters_of_rows
 from hotrow.run.micro import backward, cut
 from hotrow.run.record import ALL_DONE, Extra, State, read_extra
 from hotrow.run.scores import gains, scores_of, spread
@@ -247,12 +245,11 @@ class Training:
         interrupt: Interrupt,
         progress: ProgressLine,
         also: MakeMeter | None = None,
-        forecast: Forecast | None = None,
         comm: Communicator | None = None,
     ) -> None:
         config, dataset, options = setup.config, setup.dataset, setup.config.train
         self.setup, self.config, self.dataset, self.folder = setup, config, dataset, folder
-        self.comm, self.forecast = comm or Communicator(setup.ranks), forecast or Forecast()
+        self.comm = comm or Communicator(setup.ranks)
         self.progress, self._left = progress, TimeLeft()
         shuffle_seed = options.seed if options.shuffle else None
         self.turns = Turns(
@@ -261,12 +258,9 @@ class Training:
             setup.hot,
             batch_size=options.batch_size,
             shuffle_seed=shuffle_seed,
-            lowest_rate=setup.lowest_rate,
             part=None if self.comm.size == 1 else self.comm.ranks.samples,
             micro_batches=self.comm.ranks.micro_batches,
         )
-        self.config = config = config.model_copy(update={"hot": self.turns.config})
-        self.setup = setup = replace(setup, config=config)
         self.steps_per_epoch = self.turns.order.num_batches
         self.session = Session(self.steps_per_epoch)
         self.num_steps = min(options.epochs * self.steps_per_epoch, options.max_steps or math.inf)
@@ -292,13 +286,10 @@ class Training:
         self.clock = StepClock(self.session, [*wire, *([] if self.trace is None else [self.trace])])
         tiers = embedding.placement.find(Tiers)
         self.writes = WriteMeter(tiers, config.write_budget, self.session, checkpoint_bytes=most)
-        hot = HotMeter(self.turns, folder.measurements, self.parts.objective.loss_figure)
+        hot = HotMeter(self.turns, self.session, folder.measurements, self.parts.objective.loss_figure)
         self.meters: list[Meter] = [self.clock, hot, self.writes]
         self.meters += meters_of_rows(embedding, self.session, drive_written_bytes=self.writes.total_bytes)
         self.meters += wire
-        if (predicted := self.forecast.predicted) is not None:
-            predicted_s = (sum(predicted["step_ms"].values()) - predicted["wait_ms"]) / 1e3
-            self.meters.append(PaceMeter(self.session, predicted_s, spins=torch.get_num_threads() > 1 and may_spin()))
         self.meters += [] if self.parts.graph is None else [self.parts.graph]
         self.meters += [] if also is None else [also(self.session)]
         self.meters += [] if self.trace is None else [self.trace]

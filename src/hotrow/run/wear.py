@@ -15,10 +15,10 @@ from typing_extensions import override
 
 from hotrow.base.files import ByteRate, folder_bytes, size
 from hotrow.config.schema import Config
-from hotrow.costs.demand import required_bytes
 from hotrow.kernels.types import NUM_STATES
 from hotrow.placement.tiers import Tiers
 from hotrow.run.meters import Meter, Notice, Session
+from hotrow.setup.demand import required_bytes
 from hotrow.tables import TableConfig
 
 CHECK_STEPS = 8

@@ -12,11 +12,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from hotrow.costs.cost import PHASES
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
 from hotrow.run.meters import Meter, Session
-from hotrow.run.record import State
+from hotrow.run.record import PHASES, State
 
 
 class WireMeter(Meter):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hotrow.config.schema import Config
-from hotrow.costs.work import mean_lengths
+from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.loader import WINDOW_ROWS
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.models.layers import Network
@@ -65,6 +65,18 @@ def beside_bytes(
         total += math.ceil(TIERS_COPIES * 4 * sum(dims.values()) * batch_size)
         total += _window_bytes(config, dataset, lengths)
     return total
+
+
+def mean_lengths(dataset: PackedDataset) -> dict[str, float]:
+    """Returns the mean number of ids of each feature, from the first block of training rows."""
+    found = {feature.name: 1.0 for feature in dataset.info.features}
+    lists = [feature.name for feature in dataset.info.features if feature.kind != "one_hot"]
+    if lists and dataset.split("train").num_blocks:
+        block = dataset.split("train").block(0)
+        for name in lists:
+            ids = cast(Ragged, block.ids[dataset.info.feature_names.index(name)])
+            found[name] = len(ids.values) / max(1, len(block.label))
+    return found
 
 
 def _window_bytes(config: Config, dataset: PackedDataset, lengths: Mapping[str, float]) -> int:

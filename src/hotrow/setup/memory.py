@@ -12,11 +12,10 @@ from pathlib import Path
 
 from hotrow.base.files import size
 from hotrow.config.schema import Config, MemoryConfig
-from hotrow.costs.demand import demands_of, most_rows, required_bytes
-from hotrow.costs.hardware import Hardware
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.store_file import no_disk, takes_no_files
+from hotrow.setup.demand import demands_of, most_rows, required_bytes
 from hotrow.setup.room import Room
 from hotrow.setup.slots import SlotPlanner, without_pieces
 from hotrow.tables import TableConfig
@@ -42,18 +41,16 @@ def choose(
     room: Room | None = None,
     dataset: PackedDataset | None = None,
     training: bool = True,
-    hardware: Hardware | None = None,
     beside_bytes: int = 0,
 ) -> tuple[Memory | None, SlotPlanner]:
     """Returns the tiers that `config.memory` asks for, and the planner that divided DRAM among the tables.
 
-    The tiers are None if everything lies in DRAM. The planner has read the counts, and can predict a step.
+    The tiers are None if everything lies in DRAM. The planner has read the counts.
 
     run: the run's folder, or where it will be. room: what there is; if None, what this machine has now. dataset: what
     is trained on; its access counts, if it has them, say which rows are worth their memory. training: if False, tables
-    are only read, without optimizer state, and what does not fit goes to disk even if the config says "dram". hardware:
-    figures of the machine, by which the plan with the fastest step is taken. beside_bytes: what this process will take
-    beside its tables (beside.py); "auto" leaves it free.
+    are only read, without optimizer state, and what does not fit goes to disk even if the config says "dram".
+    beside_bytes: what this process will take beside its tables (beside.py); "auto" leaves it free.
     Raises ValueError with the shortfall if memory is too small, and for a folder that is not on a disk.
     """
     needed = required_bytes(config, tables, training=training)
@@ -70,8 +67,6 @@ def choose(
         budget=budget,
         dataset=dataset,
         training=training,
-        hardware=hardware,
-        room=room,
     )
     if config.memory == "dram" and training:
         _check_available(config, needed, available, room)
@@ -90,8 +85,7 @@ def choose(
     if needed <= budget:
         return None, planner
     memory = _memory(chosen, budget, run)
-    if room.machine is None:
-        _check_folders(chosen, memory, run)
+    _check_folders(chosen, memory, run)
     planner = replace(planner, memory=memory)
     try:
         return planner.check(budget, beside=known), planner
@@ -189,7 +183,6 @@ def place_tables(
     room: Room,
     dataset: PackedDataset,
     training: bool,
-    hardware: Hardware | None = None,
     beside_bytes: int = 0,
 ) -> tuple[Memory | DeviceMemory | None, SlotPlanner]:
     """Returns where rows lie: what `choose` decides, behind slots on the device if there is a `memory.hbm`.
@@ -204,7 +197,6 @@ def place_tables(
         room=room,
         dataset=dataset,
         training=training,
-        hardware=hardware,
         beside_bytes=beside_bytes,
     )
     if config.hbm is None:

@@ -1,12 +1,11 @@
 """What is decided before the first step of a run, once: tables, devices, ranks, hot rows, and where rows lie.
 
 `Setup` holds the decisions, and its errors say what the machine does not have. `train` builds a run from it, and
-`hotrow plan` and studies foretell from the same value.
+`hotrow plan` tries some steps of the same value.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,25 +13,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hotrow.config.schema import Config, HotConfig
-from hotrow.costs.demand import demands_of, tables_of
-from hotrow.costs.hardware import Hardware, known_hardware
+from hotrow.config.schema import Config
 from hotrow.data.packed.groups import Groups
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.hot.calibrate import Calibration, FoundHot
-from hotrow.hot.order import LOWEST
-from hotrow.hot.swap_cost import lowest_rate
+from hotrow.hot.calibrate import Calibration
 from hotrow.hot.turns import check_hot, choose_rows
 from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import table_of_rank
 from hotrow.parallel.shards import Shard, pooled_tables
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.setup.beside import beside_bytes
+from hotrow.setup.demand import demands_of, tables_of
 from hotrow.setup.device import DenseDevice, device_of_copies
 from hotrow.setup.memory import moved, place_tables, shortage
 from hotrow.setup.room import Room
 from hotrow.setup.shards import shards_of
-from hotrow.setup.slots import Sharing, SlotPlanner
+from hotrow.setup.slots import SlotPlanner
 from hotrow.tables import TableConfig
 
 SELECTION = "selection"
@@ -54,7 +50,7 @@ class Setup:
     memory: Memory | DeviceMemory | None
     """Where rows lie; if None, all in DRAM."""
     planner: SlotPlanner
-    """What divided DRAM among the tables. It has the work of a step, and the machine whose figures forecasts use."""
+    """What divided DRAM among the tables."""
     copies_on: torch.device | None
     """The device that holds copies of hot rows; None if there are no copies."""
     folder: Path
@@ -78,21 +74,17 @@ class Setup:
         training: bool = True,
         ranks: Ranks | None = None,
         room: Room | None = None,
-        hardware: Hardware | None = None,
     ) -> Setup:
         """Decides what `config` leaves open, for a machine and this dataset.
 
         folder: the run's folder, or where it will be. training: if False, the model only scores: tables have no
         optimizer state, and rows that do not fit in DRAM go to disk even if the config says `memory: dram`. ranks:
         those that train together; if None, this process trains alone. room: if None, what this machine has now.
-        hardware: figures of the machine; if None, those that `hotrow probe` kept for this one, if there are any.
         Raises ValueError, with the cure, for what this machine, the dataset or a budget does not allow.
         """
         ranks = ranks or Ranks()
         if training:
             check_data(config, dataset, folder)
-        if room is not None and room.machine is not None:
-            config = with_threads_of(room.machine, config)
         ranks = ranks.with_micro_batches(config.train.micro_batches or ranks.size)
         config = config.with_micro_batches(ranks.micro_batches)
         tables, dense = tables_of(config, dataset), DenseDevice.of(config)
@@ -101,7 +93,6 @@ class Setup:
         copies_on = device_of_copies(config, dense) if training else None
         check_freeze(config, tables, beside=copies_on is not None or config.hbm is not None)
         hot = hot_rows_of(config, tables, dataset, device=copies_on) if training else None
-        hardware = (hardware or known_hardware()) if training else None
         shards = _shards(config, tables, dataset, ranks.size, hot) if ranks.size > 1 else {}
         # This comes before the room is measured: it imports modules, whose memory this process then holds.
         beside = beside_bytes(config, dataset, tables, training=training) if room is None else 0
@@ -115,11 +106,8 @@ class Setup:
             room=room,
             dataset=dataset,
             training=training,
-            hardware=hardware,
             beside_bytes=beside,
         )
-        if shards:
-            planner = replace(planner, sharing=sharing_of(config, tables, shards, ranks))
         short = shortage(config, held, room, beside_bytes=beside) if training else None
         return cls(config, dataset, tables, dense, memory, planner, copies_on, folder, ranks, shards, hot, short)
 
@@ -131,29 +119,6 @@ class Setup:
         else:
             memory = moved(memory, before, folder)
         return replace(self, memory=memory, folder=folder)
-
-    def lowest_rate(self, found: FoundHot) -> float:
-        """Returns `hot.lowest_rate`: LOWEST without copies of hot rows, and if what swaps and steps take is unknown.
-
-        Warns if there are figures of the machine and the prediction fails all the same.
-        """
-        config, machine = self.config, self.planner.hardware
-        if self.copies_on is None or machine is None or not machine.gpus or not machine.stream_bytes_per_s:
-            return LOWEST
-        train = config.train.model_copy(update={"dense_dtype": "fp32"})
-        on_cpu = config.model_copy(update={"device": "cpu", "hot": HotConfig(), "train": train})
-        planner = replace(self.planner, config=on_cpu, _uses={}, _weighted={})
-        try:
-            cold_s, hot_s = planner.on_gpu(planner.predict(None), machine.gpus[0])
-        except Exception as error:  # no run fails for want of a prediction
-            why = f"what swaps of hot rows take cannot be predicted ({str(error) or type(error).__name__})"
-            warnings.warn(f"{why}: hot.lowest_rate is {LOWEST:g}; set it to change that", stacklevel=3)
-            return LOWEST
-        num_hot = float(found.is_hot.sum())
-        epoch_s = ((len(found.is_hot) - num_hot) * cold_s + num_hot * hot_s) / train.batch_size
-        counted = self.dataset.has_counts and not self.in_tiers  # from tiers all hot rows cross, changed or not
-        counts = {name: self.dataset.counts(name) for name in found.rows.rows if counted}
-        return lowest_rate(config.hot.rate, found.rows, counts, machine, machine.gpus[0], epoch_s=epoch_s)
 
     @property
     def below(self) -> Memory | None:
@@ -231,14 +196,6 @@ def check_freeze(config: Config, tables: Sequence[TableConfig], *, beside: bool)
         )
 
 
-def with_threads_of(hardware: Hardware, config: Config) -> Config:
-    """Returns the config with the most threads that the machine's steps are known for, if it says "auto"."""
-    threads = [int(point.sizes.get("threads", 1)) for points in hardware.kernels.values() for point in points]
-    if config.train.threads != "auto" or not threads:
-        return config
-    return config.model_copy(update={"train": config.train.model_copy(update={"threads": max(threads)})})
-
-
 def _held(tables: tuple[TableConfig, ...], shards: Mapping[str, Shard], ranks: Ranks) -> tuple[TableConfig, ...]:
     return tuple(table_of_rank(table, shards[table.name], ranks) for table in tables) if shards else tables
 
@@ -301,16 +258,3 @@ def check_ranks(config: Config, dense: DenseDevice) -> None:
     for option, (value, cure) in wanted.items():
         if value is not None:
             raise ValueError(f"{option} is {value!r}, which does not work on several ranks yet: set it to {cure}")
-
-
-def sharing_of(config: Config, tables: Sequence[TableConfig], shards: Mapping[str, Shard], ranks: Ranks) -> Sharing:
-    """Returns what predictions know of `ranks`."""
-    return Sharing(
-        tables=tables,
-        shards=shards,
-        num_ranks=ranks.size,
-        micro_batches=ranks.micro_batches,
-        local_size=ranks.local_size,
-        wire_dtype=config.parallel.wire_dtype,
-        transport=ranks.transport,
-    )

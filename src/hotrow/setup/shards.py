@@ -21,11 +21,11 @@ import numpy as np
 
 from hotrow.base.records import nearest
 from hotrow.config.schema import Config, Owner
-from hotrow.costs.demand import record_bytes
-from hotrow.costs.solve import rates_of
-from hotrow.costs.wire import Accesses, Wire, wire_of_table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.shards import Shard, block_ends, most_owners
+from hotrow.setup.demand import record_bytes
+from hotrow.setup.divide import rates_of
+from hotrow.setup.wire import Accesses, Wire, wire_of_table
 from hotrow.tables import TableConfig
 
 SMALL_SHARE = 0.01

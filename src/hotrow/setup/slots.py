@@ -1,42 +1,18 @@
-"""How any amount of DRAM is divided among the tables of a config: `choose` asks for the run's, `explain` for others.
-
-Slots by access counts (solve.py) serve the rows that cost most if they are missing. If a hardware file says what a
-miss costs on this disk, the division with the fastest predicted step is taken; else all misses cost the same.
-"""
+"""How DRAM is divided among the tables of a run, by access counts (divide.py); `memory.choose` asks for it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from hotrow.base.files import size
-from hotrow.base.machine import default_threads
+from hotrow.base.files import disk_free_bytes, size
 from hotrow.config.schema import Config
-from hotrow.costs.cost import Prediction, predict
-from hotrow.costs.demand import demands_of, most_rows, tables_of
-from hotrow.costs.hardware import Disk, Gpu, Hardware
-from hotrow.costs.solve import Counted, CountsPlan, TableUse, plan_by_counts
-from hotrow.costs.traffic import traffic_of
-from hotrow.costs.wire import Shared, share_of
-from hotrow.costs.work import Work, read_counts, work_of
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.parallel.messages import WireDtype
-from hotrow.parallel.ranks import TransportName
-from hotrow.parallel.shards import Shard
 from hotrow.placement.budget import MIN_ROWS, Memory, TableDemand, TableSlots, Writes, plan_slots
-from hotrow.setup.room import Room
+from hotrow.setup.demand import accesses_of, demands_of, most_rows
+from hotrow.setup.divide import Counted, CountsPlan, TableUse, plan_by_counts
 from hotrow.tables import TableConfig
-
-
-def looks_at_accesses(before: Config, after: Config) -> bool:
-    """Returns whether steps of the two configs come to other rows, or have other rows in flight."""
-
-    def steps(config: Config) -> tuple[object, ...]:
-        return config.train.batch_size, config.train.epochs, config.train.max_steps, config.tiers.lookahead
-
-    return steps(before) != steps(after)
 
 
 def without_pieces(budget: int) -> int:
@@ -45,44 +21,11 @@ def without_pieces(budget: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
-    """The ranks that share the tables of a run."""
-
-    tables: Sequence[TableConfig]
-    """Whole ones."""
-    shards: Mapping[str, Shard]
-    num_ranks: int
-    micro_batches: int
-    local_size: int = 1
-    """Ranks on a machine."""
-    wire_dtype: WireDtype = "fp32"
-    transport: TransportName | None = None
-
-    def share(self, whole: Work, held: Work, *, announced: bool) -> tuple[Work, Shared]:
-        """Returns the work of a rank's samples and what sharing adds. whole: of all samples, on whole tables. held:
-        what they ask of the rows that a rank holds. announced: see `share_of`.
-        """
-        return share_of(
-            whole,
-            held,
-            self.shards,
-            num_ranks=self.num_ranks,
-            micro_batches=self.micro_batches,
-            local_size=self.local_size,
-            announced=announced,
-            wire_dtype=self.wire_dtype,
-            transport=self.transport,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class SlotPlanner:
     """Divides DRAM among tables; counts are read once for all amounts.
 
-    memory: folders and options; its `dram` is not used. budget: bytes of DRAM that there are for tables. hardware: what
-    a miss costs, and what a step takes; if None, all misses cost the same, and nothing is predicted. room: of which the
-    disk counts. sharing: the ranks of which one holds `tables`, parts of the run's; if None, this process trains alone.
-    warmup: the first steps of the run, which predictions leave out.
+    memory: folders and options; its `dram` is not used. budget: bytes of DRAM that there are for tables. training: if
+    False, tables are only read, and access counts do not matter.
     """
 
     config: Config
@@ -91,27 +34,11 @@ class SlotPlanner:
     budget: int = 0
     dataset: PackedDataset | None = None
     training: bool = True
-    hardware: Hardware | None = None
-    room: Room = field(default_factory=Room.here)
-    sharing: Sharing | None = None
-    warmup: int = 0
     _uses: dict[tuple[TableDemand, ...], list[TableUse]] = field(default_factory=dict, repr=False)
-    _weighted: dict[tuple[TableDemand, ...], CountsPlan] = field(default_factory=dict, repr=False)
 
     @cached_property
     def plain(self) -> list[TableDemand]:
         return demands_of(self.config, self.tables, training=self.training)
-
-    @property
-    def needed_bytes(self) -> int:
-        """Bytes of all tables and their optimizer state."""
-        return sum(table.num_rows * table.record_bytes for table in self.plain)
-
-    @cached_property
-    def counted(self) -> dict[str, Counted]:
-        """What was read of the tables' counts, once for the plan and for predictions; there must be a dataset."""
-        assert self.dataset is not None
-        return read_counts(self.config, self.tables, self.dataset)
 
     @cached_property
     def plan(self) -> CountsPlan | None:
@@ -121,31 +48,13 @@ class SlotPlanner:
         num_rows = self.dataset.split("train").num_rows
         if not num_rows:
             return None
+        num_steps = num_rows / min(self.config.train.batch_size, num_rows)
         return plan_by_counts(
-            self.counted,
-            num_steps=num_rows / min(self.config.train.batch_size, num_rows),
+            {t.name: Counted.of(t.name, accesses_of(t, self.dataset), num_steps) for t in self.tables},
+            num_steps=num_steps,
             depth=self.config.tiers.lookahead,
             least_cached={t.name: max(MIN_ROWS, most_rows(self.config, t)) for t in self.tables},
         )
-
-    def with_config(self, config: Config) -> SlotPlanner:
-        """Returns the planner of a run with another config, in as much DRAM; of one process.
-
-        Accesses are looked at anew only if steps come to other rows: in other batches, or other ones ahead.
-        """
-        assert self.dataset is not None and self.sharing is None
-        tables = tables_of(config, self.dataset)
-        other = replace(self, config=config, tables=tables, _uses={}, _weighted={})
-        if config.train.batch_size == self.config.train.batch_size:
-            vars(other)["counted"] = self.counted
-        if looks_at_accesses(self.config, config):
-            return other
-        vars(other)["work"] = work_of(config, tables, self.dataset, like=self.work)
-        if self.plan is not None and (*self.plain,) in self._uses:
-            vars(other)["plan"] = self.plan.with_costs(None)
-            uses = zip(self.uses(self.plain), other.plain, strict=True)
-            other._uses[(*other.plain,)] = [use.of(own) for use, own in uses]
-        return other
 
     def uses(self, demands: Sequence[TableDemand]) -> list[TableUse]:
         """Returns the tables with their accesses; there must be a `plan`."""
@@ -169,10 +78,8 @@ class SlotPlanner:
         memory, demands, left = self._room(budget, writes)
         if self.plan is None:
             return memory, demands, plan_slots(demands, left)
-        found = [(plan, plan.solver(self.uses(demands))(left)) for plan in self._plans(demands)]
-        fits = [each for each in found if self._lacks(each[1]) is None] or found[:1]
-        plan, slots = fits[0] if len(fits) == 1 else min(fits, key=lambda each: self._step_s(each[1], memory))
-        return replace(memory, plan=plan), demands, slots
+        plan = self.plan
+        return replace(memory, plan=plan), demands, plan.solver(self.uses(demands))(left)
 
     def _room(self, budget: int, writes: Writes) -> tuple[Memory, list[TableDemand], int]:
         """Returns a memory of `budget` bytes, what tables take then, and the bytes for their slots."""
@@ -180,97 +87,6 @@ class SlotPlanner:
         settled = self.settled(memory)
         demands = settled.with_places(self.plain)
         return memory, demands, settled.budget_bytes(demands)
-
-    def _plans(self, demands: Sequence[TableDemand]) -> list[CountsPlan]:
-        """Returns the plans to choose from: all misses cost the same; and by what a miss of each table costs."""
-        assert self.plan is not None
-        costs = self.miss_costs(demands)
-        if len(set(costs.values())) < 2:
-            return [self.plan]
-        key = (*demands,)
-        if key not in self._weighted:
-            self._weighted[key] = self.plan.with_costs(costs)
-        return [self.plan, self._weighted[key]]
-
-    def miss_costs(self, demands: Sequence[TableDemand]) -> dict[str, float]:
-        """Returns seconds of disk and processor per missed row, by table; empty if no figures of a disk are known."""
-        return {} if self.disk is None else {demand.name: miss_s(demand, self.disk) for demand in demands}
-
-    @property
-    def disk(self) -> Disk | None:
-        """The disk that rows go to; None if its figures are not known."""
-        return None if self.hardware is None else self.hardware.disk_at(self.memory.folder)
-
-    @cached_property
-    def work(self) -> Work:
-        """What a step does; there must be a dataset. Raises ValueError if `work_of` does."""
-        assert self.dataset is not None
-        return work_of(self.config, self.tables, self.dataset, warmup=self.warmup, counted=self.counted)
-
-    def predict(
-        self, slots: Sequence[TableSlots] | None, memory: Memory | None = None, hardware: Hardware | None = None
-    ) -> Prediction:
-        """Returns a step's predicted time with these slots; if None, all rows in DRAM.
-
-        memory: the memory of the slots, if it is not the division's; hardware: another machine. Raises ValueError for
-        what has no prediction yet, and for figures that are missing.
-        """
-        machine = hardware or self.hardware
-        assert machine is not None
-        work = self._with_rows_in(memory)
-        own, shared = self.shared(work, announced=slots is not None)
-        found = predict(own, machine, slots, shared)
-        traffic = None if slots is None or found.binds != "disk reads" else traffic_of(work, slots)
-        return replace(found, binds="disk") if traffic is not None and traffic.writes > 0 else found
-
-    def on_gpu(self, now: Prediction, gpu: Gpu) -> tuple[float, float]:
-        """Returns the least that the step takes if dense layers run on the GPU, at its rate of large products: with
-        tables on the CPU, whose pooled rows and gradients cross, and with its rows there too.
-
-        Raises ValueError if the GPU's rate is not known.
-        """
-        if "fp32" not in gpu.product_flops_per_s:
-            raise ValueError(f"{gpu.name} has no product_flops_per_s of fp32")
-        flops = 3 * 2 * sum(n * inputs * outputs for n, inputs, outputs in self.work.products)
-        dense_s = flops / gpu.product_flops_per_s["fp32"].value
-        link_s = 4 * self.work.pooled_values * (1 / gpu.to_device_bytes_per_s.value + 1 / gpu.to_host_bytes_per_s.value)
-        return now.step_s - now.seconds["dense"] + dense_s + link_s, now.seconds["data"] + dense_s
-
-    def shared(self, held: Work, *, announced: bool) -> tuple[Work, Shared | None]:
-        """Returns the work of a rank's samples and what sharing adds. held: what all samples ask of its rows."""
-        if self.sharing is None:
-            return held, None
-        return self.sharing.share(self._whole, held, announced=announced)
-
-    @cached_property
-    def _whole(self) -> Work:
-        """What a step of all ranks does."""
-        assert self.sharing is not None and self.dataset is not None
-        work = work_of(self.config, self.sharing.tables, self.dataset, warmup=self.warmup)
-        return replace(work, threads=threads_of(self.config, self.sharing.local_size))
-
-    def _with_rows_in(self, memory: Memory | None) -> Work:
-        settled = self.settled(memory or self.memory)
-        return replace(self.work, folder=str(settled.folder), writes=settled.writes)
-
-    def step(self, memory: Memory | None) -> Step:
-        """Returns the predicted step of a run whose rows lie in `memory`, or all in DRAM; raises as `predict` does."""
-        slots = None if memory is None else self.slots_in(memory)[1]
-        found = step_of(self.predict(slots, memory), self.work.batch_size)
-        _, shared = self.shared(self.work, announced=slots is not None)
-        return found if shared is None else replace(found, wire_bytes_per_step=rounded(shared.by_purpose))
-
-    def written_bytes(self, slots: Sequence[TableSlots] | None, memory: Memory | None = None) -> float:
-        """Returns the bytes of rows that a step is expected to write to the drive."""
-        traffic = None if slots is None else traffic_of(self._with_rows_in(memory), slots)
-        return 0.0 if traffic is None else traffic.written_bytes
-
-    def _step_s(self, slots: Sequence[TableSlots], memory: Memory) -> float:
-        """Returns what a step takes."""
-        try:
-            return self.predict(slots, memory).step_s
-        except Exception:  # no run fails for want of a prediction: all plans are alike, and the first is taken
-            return math.inf
 
     def _lacks(self, slots: Sequence[TableSlots]) -> str | None:
         """Returns which table's cache would not hold the rows of a batch; None if all do."""
@@ -332,55 +148,4 @@ class SlotPlanner:
 
     @cached_property
     def _free_bytes(self) -> int:
-        return self.room.free_bytes(self.memory.folder)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A predicted step, in the units of a run's record."""
-
-    step_ms: dict[str, float]
-    """By phase."""
-    wait_ms: float
-    """The wait for rows from disk: a part of `data`, or of `lookup` without look-ahead."""
-    samples_per_s: float
-    binds: str
-    """What a faster machine would need first."""
-    exchange_ms: float | None = None
-    """What ranks take to send each other rows and sums, a part of all phases; None for one process."""
-    wire_bytes_per_step: dict[str, int] | None = None
-    """What a rank sends, by purpose, the mean of all ranks."""
-
-
-def rounded(by_purpose: Mapping[str, float]) -> dict[str, int]:
-    return {purpose: round(num_bytes) for purpose, num_bytes in sorted(by_purpose.items())}
-
-
-def step_of(predicted: Prediction, batch_size: int) -> Step:
-    return Step(
-        step_ms={phase: round(1e3 * seconds, 4) for phase, seconds in predicted.seconds.items()},
-        wait_ms=round(1e3 * predicted.wait_s, 4),
-        samples_per_s=round(batch_size / predicted.step_s, 1),
-        binds=predicted.binds,
-        exchange_ms=round(1e3 * predicted.exchange_s, 4) or None,
-    )
-
-
-def threads_of(config: Config, local_size: int) -> int:
-    """Returns the threads of a process, if so many of the run share this machine's cores."""
-    return default_threads(local_size) if config.train.threads == "auto" else config.train.threads
-
-
-def miss_s(demand: TableDemand, disk: Disk) -> float:
-    """Returns seconds of disk and processor for a row that is read because it is missing, and written as it leaves.
-
-    A row in its own sectors takes an I/O each way, and the disk does so many in a second at its best queue depth; rows
-    that are gathered are written by the page, at the disk's bandwidth.
-    """
-    sectors = disk.sector_bytes * math.ceil(demand.record_bytes / disk.sector_bytes)
-    reads, writes = (max(f.value for f in rates.values()) for rates in (disk.reads_per_s, disk.writes_per_s))
-    cpu_s = disk.cpu_s_per_io.value
-    read_s = max(1 / reads, sectors / disk.read_bytes_per_s.value) + cpu_s
-    if demand.place_bytes:
-        return read_s + demand.record_bytes / disk.write_bytes_per_s.value
-    return read_s + max(1 / writes, sectors / disk.write_bytes_per_s.value) + cpu_s
+        return disk_free_bytes(self.memory.folder)

@@ -1,4 +1,4 @@
-"""How many rows each table pins and caches, from access counts: greedy by what bytes save. Plain numbers, no I/O.
+"""How many rows each table pins and caches, from access counts: greedy by hits per byte. Plain numbers, no I/O.
 
     counts -> for every n, the best cut of n bytes into pinned and cached slots -> bytes per table
 
@@ -8,9 +8,9 @@ A hit is a row of a step that is in DRAM already; a row that a batch names twice
 independent: row i, with c_i accesses in all steps, is in a step with probability `e_i = 1 - exp(-c_i / num_steps)`. A
 pinned prefix then hits the sum of its e_i; if rows are numbered by popularity, no other rows of its size hit more. The
 cache behind it, by Che's approximation, hits rows that were used in the last T steps, where T is such that these rows
-fill the cache. So if rows are ranked, nearly all slots are pinned; if their order is arbitrary, none are. A measured
-miss-ratio curve says how much more a cache hits than independent accesses would. A hit saves what a miss of its table
-costs (`miss_costs`); with no costs given every miss costs the same. placement/budget.py plans without counts.
+fill the cache. So if rows are ranked, nearly all slots are pinned; if their order is arbitrary, none are. Every miss
+costs the same: weights of what a miss of each table costs on a disk changed no measured division
+(docs/measurements/tried.md). placement/budget.py plans without counts.
 
 Rows of batches that are fetched ahead stay until they are trained, beside the cache if it has no slots for them all. A
 batch finds them there, so a cache hits no less than one of their rows would: `TableUse.hits_in_flight`.
@@ -22,9 +22,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,8 +40,6 @@ CUTS_PER_OCTAVE = 64
 """Prefixes tried per doubling of their rows; up to about 90 rows all are tried."""
 WINDOWS = 160
 """Lengths of stay in a cache that are computed: about 5 per doubling, linear between them."""
-EPOCH_PLACES, EPOCH_WINDOWS = 24, 64
-"""Places in an epoch, and lengths of stay, that are computed for shuffled epochs."""
 RATES_PER_OCTAVE, MIN_RATE, MAX_RATE = 16, 2.0**-60, 2.0**40
 MAX_RATES = 2048
 """In tables of up to this many rows every rate is kept; larger tables have RATES_PER_OCTAVE rates per doubling."""
@@ -54,13 +52,6 @@ MIN_HITS = 1e-9
 """The least gain, in hits per step, that counts as one; less is rounding."""
 
 Array = NDArray[np.float64]
-
-
-class MissRatio(Protocol):
-    """The misses of an LRU cache by its rows, per distinct row of a batch: inspect/reuse.py's MissRatioCurve."""
-
-    def miss_ratio(self, capacity_rows: Any, /) -> Any:
-        """Returns the share of accesses that miss."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +98,10 @@ class Counted:
 class TableUse:
     """One table's accesses, and what slots are worth to it.
 
-    counts: accesses of each row in `num_steps` steps, [num_rows], or what was read of them. curve: measured hits of
-    caches, in which the first access to a row is a miss. depth: batches that are fetched ahead, whose rows take cached
-    slots. least_cached: the least number of cached rows, if the table has as many. first_epoch: accesses are not
-    independent, they are those of shuffled epochs of `num_steps` steps; the share of the steps that are of the first
-    epoch. Raises ValueError if counts are negative, not finite, or of another number of rows.
+    counts: accesses of each row in `num_steps` steps, [num_rows], or what was read of them. depth: batches that are
+    fetched ahead, whose rows take cached
+    slots. least_cached: the least number of cached rows, if the table has as many. Raises ValueError if counts are
+    negative, not finite, or of another number of rows.
     """
 
     def __init__(
@@ -120,10 +110,8 @@ class TableUse:
         counts: ArrayLike | Counted,
         *,
         num_steps: float,
-        curve: MissRatio | None = None,
         depth: int = LOOKAHEAD,
         least_cached: int = MIN_ROWS,
-        first_epoch: float | None = None,
     ) -> None:
         if not isinstance(counts, Counted):
             given = np.asarray(counts)
@@ -135,12 +123,9 @@ class TableUse:
         assert (counts.num_rows, counts.num_steps) == (demand.num_rows, num_steps)
         self.demand = demand
         self._cuts, rates, rows = counts.cuts, counts.rates, counts.rows_by_cut
-        if first_epoch is None:
-            windows = _windows(rates, rows)
-            chance, came = -np.expm1(-rates), -np.expm1(-np.outer(rates, windows))
-            hit = chance[:, None] * came
-        else:
-            windows, chance, came, hit = _in_epochs(rates * num_steps, num_steps, first_epoch)
+        windows = _windows(rates, rows)
+        chance, came = -np.expm1(-rates), -np.expm1(-np.outer(rates, windows))
+        hit = chance[:, None] * came
 
         def behind(each: Array) -> Array:
             """Returns the sum of `each`, by rate, over the rows behind every cut."""
@@ -153,26 +138,12 @@ class TableUse:
         self._pinned = np.concatenate([[0.0], np.cumsum(rows @ chance)])
         self.rows_per_step = float(self._pinned[-1])
         """Expected number of different rows in a step."""
-        if curve is not None:
-            self._measure(curve, behind(np.sign(rates)) / num_steps)
         tail = demand.num_rows - self._cuts
         flying = behind(-np.expm1(-np.outer(rates, np.arange(depth + 2))))
         flying = np.maximum(least_cached, np.ceil(flying + FLIGHT_SIGMAS * np.sqrt(flying)))
         self.floors: Array = np.minimum(tail, demand.listed + flying.T)
         """Rows to cache with room for those of none, one, ... and all batches in flight, behind every prefix that is
         looked at: [depth + 2, prefixes]."""
-
-    def _measure(self, curve: MissRatio, first: Array) -> None:
-        """Hits as the curve has them; first: accesses per step that are a row's first, behind every cut.
-
-        A cache behind a prefix keeps rows as long as one that has room for the prefix too, of whose measured hits it
-        has those that are not expected of the prefix.
-        """
-        self._pinned = np.maximum(self._pinned - (first[0] - first), 0.0)
-        measured = self.rows_per_step * (1.0 - np.asarray(curve.miss_ratio(self._resident[0].astype(np.int64))))
-        of_prefix = self._cached[0] - self._cached
-        most = self._pinned[-1] - self._pinned
-        self._cached = np.clip(measured - of_prefix, 0.0, most[:, None])
 
     def of(self, demand: TableDemand) -> TableUse:
         """Returns the same accesses of rows that take other bytes, without reading the counts again."""
@@ -285,38 +256,6 @@ def rates_of(name: str, counts: NDArray[Any], num_steps: float) -> tuple[Array, 
     return rates, rows[0]
 
 
-def _in_epochs(counts: Array, num_steps: float, first_epoch: float) -> tuple[Array, Array, Array, Array]:
-    """Returns, of rows used `counts` times in every shuffled epoch of `num_steps` steps: windows of steps; by rate the
-    chance to be in a step [K]; and by rate and window the chances to be among the rows of the last steps, the present
-    one included, and to be in the present step and one of those before it, [K, windows].
-
-    A row that an epoch has once does not come back before the next epoch: caches hit it less than if accesses were
-    independent.
-    """
-    most = math.ceil(num_steps)
-    places = np.arange(1, most + 1) if most <= EPOCH_PLACES else (np.arange(EPOCH_PLACES) + 0.5) / EPOCH_PLACES * most
-    places = np.minimum(places, num_steps)
-    lengths = np.arange(1.0, 2 * most + 2)
-    if len(lengths) > EPOCH_WINDOWS:
-        lengths = np.geomspace(1.0, 2 * most + 1, EPOCH_WINDOWS)
-
-    def absent(steps: Array) -> Array:
-        """Returns the chance not to be in so many steps, the last of which is anywhere in an epoch, [K, steps]."""
-        total = np.zeros((len(counts), len(steps)))
-        for place in places:
-            now = np.minimum(steps, place)
-            before = np.minimum(steps - now, num_steps)
-            here, there = (np.maximum(1 - part / num_steps, 0.0) ** counts[:, None] for part in (now, before))
-            total += here * (first_epoch + (1 - first_epoch) * there)
-        return total / len(places)
-
-    chance = 1 - absent(np.array([1.0]))[:, 0]
-    shorter, longer = absent(lengths), absent(lengths + 1)
-    came, hit = 1 - longer, np.maximum(chance[:, None] - (shorter - longer), 0.0)
-    none = np.zeros((len(counts), 1))
-    return np.append(0.0, lengths), chance, np.hstack([none, came]), np.hstack([none, hit])
-
-
 def _windows(rates: Array, rows: Array) -> Array:
     """Returns steps for which rows may stay: from none to so many that every row with accesses has been used."""
     if not rates.any():
@@ -329,25 +268,21 @@ class _Piece(NamedTuple):
     """What one table gets on top of the piece before."""
 
     density: float
-    """What a byte saves: hits, times what a miss costs."""
+    """Hits per byte."""
     table: int
     slots: TableSlots
     """The table's slots with this piece."""
 
 
-def solve(
-    tables: Sequence[TableUse], budget_bytes: float, miss_costs: Mapping[str, float] | None = None
-) -> list[TableSlots]:
-    """Returns slots for each table within `budget_bytes`: the greedy plan, or `budget.plan_slots` if that saves more.
+def solve(tables: Sequence[TableUse], budget_bytes: float) -> list[TableSlots]:
+    """Returns slots for each table within `budget_bytes`: the greedy plan, or `budget.plan_slots` if that hits more.
 
-    miss_costs: by table, what a row costs that is not in DRAM, in any unit; if None, all cost the same.
     First every table gets the slots that batches in flight need, for as many batches as fit. Then bytes go in the order
-    of what they save, along the concave hull of each table's curve; so the plan lacks less than one piece of the best
-    plan, and nothing if all slots cost the same: `most_hits` bounds that. Raises ValueError as `plan_slots` does.
+    of what they hit, along the concave hull of each table's curve; so the plan lacks less than one piece of the best
+    plan, and nothing if all slots cost the same. Raises ValueError as `plan_slots` does.
     """
-    costs = [1.0 if miss_costs is None else miss_costs[table.demand.name] for table in tables]
     floors = flight_floors(tables, budget_bytes)
-    found = _greedy(tables, costs, floors, budget_bytes) if _fits(tables, floors, budget_bytes) else None
+    found = _greedy(tables, floors, budget_bytes) if _fits(tables, floors, budget_bytes) else None
     try:
         equal = plan_slots([table.demand for table in tables], int(budget_bytes))
     except ValueError:
@@ -357,21 +292,18 @@ def solve(
     if found is None:
         return equal
     keeps = all(table.keeps(slots, floor) for table, slots, floor in zip(tables, equal, floors, strict=True))
-    return equal if keeps and _saved(tables, costs, equal) > _saved(tables, costs, found) else found
+    return equal if keeps and expected_hits(tables, equal) > expected_hits(tables, found) else found
 
 
-def plan_tables(
-    tables: Sequence[TableUse], budget_bytes: float, miss_costs: Mapping[str, float] | None = None
-) -> list[TableSlots]:
+def plan_tables(tables: Sequence[TableUse], budget_bytes: float) -> list[TableSlots]:
     """Returns the slots of `solve`, or others if there is no room for all batches in flight and these hit more.
 
-    Rows then lie beside the cache in any case. So slots for fewer batches, or equal shares, may save more: the best of
+    Rows then lie beside the cache in any case. So slots for fewer batches, or equal shares, may hit more: the best of
     those is taken that put no more bytes beside the cache than the slots of `solve` or equal shares would.
     """
-    found = solve(tables, budget_bytes, miss_costs)
+    found = solve(tables, budget_bytes)
     if _fits(tables, [table.floors[-1] for table in tables], budget_bytes):
         return found
-    costs = [1.0 if miss_costs is None else miss_costs[table.demand.name] for table in tables]
     plans = [found]
     with suppress(ValueError):  # a table would have too few rows
         plans.append(plan_slots([table.demand for table in tables], int(budget_bytes)))
@@ -379,7 +311,7 @@ def plan_tables(
     for batches in range(max(len(table.floors) for table in tables) - 1):
         floors = _floors_for(tables, batches)
         if _fits(tables, floors, budget_bytes):
-            plans.append(_greedy(tables, costs, floors, budget_bytes))
+            plans.append(_greedy(tables, floors, budget_bytes))
     least = _floors_for(tables, 0)
     fit = [
         plan
@@ -387,43 +319,15 @@ def plan_tables(
         if _beside(tables, plan) <= most
         and all(table.keeps(own, floor) for table, own, floor in zip(tables, plan, least, strict=True))
     ]
-    return max(fit, key=lambda plan: _saved_in_flight(tables, costs, plan), default=found)
+    return max(fit, key=lambda plan: _hits_in_flight(tables, plan), default=found)
 
 
 def _beside(tables: Sequence[TableUse], slots: Sequence[TableSlots]) -> float:
     return sum(table.bytes_beside(own) for table, own in zip(tables, slots, strict=True))
 
 
-def _saved_in_flight(tables: Sequence[TableUse], costs: Sequence[float], slots: Sequence[TableSlots]) -> float:
-    return sum(cost * table.hits_in_flight(own) for table, cost, own in zip(tables, costs, slots, strict=True))
-
-
-def _saved(tables: Sequence[TableUse], costs: Sequence[float], slots: Sequence[TableSlots]) -> float:
-    return float(sum(cost * table.hits(own) for table, cost, own in zip(tables, costs, slots, strict=True)))
-
-
-def most_hits(tables: Sequence[TableUse], budget_bytes: float) -> float:
-    """Returns the hits per step that no plan within `budget_bytes` exceeds.
-
-    Only plans count that leave room for as many batches in flight as there can be. At a price of a byte, each table
-    gains most by itself; with the price times the budget that is above every plan, and we take the price at which it
-    is least. Between two sizes that are looked at, a table hits at most as often as with the larger.
-    """
-    floors, prices, curves = flight_floors(tables, budget_bytes), [0.0], []
-    for table, floor in zip(tables, floors, strict=True):
-        sizes = _sizes(table, floor)
-        hits = np.array([table.hits(each) for each in table.cut(sizes, floor)])
-        curves.append((np.array(sizes), np.append(hits[1:], hits[-1])))
-        prices.append(float(hits[-1]) / (table.demand.record_bytes + METADATA_BYTES))
-
-    def at(price: float) -> float:
-        return price * budget_bytes + sum(float((hits - price * sizes).max()) for sizes, hits in curves)
-
-    low, high = 0.0, max(prices)
-    for _ in range(100):  # `at` is convex
-        third = (high - low) / 3
-        low, high = (low, high - third) if at(low + third) <= at(high - third) else (low + third, high)
-    return min(at(low), at(high), at(0.0))
+def _hits_in_flight(tables: Sequence[TableUse], slots: Sequence[TableSlots]) -> float:
+    return sum(table.hits_in_flight(own) for table, own in zip(tables, slots, strict=True))
 
 
 def flight_floors(tables: Sequence[TableUse], budget_bytes: float) -> list[Array]:
@@ -444,12 +348,9 @@ def _fits(tables: Sequence[TableUse], floors: Sequence[Array], budget_bytes: flo
     return sum(table.least_bytes(floor) for table, floor in zip(tables, floors, strict=True)) <= budget_bytes
 
 
-def _greedy(
-    tables: Sequence[TableUse], costs: Sequence[float], floors: Sequence[Array], budget_bytes: float
-) -> list[TableSlots]:
-    """Takes each table's first piece, then the others by what a byte saves; of a piece that does not fit, a part."""
-    each = enumerate(zip(tables, costs, floors, strict=True))
-    pieces = [_pieces(t, table, cost, floor) for t, (table, cost, floor) in each]
+def _greedy(tables: Sequence[TableUse], floors: Sequence[Array], budget_bytes: float) -> list[TableSlots]:
+    """Takes each table's first piece, then the others by hits per byte; of a piece that does not fit, a part."""
+    pieces = [_pieces(t, *own) for t, own in enumerate(zip(tables, floors, strict=True))]
     found = [first.slots for first, *_ in pieces]
     left = budget_bytes - sum(num_bytes(table.demand, slots) for table, slots in zip(tables, found, strict=True))
     full: set[int] = set()
@@ -465,14 +366,14 @@ def _greedy(
     return found
 
 
-def _pieces(t: int, table: TableUse, cost: float, floor: Array) -> list[_Piece]:
+def _pieces(t: int, table: TableUse, floor: Array) -> list[_Piece]:
     """Returns the least that the table may have, then pieces of falling density."""
     slots = table.cut(_sizes(table, floor), floor)
     taken = np.array([num_bytes(table.demand, each) for each in slots])
     hull = _concave_hull(taken, np.array([table.hits(each) for each in slots]))
     found = [_Piece(math.inf, t, slots[hull[0][2]])]
     for (bytes_a, hits_a, _), (bytes_b, hits_b, k) in pairwise(hull):
-        found.append(_Piece(cost * (hits_b - hits_a) / max(bytes_b - bytes_a, 1e-9), t, slots[k]))
+        found.append(_Piece((hits_b - hits_a) / max(bytes_b - bytes_a, 1e-9), t, slots[k]))
     return found
 
 
@@ -518,16 +419,9 @@ class CountsPlan:
 
     counts: Mapping[str, ArrayLike | Counted]
     num_steps: float
-    curves: Mapping[str, MissRatio]
     depth: int
     least_cached: Mapping[str, int]
-    miss_costs: Mapping[str, float] | None = None
-    """By table, what a missed row costs; if None, all cost the same."""
     _solved: dict[tuple[Any, ...], list[TableSlots]] = field(default_factory=dict, repr=False)
-
-    def with_costs(self, miss_costs: Mapping[str, float] | None) -> CountsPlan:
-        """Returns the plan for other costs of a miss."""
-        return replace(self, miss_costs=miss_costs, _solved={})
 
     def __call__(self, demands: Sequence[TableDemand], budget_bytes: int) -> list[TableSlots]:
         """Returns slots for each table. Raises ValueError if a table has no counts, and as `solve` does."""
@@ -541,7 +435,7 @@ class CountsPlan:
         def solved(budget_bytes: int) -> list[TableSlots]:
             key = (*demands, budget_bytes)
             if key not in self._solved:
-                self._solved[key] = plan_tables(uses, budget_bytes, self.miss_costs)
+                self._solved[key] = plan_tables(uses, budget_bytes)
             return self._solved[key]
 
         return solved
@@ -558,7 +452,6 @@ class CountsPlan:
                 demand,
                 self.counts[demand.name],
                 num_steps=self.num_steps,
-                curve=self.curves.get(demand.name),
                 depth=self.depth,
                 least_cached=self.least_cached.get(demand.name, MIN_ROWS),
             )
@@ -570,7 +463,6 @@ def plan_by_counts(
     counts: Mapping[str, ArrayLike | Counted],
     *,
     num_steps: float,
-    curves: Mapping[str, MissRatio] | None = None,
     depth: int = LOOKAHEAD,
     least_cached: Mapping[str, int] | None = None,
 ) -> CountsPlan:
@@ -578,8 +470,7 @@ def plan_by_counts(
 
     counts: by table, accesses of each row [num_embeddings]; pinned rows are a prefix, so rows should be numbered by
     popularity, as `hotrow prepare` does; they are read when tables are laid out, one table's after another's.
-    num_steps: batches in which they were counted. curves: by table, measured miss ratios per distinct row of a batch
-    (Locality.by_row); tables without one have none. depth: batches fetched ahead, whose rows need cached slots.
+    num_steps: batches in which they were counted. depth: batches fetched ahead, whose rows need cached slots.
     least_cached: by table, rows cached at least (MIN_ROWS). Raises ValueError for no steps and a negative depth.
     """
     if not num_steps > 0:
@@ -588,4 +479,4 @@ def plan_by_counts(
         )
     if depth < 0:
         raise ValueError(f"depth is {depth}; it is the number of batches looked ahead to, from 0 up")
-    return CountsPlan(counts, num_steps, curves or {}, depth, least_cached or {})
+    return CountsPlan(counts, num_steps, depth, least_cached or {})

@@ -1,1 +1,0 @@
-"""What a step costs: work and traffic counted from config and data, and seconds by the figures of a machine."""

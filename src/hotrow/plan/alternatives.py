@@ -1,0 +1,156 @@
+"""A setup and alternatives to it, each tried in processes of its own, in rounds that alternate.
+
+`python -m hotrow.plan.alternatives` is such a process: it reads what to try from standard input and prints what it
+found, so that its threads, its memory and a crash of it are its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from hotrow.base.machine import end_with_parent
+from hotrow.config.load import load_config
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.parallel.communicator import Communicator
+from hotrow.plan.decision import Decision, decision_of
+from hotrow.plan.trial import Trial, trial
+from hotrow.setup.setup import Setup
+
+ROUNDS = 3
+"""Processes that try each setup; the first round goes forward, the next one back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """What trying a setup in several processes showed."""
+
+    changes: list[str]
+    """Overrides of the config, such as "train.threads=2"; empty for the config as it is."""
+    refused: str | None = None
+    """Why this machine cannot train so; nothing else is known then."""
+    samples_per_s: float | None = None
+    """The median of the rounds."""
+    spread: tuple[float, float] | None = None
+    """The least and the most of the rounds."""
+    step_ms: dict[str, float] | None = None
+    """By phase, of the median round."""
+    io: dict[str, float] | None = None
+    """Reads and writes of rows per step, and their bytes, in later epochs; empty if all rows lie in DRAM."""
+    peak_bytes: int | None = None
+    """The most memory that a process held."""
+
+
+def groups(options: Sequence[str]) -> list[list[str]]:
+    """Returns the overrides of each `--set`: "A=B C=D" sets both together. Raises ValueError for other text."""
+    found = [re.split(r"\s+(?=[\w.]+=)", option.strip()) for option in options]
+    for group in found:
+        for override in group:
+            if not re.match(r"[\w.]+=", override):
+                raise ValueError(
+                    f"--set {override!r}: write NAME=VALUE, or NAME=VALUE NAME=VALUE to change both at once"
+                )
+    return found
+
+
+def decided(config: Path, overrides: Sequence[str] = (), comm: Communicator | None = None) -> Setup:
+    """Returns the setup of a run of `config` here. Raises ValueError for what this machine does not allow."""
+    parsed = load_config(config, overrides)
+    dataset = PackedDataset.open(parsed.data, verify="sizes")
+    ranks = None if comm is None else comm.ranks
+    return Setup.decide(parsed, dataset, Path(parsed.run or "runs"), ranks=ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What one process found of a setup."""
+
+    decision: Decision
+    trial: Trial
+
+
+_FOUND = TypeAdapter(Found)
+
+
+def try_alternatives(
+    config: Path,
+    changes: Sequence[Sequence[str]],
+    *,
+    rounds: int = ROUNDS,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[Found, list[Alternative]]:
+    """Tries `config` and each of `changes`; returns what was found of itself, and what each came to, itself first.
+
+    tell: is called with what is tried next. Raises ValueError if `config` itself is refused.
+    """
+    asked = [[], *map(list, changes)]
+    found: list[list[Found]] = [[] for _ in asked]
+    refused: dict[int, str] = {}
+    for number in range(rounds):
+        for k in range(len(asked))[:: -1 if number % 2 else 1]:
+            if k in refused:
+                continue
+            tell(f"round {number + 1} of {rounds}: {' '.join(asked[k]) or 'the config as it is'}")
+            answer = _in_a_process(config, asked[k])
+            if isinstance(answer, Found):
+                found[k].append(answer)
+            elif k == 0:
+                raise ValueError(answer)
+            else:
+                refused[k] = answer
+    return found[0][-1], [
+        Alternative(changes=own, refused=refused[k]) if k in refused else _row(own, found[k])
+        for k, own in enumerate(asked)
+    ]
+
+
+def _in_a_process(config: Path, overrides: Sequence[str]) -> Found | str:
+    """Returns what a new process finds of a setup, or why it refuses it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hotrow.plan.alternatives"],
+        input=json.dumps([str(config), *overrides]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        return f"the process that tried it ended with status {done.returncode}"
+    answer = done.stdout.splitlines()[-1]
+    return str(json.loads(answer)) if answer.startswith('"') else _FOUND.validate_json(answer)
+
+
+def _row(changes: list[str], found: Sequence[Found]) -> Alternative:
+    trials = sorted((own.trial for own in found), key=lambda each: each.samples_per_s)
+    middle = trials[len(trials) // 2]
+    return Alternative(
+        changes=changes,
+        samples_per_s=statistics.median(each.samples_per_s for each in trials),
+        spread=(trials[0].samples_per_s, trials[-1].samples_per_s),
+        step_ms=middle.step_ms,
+        io=middle.steps[-1].io,
+        peak_bytes=max(each.peak_bytes for each in trials),
+    )
+
+
+def main() -> None:
+    """Tries the setup that standard input names, and prints what was found, or why it is refused."""
+    end_with_parent()
+    config, *overrides = json.loads(sys.stdin.read())
+    try:
+        setup = decided(Path(config), overrides)
+        answer = _FOUND.dump_json(Found(decision=decision_of(setup), trial=trial(setup))).decode()
+    except (ValueError, OSError, MemoryError) as error:
+        answer = json.dumps(str(error) or type(error).__name__)
+    print(answer)
+
+
+if __name__ == "__main__":
+    main()
