@@ -1,7 +1,6 @@
-"""How fast tables train under the plan, beside simpler ways to divide the same DRAM: docs/memory-plan.md.
+"""How fast tables train under the plan, beside simpler ways to divide the same DRAM: docs/plan.md.
 
-    python -m benchmarks.plan --out docs/measurements/benchmarks.json [--folder DIR] [--hardware FILE] [--quick] [CELL
-    ...]
+    python -m benchmarks.plan --out docs/measurements/benchmarks.json [--folder DIR] [--quick] [CELL ...]
 
 Four models, each with 1/4, 1/10 and 1/32 of its tables in DRAM and the rest on disk. Steps look rows up, sum them,
 and update them by SGD, four batches ahead; there are no dense layers, in whose shadow reads would hide. Every row lies
@@ -10,8 +9,7 @@ on disk before anything is timed. The ways take turns in one process, a stretch 
     equal        small tables whole, then as many cached rows for each of the others
     by_size      the smallest tables whole, as many as fit
     by_density   so, but first the tables of which a byte is asked for most often
-    counts       slots by hits per byte: the plan without figures of the machine
-    planned      slots by what a miss costs on this disk, by the hardware file; the same as `counts` if that is so
+    counts       slots by hits per byte: the plan
 
 A way whose least caches take more than there is does not fit, and is left out of the cell. A cell's `speed` is each
 way's over the best of the other ways, by round. All ways end with the same rows, or the cell is refused. It takes about
@@ -41,15 +39,13 @@ from benchmarks import bench
 from benchmarks.results import end_on_signals, record
 from benchmarks.rivals.sides import write_zeros
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.costs.hardware import Hardware, known_hardware, read_hardware
 from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.placement.budget import METADATA_BYTES, Memory, TableDemand, TableSlots, num_bytes, plan_slots
 from hotrow.placement.lookahead import lookahead
 from hotrow.placement.tiers import Tiers
-from hotrow.setup.divide import CountsPlan, plan_by_counts
-from hotrow.setup.slots import miss_s
+from hotrow.setup.divide import plan_by_counts
 from hotrow.tables import TableConfig
 
 SEED, DEPTH = 1, 4
@@ -151,7 +147,7 @@ def whole_first(model: Model, key: Callable[[int], float]) -> Rule:
     return rule
 
 
-def rules(model: Model, hardware: Hardware | None) -> dict[str, Rule]:
+def rules(model: Model) -> dict[str, Rule]:
     """Returns the ways by name."""
     counts = model.counts()
     least = {f"t{t}": model.batch_size * length for t, length in enumerate(model.lengths)}
@@ -164,18 +160,7 @@ def rules(model: Model, hardware: Hardware | None) -> dict[str, Rule]:
         "by_size": whole_first(model, lambda t: model.rows[t] * model.dims[t]),
         "by_density": whole_first(model, lambda t: -asked[t]),
         "counts": by_counts,
-        "planned": planned(by_counts, hardware),
     }
-
-
-def planned(by_counts: CountsPlan, hardware: Hardware | None) -> Rule:
-    def rule(demands: Sequence[TableDemand], budget_bytes: int) -> Sequence[TableSlots]:
-        if hardware is None or not hardware.disks:
-            return by_counts(demands, budget_bytes)
-        costs = {own.name: miss_s(own, hardware.disks[0]) for own in demands}
-        return by_counts.with_costs(costs)(demands, budget_bytes)
-
-    return rule
 
 
 class Way:
@@ -215,26 +200,21 @@ class Way:
         self.emb.placement.close()
 
 
-def measure_cell(
-    name: str, model: Model, parts: int, hardware: Hardware | None, folder: Path, how: dict[str, int]
-) -> Any:
+def measure_cell(name: str, model: Model, parts: int, folder: Path, how: dict[str, int]) -> Any:
     """Returns the row of a cell. Raises ValueError if two ways end with different rows."""
     total = sum(own.num_rows * own.record_bytes for own in model.demands)
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="hotrow-plan-", dir=folder) as files:
         ways: dict[str, Way] = {}
         do_not_fit: dict[str, str] = {}
-        for rule_name, rule in rules(model, hardware).items():
+        for rule_name, rule in rules(model).items():
             try:
                 ways[rule_name] = Way(model, rule, total // parts, Path(files) / rule_name)
             except ValueError as error:
-                if rule_name in ("counts", "planned"):
+                if rule_name == "counts":
                     raise
                 do_not_fit[rule_name] = str(error)
                 continue
             stack.callback(ways[rule_name].close)
-        same = ways["planned"].tiers.slots == ways["counts"].tiers.slots
-        if same:
-            ways.pop("planned")
         for way in ways.values():
             way.train(how["warm_up"])
         before = {rule_name: way.misses() for rule_name, way in ways.items()}
@@ -247,18 +227,12 @@ def measure_cell(
         steps = how["steps"] * rounds.num_taken
         misses = {rule_name: (way.misses() - before[rule_name]) / steps for rule_name, way in ways.items()}
         _check_rows(name, model, ways)
-    ours = "counts" if same else "planned"
-    speeds = {
-        each: [
-            min(r[o] for o in r if o != each and not (each == ours and o == "counts")) / r[each] for r in rounds.results
-        ]
-        for each in ways
-    }
+    speeds = {each: [min(r[o] for o in r if o != each) / r[each] for r in rounds.results] for each in ways}
     return {
         "name": name,
         "dram_bytes": total // parts,
         "table_bytes": total,
-        "ours": ours,
+        "ours": "counts",
         "step_ms": {each: 1e3 * statistics.median(r[each] for r in rounds.results) for each in ways},
         "speed": {each: statistics.median(own) for each, own in speeds.items()},
         "quartiles": {each: bench.spread(own) for each, own in speeds.items()},
@@ -283,7 +257,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="CELL", help="cells to measure; all where none is named")
     parser.add_argument("--quick", action="store_true", help="small tables: tries the cells, measures nothing of worth")
-    parser.add_argument("--hardware", help="hardware file of this machine; default: what hotrow probe kept")
     parser.add_argument("--folder", type=Path, default=Path(), help="where files lie: on the disk to measure")
     parser.add_argument("--out", help="JSON file of results to add to; without it, the report is printed")
     options = parser.parse_args()
@@ -291,7 +264,6 @@ def main() -> None:
         parser.error(f"no cell is called {unknown[0]!r}; choose from {', '.join(names)}")
     end_on_signals()
     options.folder.mkdir(parents=True, exist_ok=True)
-    hardware = read_hardware(options.hardware) if options.hardware else known_hardware()
     how, sizes = {"warm_up": WARM_UP, "steps": STEPS, "rounds": ROUNDS}, {}
     if options.quick:
         how, sizes = QUICK_STEPS, QUICK_SIZES
@@ -302,7 +274,7 @@ def main() -> None:
             if name not in (options.names or names):
                 continue
             start = time.perf_counter()
-            rows.append(measure_cell(name, model, parts, hardware, options.folder, how))
+            rows.append(measure_cell(name, model, parts, options.folder, how))
             told = ", ".join(f"{each} {ms:.2f} ms" for each, ms in rows[-1]["step_ms"].items())
             spent = time.perf_counter() - start
             print(
@@ -311,7 +283,7 @@ def main() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-    report = {"cells": rows, "quick": options.quick, "hardware": hardware and hardware.name, **bench.circumstances()}
+    report = {"cells": rows, "quick": options.quick, **bench.circumstances()}
     record("plan", json.loads(json.dumps(report)), options.out)
 
 

@@ -9,9 +9,9 @@ from benchmarks.markdown import clean_rounds, heads, table
 
 TEXT = """\
 Lookups and updates alone, with 1/4, 1/10 or 1/32 of the tables in DRAM: milliseconds per step of each way to divide
-these bytes. The plan is the column *counts*, unless *planned* divided them in another way. Its speed is over the best
-of the other ways, round by round, with the middle half of the rounds in brackets. Up to 25 November 2026 the kernel's
-own threads, which serve the disk, counted as other work, so hardly a round was called clean then."""
+these bytes. The plan is the column *counts*. Its speed is over the best of the other ways, round by round, with the
+middle half of the rounds in brackets. Up to 25 November 2026 the kernel's own threads, which serve the disk, counted as
+other work, so hardly a round was called clean then."""
 WAYS = ("equal", "by_size", "by_density", "counts", "planned")
 
 
