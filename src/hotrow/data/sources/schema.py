@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -751,12 +752,18 @@ def parse_schema(value: Any, *, where: str) -> Schema:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     try:
-        # JSON mode: strict about scalars, while a list may stand for a tuple.
-        return Schema.model_validate_json(json.dumps(value, default=str))
+        return _checked(json.dumps(value, default=str))
     except ValidationError as error:
         faults = explain_faults(error, where, _fields_at)
         several = isinstance(value.get("label"), list)
         raise ValueError(faults if several else faults.replace("label[0]", "label")) from None
+
+
+@lru_cache(maxsize=16)
+def _checked(text: str) -> Schema:
+    """The schema in a JSON text. It is never altered, so a run whose parts each read it checks it once."""
+    # JSON mode: strict about scalars, while a list may stand for a tuple.
+    return Schema.model_validate_json(text)
 
 
 def _as_version_1_meant(value: dict[str, Any]) -> dict[str, Any]:

@@ -63,8 +63,13 @@ class Moments(Protocol):
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names of all transforms."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+    """Returns the names of all transforms. The folder is listed once, so a process may lose the right to list it."""
+    return _names_in(tuple(__path__))
+
+
+@cache
+def _names_in(folders: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(folders)))
 
 
 @dataclass(frozen=True)
