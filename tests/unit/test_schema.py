@@ -139,7 +139,6 @@ def test_every_field_is_documented() -> None:
             "tables": "tables.<name>.",
             "expire": "tables.<name>.expire.",
             "transforms": "transforms[].<name>.",
-            "lookups": "lookups[].",
             "statistics": "statistics[].",
         }.get(section, f"{section}.")
         for name in model.model_fields:

@@ -182,54 +182,6 @@ def of_list(*, into: Any = "made", column: str = "seen", **options: Any) -> dict
 MADE = {"column": "made", "kind": "sequence"}
 
 
-def looked_up(*entries: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A schema with columns of other files. entries: changes of the usual one."""
-    usual = {"file": "items.csv", "column": "item", "columns": ["kind"]}
-    return {**SCHEMA, "categorical": ["user", "kind"], "lookups": [{**usual, **entry} for entry in entries], **changes}
-
-
-def test_a_schema_with_lookups() -> None:
-    chained = looked_up({"columns": ["kind", "price"]}, {"column": "kind", "columns": ["size"], "prefix": "kind_"})
-    schema = parse_schema({**chained, "dense": ["age", "price", "kind_size"]}, where="s.yaml")
-    assert schema.column_names == ("click", "age", "user", "item")
-    assert [spec.column for spec in schema.id_columns] == ["user", "kind", "item"]
-    assert parse_schema(schema.to_json(), where="again") == schema
-    assert "lookups" not in parse_schema(SCHEMA, where="s.yaml").to_json()
-
-
-@pytest.mark.parametrize(
-    ("schema", "fields"),
-    [
-        (looked_up({"columns": []}), ["lookups[0].columns"]),
-        (looked_up({"columns": ["kind", "kind"]}), ["lookups[0]", "'kind'", "`prefix`"]),
-        (looked_up({}, {"column": "user"}), ["lookups[0]", "'kind'", "`prefix`"]),
-        (looked_up({"columns": ["kind", "click"]}), ["lookups[0]", "'click'", "`prefix`"]),
-        (looked_up({"columns": ["kind", "size"]}), ["lookups[0]", "'size'", "categorical or dense"]),
-        (looked_up({"column": "click"}), ["lookups[0]", "'click'", "label"]),
-        (looked_up({"column": "kind"}), ["lookups[0]", "'kind'", "remove one of the two"]),
-        (
-            looked_up({"column": "size"}, {"column": "kind", "columns": ["size"]}),
-            ["lookups[0]", "'size'", "later entry", "list that entry first"],
-        ),
-        (
-            looked_up({"column": "log"}, transforms=[{"log1p_clip0": {"column": "age", "into": "log"}}], dense=["log"]),
-            ["lookups[0]", "'log'", "transform"],
-        ),
-        (
-            looked_up({}, categorical=["kind", {"column": "item", "kind": "multi_hot"}]),
-            ["lookups[0]", "'item'", "a list"],
-        ),
-        (looked_up({}, categorical=["kind", {"column": "item", "buckets": [1]}]), ["lookups[0]", "'item'", "buckets"]),
-        (looked_up({"fil": "x"}), ["lookups[0].fil", "did you mean 'file'"]),
-    ],
-)
-def test_faults_of_lookups_in_a_schema_are_named(schema: dict[str, Any], fields: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:  # several parts of one message
-        parse_schema(schema, where="s.yaml")
-    for field in ("s.yaml: ", *fields):
-        assert field in str(caught.value)
-
-
 def test_a_part_of_a_list_is_read_as_the_list() -> None:
     schema = parse_schema(of_list(into={**MADE, "separator": "|", "type": "int"}), where="s.yaml")
     assert {spec.column: (spec.kind, spec.separator, spec.type) for spec in schema.id_columns} == {

@@ -199,7 +199,7 @@ def _check_vocabularies(run: RunFolder) -> int:
     kept = PackedDataset.open(run.vocabulary)
     total = 0
     for name, record in kept.info.files.items():
-        if name.startswith(("vocab/", "statistics/", "lookups/")):
+        if name.startswith(("vocab/", "statistics/")):
             path = kept.path / name
             if not is_there(path, within=kept.path) or crc32(path) != record.crc32:
                 raise ValueError(f"{path} is missing or damaged; copy it anew from the dataset the run used")

@@ -8,7 +8,6 @@
       model.py                       the network, in plain torch
       dense.onnx                     if asked for: the network, in ONNX (dense.py)
       transforms/<name>.py           the transforms that compute inputs from raw values
-      lookups/<place>.parquet        columns that are joined to raw rows by a key
       score.py  seen.py  README.md   raw rows -> scores, with torch and pyarrow alone; how to use it
 
 It is made from a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
@@ -54,7 +53,7 @@ from hotrow.base.records import STRICT, Count, Document, short
 from hotrow.base.version import __version__
 from hotrow.config.schema import Config
 from hotrow.data.chunk import Keys
-from hotrow.data.packed.format import LOOKUP, DatasetInfo, DenseColumn, Feature, Table
+from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.prepare import RawRows, raw_rows
@@ -93,7 +92,7 @@ FORMAT_VERSION = 1
 EXPORT, WEIGHTS, NETWORK, SCORE, README = "export.json", "model.safetensors", "model.py", "score.py", "README.md"
 STATISTICS = "statistics.safetensors"
 SEEN, CHAIN = "seen.py", "chain.json"
-FOLDERS = ("tables", "vocab", "transforms", "lookups")
+FOLDERS = ("tables", "vocab", "transforms")
 _OWN_FILES = (EXPORT, WEIGHTS, NETWORK, DENSE, SCORE, SEEN, README, STATISTICS, CHAIN)
 OWN_NAMES = (*_OWN_FILES, *FOLDERS)
 """What an interrupted export may have left. export.json is written last and makes the export complete."""
@@ -122,8 +121,6 @@ class Description:
     """All files except export.json itself."""
     missing: tuple[str, ...] = ()
     """Texts that mean a missing value in every column."""
-    lookups: tuple[dict[str, JsonValue], ...] = ()
-    """Columns that are joined to raw rows by a key, before any other is computed."""
     transforms: tuple[dict[str, JsonValue], ...] = ()
     """Columns that are computed from others, in the order in which they are computed."""
     statistics: tuple[dict[str, JsonValue], ...] = ()
@@ -223,7 +220,6 @@ def write_export(
     files |= _write_vocabularies(to, kept, progress)
     files |= _write_transforms(to.folder, kept)
     files |= _write_statistics(to.folder, kept)
-    files |= _write_lookups(to.folder, kept)
     description = replace(description, files=files, row_cost=None if to.form == "float32" else cost_of(to.form))
     DOCUMENT.write(to.folder / EXPORT, description)
     return description
@@ -443,15 +439,6 @@ def _write_statistics(folder: Path, kept: PackedDataset) -> dict[str, FileRecord
     return {STATISTICS: file_record(folder / STATISTICS)}
 
 
-def _write_lookups(folder: Path, kept: PackedDataset) -> dict[str, FileRecord]:
-    """Copies the columns that are joined to rows; returns their sizes and checksums by file."""
-    made, files = raw_rows(kept), {}
-    for i in range(0 if made is None else len(made.schema.lookups)):
-        shutil.copyfile(kept.lookup_path(i), folder / LOOKUP.format(i))
-        files[LOOKUP.format(i)] = file_record(folder / LOOKUP.format(i))
-    return files
-
-
 def _write_texts(folder: Path, texts: Mapping[str, str]) -> dict[str, FileRecord]:
     for name, text in texts.items():
         with atomic_write(folder / name) as file:
@@ -498,7 +485,6 @@ def _describe(
         model={**config.model.model_dump(mode="json"), "num_dense": extra.num_dense},
         csv=None if made is None else made.schema.csv.model_dump(mode="json"),
         missing=() if made is None else made.schema.missing,
-        lookups=() if made is None else _lookups(made),
         transforms=() if made is None else _computed(made),
         statistics=() if made is None else _statistics(made.schema),
         dense=tuple(_dense(column, made) for column in _raw_columns(info, made)),
@@ -535,18 +521,6 @@ def _statistics(schema: Schema) -> tuple[dict[str, Any], ...]:
             "bits": bits,
         }
         for spec in schema.statistics
-    )
-
-
-def _lookups(made: RawRows) -> tuple[dict[str, Any], ...]:
-    """Returns which columns are joined to rows, by which key, and where they are."""
-    return tuple(
-        {
-            "file": LOOKUP.format(i),
-            "column": {"name": spec.column, **_ids(spec.column, made)},
-            "into": {name: f"column {place}" for place, name in enumerate(spec.names)},
-        }
-        for i, spec in enumerate(made.schema.lookups)
     )
 
 

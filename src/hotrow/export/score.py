@@ -78,10 +78,6 @@ class Scorer:
                 self.vocabularies[name] = dict(pairs)
         self._counting = load_module(folder / "seen.py")
         self._counts = Counts(self.about["statistics"], folder / "statistics.safetensors")
-        self._lookups = []
-        for lookup in self.about["lookups"]:
-            joined = pyarrow.parquet.read_table(folder / lookup["file"]).to_pydict()
-            self._lookups.append(({key: row for row, key in enumerate(joined.pop("key"))}, joined))
         paths = (folder / "transforms").glob("*.py")
         self._transforms = {path.stem: getattr(load_module(path), path.stem) for path in paths}
         self.seen: Any = None
@@ -94,9 +90,6 @@ class Scorer:
     def columns(self) -> list[str]:
         """Names of the raw columns that a score is made of."""
         made: dict[str, list[str]] = {}
-        for lookup in self.about["lookups"]:
-            key = lookup["column"]["name"]
-            made |= dict.fromkeys(lookup["into"], made.get(key, [key]))
         for each in self.about["transforms"]:
             taken = [column["name"] for column in each["columns"]]
             made[each["into"]] = [name for column in taken for name in made.get(column, [column])]
@@ -130,13 +123,6 @@ class Scorer:
         usual = self.about["usual"] or {"of": "val", "columns": None, "ranges": {}}
         self.seen = self._counting.Seen(usual["columns"], usual["ranges"], of=usual["of"])
         unreadable: dict[str, int] = {}
-        for lookup, (rows_of, joined) in zip(self.about["lookups"], self._lookups, strict=True):
-            key = lookup["column"]["name"]
-            found, count = keys_of(lookup["column"], columns[key])
-            at = [rows_of.get(each) for each in found]
-            for name, place in lookup["into"].items():
-                columns[name] = [None if row is None else joined[place][row] for row in at]
-                unreadable[name] = count + unreadable.get(key, 0)
         for made in self.about["transforms"]:
             columns[made["into"]], count = self._computed(made, columns)
             unreadable[made["into"]] = count + sum(unreadable.get(column["name"], 0) for column in made["columns"])

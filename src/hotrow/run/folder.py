@@ -355,12 +355,12 @@ class RunFolder:
                 self._lost(kind, error)
 
     def keep_vocabulary(self, dataset: Path) -> None:
-        """Takes dataset.json, vocab/, statistics/ and lookups/ of a packed dataset into the run, so that it can score
-        raw rows by itself.
+        """Takes dataset.json, vocab/ and statistics/ of a packed dataset into the run, so that it can score raw rows by
+        itself.
 
         They are hard links, which take no space, or copies if the file system has no links.
         """
-        folders = [name for name in ("vocab", "statistics", "lookups") if name == "vocab" or (dataset / name).is_dir()]
+        folders = [name for name in ("vocab", "statistics") if name == "vocab" or (dataset / name).is_dir()]
         for name in folders:
             make_folder(self.vocabulary / name, within=self.path)
         for source in [dataset / "dataset.json", *(file for name in folders for file in (dataset / name).glob("*"))]:

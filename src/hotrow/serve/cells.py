@@ -38,7 +38,7 @@ def cells_of(reading: Reading, usual: Seen) -> Cells | None:
     """Returns what reads requests for these columns in one call; None if some of them need more, or it is not built."""
     schema = reading.schema
     simple = all(own.kind == "one_hot" for own in schema.categorical) and all(map(is_plain, schema.dense))
-    simple = simple and not schema.computed and not schema.lookups
+    simple = simple and not schema.computed
     reader = getattr(backend(), "CellReader", None)
     return Cells(reading, usual, reader) if simple and reader is not None else None
 

@@ -23,7 +23,6 @@ from hotrow.data.prepare.prepare import Reading
 from hotrow.data.prepare.statistics import Statistics
 from hotrow.data.seen import Seen
 from hotrow.data.sources.convert import IdEncoding, written_pattern
-from hotrow.data.sources.lookup import Lookup
 from hotrow.data.sources.schema import Schema, parse_schema
 from hotrow.data.transforms import Transform
 from hotrow.export.export import EXPORT, STATISTICS, Description
@@ -68,7 +67,7 @@ def reading_of(export: Path, about: Description, work: Path) -> Reading:
 
     Raises ValueError, which names the file, if ids are row numbers already, or if something does not fit.
     """
-    for own in (*about.tables, *about.lookups):
+    for own in about.tables:
         about.files[str(own["file"])]  # so it is a file of the export, and lies in its folder
     if any(table["vocabulary"] is None for table in about.tables) or any("keys" not in own for own in about.features):
         raise ValueError(
@@ -83,11 +82,9 @@ def reading_of(export: Path, about: Description, work: Path) -> Reading:
     statistics = Statistics.load(schema, export / STATISTICS, cure=CURE) if about.statistics else None
     if statistics is not None and any(own["bits"] != statistics.bits for own in about.statistics):
         raise ValueError(f"{export / EXPORT}: statistics.bits are not those of this hotrow; {CURE}")
-    specs = zip(schema.lookups, about.lookups, strict=True)
-    lookups = [Lookup.load(spec, export / str(own["file"]), cure=CURE) for spec, own in specs]
     transforms = [_transform(own) for own in about.dense]
     transforms += [Transform("identity")] * (len(schema.dense_inputs) - len(transforms))
-    return Reading("frame", schema, encodings, transforms, statistics, lookups, vocabularies)
+    return Reading("frame", schema, encodings, transforms, statistics, vocabularies)
 
 
 def schema_of(export: Path, about: Description) -> Schema:
@@ -101,10 +98,6 @@ def schema_of(export: Path, about: Description) -> Schema:
                 **{name: own[name] for name in ("separator", "buckets") if own.get(name) is not None},
             }
             for own in about.features
-        ],
-        "lookups": [
-            {"file": own["file"], "column": own["column"]["name"], "columns": list(own["into"])}  # type: ignore[index, call-overload, arg-type]
-            for own in about.lookups
         ],
         "transforms": [_computed(own) for own in about.transforms],
         "statistics": [
@@ -145,7 +138,7 @@ def _transform(own: Mapping[str, Any]) -> Transform:
 def _encodings(about: Description) -> Iterator[tuple[str, IdEncoding]]:
     """Yields how ids of each column are held."""
     taken: list[Any] = [column for own in about.transforms for column in own["columns"]]  # type: ignore[union-attr]
-    for own in (*about.features, *(lookup["column"] for lookup in about.lookups), *taken):
+    for own in (*about.features, *taken):
         if "keys" in own:
             yield own["name"], "hex" if own.get("base") == 16 else own["keys"]
 

@@ -35,14 +35,12 @@ WORK_FOLDER = ".prepare"
 ROWS_PER_BLOCK = 65_536
 """One block is one Arrow record batch: the unit of checksums and of shuffling."""
 MAX_ROWS_PER_BLOCK = 1 << 24
-RESERVED_SPLITS = frozenset({"vocab", "counts", "statistics", "lookups", "rare"})
+RESERVED_SPLITS = frozenset({"vocab", "counts", "statistics", "rare"})
 
 STATISTICS = "statistics/counts.safetensors"
 """Path, within the folder, of the label's statistics by value."""
 REBORN, MOVED = "rare/reborn/", "rare/moved/"
 """Folders, within the folder, of the rows that stand for other ids than on the day before, and of where rows went."""
-LOOKUP = "lookups/{}.parquet"
-"""Path, within the folder, of the columns of a lookup, by its place in the schema."""
 
 FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
 Crc32 = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -215,7 +213,7 @@ class DatasetInfo:
     tables: tuple[Table, ...]
     splits: dict[str, SplitInfo] = Field(default_factory=dict)
     files: dict[str, FileRecord] = Field(default_factory=dict)
-    """Files under vocab/, counts/, statistics/, lookups/ and rare/, by path relative to the folder."""
+    """Files under vocab/, counts/, statistics/ and rare/, by path relative to the folder."""
     ids: dict[str, JsonValue] = Field(default_factory=dict)
     """How raw ids became row numbers: minimum count, cap, hashing, seed of the split."""
     sources: tuple[SourceFile, ...] = ()
@@ -343,9 +341,7 @@ def _check_unique(what: str, names: tuple[str, ...] | list[str]) -> None:
 def _check_side_path(path: str) -> None:
     folder, *rest = path.split("/")
     if folder not in RESERVED_SPLITS or not rest:
-        raise ValueError(
-            f"files names {path!r}; only paths below vocab/, counts/, statistics/, lookups/ and rare/ are allowed"
-        )
+        raise ValueError(f"files names {path!r}; only paths below vocab/, counts/, statistics/ and rare/ are allowed")
     for component in rest:
         check_name(component, what=f"path component of files entry {path!r}")
 

@@ -27,7 +27,6 @@ from hotrow.base.door import is_there, open_file, read_file
 from hotrow.base.files import crc32
 from hotrow.base.records import MAX_COUNT, STRICT, Count, checked
 from hotrow.data.packed.format import (
-    LOOKUP,
     MANIFEST,
     STATISTICS,
     Block,
@@ -281,11 +280,6 @@ class PackedDataset:
     def statistics_path(self) -> Path:
         """Returns the path of the label's statistics by value, whose checksum is checked here."""
         return self._side_file(STATISTICS, check="crc32")
-
-    def lookup_path(self, place: int) -> Path:
-        """Returns the path of the columns of a lookup, whose checksum is checked here. place: its place in the
-        schema."""
-        return self._side_file(LOOKUP.format(place), check="crc32")
 
     def hours(self) -> list[tuple[int, int]]:
         """Returns the seconds since 1970 at which each hour, or day, of the training rows begins, and its first row;

@@ -75,7 +75,7 @@ class Base:
         """Bytes of the vocabularies and counts that a day takes over."""
         return 0 if self.dataset is None else sum(file.num_bytes for file in self.dataset.info.files.values())
 
-    def check_is_new(self, info: SourceInfo, schema: Schema) -> None:
+    def check_is_new(self, info: SourceInfo) -> None:
         """Raises ValueError if files were already prepared as the day before: their rows would count twice."""
         if self.dataset is None:
             return
@@ -87,8 +87,7 @@ class Base:
             and Path(file.path).is_file()
             and checksum == f"crc32:{crc32(Path(file.path)):08x}"
         ]
-        # Days may join the same lookup files, which are listed among the others.
-        if again and (not schema.lookups or len(again) == len(info.files)):
+        if again:
             raise ValueError(
                 f"{again[0]} was already prepared as {self.dataset.path}, and its rows would count twice; name the "
                 "files of the new day alone"

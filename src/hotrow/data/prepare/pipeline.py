@@ -39,7 +39,6 @@ from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, checked
 from hotrow.data.chunk import Chunk, Position, SkippedRows, SourceInfo, select_rows
 from hotrow.data.packed.format import (
-    LOOKUP,
     ROWS_PER_BLOCK,
     STATISTICS,
     WORK_FOLDER,
@@ -206,7 +205,7 @@ def _begun(
         _lag_of(opened)
         info = opened.source.scout()
         if options.base is not None:
-            options.base.check_is_new(info, opened.schema)
+            options.base.check_is_new(info)
         if comm.size > 1 and not isinstance(opened.source, SHARED_SOURCES):
             raise ValueError("histories are made by one process: prepare them without torchrun")
         return info
@@ -830,7 +829,6 @@ class _Stages:
                 parts = {split: [part for own in of_ranks for part in own.get(split, ())] for split in SPLITS}
                 whole = {split: own for split, own in parts.items() if own}
                 results = self._work.results
-                self._write_lookups()
                 rows_read = results.rows_total if results.sorted is None else results.sorted.rows_read
                 unknown = {} if self._base is None else self._base.unknown(out, info.tables, self._say)
                 writer.complete(whole, self._summary(rows_read or 0, skipped) | unknown)
@@ -838,13 +836,6 @@ class _Stages:
         on_every_rank(comm, complete)
         self._work.remove()
         return PackedDataset.open(out)
-
-    def _write_lookups(self) -> None:
-        """Writes what was joined to the rows, so that rows to score get the same."""
-        for i, lookup in enumerate(self._source.lookups if isinstance(self._source, ColumnsSource) else ()):
-            path = self._work.out / LOOKUP.format(i)
-            make_folder(path.parent, within=self._work.out)
-            lookup.write(path)
 
     def _say_skipped(self, num_rows: int, examples: Sequence[str]) -> None:
         if num_rows:

@@ -40,7 +40,6 @@ from hotrow.data.seen import Seen
 from hotrow.data.sources.columns import format_of, is_paths, open_table
 from hotrow.data.sources.convert import CodedKeys, IdEncoding, column_of
 from hotrow.data.sources.inputs import find_files, is_pipe, spooled
-from hotrow.data.sources.lookup import Lookup
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, looks_like_criteo, open_source
 from hotrow.data.sources.schema import Schema, SplitSpec, check_options, load_schema, parse_schema
@@ -253,12 +252,6 @@ def statistics_of(dataset: PackedDataset, schema: Schema) -> Statistics | None:
     return Statistics.load(schema, dataset.statistics_path(), cure=MANIFEST_CURE) if schema.statistics else None
 
 
-def lookups_of(dataset: PackedDataset, schema: Schema) -> list[Lookup]:
-    """Returns the lookups that a dataset keeps."""
-    files = [dataset.lookup_path(i) for i in range(len(schema.lookups))]
-    return [Lookup.load(spec, file, cure=MANIFEST_CURE) for spec, file in zip(schema.lookups, files, strict=True)]
-
-
 @dataclass(frozen=True)
 class Reading:
     """All that rows to score are read and encoded by, without the rows that trained."""
@@ -270,7 +263,6 @@ class Reading:
     transforms: Sequence[Transform]
     """Transforms of the dense columns, then those of the statistics."""
     statistics: Statistics | None
-    lookups: Sequence[Lookup]
     vocabularies: Mapping[str, Vocabulary]
     """By table."""
 
@@ -294,15 +286,15 @@ class Reading:
         if sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2:
             # Loading reads every byte, so it checks them; vocabularies searched on disk were checked in preparation.
             vocabularies = {name: Vocabulary.open(own.path).load() for name, own in vocabularies.items()}
-        statistics, lookups = statistics_of(dataset, made.schema), lookups_of(dataset, made.schema)
-        return Reading(source, made.schema, encodings, made.transforms, statistics, lookups, vocabularies)
+        statistics = statistics_of(dataset, made.schema)
+        return Reading(source, made.schema, encodings, made.transforms, statistics, vocabularies)
 
 
 class RawEncoder:
     """Encodes raw rows for prediction, with the columns, transforms and vocabularies of a prepared dataset.
 
-    dataset: a packed dataset or its folder, of which only dataset.json, vocab/, statistics/ and lookups/ are needed; or
-    a `Reading`.
+    dataset: a packed dataset or its folder, of which only dataset.json, vocab/ and statistics/ are needed; or a
+    `Reading`.
 
     Ids that no training row had, and ids too rare for a row of their own, become row 0; so do missing values, unless
     training rows had missing values too, which then have a row. Missing dense values are 0 after the transform. A value
@@ -343,7 +335,6 @@ class RawEncoder:
             schema=self.schema,
             labels=labels,
             encodings=self._by.encodings,
-            lookups=self._by.lookups or None,
             values=values,
         )
         pool = _Here() if self._threads == 1 else ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode")

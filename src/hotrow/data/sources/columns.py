@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, TypeAlias
@@ -49,7 +48,6 @@ from hotrow.data.sources.convert import (
     is_text,
     key_hashes,
     kind_of,
-    plain,
     to_keys,
     to_label,
     to_numbers,
@@ -61,8 +59,7 @@ from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
 from hotrow.data.sources.jsonlines import JsonReader, is_json_lines
 from hotrow.data.sources.lenient import lenient_keys, lenient_numbers
 from hotrow.data.sources.libsvm import LibsvmReader, tell_libsvm
-from hotrow.data.sources.lookup import Lookup, LookupTable
-from hotrow.data.sources.schema import CsvSpec, LookupSpec, Schema
+from hotrow.data.sources.schema import CsvSpec, Schema
 from hotrow.data.sources.tabular import (
     TEXT_SUFFIXES,
     ColumnarReader,
@@ -80,7 +77,7 @@ SUFFIXES_OF_KINDS = (*COLUMNAR_SUFFIXES.values(), TEXT_SUFFIXES, JSON_SUFFIXES)
 """If a folder has files of several kinds, the first of these kinds is taken."""
 SUFFIXES = tuple(suffix for suffixes in SUFFIXES_OF_KINDS for suffix in suffixes)
 FIRST_ROWS = 1024
-"""So many rows say how times are written, and whether keys are those of a lookup."""
+"""So many rows say how times are written."""
 MANY_ROWS = 1000
 """If text has fewer rows than this, their estimated number is nearly exact."""
 
@@ -91,10 +88,9 @@ class ColumnsSource:
     data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required"; "made": made
     elsewhere, so that only the time is read; "alone": read with the weight and without the time; "ignored": for rows to
     predict, whose label, weight and time may be absent or hold anything. encodings: how ids were held when a data set
-    was prepared (feature -> `IdEncoding`); if None, the columns' types decide. lookups: those that a data set keeps;
-    if None, the schema's are read from their files. values: "any": a value that is not of its column's kind is missing
-    and no fault, for rows to score (`lenient.py`). skip_bad_rows: how many bad rows may be skipped before one is an
-    error.
+    was prepared (feature -> `IdEncoding`); if None, the columns' types decide. values: "any": a value that is not of
+    its column's kind is missing and no fault, for rows to score (`lenient.py`). skip_bad_rows: how many bad rows may be
+    skipped before one is an error.
 
     Raises ValueError naming file and column if a column is missing, differs between files or has a type that does not
     fit its use.
@@ -108,7 +104,6 @@ class ColumnsSource:
         name: str = "columns",
         labels: Literal["required", "made", "alone", "ignored"] = "required",
         encodings: Mapping[str, IdEncoding] | None = None,
-        lookups: Sequence[Lookup] | None = None,
         values: Literal["strict", "any"] = "strict",
         skip_bad_rows: int = 0,
     ) -> None:
@@ -125,21 +120,13 @@ class ColumnsSource:
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels in ("required", "made")
         self._computed = schema.computed
-        joined = [name for spec in schema.lookups for name in spec.names]
-        if labels == "required" and (double := sorted({*self._computed, *joined} & {*self._reader.schema.names})):
+        if labels == "required" and (double := sorted({*self._computed} & {*self._reader.schema.names})):
             # Rows to score may have such a column, as a file of earlier scores has; it is not read.
-            path, also = self._reader.files[0].path, "joined by a lookup"
-            if double[0] in self._computed:
-                also = "the `into` of a transform"
-            raise ValueError(f"{path}: column {double[0]!r} is also {also}; rename one of them")
+            path = self._reader.files[0].path
+            raise ValueError(f"{path}: column {double[0]!r} is also the `into` of a transform; rename one of them")
         self._columns = self._wanted_columns()
         self._reader.check_drift(self._columns)
-        tables = [] if lookups is not None else [self._lookup_table(spec) for spec in schema.lookups]
-        self._lookup_files = tuple(file for table in tables for file in table.reader.files)
         types = {n: self._reader.schema.field(n).type for n in self._columns}
-        for table in lookups or tables:
-            types |= table.types
-        paths = {name: table.reader.files[0].path for table in tables for name in table.spec.names}
         for name, (made, inputs) in self._computed.items():
             types[name] = {"number": pa.float64(), "id": pa.int64()}.get(made.makes) or types[inputs[0]]
         self._id_columns = {feature.column: feature for feature in schema.id_columns}
@@ -148,13 +135,9 @@ class ColumnsSource:
         if values == "strict" or encodings is None:
             found = dict[str, IdEncoding]()
             for name, feature in self._id_columns.items():
-                with self._naming(paths.get(name, 0)):
+                with self._naming(0):
                     found[name] = default_encoding(pa.float64() if name in self._cuts else types[name], feature)
         self.encodings: dict[str, IdEncoding] = dict(encodings or found)
-        self._lookup_notes: list[str] = []
-        self._lookups = lookups or [self._lookup(table) for table in tables]
-        if tables:
-            self._lookup_notes += self._unmatched(tables)
         with self._naming(0):
             self._check_compared()
         self._time_reader = self._make_time_reader()
@@ -172,7 +155,7 @@ class ColumnsSource:
     def notes(self) -> tuple[str, ...]:
         """What was found out and not given, for the user to check."""
         if not isinstance(self._reader, TextReader):
-            return tuple(self._lookup_notes)
+            return ()
         path = self._reader.files[0].path
         found = [
             f"{path}: the header names column {stored!r} more than once; this one is called {name!r} here"
@@ -180,10 +163,10 @@ class ColumnsSource:
         ]
         if self.schema.csv.delimiter is None:
             found.append(f"columns are cut at {self._reader.delimiter!r} (found in {path})")
-        return (*found, *self._lookup_notes)
+        return tuple(found)
 
     def scout(self) -> SourceInfo:
-        return SourceInfo(*self._reader.count_rows(), (*self._reader.files, *self._lookup_files))
+        return SourceInfo(*self._reader.count_rows(), self._reader.files)
 
     def cuts(self, num_parts: int) -> list[Position]:
         """Returns the begins of parts and the end, as `SharedSource.cuts`; a file of text lies in one part."""
@@ -232,13 +215,12 @@ class ColumnsSource:
                 yield file_index, rows
 
     @contextmanager
-    def _naming(self, file: int | str) -> Iterator[None]:
-        """Puts the name of a file of the rows, or of another one, before a converter's message about a column."""
+    def _naming(self, file_index: int) -> Iterator[None]:
+        """Puts the name of a file before a converter's message about a column."""
         try:
             yield
         except ValueError as error:
-            path = self._reader.files[file].path if isinstance(file, int) else file
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{self._reader.files[file_index].path}: {error}") from None
 
     def chunks(
         self, start: Position | None = None, *, rows_per_chunk: int = 65536, stop: Position | None = None
@@ -274,61 +256,6 @@ class ColumnsSource:
                         f"{path}: no column {column!r}{nearest(column, there)}; columns: {', '.join(there)}"
                     )
         return tuple(wanted)
-
-    def _lookup_table(self, spec: LookupSpec) -> LookupTable:
-        try:
-            reader = open_table(spec.file, CsvSpec(null_values=self.schema.csv.null_values))
-        except ValueError as error:
-            raise ValueError(f"lookups: {error}") from None
-        return LookupTable.read(spec, reader, self.schema.missing)
-
-    def _lookup(self, table: LookupTable) -> Lookup:
-        """Returns the lookup in a file, whose columns may hold a few odd cells, like those of the rows; they become
-        missing here, so that no row is blamed for them."""
-        for place, name in enumerate(table.spec.names, 1):
-            cells = table.columns[place]
-            with self._naming(table.reader.files[0].path):
-                faults = [self._numbers(read(cells), name)[1] for read in self._reads_of_numbers(name)]
-                if name in self._id_columns:
-                    faults += self._ids(cells, name, DictionaryReader(self.schema.missing))[1]
-            for fault in faults:
-                if fault is not None:
-                    table, note = table.without(fault, place, self._share)
-                    self._lookup_notes.append(note)
-        self._lookup_notes = [*dict.fromkeys(self._lookup_notes)]
-        key = table.spec.column
-        return Lookup.of_table(table, self._id_columns[key], self.encodings[key])
-
-    def _unmatched(self, tables: Sequence[LookupTable]) -> Iterator[str]:
-        """Yields a note about each lookup that has none of the keys of the first rows: they may be written otherwise
-        there."""
-        columns = [*{lookup.spec.column: None for lookup in self._lookups if lookup.spec.column in self._columns}]
-        for rows in islice(self._reader.read(0, 0, columns, FIRST_ROWS), 1):
-            stored = dict(zip(columns, rows.batch.columns, strict=True))
-            for i, (table, lookup) in enumerate(zip(tables, self._lookups, strict=True)):
-                spec, cells = table.spec, stored[table.spec.column]
-                with self._naming(0):
-                    hashes = key_hashes(self._ids(cells, spec.column, DictionaryReader(self.schema.missing))[0])
-                stored |= lookup.of(hashes)
-                if len(keys := plain(self._cells(cells)).drop_null()) and not lookup.has_any(hashes):
-                    own, there = keys[0].as_py(), table.columns[0][0].as_py()
-                    yield (
-                        f"lookups[{i}]: {spec.file} has none of the keys of the first {len(cells):,} rows; write them "
-                        f"alike: {spec.column!r} is {own!r} in the rows, {spec.key_name!r} is {there!r} there"
-                    )
-
-    def _reads_of_numbers(self, name: str) -> Iterator[Callable[[pa.Array], pa.Array]]:
-        """Yields what a column's cells go through before they are read as numbers, for each of its uses."""
-        if name in self.schema.dense_names:
-            yield plain
-        for transform, inputs in self._computed.values():
-            if (name, "number") in zip(inputs, transform.takes(len(inputs)), strict=True):
-                yield as_seconds
-
-    @property
-    def lookups(self) -> Sequence[Lookup]:
-        """What is joined to the rows."""
-        return self._lookups
 
     def _check_compared(self) -> None:
         """Raises ValueError if a transform compares ids of a list with ids that are read in another way."""
@@ -448,11 +375,6 @@ class ColumnsSource:
                 faults.extend(ids[name][1])
             return ids[name]
 
-        for lookup in self._lookups:
-            keys_of_rows, _, num_unreadable = ids_of(lookup.spec.column)
-            stored |= lookup.of(key_hashes(keys_of_rows))
-            num_unreadable += of_inputs[lookup.spec.column]
-            of_inputs.update(dict.fromkeys(lookup.spec.names, num_unreadable))
         for name, (transform, inputs) in self._computed.items():
             arguments: list[Any] = []
             for column, kind in zip(inputs, transform.takes(len(inputs)), strict=True):

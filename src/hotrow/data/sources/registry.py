@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,6 @@ from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.histories import HistoriesSource, open_columns
 from hotrow.data.sources.inputs import find_files
 from hotrow.data.sources.libsvm import LibsvmReader, tell_libsvm
-from hotrow.data.sources.lookup import Lookup
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.schema import MISSING, Schema, SplitSpec, parse_schema
 from hotrow.data.sources.synthetic import open_synthetic
@@ -248,7 +247,6 @@ def open_source(
     split: SplitSpec = SplitSpec(),  # noqa: B008
     labels: Literal["required", "alone", "ignored"] = "required",
     encodings: Mapping[str, IdEncoding] | None = None,
-    lookups: Sequence[Lookup] | None = None,
     values: Literal["strict", "any"] = "strict",
     rows: int | None = None,
 ) -> OpenedSource:
@@ -259,9 +257,9 @@ def open_source(
     {read}
     split: how rows will be split, so that a guess looks at labels of training rows alone.
     labels: "alone": without times, to evaluate a model; "ignored": for rows to predict, whose label and time may be
-    absent or hold anything. encodings: how ids were held when a data set was prepared. lookups: those that it keeps.
-    values: "any", for rows to score: what is not of its column's kind is missing. rows: how many of the first rows are
-    wanted, or how many a synthetic preset makes.
+    absent or hold anything. encodings: how ids were held when a data set was prepared. values: "any", for rows to
+    score: what is not of its column's kind is missing. rows: how many of the first rows are wanted, or how many a
+    synthetic preset makes.
 
     Raises ValueError naming an unknown source, or what is wrong with the data.
     """
@@ -283,7 +281,7 @@ def open_source(
             raise ValueError(f"{read.hints[0]} is a hint for guessing a schema, but a schema is given; say it there")
         if name not in OF_ANY_COLUMNS:
             raise ValueError(f"source {name} has its own schema; leave {read.hints[0]} out, or prepare the file as csv")
-    more = [field for field in ("transforms", "lookups", "weight") if schema is not None and getattr(schema, field)]
+    more = [field for field in ("transforms", "weight") if schema is not None and getattr(schema, field)]
     if more and name == "criteo" and is_paths(data):
         field = more[0]
         raise ValueError(f"{field}: source criteo reads its columns alone; name the source csv with this schema")
@@ -304,7 +302,6 @@ def open_source(
     reasons: dict[str, str] = {}
     options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": read.skip_bad_rows}
     options |= {} if values == "strict" else {"values": values}
-    options |= {} if lookups is None else {"lookups": lookups}
     source: ColumnsSource | HistoriesSource
     if name == "movielens":
         source = open_movielens(data, schema, **options)

@@ -265,30 +265,6 @@ def _a_lag(value: str) -> str:
     return value
 
 
-class LookupSpec(_Strict):
-    """Columns of a second file, joined to rows by a key."""
-
-    file: str = Field(min_length=1)
-    """The second file: a path, folder, pattern or URI, of any format that rows may have."""
-    column: str
-    """Column of the rows that holds the key."""
-    key: str | None = None
-    """Column of the second file that holds it, once each. If None, it has the name of `column`."""
-    columns: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-    """Columns of the second file to join."""
-    prefix: str = ""
-    """Text before the names of the joined columns, to join a file twice or to tell equal names apart."""
-
-    @property
-    def key_name(self) -> str:
-        return self.column if self.key is None else self.key
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the joined columns."""
-        return tuple(self.prefix + column for column in self.columns)
-
-
 class ExpireSpec(_Strict):
     """When an id loses its row, in a chain of days."""
 
@@ -374,8 +350,6 @@ class Schema(_Strict):
     time: TimeSpec | None = None
     dense: tuple[DenseSpec, ...] = ()
     categorical: tuple[CategoricalSpec, ...] = Field(min_length=1)
-    lookups: tuple[LookupSpec, ...] = ()
-    """Columns of other files, which are inputs, or taken by transforms, like those of the rows."""
     transforms: tuple[Annotated[dict[str, ComputedSpec], AfterValidator(_known_transform)], ...] = ()
     """Columns that are computed from columns: mappings from a transform's name to what it computes, of stored columns
     and of those that entries before it compute."""
@@ -426,35 +400,6 @@ class Schema(_Strict):
             raise ValueError(
                 f"tables lists {unknown[0]!r}, which no feature uses{nearest(unknown[0], self.table_names)}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _lookups_fit(self) -> Schema:
-        joined = [name for spec in self.lookups for name in spec.names]
-        known = {*self.target_names, *self.computed}
-        read = {feature.column: feature for feature in self.categorical}
-        taken = {column for _, columns in self.computed.values() for column in columns}
-        used = {*self.dense_names, *self.feature_names, *taken, *(spec.column for spec in self.lookups)}
-        for i, spec in enumerate(self.lookups):
-            where = f"lookups[{i}]"
-            if again := [name for name in spec.names if name in known or joined.count(name) > 1]:
-                raise ValueError(f"{where}: {again[0]!r} names two columns, a joined one and another; give a `prefix`")
-            if unused := [name for name in spec.names if name not in used]:
-                raise ValueError(f"{where}: no input is {unused[0]!r}; list it under categorical or dense")
-            if spec.column in [name for later in self.lookups[i:] for name in later.names]:
-                raise ValueError(
-                    f"{where}: the key {spec.column!r} is joined by this or a later entry; list that entry first, and "
-                    "if it needs this one, remove one of the two"
-                )
-            if spec.column in self.computed or spec.column in self.label_names:
-                what = "the label" if spec.column in self.label_names else "computed by a transform"
-                raise ValueError(f"{where}: the key {spec.column!r} is {what}; name a column of the rows")
-            feature = read.get(spec.column, CategoricalSpec(column=spec.column))
-            if feature.kind != "one_hot" or feature.buckets is not None:
-                what = "a list" if feature.kind != "one_hot" else "cut into buckets"
-                raise ValueError(f"{where}: the key {spec.column!r} is {what}; name a column of one id per row")
-        if self.lookups and self.histories is not None:
-            raise ValueError("lookups: `histories` are made of stored columns alone; remove one of the two")
         return self
 
     @model_validator(mode="after")
@@ -621,14 +566,12 @@ class Schema(_Strict):
 
     @property
     def id_columns(self) -> tuple[CategoricalSpec, ...]:
-        """How columns of ids are read: the features, then keys of lookups and columns whose ids transforms take.
+        """How columns of ids are read: the features, then columns whose ids transforms take.
 
         A computed list has the ids of a stored one: they are read as the stored column says, or if it is not listed, as
         the computed one does.
         """
         found = {feature.column: feature for feature in self.categorical}
-        for spec in self.lookups:
-            found.setdefault(spec.column, CategoricalSpec(column=spec.column))
         for transform, names in self.computed.values():
             for name, kind in zip(names, transform.takes(len(names)), strict=True):
                 if kind != "number" and name not in found:
@@ -641,12 +584,10 @@ class Schema(_Strict):
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """Every column of the rows that inputs are made of, once: dense, categorical, what transforms take, keys."""
+        """Every column of the rows that inputs are made of, once: dense, categorical, what transforms take."""
         computed = self.computed
         taken = [column for _, columns in computed.values() for column in columns]
-        keys = [spec.column for spec in self.lookups]
-        made = {*computed, *(name for spec in self.lookups for name in spec.names)}
-        return tuple(dict.fromkeys(n for n in (*self.dense_names, *self.feature_names, *taken, *keys) if n not in made))
+        return tuple(dict.fromkeys(n for n in (*self.dense_names, *self.feature_names, *taken) if n not in computed))
 
     @property
     def column_names(self) -> tuple[str, ...]:
@@ -716,11 +657,10 @@ class Schema(_Strict):
     def to_json(self) -> dict[str, Any]:
         """Returns the schema as JSON-ready values; `parse_schema` reads it.
 
-        `histories`, `lookups`, `statistics` with their `count` and lag, `transforms`, `weight`, `label.kind`,
-        `label.name`, `count_decay` and `expire` are left out if they have their defaults, so that earlier versions read
-        it too.
+        `histories`, `statistics` with their `count` and lag, `transforms`, `weight`, `label.kind`, `label.name`,
+        `count_decay` and `expire` are left out if they have their defaults, so that earlier versions read it too.
         """
-        optional = ("histories", "lookups", "statistics", "statistics_lag", "transforms", "weight")
+        optional = ("histories", "statistics", "statistics_lag", "transforms", "weight")
         left_out = {name for name in optional if not getattr(self, name)}
         value = self.model_dump(mode="json", exclude=left_out, by_alias=True)
         for spec in value["label"]:
@@ -845,7 +785,6 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "time": TimeSpec,
     "dense": DenseSpec,
     "categorical": CategoricalSpec,
-    "lookups": LookupSpec,
     "transforms": ComputedSpec,
     "statistics": StatisticSpec,
     "tables": TableSpec,
