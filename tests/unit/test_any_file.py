@@ -22,7 +22,7 @@ from hotrow.data.chunk import Position, RowError
 from hotrow.data.prepare.init import run_init
 from hotrow.data.prepare.prepare import RawEncoder, run_prepare
 from hotrow.data.sources import inputs, tabular
-from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, open_table
+from hotrow.data.sources.columns import ColumnsSource, open_table
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import CsvSpec, parse_schema
@@ -196,87 +196,6 @@ def test_a_folder_of_several_formats_says_what_it_leaves_out(tmp_path: Path) -> 
     said: list[str] = []
     run_prepare("auto", folder, tmp_path / "out", label="y", announce=said.append)
     assert any("a.csv" in line and "left out" in line for line in said)
-
-
-FFM = [
-    # label, the number of field 0, the id of field 1, the ids of field 2
-    ("0", "0.5", "7", ["3", "4"]),
-    ("1", "1", "9", []),
-    ("1", None, "7", ["4"]),
-    ("0", "-2e3", "123456789012", ["5"]),
-]
-
-
-def ffm_line(label: str, number: str | None, one: str, several: list[str]) -> str:
-    fields = [f"0:0:{number}"] if number is not None else []
-    return " ".join([label, *fields, f"1:{one}:1", *(f"2:{index}:1.0" for index in several)])
-
-
-@pytest.mark.parametrize("labels", [{"0": "0", "1": "1"}, {"0": "-1", "1": "+1"}], ids=["0/1", "-1/1"])
-def test_libffm_fields_are_ids_numbers_and_lists(labels: dict[str, str], tmp_path: Path) -> None:
-    path = tmp_path / "train.ffm"
-    path.write_text("".join(ffm_line(labels[label], *rest) + "\n" for label, *rest in FFM * 30))  # type: ignore[arg-type]
-    opened = open_source("auto", path)
-    assert opened.source.name == "libffm"
-    rows = read(opened.source)
-    assert rows["label"] == [0, 1, 1, 0] * 30 and rows["field_1"][:4] == ["7", "9", "7", "123456789012"]
-    assert rows["list_2"][:4] == [["3", "4"], [], ["4"], ["5"]]
-    assert [value for (value,) in rows["dense"][:4]] == [0.5, 1, pytest.approx(float("nan"), nan_ok=True), -2000]
-    assert "hotrow prepare libffm" in run_init(path).commands[0]
-    encoder = RawEncoder(run_prepare("libffm", path, tmp_path / "out"))
-    (want,) = encoder.batches(path)
-    (tmp_path / "new.ffm").write_text(ffm_line("0", "1", "9", []) + "\n")
-    (found,) = encoder.batches(tmp_path / "new.ffm")
-    assert found.dense[0].tolist() == want.dense[1].tolist(), "a number, though its only value here is 1"
-    assert found.sparse.bags("field_1")[0].tolist() == want.sparse.bags("field_1")[0][1:2].tolist()
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("1 0:0:1 1:7:0.5", "1 has the weight 0.5, but ids have none"),
-        ("1 1:7:1 1:8:1", "1 comes twice, but once in the first lines"),
-        ("1 1:7", "not of the form 'label field:index:value"),
-        ("1 a:7:1", "not of the form"),
-        ("guest 1:7:1", "not of the form"),
-        ("3 1:7:1", "is not a label"),
-    ],
-)
-def test_bad_libffm_lines_are_named_and_counted(line: str, message: str, tmp_path: Path) -> None:
-    good = "".join(ffm_line(*row) + "\n" for row in FFM)
-    path = tmp_path / "x.txt"
-    path.write_text(good + line + "\n" + good)
-    bag = {"column": "list_2", "kind": "multi_hot", "separator": "|"}
-    schema = schema_of("field_1", bag, label="label", dense=["value_0"])
-    with pytest.raises(RowError, match=rf"x\.txt:5.*{message}"):
-        read(open_source("auto", path, schema=schema).source)
-    opened = open_source("libffm", path, schema=schema, skip_bad_rows=1)
-    assert len(read(opened.source)["label"]) == 8 and opened.source.skipped.num_rows == 1  # type: ignore[attr-defined]
-
-
-def test_libsvm_numbers_are_dense_and_ones_are_a_bag(tmp_path: Path) -> None:
-    path = tmp_path / "x.svm"
-    path.write_text("+1 3:0.5 17:1 99:1 # a note\n-1 17:1\n-1 3:1 4:1\n")
-    rows = read(open_source("auto", path).source)
-    assert rows["label"] == [1, 0, 0] and rows["dense"] == [[0.5], [0], [1]], "libsvm leaves out what is 0"
-    assert rows["features"] == [["17", "99"], ["17"], ["4"]]
-    path.write_text("1 3:0.5\n0 3:2\n")
-    with pytest.raises(ValueError, match="numbers alone; a model here needs at least one column of ids"):
-        open_source("auto", path)
-    path.write_text("1 " + " ".join(f"{i}:0.5" for i in range(1001)) + " 2000:1\n")
-    with pytest.raises(ValueError, match=r"1,001 indices .* at most 1,000"):
-        open_source("auto", path)
-    path.write_text("2 qid:7 3:1\n")
-    with pytest.raises(ValueError, match="qid"):
-        open_source("auto", path)
-    with pytest.raises(ValueError, match="source libsvm has its own schema; leave label out"):
-        open_source("auto", path, label="y")
-
-
-@pytest.mark.parametrize("line", ["12:30:15", "10.0.0.1:80", "1:2", "7 8 9", "1700000000 12:30:15", "a 1:2:3"])
-def test_times_and_ports_are_not_libsvm_in_a_file_with_commas(line: str, tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text(f"{line},1\n" * 3)
-    assert [format_of(file) for file in input_files(tmp_path / "x.csv") or ()] == ["csv"]
 
 
 def through_fifo(path: Path, content: bytes) -> Path:

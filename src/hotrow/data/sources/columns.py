@@ -58,7 +58,6 @@ from hotrow.data.sources.inputs import InputFile, find_files, prefetch
 from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
 from hotrow.data.sources.jsonlines import JsonReader, is_json_lines
 from hotrow.data.sources.lenient import lenient_keys, lenient_numbers
-from hotrow.data.sources.libsvm import LibsvmReader, tell_libsvm
 from hotrow.data.sources.schema import CsvSpec, Schema
 from hotrow.data.sources.tabular import (
     TEXT_SUFFIXES,
@@ -71,7 +70,7 @@ from hotrow.data.sources.tabular import (
     has_suffix,
 )
 
-FileFormat: TypeAlias = ColumnarFormat | Literal["jsonl", "libsvm", "libffm", "csv"]
+FileFormat: TypeAlias = ColumnarFormat | Literal["jsonl", "csv"]
 
 SUFFIXES_OF_KINDS = (*COLUMNAR_SUFFIXES.values(), TEXT_SUFFIXES, JSON_SUFFIXES)
 """If a folder has files of several kinds, the first of these kinds is taken."""
@@ -247,7 +246,7 @@ class ColumnsSource:
         if self.schema.time is not None and not self._has_time:
             absent.add(self.schema.time.column)
         wanted = [c for c in self.schema.column_names if c not in absent or c in self.schema.input_names]
-        if not isinstance(self._reader, TextReader | LibsvmReader):
+        if not isinstance(self._reader, TextReader):
             there = self._reader.schema.names
             for column in wanted:
                 if column not in there:
@@ -515,8 +514,6 @@ def open_files(
             raise ValueError(f"{files[0].name} and {file.name} are of different formats; prepare one format at a time")
     if formats[0] == "csv":
         return TextReader(files, spec)
-    if formats[0] in ("libsvm", "libffm"):
-        return LibsvmReader(files)
     if formats[0] == "jsonl":
         return JsonReader(files, spec.null_values, values=values)
     return ColumnarReader(files)
@@ -527,9 +524,7 @@ def format_of(file: InputFile) -> FileFormat:
     text."""
     if (kind := columnar_format(file)) is not None:
         return kind
-    if has_suffix(file.path, JSON_SUFFIXES) or is_json_lines(file):
-        return "jsonl"
-    return tell_libsvm(file.first_line()) or "csv"
+    return "jsonl" if has_suffix(file.path, JSON_SUFFIXES) or is_json_lines(file) else "csv"
 
 
 def is_paths(data: Any) -> bool:

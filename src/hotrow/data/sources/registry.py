@@ -34,7 +34,6 @@ from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.histories import HistoriesSource, open_columns
 from hotrow.data.sources.inputs import find_files
-from hotrow.data.sources.libsvm import LibsvmReader, tell_libsvm
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.schema import MISSING, Schema, SplitSpec, parse_schema
 from hotrow.data.sources.synthetic import open_synthetic
@@ -42,7 +41,7 @@ from hotrow.data.sources.tabular import columnar_format
 
 SOURCE_NAMES = (
     *("criteo", "avazu", "taobao", "taobao-histories", "movielens"),
-    *("csv", "parquet", "feather", "orc", "jsonl", "libsvm", "libffm", "frame", "synthetic", "auto"),
+    *("csv", "parquet", "feather", "orc", "jsonl", "frame", "synthetic", "auto"),
 )
 OF_ANY_COLUMNS = ("csv", "parquet", "feather", "orc", "jsonl", "frame")
 """Sources that a schema describes."""
@@ -209,8 +208,6 @@ LAYOUTS: dict[str, Callable[[str], bool]] = {
     "avazu": looks_like_avazu,
     "taobao": looks_like_taobao,
     "movielens": lambda line: movielens_layout(line) is not None,
-    "libsvm": lambda line: tell_libsvm(line) == "libsvm",
-    "libffm": lambda line: tell_libsvm(line) == "libffm",
 }
 """Functions that say whether a file's first line has the layout of a source."""
 
@@ -307,8 +304,6 @@ def open_source(
         source = open_movielens(data, schema, **options)
     else:
         schema = schema or OWN_SCHEMAS.get(name)
-        if schema is None and name in ("libsvm", "libffm"):
-            schema = LibsvmReader(input_files(data) or ()).schema_of_rows()
         if schema is None:
             guess = guess_columns(data, split=split, rows=rows, **vars(read))
             schema, warnings, choices = guess.schema(), guess.warnings, guess.notes

@@ -30,7 +30,7 @@ from hotrow.data.sources.inputs import InputFile, prefetch
 from hotrow.data.sources.lenient import text_of
 from hotrow.data.sources.schema import CsvSpec
 
-TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".data", ".dat", ".svm", ".libsvm", ".ffm", ".libffm")
+TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".data", ".dat")
 COMPRESSION_SUFFIX = re.compile(r"\.(gz|zst|bz2|lz4)$")
 DELIMITERS = ",\t;|\x01"
 SNIFF_BYTES = 1 << 16
