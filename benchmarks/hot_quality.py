@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import hot_study
+from benchmarks import histories, hot_study
 from benchmarks.hot_cells import HotCell, counted, make_shape, sizes_of
 from benchmarks.hot_lab import interval
 from benchmarks.markdown import heads, held, table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.sources.registry import TAOBAO_HISTORIES_SCHEMA
-from hotrow.data.sources.schema import parse_schema
 from hotrow.hot.calibrate import calibrate
 from hotrow.hot.hot_set import hot_samples
 
@@ -56,10 +54,7 @@ def taobao(data: Path, folder: Path) -> Path:
     """The real clicks, packed: at each event of a user but the first what came, and what did not."""
     packed = folder / "taobao-110k"
     if not (packed / "dataset.json").exists():
-        value = TAOBAO_HISTORIES_SCHEMA.to_json()
-        value["histories"] |= {"every": 1}
-        schema = parse_schema(value, where="benchmarks.hot_quality")
-        run_prepare("taobao-histories", str(data / TAOBAO), packed, schema=schema, min_count=1)
+        histories.prepare(data / TAOBAO, packed)
     return packed
 
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks import retrieval
+from benchmarks import histories
 from hotrow.config.load import make_config
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
@@ -112,7 +112,7 @@ def prepare(rows: str, logs: Path, out: Path) -> PackedDataset:
     if rows == "criteo":
         return run_prepare("criteo", logs / "criteo_terabyte_80k.tsv.gz", out, min_count=2)
     if rows == "histories":
-        return retrieval.prepare(events, out)
+        return histories.prepare(events, out)
     schema = {
         "label": [{"column": "behaviour", "name": name, "positive": [name]} for name in ("cart", "buy")],
         "time": "time",

@@ -26,24 +26,15 @@ import scipy.sparse
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.histories import prepare
 from hotrow.config.load import load_config
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.sources.registry import TAOBAO_HISTORIES_SCHEMA
-from hotrow.data.sources.schema import parse_schema
 from hotrow.run import runs
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "taobao-two-tower.yaml"
 KS = (20, 100)
 WIDTH, AT_ONCE = 64, (1, 16)
-
-
-def prepare(path: Path, out: Path) -> PackedDataset:
-    """Every event of a user but the first is a target, because so few rows leave few events of a user."""
-    value = TAOBAO_HISTORIES_SCHEMA.to_json()
-    value["histories"] |= {"every": 1}
-    return run_prepare("taobao-histories", path, out, schema=parse_schema(value, where="retrieval"))
 
 
 class Rows:

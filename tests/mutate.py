@@ -950,11 +950,10 @@ def changed_yaml(text: str, rng: random.Random) -> tuple[bytes, str]:
 
 
 SCHEMA_FIELDS = (
-    *("version", "licence", "time", "label", "dense", "categorical", "tables", "split", "csv", "histories"),
+    *("version", "licence", "time", "label", "dense", "categorical", "tables", "split", "csv"),
     *("label.column", "label.positive", "label.negative", "label.at_least", "time.column", "time.format"),
     *("tables.item", "tables.item.min_count", "tables.item.hash_cap", "tables.user.hash_cap", "tables.nobody"),
     *("split.kind", "split.fractions", "split.seed", "csv.delimiter", "csv.column_names", "csv.null_values"),
-    *("histories.user", "histories.item", "histories.length", "histories.every", "histories.negatives"),
 )
 
 

@@ -351,8 +351,6 @@ class Run:
         that `gauc` of several runs is over the same groups; if None, this one. `seen` counts what the rows hold, and
         warnings name what stands out. Raises ValueError naming the file, row and column that is wrong.
         """
-        if RawEncoder(self.folder.vocabulary).schema.histories is not None:
-            raise ValueError("this run's rows are made of histories: prepare the new events, and pass --data FOLDER")
         if self._network.model.retrieves:
             raise ValueError(
                 "this run finds items among those of training rows, which raw rows do not name: prepare the rows with "

@@ -14,11 +14,9 @@ import pyarrow as pa
 import pytest
 
 import hotrow
+from benchmarks.histories import prepare
 from hotrow.config.load import load_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.sources.registry import TAOBAO_HISTORIES_SCHEMA
-from hotrow.data.sources.schema import parse_schema
 from hotrow.export.score import load_module
 from hotrow.run import runs
 
@@ -29,11 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def data(real_data: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
     """Every event of a user but the first is a target; two hours leave few of a user."""
-    value = TAOBAO_HISTORIES_SCHEMA.to_json()
-    value["histories"] |= {"every": 1}
-    path = real_data("taobao_userbehavior_110k.csv.gz")
-    out = tmp_path_factory.mktemp("din") / "data"
-    return run_prepare("taobao-histories", path, out, schema=parse_schema(value, where="test"))
+    return prepare(real_data("taobao_userbehavior_110k.csv.gz"), tmp_path_factory.mktemp("din") / "data")
 
 
 def test_the_recipe_learns_from_histories(

@@ -13,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import polars as pl
 import pytest
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from benchmarks.histories import prepare
 from hot_rig import copies_in_dram
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.sources.registry import TAOBAO_HISTORIES_SCHEMA
-from hotrow.data.sources.schema import parse_schema
 from hotrow.run import runs, trainer
 from hotrow.setup.setup import Setup
 from plain_tbsm import PlainTBSM
@@ -45,11 +43,8 @@ MODEL: dict[str, Any] = {"bottom_mlp": [], "top_mlp": [15, 15], "attention_mlp":
 @pytest.fixture(scope="module")
 def dataset(real_data: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
     """Every event of a user but the first is a target; two hours leave few of a user."""
-    value = TAOBAO_HISTORIES_SCHEMA.to_json()
-    value["histories"] |= {"every": 1, "length": STEPS}
     out = tmp_path_factory.mktemp("taobao") / "data"
-    path = real_data("taobao_userbehavior_110k.csv.gz")
-    return run_prepare("taobao-histories", path, out, schema=parse_schema(value, where="test"))
+    return prepare(real_data("taobao_userbehavior_110k.csv.gz"), out, length=STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +55,8 @@ def long_histories(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
     user = rng.integers(0, 300, num_events)
     category = (user + rng.integers(0, 2, num_events)) % 8
     item = 8 * rng.integers(0, 60, num_events) + category
-    events = pa.table({"user": user, "item": item, "category": category, "time": np.arange(num_events)})
-    value = TAOBAO_HISTORIES_SCHEMA.to_json()
-    value["histories"] |= {"every": 1, "length": LONG}
-    out = tmp_path_factory.mktemp("long") / "data"
-    return run_prepare("frame", events, out, schema=parse_schema(value, where="test"))
+    events = pl.DataFrame({"user": user, "item": item, "category": category, "time": np.arange(num_events)})
+    return prepare(events, tmp_path_factory.mktemp("long") / "data", length=LONG)
 
 
 def config(
@@ -170,10 +162,8 @@ def test_what_was_prepared(dataset: PackedDataset, real_data: Callable[[str], Pa
         num_events = Counter(line.split(",")[0] for line in lines)
     targets = sum(num_events.values()) - len(num_events)
     rows = {split: dataset.split(split).num_rows for split in ("train", "val", "test")}
-    skipped = dataset.info.summary["rows_skipped"]
-    print(f"{targets:,} targets, {skipped} without a negative, rows {rows}")
-    assert sum(rows.values()) == 2 * (targets - skipped)
-    assert skipped < 10
+    print(f"{targets:,} targets, rows {rows}")
+    assert sum(rows.values()) == 2 * targets, "a negative was found for each"
     for split in rows:
         label = torch.cat([batch.label for batch in Loader(dataset.split(split), 4096, shuffle_seed=None).epoch(0)])
         assert float(label.mean()) == 0.5

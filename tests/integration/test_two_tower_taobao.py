@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from benchmarks.retrieval import KS, RECIPE, baselines, prepare, recalls
+from benchmarks.histories import prepare
+from benchmarks.retrieval import KS, RECIPE, baselines, recalls
 from hotrow.config.load import load_config
 from hotrow.run import runs
 

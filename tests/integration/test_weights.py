@@ -289,9 +289,6 @@ def test_a_weight_is_one_column(tmp_path: Path, told: dict[str, Any], reason: st
 def test_a_schema_says_what_no_weight_can_be() -> None:
     with pytest.raises(ValueError, match="weight is 'click', which is the label"):
         parse_schema({**SCHEMA, "weight": "click"}, where="test")
-    histories = {"label": "came", "time": "ts", "categorical": ["user", "item"], "weight": "w"}
-    with pytest.raises(ValueError, match="weight: `histories`"):
-        parse_schema({**histories, "histories": {"user": "user", "item": "item"}}, where="test")
     assert parse_schema(SCHEMA, where="test").to_json()["weight"] == {"column": "w"}
 
 

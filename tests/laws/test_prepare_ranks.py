@@ -192,7 +192,7 @@ def test_stopped_on_one_rank_and_continued(pool: RankPool, tmp_path: Path, stage
 
 
 def test_what_ranks_cannot_prepare_is_refused_on_all(pool: RankPool, tmp_path: Path, clicks: bytes) -> None:
-    """Files that differ between ranks; an --out that is taken, which stays as it was; histories."""
+    """Files that differ between ranks; an --out that is taken, which stays as it was."""
     (tmp_path / "a.txt").write_bytes(clicks)
     (tmp_path / "b.txt").write_bytes(clicks[:-40])
     two = {"num_ranks": 2, "micro_batches": 2}
@@ -203,9 +203,6 @@ def test_what_ranks_cannot_prepare_is_refused_on_all(pool: RankPool, tmp_path: P
     said = pool.run(prepared, "criteo", str(tmp_path / "a.txt"), tmp_path / "mine", {}, **two)
     assert all("mine exists and is not a dataset folder" in own[-1] for own in said)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
-    (tmp_path / "events.csv").write_text("".join(f"{k % 9},{k % 31},{k % 5},pv,{k}\n" for k in range(300)))
-    said = pool.run(prepared, "taobao-histories", str(tmp_path / "events.csv"), tmp_path / "h", {}, **two)
-    assert all("histories are made by one process: prepare them without torchrun" in own[-1] for own in said)
 
 
 def _from_own_file(comm: Communicator, folder: Path) -> str:

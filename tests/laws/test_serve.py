@@ -294,14 +294,15 @@ def test_rows_of_no_known_form_are_refused(scorer: hotrow.Scorer, arguments: dic
 def test_a_model_that_needs_ids_has_been_called_before_requests_come(tmp_path: Path) -> None:
     """So that its weights are arranged once, and not by threads beside each other."""
     rng, features = np.random.default_rng(2), ("user", "item")
-    events = pa.table({**{name: rng.integers(0, 20, 600) for name in features}, "time": np.arange(600)})
+    events = {name: rng.integers(0, 20, 600) for name in features}
+    lists = [events["item"][max(at - 6, 0) : at] for at in range(600)]
+    rows = pa.table({**events, "item_history": lists, "time": np.arange(600), "came": rng.integers(0, 2, 600)})
     schema = {
         "label": "came",
         "time": "time",
         "categorical": [*features, {"column": "item_history", "kind": "sequence", "table": "item"}],
-        "histories": {"user": "user", "item": "item", "length": 6},
     }
-    data = run_prepare("frame", events, tmp_path / "packed", schema=parse_schema(schema, where="test")).path
+    data = run_prepare("frame", rows, tmp_path / "packed", schema=parse_schema(schema, where="test")).path
     run = train(data, tmp_path / "run", "model.name=tbsm", "model.history_steps=6", "train.max_steps=5")
     run.export(tmp_path / "out")
     made: list[Any] = []

@@ -241,10 +241,9 @@ def test_covering_beats_counting_on_real_rows(real_data: Callable[[str], Path], 
 
 def test_covering_never_covers_less_than_counting(real_data: Callable[[str], Path], tmp_path: Path) -> None:
     """Histories of 20 steps, where giving way table by table alone ends below the rows of most accesses."""
-    from hotrow.data.prepare.prepare import run_prepare
+    from benchmarks.histories import prepare
 
-    file = str(real_data("taobao_userbehavior_tail_10k.csv.gz"))
-    data = run_prepare("taobao-histories", [file], tmp_path / "taobao")
+    data = prepare(real_data("taobao_userbehavior_tail_10k.csv.gz"), tmp_path / "taobao", every=10)
     record_bytes = {table.name: 64 for table in data.info.tables}
     total = 64 * sum(table.num_embeddings for table in data.info.tables)
     for percent in range(10, 100, 5):

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.histories import SCHEMA
 from hotrow.config.load import load_config
-from hotrow.data.sources.registry import AVAZU_SCHEMA, CRITEO_SCHEMA, TAOBAO_HISTORIES_SCHEMA
+from hotrow.data.sources.registry import AVAZU_SCHEMA, CRITEO_SCHEMA
+from hotrow.data.sources.schema import load_schema
 from hotrow.models.dlrm import DLRMSpec
 from hotrow.models.layers import MLP, LayerNorm, Linear, Network, linear
 from hotrow.models.spec import ModelSpec
@@ -169,7 +171,7 @@ SHAPES = {
     "criteo-terabyte": ([13, 512, 256, 64], [415, 512, 512, 256, 1], None),
     "avazu": (None, [16 + 21 * 22 // 2, 512, 256, 1], None),  # its bottom MLP has no input here: see the recipe
 }
-SCHEMAS = {"taobao": TAOBAO_HISTORIES_SCHEMA, "criteo": CRITEO_SCHEMA, "avazu": AVAZU_SCHEMA}
+SCHEMAS = {"taobao": load_schema(SCHEMA), "criteo": CRITEO_SCHEMA, "avazu": AVAZU_SCHEMA}
 
 
 def widths(mlp: nn.Module) -> list[int]:

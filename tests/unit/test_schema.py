@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from hotrow.data.sources import schema as words
-from hotrow.data.sources.registry import TAOBAO_HISTORIES_SCHEMA
 from hotrow.data.sources.schema import load_schema, parse_schema
 
 MINIMAL = {"label": "click", "categorical": ["user", "item"]}
@@ -122,12 +121,9 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "prepare.md"
 
 def test_the_documented_example_is_a_schema() -> None:
     schemas = DOCS.read_text().partition("## Synthetic data")[0]
-    plain, histories = re.findall(r"```yaml\n(.*?)```", schemas, re.DOTALL)
+    (plain,) = re.findall(r"```yaml\n(.*?)```", schemas, re.DOTALL)
     schema = parse_schema(yaml.safe_load(plain), where="docs")
     assert schema.table_names == ("user_id", "item", "tags")
-    schema = parse_schema(yaml.safe_load(histories), where="docs")
-    assert schema.feature_names == TAOBAO_HISTORIES_SCHEMA.feature_names
-    assert schema.histories == TAOBAO_HISTORIES_SCHEMA.histories
 
 
 def test_every_field_is_documented() -> None:
@@ -154,7 +150,7 @@ def test_every_field_is_documented() -> None:
         {"label": {"column": "a", "positive": [[1]]}}, {"label": {"column": "a", "at_least": float("nan")}},
         {"categorical": [1]}, {"categorical": [{"column": "b", "kind": 5}]}, {"tables": {"user": 5}}, {"tables": []},
         {"split": "x"}, {"split": {"fractions": 1}}, {"split": {"seed": -1}}, {"version": 3}, {"version": "1"},
-        {"histories": 5}, {"licence": 5}, {"csv": {"delimiter": "ab"}}, {"dense": [{"column": "c", "transform": "x"}]},
+        {"licence": 5}, {"csv": {"delimiter": "ab"}}, {"dense": [{"column": "c", "transform": "x"}]},
         {"licence": "\ud800"},
     ],
 )  # fmt: skip

@@ -226,7 +226,7 @@ def prepare(
     source: Annotated[
         str,
         typer.Argument(
-            help="criteo, avazu, taobao, taobao-histories, movielens, csv, parquet, feather, orc, jsonl, auto to tell, "
+            help="criteo, avazu, taobao, movielens, csv, parquet, feather, orc, jsonl, auto to tell, "
             "or synthetic, whose PATHS is a preset (criteo-kaggle, criteo-terabyte, avazu) or a YAML file."
         ),
     ],

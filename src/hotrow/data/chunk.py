@@ -228,16 +228,6 @@ class Source(Protocol):
         Raises ValueError naming a missing, empty or unreadable file.
         """
 
-    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Iterator[Chunk]:
-        """Yields chunks of at most `rows_per_chunk` rows from `start` to the end; if None, from the first row.
-
-        Raises RowError for a bad row beyond the number that may be skipped, ValueError for an unreadable file.
-        """
-
-
-class SharedSource(Source, Protocol):
-    """A source of which several processes can read a part each."""
-
     @property
     def skip_bad_rows(self) -> int:
         """How many bad rows may be skipped."""
@@ -261,7 +251,11 @@ class SharedSource(Source, Protocol):
     def chunks(
         self, start: Position | None = None, *, rows_per_chunk: int = 65536, stop: Position | None = None
     ) -> Iterator[Chunk]:
-        """Yields chunks as `Source.chunks`, up to `stop`, which is one of the `cuts`; if None, to the end."""
+        """Yields chunks of at most `rows_per_chunk` rows from `start` to `stop`, which is one of the `cuts`; None are
+        the first row and the end.
+
+        Raises RowError for a bad row beyond the number that may be skipped, ValueError for an unreadable file.
+        """
 
 
 def cut_files(num_bytes: Sequence[int], num_parts: int) -> list[tuple[int, int]]:

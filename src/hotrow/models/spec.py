@@ -232,7 +232,7 @@ def histories_of(feature_names: Sequence[str], model: str) -> dict[str, str]:
     if not histories:
         raise ValueError(
             f"model {model} needs a history, a feature such as 'item{HISTORY}' beside 'item'; the data has "
-            f"{', '.join(feature_names)}: prepare taobao-histories, or give the schema `histories`"
+            f"{', '.join(feature_names)}: examples/histories.py makes one of a log of events"
         )
     for name, history in histories.items():
         if name not in feature_names:

@@ -109,7 +109,6 @@ from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.gloo import unnamed_interface
 from hotrow.parallel.heartbeat import Heartbeat
 
-SHARED_SOURCES = (CriteoSource, ColumnsSource, SyntheticSource)
 """Sources of which ranks can read a part each."""
 ROWS_PER_CHUNK = 65_536
 ROWS_PER_PART = 16 * ROWS_PER_BLOCK
@@ -206,8 +205,6 @@ def _begun(
         info = opened.source.scout()
         if options.base is not None:
             options.base.check_is_new(info)
-        if comm.size > 1 and not isinstance(opened.source, SHARED_SOURCES):
-            raise ValueError("histories are made by one process: prepare them without torchrun")
         return info
 
     def begin() -> WorkFolder | None:
@@ -386,7 +383,6 @@ class _Stages:
         """Finds which rows this rank counts. With --rows the first one counts them all: it is for a first look."""
         if self._comm.size == 1 or self._work.results.sorted is not None:
             return
-        assert isinstance(self._source, SHARED_SOURCES), "others were refused"
         limit = self._options.rows
         is_whole = limit is not None and not (self._info.num_rows_exact and limit >= self._info.num_rows)
         numbered = self._split_kind != "time" or self._options.sample < 1
@@ -431,8 +427,7 @@ class _Stages:
         histogram, order, meter = TimeHistogram(), TimeOrder(), self._meter("scan")
         limit, num_rows = self._options.rows, 0
         # Rows take the place of bad ones, whose times may be good.
-        num_bad = self._source.skip_bad_rows if isinstance(self._source, SHARED_SOURCES) else 0
-        for times in _limited(self._times(), None if limit is None else limit + num_bad):
+        for times in _limited(self._times(), None if limit is None else limit + self._source.skip_bad_rows):
             order.add(times)
             histogram.add(times if limit is None else times[: max(limit - num_rows, 0)])
             num_rows += len(times)
@@ -488,7 +483,7 @@ class _Stages:
         if isinstance(self._source, ColumnsSource | SyntheticSource):
             yield from self._source.times(self._share.start, self._share.stop)
             return
-        for chunk in self._source.chunks():
+        for chunk in self._source.chunks(self._share.start, stop=self._share.stop):
             assert chunk.time is not None, "the schema has a time column"
             yield chunk.time
 
@@ -513,12 +508,7 @@ class _Stages:
             path, size = self._work.folder / ROWS, options.rows_per_chunk
             yield from sorted_pieces(path, found, self._schema, start, stop, rows_per_chunk=size)
             return
-        if stop is None:
-            chunks = self._source.chunks(start, rows_per_chunk=options.rows_per_chunk)
-        else:
-            assert isinstance(self._source, SHARED_SOURCES), "others were refused"
-            chunks = self._source.chunks(start, rows_per_chunk=options.rows_per_chunk, stop=stop)
-        for chunk in chunks:
+        for chunk in self._source.chunks(start, rows_per_chunk=options.rows_per_chunk, stop=stop):
             if options.rows is not None and row + chunk.num_rows > options.rows:
                 chunk = select_rows(chunk, np.arange(chunk.num_rows) < options.rows - row)
             codes = plan.assign(row, chunk.num_rows, chunk.time)

@@ -221,10 +221,6 @@ class _Earlier:
         raw = raw_rows(dataset)
         if raw is None:
             raise ValueError(f"{path}: its ids were not made from raw rows, so no rows can extend it; prepare raw rows")
-        if raw.schema.histories is not None:
-            raise ValueError(
-                f"{path}: its schema has `histories`, which would begin anew with each day; prepare all days together"
-            )
         transforms = [str(transform) for transform in raw.transforms[: len(raw.schema.dense)]]
         return _Earlier(Base(dataset, raw.day, tuple(transforms)), path, raw)
 

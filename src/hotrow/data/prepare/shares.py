@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import Chunk, Position, SharedSource, select_rows
+from hotrow.data.chunk import Chunk, Position, Source, select_rows
 from hotrow.data.prepare.workfolder import Mark
 from hotrow.data.sources.schema import SPLITS
 from hotrow.data.sources.split import Codes
@@ -94,7 +94,7 @@ def _unless_stopped(result: Callable[[], T]) -> T:
 
 
 def find_share(
-    comm: Communicator, source: SharedSource, stop: threading.Event, *, is_whole: bool, numbered: bool
+    comm: Communicator, source: Source, stop: threading.Event, *, is_whole: bool, numbered: bool
 ) -> tuple[Share, list[int]]:
     """Returns the rows that this rank reads, and how many lines of rows each file has. Collective.
 

@@ -17,7 +17,7 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +28,6 @@ from hotrow.base.files import atomic_write
 from hotrow.data.chunk import Chunk, Position, keys_from_arrow, keys_to_arrow
 from hotrow.data.prepare.shares import Piece
 from hotrow.data.prepare.workfolder import CURE, Sorted
-from hotrow.data.sources.histories import merge_spans
 from hotrow.data.sources.schema import Schema
 from hotrow.data.sources.split import Codes
 
@@ -141,11 +140,32 @@ class TimeSort:
 
 
 def _merged(runs: Sequence[pa.RecordBatch], rows_in_memory: int) -> Iterator[pa.RecordBatch]:
-    for spans in merge_spans([_times(run) for run in runs], rows_in_memory):
+    for spans in _merge_spans([_times(run) for run in runs], rows_in_memory):
         parts = [run.slice(i, j - i) for run, (i, j) in zip(runs, spans, strict=True) if i < j]
         ends = {int(_times(part)[end]) for part in parts for end in (0, -1)}
         # Rows of one time may be more than memory holds, and are in order already.
         yield from parts if len(parts) == 1 or len(ends) == 1 else [_by_time(parts)]
+
+
+def _merge_spans(runs: Sequence[NDArray[np.int64]], rows_in_memory: int) -> Iterator[list[tuple[int, int]]]:
+    """Yields the begin and end of the rows of each run to merge next, at most `rows_in_memory` in all, or all rows of
+    one key.
+
+    runs: the sorted keys of each. No row of a later yield has a key of an earlier one.
+    """
+    at = [0] * len(runs)
+    step = max(1, rows_in_memory // max(1, len(runs)))
+
+    def stops_at(key: int, side: Literal["left", "right"]) -> list[int]:
+        return [int(np.searchsorted(run, key, side=side)) for run in runs]
+
+    while any(start < len(run) for start, run in zip(at, runs, strict=True)):
+        ahead = [int(run[i + step]) for i, run in zip(at, runs, strict=True) if i + step < len(run)]
+        stops = stops_at(min(ahead), "left") if ahead else [len(run) for run in runs]
+        if stops == at:  # rows of one key fill the piece
+            stops = stops_at(min(ahead), "right")
+        yield list(zip(at, stops, strict=True))
+        at = stops
 
 
 def _by_time(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:

@@ -84,12 +84,11 @@ MANY_ROWS = 1000
 class ColumnsSource:
     """Rows of any table, as `schema` reads them.
 
-    data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required"; "made": made
-    elsewhere, so that only the time is read; "alone": read with the weight and without the time; "ignored": for rows to
-    predict, whose label, weight and time may be absent or hold anything. encodings: how ids were held when a data set
-    was prepared (feature -> `IdEncoding`); if None, the columns' types decide. values: "any": a value that is not of
-    its column's kind is missing and no fault, for rows to score (`lenient.py`). skip_bad_rows: how many bad rows may be
-    skipped before one is an error.
+    data: a path, URI, glob or folder, several of them, or one Arrow-capable frame. labels: "required"; "alone":
+    read with the weight and without the time; "ignored": for rows to predict, whose label, weight and time may be
+    absent or hold anything. encodings: how ids were held when a data set was prepared (feature -> `IdEncoding`); if
+    None, the columns' types decide. values: "any": a value that is not of its column's kind is missing and no fault,
+    for rows to score (`lenient.py`). skip_bad_rows: how many bad rows may be skipped before one is an error.
 
     Raises ValueError naming file and column if a column is missing, differs between files or has a type that does not
     fit its use.
@@ -101,7 +100,7 @@ class ColumnsSource:
         schema: Schema,
         *,
         name: str = "columns",
-        labels: Literal["required", "made", "alone", "ignored"] = "required",
+        labels: Literal["required", "alone", "ignored"] = "required",
         encodings: Mapping[str, IdEncoding] | None = None,
         values: Literal["strict", "any"] = "strict",
         skip_bad_rows: int = 0,
@@ -117,7 +116,7 @@ class ColumnsSource:
         is_read = isinstance(self._reader, TextReader | JsonReader)
         self._is_quick = is_read and not any(character.isdigit() for text in schema.missing for character in text)
         self._has_label = labels in ("required", "alone")
-        self._has_time = schema.time is not None and labels in ("required", "made")
+        self._has_time = schema.time is not None and labels == "required"
         self._computed = schema.computed
         if labels == "required" and (double := sorted({*self._computed} & {*self._reader.schema.names})):
             # Rows to score may have such a column, as a file of earlier scores has; it is not read.
@@ -168,7 +167,7 @@ class ColumnsSource:
         return SourceInfo(*self._reader.count_rows(), self._reader.files)
 
     def cuts(self, num_parts: int) -> list[Position]:
-        """Returns the begins of parts and the end, as `SharedSource.cuts`; a file of text lies in one part."""
+        """Returns the begins of parts and the end, as `Source.cuts`; a file of text lies in one part."""
         files = self._reader.files
         inner = [self._cut(index, at) for index, at in cut_files([file.num_bytes for file in files], num_parts)]
         return [Position(), *inner, Position(len(files))]

@@ -123,7 +123,7 @@ class CriteoSource:
         return prefetch(chunks, depth=depth) if depth else chunks
 
     def cuts(self, num_parts: int) -> list[Position]:
-        """Returns the begins of parts and the end, as `SharedSource.cuts`; a compressed file lies in one part."""
+        """Returns the begins of parts and the end, as `Source.cuts`; a compressed file lies in one part."""
         inner = [self._cut(index, at) for index, at in cut_files([file.num_bytes for file in self.files], num_parts)]
         return [Position(), *inner, Position(len(self.files))]
 
@@ -141,7 +141,7 @@ class CriteoSource:
         return Position(index, offset) if at <= offset < file.num_bytes else Position(index + 1)
 
     def count_rows(self, start: Position, stop: Position) -> list[int]:
-        """Counts lines, as `SharedSource.count_rows`, as fast as they can be read and decompressed."""
+        """Counts lines, as `Source.count_rows`, as fast as they can be read and decompressed."""
         num_rows = [0] * len(self.files)
         for index, first, last in file_spans(start, stop, len(self.files)):
             header = 0 if first else self._layouts[index].num_lines

@@ -9,12 +9,6 @@ Criteo and synthetic data have files of their own. Three other published logs ar
                and no impressions, so an event is positive if the user did more than look (cart, fav, buy).
     movielens  ratings of the 100k, 1M, 10M, 20M, 25M and 32M archives of GroupLens; the first line tells the layout:
                u.data (tabs), ratings.dat ('::'), ratings.csv (a header and commas). From 4 up a rating is positive.
-
-`taobao-histories` makes TBSM's task of the same events: which item comes next? The reference (facebookresearch/tbsm,
-with MIMN's preparation before it) draws up to 10 targets from the last 200 events of users with 40 or more, fewer from
-others, and negatives from all items outside the user's history; the 30 % of users whose last event is latest are the
-test. Here negatives are drawn from items seen before the target, because later ones would reveal the future; one in ten
-of a user's events is a target, whatever comes later; and the split is by the target's time (`histories.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +26,6 @@ from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, i
 from hotrow.data.sources.convert import HEX, IdEncoding
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.guess import guess_columns
-from hotrow.data.sources.histories import HistoriesSource, open_columns
 from hotrow.data.sources.inputs import find_files
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.schema import MISSING, Schema, SplitSpec, parse_schema
@@ -40,7 +33,7 @@ from hotrow.data.sources.synthetic import open_synthetic
 from hotrow.data.sources.tabular import columnar_format
 
 SOURCE_NAMES = (
-    *("criteo", "avazu", "taobao", "taobao-histories", "movielens"),
+    *("criteo", "avazu", "taobao", "movielens"),
     *("csv", "parquet", "feather", "orc", "jsonl", "frame", "synthetic", "auto"),
 )
 OF_ANY_COLUMNS = ("csv", "parquet", "feather", "orc", "jsonl", "frame")
@@ -112,22 +105,6 @@ TAOBAO_SCHEMA = parse_schema(
     where="taobao",
 )
 
-TAOBAO_HISTORIES_SCHEMA = parse_schema(
-    {
-        "label": "came",
-        "time": "time",
-        "categorical": [
-            *({"column": name, "type": "int"} for name in ("user", "item", "category")),
-            *({"column": f"{n}_history", "kind": "sequence", "table": n, "type": "int"} for n in ("item", "category")),
-        ],
-        "split": {"kind": "time"},
-        "histories": {"user": "user", "item": "item", "length": 20, "every": 10},
-        "csv": {"column_names": list(TAOBAO_COLUMNS), "delimiter": ","},
-        "licence": TAOBAO_LICENCE,
-    },
-    where="taobao-histories",
-)
-
 
 def looks_like_taobao(line: str) -> bool:
     """Returns whether a file's first line has the layout of UserBehavior.csv."""
@@ -197,12 +174,7 @@ def movielens_layout(line: str) -> str | None:
 
 # ---- by name
 
-OWN_SCHEMAS = {
-    "criteo": CRITEO_SCHEMA,
-    "avazu": AVAZU_SCHEMA,
-    "taobao": TAOBAO_SCHEMA,
-    "taobao-histories": TAOBAO_HISTORIES_SCHEMA,
-}
+OWN_SCHEMAS = {"criteo": CRITEO_SCHEMA, "avazu": AVAZU_SCHEMA, "taobao": TAOBAO_SCHEMA}
 LAYOUTS: dict[str, Callable[[str], bool]] = {
     "criteo": looks_like_criteo,
     "avazu": looks_like_avazu,
@@ -282,8 +254,6 @@ def open_source(
     if more and name == "criteo" and is_paths(data):
         field = more[0]
         raise ValueError(f"{field}: source criteo reads its columns alone; name the source csv with this schema")
-    if schema is not None and schema.histories is not None and name in ("criteo", "avazu", "movielens"):
-        raise ValueError(f"source {name} cannot make histories; use csv, parquet, jsonl or frame with this schema")
     if name == "criteo" and is_paths(data):
         paths = [data] if isinstance(data, str | Path) else list(data)
         criteo = CriteoSource(
@@ -299,7 +269,6 @@ def open_source(
     reasons: dict[str, str] = {}
     options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": read.skip_bad_rows}
     options |= {} if values == "strict" else {"values": values}
-    source: ColumnsSource | HistoriesSource
     if name == "movielens":
         source = open_movielens(data, schema, **options)
     else:
@@ -309,10 +278,9 @@ def open_source(
             schema, warnings, choices = guess.schema(), guess.warnings, guess.notes
             reasons = {each.column: each.reason for each in guess.of("")}
             notes = (*notes, guess.summary())
-        source = open_columns(data, schema, name=name, **options)
-    names = source.column_names if isinstance(source, ColumnsSource) else ()
+        source = ColumnsSource(data, schema, name=name, **options)
     used = {*source.schema.column_names}
-    unused = [column for column in names if column not in used]
+    unused = [column for column in source.column_names if column not in used]
     unread = {column: reasons.get(column, "the schema does not list it") for column in unused}
     return OpenedSource(source, source.schema, source.encodings, (*notes, *source.notes), warnings, choices, unread)
 

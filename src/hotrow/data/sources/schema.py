@@ -41,8 +41,6 @@ JSON_LISTS = "json"
 """The separator of a column whose texts are JSON arrays."""
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
 """Texts that mean a missing value if a schema does not say otherwise."""
-HISTORY = "_history"
-"""Suffix of a column that holds the earlier values of another column."""
 
 _LAG_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -307,25 +305,6 @@ class SplitSpec(_Strict):
         return self
 
 
-class HistoriesSpec(_Strict):
-    """How rows are made from events of users: an event, or one drawn in its place, with the events before it."""
-
-    user: str
-    """Column of the user: all events of one user form a history."""
-    item: str
-    """Column of the item of an event, which is drawn for negatives; all one_hot columns but the user's describe it."""
-    length: int = Field(default=20, ge=1, le=1024)
-    """Maximum number of events in a history; it holds the latest ones before the target."""
-    min_length: int = Field(default=1, ge=0, le=MAX_COUNT)
-    """So many of a user's first events are not targets."""
-    every: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """One in so many events of a user is a target."""
-    negatives: int = Field(default=1, ge=1, le=100)
-    """Rows with label 0 for each target; their items are drawn uniformly from all items seen before it."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of all draws."""
-
-
 class CsvSpec(_Strict):
     """How text files are split into columns."""
 
@@ -362,8 +341,6 @@ class Schema(_Strict):
     tables: dict[str, TableSpec] = {}
     """Options of tables by name; tables that are not listed have the defaults."""
     split: SplitSpec = SplitSpec()
-    histories: HistoriesSpec | None = None
-    """How rows are made from events. If None, each row of the files is a row."""
     csv: CsvSpec = CsvSpec()
     odd_share: float = Field(default=0.001, ge=0, le=1)
     """A cell that is not of its column's kind is missing, and a row without a readable time is left out, if a column
@@ -392,8 +369,6 @@ class Schema(_Strict):
             raise ValueError(
                 f"label: a label is called {taken[0]!r}, as another column of the dataset is; give it another `name`"
             )
-        if self.weight is not None and self.histories is not None:
-            raise ValueError("weight: `histories` make their own rows, which all count 1; remove one of the two")
         if self.split.kind == "time" and self.time is None:
             raise ValueError("split.kind is 'time', but no time column is named; name one under 'time', or use random")
         if unknown := sorted(set(self.tables) - {*self.table_names, DEFAULT}):
@@ -455,8 +430,6 @@ class Schema(_Strict):
                         "a column of lists, or list it under categorical with `kind: sequence`"
                     )
         self._lists_fit()
-        if made and self.histories is not None:
-            raise ValueError("transforms: `histories` are made of stored columns alone; remove one of the two")
         return self
 
     def _lists_fit(self) -> None:
@@ -490,36 +463,6 @@ class Schema(_Strict):
             what = "no time" if self.time is None else "no statistics"
             raise ValueError(
                 f"statistics_lag is {self.statistics_lag!r}, but the schema has {what}; add it or leave out the lag"
-            )
-        if self.statistics and self.histories is not None:
-            raise ValueError("statistics: `histories` make their own rows and labels; remove one of the two")
-        return self
-
-    @model_validator(mode="after")
-    def _histories_fit(self) -> Schema:
-        if self.histories is None:
-            return self
-        single = [c.column for c in self.categorical if c.kind == "one_hot"]
-        for field, name in (("user", self.histories.user), ("item", self.histories.item)):
-            if name not in single:
-                raise ValueError(
-                    f"histories.{field} is {name!r}, which is not a one_hot column of categorical; list it"
-                )
-        if self.histories.user == self.histories.item:
-            raise ValueError(f"histories.user and histories.item are both {self.histories.user!r}; name two columns")
-        past = [name + HISTORY for name in single if name != self.histories.user]
-        for column in self.categorical:
-            if column.kind != "one_hot" and (column.kind != "sequence" or column.column not in past):
-                raise ValueError(
-                    f"column {column.column!r} of kind {column.kind}: with `histories` lists are of kind sequence and "
-                    f"named after what they repeat: {', '.join(past)}"
-                )
-        if self.time is None or self.dense or self.labels != (LabelSpec(column=self.label.column),):
-            raise ValueError("with `histories` name a time, no dense column, and one label without a rule: it is made")
-        if self.split.kind not in (None, "time"):
-            raise ValueError(
-                f"split.kind is {self.split.kind!r}, but with `histories` targets of one split would stand in "
-                "histories of another; use time"
             )
         return self
 
@@ -650,17 +593,17 @@ class Schema(_Strict):
         """Returns this schema as `fit` takes it if nobody has written one: with statistics of every feature of one id
         per row, and without rows for ids that are seen once, which have nothing to teach them but their label."""
         single = [[c.column] for c in self.categorical if c.kind == "one_hot"]
-        counts = self.label.kind == "binary" and self.histories is None
-        value = self.to_json() | {"tables": {DEFAULT: {"min_count": 2}}, "statistics": single if counts else []}
+        counted = single if self.label.kind == "binary" else []
+        value = self.to_json() | {"tables": {DEFAULT: {"min_count": 2}}, "statistics": counted}
         return parse_schema(value, where="defaults")
 
     def to_json(self) -> dict[str, Any]:
         """Returns the schema as JSON-ready values; `parse_schema` reads it.
 
-        `histories`, `statistics` with their `count` and lag, `transforms`, `weight`, `label.kind`, `label.name`,
-        `count_decay` and `expire` are left out if they have their defaults, so that earlier versions read it too.
+        `statistics` with their `count` and lag, `transforms`, `weight`, `label.kind`, `label.name`, `count_decay` and
+        `expire` are left out if they have their defaults, so that earlier versions read it too.
         """
-        optional = ("histories", "statistics", "statistics_lag", "transforms", "weight")
+        optional = ("statistics", "statistics_lag", "transforms", "weight")
         left_out = {name for name in optional if not getattr(self, name)}
         value = self.model_dump(mode="json", exclude=left_out, by_alias=True)
         for spec in value["label"]:
@@ -790,7 +733,6 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "tables": TableSpec,
     "expire": ExpireSpec,
     "split": SplitSpec,
-    "histories": HistoriesSpec,
     "csv": CsvSpec,
 }
 
