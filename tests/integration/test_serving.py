@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
-from sklearn.metrics import log_loss
 from test_verbs import command
 
 import hotrow
@@ -134,90 +133,27 @@ def test_requests_get_the_scores_of_the_scorer(served: tuple[Client, hotrow.Scor
     assert counts['hotrow_requests_total{code="200"}'] == 3 and counts['hotrow_requests_total{code="400"}'] == 1
     assert counts['hotrow_cells_total{column="item",kind="unknown"}'] == 3
     assert counts["hotrow_rows_total"] == 6 and counts['hotrow_request_seconds{quantile="0.99"}'] > 0
-    assert not [name for name in counts if name.startswith("hotrow_ne")], "no labels have come"
     assert ask("GET", "/nowhere")[0] == ask("GET", "/score")[0] == 404
-
-
-# ---- labels
-
-
-def test_labels_that_come_back_judge_each_version(served: tuple[Client, hotrow.Scorer]) -> None:
-    """NE and calibration are scikit-learn's, of the rows that have a label."""
-    ask, _ = served
-    rng, scores, labels = np.random.default_rng(1), dict[str, list[float]](), dict[str, list[int]]()
-    for delta in (None, "next"):
-        if delta:
-            assert ask("POST", "/apply", {"delta": delta})[0] == 200
-        for k in range(12):
-            items = [{"item": f"i{item}"} for item in rng.integers(0, 40, 9)]
-            _, found = ask("POST", "/score", {"user": USER, "items": items, "id": f"{delta} {k}"})
-            own = [int(item["item"][1:]) % 3 == 0 for item in items]
-            known = [None if rng.random() < 0.2 else int(label) for label in own]
-            if k % 3:  # of some requests no label ever comes
-                assert ask("POST", "/labels", {"id": f"{delta} {k}", "labels": known}) == (
-                    200,
-                    {"rows": 9 - known.count(None)},
-                )
-                pairs = [(s, n) for s, n in zip(found["scores"], known, strict=True) if n is not None]
-                scores.setdefault(found["version"], []).extend(s for s, _ in pairs)
-                labels.setdefault(found["version"], []).extend(n for _, n in pairs)
-    counts = figures(ask("GET", "/metrics")[1])
-    assert len(scores) == 2
-    for version, own in labels.items():
-        base, at = np.mean(own), f'{{version="{version}",label="click"}}'
-        expected = log_loss(own, scores[version]) / log_loss(own, np.full(len(own), base))
-        assert counts[f"hotrow_ne{at}"] == pytest.approx(expected, rel=1e-4)
-        assert counts[f"hotrow_calibration{at}"] == pytest.approx(np.mean(scores[version]) / base, rel=1e-4)
-        assert counts[f"hotrow_labelled_rows{at}"] == len(own)
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ({"labels": [0, 1, 0]}, "id has 0 characters"),
-        ({"id": "x" * 201, "labels": [0, 1, 0]}, "id has 201 characters"),
-        ({"id": "other", "labels": [0, 1, 0]}, "no scores wait under id 'other'"),
-        ({"id": "mine", "labels": [0, 1]}, "has 3 rows, but 2 labels"),
-        ({"id": "mine"}, "has 3 rows, but 0 labels"),
-        ({"id": "mine", "labels": [0, 1, 2]}, "row 2: the label is 2; send 0, 1 or null"),
-        ({"id": "mine", "labels": [0, "1", 0]}, "row 1: the label is 1; send"),
-        ({"id": "mine", "labels": [0, [0, 1], 0]}, r"row 1: the label is \[0, 1\]; send"),
-        ({"id": "mine", "labels": {"0": 1}}, "labels is a dict"),
-        ({"id": 5, "labels": [0, 1, 0]}, "id is a int"),
-        ({"id": "mine", "label": [0, 1, 0]}, "there is no field 'label'"),
-    ],
-)
-def test_labels_of_another_form_are_refused(
-    served: tuple[Client, hotrow.Scorer], body: dict[str, Any], said: str
-) -> None:
-    ask, _ = served
-    assert ask("POST", "/score", {"user": USER, "items": ITEMS, "id": "mine"})[0] == 200
-    code, found = ask("POST", "/labels", body)
-    assert code == 400 and re.search(said, found["error"]), found
-    whole = {"id": "mine", "labels": [0, 1, None]}
-    assert ask("POST", "/labels", whole) == (200, {"rows": 2}), "they still wait"
-    code, found = ask("POST", "/labels", whole)
-    assert code == 400 and "no scores wait under id 'mine'" in found["error"]
 
 
 # ---- those who keep others waiting
 
 
-def test_others_are_answered_while_scores_are_judged(
+def test_others_are_answered_while_metrics_are_gathered(
     served: tuple[Client, hotrow.Scorer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask, _ = served
-    judging, others, late = threading.Event(), threading.Event(), list[bool]()
+    gathering, others, late = threading.Event(), threading.Event(), list[bool]()
 
-    def found(self: Any) -> Iterator[Any]:
-        judging.set()
+    def text(self: Any, scorer: hotrow.Scorer) -> str:
+        gathering.set()
         late.append(not others.wait(30))
-        return iter(())
+        return ""
 
-    monkeypatch.setattr(server.Judged, "found", found)
+    monkeypatch.setattr(server.Meter, "text", text)
     asking = threading.Thread(target=ask, args=("GET", "/metrics"))
     asking.start()
-    assert judging.wait(30)
+    assert gathering.wait(30)
     assert ask("POST", "/score", {"user": USER, "items": ITEMS})[0] == ask("GET", "/health")[0] == 200
     others.set()
     asking.join()

@@ -29,7 +29,6 @@ from hotrow.export.export import EXPORT, STATISTICS, Description
 from hotrow.kernels import ops
 from hotrow.models import MODELS
 from hotrow.models.layers import Network
-from hotrow.objectives.binary import BinaryCrossEntropy
 from hotrow.objectives.calibration import calibrated
 from hotrow.objectives.objective import Objective
 from hotrow.objectives.several import for_labels
@@ -150,9 +149,8 @@ def tables_of(about: Description) -> list[TableConfig]:
     return [TableConfig(**{name: each[name] for name in fields}, feature_names=tuple(each["features"])) for each in own]
 
 
-def network_of(about: Description) -> tuple[Network, Callable[[torch.Tensor], torch.Tensor], tuple[str, ...]]:
-    """Returns the network before its weights are loaded, the function that makes scores of its outputs, and the labels
-    whose probabilities they are."""
+def network_of(about: Description) -> tuple[Network, Callable[[torch.Tensor], torch.Tensor]]:
+    """Returns the network before its weights are loaded, and the function that makes scores of its outputs."""
     options: dict[str, Any] = dict(about.model)
     num_dense = options.pop("num_dense")
     spec = MODELS[options["name"]].model_validate_json(json.dumps(options))
@@ -164,8 +162,7 @@ def network_of(about: Description) -> tuple[Network, Callable[[torch.Tensor], to
         generator=torch.Generator(),
         **more,
     )
-    labels = (about.labels or ("label",)) if isinstance(spec.trained_for, BinaryCrossEntropy) else ()
-    return network, partial(_scores, for_labels(spec.trained_for, about.labels), about.calibration), labels
+    return network, partial(_scores, for_labels(spec.trained_for, about.labels), about.calibration)
 
 
 def _scores(objective: Objective, layers: tuple[Any, ...], outputs: torch.Tensor) -> torch.Tensor:

@@ -120,11 +120,6 @@ class Scorer:
                 self._seen.merge(version.counted(tally))
             self._tallies.clear()
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Names of the labels whose probabilities the scores are; () if they are something else."""
-        return self._versions[0].labels
-
     def score(
         self,
         rows: Any = None,

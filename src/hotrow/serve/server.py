@@ -1,4 +1,4 @@
-"""A scorer over HTTP: POST /score and /labels, GET /health and /metrics, POST /apply and /rollback of deltas.
+"""A scorer over HTTP: POST /score, GET /health and /metrics, POST /apply and /rollback of deltas.
 
 Whatever a request holds, it gets JSON: an answer, or `{"error": "..."}` with status 400, 408, 413 or 503. Requests name
 no files except deltas below the folder that was given at the start, and nothing of them is run.
@@ -26,7 +26,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from hotrow.base.machine import usable_cores
 from hotrow.base.version import __version__
-from hotrow.serve.judged import Judged
 from hotrow.serve.scorer import Scorer
 
 MAX_BYTES = 4 << 20
@@ -41,7 +40,7 @@ BODY_S = 30.0
 """A body that takes longer to come is refused with status 408: it would keep others out."""
 REMEMBERED = 4096
 """The quantiles of seconds are those of so many requests."""
-_SCORE = {"rows": list | dict, "user": dict, "items": list | dict, "strict": bool, "id": str}
+_SCORE = {"rows": list | dict, "user": dict, "items": list | dict, "strict": bool}
 
 
 class TooLargeError(ValueError):
@@ -57,11 +56,11 @@ class TooManyError(ValueError):
 
 
 class Meter:
-    """Counts requests. judged: knows how good their scores were."""
+    """Counts requests."""
 
-    def __init__(self, judged: Judged) -> None:
-        self.judged, self.waiting = judged, 0
-        """waiting: requests that are being read or answered."""
+    def __init__(self) -> None:
+        self.waiting = 0
+        """Requests that are being read or answered."""
         self._lock, self._codes, self._sums = threading.Lock(), Counter[int](), [0, 0.0]
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)
 
@@ -87,13 +86,6 @@ class Meter:
         for column, counts in list(scorer.seen.columns.items()):
             name = _escaped(column)
             lines += [f'hotrow_cells_total{{column="{name}",kind="{kind}"}} {n}' for kind, n in counts.items()]
-        judgements = list(self.judged.found())
-        for figure in ("num_rows", "ne", "calibration"):
-            name = "hotrow_labelled_rows" if figure == "num_rows" else f"hotrow_{figure}"
-            lines.append(f"# TYPE {name} gauge")
-            for own in judgements:
-                value, label = own.figures[figure], _escaped(own.label)
-                lines += [f'{name}{{version="{own.version}",label="{label}"}} {value:g}'] if value == value else []
         lines += ["# TYPE hotrow_version_info gauge", f'hotrow_version_info{{version="{scorer.version}"}} 1']
         return "\n".join(lines) + "\n"
 
@@ -104,7 +96,7 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
     deltas: the folder whose deltas `/apply` takes; if None, it takes none.
     """
     app = FastAPI(title="hotrow", version=__version__, docs_url=None, redoc_url=None)
-    meter = Meter(judged := Judged(scorer.labels))
+    meter = Meter()
     scoring = ThreadPoolExecutor(usable_cores(), thread_name_prefix="hotrow-score")
 
     def post(path: str, fields: dict[str, Any], work: Callable[..., dict[str, Any]], executor: Any = None) -> None:
@@ -140,17 +132,11 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
         app.add_api_route(path, answer, methods=["POST"], name=path[1:])
 
     def score(**body: Any) -> dict[str, Any]:
-        key = body.pop("id", None)
         _check_rows(body)
         scores, version = scorer.answer(**body)
         if len(bad := np.argwhere(~np.isfinite(scores))):
             raise ValueError(f"row {bad[0, 0]} has no finite score: its numbers are too large")
-        if key is not None:
-            judged.wait(key, version, scores)
         return {"scores": scores.tolist(), "version": version}
-
-    def labels(**body: Any) -> dict[str, Any]:
-        return {"rows": judged.take(body.get("id", ""), body.get("labels", []))}
 
     def apply(delta: str = "") -> dict[str, Any]:
         assert deltas is not None, "it has no route without them"
@@ -159,14 +145,13 @@ def make_app(scorer: Scorer, *, deltas: Path | None = None) -> FastAPI:
     async def health() -> dict[str, Any]:
         return {"status": "ok", "version": scorer.version, "columns": scorer.columns}
 
-    def metrics() -> Response:  # on a thread of its own: to judge scores takes longer than a request
+    def metrics() -> Response:  # on a thread of its own: it waits until what rows held is summed
         return PlainTextResponse(meter.text(scorer), media_type="text/plain; version=0.0.4")
 
     async def elsewhere(request: Request, error: Exception) -> Response:
         return JSONResponse({"error": "there is no such path, or it takes another method"}, 404)
 
     post("/score", _SCORE, score, scoring)
-    post("/labels", {"id": str, "labels": list}, labels)
     if deltas is not None:  # a delta takes long: it must not keep scores waiting
         post("/apply", {"delta": str}, apply)
         post("/rollback", {}, lambda: {"version": scorer.rollback()})

@@ -65,7 +65,7 @@ class Version:
                 self._embedding = EmbeddingCollection(tables, memory=self.mapped)
             if self._embedding.feature_names != reading.schema.feature_names:
                 raise ValueError("features are not in the order of the tables")
-            self._model, self._scores, self.labels = network_of(about)
+            self._model, self._scores = network_of(about)
             self._model.load_state_dict(load(read_file(path / WEIGHTS)))
             self._packed = ops.Packed(self._model.parameters())
             self.usual = seen_of(about)
