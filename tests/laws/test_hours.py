@@ -197,7 +197,6 @@ def day_table(day: int, *, in_order: bool = True) -> pa.Table:
 KINDS: dict[str, set[str]] = {
     "grown": set(),
     "expired": {"reborn"},
-    "reranked": {"moved"},
     "out of order": {"reborn"},
 }
 """What lists rows of the third day that are not those of the second."""
@@ -219,7 +218,7 @@ def days(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         rows = day_table(day, in_order=kind != "out of order" or day < 2)
         pq.write_table(rows, folder / f"{day}.parquet")
         first = {"base": "none", "schema": folder / "schema.yaml", "split": "random", "fractions": [1, 0, 0]}
-        options = {"base": found[-1], "rerank": kind == "reranked" and day == 2} if found else first
+        options = {"base": found[-1]} if found else first
         found.append(run_prepare("parquet", folder / f"{day}.parquet", folder / f"data-{day}", **options).path)
     return kind, found, rows
 
@@ -237,7 +236,7 @@ def test_each_hour_of_new_rows_is_scored(days: tuple[str, list[Path], pa.Table],
     counted = [part[name] for part in read.parts for name in ("num_rows", "tenth", "begins_s") if name in part]
     assert {*map(type, counted)} == {int} and len(counted) == 2 * len(parts)
     has = {path.parts[1] for name in PackedDataset.open(day).info.files if (path := Path(name)).parts[0] == "rare"}
-    assert {"reborn", "moved"} & has == KINDS[kind]
+    assert {"reborn"} & has == KINDS[kind]
     seconds = rows["ts"].cast(pa.int64()).to_numpy() // 1000
     label, score = rows["click"].to_numpy(), hotrow.load(two).predict(rows.drop_columns(["click"])).astype(np.float64)
     if (np.diff(seconds) < 0).any():

@@ -261,10 +261,6 @@ def prepare(
             "rows. none: this is the first day."
         ),
     ] = None,
-    rerank: Annotated[
-        bool,
-        typer.Option("--rerank", help="With --base: number ids anew, by how often this day's training rows have them."),
-    ] = False,
 ) -> Answer:
     """Pack raw logs: count the training rows, number ids by popularity, encode. Resumable; torchrun shares the work."""
     from hotrow.base.progress import progress_bar
@@ -293,7 +289,6 @@ def prepare(
             announce=None if comm.rank else _say,
             comm=comm,
             base=None if base is None else dataset_of(base),
-            rerank=rerank,
         )
     if comm.rank:  # the first rank tells the result
         raise typer.Exit

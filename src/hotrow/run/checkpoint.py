@@ -27,10 +27,8 @@ import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -74,15 +72,12 @@ from hotrow.run.checkpoint_rows import (
     check_chain,
     link_or_copy,
     load_chain,
-    moved_rows,
     next_chain,
     write_in_step,
 )
 from hotrow.run.checkpoint_together import explained, write_together, writing
 
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
-Moved: TypeAlias = Mapping[str, NDArray[Any]]
-"""By table, the row that each row becomes."""
 
 
 def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mapping[str, Any] | None = None) -> Path:
@@ -162,51 +157,41 @@ def _check_seen(partial: Path) -> None:
         raise ValueError(f"{partial}, which rank 0 has made, is not here: {SHARED}")
 
 
-def load_checkpoint(
-    path: Path | str, parts: Mapping[str, Part], *, anew: bool = False, moved: Moved = MappingProxyType({})
-) -> dict[str, Any]:
+def load_checkpoint(path: Path | str, parts: Mapping[str, Part], *, anew: bool = False) -> dict[str, Any]:
     """Copies the checkpoint at `path` into `parts` after verifying every byte of it; returns its `extra`.
 
     parts: built as they were when saved, on any placement; some of the saved parts may be left out. If ranks share the
     tables, all of them call this: each verifies a part of the bytes and reads its own rows, whoever wrote them. anew:
     for another run that starts from these weights. Options of optimizers, rates among them, stay as they are, and
-    tables may have more rows than were saved, which stay as they are too. moved: of tables whose rows were numbered
-    anew, the row that each row of the checkpoint, and each one behind them, becomes.
+    tables may have more rows than were saved, which stay as they are too.
     Raises ValueError naming a file that is missing, cut off or altered, a tensor whose name, shape or dtype does not
     fit, or a part with lower halves from `SplitSGDBF16` that is given to another optimizer.
     """
     path, comm = Path(path), _comm_of(parts.values())
     manifest = on_every_rank(comm, lambda: read_manifest(path))
     verify(path, manifest, comm=comm)
-    on_every_rank(comm, lambda: _load(path, manifest, parts, moved, anew=anew))
-    if not moved:
-        _continue_from(path, manifest, parts)
+    on_every_rank(comm, lambda: _load(path, manifest, parts, anew=anew))
+    _continue_from(path, manifest, parts)
     return dict(manifest.extra)
 
 
-def _load(path: Path, manifest: Manifest, parts: Mapping[str, Part], moved: Moved, *, anew: bool) -> None:
-    there = _begin_with(path, manifest, parts, moved, grown=anew)
+def _load(path: Path, manifest: Manifest, parts: Mapping[str, Part], *, anew: bool) -> None:
+    there = _begin_with(path, manifest, parts, grown=anew)
     for name, part in parts.items():
         if name not in manifest.parts:
             raise ValueError(f"checkpoint {path} has no part {name!r}; it has {', '.join(manifest.parts)}")
         if isinstance(part, Optimizer):
-            _restore_optimizer(part, path, name, manifest, there, moved, anew=anew)
+            _restore_optimizer(part, path, name, manifest, there, anew=anew)
         elif manifest.parts[name].chains is not None:
-            _load_chains(path, manifest, name, part, there, moved, grown=anew)
+            _load_chains(path, manifest, name, part, there, grown=anew)
         else:
-            files = _describe(name, part)[0]
-            for table, rows in moved.items() if isinstance(part, EmbeddingCollection) else ():
-                file = f"{name}/{file_name(table)}.safetensors"
-                files[file] = moved_rows(files[file], rows)
-            for file, tensors in files.items():
+            for file, tensors in _describe(name, part)[0].items():
                 read_tensors(path / file, tensors, grown=anew)
 
 
-def _begin_with(
-    path: Path, manifest: Manifest, parts: Mapping[str, Part], moved: Moved, *, grown: bool
-) -> set[tuple[str, str]]:
-    """Lets tables in tiers that are as they were made, and whose rows do not move, read the checkpoint's files; returns
-    part and table of each chain whose rows are there now."""
+def _begin_with(path: Path, manifest: Manifest, parts: Mapping[str, Part], *, grown: bool) -> set[tuple[str, str]]:
+    """Lets tables in tiers that are as they were made read the checkpoint's files; returns part and table of each chain
+    whose rows are there now."""
     there: set[tuple[str, str]] = set()
     for emb in (part for part in parts.values() if isinstance(part, EmbeddingCollection)):
         if (changes := emb.placement.changes) is None:
@@ -220,7 +205,7 @@ def _begin_with(
             }
             held = [(chain, tables[name][table]) for name, chain in chains.items()]
             has_all = sorted(array for _, arrays in held for array in arrays) == sorted(wanted)
-            if has_all and table not in moved and begins_with(path, table, held, emb.placement, grown=grown):
+            if has_all and begins_with(path, table, held, emb.placement, grown=grown):
                 there |= {(name, table) for name in chains}
     return there
 
@@ -394,7 +379,6 @@ def _load_chains(
     name: str,
     part: Part,
     there: Collection[tuple[str, str]],
-    moved: Moved,
     *,
     grown: bool,
 ) -> None:
@@ -406,10 +390,7 @@ def _load_chains(
             raise ValueError(
                 f"checkpoint {path} has no table {table!r} in its part {name!r}; load it into the same model"
             )
-        if table in moved:
-            load_chain(path, chain, table, moved_rows(arrays, moved[table]), None, grown=grown)
-        else:
-            load_chain(path, chain, table, arrays, _changes(part), grown=grown, is_there=(name, table) in there)
+        load_chain(path, chain, table, arrays, _changes(part), grown=grown, is_there=(name, table) in there)
 
 
 def _continue_from(path: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
@@ -492,7 +473,6 @@ def _restore_optimizer(
     name: str,
     manifest: Manifest,
     there: Collection[tuple[str, str]],
-    moved: Moved,
     *,
     anew: bool,
 ) -> None:
@@ -518,11 +498,8 @@ def _restore_optimizer(
             for theirs, mine in zip(groups, own.param_groups, strict=True)
         ]
     if rest.chains is not None:
-        _load_chains(path, manifest, name, optimizer, there, moved, grown=anew)
+        _load_chains(path, manifest, name, optimizer, there, grown=anew)
     elif isinstance(optimizer, SparseOptimizer) or found == sorted(tensors):
-        for key in tensors if moved and isinstance(optimizer, SparseOptimizer) else ():
-            if (rows := moved.get(optimizer.param_groups[int(key.partition(".")[0])]["name"])) is not None:
-                tensors |= moved_rows({key: tensors[key]}, rows)
         read_tensors(file, tensors, grown=anew)
     else:  # torch's Adam and SGD make their state at the first step
         with open_tensors(file) as opened:

@@ -27,9 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.base.door import open_file
@@ -256,32 +254,6 @@ def load_chain(
             for piece, rows in _pieces(link, num_rows, step):
                 for name, array in arrays.items():
                     write_held(array, rows, link.get_slice(name), piece.start)
-
-
-class _MovedRows(Rows):
-    """An array, by the numbers that its rows had before."""
-
-    def __init__(self, array: Rows, moved: NDArray[Any]) -> None:
-        self._array, self._moved = array, moved
-        self.shape, self.dtype, self.piece_rows = array.shape, array.dtype, array.piece_rows
-
-    def _now(self, rows: RowIds) -> Tensor:
-        found = self._moved[rows if isinstance(rows, slice) else rows.numpy()]
-        return torch.from_numpy(found.astype(np.int64))
-
-    def read(self, rows: RowIds, /) -> Tensor:
-        return self._array.read(self._now(rows))
-
-    def write(self, rows: RowIds, values: Tensor, /) -> None:
-        self._array.write(self._now(rows), values)
-
-    def held(self, rows: RowIds, /) -> Tensor | None:
-        return self._array.held(self._now(rows))
-
-
-def moved_rows(arrays: Mapping[str, Any], moved: NDArray[Any]) -> dict[str, Rows]:
-    """Returns arrays of a table, by name, as if rows had the numbers from before. moved: by these, the numbers now."""
-    return {name: _MovedRows(array, moved) for name, array in arrays.items()}
 
 
 def begins_with(

@@ -44,8 +44,6 @@ class Start:
     """Whether the run trains on another dataset than the weights were trained on."""
     reborn: Mapping[str, NDArray[Any]]
     """By table, the rows that stood for ids which have expired, and stand for others now."""
-    moved: Mapping[str, NDArray[Any]]
-    """By table whose rows were numbered anew, the rows that those of the other run, and new ones behind them, have."""
     decay: float = 1.0
     """What sums of squares of rows are multiplied by."""
 
@@ -58,23 +56,21 @@ class Start:
         optimizers: dict[str, Part] = {"dense": parts.dense_optimizer, "sparse": parts.sparse_optimizer}
         states = {f"{name}_optimizer": optimizers[name] for name in self.record.states}
         own = {"embedding": parts.embedding, "model": parts.model, **states}
-        load_checkpoint(self.checkpoint, own, anew=True, moved=self.moved)
+        load_checkpoint(self.checkpoint, own, anew=True)
         if parts.mean is not None:
             parts.mean.restart()
         for table, added in self.record.rows_added.items():
             rows = parts.embedding.rows(table)
             first, goes_on = rows.shape[0] - added, "sparse" in self.record.states
-            row, moved = rows.read(slice(0, 1)).clone(), self.moved.get(table)
-            for piece in rows.pieces(first) if moved is None else ():
+            row, reborn = rows.read(slice(0, 1)).clone(), self.reborn.get(table, np.empty(0))
+            for piece in rows.pieces(first):
                 rows.write(piece, row.repeat(piece.stop - piece.start, 1))
-            others = [self.reborn.get(table, np.empty(0)), *(() if moved is None else (moved[first:],))]
-            for begun, start in ((own, at) for own in others for at in range(0, len(own), rows.piece_rows)):
-                ids = torch.from_numpy(begun[start : start + rows.piece_rows].astype(np.int64))
+            for start in range(0, len(reborn), rows.piece_rows):
+                ids = torch.from_numpy(reborn[start : start + rows.piece_rows].astype(np.int64))
                 rows.write(ids, row.repeat(len(ids), 1))
                 if goes_on:
                     parts.sparse_optimizer.forget(table, ids)
-            if moved is None or not goes_on:
-                parts.sparse_optimizer.follow_weights(table, first if goes_on else 0)
+            parts.sparse_optimizer.follow_weights(table, first if goes_on else 0)
         if self.decay != 1:
             assert isinstance(parts.sparse_optimizer, Adagrad), "no other optimizer has the option"
             parts.sparse_optimizer.decay_sums(self.decay)
@@ -84,11 +80,9 @@ class Start:
         for. firsts: the first row of each part."""
         split, row, new = dataset.split("train"), 0, dict[str, NDArray[np.int64]]()
         for table in dataset.info.tables:
-            reborn, moved = self.reborn.get(table.name, ()), self.moved.get(table.name, ())
-            first = (end := table.num_embeddings) - self.record.rows_added[table.name]
+            first = table.num_embeddings - self.record.rows_added[table.name]
             # Rows of new ids one by one, and the row from which on all are of new ids.
-            own = np.concatenate([reborn, moved[first:], [end if len(moved) else first]])
-            new[table.name] = np.sort(own.astype(np.int64))
+            new[table.name] = np.append(self.reborn.get(table.name, ()), first).astype(np.int64)
         lookups, lost = np.zeros((2, len(firsts)), np.int64)
         for block in map(split.block, range(split.num_blocks)):
             cuts = np.clip(np.array([*firsts, split.num_rows]) - row, 0, block.num_rows)
@@ -110,8 +104,6 @@ class Start:
         new = f"; {new} begin with the weights of their table's row 0" if new else ""
         if self.decay != 1 and "sparse" in kept:
             new += f"; sums of squares of rows are multiplied by {self.decay:g}"
-        if self.moved:
-            new += f"; rows of {', '.join(self.moved)} have other numbers now"
         return (
             f"starts with the weights of step {self.record.step} of {self.record.path}; "
             f"{states.get(len(kept), 'states of optimizers go on')}{new}"
@@ -144,7 +136,6 @@ def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
     trained_on = PackedDataset.open(folder.vocabulary).info
     added, renewed = _rows_added(setup, extra.tables, trained_on, folder.path), _renewed(setup.dataset, trained_on)
     reborn = {table: rows for table in renewed if len(rows := setup.dataset.reborn(table))}
-    moved = {table: own for table in renewed if (own := setup.dataset.moved(table)) is not None}
     _check_model(setup, theirs, extra, folder.path)
     checksum = hashlib.sha256(read_file(checkpoint / MANIFEST)).hexdigest()
     if before is not None and before.checksum != checksum:
@@ -156,7 +147,7 @@ def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
     record = Parent(str(folder.path), step, checksum, _states_of(config.optimizer, theirs.optimizer), added, num_reborn)
     is_new_data = extra.dataset != setup.dataset.checksum
     decay = (is_new_data and config.optimizer.sparse.decay_per_day) or 1.0
-    return Start(checkpoint, record, is_new_data, reborn, moved, decay)
+    return Start(checkpoint, record, is_new_data, reborn, decay)
 
 
 def unknown_shares(info: DatasetInfo) -> tuple[float | None, dict[str, float]]:

@@ -39,8 +39,8 @@ RESERVED_SPLITS = frozenset({"vocab", "counts", "statistics", "rare"})
 
 STATISTICS = "statistics/counts.safetensors"
 """Path, within the folder, of the label's statistics by value."""
-REBORN, MOVED = "rare/reborn/", "rare/moved/"
-"""Folders, within the folder, of the rows that stand for other ids than on the day before, and of where rows went."""
+REBORN = "rare/reborn/"
+"""Folder, within the folder, of the rows that stand for other ids than on the day before."""
 
 FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
 Crc32 = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -123,11 +123,6 @@ class Table:
         """Path of the rows that stand for other ids than in `parent`, within the dataset's folder; no file if there are
         none."""
         return f"{REBORN}{file_name(self.name)}"
-
-    @property
-    def moved_file(self) -> str:
-        """Path, within the dataset's folder, of the rows that those of `parent`, and new ones behind them, became."""
-        return f"{MOVED}{file_name(self.name)}"
 
     @property
     def id_dtype(self) -> type[np.int32 | np.int64]:
@@ -311,7 +306,7 @@ def _written(info: DatasetInfo) -> tuple[int, dict[str, Any]]:
     """Returns the version in which `info` is written, the earliest that can hold it, and its fields."""
     own = asdict(info)
     # An older hotrow would leave rows the weights of other ids.
-    if any(path.startswith((REBORN, MOVED)) for path in info.files):
+    if any(path.startswith(REBORN) for path in info.files):
         return 4, own
     if info.weight is not None:
         return 3, own

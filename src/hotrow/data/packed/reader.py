@@ -261,10 +261,8 @@ class PackedDataset:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether rows are numbered by falling accesses, which are known. Rows of later days are behind older ones, if
-        the day did not number them anew."""
-        numbered = (table.parent is None or table.moved_file in self.info.files for table in self.info.tables)
-        return self.has_counts and all(numbered)
+        """Whether rows are numbered by falling accesses, which are known. Rows of later days are behind older ones."""
+        return self.has_counts and all(table.parent is None for table in self.info.tables)
 
     def counts(self, table: str) -> NDArray[np.unsignedinteger[Any]]:
         """Returns the accesses per row of `table` in the training split, memory-mapped: uint32 or uint64."""
@@ -319,20 +317,6 @@ class PackedDataset:
         rows = open_counts(path := self._side_file(own.reborn_file, check="crc32"))
         if len(rows) and not (rows[0] > 0 and rows[-1] < own.num_embeddings and (rows[1:] > rows[:-1]).all()):
             raise ValueError(f"{path} must name rows 1 to {own.num_embeddings - 1}, rising; {CURE}")
-        return rows
-
-    def moved(self, table: str) -> NDArray[Any] | None:
-        """Returns the rows that those of the dataset before, and new ones behind them, have here, mapped; None if they
-        are the same. Raises ValueError, which names the file, unless each row of the table is there once."""
-        own = self._table(table)
-        if own.moved_file not in self.info.files:
-            return None
-        rows = open_counts(path := self._side_file(own.moved_file, check="crc32"))
-        is_there = np.zeros(own.num_embeddings, np.bool_)
-        if len(rows) == len(is_there) and int(rows.max()) < len(rows):
-            is_there[rows] = True
-        if not is_there.all() or rows[0] != 0:
-            raise ValueError(f"{path} must name each of the rows 0 to {own.num_embeddings - 1} once, 0 first; {CURE}")
         return rows
 
     def vocabulary_path(self, table: str) -> Path:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,7 @@ from hotrow.data.chunk import SourceInfo
 from hotrow.data.packed.format import MANIFEST_CURE, Table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary, open_counts
-from hotrow.data.prepare.extend import PLACES_AT_ONCE, Counted, Extension, Uses, empty_vocabulary, mapped_zeros
-from hotrow.data.prepare.rerank import rerank
+from hotrow.data.prepare.extend import PLACES_AT_ONCE, Counted, Extension, Uses, empty_vocabulary
 from hotrow.data.prepare.statistics import Statistics
 from hotrow.data.sources.schema import Schema, TableSpec
 
@@ -59,8 +57,6 @@ class Base:
     """Its place in the chain."""
     transforms: tuple[str, ...] = ()
     """What is done to its dense columns."""
-    reranks: bool = False
-    """Whether the day numbers the rows of ids anew, by its own counts."""
 
     @property
     def day(self) -> Day:
@@ -136,8 +132,6 @@ class Base:
         for path in paths:
             make_folder(path.parent, within=out)
         extension.write(*paths)
-        if self.reranks:
-            rerank(out, own, partial(mapped_zeros, work))
         return extension.num_rare
 
     def _known(self, table: str, like: Vocabulary, work: Path) -> tuple[Vocabulary, Counted]:
@@ -190,8 +184,7 @@ class Base:
             reborn = open_counts(path) if path.exists() else np.empty(0, np.uint32)
             pieces = (reborn[start : start + PLACES_AT_ONCE] for start in range(0, len(reborn), PLACES_AT_ONCE))
             again = sum(int(counts[piece].sum(dtype=np.uint64)) for piece in pieces)
-            behind = counts[open_counts(out / table.moved_file)[first:]] if self.reranks else counts[first:]
-            left, new = int(counts[0]), int(behind.sum(dtype=np.uint64)) + again
+            left, new = int(counts[0]), int(counts[first:].sum(dtype=np.uint64)) + again
             new_rows = table.num_embeddings - first + len(reborn)
             found[table.name] = {
                 "lookups": int(counts.sum(dtype=np.uint64)),

@@ -153,7 +153,13 @@ class Extension:
             write_counts(uses[2], self._free[: self.num_reborn])
 
     def _mapped(self, dtype: str, size: int) -> NDArray[Any]:
-        return mapped_zeros(self._tmp_dir, dtype, size)
+        """Returns zeros in a file without a name. Raises OSError if the disk is full: a write to a mapped file of which
+        the disk has no room ends the process."""
+        with tempfile.TemporaryFile(dir=self._tmp_dir) as file:
+            for start in range(0, size, PLACES_AT_ONCE):
+                file.write(np.zeros(min(PLACES_AT_ONCE, size - start), dtype).data)
+            file.flush()
+            return np.memmap(file, dtype, "r+", shape=(size,)) if size else np.zeros(0, dtype)
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """Yields first and last hash of ranges that all ids fall into."""
@@ -227,7 +233,7 @@ class Extension:
         for first, last in self._ranges():
             ids, totals, *_ = self._fresh(first, last)
             self._numbers[ids.rows] = totals
-            num_ids.update(sizes_of(totals[totals >= enough] // self._units))
+            num_ids.update(_sizes_of(totals[totals >= enough] // self._units))
         if (place := self._missing_place) is not None:
             self._numbers[place] = total = self._missing_total
             num_ids.update({total // self._units: 1} if total >= enough else {})
@@ -243,7 +249,7 @@ class Extension:
             self.num_rare += len(waits)
             got = got[np.argsort(own[got] // self._units, kind="stable")]
             end = 0
-            for total, size in sizes_of(own[got] // self._units).items():
+            for total, size in _sizes_of(own[got] // self._units).items():
                 begin, end = end, end + size
                 own[got[begin:end]] = self._rows_of_new(next_new[total] + np.arange(size))
                 next_new[total] += size
@@ -276,23 +282,13 @@ class Extension:
             yield from _in_order(parts)
 
 
-def mapped_zeros(folder: Path, dtype: str, size: int) -> NDArray[Any]:
-    """Returns zeros in a file without a name. Raises OSError if the disk is full: a write to a mapped file of which the
-    disk has no room ends the process."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        for start in range(0, size, PLACES_AT_ONCE):
-            file.write(np.zeros(min(PLACES_AT_ONCE, size - start), dtype).data)
-        file.flush()
-        return np.memmap(file, dtype, "r+", shape=(size,)) if size else np.zeros(0, dtype)
-
-
 def empty_vocabulary(path: Path, like: Vocabulary) -> Vocabulary:
     """Writes and returns a vocabulary without ids, for keys as those of `like`."""
     write_vocabulary(path, (), TableSummary(1, 0, 0, 0, 0), key_kind=like.key_kind, hash_cap=like.header.hash_cap)
     return Vocabulary.open(path)
 
 
-def sizes_of(values: NDArray[np.int64]) -> dict[int, int]:
+def _sizes_of(values: NDArray[np.int64]) -> dict[int, int]:
     """Returns how often each value comes, by rising value."""
     found, sizes = np.unique(values, return_counts=True)
     return dict(zip(found.tolist(), sizes.tolist(), strict=True))

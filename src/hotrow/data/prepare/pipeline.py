@@ -259,7 +259,7 @@ def fingerprint(opened: OpenedSource) -> str:
 def _identity(opened: OpenedSource, options: Options, info: SourceInfo) -> dict[str, Any]:
     """Returns what decides the bytes of the result; a resume is refused if any of it differs."""
     base = options.base
-    day = {} if base is None else {"day": asdict(base.day)} | ({"rerank": True} if base.reranks else {})
+    day = {} if base is None else {"day": asdict(base.day)}
     return day | {
         "source": opened.source.name,
         "files": {f.path: f"{f.num_bytes} bytes, changed {f.mtime_ns}" for f in info.files},

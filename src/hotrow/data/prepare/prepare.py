@@ -83,7 +83,6 @@ def run_prepare(
     announce: Callable[[str], None] | None = None,
     comm: Communicator | None = None,
     base: Path | str | None = None,
-    rerank: bool = False,
 ) -> PackedDataset:
     """Prepares raw logs into the packed dataset `out`; called again with the same arguments, it continues after a stop.
 
@@ -103,7 +102,6 @@ def run_prepare(
     progress, announce, comm: see `pipeline.prepare`.
     base: the dataset of the day before, which the rows extend: with its schema, its rows of ids and its statistics.
     All rows then train, unless `split` or `fractions` is given. "none": the rows are the first day of such a chain.
-    rerank: number the rows of ids anew, by how often the training rows of this day have them.
 
     Raises ValueError naming the field, file, row or option that is wrong; OSError when the disk is full, and
     `pipeline.Interrupted` on Ctrl-C: after these two the same call continues.
@@ -116,8 +114,6 @@ def run_prepare(
     parts = check_options(**changes)
     comm = comm or Communicator()
     earlier = None if base in (None, NO_BASE) else on_every_rank(comm, lambda: _Earlier.open(str(base)))
-    if rerank and earlier is None:
-        raise ValueError("rerank is given without a base, whose rows it numbers anew: name the day before in base")
     if earlier is not None:
         given = {"schema": schema, "min_count": min_count, "hash_cap": hash_cap, **dict.fromkeys(read.hints, True)}
         if named := [name for name, value in given.items() if value is not None]:
@@ -127,7 +123,7 @@ def run_prepare(
         if split is None and fractions is None:
             parts = check_options(split="random", fractions=(1.0, 0.0, 0.0), seed=seed)
     if base is not None:
-        options = replace(options, base=Base() if earlier is None else replace(earlier.base, reranks=rerank))
+        options = replace(options, base=Base() if earlier is None else earlier.base)
 
     def opened() -> OpenedSource:
         if comm.rank == 0:
