@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -57,7 +56,7 @@ DAYS_SCHEMA = parse_schema(
         "tables": {
             "default": {"min_count": 3, "expire": {"unused_days": 2}},
             "item": {"min_count": 3, "expire": {"unused_days": 1}},
-            "tags": {"min_count": 30, "count_decay": 0.7},
+            "tags": {"min_count": 30},
             "hashed": {"hash_cap": 40, "min_count": 25},
         }
     }
@@ -119,9 +118,8 @@ def days(logs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Pat
 class Truth:
     """The ids of one table over days. unused_days: None if ids never expire."""
 
-    def __init__(self, min_count: int, unused_days: int | None = None, decay: float = 1) -> None:
-        self.min_count, self.unused_days, self.decay, self.day = min_count, unused_days, decay, 0
-        self.units = 1 if decay == 1 else 65536
+    def __init__(self, min_count: int, unused_days: int | None = None) -> None:
+        self.min_count, self.unused_days, self.day = min_count, unused_days, 0
         self.rows: dict[Any, int] = {}
         self.num_rows = 1
         self.seen = Counter[Any]()
@@ -136,7 +134,7 @@ class Truth:
     @staticmethod
     def of(table: str) -> Truth:
         spec = DAYS_SCHEMA.table(table)
-        return Truth(spec.min_count, spec.expire and spec.expire.unused_days, spec.count_decay)
+        return Truth(spec.min_count, spec.expire and spec.expire.unused_days)
 
     def add(self, ids: list[Any]) -> None:
         self.day += 1
@@ -144,18 +142,15 @@ class Truth:
         self.last |= dict.fromkeys(of_day, self.day)
         old = [k for k, d in self.last.items() if k is not None and self.day - d >= (self.unused_days or self.day)]
         self.num_expired = sum(key in self.rows for key in old)
-        for key in {*self.seen} - {*self.rows}:
-            self.seen[key] = math.floor(self.seen[key] * self.decay)
-            old += [key] if not self.seen[key] and key not in of_day else []
         for key in old:
             for known in (self.rows, self.seen, self.sight, self.last):
                 known.pop(key, None)
         for place, key in enumerate(sorted(of_day, key=lambda key: -of_day[key])):
             self.sight.setdefault(key, (self.day, place))
-        self.seen.update({key: n * self.units for key, n in of_day.items() if key not in self.rows})
-        enough = [k for k, n in self.seen.items() if n >= self.min_count * self.units and k not in self.rows]
+        self.seen.update({key: n for key, n in of_day.items() if key not in self.rows})
+        enough = [k for k, n in self.seen.items() if n >= self.min_count and k not in self.rows]
         self.reborn, first = [], self.num_rows
-        for key in sorted(enough, key=lambda key: (-(self.seen[key] // self.units), self.sight[key])):
+        for key in sorted(enough, key=lambda key: (-self.seen[key], self.sight[key])):
             row = min({*range(1, self.num_rows + 1)} - {*self.rows.values()})
             self.rows[key], self.num_rows = row, max(self.num_rows, row + 1)
             self.reborn += [row] if row < first else []
@@ -650,14 +645,14 @@ def counted(path: Path, kind: Any, ids: list[Any]) -> Counted:
 
 
 @pytest.mark.parametrize("kind", ["int", "bytes"])
-@pytest.mark.parametrize(("seed", "unused_days", "decay"), [(0, 1, 1), (1, 2, 0.9), (2, 4, 0.5), (3, 5, 0.01)])
+@pytest.mark.parametrize(("seed", "unused_days"), [(0, 1), (1, 2), (2, 4), (3, 5)])
 def test_random_days_with_expiry_are_those_of_dictionaries(
-    kind: Any, seed: int, unused_days: int, decay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Any, seed: int, unused_days: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids come, go and come back, the missing value too; the day before is known by its files alone."""
     monkeypatch.setattr(extend, "IDS_PER_RANGE", 13)
     monkeypatch.setattr(extend, "PLACES_AT_ONCE", 7)
-    truth, rng = Truth(2, unused_days, decay), np.random.default_rng(seed)
+    truth, rng = Truth(2, unused_days), np.random.default_rng(seed)
     names = "vocab", "counts", "rare", "rare-counts", "used", "seen", "reborn"
     seen_states = set()
     for number in range(1, 13):
@@ -677,9 +672,7 @@ def test_random_days_with_expiry_are_those_of_dictionaries(
             uses = Uses(open_counts(before / "used"), open_counts(before / "seen"))
         uses = uses._replace(today=number, unused_days=unused_days)
         out.mkdir()
-        Extension(base, rare, day, min_count=2, tmp_dir=out, count_decay=decay, uses=uses).write(
-            *(out / name for name in names)
-        )
+        Extension(base, rare, day, min_count=2, tmp_dir=out, uses=uses).write(*(out / name for name in names))
         truth.add(ids)
         found = Vocabulary.open(out / "vocab")
         every = [*truth.rows, *ids, *range(-5, 500)]
@@ -696,7 +689,7 @@ def test_random_days_with_expiry_are_those_of_dictionaries(
         assert open_counts(out / "seen").tolist() == truth.days_of(waiting, len(waiting) + 1)
         assert (open_counts(out / "reborn").tolist() if (out / "reborn").exists() else []) == truth.reborn
         seen_states |= {"free"} if num_free else {"reborn"} if truth.reborn else set()
-    assert seen_states == {"free", "reborn"} and (None in truth.rows) == (decay == 1)
+    assert seen_states == {"free", "reborn"} and None in truth.rows
 
 
 @pytest.mark.parametrize("kind", ["int", "bytes"])

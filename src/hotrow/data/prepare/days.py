@@ -124,8 +124,7 @@ class Base:
             if spec.expire is None
             else self._uses(table, base, rare)._replace(today=self.day.number, unused_days=spec.expire.unused_days)
         )
-        limits: Any = {"min_count": spec.min_count, "count_decay": spec.count_decay, "uses": uses}
-        extension = Extension(base, rare, day, tmp_dir=work, **limits)
+        extension = Extension(base, rare, day, min_count=spec.min_count, tmp_dir=work, uses=uses)
         own = Table(table, 1)
         names = own.vocabulary_file, own.counts_file, *own.rare_files
         paths = [out / name for name in (*names, *((*own.use_files, own.reborn_file) if uses else ()))]

@@ -31,8 +31,6 @@ from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, ope
 
 IDS_PER_RANGE = 1 << 18
 PLACES_AT_ONCE = 1 << 20
-DECAYED_UNITS = 1 << 16
-"""Counts that decay are in so many parts of an access, so that an id that is seen once is not lost by rounding."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class _Fresh(NamedTuple):
     ids: Entries
     """In no order. Their `rows` are places in the order of first sight, from 0 on."""
     totals: NDArray[np.int64]
-    """How often each was seen over all days, in units."""
+    """How often each was seen over all days."""
     of_day: NDArray[np.int64]
     """How often on the day."""
     last_days: NDArray[Any]
@@ -91,9 +89,8 @@ class _Fresh(NamedTuple):
 class Extension:
     """A vocabulary, extended by the ids of a day.
 
-    min_count: how often an id must have been seen over all days to get a row. count_decay: what the counts of `rare`
-    are multiplied by first; below 1, they are in DECAYED_UNITS. uses: if None, ids never expire. tmp_dir: for files
-    without a name, of up to 21 bytes for each row and each id of `rare` and `day`.
+    min_count: how often an id must have been seen over all days to get a row. uses: if None, ids never expire. tmp_dir:
+    for files without a name, of up to 21 bytes for each row and each id of `rare` and `day`.
     """
 
     def __init__(
@@ -104,11 +101,9 @@ class Extension:
         *,
         min_count: int,
         tmp_dir: Path,
-        count_decay: float = 1.0,
         uses: Uses | None = None,
     ) -> None:
         self._base, self._rare, self._day, self._tmp_dir = base, rare, day, tmp_dir
-        self._decay, self._units = count_decay, DECAYED_UNITS if count_decay < 1 else 1
         self._expires = uses is not None
         self._uses = uses or Uses.on(0, base, rare)
         self._oldest = max(0, self._uses.today - self._uses.unused_days + 1)
@@ -201,18 +196,14 @@ class Extension:
         rare, again, last_days = self._still_used(rare, self._uses.rare)
         known = [vocabulary.rows_of(day) for vocabulary in (self._base, self._rare.vocabulary)]
         new = np.flatnonzero((known[0] == 0) & (known[1] == 0))
-        before = np.concatenate([self._aged(self._rare.counts[rare.rows]), np.zeros(len(new), np.int64)])
+        before = np.concatenate([self._rare.counts[rare.rows].astype(np.int64), np.zeros(len(new), np.int64)])
         # Row 0 of the day, which rare ids have that were not seen, counts nothing.
         of_day = self._day.counts[np.concatenate([again, day.rows[new]])].astype(np.int64)
         places = np.concatenate([rare.rows - 1, self._first_of_day + day.rows[new] - 1])
         strings = _joined_strings([rare.strings, _some_strings(day.strings, new)])
         last_days = np.concatenate([last_days, np.full(len(new), self._uses.today)])
         ids = Entries(np.concatenate([rare.hashes, day.hashes[new]]), places, strings)
-        return _Fresh(ids, before + self._units * of_day, of_day, last_days)
-
-    def _aged(self, counts: NDArray[Any]) -> NDArray[np.int64]:
-        """Returns what is left of the counts of earlier days."""
-        return (counts if self._decay == 1 else np.floor(counts * self._decay)).astype(np.int64)
+        return _Fresh(ids, before + of_day, of_day, last_days)
 
     @property
     def _missing_place(self) -> int | None:
@@ -224,32 +215,31 @@ class Extension:
 
     @property
     def _missing_total(self) -> int:
-        before, of_day = (found.count(found.vocabulary.missing_row) for found in (self._rare, self._day))
-        return int(self._aged(np.array(before))) + self._units * of_day
+        return sum(found.count(found.vocabulary.missing_row) for found in (self._rare, self._day))
 
     def _number(self, min_count: int) -> int:
         """Numbers the ids, in the order of their places within each count; returns how many get a row."""
-        num_ids, enough = Counter[int](), min_count * self._units
+        num_ids = Counter[int]()
         for first, last in self._ranges():
             ids, totals, *_ = self._fresh(first, last)
             self._numbers[ids.rows] = totals
-            num_ids.update(_sizes_of(totals[totals >= enough] // self._units))
+            num_ids.update(_sizes_of(totals[totals >= min_count]))
         if (place := self._missing_place) is not None:
             self._numbers[place] = total = self._missing_total
-            num_ids.update({total // self._units: 1} if total >= enough else {})
+            num_ids.update({total: 1} if total >= min_count else {})
         num_new, next_new = 0, {}
         for total in sorted(num_ids, reverse=True):
             next_new[total] = num_new
             num_new += num_ids[total]
         for start in range(0, len(self._numbers), PLACES_AT_ONCE):
             own = self._numbers[start : start + PLACES_AT_ONCE]
-            got, waits = np.flatnonzero(own >= enough), np.flatnonzero((own > 0) & (own < enough))
+            got, waits = np.flatnonzero(own >= min_count), np.flatnonzero((own > 0) & (own < min_count))
             self._rare_accesses += int(own[waits].sum())
             own[waits] = -1 - self.num_rare - np.arange(len(waits))
             self.num_rare += len(waits)
-            got = got[np.argsort(own[got] // self._units, kind="stable")]
+            got = got[np.argsort(own[got], kind="stable")]
             end = 0
-            for total, size in _sizes_of(own[got] // self._units).items():
+            for total, size in _sizes_of(own[got]).items():
                 begin, end = end, end + size
                 own[got[begin:end]] = self._rows_of_new(next_new[total] + np.arange(size))
                 next_new[total] += size

@@ -278,8 +278,6 @@ class TableSpec(_Strict):
     hash_cap: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Integer ids become id mod hash_cap (text: 64-bit hash mod hash_cap) before counting. If None, ids are
     exact."""
-    count_decay: float = Field(default=1.0, gt=0, le=1)
-    """In a chain of days, what counts of ids without a row are multiplied by on each day, before its own are added."""
     expire: ExpireSpec | None = None
     """When ids lose their rows in a chain of days. If None, they keep them for life."""
 
@@ -600,8 +598,8 @@ class Schema(_Strict):
     def to_json(self) -> dict[str, Any]:
         """Returns the schema as JSON-ready values; `parse_schema` reads it.
 
-        `statistics` with their `count` and lag, `transforms`, `weight`, `label.kind`, `label.name`, `count_decay` and
-        `expire` are left out if they have their defaults, so that earlier versions read it too.
+        `statistics` with their `count` and lag, `transforms`, `weight`, `label.kind`, `label.name` and `expire` are left
+        out if they have their defaults.
         """
         optional = ("statistics", "statistics_lag", "transforms", "weight")
         left_out = {name for name in optional if not getattr(self, name)}
@@ -615,9 +613,8 @@ class Schema(_Strict):
             if not spec["count"]:
                 del spec["count"]
         for spec in value["tables"].values():
-            for option, usual in (("count_decay", 1.0), ("expire", None)):
-                if spec[option] == usual:
-                    del spec[option]
+            if spec["expire"] is None:
+                del spec["expire"]
         return value
 
 
