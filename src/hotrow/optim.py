@@ -398,16 +398,6 @@ class Adagrad(SparseOptimizer):
     def _initial(self, group: dict[str, Any], state: TableState) -> TableState:
         return state._replace(constant=float(group["initial_accumulator_value"]))
 
-    def decay_sums(self, factor: float) -> None:
-        """Multiplies the sums of all rows by `factor`, down to initial_accumulator_value at most. Those of tables that
-        are not trained stay. If ranks share the tables, all of them call this."""
-        for part, attached in zip(self._parts, self._attached, strict=True):
-            for number, group in enumerate(self.param_groups[part.groups]):
-                for state in () if number in part.emb.frozen else attached.states[group["name"]]:
-                    sums = part.emb.placement.rows(group["name"], state)
-                    for rows in sums.pieces():
-                        sums.write(rows, (sums.read(rows) * factor).clamp_(min=group["initial_accumulator_value"]))
-
 
 class RowWiseAdagrad(Adagrad):
     """`h = h + mean(g * g); w = w - (lr / (sqrt(h) + eps)) * g` once per row, g the ordered sum of its gradients.

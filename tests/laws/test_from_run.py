@@ -46,7 +46,7 @@ BASE: dict[str, Any] = {
 }
 ADAM = ["optimizer.dense.name=adam", "optimizer.sparse.name=adam"]
 TIERS = ["memory={dram: 70KiB, writes: in_place}"]
-DECAY = ["optimizer.sparse={name: adagrad, initial_accumulator_value: 0.001, decay_per_day: 0.5}"]
+
 TABLE_ROWS, GROWN = (50, 20, 3000), (57, 20, 3300)
 
 
@@ -190,40 +190,6 @@ def test_ftrl_starts_from_the_weights_of_another_optimizer(trained: Trained, dat
         assert not torch.equal(after, before)
 
 
-def sums_of(run: Path) -> list[np.ndarray[Any, Any]]:
-    """The sums of squares in the newest checkpoint, by table."""
-    found = newest(run)
-    return [np.frombuffer(found[name], np.float32) for name in sorted(found) if name.startswith("sparse_optimizer")]
-
-
-@pytest.mark.parametrize("memory", [[], TIERS], ids=["DRAM", "tiers"])
-@pytest.mark.parametrize("initial", [0, 0.01])
-@pytest.mark.parametrize("name", ["adagrad", "row_wise_adagrad"])
-def test_sums_decay_once_a_day(
-    trained: Trained, data: Path, other: Path, tmp_path: Path, name: str, initial: float, memory: list[str]
-) -> None:
-    """A step adds to the sums of the rows that it looks up; those of all others are the decayed ones, to the bit."""
-    options = f"name: {name}, initial_accumulator_value: {initial}"
-    parent = trained(f"optimizer.sparse={{{options}}}", *memory)
-    before = sums_of(parent)
-
-    def after_a_step(rows: Path, decay: float | None, *more: str) -> list[np.ndarray[Any, Any]]:
-        given = "" if decay is None else f", decay_per_day: {decay}"
-        changes = [f"optimizer.sparse={{{options}{given}}}", *memory, f"from_run={parent}", "train.max_steps=1", *more]
-        path = tmp_path / str(len([*tmp_path.iterdir()]))
-        return sums_of(runs.train(config(rows, path, *changes)).path)
-
-    plain, decayed = after_a_step(other, None), after_a_step(other, 0.5)
-    truth = [np.maximum(own * np.float32(0.5), np.float32(initial)) for own in before]
-    for own, step, now, wanted in zip(before, plain, decayed, truth, strict=True):
-        unseen = step == own
-        assert (now[unseen] == wanted[unseen]).all() and (now >= wanted).all()
-    assert (plain[2] == before[2]).mean() > 0.9 and (truth[2] != before[2]).any()
-    assert all(map(np.array_equal, after_a_step(other, 1.0), plain)), "1 changes nothing"
-    assert all(map(np.array_equal, after_a_step(data, 0.5), after_a_step(data, None))), "the same day has not passed"
-    assert all(map(np.array_equal, after_a_step(other, 0.5, "train.freeze=[tables]"), before)), "frozen"
-
-
 # ---- the day that comes
 
 
@@ -252,8 +218,8 @@ def test_each_tenth_of_new_rows_is_scored(trained: Trained, other: Path, tmp_pat
 
 @pytest.mark.parametrize(
     "changes",
-    [[], ADAM, ["optimizer.sparse={name: ftrl, l1: 1e-3}"], DECAY],
-    ids=["", "adam", "ftrl", "decay"],
+    [[], ADAM, ["optimizer.sparse={name: ftrl, l1: 1e-3}"], ["optimizer.sparse.initial_accumulator_value=0.001"]],
+    ids=["", "adam", "ftrl", "sums"],
 )
 def test_new_rows_begin_as_row_0(
     trained: Trained, grown: Path, tmp_path: Path, changes: list[str], monkeypatch: pytest.MonkeyPatch
@@ -513,7 +479,7 @@ def test_rows_outside_the_table_are_refused(expiring: list[Path], tmp_path: Path
 
 
 @pytest.mark.parametrize("stop", [1, 9])
-@pytest.mark.parametrize("changes", [ADAM, TIERS, DECAY], ids=["adam", "tiers", "decay"])
+@pytest.mark.parametrize("changes", [ADAM, TIERS], ids=["adam", "tiers"])
 def test_an_interrupted_start_ends_in_the_same_bits(
     trained: Trained, grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], stop: int
 ) -> None:
@@ -592,10 +558,8 @@ def _train(comm: Communicator, raw: dict[str, Any]) -> None:
         ADAM,
         ["optimizer.sparse.name=ftrl", "train.freeze=[dense]"],
         [*TIERS, "train.freeze=[tables]"],
-        DECAY,
-        [*TIERS, *DECAY],
     ],
-    ids=["adam", "ftrl, frozen layers", "tiers, frozen tables", "decay", "tiers, decay"],
+    ids=["adam", "ftrl, frozen layers", "tiers, frozen tables"],
 )
 def test_ranks_start_with_the_same_bits(
     trained: Trained, grown: Path, tmp_path: Path, pool: RankPool, changes: list[str]
@@ -649,11 +613,6 @@ def test_ranks_begin_the_rows_of_expired_ids_with_the_same_bits(
             ["optimizer.sparse.name=ftrl", "optimizer.schedule.warmup_steps=9"],
             r"optimizer\.schedule\.warmup_steps is 9, but ftrl .*: set it to 0",
         ),
-        (
-            ["optimizer.sparse={name: adam, decay_per_day: 0.9}"],
-            r"decay_per_day is 0\.9, but adam has no such option; remove it or choose another optimizer",
-        ),
-        (["optimizer.sparse.decay_per_day=0"], r"decay_per_day is '?0"),
         (["train.freeze=[t9]"], r"train\.freeze names 't9'; it may name dense, tables, t0, t1, t2"),
         (["train.freeze=[dense, t0, t1, t2]"], r"train\.freeze leaves nothing to train"),
         (["train.freeze=[dense, tables]"], r"train\.freeze leaves nothing to train"),

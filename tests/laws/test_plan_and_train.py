@@ -78,7 +78,6 @@ VALUES: dict[str, list[Any]] = {
     "optimizer.sparse.beta": [None, 1.0, 0],
     "optimizer.sparse.l1": [None, 0.1, -1],
     "optimizer.sparse.l2": [None, 0.1, -1],
-    "optimizer.sparse.decay_per_day": [None, 0.9, 0],
     "optimizer.schedule.name": ["quadratic", "cosine", "one_cycle", "linear"],
     "optimizer.schedule.warmup_steps": [0, 10, -1],
     "optimizer.schedule.decay_start_step": [None, 5, 20],

@@ -35,7 +35,7 @@ from prepare_data import file_hashes
 RECIPE = """
 data: ""
 model: {embedding_dim: 4, bottom_mlp: [], top_mlp: [8]}
-optimizer: {sparse: {name: adagrad, lr: 0.05, decay_per_day: 0.5}, schedule: {warmup_steps: 4}}
+optimizer: {sparse: {name: adagrad, lr: 0.05}, schedule: {warmup_steps: 4}}
 train: {batch_size: 64, epochs: 2, eval_every: null, seed: 3, threads: 1}
 checkpoint: {every: 4}
 """
@@ -289,7 +289,7 @@ def test_options_of_later_days_are_checked_by_the_model_of_the_chain(tmp_path: P
         walk_days(logs, out, delay=True)
     assert not (out / "data" / "day_3").exists()
     with pytest.raises(ValueError, match=r"ftrl has no such option"):
-        walk_days(logs, out, overrides=["optimizer.sparse.decay_per_day=0.9"])
+        walk_days(logs, out, overrides=["optimizer.sparse.eps=0.1"])
     assert walk_days(logs, out, overrides=["optimizer.sparse.l1=0.001"])["new"] == ["day_3"]
 
 

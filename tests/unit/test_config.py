@@ -43,7 +43,6 @@ optimizer.sparse.betas None
 optimizer.sparse.beta None
 optimizer.sparse.l1 None
 optimizer.sparse.l2 None
-optimizer.sparse.decay_per_day None
 optimizer.schedule.name quadratic
 optimizer.schedule.warmup_steps 0
 optimizer.schedule.decay_start_step None

@@ -98,14 +98,10 @@ class SparseOptimizerConfig(_Section):
     """L2 penalty, which makes weights smaller; null means 0. It is row-lazy: a row gets it only when a batch looks it
     up. The Adagrads and adam add l2 * w to the row's gradient, as weight_decay in PyTorch and FBGEMM's L2 mode. Not for
     sgd."""
-    decay_per_day: Annotated[float, Field(gt=0, le=1)] | None = None
-    """What the sums of squares of all rows are multiplied by, once, when a run starts from another one (`from_run`) on
-    other data, so that rows still learn on the 300th day: 0.9 makes a row's next steps 5 % larger. They do not fall
-    below `initial_accumulator_value`. null means 1, which leaves them as they are. Only for the Adagrads."""
 
     @model_validator(mode="after")
     def _only_what_acts(self) -> SparseOptimizerConfig:
-        of_adagrads = ("eps", "initial_accumulator_value", "l2", "decay_per_day")
+        of_adagrads = ("eps", "initial_accumulator_value", "l2")
         acts = {
             "sgd": (),
             "adagrad": of_adagrads,

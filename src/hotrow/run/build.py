@@ -147,7 +147,7 @@ def build_optimizers(
 ) -> tuple[Optimizer, optim.SparseOptimizer]:
     """Returns the torch optimizer of `model` and the fused one of `embedding`."""
     dense, sparse = config.optimizer.dense, config.optimizer.sparse
-    options = sparse.model_dump(exclude={"name", "lr", "decay_per_day"}, exclude_none=True)
+    options = sparse.model_dump(exclude={"name", "lr"}, exclude_none=True)
     fused = True if all(parameter.device.type == "cpu" for parameter in model.parameters()) else None  # torch's choice
     make = optim.SplitSGDBF16 if splits_dense(config) else partial(_DENSE_OPTIMIZERS[dense.name], fused=fused)
     return (

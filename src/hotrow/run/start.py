@@ -22,7 +22,6 @@ from hotrow.config.load import make_config
 from hotrow.config.schema import Config, OptimizerConfig, ScheduleConfig
 from hotrow.data.packed.format import DatasetInfo, Ragged, Table
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.optim import Adagrad
 from hotrow.report.facts import mapping_in, number_in
 from hotrow.run.build import Parts
 from hotrow.run.checkpoint import Part, list_checkpoints, load_checkpoint
@@ -44,8 +43,6 @@ class Start:
     """Whether the run trains on another dataset than the weights were trained on."""
     reborn: Mapping[str, NDArray[Any]]
     """By table, the rows that stood for ids which have expired, and stand for others now."""
-    decay: float = 1.0
-    """What sums of squares of rows are multiplied by."""
 
     def load(self, parts: Parts) -> None:
         """Gives `parts` the weights, and the states of optimizers that go on. Collective.
@@ -71,9 +68,6 @@ class Start:
                 if goes_on:
                     parts.sparse_optimizer.forget(table, ids)
             parts.sparse_optimizer.follow_weights(table, first if goes_on else 0)
-        if self.decay != 1:
-            assert isinstance(parts.sparse_optimizer, Adagrad), "no other optimizer has the option"
-            parts.sparse_optimizer.decay_sums(self.decay)
 
     def unknown(self, dataset: PackedDataset, firsts: Sequence[int]) -> list[float | None]:
         """Returns what share of the lookups of each part of the training rows is of ids that the weights have no row
@@ -102,8 +96,6 @@ class Start:
         rows = {"new rows of tables": added, "rows of expired ids": sum(self.record.rows_reborn.values())}
         new = " and ".join(f"{number:,} {what}" for what, number in rows.items() if number)
         new = f"; {new} begin with the weights of their table's row 0" if new else ""
-        if self.decay != 1 and "sparse" in kept:
-            new += f"; sums of squares of rows are multiplied by {self.decay:g}"
         return (
             f"starts with the weights of step {self.record.step} of {self.record.path}; "
             f"{states.get(len(kept), 'states of optimizers go on')}{new}"
@@ -145,9 +137,7 @@ def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
         )
     num_reborn = {table: len(rows) for table, rows in reborn.items()}
     record = Parent(str(folder.path), step, checksum, _states_of(config.optimizer, theirs.optimizer), added, num_reborn)
-    is_new_data = extra.dataset != setup.dataset.checksum
-    decay = (is_new_data and config.optimizer.sparse.decay_per_day) or 1.0
-    return Start(checkpoint, record, is_new_data, reborn, decay)
+    return Start(checkpoint, record, extra.dataset != setup.dataset.checksum, reborn)
 
 
 def unknown_shares(info: DatasetInfo) -> tuple[float | None, dict[str, float]]:
