@@ -37,7 +37,7 @@ from resealed import reseal
 
 PREPARE = "prepare csv rows.csv --schema schema.yaml --out data"
 MODEL = {"embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]}
-TRAIN = {"batch_size": 16, "epochs": 1, "max_steps": 8, "log_every": 1, "threads": 1, "trace": "1:2"}
+TRAIN = {"batch_size": 16, "epochs": 1, "max_steps": 8, "log_every": 1, "threads": 1}
 TABLES = {name: {"min_count": 1} for name in ("item", "user", "tags")}
 VERBS = (
     *("check run", "report run", "eval run", "predict run rows.csv --out scores.csv", "export run --out export-2"),

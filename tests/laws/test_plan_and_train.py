@@ -99,7 +99,6 @@ VALUES: dict[str, list[Any]] = {
     "train.ema": [None, 0.99, 1],
     "train.freeze": [[], ["dense"], ["tables"], ["large"], ["dense", "tables"], ["none"]],
     "train.nonfinite": ["raise", "skip"],
-    "train.trace": [None, "1:1", "1"],
     "train.log_every": [1, 50, 0],
     "metrics.by": [None, "large", "list", "none"],
     "calibration.method": [None, "platt", "isotonic", "none"],

@@ -455,7 +455,6 @@ def test_what_ranks_sent_and_who_was_slowest_is_recorded(pool: RankPool, data: P
     ("changes", "micro_batches", "text"),
     [
         (["train.micro_batches=2"], 3, "train.micro_batches is 2, but there are 3 ranks, and each needs one: start"),
-        (['train.trace="1:2"'], 3, "train.trace is '1:2', which does not work on several ranks yet: set it to null"),
         (["memory={dram: 1MiB, write_budget: 1GB/day}"], 3, "memory.write_budget is '1GB/day', which does not work"),
         (["data=nowhere"], 3, "nowhere"),
     ],

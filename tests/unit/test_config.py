@@ -66,7 +66,6 @@ train.ema None
 train.freeze []
 train.nonfinite raise
 train.log_every 50
-train.trace None
 train.sinks []
 metrics.by None
 calibration.method None

@@ -358,37 +358,6 @@ def test_a_killed_run_is_told_from_one_that_trains(dataset: PackedDataset, tmp_p
         assert RunFolder.open(run.path).facts().is_training
 
 
-# ---- traces
-
-
-def spans(run: RunFolder) -> list[str]:
-    """The names of the spans that are not torch's own, in order."""
-    events = json.loads((run.path / "trace.json").read_text())["traceEvents"]
-    found = [event for event in events if event.get("cat") == "user_annotation" and event["ph"] == "X"]
-    return [event["name"] for event in sorted(found, key=lambda event: float(event["ts"]))]
-
-
-def test_a_trace_has_the_phases_of_the_steps_it_names(dataset: PackedDataset, tmp_path: Path) -> None:
-    run = runs.train(config_for(dataset, tmp_path / "run", trace="3:4"), quiet=True)
-    plain = runs.train(config_for(dataset, tmp_path / "plain"), quiet=True)
-    own = [name for name in spans(run) if name in (*PHASES, "between steps")]
-    assert own == [*PHASES, "dense", "between steps"] * 4
-    assert run.path.joinpath("trace.json").stat().st_mode & 0o777 == 0o600
-    assert not (plain.path / "trace.json").exists()
-    last = runs.train(config_for(dataset, tmp_path / "last", trace="16:9"), quiet=True)
-    assert spans(last).count("update") == 1, "there are 16 steps, counted from 1"
-    rows = [RunFolder.open(folder.path).record.metrics for folder in (run, plain)]
-    assert rows[0] == rows[1], "a trace changes no result"
-
-
-def test_a_trace_that_names_no_step_is_said(dataset: PackedDataset, tmp_path: Path) -> None:
-    run = runs.train(config_for(dataset, tmp_path / "run", trace="500:4"), quiet=True)
-    assert "none of these steps" in run.record.warnings["no_trace"]["text"]
-    for wrong in ("0:4", "5", "5:0", "5:10001", "a:b"):
-        with pytest.raises(ValueError, match=r"train\.trace.*START:COUNT"):
-            config_for(dataset, tmp_path / "x", trace=wrong)
-
-
 # ---- in a browser
 
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"

@@ -319,10 +319,6 @@ def train(
         Path | None,
         typer.Option("--from", help="Start from the weights of this finished run; without a CONFIG, with its options."),
     ] = None,
-    trace: Annotated[
-        str | None,
-        typer.Option(help="START:COUNT: write where each moment of these steps went to trace.json, for Perfetto."),
-    ] = None,
     max_minutes: Annotated[
         float | None,
         typer.Option(help="When so many minutes are over, save a checkpoint and end with exit code 138 (SIGUSR1)."),
@@ -349,7 +345,7 @@ def train(
     if max_minutes is not None and not max_minutes > 0:
         raise ValueError(f"--max-minutes is {max_minutes:g}; give a number above 0, or leave it out")
     until_s = math.inf if max_minutes is None else began_s + 60 * max_minutes
-    overrides = [*(set_ or ()), *([] if trace is None else [f"train.trace={json.dumps(trace)}"])]
+    overrides = [*(set_ or ())]
     if seeds is not None and (resume is not None or size_variable(os.environ) is not None):
         raise ValueError(
             "--seeds begins runs in one process: leave out --resume, and start it without torchrun or mpiexec"

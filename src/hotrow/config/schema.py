@@ -6,7 +6,6 @@ here acts on a value. load.py reads and checks a config; docs/config.md shows th
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
@@ -34,8 +33,6 @@ Owner = Literal["replicated", "table", "row", "column"]
 ScheduleName = Literal["quadratic", "cosine", "one_cycle"]
 Exchange = Literal["rows", "pooled"]
 """What ranks send each other of a table that they do not all hold."""
-MAX_TRACED = 10_000
-"""Steps that a trace may have; it is kept in memory until it is written."""
 Interval = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """How often something happens in training: a share of an epoch (up to 1), or a whole number of steps (above 1)."""
 
@@ -160,22 +157,6 @@ class OptimizerConfig(_Section):
     schedule: ScheduleConfig = ScheduleConfig()
 
 
-def trace_window(text: str) -> tuple[int, int]:
-    """Returns the first step and the number of steps in text such as "100:20". Raises ValueError for anything else."""
-    found = re.fullmatch(r"([1-9]\d{0,14}):([1-9]\d{0,4})", text)
-    if found is None or int(found[2]) > MAX_TRACED:
-        raise ValueError(
-            f"{text!r} does not name steps; write START:COUNT, such as 100:20 for the steps 100 to 119, with at most "
-            f"{MAX_TRACED:,} steps"
-        )
-    return int(found[1]), int(found[2])
-
-
-def _check_trace(text: str) -> str:
-    trace_window(text)
-    return text
-
-
 class TrainConfig(_Section):
     """How long to train, in which batches, with which arithmetic, and from which seed."""
 
@@ -244,9 +225,6 @@ class TrainConfig(_Section):
     run.json), and the run continues."""
     log_every: Count = 50
     """Steps between two lines of metrics.jsonl; each line has means over these steps."""
-    trace: Annotated[str, AfterValidator(_check_trace)] | None = None
-    """Steps that torch.profiler follows: START:COUNT, such as 100:20 for the steps 100 to 119. Their phases and torch's
-    operations are written to trace.json in the run's folder, for Perfetto or chrome://tracing. null: no trace."""
     sinks: list[Literal["wandb", "mlflow"]] = []
     """Trackers that take the run's options and the numbers of metrics.jsonl too: W&B, MLflow. They are packages of
     their own, which you install and log in to (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`); without them nothing

@@ -11,7 +11,6 @@ runs/criteo-dlrm-001/
   data/           the dataset, if the run prepared its own (hotrow.fit)
   memory/         while it trains: rows of tables that do not fit in DRAM (hotrow.placement)
   tensorboard/    event files, if tensorboard is installed
-  trace.json      where each moment of some steps went, if `train.trace` names steps
   launch.json     which torchrun began the run, so that its restart goes on here (restart.py)
   .lock           on a network file system: locked while a process trains here
 """
@@ -52,7 +51,7 @@ from hotrow.run.sinks import Sink, open_sink
 from hotrow.setup.setup import SELECTION
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
-_FILES = (RUN, CONFIG, METRICS, LOG, REPORT, "trace.json", "launch.json", LOCK)
+_FILES = (RUN, CONFIG, METRICS, LOG, REPORT, "launch.json", LOCK)
 _FOLDERS = ("checkpoints", "vocab", "data", "memory", "tensorboard", SELECTION)
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """What could end a line of log.txt, or change how a terminal shows it."""

@@ -166,7 +166,6 @@ RESUMABLE = (
     "train.epochs",
     "train.max_steps",
     "train.nonfinite",
-    "train.trace",
     "train.sinks",
     "calibration.method",
     "calibration.negatives_kept",

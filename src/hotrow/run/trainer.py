@@ -57,8 +57,6 @@ from hotrow.run.selection import losses_of_parts
 from hotrow.run.start import Start
 from hotrow.run.storage import close_tiers
 from hotrow.run.together import nonfinite_inputs
-from hotrow.run.trace import NAME as TRACE
-from hotrow.run.trace import Trace
 from hotrow.run.usual import usual_of
 from hotrow.run.wear import WriteMeter, checkpoint_bytes
 from hotrow.run.wire import WireMeter
@@ -278,12 +276,9 @@ class Training:
         embedding = self.parts.embedding
         self.lookahead = config.tiers.lookahead if embedding.placement.looks_ahead else 0
         most = checkpoint_bytes(config, setup.tables, self.parts.model, in_tiers=setup.in_tiers)
-        self.trace = None
-        if options.trace is not None:
-            self.trace = Trace(folder.path / TRACE, options.trace, self.session)
         dtype = config.parallel.wire_dtype
         wire = [WireMeter(self.comm, self.session, wire_dtype=dtype)] if self.comm.size > 1 else []
-        self.clock = StepClock(self.session, [*wire, *([] if self.trace is None else [self.trace])])
+        self.clock = StepClock(self.session, wire)
         tiers = embedding.placement.find(Tiers)
         self.writes = WriteMeter(tiers, config.write_budget, self.session, checkpoint_bytes=most)
         hot = HotMeter(self.turns, self.session, folder.measurements, self.parts.objective.loss_figure)
@@ -292,7 +287,6 @@ class Training:
         self.meters += wire
         self.meters += [] if self.parts.graph is None else [self.parts.graph]
         self.meters += [] if also is None else [also(self.session)]
-        self.meters += [] if self.trace is None else [self.trace]
         if not self._has("val"):
             self._without_validation()
 

@@ -251,7 +251,6 @@ def check_ranks(config: Config, dense: DenseDevice) -> None:
     wanted = {
         "memory.hbm": (config.hbm, "null: the tables of a rank lie in DRAM and on disk"),
         "memory.write_budget": (config.write_budget and config.write_budget.text, "null: only one process counts it"),
-        "train.trace": (config.train.trace, "null, and trace one process"),
         "train.clip_norm": (config.train.clip_norm, "null: ranks send gradients before any knows the norm of all"),
         "device": (None if dense.device.type == "cpu" else dense.device.type, "cpu"),
     }
