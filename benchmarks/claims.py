@@ -26,7 +26,7 @@ from benchmarks.plan_page import plan_table
 from benchmarks.ranks_page import ranks_table
 from benchmarks.results import Cell, Reports, missing, over_processors
 from benchmarks.step_shapes import SHAPES
-from benchmarks.study_figures import study_cells
+from benchmarks.study.figures import study_cells
 from benchmarks.tiers_page import memory_chart, tiers_sentence, tiers_shown, tiers_table
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,5 +1,5 @@
 """What turns of hot and cold batches do to quality, and to what crosses a link: the cells quality_* and link of
-benchmarks.hot. Nothing is timed; `python -m benchmarks.studies hot` measures the same over more axes."""
+benchmarks.hot. Nothing is timed; `python -m benchmarks.study hot` measures the same over more axes."""
 
 from __future__ import annotations
 

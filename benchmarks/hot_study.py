@@ -63,7 +63,7 @@ def with_data(preset: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]
         if not Path(path).is_dir():
             raise ValueError(
                 f"data is {path!r}, which is not a folder: the study hot needs a packed dataset, which "
-                "`hotrow prepare` makes; plain traces are for `python -m benchmarks.studies memory`"
+                "`hotrow prepare` makes; plain traces are for `python -m benchmarks.study memory`"
             )
         PackedDataset.open(path, verify="sizes")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
-from benchmarks.study_docs import StudyDocs, by_reason, machine_line, table_of
-from benchmarks.study_runner import read_preset
+from benchmarks.study.docs import StudyDocs, by_reason, machine_line, table_of
+from benchmarks.study.presets import read_preset
 from hotrow.draw import line_chart, load_template
 
 Row = Mapping[str, Any]
@@ -174,7 +174,7 @@ HEAD = """\
 
 For readers who ask whether hot batches are worth it. This page shows how few rows serve whole samples, what that
 saves on the link to a fast device, and what training hot and cold batches in turns does to quality. How it was
-measured, and what each field means, is in [Studies](../study.md#hot).
+measured is in [Studies](../study.md#hot).
 
 - `kaggle`, `terabyte` and `avazu` are synthetic samples over tables of those cardinalities, cut to the scale that
   the study names. `criteo` and `taobao` are the real rows of [Locality](locality.md). They are few, so a share of

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.bench import CLEAN_SHARE, is_disturbed
 from benchmarks.plots import heat_map, roofline
-from benchmarks.study_docs import by_reason, machine_line
+from benchmarks.study.docs import by_reason, machine_line
 from hotrow.draw import load_template
 
 Row = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""How the lab, benchmarks and tests start ranks with mpiexec: also as root, and more of them than there are cores."""
+"""How benchmarks and tests start ranks with mpiexec: also as root, and more of them than there are cores."""
 
 from __future__ import annotations
 

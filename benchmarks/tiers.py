@@ -41,9 +41,9 @@ from benchmarks.rivals.memory import MemoryCell
 from benchmarks.rivals.sides import Settings, Side
 from benchmarks.rivals.work import SEED
 from benchmarks.rivals.worker import Worker
+from benchmarks.study.group import MemoryGroup
 from hotrow.base.machine import usable_cores
 from hotrow.embedding import EmbeddingCollection
-from hotrow.lab.study.group import MemoryGroup
 from hotrow.placement.budget import Memory
 from hotrow.placement.stores import TableRows, open_store
 from hotrow.tables import TableConfig

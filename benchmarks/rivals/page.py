@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.markdown import table
 from benchmarks.rivals.memory import machines
-from benchmarks.study_docs import StudyDocs, by_reason, machine_line, table_of
-from benchmarks.study_runner import read_preset
+from benchmarks.study.docs import StudyDocs, by_reason, machine_line, table_of
+from benchmarks.study.presets import read_preset
 from hotrow.draw import line_chart, load_template
 
 Row = Mapping[str, Any]
@@ -120,7 +120,7 @@ HEAD = """\
 # Memory study
 
 For readers who ask how much DRAM they need. This page shows the training speed with DRAM for 1/2 to 1/32 of the
-tables' bytes and the rest on disk, beside mapped files and RocksDB. How it was measured, and what each field means,
+tables' bytes and the rest on disk, beside mapped files and RocksDB. How it was measured
 is in [Studies](../study.md#memory).
 
 - Speed is samples per second relative to all tables in DRAM, in stretches that alternate: the median, and the range

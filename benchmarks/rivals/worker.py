@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from hotrow.lab.study.group import MemoryGroup, enter_and
+from benchmarks.study.group import MemoryGroup, enter_and
 
 ROOT = str(Path(__file__).resolve().parents[2])
 

@@ -32,7 +32,7 @@ from packed_data import OF_TOY_ROWS
 from resealed import reseal
 
 VERBS = ["fit", "demo", "init", "prepare", "inspect", "plan", "train", "eval", "predict", "export", "check"]
-VERBS += ["doctor", "probe", "study", "clean", "apply", "serve", "runs", "tune", "days"]
+VERBS += ["doctor", "probe", "clean", "apply", "serve", "runs", "tune", "days"]
 SMALL = "{embedding_dim: 4, bottom_mlp: [8], top_mlp: [8]}"
 
 

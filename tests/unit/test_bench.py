@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import (
     bench,
     claims,
+    cluster_model,
     dense_cells,
     end_to_end,
     hot,
@@ -41,11 +42,11 @@ from benchmarks import (
     step_peers,
     step_profile,
     step_shapes,
-    study_figures,
-    study_sentences,
     tiers,
     updates,
 )
+from benchmarks.study import figures as study_figures
+from benchmarks.study import sentences as study_sentences
 from forked import start_forked
 from hotrow.base import machine
 from hotrow.kernels import ops
@@ -306,7 +307,7 @@ def test_claims_and_readme_name_cells_that_exist() -> None:
     known |= {tiers.name_of(cell) for cell in tiers.step_cells(quick=True, threads=2)}
     known |= {f"hot_{name}" for name in hot.CELLS}
     known |= {parse.name_of(ours, peer) for peer, ours in parse.PEERS.items()}
-    known |= {name for figures in study_figures.FIGURES.values() for name in figures}
+    known |= {name for figures in study_figures.FIGURES.values() for name in figures} | cluster_model.TOLD.keys()
     papers = yaml.safe_load(claims.CLAIMS.read_text())
     named = {claim["ours"] for paper in papers for claim in paper["claims"]} - {None}
     assert named | set(claims.README_CELLS) | set(claims.SUMMARY_CELLS) <= known
@@ -372,12 +373,6 @@ def test_what_sweeps_say_of_claims() -> None:
     rows += [row(500, point="m2", dense="16"), row(None, "out of memory", point="m2", dense="64")]
     told = study_sentences.speeds_told("dense", {"cells": rows})
     assert told == "m1: 16 8,000 samples/s, 64 25%; m2: 16 500 samples/s, 64 out of memory"
-    models = [{**row(10, point=name), "group": "models"} for name in ("m1", "m2")]
-    for model, speed in zip(models, (20.0, 50.0), strict=True):
-        model["modelled"] = {"box": {"samples_per_s": speed, "with_gpus": {"samples_per_s": 70.0, "rows_on": "GPUs"}}}
-    models[1]["modelled"]["odd"] = {}  # type: ignore[index]
-    told = study_sentences.gains_told({"cells": [*rows, *models]})
-    assert "box: m1 2.0x, to m2 5.0x; box with its GPUs: m1 7.0x, rows on GPUs, to m2 7.0x" in told
     quality = [
         {
             "axes": {"lr": lr, "train.batch_size": size},
@@ -389,10 +384,6 @@ def test_what_sweeps_say_of_claims() -> None:
     assert (
         study_sentences.quality_told({"cells": quality, "quick": True}) == "test NE beside batches of 64: 4,096 +5.00%"
     )
-    found = {"geometric_mean_error": 0.05, "cells": 216, "share_within_15_percent": 0.9, "median_noise": 0.02}
-    told = study_sentences.prediction_told({"prediction": {**found, "share_placement_chosen_well": 0.95}})
-    assert told.startswith("geometric mean error 5.0% over 216 cells, 90% within 15 %, repeat noise 2.0%; ")
-    assert told.endswith("the placement predicted fastest was, within 3 %, in 95%")
 
 
 def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:

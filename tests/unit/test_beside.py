@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.study.group import GroupError, MemoryGroup, enter_and
 from hotrow.base.files import parse_bytes
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.lab.study.group import GroupError, MemoryGroup, enter_and
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from hotrow.setup import room

@@ -27,7 +27,6 @@ from hotrow.report.page import report_page, sentences, summary
 from hotrow.run import folder as run_folder
 from hotrow.run import runs, trainer
 from hotrow.run.folder import RunFolder
-from hotrow.run.record import PHASES
 
 HOSTILE = "<script>alert(1)</script><b>&\"'"
 MAX_BYTES = 1_500_000

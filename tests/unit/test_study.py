@@ -21,13 +21,16 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import bench, kernel_study, studies, study_docs, study_runner
+from benchmarks import bench, kernel_study
 from benchmarks.kernel_study import KernelCell
 from benchmarks.kernel_study_page import kernels_page
-from benchmarks.study_docs import StudyDocs
+from benchmarks.study import __main__ as studies
+from benchmarks.study import docs as study_docs
+from benchmarks.study import presets as study_runner
+from benchmarks.study import runner
+from benchmarks.study.docs import StudyDocs
 from hotrow import draw
 from hotrow.kernels import ops
-from hotrow.lab.study import runner
 from resealed import reseal
 
 TINY: dict[str, Any] = {
@@ -151,7 +154,7 @@ def test_the_page_stands_alone_and_escapes(tmp_path: Path) -> None:
 
 def test_a_page_without_cells_says_so() -> None:
     report = {
-        "command": "python -m benchmarks.studies kernels",
+        "command": "python -m benchmarks.study kernels",
         "cells": [], "skipped": [{"key": "k", "reason": "too large"}], "quick": False, "roofs": {
             "sequential_gb_per_s": None, "matmul_gflop_per_s": 1.0},
         "machine": {"cpu": "c", "usable_cores": 1, "memory_bytes": 1}, "backend": {"name": "n", "isa": "i"},
@@ -169,12 +172,12 @@ def test_a_page_carries_the_command_that_made_it(tmp_path: Path) -> None:
     out = tmp_path / "a place & another"
     run_tiny(out, quick=True, memory_bytes=1 << 30)
     command = json.loads((out / "kernels.json").read_text())["command"]
-    wanted = ["python", "-m", "benchmarks.studies", "kernels", "--quick", "--memory", "1073741824", "--out", str(out)]
+    wanted = ["python", "-m", "benchmarks.study", "kernels", "--quick", "--memory", "1073741824", "--out", str(out)]
     assert shlex.split(command) == wanted
     assert f"Made by: <code>{command}</code>" in html.unescape((out / "kernels.html").read_text())
     study = studies.make_study("memory", ["a", "b"])
-    command = study_runner.command_of(study, None, quick=False, memory_bytes=None)
-    assert command == "python -m benchmarks.studies memory --data a --data b"
+    command = study_runner.command_of(study.command, None, quick=False, memory_bytes=None)
+    assert command == "python -m benchmarks.study memory --data a --data b"
 
 
 @pytest.mark.parametrize(("share", "disturbed"), [(0.0, 0), (0.5, 7)])
@@ -318,7 +321,7 @@ def test_log_axes_put_powers_of_ten_at_equal_distances() -> None:
 def test_a_page_in_docs_is_what_its_file_makes(study: StudyDocs) -> None:
     files = study.files()
     for name, text in files.items():
-        assert (study_docs.DOCS / name).read_text() == text, f"run: python -m benchmarks.studies {study.name} --docs"
+        assert (study_docs.DOCS / name).read_text() == text, f"run: python -m benchmarks.study {study.name} --docs"
     page = files[f"{study.name}-study.md"]
     assert page.count(".svg)](") == len(files) - 1 and "/tmp" not in study.json.read_text()
 
@@ -330,7 +333,7 @@ def test_the_command_measures_and_prints_counts_instead_of_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(studies, "read_preset", lambda path: TINY)
-    monkeypatch.setattr(sys, "argv", ["studies", "kernels", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(sys, "argv", ["benchmarks.study", "kernels", "--out", str(tmp_path / "out")])
     studies.main()
     cells = json.loads((tmp_path / "out" / "kernels.json").read_text())["cells"]
     assert len(cells) == 7 and {"key", "group", "part", "ms", "share_of_limit"} <= cells[0].keys()
@@ -348,7 +351,7 @@ def test_the_command_measures_and_prints_counts_instead_of_cells(
 def test_what_the_study_does_not_have_is_refused(
     options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["studies", "kernels", *options])
+    monkeypatch.setattr(sys, "argv", ["benchmarks.study", "kernels", *options])
     with pytest.raises(SystemExit) as stopped:
         studies.main()
     assert stopped.value.code == message
@@ -357,7 +360,7 @@ def test_what_the_study_does_not_have_is_refused(
 def test_the_command_counts_and_estimates_without_measuring(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.studies", "kernels", "--estimate", "--memory", "2GiB"],
+        [sys.executable, "-m", "benchmarks.study", "kernels", "--estimate", "--memory", "2GiB"],
         capture_output=True, text=True, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)},
     )  # fmt: skip
     result = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())

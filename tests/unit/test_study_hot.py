@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import hot_cells, hot_study, hot_study_page, hot_swaps, studies, study_runner
+from benchmarks import hot_cells, hot_study, hot_study_page, hot_swaps
 from benchmarks.hot_cells import HotCell, coverage, sizes_of
 from benchmarks.hot_lab import Link, by_threshold
 from benchmarks.hot_study_page import coverage_lines, megabytes, schedule_of, shown_quality
+from benchmarks.study import __main__ as studies
+from benchmarks.study import presets as study_runner
 from hotrow.config.load import make_config, parse_yaml
 from hotrow.config.schema import Config
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
@@ -169,7 +171,7 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
     )
     assert hot_study_page.charts_of(kept) == hot_study_page.charts_of(report)
     page = (tmp_path / "out" / "hot.html").read_text()
-    assert "Made by: <code>python -m benchmarks.studies hot --data " in page
+    assert "Made by: <code>python -m benchmarks.study hot --data " in page
     assert "No fast device was" in page and "planted" in page and page.count("<svg") == 2
     assert [row["speedup"] for row in report["speedups"]] == ["not measured"] * 5
     assert page.count('<td class="n">not measured</td>') == 5, "no GPU was used"
@@ -194,7 +196,7 @@ def test_what_is_no_packed_dataset_is_refused_before_anything_is_measured(tmp_pa
 
     for name in ("trace.txt", "absent"):
         what = rf"data is '{tmp_path}/{name}', which is not a folder"
-        message = rf"{what}.*packed dataset.* `python -m benchmarks.studies memory`"
+        message = rf"{what}.*packed dataset.* `python -m benchmarks.study memory`"
         with pytest.raises(ValueError, match=message):
             run(tmp_path / name)
     with pytest.raises(ValueError, match=r"empty: no dataset\.json"):

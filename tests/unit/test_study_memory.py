@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import studies, study_runner
 from benchmarks.rivals import memory, page
 from benchmarks.rivals.memory import LossError, MemoryCell, Turns, check_losses
 from benchmarks.rivals.page import speed_charts
@@ -25,10 +24,12 @@ from benchmarks.rivals.sides import InTiers, Settings, Side
 from benchmarks.rivals.stores import Mapped, Rocks, RowLru
 from benchmarks.rivals.work import Work, even_lengths, read_batches, shared_batches
 from benchmarks.rivals.worker import Server, Worker, WorkerError
+from benchmarks.study import __main__ as studies
+from benchmarks.study import presets as study_runner
+from benchmarks.study.group import GroupError, MemoryGroup, own_group
 from benchmarks.tiers import name_of, open_table, step_cells
 from benchmarks.tiers_page import tiers_sentence, tiers_table
 from hotrow import Batch, EmbeddingCollection, KeyedJaggedTensor, Memory
-from hotrow.lab.study.group import GroupError, MemoryGroup, own_group
 from hotrow.placement.budget import TableSlots
 
 WORK = Work(rows=(3, 900, 4000), embedding_dim=8, batch_size=64, zipf=1.05, bottom_mlp=(16,), top_mlp=(16,))
@@ -441,7 +442,7 @@ def test_the_study_measures_once_and_holds_its_fields(
     assert page.body_of(kept) == page.body_of(report), "the page in docs/ shows what is kept of it"
     assert page.charts_of(kept) == page.charts_of(report)
     html = (out / "memory.html").read_text()
-    assert "Made by: <code>python -m benchmarks.studies memory " in html
+    assert "Made by: <code>python -m benchmarks.study memory " in html
     assert "hotrow, 2 ahead" in html and html.count("<script") == 1
     assert not [*out.glob("hotrow-study-*")]
     before = report["cells"]

@@ -16,7 +16,7 @@ import reprlib
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
@@ -252,6 +252,12 @@ def claim(path: Path) -> Iterator[bool | None]:
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # by name: a forked child may hold the descriptor too
             os.close(descriptor)
+
+
+def claim_or_fail(folder: Path, stack: ExitStack) -> None:
+    """Claims a folder until `stack` closes. Raises ValueError if another process has it."""
+    if stack.enter_context(claim(folder)) is False:
+        raise ValueError(f"another process measures in {folder}: wait until it has ended, or pass another --out")
 
 
 def _locked(path: Path, flags: int) -> tuple[int, bool]:

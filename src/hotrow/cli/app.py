@@ -736,39 +736,6 @@ def check(
     return tools.check(path)
 
 
-@verb(
-    "study",
-    home="hotrow.lab.study.run",
-    example="hotrow study efficiency --quick   (how long: hotrow study efficiency --estimate)",
-)
-def study(
-    name: Annotated[
-        str,
-        typer.Argument(help="efficiency, quality, prediction, scaling, or the path of a YAML file (docs/study.md)."),
-    ],
-    *,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of results, where a study continues; default: studies/NAME.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A first look: the ends of every axis, few rounds.")] = False,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="Only say how many cells, about how long and how much disk.")
-    ] = False,
-    hardware: Annotated[
-        Path | None,
-        typer.Option(
-            help="This machine's figures, if not those that hotrow probe kept; or a machine to model every cell for: a "
-            "file, cpu-server, gpu-box, sc20-cluster or zion-style."
-        ),
-    ] = None,
-) -> Answer:
-    """Sweep short trainings over any field of a config: how speed depends on model, batch, data and placement."""
-    from hotrow.lab.study.run import run_study
-
-    result = run_study(name, out, quick=quick, estimate=estimate, hardware=hardware, say=_say)
-    return result, lambda: _print_fields({field: value for field, value in result.items() if field != "cells"})
-
-
 @verb("doctor", home="hotrow.cli.tools", example="hotrow doctor   (measures memory and a disk: hotrow doctor /nvme)")
 def doctor(
     folders: Annotated[

@@ -27,13 +27,12 @@ from pydantic import JsonValue
 from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.door import is_taken, make_folder, remove
-from hotrow.base.files import atomic_write
+from hotrow.base.files import atomic_write, claim_or_fail
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.config.load import apply_overrides, overrides_of, read_config, with_model
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.draw import line_chart, load_template
-from hotrow.lab.study.runner import claim_or_fail
 from hotrow.objectives.objective import shown
 from hotrow.run.folder import CONFIG, RunFolder
 from hotrow.run.runs import resume, train

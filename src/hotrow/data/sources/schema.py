@@ -598,8 +598,8 @@ class Schema(_Strict):
     def to_json(self) -> dict[str, Any]:
         """Returns the schema as JSON-ready values; `parse_schema` reads it.
 
-        `statistics` with their `count` and lag, `transforms`, `weight`, `label.kind`, `label.name` and `expire` are left
-        out if they have their defaults.
+        `statistics` with their `count` and lag, `transforms`, `weight`, `label.kind`, `label.name` and `expire` are
+        left out if they have their defaults.
         """
         optional = ("statistics", "statistics_lag", "transforms", "weight")
         left_out = {name for name in optional if not getattr(self, name)}

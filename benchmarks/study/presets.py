@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import yaml
 
-from hotrow.lab.study.runner import Plan, Sweep, run_sweep
+from benchmarks.study.runner import Plan, Sweep, run_sweep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +62,6 @@ class OfPreset:
     def plan(self, rows: Mapping[str, Mapping[str, Any]], *, memory_bytes: int, cores: int) -> Plan:
         return make_plan(self._study, quick=self._quick, memory_bytes=memory_bytes, cores=cores)
 
-    def begin(self, cells: Sequence[Any], folder: Path) -> None:
-        pass
-
-    def complete(self, rows: dict[str, dict[str, Any]], folder: Path) -> None:
-        pass
-
     def measure(self, cells: Sequence[Any], folder: Path) -> Iterator[tuple[Any, dict[str, Any] | str]]:
         return cast(Iterator[Any], self._study.cells.measure(cells, quick=self._quick, folder=folder))
 
@@ -84,15 +78,15 @@ def run_study(
     estimate_only: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Runs a study as `hotrow.lab.study.runner.run_sweep` says, in `out`, by default studies/<name> or <name>-quick."""
+    """Runs a study as `runner.run_sweep` says, in `out`, by default studies/<name> or <name>-quick."""
     folder = Path(out) if out is not None else Path("studies") / (f"{study.name}-quick" if quick else study.name)
-    command = command_of(study, out, quick=quick, memory_bytes=memory_bytes)
+    command = command_of(study.command, out, quick=quick, memory_bytes=memory_bytes)
     sweep = Sweep(name=study.name, stem=study.name, cells=OfPreset(study, quick=quick), command=command, quick=quick)
     return run_sweep(sweep, folder, memory_bytes=memory_bytes, estimate_only=estimate_only, say=say)
 
 
-def command_of(study: Study, out: Path | str | None, *, quick: bool, memory_bytes: int | None) -> str:
+def command_of(words: Sequence[str], out: Path | str | None, *, quick: bool, memory_bytes: int | None) -> str:
     """Returns the shell command that makes the same files again."""
-    command = [*study.command, *(["--quick"] if quick else [])]
+    command = [*words, *(["--quick"] if quick else [])]
     command += [] if memory_bytes is None else ["--memory", str(memory_bytes)]
     return shlex.join(command + ([] if out is None else ["--out", str(out)]))

@@ -51,8 +51,6 @@ class SyntheticRows:
     spread: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Rows of the largest table over `rows`, and of `rows` over those of the smallest; between them, evenly by
     powers."""
-    sizes: Annotated[tuple[Annotated[int, Field(ge=2, le=1 << 30)], ...], Field(min_length=1)] | None = None
-    """Rows of each table, instead of `tables`, `rows` and `spread`."""
     dense: Annotated[int, Field(ge=0, le=65_536)] = 13
     """Number of dense features."""
     lookups: Annotated[float, Field(ge=1, le=1000)] = 1.0
@@ -66,19 +64,15 @@ class SyntheticRows:
     def __post_init__(self) -> None:
         if self.generated > self.tables:
             raise ValueError(f"generated is {self.generated} of {self.tables} tables; it must not exceed tables")
-        if self.generated and self.sizes is not None:
-            raise ValueError(f"generated is {self.generated}, but sizes lists all tables: give tables and rows instead")
 
     @property
     def raw(self) -> int:
         """Tables that are not of generated features. They are the first."""
-        return self.tables - self.generated if self.sizes is None else len(self.sizes)
+        return self.tables - self.generated
 
     @property
     def table_rows(self) -> list[int]:
         """Rows of each table."""
-        if self.sizes is not None:
-            return [*self.sizes]
         places = [2 * t / (self.raw - 1) - 1 if self.raw > 1 else 0.0 for t in range(self.raw)]
         own = [max(2, round(self.rows * self.spread**place)) for place in places]
         return own + [self.buckets + 1] * self.generated
@@ -143,7 +137,7 @@ class SyntheticRows:
 
 
 class NotHere(ValueError):  # noqa: N818  # names what is the matter
-    """A study needs something that this machine does not have: data, room, or figures of itself."""
+    """A study needs something that this machine does not have."""
 
 
 @record(frozen=True, config=STRICT, kw_only=True)
@@ -181,10 +175,7 @@ class RealRows:
         return _digest(self)
 
 
-Rows = SyntheticRows | RealRows
-
-
-def prepared(rows: Rows, parent: Path) -> PackedDataset:
+def prepared(rows: SyntheticRows | RealRows, parent: Path) -> PackedDataset:
     """Returns the packed rows in a folder of `parent`, written there unless they are there already."""
     folder = parent / rows.digest
     if not folder.exists():
@@ -196,6 +187,5 @@ def prepared(rows: Rows, parent: Path) -> PackedDataset:
     return PackedDataset.open(folder)
 
 
-def _digest(rows: Rows) -> str:
-    fields = {name: value for name, value in asdict(rows).items() if (name, value) != ("sizes", None)}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+def _digest(rows: SyntheticRows | RealRows) -> str:
+    return hashlib.sha256(json.dumps(asdict(rows), sort_keys=True).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """What the studies in NAME-study.json found, as cells that claims.yaml can quote like benchmarks.json's.
 
 Such a cell holds a sentence, `told`, made of the study's rows, beside the command, machine and date of the study. For
-studies of `hotrow study` the file is the results.json that it wrote.
+sweeps the file is the results.json that they wrote.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from benchmarks import cluster_model
 from benchmarks.results import Cell, processor_of
 from benchmarks.rivals.memory import ENOUGH, machines
-from benchmarks.study_docs import DOCS
-from benchmarks.study_sentences import SENTENCES
+from benchmarks.study.docs import DOCS
+from benchmarks.study.sentences import SENTENCES
 
 Report = Mapping[str, Any]
 """The content of a study's JSON file."""
@@ -79,26 +80,23 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Report], str]]] = {
     **SENTENCES,
 }
 """Study -> name of a cell -> what makes its sentence."""
-OF_BENCHMARKS = ("memory", "hot")
-"""Studies that `python -m benchmarks.studies` runs; `hotrow study` runs the others."""
 
 
 def study_cells() -> dict[str, dict[str, Cell]]:
-    """Returns cell -> processor -> the sentence with its circumstances, for each study that docs/ has results of.
+    """Returns cell -> processor -> the sentence with its circumstances: of each study in docs/, and the modelled ones.
 
     Results of a second processor are docs/measurements/NAME-study-PROCESSOR.json.
     """
     found: dict[str, dict[str, Cell]] = {}
     for study, figures in FIGURES.items():
-        command = f"python -m benchmarks.studies {study}" if study in OF_BENCHMARKS else f"hotrow study {study}"
         for file in sorted(DOCS.glob(f"{study}-study*.json")):
             report = json.loads(file.read_text(encoding="utf-8"))
             beside = {
-                "command": command,
+                "command": f"python -m benchmarks.study {study}",
                 "machine": report["machine"],
                 "date": max(row["date"] for row in report["cells"]),
             }
             for name, told in figures.items():
                 cell = {"name": name, "told": told(report), **beside}
                 found.setdefault(name, {})[processor_of(report)] = cell
-    return found
+    return found | cluster_model.claimed()

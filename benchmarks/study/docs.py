@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.markdown import table
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "measurements"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "measurements"
 CIRCUMSTANCES = ("machine", "backend", "versions", "skipped")
 """Fields of a study's file that are kept, beside its cells."""
 
@@ -20,7 +20,7 @@ class StudyDocs:
     """One study's page: `NAME-study.md`, its charts, and `NAME-study.json`, which holds what they show."""
 
     name: str
-    """The name that `python -m benchmarks.studies` takes."""
+    """The name that `python -m benchmarks.study` takes."""
     head: str
     """The beginning of the page."""
     kept: Sequence[str]
@@ -46,7 +46,7 @@ class StudyDocs:
     def files(self) -> dict[str, str]:
         """Returns file names in docs/, and their text."""
         report = json.loads(self.json.read_text(encoding="utf-8"))
-        command = f"python -m benchmarks.studies {self.name}"
+        command = f"python -m benchmarks.study {self.name}"
         made = f"Made by `{command} --data ...` and `{command} --docs`."
         lines = [self.head, f"{machine_line(report)} {made}"]
         charts = self.charts(report)

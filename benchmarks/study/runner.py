@@ -2,7 +2,7 @@
 
 Every measured cell is in `<folder>/<stem>.json` before the next one begins, so a study that is started again continues
 where it stopped. The runner knows no cell: a `Sweep` brings an object that expands, estimates and measures them.
-cells.py has the one for studies in YAML, benchmarks/ those that compare hotrow with others.
+cells.py has the one for sweeps in YAML, presets.py the one for studies that compare hotrow with others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 from hotrow import bench
 from hotrow.base.door import make_folder
-from hotrow.base.files import atomic_write, claim
+from hotrow.base.files import atomic_write, claim_or_fail
 from hotrow.base.machine import available_memory_bytes, usable_cores
 from hotrow.base.progress import ProgressLine, duration
 from hotrow.base.records import Count, Document
@@ -60,7 +60,7 @@ class Plan:
     """The cells of a study, after those that this machine cannot measure were removed."""
 
     cells: tuple[Any, ...]
-    """Cells to measure; those with the same set-up are next to each other."""
+    """Cells to measure, in the order of the file; those with the same set-up are measured one after another."""
     skipped: tuple[dict[str, str], ...] = ()
     """`key` and `reason` of the cells that cannot be measured."""
 
@@ -71,33 +71,20 @@ class Cells(Protocol):
     FAILURES: ClassVar[tuple[type[Exception], ...]]
     """Errors that end the cells of one set-up but not the study."""
 
-    def plan(self, rows: Mapping[str, Mapping[str, Any]], *, memory_bytes: int, cores: int) -> Plan:
-        """Returns the cells. rows: measured before, by key. memory_bytes: limit for the tables of one cell. cores: that
-        this process may use."""
-
-    def estimate_s(self, cells: Sequence[Any]) -> float:
-        """Returns about how many seconds the cells take."""
-
+    def plan(self, rows: Mapping[str, Mapping[str, Any]], *, memory_bytes: int, cores: int) -> Plan: ...
+    def estimate_s(self, cells: Sequence[Any]) -> float: ...
     def setup_of(self, cell: Any) -> Any:
         """Returns a value that is equal for cells that are measured together."""
-
-    def begin(self, cells: Sequence[Any], folder: Path) -> None:
-        """Does what comes before the first cell is measured."""
-
-    def complete(self, rows: dict[str, dict[str, Any]], folder: Path) -> None:
-        """Adds to rows, which may be of an earlier run, what can be said of them without measuring again."""
 
     def measure(self, cells: Sequence[Any], folder: Path) -> Iterator[tuple[Any, dict[str, Any] | str]]:
         """Yields the cells, all of one set-up, each with its row or the reason why it has none."""
 
-    def headline(self, row: Mapping[str, Any]) -> str:
-        """Returns the main figure of a row."""
-
+    def headline(self, row: Mapping[str, Any]) -> str: ...
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns further fields of the report."""
 
     def files(self, report: Mapping[str, Any]) -> Mapping[str, str]:
-        """Returns files of the study beside JSON and CSV, by name."""
+        """Returns files of the study beside JSON, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +96,7 @@ class Sweep:
     command: str
     """The shell command that makes the same files again."""
     stem: str = "results"
-    """Name of the JSON and CSV files."""
+    """Name of the JSON file."""
     quick: bool = False
 
 
@@ -152,12 +139,6 @@ def run_sweep(
         return {**result, **_run(sweep, folder, plan, left, rows, memory_bytes=memory_bytes, say=say)}
 
 
-def claim_or_fail(folder: Path, stack: ExitStack) -> None:
-    """Claims a folder until `stack` closes. Raises ValueError if another process has it."""
-    if stack.enter_context(claim(folder)) is False:
-        raise ValueError(f"another process measures in {folder}: wait until it has ended, or pass another --out")
-
-
 def _run(
     sweep: Sweep,
     folder: Path,
@@ -178,7 +159,6 @@ def _run(
 
     try:
         failed = _measure(sweep.cells, left, rows, write, folder)
-        sweep.cells.complete(rows, folder)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"stopped; {len(rows)} cells are in {file}, the same command measures the rest"
@@ -225,9 +205,8 @@ def _measure(
     num_done = 0
     with ProgressLine() as line:
         line.update(lambda: f"preparing; {len(left)} cells, about {duration(cells.estimate_s(left))}")
-        cells.begin(left, folder)
         start = time.monotonic()
-        for _, group in itertools.groupby(left, cells.setup_of):
+        for _, group in itertools.groupby(sorted(left, key=cells.setup_of), cells.setup_of):
             together = list(group)
             try:
                 for cell, row in cells.measure(together, folder):
@@ -253,5 +232,7 @@ def remaining_s(cells: Cells, left: Sequence[Any], num_done: int, elapsed_s: flo
 
 
 def _write(file: Path, report: Mapping[str, Any], plan: Plan, rows: Mapping[str, dict[str, Any]]) -> None:
-    fields = {**report, "skipped": list(plan.skipped), "cells": list(rows.values())}
+    place = {cell.key: at for at, cell in enumerate(plan.cells)}
+    ordered = sorted(rows.values(), key=lambda row: place.get(row["key"], len(place)))  # others are of another preset
+    fields = {**report, "skipped": list(plan.skipped), "cells": ordered}
     _DOCUMENT.write(file, cast(_Report, fields))

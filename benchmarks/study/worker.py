@@ -1,4 +1,4 @@
-"""One cell of a study, measured in this process: `python -m hotrow.lab.study.worker SPEC.json`.
+"""One cell of a study, measured in this process: `python -m benchmarks.study.worker SPEC.json`.
 
 It trains with `run.runs.train`, as a user's run does, with one more meter: `Passes` times pass after pass over the data
 and ends the run when it has enough. It prints "ready" before tables exist and waits for a line, so that its parent can
@@ -14,9 +14,8 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from hotrow.base.records import STRICT
 from hotrow.batch import Batch
 from hotrow.bench import Rounds, cleanest, wants_more
 from hotrow.config.load import make_config
-from hotrow.costs.cost import PHASES
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
@@ -39,6 +37,8 @@ from hotrow.run.folder import RunFolder
 from hotrow.run.meters import Meter, Session
 from hotrow.run.runs import train
 
+PHASES = ("data", "lookup", "dense", "update")
+"""What a run's seconds are kept by."""
 MIN_ROUND_S = 0.2
 """A round is as many passes over the data as take this long: a shorter time says little of who had the processors."""
 MIN_ROUNDS = 3
@@ -58,8 +58,6 @@ class Spec:
     rounds: int
     most_s: float
     """Seconds after which no round begins, if there are MIN_ROUNDS."""
-    slow_s: float
-    """Seconds after which the warm-up, and any round, ends at the next step instead of at the end of a pass."""
 
 
 class MeasuredEnough(SystemExit):  # not an error
@@ -78,21 +76,16 @@ class Passes(Meter):
         warm_passes: int,
         rounds: int,
         most_s: float,
-        slow_s: float,
         of_disk: bool = False,
-        keep: Callable[[dict[str, Any]], None] = lambda figures: None,
         comm: Communicator | None = None,
     ) -> None:
-        """of_disk: see `Disturbance`. keep: receives the figures after every round, in case that the process does not
-        live to see the last. comm: the ranks that train together; each has such a meter.
-        """
+        """of_disk: see `Disturbance`. comm: the ranks that train together; each has such a meter."""
         self._comm = comm or Communicator()
         self._others = [pid for pid in everyone(self._comm, os.getpid()) if pid != os.getpid()]
         self._session, self._warm_passes, self._rounds, self._most_s = session, warm_passes, rounds, most_s
-        self._slow_s, self._of_disk, self._keep = slow_s, of_disk, keep
+        self._of_disk = of_disk
         self.taken: list[tuple[float, dict[str, float]]] = []
         self._first_s: float | None = None
-        self._is_cut = False
         self._begin()
 
     def _begin(self) -> None:
@@ -113,15 +106,13 @@ class Passes(Meter):
     def end_step(self, batch: Batch) -> None:
         """Ends a round with the pass that makes it long enough. Raises MeasuredEnough after the last one."""
         state, now = self._session.state, time.perf_counter()
-        slow = now - self._start > self._slow_s and self._comm.size == 1
-        if state.batch and not slow:
+        if state.batch:
             return
         if self._first_s is None:
-            if slow or state.epoch >= self._warm_passes:
-                self._first_s, self._is_cut = now, slow
+            if state.epoch >= self._warm_passes:
+                self._first_s = now
                 self._begin()
             return
-        self._is_cut |= slow
         if self._agreed(now - self._start < MIN_ROUND_S):
             return
         num_steps = state.step - self._step
@@ -132,7 +123,6 @@ class Passes(Meter):
         late = now - self._first_s > self._most_s and len(self.taken) >= min(MIN_ROUNDS, self._rounds)
         if self._agreed(late or not wants_more(self.taken, self._rounds)):
             raise MeasuredEnough
-        self._keep(self.figures())
         self._begin()
 
     def _exchanged(self, num_steps: int) -> dict[str, float]:
@@ -150,9 +140,7 @@ class Passes(Meter):
     def figures(self) -> dict[str, Any]:
         """Returns medians over the clean rounds; with few of those, over the less disturbed half, three at least."""
         num_taken = len(self.taken)
-        found = figures_of(cleanest(self.taken, max(min(MIN_ROUNDS, num_taken), (num_taken + 1) // 2)))
-        cut = f"a slow cell: warm-up and rounds end after {self._slow_s:.0f} s, in the middle of a pass"
-        return {**found, **({"note": cut} if self._is_cut else {})}
+        return figures_of(cleanest(self.taken, max(min(MIN_ROUNDS, num_taken), (num_taken + 1) // 2)))
 
 
 def figures_of(rounds: Rounds[dict[str, float]]) -> dict[str, Any]:
@@ -193,9 +181,7 @@ def measure(spec: Spec) -> dict[str, Any]:
                 warm_passes=spec.warm_passes,
                 rounds=spec.rounds,
                 most_s=spec.most_s,
-                slow_s=spec.slow_s,
                 of_disk=not isinstance(config.memory, str),
-                keep=partial(_keep, spec, comm),
                 comm=comm,
             )
             meters.append(made)
@@ -206,11 +192,6 @@ def measure(spec: Spec) -> dict[str, Any]:
     lines = [line for line in RunFolder.open(spec.run).measurements() if line["kind"] == "train"]
     hits = lines[-1].get("hits_per_lookup") if lines else None
     return {**meters[0].figures(), **({} if hits is None else {"hits_per_lookup": hits})}
-
-
-def _keep(spec: Spec, comm: Communicator, figures: dict[str, Any]) -> None:
-    if comm.rank == 0:
-        write_json(spec.result, figures)
 
 
 def _scored(run: RunFolder) -> dict[str, Any]:

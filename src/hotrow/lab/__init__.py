@@ -1,1 +1,0 @@
-"""What measures: probes of this machine, and studies, which repeat runs over configs."""
