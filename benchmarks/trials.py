@@ -1,6 +1,7 @@
 """How near `hotrow plan` comes to the run that follows: 24 configs of three models.
 
     python -m benchmarks.trials [--folder DIR] [--out FILE] [--quick] [NAME ...]
+    python -m benchmarks.trials --times [--folder DIR]    # only the seconds of `plan` on Criteo Kaggle's whole tables
 
 Each config is trained, tried, and trained again, in processes of their own, on clicks of Criteo Kaggle's shape. All
 rows lie in DRAM; or a fourth of them, and the rest in a file that serves as memory; or a fourth or a sixteenth, and
@@ -22,17 +23,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from benchmarks import bench
 from benchmarks.hot_cells import make_shape
 from benchmarks.results import end_on_signals, record
 from hotrow.config.load import load_config
+from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.data.packed.vocabulary import write_counts
+from hotrow.data.packed.writer import PackedWriter
+from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 from hotrow.setup.demand import required_bytes, tables_of
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -70,6 +77,42 @@ def configs(data: Path, folder: Path, batch_size: int) -> dict[str, Path]:
             path.write_text(yaml.safe_dump(raw))
         found[name] = path
     return found
+
+
+def kaggle(folder: Path, num_samples: int = 400_000) -> Path:
+    """Packs clicks on tables of Criteo Kaggle's sizes, 33.8 million rows, of which low ones are more popular."""
+    random = np.random.default_rng(1)
+    names = [f"C{k + 1}" for k in range(len(KAGGLE_ROWS))]
+    info = DatasetInfo(
+        name="kaggle",
+        dense=tuple(DenseColumn(f"I{k + 1}") for k in range(13)),
+        features=tuple(Feature(name, name) for name in names),
+        tables=tuple(Table(name, rows) for name, rows in zip(names, KAGGLE_ROWS, strict=True)),
+    )
+    columns: dict[str, Any] = {
+        name: np.minimum(rows - 1, rows ** random.random(num_samples)).astype(np.int64)
+        for name, rows in zip(names, KAGGLE_ROWS, strict=True)
+    }
+    with PackedWriter(folder, info) as writer:
+        label = (random.random(num_samples) < 0.25).astype(np.float32)
+        writer.append("train", label, random.standard_normal((num_samples, 13), np.float32), columns)
+        (folder / "counts").mkdir()
+        for name, rows in zip(names, KAGGLE_ROWS, strict=True):
+            write_counts(folder / "counts" / name, np.bincount(columns[name], minlength=rows).astype(np.uint32))
+        writer.close()
+    return folder
+
+
+def times(folder: Path) -> None:
+    """Prints the seconds of `hotrow plan` on whole tables: in DRAM, on an SSD, and without a trial."""
+    data = kaggle(folder / "data")
+    for place, memory in (("dram", "dram"), ("ssd 1/4", {"dram": "580MB", "ssd": str(folder / "rows"), "force": True})):
+        path = folder / "kaggle.yaml"
+        path.write_text(yaml.safe_dump({"data": str(data), "model": MODELS["dlrm"], "memory": memory}))
+        for more in ([], ["--no-trial"]):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-m", "hotrow", "plan", str(path), *more], cwd=folder, check=True)
+            print(f"-- {place} {' '.join(more)}: {time.perf_counter() - start:.1f} s", flush=True)
 
 
 def hotrow(verb: str, path: Path) -> dict[str, Any]:
@@ -143,8 +186,13 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="small tables: tries the command, measures nothing of worth"
     )
+    parser.add_argument("--times", action="store_true", help="only time `plan` on Criteo Kaggle's whole tables")
     options = parser.parse_args()
     end_on_signals()
+    if options.times:
+        with tempfile.TemporaryDirectory(prefix="hotrow-trials-", dir=options.folder) as text:
+            times(Path(text).absolute())
+        return
     samples, scale, batch_size = QUICK if options.quick else (SAMPLES, SCALE, BATCH_SIZE)
     with tempfile.TemporaryDirectory(prefix="hotrow-trials-", dir=options.folder) as text:
         folder = Path(text).absolute()
