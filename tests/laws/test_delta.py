@@ -259,20 +259,28 @@ def test_one_id_goes_and_two_come(tmp_path: Path) -> None:
     assert files_of(base) == files_of(whole)
 
 
-@pytest.mark.parametrize("limit", ["ALIGNMENT", "KEYS_PER_GROUP"])
 @pytest.mark.parametrize("same_ids", [False, True])
-def test_exports_whose_files_were_laid_out_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, *, same_ids: bool
-) -> None:
-    """As those of earlier versions were."""
+def test_vocabularies_in_other_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, same_ids: bool) -> None:
     one, two = days(3)[1:]
     two = {name: (one[name][0], two[name][1]) for name in two} if same_ids else two
     with monkeypatch.context() as patch:
-        patch.setattr(exports, limit, 8)
+        patch.setattr(exports, "KEYS_PER_GROUP", 8)
         base = write_whole(tmp_path / "base", one, 0)
     write_delta(base, tmp_path / "delta", lambda to: write(to, two, 1))
     apply_delta(base, tmp_path / "delta")
     assert files_of(base) == files_of(write_whole(tmp_path / "whole", two, 1))
+
+
+def test_rows_at_another_place_in_their_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = days(3)[1:]
+    with monkeypatch.context() as patch:
+        patch.setattr(exports, "ALIGNMENT", 8)
+        base = write_whole(tmp_path / "base", one, 0)
+    write_delta(base, tmp_path / "delta", lambda to: write(to, two, 1))
+    before = files_of(base)
+    with pytest.raises(ValueError, match=r"its rows are not at byte \d+; take a whole export"):
+        apply_delta(base, tmp_path / "delta")
+    assert files_of(base) == before
 
 
 @pytest.mark.parametrize("form", ["", " --rows int8"])
@@ -285,7 +293,7 @@ def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
         rows = [f"{int(i % 3 == 0)},u{u},{i},{u % 7}" for u, i in zip(user, item, strict=True)]
         Path(f"day{day}.csv").write_text("\n".join(["click,user,item,price", *rows]))
     ids = [{"column": "user", "type": "text"}, {"column": "item", "type": "int"}]
-    schema = {"version": 2, "label": "click", "dense": ["price"], "categorical": ids, "split": {"kind": "random"}}
+    schema = {"version": 1, "label": "click", "dense": ["price"], "categorical": ids, "split": {"kind": "random"}}
     schema["tables"] = {"user": {"expire": {"unused_days": 1}}}
     Path("schema.yaml").write_text(json.dumps(schema))
     model = {"embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]}

@@ -168,20 +168,6 @@ def test_lookups_are_those_of_stored_rows(form: Any) -> None:
     torch.testing.assert_close(lookups(sparse), torch.cat(pooled, 1), rtol=1e-6, atol=1e-7)
 
 
-def test_an_export_that_does_not_say_so_has_float32_rows(run: hotrow.Run, logs: Path, tmp_path: Path) -> None:
-    """As those of earlier versions."""
-    run.export(tmp_path / "old", step=min(int(path.name[5:]) for path in run.folder.checkpoints.iterdir()))
-    reseal(tmp_path / "old/export.json", lambda fields: [table.pop("stored_as") for table in fields["tables"]])
-    columns = read_csv(logs / "rows.csv")
-    before = scorer_of(tmp_path / "old").score(columns)
-    run.export(tmp_path / "delta", since=tmp_path / "old")
-    hotrow.apply_delta(tmp_path / "old", tmp_path / "delta")
-    run.export(tmp_path / "whole")
-    for path in (tmp_path / "whole").rglob("*.*"):
-        assert path.read_bytes() == (tmp_path / "old" / path.relative_to(tmp_path / "whole")).read_bytes(), path
-    assert not torch.equal(scorer_of(tmp_path / "old").score(columns), before)
-
-
 # ---- at the command line, and bad input
 
 

@@ -344,7 +344,7 @@ def test_ids_that_expire_are_told(logs: Path, tmp_path: Path) -> None:
         shutil.copytree(logs / name, own / name)
     tables = "{default: {expire: {unused_days: 1}}}"
     (tmp_path / "schema.yaml").write_text(
-        f"version: 2\nlabel: click\ncategorical: [user, item]\nsplit: {{kind: random}}\ntables: {tables}\n"
+        f"version: 1\nlabel: click\ncategorical: [user, item]\nsplit: {{kind: random}}\ntables: {tables}\n"
     )
     walk_days(own, tmp_path / "chain", schema=tmp_path / "schema.yaml", overrides=["train.max_steps=4"])
     first, day = json.loads((tmp_path / "chain" / "days.json").read_text())["days"]

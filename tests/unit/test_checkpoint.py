@@ -195,7 +195,7 @@ def test_other_manifests(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"manifest\.json has no checksum at its end"):
         read_manifest(path)
     write_sealed(path / "manifest.json", {"hotrow_checkpoint": 99})
-    with pytest.raises(ValueError, match="hotrow_checkpoint is 99, and this hotrow reads 2; use the hotrow that wrote"):
+    with pytest.raises(ValueError, match="hotrow_checkpoint is 99, and this hotrow reads 1; use the hotrow that wrote"):
         read_manifest(path)
     with pytest.raises(ValueError, match=r"is not a checkpoint: it has no manifest\.json"):
         read_manifest(tmp_path / "absent")

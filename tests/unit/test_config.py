@@ -549,12 +549,3 @@ def test_odd_yaml_is_named_by_its_place(tmp_path: Path, text: str, message: str)
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         load_config(tmp_path / "c.yaml")
-
-
-def test_options_of_earlier_versions_are_read_where_they_change_nothing() -> None:
-    """A run's folder holds every option of the version that began it."""
-    raw: dict[str, object] = {"data": "d", "train": {"epochs": 2, "pin": "cores"}, "hot": {"shuffled_end": 0.0}}
-    assert make_config(raw) == make_config({"data": "d", "train": {"epochs": 2}})
-    assert raw["train"] == {"epochs": 2, "pin": "cores"}, "what was passed has changed"
-    with pytest.raises(ValueError, match=r"config: hot\.shuffled_end is 0\.1"):
-        make_config({"data": "d", "hot": {"shuffled_end": 0.1}})

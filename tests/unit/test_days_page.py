@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from hotrow.days.page import DoneDay, _over_parts, write_page
 from hotrow.objectives.binary import BinaryCrossEntropy
@@ -38,14 +36,6 @@ def test_a_mean_over_fewer_days_says_so(tmp_path: Path) -> None:
     write_page(tmp_path / "report.html", "chain", days, BinaryCrossEntropy())
     page = (tmp_path / "report.html").read_text()
     assert "one that is a day older changes AUC by -0.1000 (1 of them), LogLoss by +0.2000 (mean of 2 days)" in page
-
-
-def test_a_day_of_an_earlier_version_is_read() -> None:
-    """It had tenths, without unknown ids."""
-    fields = asdict(done(3))
-    fields["tenths"] = [{"auc": 0.5}, {"auc": None}]
-    del fields["parts"]
-    assert TypeAdapter(DoneDay).validate_json(json.dumps(fields)).parts == [{"auc": 0.5}, {"auc": None}]
 
 
 def test_parts_lie_within_their_day(tmp_path: Path) -> None:

@@ -364,12 +364,8 @@ def test_a_schema_of_the_wrong_types() -> None:
         DatasetInfo(name="x", features=(Feature("a", "a"),), tables=(Table("a", 1),), unknown=1)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    ("kinds", "version"), [(["binary"], 1), (["number"], 2), (["binary", "number"], 2), (["binary", "binary"], 2)]
-)
-def test_labels_are_a_matrix_and_the_version_is_the_earliest_that_holds_them(
-    kinds: list[Any], version: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kinds", [["binary"], ["number"], ["binary", "number"], ["binary", "binary"]])
+def test_labels_are_a_matrix(kinds: list[Any], tmp_path: Path) -> None:
     rows = make_rows(250)
     labels = np.stack([rows.label, np.linspace(-3, 1e6, 250, dtype=np.float32)], axis=1)
     labels = labels[:, [int(kind == "number") for kind in kinds]]
@@ -377,8 +373,6 @@ def test_labels_are_a_matrix_and_the_version_is_the_earliest_that_holds_them(
     with PackedWriter(tmp_path / "data", info, rows_per_part=200, rows_per_block=100) as writer:
         writer.append("train", labels if len(kinds) > 1 else labels[:, 0], rows.dense, rows.sparse)
         dataset = writer.close()
-    value = json.loads((tmp_path / "data" / "dataset.json").read_text())
-    assert value["version"] == version and ("label" in value, "labels" in value) == (version == 1, version == 2)
     assert PackedDataset.open(tmp_path / "data", verify="full").info == dataset.info
     assert dataset.info.labels == info.labels
     split = dataset.split("train")

@@ -140,9 +140,9 @@ def test_run_json_of_another_version_is_refused(tmp_path: Path) -> None:
     dataset = {"path": "data", "checksum": "0", "name": "clicks"}
     ended = {"train_s": 0.5, "best_step": None, "monitor": "auc", "ended": "all steps are done", "chosen_step": 3}
     fields = {"status": "finished", **begun, "dataset": dataset, "backend": backend, **speed, **ended, "metrics": {}}
-    write_sealed(tmp_path / "run.json", {"hotrow_run": 2, **fields})
+    write_sealed(tmp_path / "run.json", {"hotrow_run": 1, **fields})
     record = RunFolder.open(tmp_path).record
     assert (record.steps, record.best_step, record.memory) == (3, None, None)
-    write_sealed(tmp_path / "run.json", {"hotrow_run": 1, **fields})
-    with pytest.raises(ValueError, match=r"run\.json: hotrow_run is 1, and this hotrow reads 2; use the hotrow that"):
+    write_sealed(tmp_path / "run.json", {"hotrow_run": 2, **fields})
+    with pytest.raises(ValueError, match=r"run\.json: hotrow_run is 2, and this hotrow reads 1; use the hotrow that"):
         RunFolder.open(tmp_path)

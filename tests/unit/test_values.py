@@ -81,14 +81,6 @@ def test_a_user_says_which_texts_are_missing() -> None:
     assert read(ColumnsSource(frame, schema_of(csv={"null_values": ["", "-"]})))["item"] == ["NA", None, None]
 
 
-def test_a_schema_of_version_1_means_what_it_meant() -> None:
-    schema = schema_of(version=1)
-    assert (schema.csv.null_values, schema.odd_share) == (("",), 0)
-    frame = pa.table({"y": [0, 1, 0], "price": [1, 2, 3], "item": ["NA", "", None], "code": ["1", "2", "3"]})
-    assert read(ColumnsSource(frame, schema))["item"] == ["NA", "", None]
-    assert parse_schema(schema.to_json(), where="again") == schema
-
-
 @pytest.mark.parametrize(
     ("cells", "spec", "want"),
     [

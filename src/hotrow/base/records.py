@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -43,45 +43,28 @@ class Document(Generic[T]):
     """One kind of JSON file, which holds a record of type `record`: a dataclass with `STRICT`, or a mapping.
 
     marks: fields that say what the file is and in which version. cure: what a user can do about a file that is refused.
-    earlier: for each earlier `version` that is still read, a function that turns its fields into those of the record.
     """
 
-    def __init__(
-        self,
-        record: type[T],
-        *,
-        marks: Mapping[str, str | int],
-        cure: str,
-        earlier: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] | None = None,
-    ) -> None:
-        self.marks, self.cure, self.earlier = dict(marks), cure, dict(earlier or {})
+    def __init__(self, record: type[T], *, marks: Mapping[str, str | int], cure: str) -> None:
+        self.marks, self.cure = dict(marks), cure
         self._record = TypeAdapter(record)
 
-    def write(self, path: Path | str, record: T | Mapping[str, Any], *, version: int | None = None) -> None:
-        """Writes the file atomically (mode 0600). Raises ValueError for NaN and infinity, and OSError.
-
-        version: an earlier one, whose fields `record` has.
-        """
+    def write(self, path: Path | str, record: T | Mapping[str, Any]) -> None:
+        """Writes the file atomically (mode 0600). Raises ValueError for NaN and infinity, and OSError."""
         fields = asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
         assert isinstance(fields, Mapping)
-        write_sealed(path, {**self.marks, **({} if version is None else {"version": version}), **fields})
+        write_sealed(path, {**self.marks, **fields})
 
     def read(self, path: Path | str) -> T:
         """Returns the record in the file. Raises ValueError, which names the file, the wrong field and the cure."""
-        fields, upgrade = read_sealed(path, cure=self.cure), None
-        for name, newest in self.marks.items():
-            found, allowed = fields.pop(name, None), [*(self.earlier if name == "version" else ()), newest]
-            if found not in allowed or isinstance(found, bool):
+        fields = read_sealed(path, cure=self.cure)
+        for name, mark in self.marks.items():
+            found = fields.pop(name, None)
+            if found != mark or isinstance(found, bool):
                 raise ValueError(
-                    f"{path}: {name} is {short(found)}, and this hotrow reads {' or '.join(map(repr, allowed))}; use "
-                    f"the hotrow that wrote the file, or {self.cure}"
+                    f"{path}: {name} is {short(found)}, and this hotrow reads {mark!r}; use the hotrow that wrote the "
+                    f"file, or {self.cure}"
                 )
-            upgrade = self.earlier.get(found) if name == "version" else upgrade
-        if upgrade is not None:
-            try:
-                fields = upgrade(fields)
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from None
         return checked(self._record, fields, where=str(path), cure=self.cure)
 
 
@@ -109,9 +92,7 @@ def read_sealed(path: Path | str, *, cure: str) -> dict[str, Any]:
     text = read_file(path)
     body, key, _ = text.rpartition(_KEY.encode())
     if not key:
-        raise ValueError(
-            f"{path} has no checksum at its end: it was cut off, edited, or written by an earlier version; {cure}"
-        )
+        raise ValueError(f"{path} has no checksum at its end: it was cut off or edited; {cure}")
     if text != _sealed(body):
         raise ValueError(f"{path} differs from its checksum: it was edited or damaged; {cure}")
     fields = _parse(text, f"{path}", cure)

@@ -164,31 +164,12 @@ def read_config(
     return raw
 
 
-_GONE: dict[str, tuple[Any, ...]] = {"train.pin": ("auto", "cores", "off"), "hot.shuffled_end": (0,)}
-"""Options of earlier versions, which older runs have in their configs, with the values that change nothing today."""
-
-
 def make_config(raw: dict[str, Any], *, origin: str = "config") -> Config:
     """Returns a nested dict as a Config. Raises ValueError with all wrong fields, their values and what is allowed."""
     try:
-        return Config.model_validate(_without_gone(raw, origin))
+        return Config.model_validate(raw)
     except ValidationError as error:
         raise ValueError(f"{origin}: " + "; ".join(dict.fromkeys(_explain(error)))) from None
-
-
-def _without_gone(raw: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Returns `raw` without options that earlier versions had. Raises ValueError if one had an effect then."""
-    for path, neutral in _GONE.items():
-        name, option = path.split(".")
-        section = raw.get(name)
-        if isinstance(section, dict) and option in section:
-            if section[option] not in neutral:
-                raise ValueError(
-                    f"{origin}: {path} is {reprlib.repr(section[option])}, but this version has no such option: remove "
-                    "it, or use the version that wrote it"
-                )
-            raw = raw | {name: {key: value for key, value in section.items() if key != option}}
-    return raw
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AliasChoices, Field
 from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.files import atomic_write, size
@@ -38,8 +37,8 @@ class DoneDay:
     """Rows that train."""
     metrics: dict[str, Any] | None
     """Those of the model of the day before on these rows; None of the first day."""
-    parts: Annotated[list[Part], Field(validation_alias=AliasChoices("parts", "tenths"))]
-    """The same of each hour or tenth of the rows, as `Parent.parts` has them; `tenths` in older files."""
+    parts: list[Part]
+    """The same of each hour or tenth of the rows, as `Parent.parts` has them."""
     unknown: Amount | None
     """Share of the lookups that were of ids without a row in the day before."""
     table_rows: Count

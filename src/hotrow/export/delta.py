@@ -231,7 +231,7 @@ class Changes(whole.Whole):
             changes = _id_changes(old, own, schema)
             found = _write(self._delta / _IDS / _parquet(name), _ids_schema(schema), changes)
             self.tables[own.stem] = replace(self.tables[own.stem], ids=found)
-            if found:  # else the file is the same, or written by another version
+            if found:  # else the file is the same
                 own.unlink()
         return entire
 
@@ -453,6 +453,9 @@ def _bring_forward(folder: Path, path: Path, delta: Delta, exports: tuple[str, .
         head, num_bytes = change.head()
         if name not in after.files or len(head) + num_bytes != after.files[name].num_bytes:
             raise ValueError(f"{path / DELTA}: tables.{Path(name).stem} is not as its {EXPORT} says; {_CURE}")
+        with open_file(folder / name) as file:
+            if 8 + int.from_bytes(file.read(8), "little") != len(head):
+                raise ValueError(f"{folder / name}: its rows are not at byte {len(head)}; take a whole export")
     staged = [name for name in after.files if _stage(folder, path, name, after.files[name], is_half=is_half)]
     _CHAIN.write(folder / CHAIN, Chain((*exports, delta.result)))
     (folder / EXPORT).unlink(missing_ok=True)  # so that nobody reads it
@@ -519,13 +522,6 @@ def _merged(vocabulary: Path, ids: Path) -> Iterator[pa.Table]:
 def _change_table(path: Path, rows: Path, change: TableChange) -> None:
     """Gives the table in `path` its new size and rows, in place. A call that is made again ends in the same bytes."""
     (head, num_bytes), row_bytes = change.head(), change.num_bytes * change.embedding_dim
-    with open_file(path) as file:
-        begin = 8 + int.from_bytes(file.read(8), "little")
-        file.seek(begin)
-        if begin != len(head):  # its rows lie elsewhere in the file, as those of earlier versions do
-            with atomic_write(path) as copy:
-                copy.write(head)
-                shutil.copyfileobj(file, copy, 1 << 24)
     with open_file(path, "r+b", buffering=0) as file:
         file.write(head)
         file.truncate(len(head) + num_bytes)

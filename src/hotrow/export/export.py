@@ -135,7 +135,7 @@ class Description:
     """Metrics with the run's own rows and with those stored here; None if these are float32, or it was not measured."""
 
     def __post_init__(self) -> None:
-        forms = [table.get("stored_as", "float32") for table in self.tables]
+        forms = [table.get("stored_as") for table in self.tables]
         if any(form not in FORMATS or form != forms[0] for form in forms):
             raise ValueError(f"tables: stored_as is {short(forms)}; it must be one of {', '.join(FORMATS)} in all")
         for file in self.files:
@@ -145,7 +145,7 @@ class Description:
     @property
     def form(self) -> RowFormat:
         """How rows are stored."""
-        return cast(RowFormat, self.tables[0].get("stored_as", "float32") if self.tables else "float32")
+        return cast(RowFormat, self.tables[0]["stored_as"] if self.tables else "float32")
 
 
 DOCUMENT = Document(Description, marks={"hotrow_export": FORMAT_VERSION}, cure="export the run again")

@@ -282,7 +282,7 @@ def rows_of(path: Path, table: dict[str, Any]) -> Tensor:
     """Returns the rows of a table, float32 [num_embeddings, embedding_dim]. Raises ValueError if its file holds another
     tensor than export.json says."""
     stored = load_file(path)[table["tensor"]]
-    dtype, more = STORED[table.get("stored_as", "float32")]
+    dtype, more = STORED[table["stored_as"]]
     wanted = [table["num_embeddings"], table["embedding_dim"] + more]
     if (stored.dtype, [*stored.shape]) != (dtype, wanted):
         found = f"{stored.dtype} {[*stored.shape]}"

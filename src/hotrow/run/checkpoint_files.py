@@ -29,7 +29,7 @@ from hotrow.base.files import atomic_write, check_name, file_name
 from hotrow.base.records import STRICT, Count, Document
 from hotrow.placement.base import InitialRows, RowIds, Rows
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 24
 NO_MAPPING = (errno.ENODEV, errno.EINVAL)

@@ -69,7 +69,7 @@ _WHEN_FINISHED = (
     "metrics",
 )
 """Fields that every finished run has."""
-_DOCUMENT = Document(RunRecord, marks={"hotrow_run": 2}, cure="restore it from a copy, or train a new run")
+_DOCUMENT = Document(RunRecord, marks={"hotrow_run": 1}, cure="restore it from a copy, or train a new run")
 ENDING_S = 3.0
 """How long a process that was killed may take to let go of a run's folder: mpiexec ends before its last rank has."""
 

@@ -177,7 +177,7 @@ class RunRecord:
     train_s: Amount | None = None
     best_step: Count | None = None
     objective: str = DEFAULT
-    """What the model is trained for; runs by earlier versions do not say it."""
+    """What the model is trained for."""
     metrics_by: str | None = None
     """The feature by whose values the model is judged too."""
     labels: list[str] | None = None
@@ -194,7 +194,7 @@ class RunRecord:
     metrics: dict[str, dict[str, Any]] | None = None
     """By split, the metrics of the objective, None in place of NaN."""
     columns: Annotated[dict[str, dict[str, dict[str, Count]]], AfterValidator(_check_columns)] | None = None
-    """By split, what its rows held by column, as `data/seen.py` counts it; None of runs by earlier versions."""
+    """By split, what its rows held by column, as `data/seen.py` counts it."""
     ranges: dict[str, tuple[FiniteFloat, FiniteFloat]] | None = None
     """The lowest and highest usual number of each number column in training, after its transform."""
     calibration: Calibration | None = None
@@ -202,7 +202,7 @@ class RunRecord:
     negatives_kept: Amount | None = None
     """The share of rows with label 0 that the data has; None if it has all."""
     scores: Scores | None = None
-    """None of runs by earlier versions, and of runs without validation and test rows."""
+    """None of runs without validation and test rows."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if the metrics are not those of the objective."""

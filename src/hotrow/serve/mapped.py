@@ -89,7 +89,7 @@ class MappedTables:
         files = ExitStack()
         weakref.finalize(self, files.close)
         for table in tables:
-            dtype, more = STORED[table.get("stored_as", "float32")]
+            dtype, more = STORED[table["stored_as"]]
             shape = table["num_embeddings"], table["embedding_dim"] + more
             file = files.enter_context(open_file(export / table["file"]))
             mapped, begin = _map(export / table["file"], file, table["tensor"], dtype, shape)

@@ -27,8 +27,7 @@ from hotrow.base.version import __version__
 from hotrow.objectives.objective import LabelKind
 
 FORMAT = "hotrow-packed"
-VERSION = 4
-"""The newest version. A dataset is written in the earliest version that can hold it, which earlier hotrows read too."""
+VERSION = 1
 MANIFEST = "dataset.json"
 WORK_FOLDER = ".prepare"
 """Folder of unfinished work inside the dataset's folder; removed when the dataset is complete."""
@@ -39,8 +38,6 @@ RESERVED_SPLITS = frozenset({"vocab", "counts", "statistics", "rare"})
 
 STATISTICS = "statistics/counts.safetensors"
 """Path, within the folder, of the label's statistics by value."""
-REBORN = "rare/reborn/"
-"""Folder, within the folder, of the rows that stand for other ids than on the day before."""
 
 FeatureKind = Literal["one_hot", "multi_hot", "sequence"]
 Crc32 = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -122,7 +119,7 @@ class Table:
     def reborn_file(self) -> str:
         """Path of the rows that stand for other ids than in `parent`, within the dataset's folder; no file if there are
         none."""
-        return f"{REBORN}{file_name(self.name)}"
+        return f"rare/reborn/{file_name(self.name)}"
 
     @property
     def id_dtype(self) -> type[np.int32 | np.int64]:
@@ -280,47 +277,17 @@ class DatasetInfo:
 
     def schema_fingerprint(self) -> str:
         """Returns a hex digest of everything that decides the bytes of the parts, and of how ids were made."""
-        _, value = _written(replace(self, splits={}, files={}, summary={}))
+        value = asdict(replace(self, splits={}, files={}, summary={}))
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 MANIFEST_CURE = "restore the file or prepare the data again"
 
 
-def _of_version_1(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a manifest of version 1 in the form of version 2: its one label is binary."""
-    if "labels" in fields:
-        raise ValueError(f"labels: there is no such field in version 1; {MANIFEST_CURE}")
-    own = [("labels", [{"name": value}]) if name == "label" else (name, value) for name, value in fields.items()]
-    return _of_version_2(dict(own))
-
-
-def _of_version_2(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a manifest of version 2, which is version 3 without weights."""
-    if "weight" in fields:
-        raise ValueError(f"weight: there is no such field in version 1 or 2; {MANIFEST_CURE}")
-    return fields
-
-
-def _written(info: DatasetInfo) -> tuple[int, dict[str, Any]]:
-    """Returns the version in which `info` is written, the earliest that can hold it, and its fields."""
-    own = asdict(info)
-    # An older hotrow would leave rows the weights of other ids.
-    if any(path.startswith(REBORN) for path in info.files):
-        return 4, own
-    if info.weight is not None:
-        return 3, own
-    del own["weight"]
-    if [label.kind for label in info.labels] != ["binary"]:
-        return 2, own
-    return 1, dict(("label", value[0]["name"]) if name == "labels" else (name, value) for name, value in own.items())
-
-
 _DOCUMENT = Document(
     DatasetInfo,
     marks={"format": FORMAT, "version": VERSION},
     cure=MANIFEST_CURE,
-    earlier={1: _of_version_1, 2: _of_version_2, 3: dict},
 )
 
 
@@ -343,8 +310,7 @@ def _check_side_path(path: str) -> None:
 
 def write_info(folder: Path, info: DatasetInfo) -> None:
     """Writes `dataset.json` atomically, which completes the dataset."""
-    version, fields = _written(info)
-    _DOCUMENT.write(folder / MANIFEST, fields, version=version)
+    _DOCUMENT.write(folder / MANIFEST, info)
 
 
 def read_info(folder: Path) -> DatasetInfo:

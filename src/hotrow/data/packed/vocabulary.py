@@ -33,8 +33,7 @@ from hotrow.data.native import Table, backend, hash_keys, lookup_rows, open_runs
 
 MAGIC = b"hotrowvb"
 COUNTS_MAGIC = b"hotrowct"
-VERSION = 2
-"""The newest version of vocabularies. One without rows that stand for no id has version 1."""
+VERSION = 1
 COUNTS_VERSION = 1
 BYTE_ORDER = 0x01020304
 ALIGNMENT = 64
@@ -93,17 +92,13 @@ class Header:
         return self.num_embeddings - self.num_keys - 1 - (self.missing_row != 0)
 
     @property
-    def version(self) -> int:
-        return 2 if self.num_free else 1
-
-    @property
     def num_bytes(self) -> int:
         return max(section.offset + section.num_bytes for section in self.sections)
 
     def pack(self) -> bytes:
         """Returns the header as bytes, its checksum last."""
         numbers = (getattr(self, name) for name in _NUMBERS)
-        raw = _HEADER.pack(MAGIC, self.version, BYTE_ORDER, HEADER_BYTES, KEY_KINDS.index(self.key_kind), *numbers)
+        raw = _HEADER.pack(MAGIC, VERSION, BYTE_ORDER, HEADER_BYTES, KEY_KINDS.index(self.key_kind), *numbers)
         raw += b"".join(_SECTION.pack(s.offset, s.num_bytes, s.crc32) for s in self.sections)
         raw = raw.ljust(HEADER_BYTES - _CRC.size, b"\0")
         return raw + _CRC.pack(zlib.crc32(raw))
@@ -116,16 +111,15 @@ class Header:
         if zlib.crc32(raw[: HEADER_BYTES - _CRC.size]) != _CRC.unpack_from(raw, HEADER_BYTES - _CRC.size)[0]:
             raise _damaged(path, f"its header (bytes 0 to {HEADER_BYTES - 1}) does not match its checksum")
         _, version, byte_order, header_bytes, kind, *numbers = _HEADER.unpack_from(raw)
-        if not 1 <= version <= VERSION or byte_order != BYTE_ORDER or header_bytes != HEADER_BYTES:
-            raise ValueError(f"{path}: vocabulary format version is {version}; this hotrow reads 1 to {VERSION}")
+        if version != VERSION or byte_order != BYTE_ORDER or header_bytes != HEADER_BYTES:
+            raise ValueError(f"{path}: vocabulary format version is {version}; this hotrow reads {VERSION}")
         at = range(_HEADER.size, _HEADER.size + _SECTION.size * len(SECTIONS), _SECTION.size)
         sections = tuple(Section(*_SECTION.unpack_from(raw, offset)) for offset in at)
         if kind >= len(KEY_KINDS):
             raise _damaged(path, f"its key kind is {kind}")
         named = dict(zip(_NUMBERS, numbers, strict=True))
         header = Header(key_kind=KEY_KINDS[kind], sections=sections, **named)
-        fits = header.version == version and header._fits()
-        if header.index_bytes not in (4, 8) or not 1 <= header.directory_bits <= 40 or not fits:
+        if header.index_bytes not in (4, 8) or not 1 <= header.directory_bits <= 40 or not header._fits():
             raise _damaged(path, "its header contradicts itself")
         return header
 

@@ -148,7 +148,7 @@ def render_schema(guess: SchemaGuess) -> str:
 def _schema_lines(guess: SchemaGuess) -> Iterator[str]:
     yield f"# Schema guessed from {guess.origin}."
     yield "# Check every line: nothing else decides what the model sees. docs/prepare.md explains the fields."
-    yield "version: 2"
+    yield "version: 1"
     if not guess.of("label"):
         found = guess.question or "no column of 0 and 1 found; name yours, positive: [...] or at_least: N"
         yield _commented("label: {column: FILL_IN}", found)

@@ -780,8 +780,6 @@ class _Stages:
     def _encode(self, plan: SplitPlan, executor: Executor) -> PackedDataset:
         """Writes the parts of this rank that are not finished; the first rank then writes dataset.json."""
         comm, out, marks, info = self._comm, self._work.out, self._work.results.marks, self._dataset_info(plan)
-        if not marks:
-            raise ValueError(f"{out} holds unfinished work of an earlier version of hotrow; {CURE}")
         ranges = part_ranges(comm, marks, self._options.rows_per_part)
         first_rows = {split: first for split, (first, _) in ranges.items()}
         ours = f"-{comm.rank}-of-{comm.size}" if comm.size > 1 else ""

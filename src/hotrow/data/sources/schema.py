@@ -317,7 +317,7 @@ class CsvSpec(_Strict):
 class Schema(_Strict):
     """Everything that preparation needs to know about tabular logs; docs/prepare.md has an example."""
 
-    version: Literal[1, 2] = 2
+    version: Literal[1] = 1
     """1: as before hotrow knew more missing texts than the empty one: only it is missing, only in CSV and JSON Lines,
     and no cell may be odd."""
     labels: Annotated[tuple[LabelSpec, ...], BeforeValidator(_listed), Field(alias="label", min_length=1)]
@@ -557,8 +557,8 @@ class Schema(_Strict):
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Texts that mean a missing value in every format; version 1 has none besides what CSV and JSON Lines have."""
-        return self.csv.null_values if self.version > 1 else ()
+        """Texts that mean a missing value in every format."""
+        return self.csv.null_values
 
     def table(self, name: str) -> TableSpec:
         """Returns the options of a table: its own, else those of `default`."""
@@ -596,25 +596,9 @@ class Schema(_Strict):
         return parse_schema(value, where="defaults")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the schema as JSON-ready values; `parse_schema` reads it.
-
-        `statistics` with their `count` and lag, `transforms`, `weight`, `label.kind`, `label.name` and `expire` are
-        left out if they have their defaults.
-        """
-        optional = ("statistics", "statistics_lag", "transforms", "weight")
-        left_out = {name for name in optional if not getattr(self, name)}
-        value = self.model_dump(mode="json", exclude=left_out, by_alias=True)
-        for spec in value["label"]:
-            for name, default in (("kind", "binary"), ("name", None)):
-                if spec[name] == default:
-                    del spec[name]
+        """Returns the schema as JSON-ready values; `parse_schema` reads it."""
+        value = self.model_dump(mode="json", by_alias=True)
         value["label"] = value["label"] if len(self.labels) > 1 else value["label"][0]
-        for spec in value.get("statistics", []):
-            if not spec["count"]:
-                del spec["count"]
-        for spec in value["tables"].values():
-            if spec["expire"] is None:
-                del spec["expire"]
         return value
 
 
@@ -625,8 +609,6 @@ def parse_schema(value: Any, *, where: str) -> Schema:
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where}: a schema is a mapping with at least 'label' and 'categorical'; got {short(value)}")
-    if value.get("version") == 1:
-        value = _as_version_1_meant(value)
     try:
         value = _interval_by_interval(value)
     except ValueError as error:
@@ -644,12 +626,6 @@ def _checked(text: str) -> Schema:
     """The schema in a JSON text. It is never altered, so a run whose parts each read it checks it once."""
     # JSON mode: strict about scalars, while a list may stand for a tuple.
     return Schema.model_validate_json(text)
-
-
-def _as_version_1_meant(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema of version 1 with what its absent fields meant."""
-    csv = value.get("csv", {})
-    return {"odd_share": 0.0, **value, "csv": {"null_values": [""], **csv} if isinstance(csv, dict) else csv}
 
 
 def _interval_by_interval(value: dict[str, Any]) -> dict[str, Any]:
