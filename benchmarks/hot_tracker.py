@@ -25,10 +25,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from benchmarks.locality.reuse import native
 from hotrow.data.packed.format import Ids, Ragged, slice_ids
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
-from hotrow.inspect.reuse import native
 
 SLOTS_PER_ROW = 4
 """Slots of the sketch for each row that the budget holds: 32 bytes a row, as CAFE has it."""

@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from benchmarks import hot_tracker as tracker
 from benchmarks.hot_tracker import HotTracker
+from benchmarks.locality.traces import open_accesses
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.reference import fmix64
-from hotrow.inspect.accesses import Accesses, open_accesses
+from hotrow.inspect.accesses import Accesses
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 NUM_PARTS, BATCH = 10, 1 << 14

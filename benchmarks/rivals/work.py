@@ -17,8 +17,9 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from benchmarks.locality.traces import open_accesses
 from hotrow.batch import Batch, KeyedJaggedTensor
-from hotrow.inspect.accesses import Accesses, open_accesses
+from hotrow.inspect.accesses import Accesses
 from hotrow.models.dlrm import DLRM
 from hotrow.tables import TableConfig
 

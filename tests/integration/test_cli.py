@@ -271,19 +271,6 @@ def test_inspect_writes_its_report_and_shows_it(
     assert "C26" in shown and "stored order of the split 'val'" in shown
 
 
-def test_inspect_takes_a_trace(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
-    Path("trace.txt").write_text("7\n3\n7\n7\n")
-    looked = hotrow("inspect", "trace.txt", "--batch-size", "2", "--json", **tools)
-    (table,) = looked["tables"]
-    assert (looked["kind"], table["num_embeddings"], table["hottest"]) == ("trace", 8, 0.75)
-    assert table["locality"]["miss_ratio"]["per_lookup"] == {"capacity_rows": [0, 1, 2], "miss_ratio": [1.0, 0.75, 0.5]}
-    assert table["locality"]["miss_ratio"]["per_row"]["miss_ratio"][-1] == pytest.approx(2 / 3)
-    Path("trace.txt").write_text("7\nseven\n")
-    err = hotrow("inspect", "trace.txt", code=2, **tools)
-    assert err.startswith("hotrow: trace.txt:2: 'seven' is not a row id") and err.count("\n") == 1
-
-
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_has_an_example(verb: str) -> None:
     shown = CliRunner().invoke(cli.app, [verb, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
@@ -321,8 +308,8 @@ def test_only_some_verbs_run_under_torchrun(
         ),
         (["check", "."], "was not written by hotrow"),
         (["inspect", "."], r"no dataset\.json"),
-        (["inspect", "absent.txt"], r"absent\.txt: no such file or folder"),
-        (["inspect", "small.yaml"], r"small\.yaml:1: 'data: packed' is not a row id"),
+        (["inspect", "absent"], r"absent: no dataset\.json, so this is not a complete packed dataset; prepare one"),
+        (["inspect", "small.yaml"], r"small\.yaml: no dataset\.json, so this is not a complete packed dataset"),
         (["predict", "nowhere", "clicks.txt", "--out", "s.csv"], "nowhere is not a run"),
         (["export", "nowhere", "--out", "x"], "nowhere is not a run"),
         (["clean", "."], "is not a run"),

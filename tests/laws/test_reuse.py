@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import reuse_truth
-from hotrow.inspect.reuse import MissRatioCurve, ReuseProfile, is_sampled
+from benchmarks.locality.reuse import MissRatioCurve, ReuseProfile, is_sampled
 from hotrow.kernels import ops
 
 pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing simulates caches")

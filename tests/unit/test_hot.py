@@ -281,7 +281,7 @@ def test_the_estimate_told_is_that_of_the_threshold_taken() -> None:
     ]
 
 
-def test_inspect_compares_the_ways(dataset: PackedDataset, tmp_path: Path) -> None:
+def test_inspect_compares_the_ways(dataset: PackedDataset) -> None:
     ways = compare_ways(dataset, 900_000, embedding_dim=16, optimizer="row_wise_adagrad")["ways"]
     assert [way["name"] for way in ways] == ["exact", "sampled", "covering"]
     record_bytes = record_bytes_of(dataset, embedding_dim=16, optimizer="row_wise_adagrad")
@@ -292,26 +292,18 @@ def test_inspect_compares_the_ways(dataset: PackedDataset, tmp_path: Path) -> No
         assert way["hot_samples"] == hot_samples(dataset, hot).mean()
     with pytest.raises(ValueError, match="optimizer is 'sdg'; choose one of sgd"):
         compare_ways(dataset, 900_000, embedding_dim=16, optimizer="sdg")  # type: ignore[arg-type]
-    trace = tmp_path / "trace.txt"
-    trace.write_text("1\n2\n1\n")
-    with pytest.raises(ValueError, match="is a trace, which has no samples to be hot"):
-        tools.inspect(trace, hot="1MiB", batch_size=2)
 
 
 def test_inspect_refuses_a_budget_before_it_reads(
     make_dataset: Callable[..., PackedDataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = make_dataset(tmp_path / "data", counts=True).path
-    trace = tmp_path / "trace.txt"
-    trace.write_text("1\n2\n1\n")
-    monkeypatch.setattr(tools, "open_accesses", lambda *a, **k: pytest.fail("read before it was refused"))
+    monkeypatch.setattr(tools, "split_accesses", lambda *a, **k: pytest.fail("read before it was refused"))
     for hot, text in {"lots": "size 'lots' is not understood", "64": "a hot set of 64 bytes is too small"}.items():
         with pytest.raises(ValueError, match=f"hot is '{hot}': {text}"):
             tools.inspect(data, hot=hot)
     with pytest.raises(ValueError, match="optimizer is 'sdg'; choose one of"):
         tools.inspect(data, hot="1MiB", optimizer="sdg")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="is a trace, which has no samples"):
-        tools.inspect(trace, hot="1MiB")
     with pytest.raises(ValueError, match="nowhere"):
         tools.inspect(tmp_path / "nowhere", hot="1MiB")
 

@@ -17,8 +17,8 @@ import reuse_truth
 from benchmarks import hot_tracker as tracker_module
 from benchmarks import hot_trackers
 from benchmarks.hot_tracker import HotTracker
+from benchmarks.locality.reuse import native
 from hotrow.hot.hot_set import HotRows
-from hotrow.inspect.reuse import native
 from hotrow.kernels import ops
 
 pytestmark = pytest.mark.package

@@ -1,4 +1,4 @@
-"""The hotness report: formulas against counting, curves against sorting, drift against sets, and the files it makes."""
+"""The hotness report: formulas against counting, curves against sorting, and the files it makes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,11 +17,11 @@ from numpy.typing import NDArray
 
 from hotrow import draw
 from hotrow.cli import tools
-from hotrow.inspect.accesses import Accesses, TableAccesses, first_batches, trace_accesses
+from hotrow.data.packed.reader import PackedDataset
+from hotrow.inspect.accesses import Accesses, TableAccesses, first_batches
 from hotrow.inspect.demand import Demand, spread
 from hotrow.inspect.hotness import Hotness, measure_hotness
-from hotrow.inspect.report import inspection_page, print_inspection, sentences
-from hotrow.inspect.reuse import MissRatioCurve, measure_locality, sampling_rate
+from hotrow.inspect.report import inspection_page, print_inspection
 
 GENERATOR = np.random.default_rng(5)
 IDS = {
@@ -45,7 +46,7 @@ def accesses(tables: dict[str, NDArray[np.int64]] = IDS) -> Accesses:
             counts=np.sort(np.bincount(ids))[::-1].astype(np.uint64),
         )
 
-    return Accesses("planted", "packed dataset", SAMPLES, tuple(table(name, ids) for name, ids in tables.items()))
+    return Accesses("planted", SAMPLES, tuple(table(name, ids) for name, ids in tables.items()))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_bytes_against_counting_them_one_by_one(hotness: Hotness) -> None:
         found = (demand.gross_bytes, demand.net_bytes, demand.training_bytes)
         assert found == pytest.approx((gross / num_full, net / num_full, training / num_full))
         assert demand.density == pytest.approx(training / num_full / (32 * own.table.num_embeddings))
-        assert own.locality.unique_ratio == pytest.approx(net / gross)
+        assert demand.unique_ratio == pytest.approx(net / gross)
 
 
 def demands(*pairs: tuple[int, float]) -> list[Demand]:
@@ -116,81 +117,16 @@ def test_coverage_against_sorting(hotness: Hotness) -> None:
 
 def test_row_zero_counts_but_is_not_hot() -> None:
     table = TableAccesses("t", 4, ("t",), lambda n: iter([np.array([0, 0, 0, 1])]), np.array([1, 0, 0], np.uint64), 3)
-    (row,) = measure_hotness(Accesses("x", "packed dataset", 4, (table,)), batch_size=4).to_json()["tables"]
+    (row,) = measure_hotness(Accesses("x", 4, (table,)), batch_size=4).to_json()["tables"]
     assert (row["accesses"], row["rare"], row["hottest"], row["top_10%"]) == (4, 0.75, 0.25, 0.25)
-
-
-def test_drift_against_sets() -> None:
-    """The hot rows of the first tenth are of no use after the middle, where the ids move on."""
-    first = np.where(GENERATOR.random(10_000) < 0.8, 3, GENERATOR.integers(0, 100, 10_000))
-    ids = np.concatenate([first[:5000], first[5000:] + 100])
-    table = TableAccesses(
-        "t", 200, ("t",), lambda n: iter(np.split(ids, range(n, len(ids), n))), np.empty(0, np.uint64)
-    )
-    windows = measure_locality(table, num_samples=10_000, batch_size=100).windows
-    assert len(windows) == 10
-    for k, window in enumerate(windows):
-        own = Counter(ids[k * 1000 : (k + 1) * 1000].tolist()).most_common(2)  # 1 % of 200 rows
-        assert window.own_hot_set == sum(count for _, count in own) / 1000
-        hot = {row for row, _ in Counter(ids[:1000].tolist()).most_common(2)}
-        assert window.first_hot_set == np.isin(ids[k * 1000 : (k + 1) * 1000], list(hot)).mean()
-    assert windows[9].first_hot_set == 0 and windows[9].own_hot_set > 0.75
-
-
-def test_a_planner_asks_for_miss_ratios(hotness: Hotness) -> None:
-    assert hotness.miss_ratio("cold", 0) == 1.0
-    ratios = [hotness.miss_ratio("cold", rows) for rows in (10, 300, 3000, 9000)]
-    assert ratios == sorted(ratios, reverse=True) and ratios[-1] < 0.7
-    assert hotness.miss_ratio("hot", 10, per="lookup") < hotness.miss_ratio("hot", 10, per="row")
-    kept = hotness.to_json()["tables"][1]["locality"]["miss_ratio"]["per_row"]
-    assert 0 <= MissRatioCurve(*map(np.array, kept.values())).miss_ratio(3000) - ratios[2] < 0.02
-    with pytest.raises(ValueError, match="no table is called 'warm'; the tables are hot, cold, flat"):
-        hotness.miss_ratio("warm", 5)
-
-
-def test_all_tables_together_against_adding_up(hotness: Hotness) -> None:
-    misses = total = 0.0
-    for own in hotness.tables:
-        num = own.locality.by_lookup
-        misses += num.miss_ratio(max(1, round(0.1 * own.table.num_embeddings))) * len(IDS[own.table.name])
-        total += len(IDS[own.table.name])
-    curve = dict(map(tuple, hotness.to_json()["locality"]["miss_ratio"]["per_lookup"]))
-    assert curve[0.1] == pytest.approx(misses / total)
-    found = hotness.to_json()
-    for per in ("per_lookup", "per_row"):
-        bins = dict(map(tuple, found["locality"]["distances"][per]))
-        assert sum(bins.values()) + found["locality"]["first"][per] == pytest.approx(1)
-        weights = {own.table.name: own.locality.num_accesses(per.removeprefix("per_")) for own in hotness.tables}
-        added = Counter[int]()
-        for table in found["tables"]:
-            for end, share in table["locality"]["distances"][per]:
-                added[end] += share * weights[table["table"]] / sum(weights.values())
-        assert bins == pytest.approx({**dict.fromkeys(bins, 0), **added})
-
-
-def test_a_sample_says_so_and_repeats() -> None:
-    assert sampling_rate(1 << 22, None) == 0.25
-    assert sampling_rate(1000, 0.01) == 1.0 and sampling_rate(1 << 20, 0.001) == 1 / 128
-    ids = {"cold": GENERATOR.integers(0, 200_000, 12_000)}
-    big = accesses(ids)
-    table = TableAccesses(**{**vars(big.tables[0]), "num_embeddings": 200_000})
-    runs = [
-        measure_hotness(Accesses("x", "trace", SAMPLES, (table,)), batch_size=BATCH, sample=0.05, seed=s).to_json()
-        for s in (1, 1, 2)
-    ]
-    assert runs[0] == runs[1] != runs[2]
-    assert not runs[0]["locality"]["exact"]
-    found = runs[0]["tables"][0]["locality"]
-    assert found["rate"] == 0.05 and 400 < found["rows_followed"] < 800  # of 11,650 different rows
-    assert any("estimates from a sample" in line for line in sentences({**runs[0], "path": "x"}))
 
 
 def test_the_first_batches_alone() -> None:
     report = measure_hotness(first_batches(accesses(), 3, batch_size=BATCH), batch_size=BATCH).to_json()
     assert (report["batches"], report["samples"], report["accesses"]) == (3, 3 * BATCH, 21_000)
     for row in report["tables"]:
-        ids = IDS[row["table"]][: 3 * BATCH * LOOKUPS[row["table"]]]
-        assert row["locality"]["rows_followed"] == len(np.unique(ids))
+        batches = np.split(IDS[row["table"]][: 3 * BATCH * LOOKUPS[row["table"]]], 3)
+        assert row["demand"]["rows"] == pytest.approx(sum(len(np.unique(ids)) for ids in batches) / 3)
     with pytest.raises(ValueError, match="batches is 0; read at least 1"):
         first_batches(accesses(), 0, batch_size=BATCH)
 
@@ -203,7 +139,7 @@ def test_tables_nobody_looks_up(capsys: pytest.CaptureFixture[str]) -> None:
         for name in ("a", "b", "c", "d")
     ]
     for tables in ([*empty, *accesses().tables], empty):
-        found = Accesses("x", "packed dataset", SAMPLES, tuple(tables))
+        found = Accesses("x", SAMPLES, tuple(tables))
         report = {**measure_hotness(found, batch_size=BATCH).to_json(), "split": "train", "path": "x"}
         assert "nan" not in json.dumps(report, allow_nan=False) and "nan" not in inspection_page(report)
         print_inspection(report)
@@ -213,7 +149,6 @@ def test_tables_nobody_looks_up(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sample": 1.5}, "sample is 1.5; the share of rows to follow is above 0 and at most 1"),
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
         ({"embedding_dim": 0}, "embedding_dim is 0; it must be at least 1"),
     ],
@@ -227,11 +162,11 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> dict[str, Any]:
-    """Of a trace whose name is hostile to HTML."""
-    trace = tmp_path / "<b>&trace.txt"
-    trace.write_text("\n".join(map(str, IDS["cold"].tolist())) + "\n")
-    return tools.inspect(trace, batch_size=100, out=tmp_path / "out")
+def report(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> dict[str, Any]:
+    """Of a dataset whose path is hostile to HTML."""
+    dataset = make_dataset(tmp_path / "<b>&data")
+    with pytest.warns(UserWarning, match="carries no counts"):
+        return tools.inspect(dataset.path, batch_size=100, out=tmp_path / "out")
 
 
 def test_the_files(report: dict[str, Any]) -> None:
@@ -239,18 +174,18 @@ def test_the_files(report: dict[str, Any]) -> None:
     assert [path.name for path in paths] == ["hotness.json", "hotness.csv", "hotness.html"]
     kept = json.loads(paths[0].read_text())
     assert kept == {name: value for name, value in report.items() if name != "files"}
-    (row,) = csv.DictReader(paths[1].open())
-    assert float(row["top_10%"]) == report["tables"][0]["top_10%"]
-    assert float(row["miss_row_10%"]) == report["tables"][0]["caches"][1]["per_row"]
+    rows = list(csv.DictReader(paths[1].open()))
+    assert [float(row["top_10%"]) for row in rows] == [table["top_10%"] for table in report["tables"]]
+    assert [float(row["density"]) for row in rows] == [table["demand"]["density"] for table in report["tables"]]
     page = paths[2].read_text()
-    assert "Hotness of &lt;b&gt;&amp;trace.txt" in page and "<b>" not in page
+    assert "<b>" not in page and "Hotness of" in page
     assert not re.search(r'(src|href)="', page), "the page needs nothing beside it"
 
 
 def test_every_chart_is_well_formed(hotness: Hotness) -> None:
     page = inspection_page({**hotness.to_json(), "split": "train", "path": "x"})
     drawn = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(drawn) == 7
+    assert len(drawn) == 3
     for text in drawn:
         lines = [node for node in ElementTree.fromstring(text).iter() if node.tag.endswith(("polyline", "rect"))]
         assert len(lines) > 1
@@ -301,8 +236,3 @@ def test_what_is_more_than_a_whole_or_alone_is_seen() -> None:
     at = {float((node.text or "").rstrip("%")) / 100: float(node.attrib["y"]) - 4 for node in ticks}
     assert float(dot.attrib["cy"]) == at[2.0] == draw.TOP
     assert heights[0] == at[0.5] and at[1.5] < heights[1] < at[1.25]
-
-
-def test_the_real_trace_is_what_its_readme_says(real_data: Any) -> None:
-    found = trace_accesses(real_data("embedding_trace_500k_medium.txt.gz"))
-    assert found.num_samples == 429_951 and found.tables[0].num_embeddings <= 500_000

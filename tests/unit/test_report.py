@@ -21,7 +21,6 @@ from hotrow import draw
 from hotrow.cli import tools
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.kernels import ops
 from hotrow.report.facts import MAX_POINTS, RunFacts, coverage, phase_points, points, read_lines, thin
 from hotrow.report.page import report_page, sentences, summary
 from hotrow.run import folder as run_folder
@@ -370,9 +369,8 @@ def test_pages_in_a_browser(tmp_path: Path, dataset: PackedDataset) -> None:
     for name, runs_shown in pages.items():
         (tmp_path / f"{name}.html").write_text(report_page(runs_shown))
     names = [*pages]
-    if ops.backend().name == "native":  # which measures hotness
-        tools.inspect(dataset.path, batch_size=16, out=tmp_path)
-        names.append("hotness")
+    tools.inspect(dataset.path, batch_size=16, out=tmp_path)
+    names.append("hotness")
     with Browser(tmp_path / "profile") as browser:
         for name in names:
             for width in (390, 820, 1440):

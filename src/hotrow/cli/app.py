@@ -669,19 +669,13 @@ def plan(
 
 @verb("inspect", home="hotrow.cli.tools", example="hotrow inspect data/criteo --batch-size 4096 --dim 64 --out hotness")
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A packed dataset, or a trace: a text file of one row id per line.")],
+    path: Annotated[Path, typer.Argument(help="A packed dataset.")],
     *,
-    split: Annotated[str, typer.Option(help="The split of a packed dataset to read.")] = "train",
-    batch_size: Annotated[int, typer.Option(help="Samples per step; for a trace, lookups per step.")] = 2048,
+    split: Annotated[str, typer.Option(help="The split to read.")] = "train",
+    batch_size: Annotated[int, typer.Option(help="Samples per step.")] = 2048,
     dim: Annotated[int, typer.Option(help="Embedding dim of every table (float32), to count bytes.")] = 16,
     batches: Annotated[int | None, typer.Option(help="Read only the first so many: a quick look at much data.")] = None,
-    sample: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of each table's rows to follow, at least 8,192 rows; default: all, up to 2^20 a table."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed for choosing rows to follow, and samples for --hot.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for choosing samples for --hot.")] = 0,
     hot: Annotated[
         str | None,
         typer.Option(help="Bytes of a fast device, e.g. 256MiB: compares three ways to choose rows for it."),
@@ -689,7 +683,7 @@ def inspect(
     optimizer: Annotated[str, typer.Option(help="The optimizer whose state is kept beside hot rows.")] = "sgd",
     out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON, CSV and one HTML page.")] = None,
 ) -> Answer:
-    """Report hotness: bytes per table, how few rows take most accesses, how soon rows come again."""
+    """Report hotness: bytes that a step demands of each table, and how few rows take most accesses."""
     from hotrow.base.progress import progress_bar
     from hotrow.cli import tools
     from hotrow.inspect.report import print_inspection
@@ -701,7 +695,6 @@ def inspect(
             batch_size=batch_size,
             embedding_dim=dim,
             batches=batches,
-            sample=sample,
             seed=seed,
             hot=hot,
             optimizer=optimizer,  # type: ignore[arg-type]

@@ -31,11 +31,10 @@ from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.export.delta import DELTA, verify_delta
 from hotrow.export.export import CHAIN, EXPORT, verify_export
 from hotrow.hot.hot_set import check_budget
-from hotrow.inspect.accesses import first_batches, open_accesses
+from hotrow.inspect.accesses import first_batches, split_accesses
 from hotrow.inspect.hot_rows import compare_ways, record_bytes_of
 from hotrow.inspect.hotness import measure_hotness
 from hotrow.inspect.report import write_inspection
-from hotrow.inspect.reuse import native
 from hotrow.kernels import ops
 from hotrow.kernels.types import Algorithm
 from hotrow.placement.store_file import direct_io
@@ -65,19 +64,18 @@ def inspect(
     batch_size: int = 2048,
     embedding_dim: int = 16,
     batches: int | None = None,
-    sample: float | None = None,
     seed: int = 0,
     hot: int | str | None = None,
     optimizer: Algorithm = "sgd",
     out: Path | str | None = None,
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
-    """Returns the hotness report of a packed dataset (a folder) or of a trace (a file of row ids, one per line).
+    """Returns the hotness report of a packed dataset.
 
-    The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `split` of a dataset; `batches`:
-    read only so many, the first. hot: bytes of a fast device, or text such as 256MiB, of a packed dataset only: three
-    ways to choose the rows for it are compared, the state of `optimizer` counted. With `out` the report is also
-    written there, as JSON, CSV and HTML, and `files` names them.
+    The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `batches`: read only so many, the
+    first. hot: bytes of a fast device, or text such as 256MiB: three ways to choose the rows for it are compared, the
+    state of `optimizer` counted, with samples drawn by `seed`. With `out` the report is also written there, as JSON,
+    CSV and HTML, and `files` names them.
 
     Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
     among the accesses but is not a hot row.
@@ -85,25 +83,21 @@ def inspect(
     for name, number, least in (("batches", batches, 1), ("seed", seed, 0)):
         if number is not None and not least <= number <= MAX_COUNT:
             raise ValueError(f"{name} is {reprlib.repr(number)}; it must be from {least} to {MAX_COUNT:,}")
-    # Options and the machine are checked before reading, which may take long.
-    native()
+    # Options are checked before reading, which may take long.
     if is_taken(Path(path) / RUN):
         raise ValueError(f"{path} is a run, and inspect reads data; {_data_of(RunFolder.open(path))}")
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"report folder {out} is a file; choose another")
-    budget = None if hot is None else _hot_budget(path, hot, embedding_dim=embedding_dim, optimizer=optimizer)
-    found = open_accesses(path, split=split, progress=progress)
+    dataset = PackedDataset.open(path)
+    budget = None if hot is None else _hot_budget(dataset, hot, embedding_dim=embedding_dim, optimizer=optimizer)
+    found = split_accesses(dataset, split)
     if batches is not None:
         found = first_batches(found, batches, batch_size=batch_size)
-    hotness = measure_hotness(
-        found, batch_size=batch_size, embedding_dim=embedding_dim, sample=sample, seed=seed, progress=progress
-    )
+    hotness = measure_hotness(found, batch_size=batch_size, embedding_dim=embedding_dim, progress=progress)
     report = {"path": str(path), **hotness.to_json()}
-    if found.kind == "packed dataset":
-        dataset = PackedDataset.open(path)
-        report |= _dataset_facts(dataset, report["tables"], split)
-        if budget is not None:
-            report["hot"] = compare_ways(dataset, budget, embedding_dim=embedding_dim, optimizer=optimizer, seed=seed)
+    report |= _dataset_facts(dataset, report["tables"], split)
+    if budget is not None:
+        report["hot"] = compare_ways(dataset, budget, embedding_dim=embedding_dim, optimizer=optimizer, seed=seed)
     return {**report, "files": write_inspection(out, report)} if out is not None else report
 
 
@@ -114,11 +108,8 @@ def _data_of(run: RunFolder) -> str:
     return f"to see what it was trained on: hotrow inspect {shlex.quote(run.record.dataset['path'])}"
 
 
-def _hot_budget(path: Path | str, hot: int | str, *, embedding_dim: int, optimizer: Algorithm) -> int:
+def _hot_budget(dataset: PackedDataset, hot: int | str, *, embedding_dim: int, optimizer: Algorithm) -> int:
     """Returns `hot` in bytes. Raises ValueError if it is too small for any hot rows."""
-    if Path(path).is_file():
-        raise ValueError(f"hot is {hot!r}: {path} is a trace, which has no samples to be hot; give a packed dataset")
-    dataset = PackedDataset.open(path)
     record_bytes = record_bytes_of(dataset, embedding_dim=embedding_dim, optimizer=optimizer)
     try:
         budget = parse_bytes(hot)
@@ -129,7 +120,7 @@ def _hot_budget(path: Path | str, hot: int | str, *, embedding_dim: int, optimiz
 
 
 def _dataset_facts(dataset: PackedDataset, tables: list[dict[str, Any]], split: str) -> dict[str, Any]:
-    """Returns the facts that only a dataset has, and a trace has not."""
+    """Returns what the dataset says of itself."""
     dropped = {name: table.num_dropped for name, table in dataset.info.table_by_name.items()}
     return {
         "checksum": dataset.checksum,

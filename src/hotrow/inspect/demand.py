@@ -38,6 +38,11 @@ class Demand:
     """Different rows per step: u B L."""
 
     @property
+    def unique_ratio(self) -> float:
+        """Different rows of a step over its lookups."""
+        return self.rows / self.lookups if self.lookups else 0.0
+
+    @property
     def gross_bytes(self) -> float:
         return self.lookups * self.row_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ from hotrow.draw import bar_chart, line_chart, load_template
 
 NAME = "hotness"
 Table = Mapping[str, Any]
-ACCESSES = {"lookup": "lookup", "row": "distinct row of a batch"}
-"""What counts as one access, in words."""
 
 
 def write_inspection(folder: Path | str, report: Mapping[str, Any]) -> list[str]:
@@ -32,16 +30,8 @@ def write_inspection(folder: Path | str, report: Mapping[str, Any]) -> list[str]
 
 def flat_row(table: Table) -> dict[str, Any]:
     """Returns one table's figures without its curves: the columns of the CSV file and of the printed tables."""
-    locality = table["locality"]
     scalars = {name: value for name, value in table.items() if not isinstance(value, (list, dict))}
-    return {
-        **scalars,
-        **{name: value for name, value in table["demand"].items() if name not in scalars},
-        **{name: locality[name] for name in ("unique_ratio", "rate", "rows_followed")},
-        **{f"first_{per}": locality["first"][f"per_{per}"] for per in ("lookup", "row")},
-        **{f"overlap_{k}": value for k, value in locality["overlap"].items()},
-        **{f"miss_{per}_{at['share']:.0%}": at[f"per_{per}"] for per in ("lookup", "row") for at in table["caches"]},
-    }
+    return {**scalars, **{name: value for name, value in table["demand"].items() if name not in scalars}}
 
 
 def as_csv(report: Mapping[str, Any]) -> str:
@@ -55,20 +45,18 @@ def as_csv(report: Mapping[str, Any]) -> str:
 
 
 def print_inspection(report: Mapping[str, Any]) -> None:
-    """Two tables and a few sentences, on stdout."""
+    """A table and a few sentences, on stdout."""
     from rich.console import Console
     from rich.table import Table as Grid
 
     rows = [flat_row(table) for table in by_density(report)]
     console = Console(highlight=False)
-    demand = Grid("table", title="bytes demanded per step, densest table first")
-    locality = Grid("table", title="share taken by the hottest rows; share missed; overlap")
-    for grid, columns in ((demand, DEMAND_COLUMNS), (locality, LOCALITY_COLUMNS)):
-        for title in columns:
-            grid.add_column(title, justify="right")
-        for row in rows:
-            grid.add_row(row["table"], *(show(row[name]) for name, show in columns.values()))
-        console.print(grid)
+    grid = Grid("table", title="bytes demanded per step, densest table first; share taken by the hottest rows")
+    for title in COLUMNS:
+        grid.add_column(title, justify="right")
+    for row in rows:
+        grid.add_row(row["table"], *(show(row[name]) for name, show in COLUMNS.values()))
+    console.print(grid)
     if "hot" in report:
         console.print(_hot_grid(report["hot"]))
     for line in sentences(report):
@@ -92,7 +80,7 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-DEMAND_COLUMNS = {
+COLUMNS = {
     "rows": ("num_embeddings", "{:,}".format),
     "lookups": ("lookups", "{:,.0f}".format),
     "unique": ("unique_ratio", _share),
@@ -100,18 +88,10 @@ DEMAND_COLUMNS = {
     "training": ("training_bytes", size),
     "table": ("table_bytes", size),
     "density": ("density", "{:.3g}".format),
-}
-LOCALITY_COLUMNS = {
     "hottest": ("hottest", _share),
     "top 1%": ("top_1%", _share),
     "top 10%": ("top_10%", _share),
-    "miss\n/lookup": ("miss_lookup_10%", _share),
-    "miss\n/row": ("miss_row_10%", _share),
-    "first": ("first_row", _share),
-    "last 10": ("overlap_10", _share),
 }
-
-
 HOT_COLUMNS = {
     "taken": ("hot_bytes", size),
     "hot rows": ("hot_rows", "{:,}".format),
@@ -124,16 +104,12 @@ HOT_COLUMNS = {
 
 def sentences(report: Mapping[str, Any]) -> list[str]:
     """Returns the sentences below the tables."""
-    demand, locality = report["demand"], report["locality"]
-    what = "lookups" if report["kind"] == "trace" else "samples"
+    demand = report["demand"]
     lines = [
-        f"{report['path']}: {report['samples']:,} {what} in {report['batches']:,} batches of {report['batch_size']:,}, "
-        f"dim {report['embedding_dim']}, tables of {size(demand['table_bytes'])}.",
+        f"{report['path']}: {report['samples']:,} samples in {report['batches']:,} batches of "
+        f"{report['batch_size']:,}, dim {report['embedding_dim']}, tables of {size(demand['table_bytes'])}.",
         f"A step: {size(demand['gross_bytes'])} gross, {size(demand['net_bytes'])} net of repeats in a batch, "
         f"{size(demand['training_bytes'])} in training.",
-        "Miss: the share that an LRU cache of 10 % of the table's rows misses, per lookup and per distinct row of a "
-        "batch. First: the share of those rows that are first accesses, which any cache misses. Last 10: the share of "
-        "a batch's rows that were in one of the 10 batches before it.",
         order_note(report),
     ]
     if demand["gini"] is not None:
@@ -147,8 +123,6 @@ def sentences(report: Mapping[str, Any]) -> list[str]:
         lines.append("A sample is hot if all its rows are hot: it can train on the device alone.")
         lines += [f"{way['name']}: {way['error']}" for way in report["hot"]["ways"] if "error" in way]
         lines += estimate_sentences(report["hot"])
-    if not locality["exact"]:
-        lines.append("Reuse and overlap of large tables are estimates from a sample of their rows (--sample).")
     return [*lines, *(f"wrote {file}" for file in report.get("files", ()))]
 
 
@@ -185,13 +159,10 @@ def by_density(report: Mapping[str, Any]) -> list[Table]:
 
 
 def order_note(report: Mapping[str, Any]) -> str:
-    """Says what the order of the accesses was; without it reuse distances say nothing."""
-    if report["kind"] == "trace":
-        return "Accesses are taken in the order of the trace's lines."
+    """Says what batches are, on which the different rows of a step depend."""
     return (
-        f"Accesses are taken in the stored order of the split {report['split']!r}: the order of the raw rows. Reuse, "
-        "overlap and drift mean something over time only where that order is time; training that shuffles sees "
-        "another order."
+        f"Batches are taken in the stored order of the split {report['split']!r}: the order of the raw rows. Training "
+        "that shuffles sees other batches."
     )
 
 
@@ -199,8 +170,7 @@ def charts_of(report: Mapping[str, Any]) -> dict[str, str]:
     """Returns every chart as SVG text, or "" if there is nothing to draw."""
     tables = by_density(report)
     largest = sorted(tables, key=lambda table: -table["demand"]["training_bytes"])
-    locality, curve = report["locality"], report["demand"]["curve"]
-    windows = locality["windows"]
+    curve = report["demand"]["curve"]
     return {
         "density": bar_chart(
             {table["table"]: table["demand"]["density"] for table in tables} if len(tables) > 1 else {},
@@ -220,44 +190,4 @@ def charts_of(report: Mapping[str, Any]) -> dict[str, str]:
             y_label="share of the accesses",
             label="coverage curves",
         ),
-        "all_misses": line_chart(
-            {f"per {what}": locality["miss_ratio"][f"per_{per}"] for per, what in ACCESSES.items()},
-            x_label="cache, as a share of each table's rows",
-            y_label="share missed",
-            label="miss ratio over all tables",
-        ),
-        "distances": line_chart(
-            {f"per {what}": _steps(locality["distances"][f"per_{per}"]) for per, what in ACCESSES.items()},
-            x_label="other rows since the row was accessed last",
-            y_label="share of the accesses",
-            shape="stairs",
-            label="histogram of reuse distances over all tables",
-        ),
-        "misses": line_chart(
-            {table["table"]: _pairs(table["locality"]["miss_ratio"]["per_row"]) for table in largest},
-            x_label="rows in the cache",
-            y_label="share of distinct rows missed",
-            shape="stairs",
-            label="miss-ratio curves per distinct row of a batch",
-        ),
-        "drift": line_chart(
-            {
-                "hot set of the first window": [(k + 1, w["first_hot_set"]) for k, w in enumerate(windows)],
-                "this window's own": [(k + 1, w["own_hot_set"]) for k, w in enumerate(windows)],
-            },
-            x_label="window",
-            y_label="share of the lookups",
-            x_scale="linear",
-            label="coverage of hot sets over time",
-        ),
     }
-
-
-def _steps(distances: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns bins as the points of a staircase on a logarithmic axis; distance 0 starts half a bin below 1."""
-    starts = [0.5, *(end for end, _ in distances)]
-    return list(zip(starts, [*(share for _, share in distances), distances[-1][1]], strict=True))
-
-
-def _pairs(curve: Mapping[str, Sequence[float]]) -> list[tuple[float, float]]:
-    return [(c, r) for c, r in zip(curve["capacity_rows"], curve["miss_ratio"], strict=True) if c > 0]

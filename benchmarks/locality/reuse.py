@@ -19,8 +19,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.locality.traces import RowCounts
 from hotrow.data.reference import fmix64
-from hotrow.inspect.accesses import RowCounts, TableAccesses
+from hotrow.inspect.accesses import TableAccesses
 from hotrow.kernels import ops
 
 MAX_GAP = 128

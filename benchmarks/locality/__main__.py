@@ -2,10 +2,10 @@
 
     python -m benchmarks.locality [--data FOLDER] [--check] [--speed]
 
-Prepares the data sets into a temporary folder (FOLDER, $HOTROW_DATA or ../shared/data holds them), measures them as
-`hotrow inspect` does, and again in a random order of their samples, and writes every number of the page. With --check
-nothing is written, and the exit status says whether the page is what the data makes. --speed prints how many accesses a
-second are followed, and writes nothing.
+Prepares the data sets into a temporary folder (FOLDER, $HOTROW_DATA or ../shared/data holds them), measures them,
+and again in a random order of their samples, and writes every number of the page. With --check nothing is written, and
+the exit status says whether the page is what the data makes. --speed prints how many accesses a second are followed,
+and writes nothing.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.locality.reuse import Access, Locality, ReuseProfile, measure_locality
+from benchmarks.locality.traces import open_accesses
 from benchmarks.results import end_on_signals
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.draw import line_chart
-from hotrow.inspect.accesses import Accesses, TableAccesses, open_accesses
+from hotrow.inspect.accesses import Accesses, TableAccesses
 from hotrow.inspect.hotness import CURVE_SHARES, Hotness, measure_hotness
-from hotrow.inspect.reuse import ReuseProfile
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BATCH_SIZE, DIM, SEED = 2048, 16, 0
 FILES = {
     "Criteo 80k": ("criteo", "criteo_terabyte_80k.tsv.gz"),
@@ -45,7 +46,8 @@ observations, which the abstract of MTrainS (arXiv 2305.01515) states: the bandw
 and temporal locality is high. This page checks both on three real files. The paper's own figures were not read, so
 none are printed here.
 
-Every number and plot is made by `python -m benchmarks.locality`. How each is defined is in [Inspect](../inspect.md).
+Every number and plot is made by `python -m benchmarks.locality`. How bytes and
+coverage are defined is in [Inspect](../inspect.md).
 
 | data | what | order |
 |---|---|---|
@@ -80,8 +82,58 @@ def shuffled(accesses: Accesses) -> Accesses:
     return replace(accesses, tables=tuple(map(table, accesses.tables)))
 
 
-def measure(accesses: Accesses) -> Hotness:
-    return measure_hotness(accesses, batch_size=BATCH_SIZE, embedding_dim=DIM, seed=SEED)
+@dataclass(frozen=True)
+class Measured:
+    """What was found of a data set: what `hotrow inspect` reports, and how soon rows come again in each table."""
+
+    hotness: Hotness
+    localities: tuple[Locality, ...]
+
+    def miss_ratio_of_share(self, share: float, *, per: Access) -> float:
+        """Returns the miss ratio over all tables, each with an LRU cache of that share of its rows, at least one."""
+        capacities = [own.rows_of(share) for own in self.hotness.tables]
+        ratios = [own.curve(per).miss_ratio(rows) for own, rows in zip(self.localities, capacities, strict=True)]
+        return weighted_mean(ratios, self._num_accesses(per))
+
+    def first(self, *, per: Access) -> float:
+        """Returns the share of first accesses over all tables; a cache of any size misses them."""
+        return weighted_mean([own.curve(per).first for own in self.localities], self._num_accesses(per))
+
+    def _num_accesses(self, per: Access) -> list[float]:
+        return [own.num_accesses(per) for own in self.localities]
+
+    @property
+    def unique_ratio(self) -> float:
+        """Returns the different rows of a batch over its lookups."""
+        weights = [own.lookups_per_batch for own in self.localities]
+        return weighted_mean([own.unique_ratio for own in self.localities], weights)
+
+    def overlap(self, num_batches: int) -> float | None:
+        """Returns the mean of the tables' overlaps, weighted by rows per batch; None if no table has one."""
+        pairs = [(own.overlap[num_batches], own.rows_per_batch) for own in self.localities]
+        known = [(value, weight) for value, weight in pairs if value is not None]
+        return weighted_mean([value for value, _ in known], [weight for _, weight in known]) if known else None
+
+    def windows(self) -> list[dict[str, float]]:
+        """Returns the mean of the tables' windows, weighted by lookups; only tables that have all windows count."""
+        most = max(len(own.windows) for own in self.localities)
+        found = [own for own in self.localities if len(own.windows) == most]
+        weights = [own.num_lookups for own in found]
+        rows = ([asdict(own.windows[k]) for own in found] for k in range(most))
+        names = ("first_hot_set", "own_hot_set")
+        return [{name: weighted_mean([w[name] for w in row], weights) for name in names} for row in rows]
+
+
+def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Returns sum(w v) / sum(w), or 0 if all weights are 0."""
+    total = sum(weights)
+    return sum(w * v for v, w in zip(values, weights, strict=True)) / total if total else 0.0
+
+
+def measure(accesses: Accesses) -> Measured:
+    hotness = measure_hotness(accesses, batch_size=BATCH_SIZE, embedding_dim=DIM)
+    how: Any = {"num_samples": accesses.num_samples, "batch_size": BATCH_SIZE, "seed": SEED}
+    return Measured(hotness, tuple(measure_locality(table, **how) for table in accesses.tables))
 
 
 # ---- the page
@@ -129,15 +181,14 @@ def largest_rows(report: Mapping[str, Any]) -> int:
     return int(max(table["num_embeddings"] for table in report["tables"]))
 
 
-def locality_row(name: str, order: str, hotness: Hotness) -> list[str]:
-    report = hotness.to_json()["locality"]
-    misses = [hotness.miss_ratio_of_share(at, per=per) for per in ("lookup", "row") for at in (0.01, 0.1)]
-    overlaps = [share(report["overlap"][str(k)]) for k in (1, 10, 100)]
-    firsts = [hotness.first(per=per) for per in ("lookup", "row")]
-    return [name, order, share(report["unique_ratio"]), *overlaps, *map(share, [*misses, *firsts])]
+def locality_row(name: str, order: str, found: Measured) -> list[str]:
+    misses = [found.miss_ratio_of_share(at, per=per) for per in ("lookup", "row") for at in (0.01, 0.1)]
+    overlaps = [share(found.overlap(k)) for k in (1, 10, 100)]
+    firsts = [found.first(per=per) for per in ("lookup", "row")]
+    return [name, order, share(found.unique_ratio), *overlaps, *map(share, [*misses, *firsts])]
 
 
-def locality_section(stored: Mapping[str, Hotness], random: Mapping[str, Hotness]) -> str:
+def locality_section(stored: Mapping[str, Measured], random: Mapping[str, Measured]) -> str:
     rows = []
     for name in stored:
         rows += [locality_row(name, "stored", stored[name]), locality_row("", "shuffled", random[name])]
@@ -161,7 +212,8 @@ Batches of {BATCH_SIZE:,}, all tables of a data set together. The columns:
 - unique: different rows of a batch over its lookups;
 - last k: share of a batch's different rows that were in one of the k batches before it;
 - miss: misses of LRU caches of 1 % and 10 % of each table's rows, per lookup and per different row of a batch (what
-  is left for a cache after repeats within a batch are removed);
+  is left for a cache after repeats within a batch are removed). A cache of c rows hits an access if fewer than c
+  different rows were accessed since its row was last accessed, so one pass gives every c;
 - first: the part of the misses that are first accesses, which no cache avoids. It is large, because the files are
   short.
 
@@ -178,12 +230,12 @@ time adds.
 """
 
 
-def coverage_section(stored: Mapping[str, Hotness]) -> str:
+def coverage_section(stored: Mapping[str, Measured]) -> str:
     rows = []
-    for name, hotness in stored.items():
-        report = hotness.to_json()
+    for name, found in stored.items():
+        report = found.hotness.to_json()
         tops = [share(report["coverage"][f"top_{at}"]) for at in ("0.1%", "1%", "10%")]
-        windows = report["locality"]["windows"]
+        windows = found.windows()
         mean_own = sum(w["own_hot_set"] for w in windows[1:]) / len(windows[1:])
         mean_first = sum(w["first_hot_set"] for w in windows[1:]) / len(windows[1:])
         rows.append([name, *tops, share(windows[0]["own_hot_set"]), share(mean_first), share(mean_own)])
@@ -216,8 +268,8 @@ def sampling_section(trace: Accesses) -> str:
 ## What sampling costs
 
 This is the access trace again. The table gives the absolute error of the miss ratio from a sample of its rows,
-against the exact curve, at 200 cache sizes from 100 rows up, over five seeds. Unless `--sample` says otherwise,
-tables of up to 1,048,576 rows are followed exactly.
+against the exact curve, at 200 cache sizes from 100 rows up, over five seeds. Tables of up to 1,048,576 rows are
+followed exactly; of larger ones, a pseudo-random choice of rows is (SHARDS).
 
 {lines_of(header, rows)}"""
 
@@ -233,7 +285,7 @@ def make(found: Mapping[str, Accesses]) -> dict[str, str]:
     """The page and its plots, by file name."""
     stored = {name: measure(accesses) for name, accesses in found.items()}
     random = {name: measure(shuffled(accesses)) for name, accesses in found.items()}
-    reports = {name: hotness.to_json() for name, hotness in stored.items()}
+    reports = {name: found.hotness.to_json() for name, found in stored.items()}
     curves = {name: report["demand"]["curve"] for name, report in reports.items() if report["demand"]["curve"]}
     misses = {}
     for name in found:

@@ -1,0 +1,155 @@
+"""Locality: plain traces, bad ones named by line; drift against sets; all tables against adding up; the page."""
+
+from __future__ import annotations
+
+import gzip
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.locality import __main__ as locality
+from benchmarks.locality import traces
+from benchmarks.locality.reuse import measure_locality, sampling_rate
+from benchmarks.locality.traces import RowCounts, open_accesses, trace_accesses
+from hotrow.inspect.accesses import Accesses, TableAccesses
+from hotrow.kernels import ops
+
+pytestmark = [
+    pytest.mark.package,
+    pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing simulates caches"),
+]
+
+
+def table(name: str, num_embeddings: int, ids: np.ndarray) -> TableAccesses:
+    counts = np.sort(np.bincount(ids))[::-1].astype(np.uint64)
+    batches: Any = lambda n: iter(np.split(ids, range(n, len(ids), n)))  # noqa: E731
+    return TableAccesses(name, num_embeddings, (name,), batches, counts)
+
+
+def test_drift_against_sets() -> None:
+    """The hot rows of the first tenth are of no use after the middle, where the ids move on."""
+    generator = np.random.default_rng(5)
+    first = np.where(generator.random(10_000) < 0.8, 3, generator.integers(0, 100, 10_000))
+    ids = np.concatenate([first[:5000], first[5000:] + 100])
+    table = TableAccesses(
+        "t", 200, ("t",), lambda n: iter(np.split(ids, range(n, len(ids), n))), np.empty(0, np.uint64)
+    )
+    windows = measure_locality(table, num_samples=10_000, batch_size=100).windows
+    assert len(windows) == 10
+    for k, window in enumerate(windows):
+        own = Counter(ids[k * 1000 : (k + 1) * 1000].tolist()).most_common(2)  # 1 % of 200 rows
+        assert window.own_hot_set == sum(count for _, count in own) / 1000
+        hot = {row for row, _ in Counter(ids[:1000].tolist()).most_common(2)}
+        assert window.first_hot_set == np.isin(ids[k * 1000 : (k + 1) * 1000], list(hot)).mean()
+    assert windows[9].first_hot_set == 0 and windows[9].own_hot_set > 0.75
+
+
+def test_all_tables_together_against_adding_up() -> None:
+    generator = np.random.default_rng(6)
+    ids = {"hot": (40 * generator.random(6000) ** 4).astype(np.int64), "flat": generator.integers(0, 500, 6000)}
+    sizes = {"hot": 40, "flat": 500}
+    found = locality.measure(Accesses("x", 6000, tuple(table(name, sizes[name], own) for name, own in ids.items())))
+    alone = [measure_locality(own.table, num_samples=6000, batch_size=2048) for own in found.hotness.tables]
+    misses = [own.by_lookup.miss_ratio(round(0.1 * size)) for own, size in zip(alone, sizes.values(), strict=True)]
+    assert found.miss_ratio_of_share(0.1, per="lookup") == pytest.approx(sum(misses) / 2)
+    rows, firsts = ([getattr(own, name) for own in alone] for name in ("rows_per_batch", "num_rows_read"))
+    assert found.unique_ratio == pytest.approx(sum(rows) / 4096)
+    different = sum(len(np.unique(own)) for own in ids.values())
+    assert found.first(per="lookup") == pytest.approx(different / 12_000)
+    assert found.first(per="row") == pytest.approx(different / sum(firsts))
+    assert found.overlap(1) == pytest.approx(
+        sum(own.overlap[1] * n for own, n in zip(alone, rows, strict=True)) / sum(rows)
+    )
+    assert found.overlap(100) is None
+
+
+def test_a_sample_says_so_and_repeats() -> None:
+    assert sampling_rate(1 << 22, None) == 0.25
+    assert sampling_rate(1000, 0.01) == 1.0 and sampling_rate(1 << 20, 0.001) == 1 / 128
+    own = table("t", 200_000, np.random.default_rng(5).integers(0, 200_000, 12_000))
+    runs = [measure_locality(own, num_samples=12_000, batch_size=100, sample=0.05, seed=s) for s in (1, 1, 2)]
+    curves = [run.by_row.to_json() for run in runs]
+    assert curves[0] == curves[1] != curves[2]
+    assert runs[0].rate == 0.05 and 400 < runs[0].rows_followed < 800  # of 11,650 different rows
+    with pytest.raises(ValueError, match=r"sample is 1.5; the share of rows to follow is above 0 and at most 1"):
+        measure_locality(own, num_samples=1, batch_size=1, sample=1.5)
+
+
+# ---- traces
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", ""])
+@pytest.mark.parametrize("piece", [8, 1 << 22])
+def test_a_trace(piece: int, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "TEXT_BYTES", piece)
+    ids = [5, 0, 7, 5, 5, 12345, 0, 2**40]
+    newline = ending or "\n"
+    text = newline.join(map(str, ids)) + ending
+    (tmp_path / "plain.txt").write_bytes(text.encode())
+    (tmp_path / "small.txt.gz").write_bytes(gzip.compress(text.encode()))
+    for name in ("plain.txt", "small.txt.gz"):
+        found = open_accesses(tmp_path / name)
+        (table,) = found.tables
+        assert (found.name, found.num_samples, table.num_embeddings) == (name, 8, 2**40 + 1)
+        assert [batch.tolist() for batch in table.batches(3)] == [ids[:3], ids[3:6], ids[6:]]
+        assert table.counts.tolist() == [3, 2, 1, 1, 1]
+
+
+BAD = {
+    "1\n2\nthree\n4\n": r"trace\.txt:3: 'three' is not a row id; a trace has one integer",
+    "1\n-2\n": r"trace\.txt:2: '-2' is negative; .* remove or correct the line",
+    "1\n\n2\n": r"trace\.txt:2: '' is not a row id",
+    "1\n 2\n": r"trace\.txt:2: ' 2' is not a row id",
+    "1\n2.0\n": r"trace\.txt:2: '2\.0' is not a row id",
+    "1\n1_000\n": r"trace\.txt:2: '1_000' is not a row id",
+    "1,2\n": r"trace\.txt:1: '1,2' is not a row id",
+    "9223372036854775808\n": r"trace\.txt:1: '9223372036854775808' is not a row id",
+    "": r"trace\.txt: the trace is empty; it needs one row id per line",
+    "1\n" + "x" * 10_000: r"trace\.txt:2: 'x{40}' is not a row id",
+    "x" * 100: r"trace\.txt:1: 'x{40}' is not a row id",
+    "7\n\ud800\xff": None,
+}
+
+
+@pytest.mark.parametrize("text", BAD, ids=lambda text: repr(text[:12]))
+@pytest.mark.parametrize("piece", [4, 1 << 22])
+def test_a_bad_trace_is_named_by_line(piece: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "TEXT_BYTES", piece)
+    (tmp_path / "trace.txt").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ValueError, match=BAD[text] or r"trace\.txt:2: "):
+        trace_accesses(tmp_path / "trace.txt")
+
+
+def test_a_cut_and_an_absent_trace(tmp_path: Path) -> None:
+    whole = gzip.compress(b"\n".join(str(i * 7919).encode() for i in range(5000)))
+    (tmp_path / "cut.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"cut\.gz.*(truncated|damaged)"):
+        trace_accesses(tmp_path / "cut.gz")
+    with pytest.raises(ValueError, match=r"absent\.txt: no such file or folder"):
+        open_accesses(tmp_path / "absent.txt")
+
+
+def test_row_counts_against_one_count_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.locality.traces.MIN_WAITING", 50)
+    ids = np.random.default_rng(0).integers(0, 300, 2000)
+    found = RowCounts()
+    for piece in np.array_split(ids, 37):
+        found.add(piece)
+    rows, counts = np.unique(ids, return_counts=True)
+    for have, want in zip(found.sums(), (rows, counts), strict=True):
+        assert have.tolist() == want.tolist()
+
+
+def test_the_real_trace_is_what_its_readme_says(real_data: Any) -> None:
+    found = trace_accesses(real_data("embedding_trace_500k_medium.txt.gz"))
+    assert found.num_samples == 429_951 and found.tables[0].num_embeddings <= 500_000
+
+
+@pytest.mark.slow
+def test_the_page_is_what_the_data_makes(real_data: Any, tmp_path: Path) -> None:
+    data = real_data("criteo_terabyte_80k.tsv.gz").parent
+    for name, text in locality.make(locality.prepared(data, tmp_path)).items():
+        assert (locality.ROOT / "docs" / "measurements" / name).read_text() == text, name
