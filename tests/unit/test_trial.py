@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -214,17 +217,20 @@ def test_the_command(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "model" not in only, "nothing is modelled"
 
 
-def test_alternatives_take_turns_in_processes_of_their_own(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alternatives_take_turns(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds that go forward and back; the child's program runs in this process."""
     order: list[str] = []
-    run = alternatives._in_a_process
 
-    def counting(config: Path, overrides: list[str]) -> Any:
+    def here(config: Path, overrides: list[str]) -> Any:
         order.append(" ".join(overrides))
-        return run(config, overrides)
+        given, said = io.StringIO(json.dumps([str(config), *overrides])), io.StringIO()
+        with monkeypatch.context() as patch, redirect_stdout(said):
+            patch.setattr(sys, "stdin", given)
+            patch.setattr(alternatives, "end_with_parent", lambda: None)
+            alternatives.main()
+        return alternatives.answer_of(said.getvalue())
 
-    monkeypatch.setattr(alternatives, "_in_a_process", counting)
+    monkeypatch.setattr(alternatives, "_in_a_process", here)
     path = config_file(data, tmp_path)
     found, rows = try_alternatives(path, groups(["train.batch_size=8 train.seed=3", "memory.dram=1KiB"]), rounds=2)
     assert order == ["", "train.batch_size=8 train.seed=3", "memory.dram=1KiB", "train.batch_size=8 train.seed=3", ""]
@@ -232,10 +238,14 @@ def test_alternatives_take_turns_in_processes_of_their_own(
     assert rows[2].samples_per_s is None and rows[2].refused is not None and "not enough memory" in rows[2].refused
     for row in rows[:2]:
         assert row.samples_per_s and row.spread and row.spread[0] <= row.samples_per_s <= row.spread[1]
-        assert row.peak_bytes and row.peak_bytes > 1 << 26
     assert found.trial.threads == 1
     with pytest.raises(ValueError, match="not enough memory"):
         try_alternatives(config_file(data, tmp_path, memory={"dram": "1KiB"}), [], rounds=1)
+
+
+def test_an_alternative_has_a_process_of_its_own(data: Path, tmp_path: Path) -> None:
+    found = alternatives._in_a_process(config_file(data, tmp_path), ["train.batch_size=8"])
+    assert isinstance(found, alternatives.Found) and found.trial.peak_bytes > 1 << 26
 
 
 @pytest.mark.parametrize("text", ["train.threads", "threads 2", "=3"])

@@ -121,9 +121,14 @@ def _in_a_process(config: Path, overrides: Sequence[str]) -> Found | str:
         text=True,
         check=False,
     )
-    if done.returncode:
-        return f"the process that tried it ended with status {done.returncode}"
-    answer = done.stdout.splitlines()[-1]
+    return (
+        f"the process that tried it ended with status {done.returncode}" if done.returncode else answer_of(done.stdout)
+    )
+
+
+def answer_of(said: str) -> Found | str:
+    """Returns what `main` printed: what was found, or why the setup was refused."""
+    answer = said.splitlines()[-1]
     return str(json.loads(answer)) if answer.startswith('"') else _FOUND.validate_json(answer)
 
 
