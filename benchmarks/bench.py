@@ -3,7 +3,7 @@
 A cell is one piece of work that hotrow and a peer do on the same ids. The peer here is nn.EmbeddingBag(mode="sum",
 sparse=True) with torch.optim; other files build cells with other peers from the same classes. The outputs of both
 sides are compared before anything is timed, and a cell whose outputs differ is refused. Then rounds of (ours, peer)
-alternate; hotrow/bench.py says which of them count. The report gives medians of the times and of the rounds' ratios,
+alternate; rounds.py says which of them count. The report gives medians of the times and of the rounds' ratios,
 the range of four ratios in five, the number of clean rounds, and the time of a separate loop (native/limit.cpp) that
 only moves the same rows.
 """
@@ -27,8 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hotrow.batch import KeyedJaggedTensor
-from hotrow.bench import (  # noqa: F401  # benchmarks take these from here
+from benchmarks.rounds import (  # noqa: F401  # benchmarks take these from here
     CLEAN_SHARE,
     MAX_ROUNDS,
     Disturbance,
@@ -40,6 +39,7 @@ from hotrow.bench import (  # noqa: F401  # benchmarks take these from here
     is_disturbed,
     wants_more,
 )
+from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.kernels.ops import PREFETCHES

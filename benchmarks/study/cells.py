@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks import mpi_start
+from benchmarks.rounds import how_clean
 from benchmarks.study.group import GroupError, MemoryGroup, enter_and
 from benchmarks.study.rows import prepared
 from benchmarks.study.runner import Plan
@@ -36,7 +37,6 @@ from benchmarks.study.worker import MIN_ROUNDS, Spec
 from hotrow.base.door import make_folder
 from hotrow.base.files import write_json
 from hotrow.base.waiting import wait_passively
-from hotrow.bench import how_clean
 from hotrow.config.schema import Config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.draw import bar_chart, line_chart

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, cast
 from pydantic import ConfigDict, JsonValue
 from typing_extensions import TypedDict
 
-from hotrow import bench
+from benchmarks import rounds as bench
 from hotrow.base.door import make_folder
 from hotrow.base.files import atomic_write, claim_or_fail
 from hotrow.base.machine import available_memory_bytes, usable_cores

@@ -22,11 +22,11 @@ from typing import Any
 from pydantic.dataclasses import dataclass as record
 from typing_extensions import override
 
+from benchmarks.rounds import Rounds, cleanest, wants_more
 from hotrow.base.files import write_json
 from hotrow.base.machine import Disturbance, end_with_parent
 from hotrow.base.records import STRICT
 from hotrow.batch import Batch
-from hotrow.bench import Rounds, cleanest, wants_more
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.agreement import everyone

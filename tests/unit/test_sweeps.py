@@ -18,12 +18,12 @@ import pytest
 import yaml
 
 from benchmarks import mpi_start
+from benchmarks.rounds import how_clean
 from benchmarks.study import cells, rows, sentences, worker
 from benchmarks.study.__main__ import main, run_yaml
 from benchmarks.study.group import GroupError, MemoryGroup
 from benchmarks.study.rows import SyntheticRows
 from benchmarks.study.sweep import SWEEPS, Cell, expand, read_sweep
-from hotrow.bench import how_clean
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.run.meters import Session
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from hotrow.base.files import size
 from hotrow.base.progress import ProgressLine, num_of
-from hotrow.bench import CLEAN_SHARE
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.communicator import Communicator
 from hotrow.plan.alternatives import Alternative, decided, groups, try_alternatives
 from hotrow.plan.decision import Decision, TablePlan, decision_of
 from hotrow.plan.trial import Steps, Trial, trial
 
+DISTURBED = 0.02
+"""The share of the time that others may have the processors without a word."""
 MAX_LINES = 40
 """Tables that are shown to people; --json has all."""
 
@@ -131,7 +132,7 @@ def _steps(own: Steps) -> Iterator[str]:
             f"    {own.io['reads']:,.0f} reads of {size(own.io['read_bytes'])} and {own.io['writes']:,.0f} writes of "
             f"{size(own.io['written_bytes'])} a step, {own.wait_ms:.3g} ms of waiting for them{hits}"
         )
-    if own.others > CLEAN_SHARE:
+    if own.others > DISTURBED:
         yield f"    others had the processors for {own.others:.1%} of the time: try again when nothing else runs"
 
 

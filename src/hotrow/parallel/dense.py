@@ -213,11 +213,6 @@ def _are_small(gradients: Sequence[Tensor], micro_batches: int) -> bool:
     return all(-limit <= low and high <= limit for low, high in ends)  # not so if one is NaN
 
 
-def bytes_of_heads(num_nodes: float) -> float:
-    """Returns the bytes of a message before its slices, if nothing was found."""
-    return 4 * _HEAD + 4 * _NODE * num_nodes
-
-
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Returns 1-dim tensors end to end, on pages that are kept from step to step."""
     if not parts:  # all weights are frozen

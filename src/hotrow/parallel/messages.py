@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hotrow.kernels import keys, ops
-from hotrow.kernels.keys import GAP_BYTES, LARGE_GAP_BYTES
 from hotrow.kernels.types import ComingSums, FlatSums, Pieces, Shares
 from hotrow.parallel.shards import Numbers
 
@@ -120,8 +119,3 @@ def recast(
     pieces = torch.split(message, [n * dtype.itemsize for n, dtype in zip(num_numbers, old, strict=True)])
     each = zip(pieces, old, new, strict=True)  # a copy lies aligned
     return torch.cat([own.clone().view(before).to(after).view(torch.uint8) for own, before, after in each])
-
-
-def bytes_of_gaps(num_keys: float, num_large: float = 0.0) -> float:
-    """Returns the bytes of packed keys after their head, without padding; num_large: how many have a large gap."""
-    return GAP_BYTES * num_keys + LARGE_GAP_BYTES * num_large
