@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.synthetic import SyntheticSource
+from benchmarks.synthetic_config import SyntheticConfig
 from hotrow.base.files import atomic_write
 from hotrow.data.chunk import Chunk
-from hotrow.data.sources.synthetic import SyntheticSource
-from hotrow.data.sources.synthetic_config import SyntheticConfig
 
 _COUNT_DIGITS = 8
 """Digits of a count; counts end at 2^24, above which float32 would round them."""

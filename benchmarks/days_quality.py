@@ -19,7 +19,7 @@ from benchmarks.criteo_text import write_criteo
 from benchmarks.days_chain import count_lines, cut, labels_of, prepare_day, scores_of, train_day
 from benchmarks.quality import error_of, paired, placements
 from benchmarks.quality_peers import logloss
-from hotrow.data.sources.synthetic_config import criteo_kaggle
+from benchmarks.synthetic_config import criteo_kaggle
 
 PAPER = {10: "79.66 ± 0.020", 50: "79.78 ± 0.005", 100: "79.80 ± 0.008"}
 """AUC in percent of online training by number of shards; frozen 79.42 to 79.44 (arXiv 2209.07663, Table 2)."""

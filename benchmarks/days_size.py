@@ -28,12 +28,14 @@ import torch
 
 import hotrow
 from benchmarks.peak_memory import status_bytes
+from benchmarks.synthetic import opened
+from benchmarks.synthetic_config import SyntheticConfig, SyntheticDense, SyntheticTable
 from hotrow.base.files import folder_bytes, parse_bytes
 from hotrow.config.load import make_config
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.writer import PackedWriter
-from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.sources.synthetic_config import SyntheticConfig, SyntheticDense, SyntheticTable
+from hotrow.data.prepare import pipeline
+from hotrow.data.prepare.pipeline import Options
 from hotrow.run import runs
 from hotrow.run.start import Start
 
@@ -226,8 +228,8 @@ def yambda_shaped(events: int, scale: float) -> SyntheticConfig:
 def prepare(config: SyntheticConfig, out: Path, hash_cap: int | None) -> dict[str, Any]:
     """Prepares all rows in this process for training; returns seconds, peak memory and the rows of all tables."""
     begun = time.perf_counter()
-    given: dict[str, Any] = {"fractions": (1, 0, 0), "memory": PREPARE_MEMORY, "hash_cap": hash_cap, "min_count": 1}
-    data = run_prepare("synthetic", config, out, **given)
+    rows = opened(config).with_options(fractions=(1, 0, 0), hash_cap=hash_cap, min_count=1)
+    data = pipeline.prepare(rows, out, Options(memory_bytes=parse_bytes(PREPARE_MEMORY)))
     return {
         "seconds": time.perf_counter() - begun,
         "peak_bytes": status_bytes("VmHWM"),

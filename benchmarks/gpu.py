@@ -55,9 +55,9 @@ from benchmarks.hot_lab import Link
 from benchmarks.markdown import held
 from benchmarks.results import end_on_signals
 from benchmarks.step_peers import plain_mlp
+from benchmarks.synthetic_config import SyntheticTable, criteo_kaggle, criteo_terabyte
 from hotrow.base.files import parse_bytes
 from hotrow.base.machine import available_memory_bytes
-from hotrow.data.sources.synthetic_config import SyntheticTable, criteo_kaggle, criteo_terabyte
 from hotrow.hot.hot_set import SMALL_TABLE_BYTES, HotRows, HotSet, check_budget, is_small
 from hotrow.hot.turns import STEP_BYTES, HotCopies
 from hotrow.models.dlrm import DLRM

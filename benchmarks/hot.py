@@ -48,9 +48,9 @@ from benchmarks.hot_tracker import HotTracker, show_part
 from benchmarks.results import end_on_signals, record
 from benchmarks.step_peers import make_ours
 from benchmarks.step_shapes import SHAPES, column_ids, make_setting
+from benchmarks.synthetic_config import criteo_kaggle
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.hot.calibrate import WAYS, calibrate
 from hotrow.hot.hot_set import HotSet, hot_samples, is_small
 

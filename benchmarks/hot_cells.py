@@ -15,15 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.hot_lab import by_threshold, cached_crossing, crossing
+from benchmarks.synthetic import opened
+from benchmarks.synthetic_config import SyntheticConfig, avazu, criteo_kaggle, criteo_terabyte
 from hotrow.base.files import parse_bytes
 from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import prepare
-from hotrow.data.sources.registry import OpenedSource
 from hotrow.data.sources.schema import parse_schema
-from hotrow.data.sources.synthetic import SyntheticSource
-from hotrow.data.sources.synthetic_config import SyntheticConfig, avazu, criteo_kaggle, criteo_terabyte
 from hotrow.hot.calibrate import calibrate, find_hot
 from hotrow.hot.hot_set import HotSet, counts_of, hot_samples
 from hotrow.inspect.hot_rows import record_bytes_of
@@ -58,7 +57,7 @@ def make_shape(name: str, num_samples: int, scale: float, out: Path) -> Path:
         },
         where=config.name,
     )
-    prepare(OpenedSource(SyntheticSource(config), schema, dict.fromkeys(ids, "int")), out)
+    prepare(opened(config, schema), out)
     return out
 
 

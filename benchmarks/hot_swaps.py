@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.hot_cells import HotCell, make_shape, sizes_of
+from benchmarks.synthetic_config import criteo_kaggle
 from hotrow.config.schema import HotConfig
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.hot.calibrate import FoundHot, calibrate, find_hot
 from hotrow.hot.order import batch_order
 from hotrow.hot.turns import STEP_BYTES

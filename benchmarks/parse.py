@@ -49,13 +49,13 @@ import pyarrow.json
 
 from benchmarks import bench
 from benchmarks.results import end_on_signals, record
+from benchmarks.synthetic_config import KAGGLE_ROWS
 from hotrow.data.chunk import Chunk, Keys
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.spill import CounterPool
 from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.schema import CsvSpec
-from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 
 NAMES = ("label", *DENSE_NAMES, *CATEGORY_NAMES)
 ROWS_PER_CHUNK = 65536

@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 from benchmarks import bench
 from benchmarks.results import end_on_signals, record
 from benchmarks.rivals.sides import write_zeros
+from benchmarks.synthetic_config import KAGGLE_ROWS
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import SGD
 from hotrow.placement.budget import METADATA_BYTES, Memory, TableDemand, TableSlots, num_bytes, plan_slots

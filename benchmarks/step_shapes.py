@@ -15,8 +15,8 @@ import torch
 
 from benchmarks import bench
 from benchmarks.dense_cells import interaction_limit_s, mlp_flops, products_flops_per_s
+from benchmarks.synthetic_config import KAGGLE_ROWS
 from hotrow.batch import Batch, KeyedJaggedTensor
-from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 
 # Distinct ids per column of Criteo Terabyte, taken modulo ten million, as the reference DLRM's tools state them.
 TERABYTE_MODULO_ROWS = (

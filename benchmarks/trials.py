@@ -34,12 +34,12 @@ import yaml
 from benchmarks import bench
 from benchmarks.hot_cells import make_shape
 from benchmarks.results import end_on_signals, record
+from benchmarks.synthetic_config import KAGGLE_ROWS
 from hotrow.config.load import load_config
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import write_counts
 from hotrow.data.packed.writer import PackedWriter
-from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 from hotrow.setup.demand import required_bytes, tables_of
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -43,8 +43,8 @@ import yaml
 
 import hotrow
 from benchmarks.criteo_text import write_criteo
+from benchmarks.synthetic_config import criteo_kaggle
 from hotrow.cli import app as cli
-from hotrow.data.sources.synthetic_config import criteo_kaggle
 
 LIMIT_S = 60
 MEMORY_BYTES = 8 << 30

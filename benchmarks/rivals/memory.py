@@ -29,8 +29,8 @@ from benchmarks.rivals.sides import Settings
 from benchmarks.rivals.work import Work, shared_batches, trace_rows
 from benchmarks.rivals.worker import Worker, WorkerError
 from benchmarks.study.group import GroupError, MemoryGroup
+from benchmarks.synthetic_config import KAGGLE_ROWS
 from hotrow.batch import Batch
-from hotrow.data.sources.synthetic_config import KAGGLE_ROWS
 
 SLACK_BYTES = {"tiers": 64 << 20, "mmap": 64 << 20, "rocksdb": 128 << 20}
 """Memory beside the budget and what a process used before it had tables: for allocators, and RocksDB's threads and

@@ -28,8 +28,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import write_counts
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.sources.synthetic import draw_ranks
-from hotrow.data.sources.synthetic_config import SyntheticTable
+from hotrow.data.sources.clicks import draw_ranks
 
 CLICKS = 0.25
 Size = Annotated[int, Field(ge=1, le=1 << 30)]
@@ -121,7 +120,7 @@ class SyntheticRows:
             num_ids = int(splits[-1])
         words = generator.integers(0, 1 << 64, num_ids, np.uint64)
         zipf = self.zipf if is_raw else 0.0
-        ranks = draw_ranks(SyntheticTable(name="t", num_embeddings=rows - 1, zipf=zipf), words)
+        ranks = draw_ranks(rows - 1, zipf, words)
         seen, inverse, counts = np.unique(ranks, return_inverse=True, return_counts=True)
         order = np.argsort(-counts, kind="stable")
         place = np.empty(len(seen), np.int64)

@@ -23,11 +23,11 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.criteo_text import write_criteo
+from benchmarks.synthetic_config import criteo_kaggle
 from forked import COMMAND, start_forked
 from hotrow.cli import app as cli
 from hotrow.cli import tools as verbs
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.data.sources.synthetic_config import criteo_kaggle
 from packed_data import OF_TOY_ROWS
 from resealed import reseal
 
@@ -321,7 +321,7 @@ def test_only_some_verbs_run_under_torchrun(
             (["prepare", "csv", "small.yaml", "--out", "x", f"--{name.replace('_', '-')}", "9" * 400], name)
             for name in ("min_count", "hash_cap", "memory")
         ),
-        (["prepare", "synthetic", "avazu", "--out", "x", "--rows", "9" * 400], "rows is 9+"),
+        (["prepare", "avazu", "clicks.txt", "--out", "x", "--rows", "9" * 400], "rows is 9+"),
         (["inspect", "absent", "--batches", "9" * 400], "batches is 9+"),
         (["inspect", "absent", "--seed", "-1"], "seed is -1"),
         (["clean", "\udcff"], r"an argument is '\\udcff'; it must be valid Unicode text: rename it"),
@@ -430,32 +430,6 @@ def test_training_looks_at_the_vocabularies_it_takes(
     says = {"header": "its header", "other": "dataset.json names", "cut": "it was cut or altered"}[damage]
     assert re.search(rf"vocab/C3.* {says}", hotrow(*train, code=2, **tools))
     assert not Path("runs").exists()
-
-
-def test_synthetic_data_from_a_file_to_scores(
-    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
-    Path("made.yaml").write_text(
-        "num_rows: 2000\ntables:\n- {name: user, num_embeddings: 300, drift: 0.2}\n"
-        "- {name: item, num_embeddings: 90, zipf: 1.3}\n- {name: tags, num_embeddings: 20, kind: multi_hot}\n"
-        "- {name: last_items, num_embeddings: 90, kind: sequence}\ndense:\n- {name: price}\n"
-    )
-    made = hotrow("prepare", "synthetic", "made.yaml", "--out", "packed", "--json", **tools)
-    assert sum(made["rows"].values()) == 2000 and set(made["num_embeddings"]) == {"user", "item", "tags", "last_items"}
-    one_step = hotrow("train", "small.yaml", "--set", "train.max_steps=1", "--json", **tools)
-    assert (one_step["steps"], one_step["status"]) == (1, "finished")
-    Path("new.csv").write_text("user,item,price\n7,8,1.5\n,9,\n")
-    err = hotrow("predict", one_step["run_dir"], "new.csv", "--out", "scores.csv", code=2, **tools)
-    assert "new.csv: the header, split at ',', lacks column 'tags'" in err
-    row = {"user": 7, "item": 8, "price": 1.5, "tags": [1, 2], "last_items": [3]}
-    pq.write_table(pa.Table.from_pylist([row, row | {"user": None, "tags": []}]), "new.parquet")
-    scored = hotrow("predict", one_step["run_dir"], "new.parquet", "--out", "scores.csv", "--json", **tools)
-    assert scored["rows"] == 2
-    preset = hotrow("prepare", "synthetic", "criteo-kaggle", "--rows", "1000", "--out", "kaggle", "--json", **tools)
-    assert sum(preset["rows"].values()) == 1000 and len(preset["num_embeddings"]) == 26
-    err = hotrow("prepare", "synthetic", "made.yml", "--out", "other", code=2, **tools)
-    assert "made.yml: No such file or directory" in err
 
 
 def test_debugging_shows_the_traceback(

@@ -22,12 +22,12 @@ from test_verbs import command
 
 import hotrow
 from benchmarks.criteo_text import write_criteo
+from benchmarks.synthetic_config import criteo_kaggle
 from hotrow.data.chunk import RowError
 from hotrow.data.prepare.prepare import RawEncoder, run_prepare
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES
 from hotrow.data.sources.lenient import lenient_keys
 from hotrow.data.sources.schema import CategoricalSpec, parse_schema
-from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.run.folder import RunFolder
 
 OPTIONS: dict[str, Any] = {

@@ -32,6 +32,7 @@ from safetensors.torch import load_file
 
 import hotrow
 from benchmarks.criteo_text import write_criteo
+from benchmarks.synthetic_config import criteo_kaggle
 from expanded import expanded
 from forked import run_forked
 from hotrow.cli import tools
@@ -42,7 +43,6 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.split import RandomPlan
-from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.data.transforms import Transform
 from hotrow.export import score
 from hotrow.export.export import network_source

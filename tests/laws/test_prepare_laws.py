@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from benchmarks.criteo_text import write_criteo
+from benchmarks.synthetic_config import criteo_kaggle
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import pipeline
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.sources.registry import OpenedSource, open_source
-from hotrow.data.sources.synthetic_config import criteo_kaggle
 from prepare_data import SCHEMA, file_hashes, make_rows, plan_of, to_table, write_parquet
 
 SIZES: dict[str, Any] = {"rows_per_block": 128, "rows_per_part": 256}

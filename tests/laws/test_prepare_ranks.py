@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from benchmarks.criteo_text import write_criteo
+from benchmarks.synthetic_config import criteo_kaggle
 from hotrow.data.prepare import estimate, pipeline, shares
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.sources import criteo
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
-from hotrow.data.sources.synthetic_config import criteo_kaggle
 from hotrow.parallel.communicator import Communicator
 from prepare_data import SCHEMA, file_hashes, make_rows, write_parquet
 from rank_pool import RankPool
@@ -120,10 +120,6 @@ def odd(folder: Path, clicks: bytes) -> Any:
     return str(folder)
 
 
-def preset(folder: Path, clicks: bytes) -> Any:
-    return "criteo-kaggle"
-
-
 Make = Callable[[Path, bytes], Any]
 CASES: dict[str, tuple[str, Make, dict[str, Any], tuple[int, ...]]] = {
     "by time": ("parquet", write_parquet_logs, {"split": "time"}, (2, 3)),
@@ -134,7 +130,6 @@ CASES: dict[str, tuple[str, Make, dict[str, Any], tuple[int, ...]]] = {
     "quotes": ("csv", quoted, {}, (2, 3)),
     "odd cells": ("csv", odd, {"split": "random"}, (2, 3)),
     "odd cells by time": ("csv", odd, {"split": "time", "sample": 0.9}, (3,)),
-    "made": ("synthetic", preset, {"rows": 1000}, (3,)),
 }
 
 

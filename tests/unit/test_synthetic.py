@@ -1,4 +1,4 @@
-"""hotrow.data.sources.synthetic: the rows follow the stated laws, whatever the chunks, with the planted truth."""
+"""benchmarks/synthetic.py: the rows follow the stated laws, whatever the chunks, with the planted truth."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.criteo_text import write_criteo
-from hotrow.data.chunk import Chunk, Position
-from hotrow.data.sources.synthetic import CELL_ROWS, Generator, SyntheticSource, _cell_spans, _exchange, _salt, sigmoid
-from hotrow.data.sources.synthetic_config import (
+from benchmarks.synthetic import CELL_ROWS, Generator, SyntheticSource, _cell_spans, _exchange, _salt, sigmoid
+from benchmarks.synthetic_config import (
     PRESETS,
     SyntheticConfig,
     SyntheticDense,
@@ -21,7 +20,10 @@ from hotrow.data.sources.synthetic_config import (
     criteo_kaggle,
     criteo_terabyte,
 )
+from hotrow.data.chunk import Chunk, Position
 from hotrow.objectives.binary import auc
+
+pytestmark = pytest.mark.package
 
 
 def make_config(num_rows: int = 40_000, **fields: Any) -> SyntheticConfig:

@@ -225,10 +225,7 @@ def init(
 def prepare(
     source: Annotated[
         str,
-        typer.Argument(
-            help="criteo, avazu, taobao, movielens, csv, parquet, feather, orc, jsonl, auto to tell, "
-            "or synthetic, whose PATHS is a preset (criteo-kaggle, criteo-terabyte, avazu) or a YAML file."
-        ),
+        typer.Argument(help="criteo, avazu, taobao, movielens, csv, parquet, feather, orc, jsonl, or auto to tell."),
     ],
     paths: Paths,
     *,
@@ -246,9 +243,7 @@ def prepare(
     ] = None,
     hash_cap: Annotated[int | None, typer.Option(help="Replace ids by ids modulo this, before counting.")] = None,
     sample: Annotated[float, typer.Option(help="Share of the rows to keep, for a first look.")] = 1.0,
-    rows: Annotated[
-        int | None, typer.Option(help="Only the first so many rows; for a synthetic preset, how many to make.")
-    ] = None,
+    rows: Annotated[int | None, typer.Option(help="Only the first so many rows.")] = None,
     memory: Annotated[str | None, typer.Option(help="Limit for counters and vocabularies, e.g. 4GiB.")] = None,
     threads: Annotated[
         int | None, typer.Option(help="Threads for encoding; default: the cores this process may use.")

@@ -27,7 +27,8 @@ from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.data.packed.format import MANIFEST as DATASET
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.sources.synthetic_config import criteo_kaggle
+from hotrow.data.sources.clicks import SCHEMA, make_clicks
+from hotrow.data.sources.schema import parse_schema
 from hotrow.export.delta import DELTA, verify_delta
 from hotrow.export.export import CHAIN, EXPORT, verify_export
 from hotrow.hot.hot_set import check_budget
@@ -333,14 +334,14 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
     """Makes synthetic clicks, packs them and trains a DLRM; reuses what `folder` already has."""
     started = time.monotonic()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    clicks = criteo_kaggle(NUM_ROWS, scale=TABLE_SCALE)
-    packed = folder / f"packed-{clicks.digest}"
+    packed = folder / f"packed-{NUM_ROWS}-{TABLE_SCALE:g}"
     tiers = ops.backend().reason is None  # tiers need the native module
     where = f"the tables in {DRAM} of memory, the rest on disk" if tiers else "the tables in memory"
     say(f"1/2  preparing {NUM_ROWS:,} synthetic clicks: made up, with Criteo's columns, from a planted truth; {where}")
     if not (packed / DATASET).exists():
         with progress_bar() as progress:
-            run_prepare("synthetic", clicks, packed, progress=progress)
+            clicks = make_clicks(NUM_ROWS, scale=TABLE_SCALE)
+            run_prepare("frame", clicks, packed, schema=parse_schema(SCHEMA, where="demo"), progress=progress)
     say("2/2  training a DLRM")
     memory = {"memory": {"dram": DRAM}} if tiers else {}
     dataset = PackedDataset.open(packed)

@@ -101,7 +101,6 @@ from hotrow.data.sources.split import (
     reference_plan,
     sample_mask,
 )
-from hotrow.data.sources.synthetic import SyntheticSource
 from hotrow.data.transforms import Transform, fitted, is_fitted
 from hotrow.kernels import ops
 from hotrow.parallel.agreement import CommonError, check_same, everyone, on_every_rank
@@ -480,7 +479,7 @@ class _Stages:
         return ProgressMeter(self._progress, stage, total // self._comm.size, row if self._comm.size == 1 else 0)
 
     def _times(self) -> Iterator[NDArray[np.int64]]:
-        if isinstance(self._source, ColumnsSource | SyntheticSource):
+        if isinstance(self._source, ColumnsSource):
             yield from self._source.times(self._share.start, self._share.stop)
             return
         for chunk in self._source.chunks(self._share.start, stop=self._share.stop):

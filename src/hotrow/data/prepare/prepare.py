@@ -87,16 +87,15 @@ def run_prepare(
     """Prepares raw logs into the packed dataset `out`; called again with the same arguments, it continues after a stop.
 
     source: one of `SOURCE_NAMES`, as docs/prepare.md lists them; auto decides by the first line. paths: files, folders,
-    patterns, URIs, pipes, or one Arrow-capable frame; for synthetic, a preset's name, a YAML file or a
-    `SyntheticConfig`. schema: a path or a `Schema` for tables without a published layout (`hotrow init` writes one);
-    If None, it is guessed, with the help of what you say about columns:
+    patterns, URIs, pipes, or one Arrow-capable frame. schema: a path or a `Schema` for tables without a published
+    layout (`hotrow init` writes one); if None, it is guessed, with the help of what you say about columns:
     {read}
     split: time, random or reference. If None, it is reference for criteo, else time if there is a time column, else
     random.
     fractions: shares of train, val and test (0.8, 0.1, 0.1) for time and random. seed: for the random split and
     `sample`. min_count: ids seen fewer times in training rows share row 0. hash_cap: ids are taken modulo this. Both
     apply to all tables.
-    rows: only the first rows; for a synthetic preset, how many to make. sample: keep this share of the rows.
+    rows: only the first rows. sample: keep this share of the rows.
     memory: bytes or text such as "4GiB" for counters, vocabularies and buffers (the libraries take some 0.4 GB more);
     if None, half of what is free. threads: tables counted or encoded at a time. Neither of the two changes a byte.
     progress, announce, comm: see `pipeline.prepare`.
@@ -231,11 +230,7 @@ class _Earlier:
                 "statistics_lag: all rows of a day must train, because rows that wait to be counted are not kept from "
                 "day to day; leave out split and fractions"
             )
-        is_made = source == "synthetic"
-        given = {} if is_made else {"schema": schema, "encodings": self.raw.encodings}
-        found = open_source(source, paths, rows=rows, **given, **vars(read))
-        if is_made and found.schema.model_copy(update={"split": split}) != schema:
-            raise ValueError(f"{paths} makes other columns than {self.path} has; use the preset or file of its rows")
+        found = open_source(source, paths, rows=rows, schema=schema, encodings=self.raw.encodings, **vars(read))
         return replace(found, schema=schema)
 
 
@@ -268,8 +263,8 @@ class Reading:
                 f"{dataset.path}: its ids were not made from raw rows (source {dataset.info.name!r}); it cannot encode "
                 "any"
             )
-        # Synthetic rows have no layout of their own: new rows are a table with the same columns.
-        source = made.source if made.source in {*SOURCE_NAMES} - {"synthetic"} else "auto"
+        # Rows of a source that is not opened by name, as benchmarks/synthetic.py has, are a table with these columns.
+        source = made.source if made.source in SOURCE_NAMES else "auto"
         # Criteo's own reader takes hex digits for numbers; in other files and in frames they are text.
         encodings: dict[str, IdEncoding] = made.encodings
         if source == "criteo":

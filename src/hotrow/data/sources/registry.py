@@ -1,7 +1,7 @@
 """The raw sources by name, as `hotrow prepare SOURCE` knows them: how each is opened, and its schema.
 
-Criteo and synthetic data have files of their own. Three other published logs are plain tables, each with a schema for
-`ColumnsSource`; docs/prepare.md has the layouts.
+Criteo's has a file of its own. Three other published logs are plain tables, each with a schema for `ColumnsSource`;
+docs/prepare.md has the layouts.
 
     avazu      train.csv of the Kaggle competition of 2014, with a header. Ids are eight hex digits or small integers;
                both are kept as text. `id` is unique for each row and left out. test.csv lacks `click`: rows to predict.
@@ -29,12 +29,11 @@ from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.inputs import find_files
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.schema import MISSING, Schema, SplitSpec, parse_schema
-from hotrow.data.sources.synthetic import open_synthetic
 from hotrow.data.sources.tabular import columnar_format
 
 SOURCE_NAMES = (
     *("criteo", "avazu", "taobao", "movielens"),
-    *("csv", "parquet", "feather", "orc", "jsonl", "frame", "synthetic", "auto"),
+    *("csv", "parquet", "feather", "orc", "jsonl", "frame", "auto"),
 )
 OF_ANY_COLUMNS = ("csv", "parquet", "feather", "orc", "jsonl", "frame")
 """Sources that a schema describes."""
@@ -227,8 +226,7 @@ def open_source(
     split: how rows will be split, so that a guess looks at labels of training rows alone.
     labels: "alone": without times, to evaluate a model; "ignored": for rows to predict, whose label and time may be
     absent or hold anything. encodings: how ids were held when a data set was prepared. values: "any", for rows to
-    score: what is not of its column's kind is missing. rows: how many of the first rows are wanted, or how many a
-    synthetic preset makes.
+    score: what is not of its column's kind is missing. rows: how many of the first rows are wanted.
 
     Raises ValueError naming an unknown source, or what is wrong with the data.
     """
@@ -238,11 +236,6 @@ def open_source(
         )
     if rows is not None and rows > MAX_COUNT:
         raise ValueError(f"rows is {reprlib.repr(rows)}; it must be at most {MAX_COUNT:,}")
-    if name == "synthetic":
-        if given := [*(["schema"] if schema is not None else []), *read.hints]:
-            raise ValueError(f"source synthetic has its own schema, label and time; leave {given[0]} out")
-        made, own_schema = open_synthetic(data, rows=rows)
-        return OpenedSource(made, own_schema, dict.fromkeys(own_schema.feature_names, "int"))
     if name == "auto":
         name = (None if schema is not None or read.hints else recognise(data)) or tell_format(data)
     if read.hints:

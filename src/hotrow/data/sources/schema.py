@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -616,7 +616,7 @@ def parse_schema(value: Any, *, where: str) -> Schema:
     try:
         return _checked(json.dumps(value, default=str))
     except ValidationError as error:
-        faults = explain_faults(error, where, _fields_at)
+        faults = _explained(error, where)
         several = isinstance(value.get("label"), list)
         raise ValueError(faults if several else faults.replace("label[0]", "label")) from None
 
@@ -670,13 +670,13 @@ Place: TypeAlias = tuple[int | str, ...]
 """The path of a field, such as ("categorical", 2, "kind")."""
 
 
-def explain_faults(error: ValidationError, where: str, fields_at: Callable[[Place], Sequence[str]]) -> str:
-    """Returns the faults, one per line. `fields_at` returns the known fields at a place."""
+def _explained(error: ValidationError, where: str) -> str:
+    """Returns the faults, one per line."""
     lines = []
     for fault in innermost(error.errors()):
         path = _path(fault["loc"])
         if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            known = fields_at(fault["loc"][:-1])
+            known = _fields_at(fault["loc"][:-1])
             lines.append(f"unknown key {path!r}{nearest(str(fault['loc'][-1]), known)}; known: {', '.join(known)}")
         elif fault["type"] == "json_invalid":
             lines.append("a name or text in it is not valid Unicode; write it in UTF-8")

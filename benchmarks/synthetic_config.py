@@ -12,24 +12,19 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from pydantic import ConfigDict
-
 from hotrow.base.files import check_name
 from hotrow.data.packed.format import FeatureKind
+from hotrow.data.sources.clicks import SIZES as KAGGLE_ROWS
 
 MAX_ROWS_PER_TABLE = 1 << 32
 """Keys have 32 bits, like Criteo's."""
 MIN_SCALED_ROWS = 1_000
 """Tables with at most this many rows keep their size when a preset is scaled down."""
-CHECKED: ConfigDict = ConfigDict(extra="forbid", strict=True)
-"""How pydantic reads these classes from a file; when made in Python, they check themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticTable:
     """One table and the feature of the same name that looks up in it."""
-
-    __pydantic_config__ = CHECKED
 
     name: str
     num_embeddings: int
@@ -58,8 +53,6 @@ class SyntheticTable:
 class SyntheticDense:
     """One column of counts: log(1 + count) is about normal."""
 
-    __pydantic_config__ = CHECKED
-
     name: str
     mean: float = 2.0
     sd: float = 1.2
@@ -81,8 +74,6 @@ def _check(what: str, given: SyntheticTable | SyntheticDense, ends: Mapping[str,
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
     """A whole synthetic data set."""
-
-    __pydantic_config__ = CHECKED
 
     num_rows: int
     tables: tuple[SyntheticTable, ...]
@@ -119,11 +110,6 @@ class SyntheticConfig:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
-KAGGLE_ROWS = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
-    27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)  # fmt: skip
-"""Distinct ids per column of the Criteo Kaggle (Display Advertising Challenge) set, as published with DLRM systems."""
 TERABYTE_ROWS = (
     227605432, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 130229467, 3067956, 405282, 10,
     2209, 11938, 155, 4, 976, 14, 292775614, 40790948, 187188510, 590152, 12973, 108, 36,

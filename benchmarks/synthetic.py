@@ -1,4 +1,4 @@
-"""Synthetic clicks with known popularity, drift and truth, for measuring speed at any size, for tests and for a demo.
+"""Synthetic clicks with known popularity, drift and truth, for measuring speed at any size and for tests.
 
     id      rank k = 1..N with P(k) proportional to the integral of x^-zipf over [k - 1/2, k + 1/2]: Zipf's law
             except for the first few ranks, and invertible in one step for any N
@@ -10,52 +10,36 @@
 Rows come in cells of 16,384. Everything random about a cell is Philox4x64-10(key=(seed, stream), counter=(0, 0, cell,
 0)) with a stream per column, so a row can be made without those before it, and chunks of any size hold the same rows.
 Rows are the same on every run on one machine; across machines the last bit of a power may move one id in 10^10.
-`SyntheticSource` hands rows to preparation.
+`SyntheticSource` hands rows to preparation:
 
-Users ask for the name of a preset, or for a YAML file with the fields of `SyntheticConfig` or of `SyntheticPreset`
-(docs/prepare.md); `open_synthetic` makes source and schema of it.
-
-    hotrow prepare synthetic criteo-kaggle --rows 1000000 --out data/kaggle-like
-    hotrow prepare synthetic clicks.yaml --out data/clicks
+    prepare(opened(criteo_kaggle(1_000_000)), "data/kaggle-like")
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
 
-from hotrow.base.records import nearest
-from hotrow.config.load import load_yaml
+from benchmarks.synthetic_config import SyntheticConfig, SyntheticTable
 from hotrow.data.chunk import Chunk, FileInfo, KeyKind, Keys, Position, SkippedRows, SourceInfo
 from hotrow.data.native import mix64
-from hotrow.data.sources.schema import Schema, explain_faults, parse_schema
-from hotrow.data.sources.synthetic_config import (
-    CHECKED,
-    PRESETS,
-    SyntheticConfig,
-    SyntheticDense,
-    SyntheticTable,
-)
+from hotrow.data.sources.clicks import draw_ranks
+from hotrow.data.sources.registry import OpenedSource
+from hotrow.data.sources.schema import Schema, parse_schema
 
 START_TIME = 1_577_836_800
 """2020-01-01 00:00 UTC: the time of the first row, in seconds since 1970."""
-_TIMES_ROWS = 1 << 20
 CELL_ROWS = 16_384
 _LATENT = 4
 """Numbers per id in the products of the teacher's pairwise part."""
-BINS_PER_OCTAVE = 8
-"""Bins of `zipf_rates` per doubling of the rank."""
 _LEVELS = 1 << 12
 """A normal draw takes one of this many equally likely values."""
 _LABELS, _DENSE, _IDS, _LENGTHS = (n << 32 for n in range(4))
@@ -119,32 +103,8 @@ def _salt(config: SyntheticConfig, table: SyntheticTable) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def draw_ranks(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Draws ranks 0 .. N - 1 by inverting the distribution function at 53 random bits."""
-    uniform = (words >> np.uint64(11)).astype(np.float64)
-    uniform *= 2.0**-53
-    low, high, power = 0.5, table.num_embeddings + 0.5, 1.0 - table.zipf
-    if abs(power) < 1e-9:
-        x = low * np.exp(uniform * np.log(high / low))
-    else:
-        a, b = low**power, high**power
-        x = (a + uniform * (b - a)) ** (1.0 / power)
-    ranks: NDArray[np.int64] = np.rint(x).astype(np.int64)
-    ranks -= 1
-    np.clip(ranks, 0, table.num_embeddings - 1, out=ranks)
-    return ranks
-
-
-def zipf_rates(num_rows: int, zipf: float, lookups: float) -> tuple[Floats, Floats]:
-    """Returns how often rows that `draw_ranks` draws are looked up per step, falling, and how many rows have each rate;
-    rows of nearly the same popularity count as equally popular. lookups: ids per step."""
-    num_bins = max(1, math.ceil(BINS_PER_OCTAVE * math.log2(num_rows + 1)))
-    edges = np.unique(np.round(np.geomspace(1.0, num_rows + 1.0, num_bins + 1)))
-    power = 1.0 - zipf
-    ends = edges - 0.5
-    below = np.log(ends) if abs(power) < 1e-9 else ends**power / power
-    shares, rows = np.diff(below) / (below[-1] - below[0]), np.diff(edges)
-    return lookups * shares / rows, rows
+def _ranks(table: SyntheticTable, words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    return draw_ranks(table.num_embeddings, table.zipf, words)
 
 
 def _exchange(table: SyntheticTable, salt: int, ranks: NDArray[np.int64], time: Floats) -> NDArray[np.int64]:
@@ -193,7 +153,7 @@ class Generator:
         table, salt = self.config.tables[j], self.salts[j]
         if table.kind == "one_hot":
             words = _raw(self.config, _IDS + j, index, len(time))
-            items = _exchange(table, salt, draw_ranks(table, words), time)
+            items = _exchange(table, salt, _ranks(table, words), time)
             if table.missing:
                 # `draw_ranks` leaves only 11 bits, too few for a share; mixing makes more bits from the same word.
                 items[mix64(words) < np.uint64(table.missing * 2.0**64)] = table.num_embeddings
@@ -201,7 +161,7 @@ class Generator:
         lengths = _lengths(table, _raw(self.config, _LENGTHS + j, index, len(time)))
         splits = np.concatenate([[0], lengths.cumsum()])
         words = _raw(self.config, _IDS + j, index, int(splits[-1]))
-        return Ids(_exchange(table, salt, draw_ranks(table, words), np.repeat(time, lengths)), splits)
+        return Ids(_exchange(table, salt, _ranks(table, words), np.repeat(time, lengths)), splits)
 
     def labels(self, index: int, logits: Floats) -> NDArray[np.float32]:
         """Draws the labels [n] of cell `index`: 1 with probability sigmoid(logit)."""
@@ -377,18 +337,9 @@ class SyntheticSource:
         self, start: Position | None = None, *, rows_per_chunk: int = 65_536, stop: Position | None = None
     ) -> Iterator[Chunk]:
         """Yields the rows from `start.offset` to `stop.offset` in chunks; only the last may have fewer rows."""
-        for first, last in self._spans(start, stop, rows_per_chunk):
-            yield self._chunk(first, last)
-
-    def times(self, start: Position | None = None, stop: Position | None = None) -> Iterator[NDArray[np.int64]]:
-        """Yields the times of the same rows, and makes no other column."""
-        for first, last in self._spans(start, stop, _TIMES_ROWS):
-            yield self._times(first, last)
-
-    def _spans(self, start: Position | None, stop: Position | None, num_rows: int) -> Iterator[tuple[int, int]]:
         end = self.config.num_rows if stop is None else stop.offset
-        for row in range(start.offset if start else 0, end, num_rows):
-            yield row, min(row + num_rows, end)
+        for row in range(start.offset if start else 0, end, rows_per_chunk):
+            yield self._chunk(row, min(row + rows_per_chunk, end))
 
     def _times(self, start: int, stop: int) -> NDArray[np.int64]:
         seconds_per_row = 86_400 * self.config.num_days / self.config.num_rows
@@ -460,83 +411,10 @@ def _join_keys(pieces: list[Keys]) -> Keys:
     return Keys(values, valid=np.concatenate(valid) if valid else None, row_splits=splits)
 
 
-SUFFIXES = (".yaml", ".yml")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyntheticPreset:
-    """A ready-made shape, and the fields that may be changed."""
-
-    __pydantic_config__ = CHECKED
-
-    preset: str
-    num_rows: int
-    scale: float = 1.0
-    """Share of rows that tables of more than 1,000 rows keep; they keep at least 1,000."""
-    drift: float = 0.0
-    """Drift of every table; see `SyntheticTable.drift`."""
-    name: str | None = None
-    seed: int | None = None
-    num_days: float | None = None
-    base_rate: float | None = None
-    main_strength: float | None = None
-    pair_strength: float | None = None
-    dense_strength: float | None = None
-    """For this field and the six before it, None means the preset's value."""
-
-    def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            near = nearest(self.preset, tuple(PRESETS))
-            raise ValueError(f"preset {self.preset!r} is not known{near}; choose one of {', '.join(PRESETS)}")
-        self.config()
-
-    def config(self) -> SyntheticConfig:
-        chosen = {key: value for key, value in asdict(self).items() if value is not None}
-        return PRESETS[chosen.pop("preset")](chosen.pop("num_rows"), **chosen)
-
-
-def open_synthetic(data: Any, *, rows: int | None = None) -> tuple[SyntheticSource, Schema]:
-    """Returns the source that makes the rows, and its schema.
-
-    data: the name of a preset, which then makes `rows` rows; a YAML file; or a `SyntheticConfig`. Raises ValueError
-    naming file and field if one is wrong.
-    """
-    config = data if isinstance(data, SyntheticConfig) else _find_config(data, rows)
-    return SyntheticSource(config), _schema_of(config)
-
-
-def _find_config(data: Any, rows: int | None) -> SyntheticConfig:
-    if not isinstance(data, str | Path):
-        raise ValueError(f"source synthetic takes one preset or one YAML file, not {data!r}")
-    if str(data) in PRESETS:
-        if rows is None:
-            raise ValueError(f"preset {str(data)!r} makes as many rows as you ask for; give rows (--rows 1000000)")
-        return SyntheticPreset(preset=str(data), num_rows=rows).config()
-    if Path(data).suffix not in SUFFIXES:
-        raise ValueError(
-            f"{str(data)!r} is not a preset{nearest(str(data), tuple(PRESETS))}; choose one of {', '.join(PRESETS)}, "
-            "or give a YAML file (docs/prepare.md has its fields)"
-        )
-    return parse_synthetic(load_yaml(data, cure="docs/prepare.md has an example"), where=str(data))
-
-
-def parse_synthetic(value: Any, *, where: str) -> SyntheticConfig:
-    """Returns the data set that parsed YAML describes. Every error begins with `where` (a file name).
-
-    Raises ValueError naming the field, the value got and what is allowed.
-    """
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: synthetic data is a mapping with num_rows, and tables or preset; got {value!r}")
-    kind = SyntheticPreset if "preset" in value else SyntheticConfig
-    try:
-        # JSON mode: strict about scalars, while a list may stand for a tuple.
-        made = TypeAdapter[Any](kind).validate_json(json.dumps(value, default=str))
-    except ValidationError as error:
-        sections = {"tables": SyntheticTable, "dense": SyntheticDense}
-        known = {name: [f.name for f in fields(section)] for name, section in sections.items()}
-        known[""] = [f.name for f in fields(kind)]
-        raise ValueError(explain_faults(error, where, lambda loc: known[str(loc[0]) if loc else ""])) from None
-    return made.config() if isinstance(made, SyntheticPreset) else made
+def opened(config: SyntheticConfig, schema: Schema | None = None) -> OpenedSource:
+    """Returns the rows of `config` for preparation. schema: how they are read; if None, counts become log(1 + x)."""
+    ids = [table.name for table in config.tables]
+    return OpenedSource(SyntheticSource(config), schema or _schema_of(config), dict.fromkeys(ids, "int"))
 
 
 def _schema_of(config: SyntheticConfig) -> Schema:
