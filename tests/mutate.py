@@ -1088,7 +1088,7 @@ OPTIONS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ["clicks.csv", "--schema", "text.yaml", "--set", "train.max_steps=2", "--set", "train.threads=1"],
         ("--label", "--time", "--schema", "--split", "--fractions", "--set"),
     ),
-    "clean": (["run"], ()),
+    "runs": (["--clean", "run"], ()),
 }
 SETS = (
     *("train.epochs", "train.batch_size", "model.embedding_dim", "model.top_mlp", "model", "train", "optimizer.sparse"),

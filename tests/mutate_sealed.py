@@ -41,7 +41,7 @@ TRAIN = {"batch_size": 16, "epochs": 1, "max_steps": 8, "log_every": 1, "threads
 TABLES = {name: {"min_count": 1} for name in ("item", "user", "tags")}
 VERBS = (
     *("check run", "report run", "eval run", "predict run rows.csv --out scores.csv", "export run --out export-2"),
-    *("train --resume run --set train.max_steps=10", "clean run"),
+    *("train --resume run --set train.max_steps=10", "runs --clean run"),
 )
 """`clean` comes last, because it removes checkpoints."""
 VALUES: tuple[Any, ...] = (None, True, 0, -1, 1, 2.5, 2**40, 2**70, "", "x", "../x", [], [0], {}, {"x": 0})

@@ -32,7 +32,7 @@ from packed_data import OF_TOY_ROWS
 from resealed import reseal
 
 VERBS = ["fit", "demo", "init", "prepare", "inspect", "plan", "train", "eval", "predict", "export", "check"]
-VERBS += ["doctor", "probe", "clean", "apply", "serve", "runs", "tune", "days"]
+VERBS += ["doctor", "report", "apply", "serve", "runs", "tune", "days"]
 SMALL = "{embedding_dim: 4, bottom_mlp: [8], top_mlp: [8]}"
 
 
@@ -87,7 +87,7 @@ def test_from_raw_rows_to_scores(
     assert "has it already" in hotrow("apply", "exported", "delta", code=2, **tools)
     for artifact in ("packed", result["run_dir"], f"{result['run_dir']}/checkpoints/step-{result['steps']}"):
         assert hotrow("check", artifact, "--json", **tools)["ok"]
-    assert hotrow("clean", result["run_dir"], "--json", **tools)["bytes_freed"] >= 0
+    assert hotrow("runs", "--clean", result["run_dir"], "--json", **tools)["bytes_freed"] >= 0
 
 
 def test_doctor_finds_one_openmp_runtime() -> None:
@@ -312,7 +312,9 @@ def test_only_some_verbs_run_under_torchrun(
         (["inspect", "small.yaml"], r"small\.yaml: no dataset\.json, so this is not a complete packed dataset"),
         (["predict", "nowhere", "clicks.txt", "--out", "s.csv"], "nowhere is not a run"),
         (["export", "nowhere", "--out", "x"], "nowhere is not a run"),
-        (["clean", "."], "is not a run"),
+        (["runs", "--clean", "."], "is not a run"),
+        (["runs", "--clean", "a", "b"], "--clean names the run to clean, so leave out b"),
+        (["runs", "--data"], "name the run with --clean"),
         (["probe", "absent"], "absent is not a folder; name a folder on the disk to measure"),
         (["probe", "--out", "no/where.json"], "--out no/where.json is a folder, or in none"),
         (["probe", "--declare", "absent.yaml"], r"absent\.yaml: No such file or directory; docs/probe\.md says"),
@@ -324,7 +326,7 @@ def test_only_some_verbs_run_under_torchrun(
         (["prepare", "avazu", "clicks.txt", "--out", "x", "--rows", "9" * 400], "rows is 9+"),
         (["inspect", "absent", "--batches", "9" * 400], "batches is 9+"),
         (["inspect", "absent", "--seed", "-1"], "seed is -1"),
-        (["clean", "\udcff"], r"an argument is '\\udcff'; it must be valid Unicode text: rename it"),
+        (["check", "\udcff"], r"an argument is '\\udcff'; it must be valid Unicode text: rename it"),
     ],
 )
 def test_bad_input_is_one_line_with_a_cure(

@@ -254,8 +254,8 @@ from hotrow.__main__ import main
 signal.signal(signal.SIGINT, signal.default_int_handler)
 verbs = {"demo": "", "prepare": "csv x --out y", "predict": "x y --out z", "export": "x --out y", "doctor": "",
          "apply": "x y", "serve": "x", "days": "x --out y",
-         "probe": "", "plan": "x", "runs": "", "tune": "x",
-         **dict.fromkeys(("fit", "init", "train", "eval", "inspect", "report", "check", "clean"), "x")}
+         "plan": "x", "runs": "", "tune": "x",
+         **dict.fromkeys(("fit", "init", "train", "eval", "inspect", "report", "check"), "x")}
 for name, options in verbs.items():
     sys.argv = ["hotrow", name, *options.split()]
     try:

@@ -45,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 VERBS: dict[str, tuple[str, ...]] = {
     "run": (
         *("train --resume run --set train.max_steps=10", "eval run", "predict run rows.csv --out scores.csv"),
-        *("export run --out export-2", "check run", "report run", "clean run", "inspect run"),
+        *("export run --out export-2", "check run", "report run", "runs --clean run", "inspect run"),
     ),
     "data": (
         *("train config.yaml --set run=run-2", "train --resume run --set train.max_steps=10", "eval run --split val"),
@@ -155,7 +155,7 @@ def test_folders_that_nest_too_deep_are_refused(made: Path) -> None:
     try:
         for path in levels:
             path.mkdir()
-        for verb in ("check run", "clean run", "report run"):
+        for verb in ("check run", "runs --clean run", "report run"):
             outcome = mutate.run_command(verb.split())
             assert outcome.code == 2 and "run/deep" in outcome.err and not outcome.faults, (verb, outcome)
     finally:

@@ -440,7 +440,7 @@ def tune(
     return result, lambda: print(*lines_of(result), sep="\n")
 
 
-@verb("runs", home="hotrow.tune.compare", example="hotrow runs   (two of them: hotrow runs runs/a runs/b)")
+@verb("runs", home="hotrow.cli.tools", example="hotrow runs   (two of them: hotrow runs runs/a runs/b)")
 def runs(
     paths: Annotated[
         list[Path] | None, typer.Argument(help="A folder, whose runs are listed (default: runs), or two runs.")
@@ -448,12 +448,25 @@ def runs(
     *,
     remove: Annotated[list[Path] | None, typer.Option(help="Remove this run; may be repeated.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
+    clean: Annotated[
+        Path | None, typer.Option(help="Keep this run, without its checkpoints but the newest and the chosen one.")
+    ] = None,
+    data: Annotated[
+        bool, typer.Option("--data", help="With --clean: without data that was packed into its folder, too.")
+    ] = False,
 ) -> Answer:
-    """List runs, compare two of them on their test rows, or remove some."""
+    """List runs, compare two of them on their test rows, or remove some, or what they no longer need."""
     from hotrow.base.files import folder_bytes, size
+    from hotrow.cli import tools
     from hotrow.run.folder import RunFolder
     from hotrow.tune import compare, listing
 
+    if clean is not None:
+        if paths or remove:
+            raise ValueError(f"--clean names the run to clean, so leave out {(*(paths or ()), *(remove or ()))[0]}")
+        return tools.clean(clean, data=data)
+    if data:
+        raise ValueError("--data says what --clean removes too: name the run with --clean")
     if remove:
         if paths:
             raise ValueError(f"--remove names the runs to remove, so leave out {paths[0]}")
@@ -735,20 +748,6 @@ def doctor(
     from hotrow.cli import tools
 
     return tools.doctor(folders or ())
-
-
-@verb("clean", home="hotrow.cli.tools", example="hotrow clean runs/criteo-dlrm-001")
-def clean(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    *,
-    data: Annotated[
-        bool, typer.Option("--data", help="Also remove data that was packed into the run's folder.")
-    ] = False,
-) -> Answer:
-    """Remove a run's checkpoints except the newest and the chosen one."""
-    from hotrow.cli import tools
-
-    return tools.clean(run, data=data)
 
 
 @contextmanager
