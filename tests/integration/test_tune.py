@@ -364,7 +364,7 @@ def test_the_search_comes_closer_to_the_best_value() -> None:
         ({"model.num_cross": [1]}, "model.num_cross"),
         ({"model.name": ["dcn", "two_tower"]}, "two_tower is trained for sampled_softmax"),
         ({"model.structure": ["parallel"]}, "model.structure for model dlrm"),
-        ({"optimizer.schedule.name": ["cosine"]}, "decay_steps is 0"),
+        ({"optimizer.schedule.decay_start_step": [9]}, "decay_steps is 0"),
         ("nowhere.yaml", "nowhere.yaml: No such file or directory; pass a YAML file"),
     ],
 )

@@ -53,9 +53,9 @@ PHASES += ["hot.eval_samples=100"]
 VARIANTS = {
     "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
     "adam": ["optimizer.dense.name=adam", "optimizer.sparse.name=adam", "train.early_stopping=1", "train.ema=0.9"],
-    "adamw, cosine, weighted loss": [
+    "adamw, weighted loss": [
         "optimizer.dense.name=adamw",
-        "optimizer.schedule={name: cosine, warmup_steps: 5, decay_steps: 20}",
+        "optimizer.schedule={warmup_steps: 5, decay_steps: 20}",
         "train.label_smoothing=0.1",
         "train.pos_weight=3",
     ],
@@ -171,7 +171,7 @@ def refused(comm: Communicator, function: Callable[..., Any], *arguments: Any) -
         pytest.param("sgd", 2, 4, marks=pytest.mark.slow),
         ("sgd", 4, 4),
         ("adam", 3, 4),
-        ("adamw, cosine, weighted loss", 2, 3),
+        ("adamw, weighted loss", 2, 3),
         ("ftrl, stored order", 3, 3),
         ("float16", 4, 5),
         ("split", 2, 2),

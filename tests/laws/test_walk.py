@@ -289,7 +289,7 @@ def test_options_of_later_days_are_checked_by_the_model_of_the_chain(tmp_path: P
         walk_days(logs, out, delay=True)
     assert not (out / "data" / "day_3").exists()
     with pytest.raises(ValueError, match=r"ftrl has no such option"):
-        walk_days(logs, out, overrides=["optimizer.sparse.eps=0.1"])
+        walk_days(logs, out, overrides=["optimizer.sparse.initial_accumulator_value=0.1"])
     assert walk_days(logs, out, overrides=["optimizer.sparse.l1=0.001"])["new"] == ["day_3"]
 
 

@@ -30,7 +30,6 @@ Folder = Annotated[str, AfterValidator(check_path)]
 DenseDtype = Literal["fp32", "tf32", "bf16"]
 Owner = Literal["replicated", "table", "row", "column"]
 """Which ranks hold the rows of a table: all of them, one, or each row another."""
-ScheduleName = Literal["quadratic", "cosine", "one_cycle"]
 Exchange = Literal["rows", "pooled"]
 """What ranks send each other of a table that they do not all hold."""
 Interval = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -81,14 +80,8 @@ class SparseOptimizerConfig(_Section):
     row, `adam` (which changes only the rows of the batch) and `ftrl` two numbers per weight, `sgd` nothing."""
     lr: Positive = 0.05
     """Learning rate before the schedule."""
-    eps: Positive | None = None
-    """Added to the root of the sum of squares; null means 1e-10, or 1e-8 for adam. Only for the Adagrads and adam."""
     initial_accumulator_value: Annotated[float, Field(ge=0, le=1e38)] | None = None
     """Initial value of the sums of squares; null means 0. Only for the Adagrads."""
-    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = None
-    """Decay rates of the running means of gradients and of their squares; null means [0.9, 0.999]. Only for adam."""
-    beta: Positive | None = None
-    """Makes the first steps smaller; null means 1. Only for ftrl."""
     l1: NotNegative | None = None
     """L1 penalty, which makes small weights exactly 0; null means 0. Only for ftrl."""
     l2: NotNegative | None = None
@@ -98,13 +91,13 @@ class SparseOptimizerConfig(_Section):
 
     @model_validator(mode="after")
     def _only_what_acts(self) -> SparseOptimizerConfig:
-        of_adagrads = ("eps", "initial_accumulator_value", "l2")
+        of_adagrads = ("initial_accumulator_value", "l2")
         acts = {
             "sgd": (),
             "adagrad": of_adagrads,
             "row_wise_adagrad": of_adagrads,
-            "adam": ("eps", "betas", "l2"),
-            "ftrl": ("beta", "l1", "l2"),
+            "adam": ("l2",),
+            "ftrl": ("l1", "l2"),
         }[self.name]
         for field, value in self:
             if field not in ("name", "lr", *acts) and value is not None:
@@ -118,17 +111,13 @@ class SparseOptimizerConfig(_Section):
 class ScheduleConfig(_Section):
     """The learning rate over the steps, for MLPs and tables: warm-up, then constant, then decay."""
 
-    name: ScheduleName = "quadratic"
-    """The decay. `quadratic`: at its k-th step the rate is lr * (1 - k / decay_steps)^2, at least 1e-7. `cosine`: half
-    a cosine from lr to 0, as torch's CosineAnnealingLR. `one_cycle`: warm-up and decay are half a cosine each, from
-    lr / 25 up to lr and down to lr / 250000, as torch's OneCycleLR; momentum and betas stay. The rate at the end of the
-    decay is kept."""
     warmup_steps: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Steps over which the learning rate rises to lr, linearly from lr / warmup_steps except with `one_cycle`."""
+    """Steps over which the learning rate rises to lr, linearly from lr / warmup_steps."""
     decay_start_step: Count | None = None
     """First step of the decay; null means the step at which the warm-up ends."""
     decay_steps: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Length of the decay. 0: no decay, only with `quadratic`."""
+    """Length of the decay: at its k-th step the rate is lr * (1 - k / decay_steps)^2, at least 1e-7, and the last rate
+    is kept. 0: no decay."""
 
     @model_validator(mode="after")
     def _in_order(self) -> ScheduleConfig:
@@ -137,15 +126,6 @@ class ScheduleConfig(_Section):
             raise ValueError(f"decay_start_step is {start}, but decay_steps is 0; set it to the length of the decay")
         if start is not None and start < self.warmup_steps:
             raise ValueError(f"decay_start_step is {start}, before the warm-up ends at step {self.warmup_steps}")
-        if self.name != "quadratic" and not self.decay_steps:
-            raise ValueError(f"decay_steps is 0, but {self.name} decays; set it to the run's steps after its warm-up")
-        if self.name == "one_cycle" and self.warmup_steps < 2:
-            raise ValueError(
-                f"warmup_steps is {self.warmup_steps}, but one_cycle rises first; set it to 2 or more, for instance to "
-                "30 % of the run's steps"
-            )
-        if self.name == "one_cycle" and start not in (None, self.warmup_steps):
-            raise ValueError(f"decay_start_step is {start}, but one_cycle decays after its warm-up; set it to null")
         return self
 
 
