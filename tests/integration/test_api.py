@@ -31,6 +31,7 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from hotrow.run.runs import resume
+from loops import looped
 from prepare_data import file_hashes
 from sampled import sampled
 
@@ -312,7 +313,7 @@ def test_fit_takes_a_schema_a_split_and_a_recipe(tmp_path: Path) -> None:
     assert "batch_size: 64" in (more.path / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "message"),
     [
         (

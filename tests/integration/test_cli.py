@@ -28,6 +28,7 @@ from forked import COMMAND, start_forked
 from hotrow.cli import app as cli
 from hotrow.cli import tools as verbs
 from hotrow.data.packed.reader import PackedDataset
+from loops import looped
 from packed_data import OF_TOY_ROWS
 from resealed import reseal
 
@@ -162,7 +163,7 @@ def test_fit_takes_what_prepare_and_train_take(
 def test_demo_repeats_and_is_named_for_people(
     work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verbs, "NUM_ROWS", 3000)
+    monkeypatch.setattr(verbs, "NUM_ROWS", 600)
     monkeypatch.setattr(verbs, "TABLE_SCALE", 0.001)
     results = [hotrow("demo", "--json", capsys=capsys, monkeypatch=monkeypatch) for _ in range(2)]
     assert [result["run_dir"] for result in results] == ["runs/demo-dlrm-001", "runs/demo-dlrm-002"]
@@ -271,7 +272,7 @@ def test_inspect_writes_its_report_and_shows_it(
     assert "C26" in shown and "stored order of the split 'val'" in shown
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@looped("verb", VERBS)
 def test_help_has_an_example(verb: str) -> None:
     shown = CliRunner().invoke(cli.app, [verb, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert shown.exit_code == 0
@@ -291,7 +292,7 @@ def test_only_some_verbs_run_under_torchrun(
         assert "WORLD_SIZE is 2 in the environment, but RANK, MASTER_ADDR, MASTER_PORT not" in err
 
 
-@pytest.mark.parametrize(
+@looped(
     ("arguments", "message"),
     [
         (["train", "absent.yaml"], r"config absent\.yaml: No such file or directory; pass a YAML file"),
@@ -343,7 +344,7 @@ def test_bad_input_is_one_line_with_a_cure(
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(
+@looped(
     ("arguments", "message"),
     [
         (["prepare", "csv", "absent.csv", "--out", "x", "--fractions", "1,1,1"], "options: split: fractions"),
@@ -378,7 +379,7 @@ def test_options_are_judged_before_data_is_read(
     arguments: list[str],
     message: str,
 ) -> None:
-    Path("made").mkdir()
+    Path("made").mkdir(exist_ok=True)
     Path("made/recipe.yaml").touch()
     Path("s.yaml").write_text("label: c0\ncategorical: [c1]\n")
     err = hotrow(*arguments, code=2, capsys=capsys, monkeypatch=monkeypatch)

@@ -27,6 +27,7 @@ from hotrow.run import runs
 from hotrow.tune import tune as tuning
 from hotrow.tune.space import Axis, Trial, load_optuna, next_values, own_values
 from hotrow.tune.tune import RUNGS, steps_at, tune
+from loops import looped
 
 SPACE: dict[str, Any] = {"optimizer.dense.lr": {"log": [1e-3, 1.0]}, "model.embedding_dim": [2, 4, 8]}
 
@@ -336,7 +337,7 @@ def test_the_search_comes_closer_to_the_best_value() -> None:
 # ---- what is refused, before anything trains
 
 
-@pytest.mark.parametrize(
+@looped(
     ("space", "said"),
     [
         (None, "does not say what to search"),

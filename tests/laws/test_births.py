@@ -18,6 +18,7 @@ from hotrow.kernels import ops, reference, types
 from hotrow.placement.base import InitialRows
 from hotrow.run.checkpoint import load_checkpoint, save_checkpoint
 from hotrow.tables import WHOLE, Births, Dtype, TableConfig, Uniform
+from loops import looped
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 NUM_ROWS = 901
@@ -40,9 +41,9 @@ def test_runs_are_the_births_in_order(births: Births) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("dim", [1, 4, 7, 64])
-@pytest.mark.parametrize("births", [*(births for _, births in PARTS.values()), Births(first=2**32 - 9, step=5)])
-@pytest.mark.parametrize("zero_rows", [0, 1, 9])
+@looped("dim", [1, 4, 7, 64])
+@looped("births", [*(births for _, births in PARTS.values()), Births(first=2**32 - 9, step=5)])
+@looped("zero_rows", [0, 1, 9])
 def test_rows_of_a_part_on_every_instruction_set(births: Births, dim: int, zero_rows: int) -> None:
     key = types.row_key(3, "user")
     for first, n in ((0, 30), (5, 12), (11, 9), (3, 0)):
@@ -103,9 +104,9 @@ def side(table: TableConfig, optimizer: str, folder: Path | None = None) -> Side
 
 
 @needs_native
-@pytest.mark.parametrize("optimizer", ["ftrl", "adagrad", "row_wise_adagrad"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", PARTS)
+@looped("optimizer", ["ftrl", "adagrad", "row_wise_adagrad"])
+@looped("dtype", DTYPES)
+@looped("name", PARTS)
 def test_parts_start_as_the_whole_table(tmp_path: Path, name: str, dtype: Dtype, optimizer: str) -> None:
     """In DRAM and in tiers, weights and the states that follow them; also rows that come as a part grows."""
     num_rows, births = PARTS[name]

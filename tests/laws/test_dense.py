@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hotrow.kernels import ops, reference
 from hotrow.kernels.types import Activation
+from loops import looped
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
 
@@ -139,8 +140,8 @@ def forward_and_backward(
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.parametrize("last", ["relu", "linear"])
-@pytest.mark.parametrize(("samples", "widths"), MLPS)
+@looped("last", ["relu", "linear"])
+@looped(("samples", "widths"), MLPS)
 def test_mlp_against_float64(samples: int, widths: tuple[int, ...], last: str) -> None:
     """ReLUs are taken where the float32 pass took them: a value next to 0 may lie on either side of it."""
     x, weights, biases, grad = mlp_inputs(samples, widths)
@@ -249,10 +250,8 @@ def test_members_have_the_bits_that_each_has_alone(members: int, last: Activatio
 
 
 @needs_native
-@pytest.mark.parametrize("shared", [1, 15, 16, 107, 367, 512, 513, 600])
-@pytest.mark.parametrize(
-    ("samples", "widths"), [(31, (600, 7)), (32, (600, 50, 3)), (203, (600, 96, 1)), (70, (600, 1))]
-)
+@looped("shared", [1, 15, 16, 107, 367, 512, 513, 600])
+@looped(("samples", "widths"), [(31, (600, 7)), (32, (600, 50, 3)), (203, (600, 96, 1)), (70, (600, 1))])
 def test_rows_that_begin_alike_have_the_bits_that_each_has_alone(
     samples: int, widths: tuple[int, ...], shared: int
 ) -> None:

@@ -14,6 +14,7 @@ from test_dense import MLPS, mlp_inputs
 from torch import Tensor
 
 from hotrow.kernels import ops
+from loops import looped
 
 needs_products = pytest.mark.skipif(
     not (ops.isas() and ops.native_module().bfloat16_products()),
@@ -48,7 +49,7 @@ def by_reference(x: Tensor, weights: list[Tensor], biases: list[Tensor], grad: T
 
 
 @needs_products
-@pytest.mark.parametrize(("samples", "widths"), SHAPES)
+@looped(("samples", "widths"), SHAPES)
 def test_mlp_in_bfloat16_equals_the_reference_at_any_thread_count(samples: int, widths: tuple[int, ...]) -> None:
     case = mlp_inputs(samples, widths)
     last = "linear" if len(widths) % 2 else "relu"

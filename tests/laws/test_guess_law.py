@@ -18,6 +18,7 @@ from hotrow.data.sources import sample as sampling
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.schema import Schema, SplitSpec
 from hotrow.data.sources.split import RandomPlan
+from loops import looped
 
 ROWS = 12_000
 
@@ -96,7 +97,7 @@ CASES += [("csv", True, True, SplitSpec(kind="random", seed=5))]
 CASES += [("frame", False, False, SplitSpec(fractions=(0.5, 0.2, 0.3), seed=3))]
 
 
-@pytest.mark.parametrize(("kind", "sampled", "with_time", "split"), CASES)
+@looped(("kind", "sampled", "with_time", "split"), CASES)
 def test_labels_of_held_out_rows_decide_nothing(
     kind: str, sampled: bool, with_time: bool, split: SplitSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

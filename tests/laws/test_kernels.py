@@ -27,6 +27,7 @@ from hotrow import KeyedJaggedTensor
 from hotrow.kernels import ops, reference, types
 from hotrow.kernels.types import ALGORITHMS, Algorithm, Layout, Rule
 from hotrow.tables import Dtype, TableConfig
+from loops import looped
 from sampled import sampled
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
@@ -138,31 +139,31 @@ def check_update(case: Case, algorithm: Algorithm, what: str, threads: tuple[int
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", DIMS)
+@looped("dtype", DTYPES)
+@looped("dim", DIMS)
 def test_lookup(dim: int, dtype: Dtype) -> None:
     for what, case in kinds(1, dim, dtype):
         check_lookup(case, what)
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", DIMS)
+@looped("dtype", DTYPES)
+@looped("dim", DIMS)
 def test_weight_gradient(dim: int, dtype: Dtype) -> None:
     for what, case in kinds(2, dim, dtype):
         check_weight_gradient(case, what)
 
 
 @needs_native
-@pytest.mark.parametrize(("dim", "algorithm", "dtype"), sampled(DIMS, ALGORITHMS, DTYPES))
+@looped(("dim", "algorithm", "dtype"), sampled(DIMS, ALGORITHMS, DTYPES))
 def test_update(dim: int, algorithm: str, dtype: Dtype) -> None:
     for what, case in kinds(3, dim, dtype):
         check_update(case, algorithm, what)
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@looped("dtype", DTYPES)
+@looped("algorithm", ALGORITHMS)
 def test_several_batches_update_in_forward_order(algorithm: str, dtype: Dtype) -> None:
     for what, case in kinds(4, 16, dtype, num_batches=3):
         check_update(case, algorithm, what)
@@ -198,8 +199,8 @@ def test_lookup_cut_into_many_tasks() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("jagged", "num_samples"), [(True, 0), (False, 0), (True, 1), (False, 1)])
+@looped("algorithm", ALGORITHMS)
+@looped(("jagged", "num_samples"), [(True, 0), (False, 0), (True, 1), (False, 1)])
 def test_tiny_batches(algorithm: str, jagged: bool, num_samples: int) -> None:
     case = make_case(6, dim=8, num_samples=num_samples, jagged=jagged)
     check_lookup(case, f"{num_samples} samples")
@@ -330,8 +331,8 @@ BAD_IDS = [(-1, torch.int32), (-1, torch.int64), (9, torch.int32), (2**31 - 1, t
 
 
 @needs_native
-@pytest.mark.parametrize(("bad", "id_dtype"), BAD_IDS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@looped(("bad", "id_dtype"), BAD_IDS)
+@looped("algorithm", ALGORITHMS)
 def test_bad_ids_are_named_and_change_nothing(bad: int, id_dtype: torch.dtype, algorithm: str) -> None:
     """Feature c, table "shared" of 9 rows, sample 5: the second of its ids is bad."""
     case = make_case(9, dim=16, id_dtype=id_dtype)
@@ -388,7 +389,7 @@ def test_philox_against_random123(counter: str, key: str, expected: str) -> None
 
 
 @needs_native
-@pytest.mark.parametrize("dim", (*DIMS, 7, 15))  # the last group of four columns may be short in any way
+@looped("dim", (*DIMS, 7, 15))  # the last group of four columns may be short in any way
 def test_initial_rows(dim: int) -> None:
     key = types.row_key(3, "user")
     for first_row, zero_rows in ((0, 0), (0, 2), (1, 2), (5, 2), (2**32 - 2, 1)):

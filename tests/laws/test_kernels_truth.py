@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hotrow import KeyedJaggedTensor
 from hotrow.kernels import ops, types
 from hotrow.kernels.types import Rule
+from loops import looped
 
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}  # docs/numerics.md, "float64 truth"
 
@@ -32,10 +33,10 @@ def dense_lookup(case: Case, weights: list[Tensor], batch: KeyedJaggedTensor, sa
     return torch.cat(columns, dim=1)
 
 
-@pytest.mark.parametrize("algorithm", types.ALGORITHMS)
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-@pytest.mark.parametrize("dim", DIMS)
+@looped("algorithm", types.ALGORITHMS)
+@looped("weighted", [False, True])
+@looped("pooling", ["sum", "mean"])
+@looped("dim", DIMS)
 def test_against_float64_algebra(dim: int, pooling: str, weighted: bool, algorithm: str) -> None:
     case = make_case(11, dim=dim, pooling=pooling, weighted=weighted)
     batch, grad = case.batches[0], case.grads[0]

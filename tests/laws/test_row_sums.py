@@ -14,6 +14,7 @@ from hotrow import KeyedJaggedTensor
 from hotrow.kernels import ops, reference, tree
 from hotrow.kernels.types import ALGORITHMS, Algorithm, Layout, RowSums
 from hotrow.tables import Dtype
+from loops import looped
 
 Vector = np.ndarray
 Lookup = tuple[Layout, KeyedJaggedTensor, Tensor]
@@ -89,9 +90,9 @@ def check(layout: Layout, pending: list[Lookup], weights: list[Tensor], leaves: 
         assert_same_sums(kernels.row_sums(arrays, lookups, leaves), truth, (what, where))
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-@pytest.mark.parametrize("weighted", [False, True])
+@looped("dim", DIMS)
+@looped("pooling", ["sum", "mean"])
+@looped("weighted", [False, True])
 def test_sums_against_plain_loops(dim: int, pooling: str, weighted: bool) -> None:
     for jagged, id_dtype in ((True, torch.int64), (False, torch.int32)):
         case = make_case(3, dim=dim, pooling=pooling, weighted=weighted, jagged=jagged, id_dtype=id_dtype)
@@ -211,9 +212,9 @@ def assert_same_arrays(ours: list[list[Tensor]], truth: list[list[Tensor]], what
                 assert_same_bits(own, wanted, what)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("dim", [3, 16])
+@looped("dtype", DTYPES)
+@looped("algorithm", ALGORITHMS)
+@looped("dim", [3, 16])
 def test_update(dim: int, algorithm: Algorithm, dtype: Dtype) -> None:
     for pooling, weighted in (("sum", False), ("mean", True)):
         case = make_case(10, dim=dim, pooling=pooling, weighted=weighted, num_batches=2, dtype=dtype)

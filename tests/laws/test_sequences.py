@@ -12,6 +12,7 @@ from hotrow.kernels import ops, reference, types
 from hotrow.kernels.types import ALGORITHMS, Algorithm
 from hotrow.optim import SGD, RowWiseAdagrad
 from hotrow.tables import Dtype
+from loops import looped
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
 
@@ -55,8 +56,8 @@ def test_only_features_of_the_batch_and_none_for_empty_bags() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@looped("dtype", DTYPES)
+@looped("algorithm", ALGORITHMS)
 def test_update_of_pooled_and_sequences_together(algorithm: Algorithm, dtype: Dtype) -> None:
     """Two pooled lookups with sequences of a shared table's feature before, between and after them."""
     case = make_case(21, dim=12, num_batches=2, dtype=dtype)

@@ -12,6 +12,7 @@ from hotrow import KeyedJaggedTensor
 from hotrow.kernels import ops, reference
 from hotrow.kernels.types import ALGORITHMS, Algorithm, Feature, Layout, Rule, split, to_float16, widen
 from hotrow.tables import Dtype
+from loops import looped
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent: nothing to compare")
 
@@ -176,8 +177,8 @@ def test_updates_by_nothing_change_nothing(dim: int) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("dim", [1, 16, 33, 64])
+@looped("algorithm", ALGORITHMS)
+@looped("dim", [1, 16, 33, 64])
 def test_split_tables_move_as_float32_tables(dim: int, algorithm: Algorithm) -> None:
     """Ten steps on the same gradients: weights joined and states are those of float32, to the bit."""
     plain = make_case(31, dim=dim, pooling="mean", weighted=True)

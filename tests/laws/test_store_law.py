@@ -29,6 +29,7 @@ from hotrow.placement.stores import (
     open_cached_store,
     open_store,
 )
+from loops import looped
 from sampled import sampled
 
 RECORD_BYTES = (4, 17, 64, 100, 252, 256, 260, 512, 768, 1024, 4096, 5000)
@@ -193,8 +194,8 @@ def run_schedule(folder: Path, medium: str, seed: int, sizes: tuple[int, ...], n
         table.path.with_suffix(".middle").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("record_bytes", RECORD_BYTES)
+@looped("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@looped("record_bytes", RECORD_BYTES)
 def test_against_a_plain_array(tmp_path: Path, medium: str, record_bytes: int, seed: int) -> None:
     run_schedule(tmp_path, medium, seed, (record_bytes,), num_steps=60, depth=16)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hotrow import FTRL, SGD, Adagrad, Adam, EmbeddingCollection, KeyedJaggedTensor, RowWiseAdagrad, TableConfig
+from loops import looped
 
 VALUES = torch.arange(5)
 KEYS = ("a", "b")
@@ -17,7 +18,7 @@ def tensor(*numbers: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.tensor(numbers, dtype=dtype)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("arguments", "message"),
     [
         ({"keys": "ab", "values": tensor(1, 2)}, r"keys is the text 'ab'; pass a list of feature names, such as"),
@@ -116,9 +117,9 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-@pytest.mark.parametrize("optimizer_class", [SGD, Adagrad, RowWiseAdagrad, Adam, FTRL])
-@pytest.mark.parametrize("batch", EMPTY.values(), ids=EMPTY.keys())
+@looped("pooling", ["sum", "mean"])
+@looped("optimizer_class", [SGD, Adagrad, RowWiseAdagrad, Adam, FTRL])
+@looped("batch", EMPTY.values())
 def test_batches_without_samples_or_ids_pool_to_zeros_and_train_nothing(
     batch: KeyedJaggedTensor, optimizer_class: type, pooling: str
 ) -> None:

@@ -27,6 +27,7 @@ from hotrow.run.checkpoint import (
 from hotrow.run.checkpoint_files import open_tensors, read_tensors, write_held, write_tensors
 from hotrow.run.checkpoint_together import _put
 from hotrow.tables import TableConfig
+from loops import looped
 from resealed import reseal
 
 DTYPES = [
@@ -104,8 +105,8 @@ def test_loading_goes_into_the_memory_that_is_there(tmp_path: Path) -> None:
     assert [other["sparse"].state[w]["sum"].data_ptr() for w in weights.values()] == sums
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (2, 0, 3)], ids=str)
+@looped("dtype", DTYPES)
+@looped("shape", [(), (0,), (7,), (3, 5), (2, 0, 3)])
 def test_against_the_safetensors_library(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     values = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     write_tensors(tmp_path / "f.safetensors", {"odd": torch.arange(3, dtype=torch.uint8), "x": values})

@@ -24,6 +24,7 @@ from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.inputs import InputFile, find_files
 from hotrow.data.sources.lenient import lenient_keys
 from hotrow.data.sources.schema import JSON_LISTS, CategoricalSpec, CsvSpec, Schema, parse_schema
+from loops import looped
 from raw_rows import read
 
 
@@ -37,7 +38,7 @@ def read_column(array: Any, spec: dict[str, Any] | None = None, **options: Any) 
     return read(ColumnsSource(table, schema_of({"column": "a", **(spec or {})}), **options))["a"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("array", "want"),
     [
         (pa.array(["x", None, "", "é"]), ["x", None, None, "é"]),
@@ -62,7 +63,6 @@ def read_column(array: Any, spec: dict[str, Any] | None = None, **options: Any) 
         (pa.array([9], pa.time64("us")), [9]),
         (pa.nulls(2), [None, None]),
     ],
-    ids=lambda value: str(value.type) if isinstance(value, pa.Array) else "",
 )
 def test_ids_of_every_type_are_exact(array: pa.Array, want: list[Any]) -> None:
     assert read_column(array) == want
@@ -89,8 +89,8 @@ def test_lists_become_jagged_keys(array: pa.Array, kind: str, want: list[Any]) -
     assert read_column(array.slice(1), {"kind": kind}) == want[1:]
 
 
-@pytest.mark.parametrize("encoding", ["int", "uint64", "hex"])
-@pytest.mark.parametrize(
+@looped("encoding", ["int", "uint64", "hex"])
+@looped(
     ("cell", "want"),
     [
         *((text, 12) for text in ("12", " 12", "012", "+12", "12.0", "1.2e1", "12.")),

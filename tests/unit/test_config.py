@@ -21,6 +21,7 @@ from hotrow.config.load import (
 )
 from hotrow.config.schema import interval_steps, is_due
 from hotrow.models import MODELS
+from loops import looped
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = runpy.run_path(str(ROOT / "scripts" / "config_page.py"))
@@ -212,7 +213,7 @@ ABSURD += (".inf", ".nan", str(2**63), str(-(2**63) - 1), "{}", "[]", "true")
 OPTIONS = [(section, path + name) for _, path, section in sections() for name in options_of(section)]
 
 
-@pytest.mark.parametrize(("section", "path"), OPTIONS, ids=lambda value: value if isinstance(value, str) else "")
+@looped(("section", "path"), OPTIONS)
 def test_absurd_values_are_refused_by_their_option(section: type[BaseModel], path: str) -> None:
     """Or taken, if any number or text may stand there; nothing else comes of them, and no error is a page long."""
     model = next((name for name, spec in MODELS.items() if spec is section), next(iter(MODELS)))
@@ -236,7 +237,7 @@ def test_yaml_round_trip() -> None:
     assert make_config(parse_yaml(config.to_yaml(), origin="")) == config
 
 
-@pytest.mark.parametrize(
+@looped(
     ("raw", "message"),
     [
         ({}, "data is missing; set it to text"),
@@ -380,7 +381,7 @@ def test_overrides_are_yaml_and_reach_into_sections(tmp_path: Path) -> None:
     assert config.optimizer.sparse.lr == 1e-3
 
 
-@pytest.mark.parametrize(("own", "other"), [*product(MODELS, MODELS)])
+@looped(("own", "other"), [*product(MODELS, MODELS)])
 def test_the_name_of_a_model_is_enough(own: str, other: str, tmp_path: Path) -> None:
     """A recipe that states every option of one model trains any other, which keeps the options that both have."""
     stated = make_config({"data": "d", "model": {"name": own, "embedding_dim": 9}})
@@ -484,8 +485,8 @@ def test_interval_steps() -> None:
     assert interval_steps(500, steps_per_epoch=95) == 500
 
 
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.25, 1 / 3, 0.5, 1.0])
-@pytest.mark.parametrize("steps", [1, 7, 30, 95, 1005])
+@looped("share", [0.01, 0.1, 0.25, 1 / 3, 0.5, 1.0])
+@looped("steps", [1, 7, 30, 95, 1005])
 def test_shares_of_an_epoch_come_evenly_and_at_its_end(share: float, steps: int) -> None:
     every = interval_steps(share, steps_per_epoch=steps)
     due = [step for step in range(1, 3 * steps + 1) if is_due(step, every)]

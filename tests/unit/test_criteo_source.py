@@ -22,6 +22,7 @@ from hotrow.data import native, reference
 from hotrow.data.chunk import Chunk, Position, RowError
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.inputs import ByteStream, find_files, prefetch
+from loops import looped
 
 try:
     NATIVE: ModuleType | None = importlib.import_module("hotrow._native")
@@ -108,7 +109,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@looped("name", LAYOUTS)
 def test_every_layout_gives_the_same_rows(name: str, either: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_bytes(LAYOUTS[name])
@@ -129,8 +130,8 @@ def test_rows_without_label(either: ModuleType, tmp_path: Path) -> None:
         read(tmp_path / "head.csv")
 
 
-@pytest.mark.parametrize("label", ["", "-1", "unknown", "1"])
-@pytest.mark.parametrize("with_id", [False, True])
+@looped("label", ["", "-1", "unknown", "1"])
+@looped("with_id", [False, True])
 def test_an_ignored_label_may_hold_anything(label: str, with_id: bool, either: ModuleType, tmp_path: Path) -> None:
     rows = [[label, *row(n, label=None)] for n in range(5)]
     if with_id:
@@ -168,7 +169,7 @@ BAD_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "column", "name", "reason"), BAD_FIELDS)
+@looped(("fields", "column", "name", "reason"), BAD_FIELDS)
 def test_a_bad_field_is_named(
     fields: dict[str, str], column: int, name: str, reason: str, either: ModuleType, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from hotrow.config.load import make_config
 from hotrow.kernels import ops
 from hotrow.models.dcn import DCN, DCNSpec
+from loops import looped
 
 DIMS = {"user": 8, "item": 16, "hour": 1, "bag": 16}
 
@@ -45,10 +46,10 @@ def assert_close(ours: Tensor, truth: Tensor) -> None:
     torch.testing.assert_close(ours, truth.float(), rtol=0, atol=1e-5 * float(truth.detach().abs().max()) + 1e-6)
 
 
-@pytest.mark.parametrize("num_dense", [0, 3])
-@pytest.mark.parametrize("structure", ["parallel", "stacked"])
-@pytest.mark.parametrize("low_rank", [None, 5])
-@pytest.mark.parametrize(("layers", "deep"), [(1, [12, 6]), (3, [12, 6]), (2, [])])
+@looped("num_dense", [0, 3])
+@looped("structure", ["parallel", "stacked"])
+@looped("low_rank", [None, 5])
+@looped(("layers", "deep"), [(1, [12, 6]), (3, [12, 6]), (2, [])])
 def test_dcn_against_plain_torch(
     num_dense: int, structure: str, low_rank: int | None, layers: int, deep: list[int]
 ) -> None:

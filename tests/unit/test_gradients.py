@@ -13,6 +13,7 @@ from hotrow import FTRL, SGD, Adagrad, Adam, KeyedJaggedTensor, RowWiseAdagrad, 
 from hotrow.embedding import EmbeddingCollection
 from hotrow.kernels import ops
 from hotrow.optim import nonfinite_gradient, nonfinite_parameter_gradient
+from loops import looped
 
 ALL = [SGD, Adagrad, RowWiseAdagrad, Adam, FTRL]
 NONFINITE = [math.nan, math.inf, -math.inf]
@@ -44,8 +45,8 @@ def backward(emb: EmbeddingCollection, value: float, sample: int = 1, column: in
     emb(IDS).backward(grad)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (300, 417), (3, 70_000), (100_000,), (2, 3, 5), (0, 4), (4, 0), ()])
+@looped("threads", [1, 2, 5])
+@looped("shape", [(1, 1), (7, 3), (300, 417), (3, 70_000), (100_000,), (2, 3, 5), (0, 4), (4, 0), ()])
 def test_first_nonfinite_against_isfinite(shape: tuple[int, ...], threads: int) -> None:
     generator = torch.Generator().manual_seed(len(shape))
     before = torch.get_num_threads()
@@ -80,8 +81,8 @@ def test_first_nonfinite_takes_the_largest_numbers_and_any_strides() -> None:
     assert ops.first_nonfinite(torch.tensor([[1.0], [math.nan]], dtype=torch.bfloat16)) == (1, 0)
 
 
-@pytest.mark.parametrize("value", NONFINITE)
-@pytest.mark.parametrize("optimizer_class", ALL)
+@looped("value", NONFINITE)
+@looped("optimizer_class", ALL)
 def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(optimizer_class: type, value: float) -> None:
     emb = make()
     optimizer = optimizer_class(emb, lr=0.1)

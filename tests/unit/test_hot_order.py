@@ -17,6 +17,7 @@ from hotrow.config.schema import HotConfig
 from hotrow.data.packed.reader import Split
 from hotrow.hot import order as hot_order
 from hotrow.hot.order import BatchOrder, Rate, Turn, batch_order
+from loops import looped
 from packed_data import make_rows, write_dataset
 
 NUM_ROWS, BATCH = 517, 10
@@ -53,8 +54,8 @@ def numbers(batch: Batch) -> list[int]:
     return batch.sparse.bags("row")[0].tolist()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
-@pytest.mark.parametrize("schedule", ["fixed", "fae", "window", "none"])
+@looped("share", [0.0, 0.02, 0.5, 1.0])
+@looped("schedule", ["fixed", "fae", "window", "none"])
 def test_every_sample_once_per_epoch_in_batches_of_one_class(split: Split, schedule: str, share: float) -> None:
     is_hot = mark(share)
     order = order_of(split, None if schedule == "none" else is_hot, schedule=schedule, rate=30)

@@ -20,6 +20,7 @@ from hotrow.data.sources.guess import SchemaGuess, guess_columns
 from hotrow.data.sources.kinds import as_dense, cuts
 from hotrow.data.sources.schema import SplitSpec
 from hotrow.data.sources.split import RandomPlan
+from loops import looped
 
 N = 16_000
 Made = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
@@ -132,13 +133,13 @@ def verdicts(guess: SchemaGuess, name: str) -> list[tuple[str, dict[str, Any], s
     return [(g.role, g.spec | {"column": ""}, g.reason) for g in guess.guesses if g.column == name]
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@looped("name", PLANTED)
 def test_planted_columns_are_told(name: str) -> None:
     guess = guess_columns(planted(name), label="label")
     assert kinds(guess, name) == PLANTED[name][1], [g.reason for g in guess.guesses if g.column == name]
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@looped("name", PLANTED)
 def test_no_verdict_depends_on_order_names_or_other_columns(name: str) -> None:
     table = planted(name, seed=1)
     rng = np.random.default_rng(2)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from loops import looped
+
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "hotrow"
 
 # The table "Rooms" in CONTRIBUTING.md, from the top down: a module imports from its own room and from rooms below it.
@@ -46,7 +48,7 @@ def room_of(name: str) -> str:
     return name.partition(".")[0] if folder == SOURCE else folder.relative_to(SOURCE).as_posix()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+@looped("path", MODULES)
 def test_imports_point_down(path: Path) -> None:
     relative = path.relative_to(SOURCE)
     own = room_of(".".join(relative.with_suffix("").parts).removesuffix(".__init__"))
@@ -120,7 +122,7 @@ def test_a_model_needs_torch_and_two_modules() -> None:
             assert imported(ast.parse(path.read_text(encoding="utf-8"))) <= {"models.layers", "models.spec"}, path
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "data" / "transforms").glob("[!_]*.py")), ids=lambda path: path.name)
+@looped("path", sorted((SOURCE / "data" / "transforms").glob("[!_]*.py")))
 def test_a_transform_needs_numpy_alone(path: Path) -> None:
     """An export copies its file."""
     imports = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
@@ -172,7 +174,7 @@ def test_torchs_sums_are_found(text: str) -> None:
 RIVALS = {"rocksdict", "fbgemm_gpu", "torchrec", "polars", "benchmarks"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+@looped("path", MODULES)
 def test_comparisons_with_others_stay_out_of_the_package(path: Path) -> None:
     """Other people's stores and engines are for benchmarks/, which the package does not know."""
     found = set[str]()

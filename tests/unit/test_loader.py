@@ -14,6 +14,7 @@ from hotrow.data.packed.loader import Loader, LoaderState, _Stream, permutation
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
 from hotrow.parallel.ranks import Ranks
+from loops import looped
 from packed_data import make_info, make_rows, write_dataset
 
 
@@ -135,9 +136,9 @@ def test_the_bytes_of_a_row_are_those_of_its_columns() -> None:
 RANKS = [(1, 1), (2, 2), (3, 4), (4, 4), (5, 7)]
 
 
-@pytest.mark.parametrize(("num_ranks", "micro_batches"), RANKS)
-@pytest.mark.parametrize("shuffle_seed", [None, 3])
-@pytest.mark.parametrize("which", ["all", "streams", "only", "front"])
+@looped(("num_ranks", "micro_batches"), RANKS)
+@looped("shuffle_seed", [None, 3])
+@looped("which", ["all", "streams", "only", "front"])
 def test_the_parts_of_all_ranks_are_the_whole(
     lists: PackedDataset, num_ranks: int, micro_batches: int, shuffle_seed: int | None, which: str
 ) -> None:

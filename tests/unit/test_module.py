@@ -22,6 +22,7 @@ import hotrow
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SparseOptimizer
+from loops import looped
 
 ALL = [SGD, Adagrad, RowWiseAdagrad, Adam, FTRL]
 ROWS, DIM = 12, 3
@@ -98,8 +99,8 @@ def bags() -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3, 4]), lengths=torch.tensor([2, 0, 1, 1]))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("optimizer_class", ALL)
+@looped("dtype", ["float32", "float16", "bfloat16"])
+@looped("optimizer_class", ALL)
 def test_a_frozen_table_stays_and_the_others_move_as_ever(make: Any, optimizer_class: type, dtype: str) -> None:
     """To the bit, states too: as if the frozen table had an optimizer that is not stepped."""
     emb, free = make("a", "b", dtype=dtype), EmbeddingCollection(tables("a", "b", dtype=dtype), seed=1)
@@ -524,8 +525,8 @@ OF_TORCH: dict[type, tuple[Callable[..., torch.optim.Optimizer], bool]] = {
 }
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("optimizer_class", ALL)
+@looped("scheduler", SCHEDULERS)
+@looped("optimizer_class", ALL)
 def test_schedulers_drive_rates_and_betas(optimizer_class: type, scheduler: str) -> None:
     """As they drive torch's own optimizer: the same groups after every step, the same rows."""
     emb = EmbeddingCollection(tables("a"), seed=1)

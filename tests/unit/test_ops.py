@@ -16,6 +16,7 @@ import torch
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops
 from hotrow.kernels.types import Layout
+from loops import looped
 
 needs_native = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
 
@@ -86,7 +87,7 @@ V4 = [*V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
 
 
 @needs_native
-@pytest.mark.parametrize(
+@looped(
     ("features", "widest"),
     [([], "baseline"), (V3, "avx2"), (V4, "avx512")]
     + [([f for f in V3 if f != lacking], "baseline") for lacking in V3]

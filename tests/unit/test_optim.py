@@ -11,6 +11,7 @@ from hotrow import TableConfig
 from hotrow.embedding import EmbeddingCollection
 from hotrow.optim import FTRL, SGD, Adagrad, Adam, RowWiseAdagrad, SplitSGDBF16
 from hotrow.tables import Dtype
+from loops import looped
 
 ALL = [SGD, Adagrad, RowWiseAdagrad, Adam, FTRL]
 ADAPTIVE = [Adagrad, RowWiseAdagrad]
@@ -151,8 +152,8 @@ def test_closure_is_called_with_gradients_on() -> None:
     torch.testing.assert_close(emb.weights["a"][1], before - 0.1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("optimizer_class", ALL)
+@looped("dtype", ["float32", "float16", "bfloat16"])
+@looped("optimizer_class", ALL)
 def test_resume_from_state_dicts_is_bit_equal(optimizer_class: type, dtype: Dtype) -> None:
     straight = make(dtype=dtype)
     optimizer = optimizer_class(straight, lr=0.1)
@@ -199,15 +200,15 @@ def test_load_refuses_another_optimizers_state() -> None:
         SGD(emb, lr=0.1).load_state_dict(renamed)
 
 
-@pytest.mark.parametrize("lr", [0.0, -1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("optimizer_class", ALL)
+@looped("lr", [0.0, -1.0, float("nan"), float("inf")])
+@looped("optimizer_class", ALL)
 def test_lr_must_be_positive(optimizer_class: type, lr: float) -> None:
     with pytest.raises(ValueError, match=f"{optimizer_class.__name__}: lr is {lr}; it must be a positive number"):
         optimizer_class(make(), lr=lr)
 
 
-@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("optimizer_class", ALL)
+@looped("lr", [float("nan"), float("inf"), -float("inf")])
+@looped("optimizer_class", ALL)
 def test_a_rate_that_is_no_longer_finite_changes_nothing(optimizer_class: type, lr: float) -> None:
     """A schedule that divides by zero would make every row of the batch NaN, whose gradients are finite."""
     emb = make()

@@ -22,6 +22,7 @@ from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Label, 
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.writer import PackedWriter
+from loops import looped
 from packed_data import Rows, append_rows_to, counts_file, make_info, make_rows, write_dataset
 
 
@@ -281,7 +282,7 @@ def one_row(**changes: Any) -> dict[str, Any]:
     return {**row, **changes}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "message"),
     [
         ({"label": [2]}, "column 'label', row 0: label is 2.0; it must be 0 or 1"),

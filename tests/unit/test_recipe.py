@@ -11,10 +11,11 @@ from hotrow.config.load import apply_overrides, make_config
 from hotrow.config.recipe import as_overrides, choose_recipe
 from hotrow.data.prepare.init import render_recipe, run_init
 from hotrow.models import MODELS
+from loops import looped
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 63, 1000, 19_999, 20_000, 80_000, 600_000, 5_000_000, 5_000_001, 10**9])
-@pytest.mark.parametrize("model", MODELS)
+@looped("num_rows", [0, 1, 63, 1000, 19_999, 20_000, 80_000, 600_000, 5_000_000, 5_000_001, 10**9])
+@looped("model", MODELS)
 def test_every_size_has_a_recipe(num_rows: int, model: str) -> None:
     recipe = choose_recipe(num_rows, model=model)
     config = make_config(apply_overrides({"data": "d"}, [f"model.name={model}", *as_overrides(recipe)]))

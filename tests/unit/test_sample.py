@@ -21,6 +21,7 @@ from hotrow.data.sources.excerpts import HEAD_BYTES
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.sample import Sample, sample_rows
 from hotrow.data.sources.schema import CsvSpec
+from loops import looped
 
 ROWS = 60_000
 
@@ -108,8 +109,8 @@ def test_every_file_of_a_folder_is_looked_into(suffix: str, tmp_path: Path, few_
     assert set(rows["day"].cast(pa.int64()).to_pylist()) == set(range(12)) and len(rows) <= 4000
 
 
-@pytest.mark.parametrize("suffix", [*FORMATS, "frame"])
-@pytest.mark.parametrize("num_files", [1, 3])
+@looped("suffix", [*FORMATS, "frame"])
+@looped("num_files", [1, 3])
 def test_rows_have_their_numbers_in_the_table(suffix: str, num_files: int, tmp_path: Path, few_rows: None) -> None:
     """Of text with quotes and of compressed text that goes on only the first rows' numbers are known."""
     table = late().append_column("number", pa.array(range(ROWS)))

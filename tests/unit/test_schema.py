@@ -8,6 +8,7 @@ import yaml
 
 from hotrow.data.sources import schema as words
 from hotrow.data.sources.schema import load_schema, parse_schema
+from loops import looped
 
 MINIMAL = {"label": "click", "categorical": ["user", "item"]}
 
@@ -43,7 +44,7 @@ def test_json_round_trip_keeps_everything() -> None:
     assert schema.table("item").hash_cap == 100
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "message"),
     [
         ({"labels": "x"}, r"s\.yaml: unknown key 'labels'; did you mean 'label'\?; known: version, label"),
@@ -141,7 +142,7 @@ def test_every_field_is_documented() -> None:
             assert f"`{prefix}{name}`" in text, f"docs/prepare.md does not explain {prefix}{name}"
 
 
-@pytest.mark.parametrize(
+@looped(
     "change",
     [
         {"label": 1}, {"label": {"column": 5}}, {"label": {"column": "a", "positive": []}}, {"categorical": {"a": 1}},

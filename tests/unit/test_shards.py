@@ -11,6 +11,7 @@ import torch
 from hotrow.kernels.keys import pack, unpack
 from hotrow.parallel.messages import WireDtype, narrow, widen
 from hotrow.parallel.shards import Homes, Shard
+from loops import looped
 
 CASES = [
     (num_rows, num_ranks, Shard(prefix=prefix, kind=kind, owner=owner))
@@ -31,7 +32,7 @@ def holders(shard: Shard, num_rows: int, num_ranks: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(("num_rows", "num_ranks", "shard"), CASES)
+@looped(("num_rows", "num_ranks", "shard"), CASES)
 def test_numbers_of_rows_against_dealing_them_out(num_rows: int, num_ranks: int, shard: Shard) -> None:
     shard.check("t", num_rows, 9, num_ranks)
     truth, every = holders(shard, num_rows, num_ranks), np.arange(num_rows)
@@ -90,8 +91,8 @@ def test_shards_that_cannot_be_are_refused(shard: Shard, text: str) -> None:
         shard.check("user", 7, 6, 2)
 
 
-@pytest.mark.parametrize("largest", [10, 60_000, 1 << 20, 1 << 60])
-@pytest.mark.parametrize("num_keys", [0, 1, 2, 9])
+@looped("largest", [10, 60_000, 1 << 20, 1 << 60])
+@looped("num_keys", [0, 1, 2, 9])
 def test_keys_come_back_from_a_message(num_keys: int, largest: int) -> None:
     random = np.random.default_rng(num_keys)
     edges = np.array([0xFFFE, 0x1FFFD][: num_keys // 4], np.int64)  # gaps just below and at what takes more
@@ -105,9 +106,9 @@ def test_keys_come_back_from_a_message(num_keys: int, largest: int) -> None:
         assert len(words) == 2 + (len(keys) + 1) // 2, "two bytes a key"
 
 
-@pytest.mark.parametrize("wire_dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("size", [0, 1, 2, 7])
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@looped("wire_dtype", ["fp32", "bf16", "fp16"])
+@looped("size", [0, 1, 2, 7])
+@looped("scale", [1e-30, 1.0, 1e30])
 def test_numbers_of_few_bits_against_torch(wire_dtype: WireDtype, size: int, scale: float) -> None:
     """bfloat16 has the range of float32; numbers of float16 are brought into its range by a power of two."""
     numbers = torch.randn(size, generator=torch.Generator().manual_seed(size)) * scale

@@ -18,6 +18,7 @@ from hotrow.parallel.shards import Shard
 from hotrow.setup.shards import MAX_UNEVEN, SMALL_SHARE, hot_prefixes, pooled_owners, shards_line, shards_of, wire_of
 from hotrow.setup.wire import Distinct, Wire
 from hotrow.tables import Dtype, TableConfig
+from loops import looped
 
 BATCH, SAMPLES = 1000, 200_000
 
@@ -223,8 +224,8 @@ def shared_out(tables: list[TableConfig], found: dict[str, Shard], num_ranks: in
     return [sum(own.stop - own.start for of, own in blocks if of == rank) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize(("num_tables", "num_ranks"), [(1, 2), (1, 4), (2, 3), (2, 8), (3, 4), (8, 32), (13, 8)])
-@pytest.mark.parametrize("asked", [{}, {"exchange": "pooled"}])
+@looped(("num_tables", "num_ranks"), [(1, 2), (1, 4), (2, 3), (2, 8), (3, 4), (8, 32), (13, 8)])
+@looped("asked", [{}, {"exchange": "pooled"}])
 def test_few_tables_are_cut_by_columns_until_ranks_are_even(
     num_tables: int, num_ranks: int, asked: dict[str, Any]
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hotrow.kernels.ops import native_module
 from hotrow.placement import store_file
 from hotrow.placement.stores import Engines, Kind, TableRows, open_store
+from loops import looped
 from store_rig import FILE_KINDS, each_io, needs_native, read_rows, table_rows, write_rows
 
 pytestmark = needs_native
@@ -23,9 +24,9 @@ pytestmark = needs_native
 LAYOUT_BYTES = (1, 4, 64, 100, 255, 256, 257, 260, 512, 513, 768, 1024, 1025, 1537, 2048, 2049, 2560, 2561, 4096, 5000)
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("sector", [512, 4096])
-@pytest.mark.parametrize("record_bytes", LAYOUT_BYTES)
+@looped("gathered", [False, True])
+@looped("sector", [512, 4096])
+@looped("record_bytes", LAYOUT_BYTES)
 def test_records_cross_neither_sectors_nor_pages(record_bytes: int, sector: int, gathered: bool) -> None:
     layout = native_module().block_layout(record_bytes, sector, 0, gathered)
     if not layout:

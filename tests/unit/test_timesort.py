@@ -15,6 +15,7 @@ from hotrow.data.prepare.shares import Piece
 from hotrow.data.prepare.timesort import COPIES, TimeSort, sorted_pieces
 from hotrow.data.prepare.workfolder import Sorted
 from hotrow.data.sources.schema import parse_schema
+from loops import looped
 
 SCHEMA = parse_schema({"label": "click", "time": "ts", "categorical": ["number"]}, where="test")
 
@@ -31,9 +32,9 @@ def pieces_of(times: list[int], rows_per_chunk: int) -> list[Piece]:
     return pieces
 
 
-@pytest.mark.parametrize("num_times", [1, 2, 30, 10**12])
-@pytest.mark.parametrize("num_rows", [0, 1, 1000])
-@pytest.mark.parametrize("rows_in_run", [10, 64, 5000])
+@looped("num_times", [1, 2, 30, 10**12])
+@looped("num_rows", [0, 1, 1000])
+@looped("rows_in_run", [10, 64, 5000])
 def test_order_and_memory(
     num_times: int, num_rows: int, rows_in_run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

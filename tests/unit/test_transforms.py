@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hotrow.data.prepare.moments import Moments, MomentsRecord
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.transforms import Transform, fitted, is_fitted, names
+from loops import looped
 
 RAW = np.array([-5, 0, 3, np.nan, 1e6])
 SCHEMA: dict[str, Any] = {"label": "click", "dense": ["age"], "categorical": ["user"]}
@@ -221,7 +222,7 @@ def test_piecewise_makes_an_input_of_each_interval() -> None:
     assert parse_schema(schema.to_json(), where="again") == schema
 
 
-@pytest.mark.parametrize(
+@looped(
     ("schema", "fields"),
     [
         (computed("piecewise", boundaries=[1]), ["transforms", "piecewise.boundaries", "[1]", "two"]),
