@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -13,13 +12,13 @@ import torch
 from hotrow.kernels import tree
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.dense import PURPOSE, Outcome, Sums, sum_over_ranks
-from rank_pool import RankPool
+from loops import looped
+from rank_threads import ThreadPool
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
+@pytest.fixture
+def pool() -> ThreadPool:
+    return ThreadPool()
 
 
 def parts_of(num_samples: int, micro_batches: int, length: int) -> list[Sums | None]:
@@ -63,11 +62,11 @@ def total_of(num_samples: int, micro_batches: int, length: int) -> Sums:
     return whole
 
 
-@pytest.mark.parametrize("num_samples", [64, 7, 2], ids=["full", "parts of one sample", "absent parts"])
-@pytest.mark.parametrize(
-    ("num_ranks", "micro_batches"), [(1, 3), (2, 2), (2, 5), (3, 3), (3, 4), (3, 8), (4, 4), (4, 7)]
-)
-def test_against_the_tree_on_one_process(pool: RankPool, num_ranks: int, micro_batches: int, num_samples: int) -> None:
+@looped("num_samples", [64, 7, 2])
+@looped(("num_ranks", "micro_batches"), [(1, 3), (2, 2), (2, 5), (3, 3), (3, 4), (3, 8), (4, 4), (4, 7)])
+def test_against_the_tree_on_one_process(
+    pool: ThreadPool, num_ranks: int, micro_batches: int, num_samples: int
+) -> None:
     length = 1003
     whole = total_of(num_samples, micro_batches, length)
     for told, _ in pool.run(summed, num_samples, length, num_ranks=num_ranks, micro_batches=micro_batches):
@@ -76,13 +75,13 @@ def test_against_the_tree_on_one_process(pool: RankPool, num_ranks: int, micro_b
         assert (told.found, told.stop, told.finite) == ("", 0, True)
 
 
-def test_a_gradient_shorter_than_the_ranks_are_many(pool: RankPool) -> None:
+def test_a_gradient_shorter_than_the_ranks_are_many(pool: ThreadPool) -> None:
     for told, _ in pool.run(summed, 64, 2, num_ranks=4, micro_batches=4):
         assert torch.equal(told.total.gradient, total_of(64, 4, 2).gradient)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_bytes_on_the_wire(pool: RankPool, num_ranks: int) -> None:
+def test_bytes_on_the_wire(pool: ThreadPool, num_ranks: int) -> None:
     """Where ranges are whole subtrees, a rank sends 2 (R - 1) / R of the gradient's bytes, and little else."""
     length = 100_000
     least = 2 * (num_ranks - 1) / num_ranks * 4 * length
@@ -90,7 +89,7 @@ def test_bytes_on_the_wire(pool: RankPool, num_ranks: int) -> None:
         assert least <= sent <= 1.01 * least
 
 
-def test_bytes_of_ranges_that_are_not_subtrees(pool: RankPool) -> None:
+def test_bytes_of_ranges_that_are_not_subtrees(pool: ThreadPool) -> None:
     """Of four micro-batches the third rank of three holds two, a subtree; of eight, the second holds 2, 3 and 4."""
     length = 99_999
     sent = [each for _, each in pool.run(summed, 64, length, num_ranks=3, micro_batches=8)]
@@ -106,7 +105,7 @@ def heard(comm: Communicator, found: list[str], stop: list[int]) -> tuple[str, i
     return told.found, told.stop
 
 
-def test_all_ranks_hear_what_one_found_and_who_stops(pool: RankPool) -> None:
+def test_all_ranks_hear_what_one_found_and_who_stops(pool: ThreadPool) -> None:
     text = "the gradient of 'Größe' is NaN"
     told = pool.run(heard, ["", text, "later"], [0, 0, 15], num_ranks=3, micro_batches=3)
     assert told == [(f"rank 1: {text}", 15)] * 3
@@ -124,7 +123,7 @@ def overflowed(comm: Communicator, place: int) -> tuple[Found, list[int], list[i
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("place", [0, 4, 8])
 def test_all_ranks_know_before_it_arrives_whether_the_total_is_finite(
-    pool: RankPool, place: int, num_ranks: int
+    pool: ThreadPool, place: int, num_ranks: int
 ) -> None:
     for told, between, numbers in pool.run(overflowed, place, num_ranks=num_ranks, micro_batches=num_ranks):
         assert not told.finite and told.total.gradient.isinf().nonzero().tolist() == [[place]]
@@ -137,6 +136,6 @@ def few_weights(comm: Communicator, length: int) -> tuple[Found, bool]:
 
 
 @pytest.mark.parametrize("length", [0, 1, 2])
-def test_fewer_weights_than_ranks(pool: RankPool, length: int) -> None:
+def test_fewer_weights_than_ranks(pool: ThreadPool, length: int) -> None:
     for told, finite in pool.run(few_weights, length, num_ranks=3, micro_batches=3):
         assert told.total.gradient.tolist() == [3.0] * length and told.total.loss == 3 and finite

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_worlds import TABLES, Case, alone, bits, memory_of, shards_of, train
+from test_worlds import TABLES, Case, bits, memory_of, shards_of, train, truth_of
 
 import hotrow
 from hotrow.config.load import make_config
@@ -21,16 +20,14 @@ from hotrow.parallel.sharded import ShardedMemory
 from hotrow.parallel.shards import Shard
 from hotrow.setup.shards import wire_of
 from hotrow.tables import TableConfig
-from rank_pool import RankPool
+from rank_threads import ThreadPool
 
 pytestmark = pytest.mark.skipif(not ops.isas(), reason="the native module is absent")
-MAX_RANKS = 4
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(MAX_RANKS) as ranks:
-        yield ranks
+@pytest.fixture
+def pool() -> ThreadPool:
+    return ThreadPool()
 
 
 def train_unlike(comm: Communicator, case: Case) -> dict[str, Any]:
@@ -41,10 +38,10 @@ def train_unlike(comm: Communicator, case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.filterwarnings("ignore:3 batches wait")
-def test_one_rank_in_tiers_and_others_in_memory(pool: RankPool, tmp_path: Path, depth: int) -> None:
+def test_one_rank_in_tiers_and_others_in_memory(pool: ThreadPool, tmp_path: Path, depth: int) -> None:
     """Whether batches are announced is one question for all: ranks in memory do, if one is in tiers."""
     case = Case("adam", 4, str(tmp_path), depth)
-    truth = train(alone(3), case, None)
+    truth = truth_of("adam", 4)
     found = pool.run(train_unlike, case, num_ranks=3, micro_batches=4)
     for k, want in enumerate(truth["seen"]):
         assert torch.equal(bits(torch.cat([own["seen"][k] for own in found])), bits(want)), k
@@ -95,7 +92,7 @@ def send(comm: Communicator, shard: Shard) -> int:
     ids=["split", "replicated", "pooled"],
 )
 def test_bytes_that_are_counted_are_those_that_are_sent(
-    pool: RankPool, num_ranks: int, shard: Shard, field: str
+    pool: ThreadPool, num_ranks: int, shard: Shard, field: str
 ) -> None:
     """By which the plan decides: predicted from access counts, and counted as they are sent."""
     dataset: Any = SimpleNamespace(

@@ -9,7 +9,7 @@ import copy
 import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from hotrow.run.checkpoint import list_checkpoints, verify
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.tables import Uniform
 from rank_pool import RankPool
+from rank_threads import ThreadPool
 
 MAX_RANKS, STEPS = 4, 7
 FEATURES = ("a", "b", "c", "d", "e", "f")
@@ -178,7 +179,6 @@ def memory_of(case: Case, rank: int = 1) -> hotrow.Memory | None:
 
 
 def train_shared(comm: Communicator, case: Case) -> dict[str, Any]:
-    sharded.SMALL_BYTES = 60  # some of these sums are less, and some more
     shards, below = shards_of(comm.size, pooled=case.pooled), memory_of(case, comm.rank)
     memory = ShardedMemory(comm=comm, shards=shards, below=below)
     emb = EmbeddingCollection(TABLES, memory=memory, seed=3)
@@ -209,9 +209,20 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def check(pool: RankPool, case: Case, ranks: tuple[int, ...]) -> list[dict[str, Any]]:
-    truth = train(alone(3), case, None)
-    found = []
+@cache
+def truth_of(optimizer: str, micro_batches: int) -> dict[str, Any]:
+    """What any number of ranks must find, wherever each keeps its rows and however far it looks ahead."""
+    return train(alone(3), Case(optimizer, micro_batches), None)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> ThreadPool:
+    monkeypatch.setattr(sharded, "SMALL_BYTES", 60)  # some of these sums are less, and some more
+    return ThreadPool()
+
+
+def check(pool: RankPool | ThreadPool, case: Case, ranks: tuple[int, ...]) -> list[dict[str, Any]]:
+    truth, found = truth_of(case.optimizer, case.micro_batches), []
     for num_ranks in ranks:
         found = pool.run(train_shared, case, num_ranks=num_ranks, micro_batches=case.micro_batches)
         for k, want in enumerate(truth["seen"]):
@@ -229,9 +240,9 @@ def check(pool: RankPool, case: Case, ranks: tuple[int, ...]) -> list[dict[str, 
 )
 @pytest.mark.filterwarnings("ignore:3 batches wait")
 def test_any_number_of_ranks_has_the_bits_of_one_process(
-    pool: RankPool, optimizer: str, ranks: tuple[int, ...]
+    threads: ThreadPool, optimizer: str, ranks: tuple[int, ...]
 ) -> None:
-    check(pool, Case(optimizer, 8), ranks)
+    check(threads, Case(optimizer, 8), ranks)
 
 
 @pytest.mark.parametrize(
@@ -239,9 +250,11 @@ def test_any_number_of_ranks_has_the_bits_of_one_process(
     [("row_wise_adagrad", (1, 2, 3, 4)), ("sgd", (3,)), ("adam", (4,)), ("adagrad", (3,)), ("ftrl", (2,))],
 )
 @pytest.mark.filterwarnings("ignore:3 batches wait")
-def test_pooled_vectors_have_the_bits_of_one_process(pool: RankPool, optimizer: str, ranks: tuple[int, ...]) -> None:
+def test_pooled_vectors_have_the_bits_of_one_process(
+    threads: ThreadPool, optimizer: str, ranks: tuple[int, ...]
+) -> None:
     """Also if a step looks up sequences of the same tables, of which rows travel."""
-    check(pool, Case(optimizer, 8, pooled=True), ranks)
+    check(threads, Case(optimizer, 8, pooled=True), ranks)
 
 
 @pytest.mark.parametrize(
@@ -257,10 +270,10 @@ def test_pooled_vectors_have_the_bits_of_one_process(pool: RankPool, optimizer: 
 )
 @pytest.mark.filterwarnings("ignore:3 batches wait")
 def test_shards_in_tiers_have_the_bits_of_one_process(
-    pool: RankPool, optimizer: str, depth: int, pooled: bool, tmp_path: Path
+    threads: ThreadPool, optimizer: str, depth: int, pooled: bool, tmp_path: Path
 ) -> None:
     mixed = optimizer == "ftrl"
-    for own in check(pool, Case(optimizer, 5, str(tmp_path), depth, mixed, pooled), (3,))[mixed:]:
+    for own in check(threads, Case(optimizer, 5, str(tmp_path), depth, mixed, pooled), (3,))[mixed:]:
         assert own["evicted"]
         # Every forward pass is announced; sequences, of batches that were trained already, are not.
         assert (own["foreseen"], own["unannounced"], own["altered"]) == ((10, 2, 0) if depth else (0, 12, 0))
@@ -285,8 +298,8 @@ def count_rows(comm: Communicator, folder: str) -> tuple[list[int], list[int]]:
     return scored, trained
 
 
-def test_scoring_makes_no_row(pool: RankPool, tmp_path: Path) -> None:
-    ranks = pool.run(count_rows, str(tmp_path), num_ranks=3, micro_batches=3)
+def test_scoring_makes_no_row(threads: ThreadPool, tmp_path: Path) -> None:
+    ranks = threads.run(count_rows, str(tmp_path), num_ranks=3, micro_batches=3)
     batch = make_batch(torch.Generator().manual_seed(3), 12)
     for t, table in enumerate(TABLES):
         ids = np.unique(np.concatenate([batch.values[batch.span(name)].numpy() for name in table.feature_names]))
@@ -488,8 +501,8 @@ def undo(comm: Communicator, folder: Path, tiers: str) -> Tensor:
     return own
 
 
-def test_loading_makes_every_copy_of_a_row_what_it_was(pool: RankPool, tmp_path: Path) -> None:
-    found = pool.run(undo, tmp_path / "saved", str(tmp_path / "tiers"), num_ranks=3, micro_batches=3)
+def test_loading_makes_every_copy_of_a_row_what_it_was(threads: ThreadPool, tmp_path: Path) -> None:
+    found = threads.run(undo, tmp_path / "saved", str(tmp_path / "tiers"), num_ranks=3, micro_batches=3)
     alone = EmbeddingCollection([TableConfig(name="t", num_embeddings=60, embedding_dim=4, feature_names=("a",))])
     hotrow.load_checkpoint(tmp_path / "saved", {"embedding": alone})
     assert all(torch.equal(own, alone.weights["t"][:50]) for own in found)
@@ -562,11 +575,11 @@ def states_of(comm: Communicator) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return dict(other.emb.state_dict()), other.optimizer.state_dict()
 
 
-def test_state_dicts_are_those_of_one_process(pool: RankPool) -> None:
+def test_state_dicts_are_those_of_one_process(threads: ThreadPool) -> None:
     plain = make(None, seed=1)
     plain.step(make_batch(torch.Generator().manual_seed(2), 13).in_parts(tree.starts(13, 5)))
     truth, state = plain.emb.state_dict(), plain.optimizer.state_dict()
-    for weights, states in pool.run(states_of, num_ranks=3, micro_batches=5):
+    for weights, states in threads.run(states_of, num_ranks=3, micro_batches=5):
         assert weights.keys() == truth.keys() and states["param_groups"] == state["param_groups"]
         assert all(torch.equal(bits(weights[name]), bits(own)) for name, own in truth.items())
         for number, own in state["state"].items():
@@ -601,8 +614,8 @@ def train_counted(comm: Communicator) -> tuple[dict[str, int], list[int]]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_row_comes_once_and_one_sum_goes_back(pool: RankPool, num_ranks: int) -> None:
-    for sent, (rows, sums, common) in pool.run(train_counted, num_ranks=num_ranks, micro_batches=num_ranks):
+def test_a_row_comes_once_and_one_sum_goes_back(threads: ThreadPool, num_ranks: int) -> None:
+    for sent, (rows, sums, common) in threads.run(train_counted, num_ranks=num_ranks, micro_batches=num_ranks):
         assert (sent["rows"], sent["gradients"], sent["replicated"]) == (rows, sums, common)
         assert rows and sums and common
 
@@ -631,9 +644,9 @@ def train_pooled(comm: Communicator) -> tuple[dict[str, int], int, int, int]:
     return dict(comm.counts.sent_bytes), vectors, gradients, comm.counts.num_exchanges - before
 
 
-def test_a_vector_for_each_bag_goes_and_its_gradient_comes(pool: RankPool) -> None:
+def test_a_vector_for_each_bag_goes_and_its_gradient_comes(threads: ThreadPool) -> None:
     """And nothing else but the ids, and whether a step is left out: no rank asks for rows, or has sums of rows."""
-    for sent, vectors, gradients, exchanges in pool.run(train_pooled, num_ranks=3, micro_batches=3):
+    for sent, vectors, gradients, exchanges in threads.run(train_pooled, num_ranks=3, micro_batches=3):
         assert (sent["pooled"], sent["pooled_gradients"]) == (4 * vectors, 4 * gradients)
         assert exchanges == 4 and sent.keys() == {"agreement", "counts", "ids", "pooled", "pooled_gradients"}
 
@@ -683,9 +696,9 @@ def train_rounded(comm: Communicator | None, wire_dtype: WireDtype, sign: int = 
 
 
 @pytest.mark.parametrize("wire_dtype", ["fp32", "bf16", "fp16"])
-def test_numbers_on_the_wire_are_exact_or_within_their_rounding(pool: RankPool, wire_dtype: WireDtype) -> None:
+def test_numbers_on_the_wire_are_exact_or_within_their_rounding(threads: ThreadPool, wire_dtype: WireDtype) -> None:
     truth, sizes, epsilon = train_rounded(None, "fp32"), train_rounded(None, "fp32", 0), EPSILON[wire_dtype]
-    ranks = pool.run(train_rounded, wire_dtype, num_ranks=3, micro_batches=6)
+    ranks = threads.run(train_rounded, wire_dtype, num_ranks=3, micro_batches=6)
     out = torch.cat([own.out for own in ranks])
     assert torch.equal(out[:, 16:], truth.out[:, 16:]), "nothing of replicated rows travels before a lookup"
     most = 4 * 0.5  # a bag has up to four numbers of up to 0.5
@@ -741,9 +754,9 @@ def train_phases(comm: Communicator | None) -> tuple[list[Tensor], list[Tensor],
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_hot_batches_beside_pooled_vectors_have_the_bits_of_one_process(pool: RankPool, num_ranks: int) -> None:
+def test_hot_batches_beside_pooled_vectors_have_the_bits_of_one_process(threads: ThreadPool, num_ranks: int) -> None:
     outputs, tables, _ = train_phases(None)
-    found = pool.run(train_phases, num_ranks=num_ranks, micro_batches=5)
+    found = threads.run(train_phases, num_ranks=num_ranks, micro_batches=5)
     for k, want in enumerate(outputs):
         assert torch.equal(bits(torch.cat([own[k] for own, _, _ in found])), bits(want)), k
     for _, whole, exchanges in found:
@@ -764,9 +777,9 @@ def look_up_cold(comm: Communicator) -> str:
     return str(error.value)
 
 
-def test_a_hot_batch_with_a_row_that_not_every_rank_holds_is_refused(pool: RankPool) -> None:
+def test_a_hot_batch_with_a_row_that_not_every_rank_holds_is_refused(threads: ThreadPool) -> None:
     """Also on the rank that holds it."""
-    for text in pool.run(look_up_cold, num_ranks=2, micro_batches=2):
+    for text in threads.run(look_up_cold, num_ranks=2, micro_batches=2):
         assert text.startswith("table 'vectors': row 20 is not on every rank, and a batch of a hot phase asks for no")
 
 
@@ -827,16 +840,16 @@ def summed_changes(num_ranks: int, merge_every: int, num_steps: int) -> list[Ten
     return [tables[0], states[0], tables[1], states[1]]
 
 
-def test_ranks_that_update_alone_add_up_their_changes(pool: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_update_alone_add_up_their_changes(threads: ThreadPool, tmp_path: Path) -> None:
     """After every third step, and after the fourth, at the end; in tiers, to the same bits."""
-    found = pool.run(update_alone, 3, 4, num_ranks=3, micro_batches=6)
-    exact = pool.run(update_alone, 1, 4, num_ranks=3, micro_batches=6)[0]
+    found = threads.run(update_alone, 3, 4, num_ranks=3, micro_batches=6)
+    exact = threads.run(update_alone, 1, 4, num_ranks=3, micro_batches=6)[0]
     for k, want in enumerate(summed_changes(3, 3, 4)):
         assert all(torch.equal(bits(found[0][k]), bits(own[k])) for own in found), "the copies are the same"
         assert torch.allclose(found[0][k], want, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(exact[k], want, rtol=1e-2, atol=1e-2), "sums of every step would pass as well"
     distinct = [len(set(torch.cat([drawn(step)[:, t] for step in range(4)]).tolist())) for t in range(2)]
-    for own in pool.run(update_alone, 3, 4, str(tmp_path), num_ranks=3, micro_batches=6):
+    for own in threads.run(update_alone, 3, 4, str(tmp_path), num_ranks=3, micro_batches=6):
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(own, found[0], strict=False))
         assert [int(num) for num in own[len(found[0]) :]] == distinct
 
@@ -873,8 +886,8 @@ def fail(comm: Communicator, folder: str) -> list[Told]:
     return found
 
 
-def test_an_error_on_one_rank_is_raised_on_all(pool: RankPool, tmp_path: Path) -> None:
-    ranks = pool.run(fail, str(tmp_path), num_ranks=3, micro_batches=3)
+def test_an_error_on_one_rank_is_raised_on_all(threads: ThreadPool, tmp_path: Path) -> None:
+    ranks = threads.run(fail, str(tmp_path), num_ranks=3, micro_batches=3)
     for found in ranks:
         assert [kind for kind, _ in found] == ["ValueError"] * 6
         for _, text in found[:2]:
@@ -918,8 +931,8 @@ def fail_pooled(comm: Communicator) -> list[Told]:
     return found
 
 
-def test_an_error_of_a_pooled_table_is_raised_on_all(pool: RankPool) -> None:
-    for found in pool.run(fail_pooled, num_ranks=3, micro_batches=3):
+def test_an_error_of_a_pooled_table_is_raised_on_all(threads: ThreadPool) -> None:
+    for found in threads.run(fail_pooled, num_ranks=3, micro_batches=3):
         assert [kind for kind, _ in found] == ["ValueError"] * 5
         assert found[0].text.startswith("rank 1: feature 'c', sample 1, position 0: id 50 is outside its table of 50")
         assert found[1].text.startswith("rank 1: feature 'b', sample 1, position 0: id 61 is outside its table of 61")
@@ -935,9 +948,9 @@ def pinned(comm: Communicator, memory: hotrow.Memory) -> list[int]:
     return shards["half"].rows(np.asarray(tiers.memory.pins["half"]), comm.rank, comm.size).tolist()
 
 
-def test_each_rank_pins_the_rows_that_it_holds(pool: RankPool, tmp_path: Path) -> None:
+def test_each_rank_pins_the_rows_that_it_holds(threads: ThreadPool, tmp_path: Path) -> None:
     memory = hotrow.Memory(dram="256KiB", plan=few_slots, file=str(tmp_path), force=True, pins={"half": [3, 9, 60]})
-    found = pool.run(pinned, memory, num_ranks=3, micro_batches=3)
+    found = threads.run(pinned, memory, num_ranks=3, micro_batches=3)
     assert found == [[3], [3], [3, 9, 60]]
 
 
