@@ -1,12 +1,11 @@
 """Run preparation in child processes that SIGKILL themselves at a chosen rename, then let it finish; print the hashes.
 
-    python kill_prepare.py LOGS FOLDER [BASE]
+    run_forked(KILL_PREPARE, LOGS, FOLDER, NUM_KILLS, [BASE])
 
 Renames are where state becomes durable, so between any two of them a kill finds what a real one would. Children are
-forked before any thread exists. Prints one JSON line: hashes of an undisturbed run, and per kill of the continued one.
+forked before any thread exists. It prints JSON: hashes of an undisturbed run, and per kill of the continued one.
 """
 
-import json
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import SplitSpec
 from prepare_data import SCHEMA, file_hashes
 
-NUM_KILLS = 7
+KILL_PREPARE = "import json, kill_prepare; print(json.dumps(kill_prepare.main()))"
 
 
 def run(logs: Path, out: Path, kill_at: int | None = None, when: str = "before") -> None:
@@ -40,8 +39,8 @@ def run(logs: Path, out: Path, kill_at: int | None = None, when: str = "before")
 
     Path.replace = counted  # type: ignore[method-assign, assignment]
     options = Options(rows_per_block=128, rows_per_part=256, rows_per_chunk=200, snapshot_every_s=0.0)
-    if len(sys.argv) > 3:
-        earlier = _Earlier.open(sys.argv[3])
+    if len(sys.argv) > 4:
+        earlier = _Earlier.open(sys.argv[4])
         split = SplitSpec(kind="random", fractions=(1.0, 0.0, 0.0))
         opened = earlier.opened("parquet", logs, split=split, rows=None, read=ReadOptions())
         options = replace(options, base=earlier.base)
@@ -64,13 +63,14 @@ def in_child(*args: Any) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def main(logs: Path, folder: Path) -> dict[str, Any]:
+def main() -> dict[str, Any]:
     """Hashes of all runs."""
+    logs, folder, num_kills = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     assert in_child(logs, folder / "plain") == 0
     num_renames = int((folder / "plain.renames").read_text())
     result: dict[str, Any] = {"renames": num_renames, "plain": file_hashes(folder / "plain"), "killed": {}}
-    for i in range(NUM_KILLS):
-        kill_at, when = 2 + i * (num_renames - 2) // (NUM_KILLS - 1), "before" if i % 2 else "after"
+    for i in range(num_kills):
+        kill_at, when = 2 + i * (num_renames - 2) // (num_kills - 1), "before" if i % 2 else "after"
         out = folder / f"killed-{i}"
         status = in_child(logs, out, kill_at, when)
         assert os.WTERMSIG(status) == signal.SIGKILL, f"kill {kill_at} did not happen: status {status}"
@@ -80,7 +80,3 @@ def main(logs: Path, folder: Path) -> dict[str, Any]:
             assert in_child(logs, out) == 0
         result["killed"][f"{when} rename {kill_at}"] = file_hashes(out)
     return result
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))

@@ -8,8 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -21,6 +19,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
+from forked import run_forked
 from hotrow.base.files import parse_bytes
 from hotrow.data.chunk import RowError
 from hotrow.data.packed import writer as packed_writer
@@ -30,6 +29,7 @@ from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder, run_prepare
 from hotrow.data.sources.registry import AVAZU_COLUMNS, open_source, recognise
 from hotrow.data.sources.schema import parse_schema
+from kill_prepare import KILL_PREPARE
 from prepare_data import SCHEMA, file_hashes, make_rows, plan_of, to_table, write_parquet
 from resealed import reseal
 
@@ -438,14 +438,13 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "dataset.json").exists()
 
 
-def test_killed_at_any_rename_and_continued_gives_the_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [3, pytest.param(7, marks=pytest.mark.slow)])
+def test_killed_at_any_rename_and_continued_gives_the_same_bytes(tmp_path: Path, num_kills: int) -> None:
     logs = write_parquet(tmp_path / "logs", make_rows(1500))
-    script = Path(__file__).resolve().parents[1] / "kill_prepare.py"
-    command = [sys.executable, script, logs, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_forked(KILL_PREPARE, logs, tmp_path, num_kills, timeout_s=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert len(result["killed"]) == 7 and result["renames"] > 20
+    assert len(result["killed"]) == num_kills and result["renames"] > 20
     for when, hashes in result["killed"].items():
         assert hashes == result["plain"], when
 

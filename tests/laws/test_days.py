@@ -7,8 +7,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
@@ -41,6 +39,7 @@ from hotrow.inspect.accesses import split_accesses
 from hotrow.parallel.communicator import Communicator
 from hotrow.run.folder import RunFolder, dataset_of
 from hotrow.setup.shards import hot_prefixes
+from kill_prepare import KILL_PREPARE
 from packed_data import make_info
 from prepare_data import SCHEMA, file_hashes, make_rows, to_table, write_parquet
 from rank_pool import RankPool
@@ -343,15 +342,14 @@ def test_stopped_and_continued_moves_no_byte(
     assert file_hashes(tmp_path / "day_3") == file_hashes(days[2])
 
 
+@pytest.mark.parametrize("num_kills", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_killed_at_any_rename_and_continued_gives_the_same_bytes(
-    days: list[Path], logs: list[Path], tmp_path: Path
+    days: list[Path], logs: list[Path], tmp_path: Path, num_kills: int
 ) -> None:
-    script = Path(__file__).resolve().parents[1] / "kill_prepare.py"
-    command = [sys.executable, script, logs[1], tmp_path, days[0]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_forked(KILL_PREPARE, logs[1], tmp_path, num_kills, days[0], timeout_s=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert len(result["killed"]) == 7 and result["renames"] > 20
+    assert len(result["killed"]) == num_kills and result["renames"] > 20
     for when, hashes in result["killed"].items():
         assert hashes == result["plain"], when
 
