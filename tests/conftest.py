@@ -40,8 +40,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than cores, because tests also wait: for processes, signals and clocks."""
-    return min(usable_cores(), 4) + 1
+    """A worker for each core: one more would import torch and collect all tests once more, for waits that are few."""
+    return max(2, min(usable_cores(), 4))
 
 
 LONGEST = (
@@ -49,11 +49,29 @@ LONGEST = (
     "test_api", "test_plan", "test_store_law", "test_tiers", "test_kernels", "test_cli", "test_sweeps", "test_bench",
     "test_prepare", "test_scoring", "test_hot_placement", "test_three_tiers", "test_worlds", "test_resume",
 )  # fmt: skip
-"""Test files that take longest; they go first, so that no worker still has one of them when the others are done."""
+"""Test files that take longest; they go first, so that what workers take from each other at the end is short."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_slow(items, whole_files=not any("::" in argument for argument in config.args))
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def _mark_slow(items: list[pytest.Item], *, whole_files: bool) -> None:
+    """Does what `slow_but` says. A name of no test is an error: all that it stands among would be slow."""
+    named, found = dict[tuple[Path, str], None](), set[tuple[Path, str]]()
+    for item in items:
+        if (mark := item.get_closest_marker("slow_but")) is None or mark.kwargs.get("unless"):
+            continue
+        function, _, case = item.name.removesuffix("]").partition("[")
+        quick = {item.name, function, case} & {*mark.args}
+        found |= {(item.path, name) for name in quick}
+        named |= dict.fromkeys((item.path, name) for name in mark.args)
+        if not quick:
+            item.add_marker(pytest.mark.slow)
+    if whole_files and (unknown := [f"{path.name}: {name}" for path, name in named if (path, name) not in found]):
+        raise pytest.UsageError(f"slow_but names no test: {unknown}")
 
 
 def pytest_collection_finish() -> None:

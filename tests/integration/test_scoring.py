@@ -102,6 +102,9 @@ UNFIT: list[tuple[Change, str, str, str]] = [
 unfit = pytest.mark.parametrize(("change", "column", "kind", "code"), UNFIT)
 
 
+@pytest.mark.slow_but(
+    "eval-wrong_case-item-unknown-unknown_ids", "predict-times_1000-price-outside-numbers_outside_training"
+)
 @unfit
 @pytest.mark.parametrize("name", ["eval", "predict"])
 def test_rows_that_do_not_fit_are_named(
@@ -158,6 +161,7 @@ def test_rows_that_fit_are_scored_without_a_word(run: hotrow.Run, recwarn: pytes
     )
 
 
+@pytest.mark.slow_but("half_unknown-user-unknown-unknown_ids")
 @unfit
 def test_fit_names_a_split_that_does_not_fit(
     change: Change, column: str, kind: str, code: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -217,6 +217,7 @@ def test_quality_against_plain_torch_from_starts_of_its_own(dataset: PackedDatas
     assert np.median(mine) > 0.65
 
 
+@pytest.mark.slow
 def test_copies_of_hot_rows_change_nothing(dataset: PackedDataset, tmp_path: Path) -> None:
     """Turns whose hot batches train on copies are those that train on the tables: every loss, rate and score."""
     turns = {"schedule": "fae", "rate": 10, "budget": "1500KiB", "rows": "covering", "small_table": "32KiB"}

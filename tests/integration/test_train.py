@@ -190,6 +190,7 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.slow_but("fp16", "split_bf16 with bf16 layers")
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_learns_and_evaluates_in_every_precision(dataset: PackedDataset, tmp_path: Path, name: str) -> None:
     """As in float32, from float32 files; how weights are stored is said once."""

@@ -17,6 +17,7 @@ from hotrow.run import runs
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_the_recipe_finds_more_than_items_of_the_same_users(real_data: Callable[[str], Path], tmp_path: Path) -> None:
     assert len(RECIPE.read_text().splitlines()) <= 30
     dataset = prepare(real_data("taobao_userbehavior_110k.csv.gz"), tmp_path / "data")

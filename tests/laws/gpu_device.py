@@ -13,6 +13,7 @@ HAS_GPU = torch.cuda.is_available()
 pytest.importorskip("triton", reason="triton is absent (pip install 'hotrow[gpu]'): no kernel for devices is tested")
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device here: the kernels ran in Triton's interpreter alone")
+slow_interpreted = pytest.mark.slow_but(unless=HAS_GPU)
 
 from kernel_cases import assert_same_bits  # noqa: E402  # a sibling of the laws
 

@@ -196,6 +196,7 @@ def base(made: Chain, tmp_path: Path) -> Path:
 # ---- base + deltas = the whole export
 
 
+@pytest.mark.slow_but("0-float32", "1-bf16", "2-int8", "3-float32")
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("seed", range(5))
 def test_an_export_and_its_deltas_are_the_whole_export(tmp_path: Path, seed: int, form: str) -> None:
@@ -283,6 +284,7 @@ def test_rows_at_another_place_in_their_file_are_refused(tmp_path: Path, monkeyp
     assert files_of(base) == before
 
 
+@pytest.mark.slow_but(" --rows int8")
 @pytest.mark.parametrize("form", ["", " --rows int8"])
 def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """Each day has more ids than the one before, so tables and vocabularies grow; users of earlier days expire."""
@@ -412,6 +414,7 @@ def test_an_interrupted_apply_leaves_the_old_or_is_refused_until_it_has_ended(
     assert seen >= {"old", "half"} and after > 20
 
 
+@pytest.mark.slow_but("150")
 @pytest.mark.parametrize("kib", [64, 150, 240])
 def test_a_full_disk_is_said_and_the_same_call_ends_it(
     tmp_path: Path, small_disk: tuple[Path, Callable[[int], None]], kib: int

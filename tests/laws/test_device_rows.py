@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_device import DEVICE, assert_agrees
+from gpu_device import DEVICE, assert_agrees, slow_interpreted
 from torch import Tensor
 
 import hotrow
@@ -181,7 +181,11 @@ def make_sides(dtype: str, optimizer: str, **memory: Any) -> list[Side]:
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "depth"),
     [
-        *[("adam", "float32", 2), ("sgd", "float16", 0), ("adagrad", "float16", 3), ("ftrl", "bfloat16", 1)],
+        ("adam", "float32", 2),
+        *[
+            pytest.param(*case, marks=slow_interpreted)
+            for case in (("sgd", "float16", 0), ("adagrad", "float16", 3), ("ftrl", "bfloat16", 1))
+        ],
         *[pytest.param(name, "float32", 2, marks=pytest.mark.slow) for name in OPTIMIZERS if name != "adam"],
         pytest.param("row_wise_adagrad", "bfloat16", 2, marks=pytest.mark.slow),
     ],
@@ -199,7 +203,9 @@ def test_every_optimizer_and_storage(optimizer: str, dtype: str, depth: int) -> 
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "depth", "kind"),
     [
-        *[("row_wise_adagrad", "float32", 2, "both"), ("adagrad", "bfloat16", 3, "ssd"), ("sgd", "float16", 2, "file")],
+        pytest.param("row_wise_adagrad", "float32", 2, "both", marks=slow_interpreted),
+        pytest.param("adagrad", "bfloat16", 3, "ssd", marks=slow_interpreted),
+        ("sgd", "float16", 2, "file"),
         *[
             pytest.param(name, "float32", 4 - k, ("ssd", "both")[k % 2], marks=pytest.mark.slow)
             for k, name in enumerate(OPTIMIZERS)
@@ -220,6 +226,7 @@ def test_every_optimizer_before_tiers(tmp_path: Path, optimizer: str, dtype: str
     assert (rows.announced.foreseen > 0) == (depth > 0)
 
 
+@slow_interpreted
 @pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1))])
 def test_random_schedules_before_tiers(tmp_path: Path, seed: int) -> None:
     """From caches that hold fewer rows than a batch to all in DRAM; waits for room, and pins."""
@@ -233,7 +240,7 @@ def test_random_schedules_before_tiers(tmp_path: Path, seed: int) -> None:
     check(*sides)
 
 
-@pytest.mark.parametrize("seed", [1, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2, 3))])
 def test_random_schedules_and_sizes(seed: int) -> None:
     """From slots that two batches fill to all rows on the device; rows on their way go in pieces at times."""
     rng = np.random.default_rng(seed)
@@ -278,7 +285,7 @@ def check_map(plain: Side, other: Side) -> int:
     return count
 
 
-@pytest.mark.parametrize("pinned", [0, 7])
+@pytest.mark.parametrize("pinned", [pytest.param(0, marks=slow_interpreted), 7])
 def test_the_map_on_the_device_tells_where_rows_lie(pinned: int) -> None:
     """After every step of a skewed stream, some batches of it in micro-batches, some skipped."""
     sides = make_sides("float32", "adagrad", plan=plan_for(18, pinned))
@@ -610,6 +617,7 @@ def test_what_lands_does_not_depend_on_time(tmp_path: Path) -> None:
     assert outcome("early", late=False) == outcome("late", late=True) == [1, 1, 2, 2, 3]
 
 
+@slow_interpreted
 def test_nothing_that_is_decided_depends_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow worker and a fast one: the same rows come and go, as many batches are postponed."""
 
@@ -739,6 +747,7 @@ def test_ids_are_copied_to_the_device_once() -> None:
     assert isinstance(rows.take(batch, training=True)[1], triton_ops.OwnIds)
 
 
+@slow_interpreted
 def test_a_plan_by_counts_gives_often_used_rows_slots_for_good() -> None:
     counts = {name: np.arange(n, 0, -1) ** 3 for name, n in ROWS.items()}
     plan = hotrow.plan_by_counts(counts, num_steps=10_000_000, depth=1, least_cached=dict.fromkeys(ROWS, 20))
@@ -790,7 +799,7 @@ def step_both(plain: Side, other: Side, seed: int) -> None:
     check(plain, other)
 
 
-@pytest.mark.parametrize("in_tiers", [False, True], ids=["dram", "tiers"])
+@pytest.mark.parametrize("in_tiers", [pytest.param(False, marks=slow_interpreted), True], ids=["dram", "tiers"])
 def test_checkpoints_load_into_the_other_kind(tmp_path: Path, in_tiers: bool) -> None:
     """Saved with slots on a device, loaded without, and back again into slots that hold rows as they were before."""
     below = tiers(tmp_path / "below", 9) if in_tiers else None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_device import HAS_GPU
+from gpu_device import HAS_GPU, slow_interpreted
 from test_resume import signal_at
 
 import hotrow
@@ -73,6 +73,7 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-3)
 
 
+@pytest.mark.slow_but("before tiers", unless=HAS_GPU)
 @pytest.mark.parametrize("kind", ["before DRAM", "before tiers"])
 def test_a_run_with_slots_and_its_resumption(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -101,6 +102,7 @@ def test_a_run_with_slots_and_its_resumption(
     loaded.close()
 
 
+@slow_interpreted
 def test_micro_batches(data: Path, tmp_path: Path) -> None:
     """Rows are summed by micro-batch in host memory, and their slots are updated once each."""
     changes = ["train.micro_batches=3", "optimizer.sparse.name=sgd"]

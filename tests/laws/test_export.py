@@ -242,6 +242,7 @@ def long_tailed(logs: Path) -> Path:
 # ---- it scores as predict does
 
 
+@pytest.mark.slow_but("{'min_count': 3}")
 @pytest.mark.parametrize("options", [{}, {"min_count": 3}, {"hash_cap": 61}], ids=str)
 def test_criteo(tmp_path: Path, options: dict[str, Any]) -> None:
     write_criteo(tmp_path / "old.txt", criteo_kaggle(1500, scale=0.001))
@@ -254,6 +255,7 @@ def test_criteo(tmp_path: Path, options: dict[str, Any]) -> None:
     check(run, str(tmp_path / "new.txt"), columns, tmp_path / "out")
 
 
+@pytest.mark.slow_but("plain", "train.precision=split_bf16")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -292,6 +294,7 @@ CHANGES = {"hashed": HASHED, "no dense": NO_DENSE, "twice": TWICE, "statistics":
 CHANGES["statistics alone"] = STATISTICS | NO_DENSE
 
 
+@pytest.mark.slow_but("hashed-csv", "no dense-parquet", "twice-csv", "statistics-parquet", "statistics alone-csv")
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_hashed_ids_no_dense_inputs_columns_that_are_both_and_statistics(
@@ -442,6 +445,7 @@ def test_its_own_command_and_readme_work_where_hotrow_is_not(logs: Path, tmp_pat
 # ---- its weights are the checkpoint's
 
 
+@pytest.mark.slow_but("fp32-True", "fp16-False", "split_bf16-True")
 @native
 @pytest.mark.parametrize("tiers", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "split_bf16"])

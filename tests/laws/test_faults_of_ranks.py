@@ -446,6 +446,7 @@ def enter_and_leave(comm: Communicator, folder: Path) -> None:
         assert seen() is None, f"{watching} holds the run"
 
 
+@pytest.mark.slow
 def test_nothing_of_a_heartbeat_outlives_its_block(ranks: Callable[..., Run]) -> None:
     run = ranks(enter_and_leave)
     assert run.join() == [0, 0, 0], run.told()

@@ -100,6 +100,7 @@ def of_part(tensors: dict[str, bytes], part: str) -> dict[str, bytes]:
 # ---- the first step
 
 
+@pytest.mark.slow_but("adam", "tiers", "early stopping")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -129,6 +130,7 @@ def test_it_begins_with_the_other_runs_predictions(
     assert (first["step"], first["split"], first["auc"]) == (0, "train", expected["auc"])
 
 
+@pytest.mark.slow_but("from DRAM-DRAM", "from tiers-tiers")
 @pytest.mark.parametrize("wanted", [[], TIERS, ["train.seed=9"]], ids=["DRAM", "tiers", "another seed"])
 @pytest.mark.parametrize("before", [[], TIERS], ids=["from DRAM", "from tiers"])
 def test_frozen_parts_keep_the_other_runs_bits(
@@ -154,6 +156,7 @@ def test_frozen_parts_keep_the_other_runs_bits(
 # ---- states of optimizers
 
 
+@pytest.mark.slow_but("DRAM-adam", "tiers-split")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -216,6 +219,7 @@ def test_each_tenth_of_new_rows_is_scored(trained: Trained, other: Path, tmp_pat
 # ---- more rows
 
 
+@pytest.mark.slow_but("", "ftrl")
 @pytest.mark.parametrize(
     "changes",
     [[], ADAM, ["optimizer.sparse={name: ftrl, l1: 1e-3}"], ["optimizer.sparse.initial_accumulator_value=0.001"]],
@@ -287,6 +291,7 @@ def parent(trained: Trained, tmp_path: Path) -> Path:
     return shutil.copytree(trained(*TIERS), tmp_path / "parent")
 
 
+@pytest.mark.slow_but("True")
 @pytest.mark.parametrize("grows", [False, True])
 def test_a_start_in_tiers_writes_new_rows_alone(
     parent: Path, other: Path, grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, grows: bool
@@ -322,6 +327,7 @@ def test_each_run_outlives_the_other(parent: Path, grown: Path, tmp_path: Path) 
     assert verify(last_of(run)) and newest(run) == own
 
 
+@pytest.mark.slow_but("removed")
 @pytest.mark.parametrize("what", ["removed", "on another file system"])
 def test_a_start_in_tiers_does_without_links(
     parent: Path, grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -375,6 +381,7 @@ def expiring(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
+@pytest.mark.slow_but("adam")
 @pytest.mark.parametrize(
     "changes", [[], ADAM, ["optimizer.sparse={name: ftrl, l1: 1e-3}"]], ids=["row-wise adagrad", "adam", "ftrl"]
 )
@@ -430,6 +437,7 @@ def test_rows_of_expired_ids_and_no_others_begin_as_row_0(
     assert again is not None and again.rows_reborn == {}, "the same day once more has no new ids"
 
 
+@pytest.mark.slow_but("tiers")
 @pytest.mark.parametrize("memory", [[], TIERS], ids=["DRAM", "tiers"])
 def test_an_interrupted_start_on_rows_of_expired_ids_ends_in_the_same_bits(
     expiring: list[Path], tmp_path: Path, memory: list[str], monkeypatch: pytest.MonkeyPatch
@@ -478,6 +486,7 @@ def test_rows_outside_the_table_are_refused(expiring: list[Path], tmp_path: Path
 # ---- interrupted
 
 
+@pytest.mark.slow_but("adam-9", "tiers-1")
 @pytest.mark.parametrize("stop", [1, 9])
 @pytest.mark.parametrize("changes", [ADAM, TIERS], ids=["adam", "tiers"])
 def test_an_interrupted_start_ends_in_the_same_bits(
@@ -552,6 +561,7 @@ def _train(comm: Communicator, raw: dict[str, Any]) -> None:
     runs.train(make_config(raw), comm=comm, quiet=True)
 
 
+@pytest.mark.slow_but("tiers, frozen tables")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -578,6 +588,7 @@ def test_ranks_start_with_the_same_bits(
 # ---- what is refused
 
 
+@pytest.mark.slow_but("adam")
 @pytest.mark.parametrize(
     ("user", "changes"),
     [

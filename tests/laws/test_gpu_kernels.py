@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_device import DEVICE, assert_agrees, needs_gpu, to_device
+from gpu_device import DEVICE, HAS_GPU, assert_agrees, needs_gpu, slow_interpreted, to_device
 from kernel_cases import DTYPES, SENTINEL, Case, Guarded, assert_same_bits, bits, clones, make_case, rules, stored
 from torch import Tensor, nn
 
@@ -87,6 +87,7 @@ def test_update(algorithm: Algorithm, dtype: Dtype, dim: int) -> None:
     check_update(case, algorithm, (dim, dtype, kind), runs=1 + (dim == 33))
 
 
+@pytest.mark.slow_but("ftrl-True", "sgd-False", "adam-False", unless=HAS_GPU)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_rows_that_a_batch_names_often(algorithm: Algorithm, weighted: bool) -> None:
@@ -146,6 +147,7 @@ def mixed_batch(seed: int, *, weighted: bool) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys, values, weights, lengths=lengths.flatten())
 
 
+@pytest.mark.slow_but("adam", "sgd", unless=HAS_GPU)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_tables_of_all_sorts_with_sequences_in_one_step(algorithm: Algorithm) -> None:
     """Two pooled lookups, one weighted, and a sequence of a shared table between them."""
@@ -255,6 +257,7 @@ def test_float16_rounds_as_the_reference() -> None:
     assert found.cpu()[~numbers].isnan().all()
 
 
+@slow_interpreted
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_steps_against_torch(optimizer: str, mode: str) -> None:
@@ -305,6 +308,7 @@ def interaction_in_order(dense: Tensor, pooled: Tensor, grad: Tensor) -> tuple[T
     return torch.cat([dense, products], dim=1), grad_t[:, 0] + grad[:, :dim], grad_t[:, 1:]
 
 
+@pytest.mark.slow_but("sizes3", "sizes4", unless=HAS_GPU)
 @pytest.mark.parametrize("sizes", [(3, 26, 16), (2, 1, 3), (1, 40, 70), (2, 31, 5), (0, 3, 4)])
 def test_dot_interaction(sizes: tuple[int, int, int]) -> None:
     """In the stated order, and near the reference in float64."""
@@ -369,6 +373,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_kernels_compile_to_exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a GPU that need not be there: every float operation rounds to nearest once, none is contracted or atomic.
 

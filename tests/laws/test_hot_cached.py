@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from gpu_device import DEVICE
+from gpu_device import DEVICE, slow_interpreted
 
 import hotrow
 from benchmarks.hot_lab import ID_BYTES, MOVE_BYTES, POINTER_BYTES, Link, cached_crossing
@@ -28,6 +28,7 @@ def loader(dataset: PackedDataset) -> Loader:
     return Loader(dataset.split("train"), 32, shuffle_seed=3)
 
 
+@slow_interpreted
 def test_rows_that_move_are_those_of_a_run(dataset: PackedDataset) -> None:
     info = dataset.info
     slots = {table.name: SLOTS[table.name] for table in info.tables}

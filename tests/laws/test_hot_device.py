@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_device import DEVICE, HAS_GPU, assert_agrees
+from gpu_device import DEVICE, HAS_GPU, assert_agrees, slow_interpreted
 from test_hot_placement import (
     FEATURES,
     HOT_ROWS,
@@ -88,6 +88,7 @@ def loss_of(emb: hotrow.EmbeddingCollection, sparse: KeyedJaggedTensor, other: K
     return loss
 
 
+@pytest.mark.slow_but("RowWiseAdagrad-True", "Adam-False", unless=HAS_GPU)
 @pytest.mark.parametrize("one_hot", [True, False])
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "RowWiseAdagrad", "Adam", "FTRL"])
 def test_any_turns_with_copies_on_a_device(
@@ -228,6 +229,7 @@ def test_a_run_with_copies_on_a_device(
     assert f"copies of hot rows on {DEVICE}" in (run.path / "log.txt").read_text().splitlines()[0]
 
 
+@slow_interpreted
 def test_fixed_turns(data: Path, tmp_path: Path, on_device: None, steps_there: list[int]) -> None:
     changes = ["hot.schedule=fixed", "train.epochs=1", "train.batch_size=64"]
     changes += ["hot.rate=100", "train.eval_every=null"]
@@ -256,6 +258,7 @@ def test_rows_in_tiers_with_copies_on_a_device(
         assert found["tensors"] == wanted["tensors"] and found["metrics"] == wanted["metrics"]
 
 
+@slow_interpreted
 def test_interrupted_and_resumed_with_copies_on_a_device(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: None
 ) -> None:
@@ -269,6 +272,7 @@ def test_interrupted_and_resumed_with_copies_on_a_device(
         assert run.record.hot["sync_s"] > 0
 
 
+@slow_interpreted
 def test_turns_through_slots_have_no_copies(tmp_path: Path, make_dataset: Callable[..., PackedDataset]) -> None:
     """The cached pipeline with hot and cold batches: the same order and bits, and rows that enter and leave."""
     data = make_dataset(tmp_path / "data", rows={"train": 320, "val": 16, "test": 16}, counts=True).path
@@ -311,6 +315,7 @@ def test_which_runs_have_copies_on_a_device(data: Path, monkeypatch: pytest.Monk
         device(hot={"schedule": "fae"})
 
 
+@slow_interpreted
 def test_a_full_device_names_what_to_resume_with(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: None
 ) -> None:

@@ -106,6 +106,7 @@ def stopped_and_resumed(
         yield run
 
 
+@pytest.mark.slow_but("True-ftrl", "True-float16", "False-adam")
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
 @pytest.mark.parametrize(("data", "optimizer"), sampled([True, False], OPTIMIZERS, pairs=False), indirect=["data"])
 def test_copies_are_invisible(data: Path, tmp_path: Path, optimizer: str) -> None:
@@ -121,6 +122,7 @@ def test_copies_are_invisible(data: Path, tmp_path: Path, optimizer: str) -> Non
     assert hot["sync_s"] > 0 and "sync_s" not in plain.record.hot
 
 
+@pytest.mark.slow_but("file-True")
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
 @pytest.mark.parametrize(("place", "counts"), sampled(["ssd", "file"], [True, False], pairs=False))
 def test_copies_of_rows_in_tiers(
@@ -432,6 +434,7 @@ def test_a_swap_that_fails_in_the_background_is_said_and_made_good(monkeypatch: 
         assert torch.equal(there, own), table.name
 
 
+@pytest.mark.slow_but("ranked")
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
 def test_saved_and_stopped_while_rows_cross(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_dram: list[int], gate: Gate
@@ -637,6 +640,7 @@ def test_flushing_what_has_not_changed_copies_nothing() -> None:
     assert copies.num_copied == 1, "the tables were never written"
 
 
+@pytest.mark.slow_but("True-window", "True-fixed")
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
 @pytest.mark.parametrize(
     ("data", "schedule"), sampled([True, False], ["fae", "fixed", "window"], pairs=False), indirect=["data"]
@@ -655,6 +659,7 @@ def test_interrupted_at_any_step_of_a_turn(
     assert bool(in_dram) == (schedule != "window")
 
 
+@pytest.mark.slow_but("ranked")
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
 def test_killed_right_after_a_swap(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_dram: list[int]

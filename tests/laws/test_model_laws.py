@@ -89,9 +89,9 @@ def values_of(annotation: Any) -> list[Any]:
     return found[annotation]
 
 
-def cases(model: str, *more: Sequence[Any]) -> list[tuple[Any, ...]]:
+def cases(model: str, *more: Sequence[Any], pairs: bool = True) -> list[tuple[Any, ...]]:
     """Returns combinations of the options of a model, and of `more`: (options, *more), in which any value of one meets
-    any value of another."""
+    any value of another; if not `pairs`, in which each value occurs."""
     spec = MODELS[model]
     options = {name: values_of(field.annotation) for name, field in spec.model_fields.items() if name != "name"}
     if "num_cross_layers" in options:
@@ -112,7 +112,10 @@ def cases(model: str, *more: Sequence[Any]) -> list[tuple[Any, ...]]:
             return False
         return True
 
-    return [*map(chosen, sorted(covering([len(factor) for factor in factors], 2, valid=valid)))]
+    return [*map(chosen, sorted(covering([len(factor) for factor in factors], 1 + pairs, valid=valid)))]
+
+
+each_value_or_pair = pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
 def takes_labels(model: str) -> bool:
@@ -219,9 +222,10 @@ def differing(comm: Communicator, data: Path, options: dict[str, Any]) -> list[s
     return told
 
 
+@each_value_or_pair
 @pytest.mark.parametrize("model", MODELS)
-def test_addresses_and_threads_change_no_bit(pool: RankPool, data: Path, model: str) -> None:
-    for (options,) in cases(model):
+def test_addresses_and_threads_change_no_bit(pool: RankPool, data: Path, model: str, pairs: bool) -> None:
+    for (options,) in cases(model, pairs=pairs):
         (told,) = pool.run(differing, data, options, num_ranks=1, micro_batches=1)
         assert not told, (options, told)
 
@@ -276,17 +280,19 @@ def check_ranks(pool: RankPool, data: Path, options: dict[str, Any], V: int, R: 
         assert not told, (options, V, R, threads, rank, told)
 
 
+@each_value_or_pair
 @pytest.mark.parametrize("model", MODELS)
-def test_ranks_change_no_bit(pool: RankPool, data: Path, model: str) -> None:
-    for case in cases(model, VS, RANKS, THREADS):
+def test_ranks_change_no_bit(pool: RankPool, data: Path, model: str, pairs: bool) -> None:
+    for case in cases(model, VS, RANKS, THREADS, pairs=pairs):
         check_ranks(pool, data, *case)
 
 
+@each_value_or_pair
 @pytest.mark.parametrize("model", [name for name in MODELS if takes_labels(name)])
 def test_neither_ranks_nor_addresses_change_a_bit_of_several_labels(
-    pool: RankPool, three_labels: Path, model: str
+    pool: RankPool, three_labels: Path, model: str, pairs: bool
 ) -> None:
-    for k, (options,) in enumerate(cases(model)):
+    for k, (options,) in enumerate(cases(model, pairs=pairs)):
         V, R, threads = (VS[k % 3], min(VS[k % 3], RANKS[k % 4]), THREADS[k % 2])
         check_ranks(pool, three_labels, options, V, R, threads)
         if k < 3:
@@ -315,9 +321,12 @@ def on_disk(setup: Setup, folder: Path) -> Setup:
     return Setup.decide(config, setup.dataset, folder)
 
 
+@each_value_or_pair
 @pytest.mark.parametrize("model", MODELS)
-def test_rows_on_disk_and_a_stop_change_no_bit(pool: RankPool, data: Path, tmp_path: Path, model: str) -> None:
-    for number, (options,) in enumerate(cases(model)):
+def test_rows_on_disk_and_a_stop_change_no_bit(
+    pool: RankPool, data: Path, tmp_path: Path, model: str, pairs: bool
+) -> None:
+    for number, (options,) in enumerate(cases(model, pairs=pairs)):
         (truth,) = pool.run(trained, data, options, BATCHES[1], 1, num_ranks=1, micro_batches=1)
         (tmp_path / str(number)).mkdir()
         (found,) = pool.run(trained, data, options, BATCHES[1], 1, tmp_path / str(number), num_ranks=1, micro_batches=1)

@@ -105,6 +105,7 @@ def test_an_error_of_one_rank_ends_all_with_its_text(tmp_path: Path) -> None:
 # ---- what cannot work
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_ranks_of_another_mpi_are_told() -> None:
     """As if mpiexec were of another MPI than mpi4py, or this process had been started by hand: it believes that it is

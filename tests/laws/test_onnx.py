@@ -173,6 +173,7 @@ def test_numpy_and_onnxruntime_score_as_predict_does(logs: Path, tmp_path: Path)
         np.testing.assert_allclose(alone(out, logs / "new.parquet"), truth, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_delta_of_an_export_with_it_has_it(logs: Path, tmp_path: Path) -> None:
     run = hotrow.load(logs / "run")
     first, last = (f(int(path.name[5:]) for path in run.folder.checkpoints.iterdir()) for f in (min, max))

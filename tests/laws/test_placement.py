@@ -86,6 +86,13 @@ def truth(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[lis
 Truth = Callable[[list[str]], dict[str, Any]]
 
 
+@pytest.mark.slow_but(
+    "adam, row-wise adagrad",
+    "mean, early stopping",
+    "stored order",
+    "split weights, bfloat16 layers",
+    "float16 tables, ftrl",
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_in_tiers_is_the_run_in_dram(data: Path, truth: Truth, tmp_path: Path, variant: str) -> None:
     changes = VARIANTS[variant]
@@ -114,9 +121,8 @@ def test_counts_are_read_and_planned_once(data: Path, tmp_path: Path, monkeypatc
     assert calls == ["t0", "t1", "t2", "solve"]
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=() if k % 3 == 0 else pytest.mark.slow) for k, name in enumerate(VARIANTS)]
-)
+@pytest.mark.slow_but("sgd", "split tables, adam")
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_without_counts(uncounted: Path, truth: Truth, tmp_path: Path, variant: str) -> None:
     changes = VARIANTS[variant]
     run = runs.train(config(uncounted, tmp_path / "tiers", changes, tiers(uncounted, changes)))
@@ -125,6 +131,7 @@ def test_without_counts(uncounted: Path, truth: Truth, tmp_path: Path, variant: 
     assert run.record.memory["tables"]["t2"]["pinned"] == 0
 
 
+@pytest.mark.slow_but("sgd-in", "clipped-out", "mean, early stopping-about", "split tables, adam-in", "ftrl-about")
 @pytest.mark.parametrize(("variant", "move"), sampled(VARIANTS, ["out", "in", "about"], pairs=False))
 def test_stopped_and_resumed_elsewhere(
     data: Path, truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, move: str
@@ -150,6 +157,7 @@ def test_stopped_and_resumed_elsewhere(
     assert set(run.record.warnings) <= {"stores_without_io_uring", "overflow_rows", *slow, *OF_TOY_ROWS}
 
 
+@pytest.mark.slow_but("fp32", "split_bf16")
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "split_bf16"])
 def test_checkpoints_say_the_same_and_fit_everywhere(data: Path, tmp_path: Path, precision: str) -> None:
     """Also where rows that were touched since are put back, and where -0 and NaN are among the weights."""
@@ -255,7 +263,8 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(int(os.environ.get("HOTROW_KILLS", "100")), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [3, int(os.environ.get("HOTROW_KILLS", "100"))])
 def test_killed_again_and_again(data: Path, tmp_path: Path, kills: int) -> None:
     """At random moments: between steps, while rows are written, while a checkpoint is, while one is read.
 

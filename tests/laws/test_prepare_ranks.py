@@ -133,6 +133,7 @@ CASES: dict[str, tuple[str, Make, dict[str, Any], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow_but("by time", "little memory")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_ranks_write_the_bytes_of_one_process(
     pool: RankPool, tmp_path: Path, clicks: bytes, case: tuple[str, Make, dict[str, Any], tuple[int, ...]]
@@ -165,6 +166,7 @@ def test_a_bad_row_is_named_on_all_ranks_and_may_then_be_skipped(pool: RankPool,
     assert file_hashes(tmp_path / "out") == file_hashes(tmp_path / "one")
 
 
+@pytest.mark.slow_but("encode")
 @pytest.mark.parametrize("stage", ["count", "encode"])
 def test_stopped_on_one_rank_and_continued(pool: RankPool, tmp_path: Path, stage: str) -> None:
     """By as many ranks; if all rows were counted, also by one process, and what that leaves, by ranks."""

@@ -111,6 +111,14 @@ STOPS = {6: signal.SIGINT, 14: signal.SIGUSR1, -1: signal.SIGTERM}
 """Of 14 steps per epoch one within a log window, the last of an epoch, and the last but one of the run."""
 
 
+@pytest.mark.slow_but(
+    "sgd-14",
+    "adam, row-wise adagrad--1",
+    "mean, early stopping--1",
+    "stored order--1",
+    "float16 tables--1",
+    "split weights, bfloat16 layers-14",
+)
 @pytest.mark.parametrize(("variant", "stop"), sampled(VARIANTS, STOPS, pairs=False))
 def test_interrupted_at_any_step(
     data: Path,

@@ -655,7 +655,7 @@ def test_a_kept_version_that_was_removed_in_half_is_made_again(days: Days, tmp_p
     np.testing.assert_array_equal(scorer.score(some()), own.score(some()))
 
 
-@pytest.mark.parametrize("num_deltas", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_deltas", [4, *(pytest.param(number, marks=pytest.mark.slow) for number in (20, 100))])
 def test_every_answer_under_load_is_of_one_version(packed: Path, tmp_path: Path, num_deltas: int) -> None:
     """No request fails, and none has rows of two versions."""
     changes = ["checkpoint.every=2", f"checkpoint.keep_last={num_deltas + 2}", f"train.max_steps={2 * num_deltas + 2}"]

@@ -186,6 +186,7 @@ def test_against_dictionaries(split: str, tmp_path: Path) -> None:
     assert [column.transform for column in dataset.info.dense][4] == "target_stat(prior=2.0)"
 
 
+@pytest.mark.slow_but("time-dict", "random-dict")
 @pytest.mark.parametrize(("split", "in_file"), [("time", dict), ("random", dict), ("time", shuffled)])
 def test_no_training_row_knows_its_own_label_or_a_later_row(
     split: str, in_file: Callable[[Rows], Rows], tmp_path: Path
@@ -342,6 +343,7 @@ def test_a_random_split_is_by_the_row_of_the_file(tmp_path: Path) -> None:
     np.testing.assert_allclose(stored(dataset, of_rows, 700), truth(rows, of_rows), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_but("0-time-options0", "0-random-options1", "9-time-options2", "9-random-options3", "0-time-options4")
 @pytest.mark.parametrize("options", [{}, {"sample": 0.4}, {"rows": 300}, {"rows": 300, "sample": 0.4}, {"rows": 90}])
 @pytest.mark.parametrize("split", ["time", "random"])
 @pytest.mark.parametrize("skip_bad_rows", [0, 9])
@@ -505,6 +507,7 @@ def lagged(rows: Rows, folder: Path, split: str, lag: str, kind: pa.DataType | N
     return PackedDataset.open(folder / "out", verify="full")
 
 
+@pytest.mark.slow_but("90s-90-time", "10m-600-random")
 @pytest.mark.parametrize("split", ["time", "random"])
 @pytest.mark.parametrize(("lag", "lag_s"), [("1s", 1), ("90s", 90), ("10m", 600), ("3h", 10800)])
 def test_with_a_lag_other_rows_see_all_that_are_older(split: str, lag: str, lag_s: int, tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_tables_have_the_columns_that_the_config_says(data: Path, tmp_path: Path
     assert {table.name: table.embedding_dim for table in tables} == {"user": 8, "item": 16, "hour": 1}
 
 
+@pytest.mark.slow_but("fp32-adam", "split_bf16-row_wise_adagrad")
 @native
 @pytest.mark.parametrize("optimizer", ["row_wise_adagrad", "adam"])
 @pytest.mark.parametrize("precision", ["fp32", "split_bf16"])

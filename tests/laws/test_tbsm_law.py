@@ -106,6 +106,7 @@ def truth(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     )
 
 
+@pytest.mark.slow_but("sgd-{}", "adam-{'lookahead': 0}", "split weights, bfloat16 layers-{}")
 @native
 @pytest.mark.parametrize(("variant", "memory"), CASES, ids=str)
 def test_a_run_in_tiers_is_the_run_in_dram(
@@ -120,6 +121,7 @@ def test_a_run_in_tiers_is_the_run_in_dram(
     assert not (run.path / "memory").exists()
 
 
+@pytest.mark.slow_but("adam-80000")
 @pytest.mark.parametrize(("variant", "budget"), [("adam", 80000), ("split weights", 26000)])
 def test_copies_of_hot_rows_change_nothing(data: Path, tmp_path: Path, variant: str, budget: int) -> None:
     """A sample is hot where the rows of all its steps are."""

@@ -24,6 +24,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., P
     return make_dataset(tmp_path_factory.mktemp("three") / "data", table_rows=(600, 20, 1400)).path
 
 
+@pytest.mark.slow_but("24000")
 @pytest.mark.parametrize("file_bytes", [24_000, "1GiB"])
 def test_a_run_in_three_tiers_is_the_run_in_dram(data: Path, tmp_path: Path, file_bytes: int | str) -> None:
     """Also one that is stopped there and goes on in two tiers, and the other way round."""

@@ -165,10 +165,11 @@ def refused(comm: Communicator, function: Callable[..., Any], *arguments: Any) -
     return "nothing was refused"
 
 
+@pytest.mark.slow_but("adam-3-4", "float16-4-5", "hot phases of vectors-3-4", "copies of hot rows-3-4")
 @pytest.mark.parametrize(
     ("variant", "num_ranks", "micro_batches"),
     [
-        pytest.param("sgd", 2, 4, marks=pytest.mark.slow),
+        ("sgd", 2, 4),
         ("sgd", 4, 4),
         ("adam", 3, 4),
         ("adamw, weighted loss", 2, 3),
@@ -199,6 +200,7 @@ def tiers_of(folder: Path, dram: int) -> list[str]:
     return [f"memory={{dram: {dram}, ssd: {folder}, force: true}}", "optimizer.sparse.name=adam"]
 
 
+@pytest.mark.slow_but("row")
 @pytest.mark.parametrize("owner", ["row", "table"])
 def test_each_rank_keeps_its_rows_in_tiers(pool: RankPool, data: Path, tmp_path: Path, owner: str) -> None:
     changes = [*tiers_of(tmp_path, 60_000), f"parallel.sharding={{t2: {owner}}}"]
@@ -231,6 +233,7 @@ def test_interrupted_on_four_ranks_and_resumed_on_three_and_one(pool: RankPool, 
     same(tmp_path / "alone", truth)
 
 
+@pytest.mark.slow
 def test_one_process_four_ranks_two_and_three_go_on_with_one_chain(pool: RankPool, data: Path, tmp_path: Path) -> None:
     """1 -> 4 -> 2 -> 3, in tiers, with a checkpoint every other step, to the bits of a run that was never stopped."""
     changes = [*tiers_of(tmp_path, 60_000), "train.epochs=1", "checkpoint.every=2", "checkpoint.keep_last=99"]
@@ -347,6 +350,7 @@ def hot_steps(run: Path) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_a_hot_phase_asks_for_no_rows(pool: RankPool, data: Path, tmp_path: Path) -> None:
     """What is left are two exchanges of the dense layers, one of sums of hot rows and one of their totals."""
     raw = raw_config(data, tmp_path / "run", PHASES)
@@ -363,6 +367,7 @@ def test_a_hot_phase_asks_for_no_rows(pool: RankPool, data: Path, tmp_path: Path
     assert f", and {rows:,} hot rows of these on every rank" in (run.path / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_interrupted_in_a_hot_phase_and_resumed(pool: RankPool, data: Path, tmp_path: Path) -> None:
     """In the second step of the first hot phase, on four ranks; resumed on three, and on one."""
     runs.train(make_config(raw_config(data, tmp_path / "one", PHASES)), quiet=True)
