@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -31,6 +32,7 @@ import torch
 from safetensors.torch import load_file
 
 import hotrow
+from benchmarks import histories
 from benchmarks.criteo_text import write_criteo
 from benchmarks.synthetic_config import criteo_kaggle
 from expanded import expanded
@@ -363,16 +365,9 @@ def test_tables_in_tiers(logs: Path, long_tailed: Path, tmp_path: Path, precisio
 
 def test_histories_of_tbsm(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
-    events = pa.table({"user": rng.integers(0, 20, 900), "item": rng.integers(0, 40, 900), "time": np.arange(900)})
-    events = events.append_column("category", pa.array(events["item"].to_numpy() % 7))
-    lists = [{"column": f"{name}_history", "kind": "sequence", "table": name} for name in ("item", "category")]
-    schema = {
-        "label": "came",
-        "time": "time",
-        "categorical": ["user", "item", "category", *lists],
-        "histories": {"user": "user", "item": "item", "length": 6},
-    }
-    packed = run_prepare("frame", events, tmp_path / "packed", schema=parse_schema(schema, where="test")).path
+    events = pl.DataFrame({"user": rng.integers(0, 20, 900), "item": rng.integers(0, 40, 900), "time": np.arange(900)})
+    events = events.with_columns(category=pl.col("item") % 7)
+    packed = histories.prepare(events, tmp_path / "packed", length=6).path
     changes = ["model.name=tbsm", "model.top_mlp=[12, 9]", "model.history_steps=6", "model.attention_mlp=[7]"]
     run = train(packed, tmp_path / "run", *changes, "train.max_steps=90", "train.epochs=9")
     lengths = rng.integers(0, 7, 200)

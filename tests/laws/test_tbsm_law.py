@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pytest
 from test_resume import outcome, signal_at
 
 import hotrow
+from benchmarks import histories
 from hot_rig import copies_in_dram
 from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.schema import load_schema
 from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
 from hotrow.run import runs
@@ -26,21 +28,6 @@ from hotrow.setup import memory as placement
 from hotrow.setup import room, setup
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
-SCHEMA = parse_schema(
-    {
-        "label": "came",
-        "time": "time",
-        "categorical": [
-            "user",
-            "item",
-            "category",
-            {"column": "item_history", "kind": "sequence", "table": "item"},
-            {"column": "category_history", "kind": "sequence", "table": "category"},
-        ],
-        "histories": {"user": "user", "item": "item", "length": 6},
-    },
-    where="test",
-)
 BASE: dict[str, Any] = {
     "model": {
         "name": "tbsm",
@@ -83,8 +70,8 @@ def prepared(path: Path, *, num_events: int) -> Path:
     rng = np.random.default_rng(1)
     user, item = rng.integers(0, 300, num_events), rng.integers(0, 200, num_events)
     item = item * 7 + user % 7
-    events = pa.table({"user": user, "item": item, "category": item % 7, "time": np.arange(num_events)})
-    return run_prepare("frame", events, path, schema=SCHEMA).path
+    events = pl.DataFrame({"user": user, "item": item, "category": item % 7, "time": np.arange(num_events)})
+    return histories.prepare(events, path, length=6).path
 
 
 def config(data: Path, run: Path, changes: list[str], memory: Any = "dram") -> Any:
@@ -195,8 +182,7 @@ def test_histories_of_different_lengths_are_told_before_there_is_a_run(tmp_path:
     lists = [[3, 4]] * 60 + [[3, 4, 5]] + [[3]] * 39
     columns |= {"item_history": pa.array(lists), "category_history": pa.array([[1, 2]] * 61 + lists[61:])}
     table = pa.table({**columns, "came": np.arange(100) % 2, "time": np.arange(100)})
-    schema = SCHEMA.model_copy(update={"histories": None})
-    data = run_prepare("frame", table, tmp_path / "data", schema=schema).path
+    data = run_prepare("frame", table, tmp_path / "data", schema=load_schema(histories.SCHEMA)).path
     said = r"'category_history', sample 60 of train in .*: 2 ids, but 'item_history' has another number; steps"
     with pytest.raises(ValueError, match=said):
         runs.train(config(data, tmp_path / "run", []))
