@@ -86,10 +86,8 @@ def inputs_of(network: Any, num_rows: int, num_dense: int) -> tuple[dict[str, np
     return feed, (torch.from_numpy(dense), taken)
 
 
-SOFTMAX = {"use_softmax": True}
 CASES: list[Any] = [
     *((name, 3, ["a"], "none") for name in MODELS),
-    ("din", 3, ["a"], "none", SOFTMAX),
     *((name, 0, ["a"], "none") for name in ("dlrm", "din")),
     *((name, 2, ["a", "b", "c"], "none") for name in ("dlrm", "mmoe")),
     *(("dcn", 2, ["a"], layers) for layers in ("platt", "isotonic")),
@@ -98,9 +96,8 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_computes_what_the_network_does(case: Any, tmp_path: Path) -> None:
-    name, num_dense, labels, layers, *more = case
-    options = more[0] if more else {}
-    network, about = made(tmp_path, name, num_dense=num_dense, labels=labels, layers=LAYERS[layers], **options)
+    name, num_dense, labels, layers = case
+    network, about = made(tmp_path, name, num_dense=num_dense, labels=labels, layers=LAYERS[layers])
     write_dense(tmp_path / DENSE, about, network=tmp_path / "model.py", weights=tmp_path / "model.safetensors")
     session = onnxruntime.InferenceSession(tmp_path / DENSE)
     definition = load_module(tmp_path / "model.py")

@@ -25,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dlrm": {"name": "dlrm", "embedding_dim": 8, "bottom_mlp": [4], "top_mlp": [4]},
     "dcn": {"name": "dcn", "embedding_dim": 8, "deep_mlp": [4], "num_cross_layers": 1},
     "tbsm": TBSM,
-    "two_tower": {"name": "two_tower", "embedding_dim": 8, "item": ["small"], "user_mlp": [4], "item_mlp": [4]},
+    "two_tower": {"name": "two_tower", "embedding_dim": 8, "item": ["small"], "tower_mlp": [4]},
 }
 FIXED = {"data", "run", "from_run", "model.name", "train.max_steps", "train.sinks"}
 """Options that are not drawn; a run's folder may not exist yet, nor a package, of which a plan says nothing."""
@@ -51,8 +51,6 @@ VALUES: dict[str, list[Any]] = {
     "model.deep_mlp": WIDTHS,
     "model.second_order": [True, False, 1],
     "model.structure": ["parallel", "stacked", "none"],
-    "model.use_softmax": [True, False, 1],
-    "model.layer_norm": [True, False, 1],
     "model.first_mlp": WIDTHS,
     "model.second_mlp": WIDTHS,
     "model.heads": [1, 2, 3, 0],
@@ -62,10 +60,7 @@ VALUES: dict[str, list[Any]] = {
     "model.item": [["item"], ["small"], []],
     "model.user": [None, ["large"], ["small"]],
     "model.dense_inputs": ["user", "none", "item"],
-    "model.user_mlp": WIDTHS,
-    "model.item_mlp": WIDTHS,
     "model.vector_dim": [8, 0],
-    "model.unit_length": [True, False, 1],
     "model.temperature": [0.1, 0],
     "optimizer.dense.name": ["sgd", "adagrad", "adam", "adamw", "lion"],
     "optimizer.dense.lr": [0.01, 1, 0],

@@ -99,7 +99,6 @@ embedding_init None
 OPTIONS_OF_MODELS = {
     "dlrm": """
 dropout 0.0
-layer_norm False
 bottom_mlp [512, 256, 64]
 top_mlp [512, 256]
 concatenated False
@@ -109,7 +108,6 @@ embedding_dropout 0.0
 """,
     "tbsm": """
 dropout 0.0
-layer_norm False
 bottom_mlp [512, 256, 64]
 top_mlp [512, 256]
 history_steps 20
@@ -118,7 +116,6 @@ final_mlp [60]
 """,
     "dcn": """
 dropout 0.0
-layer_norm False
 num_cross_layers 3
 low_rank None
 deep_mlp [512, 256]
@@ -126,39 +123,31 @@ structure parallel
 """,
     "deepfm": """
 dropout 0.0
-layer_norm False
 second_order True
 deep_mlp [400, 400, 400]
 """,
     "din": """
 dropout 0.0
-layer_norm False
 attention_mlp [80, 40]
 top_mlp [200, 80]
-use_softmax False
 """,
     "two_tower": """
 dropout 0.0
-layer_norm False
 item ['item']
 user None
 dense_inputs user
-user_mlp [256]
-item_mlp [256]
+tower_mlp [256]
 vector_dim 64
-unit_length True
 temperature 0.05
 """,
     "finalmlp": """
 dropout 0.0
-layer_norm False
 first_mlp [400, 400, 400]
 second_mlp [800]
 heads 1
 """,
     "mmoe": """
 dropout 0.0
-layer_norm False
 experts 4
 expert_mlp [512, 256]
 tower_mlp [128]

@@ -96,7 +96,6 @@ def test_options_and_sizes() -> None:
         "embedding_init": None,
         "objective": "binary_cross_entropy",
         "dropout": 0.0,
-        "layer_norm": False,
         "num_cross_layers": 3,
         "low_rank": None,
         "deep_mlp": [512, 256],

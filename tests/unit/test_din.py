@@ -72,7 +72,7 @@ class PlainDIN(nn.Module):
                 for history, one in zip(model.histories.values(), model.attentions, strict=True)
             }
         )
-        self.softmax, self.top = model.attentions[0].use_softmax, plain_mlp(model.top.layers)
+        self.top = plain_mlp(model.top.layers)
 
     def forward(self, dense: Tensor, ids: dict[str, list[list[int]]], *, filler: int) -> Tensor:
         parts = [dense.double()]
@@ -84,10 +84,7 @@ class PlainDIN(nn.Module):
             weights = mask.double()
             if name in self.units:
                 q = self.tables[FEATURES[name]][torch.tensor(ids[name.removesuffix("_history")])].expand(rows.shape)
-                scores = self.units[name](torch.cat([q, rows, q - rows, q * rows], 2)).squeeze(2)
-                weights = scores * mask
-                if self.softmax:
-                    weights = torch.softmax(scores.masked_fill(~mask, -1e300), 1) * mask
+                weights = self.units[name](torch.cat([q, rows, q - rows, q * rows], 2)).squeeze(2) * mask
             parts.append((weights[:, :, None] * rows).sum(1))
         return self.top(torch.cat(parts, 1))[:, 0]
 
@@ -102,12 +99,11 @@ def plain_mlp(layers: Sequence[nn.Linear]) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("num_dense", [0, 2])
-@pytest.mark.parametrize("softmax", [False, True])
 @pytest.mark.parametrize("filler", [0, 4])
-def test_against_plain_torch(num_dense: int, softmax: bool, filler: int) -> None:
+def test_against_plain_torch(num_dense: int, filler: int) -> None:
     """Outputs, gradients of every weight, and rows after a step of rate 1, which are the rows less their gradients."""
     embedding = make_embedding()
-    model = make_model(embedding, num_dense=num_dense, use_softmax=softmax)
+    model = make_model(embedding, num_dense=num_dense)
     with torch.no_grad():
         for name in ROWS:  # large enough for weights of steps that differ
             embedding.weights[name].mul_(5)
@@ -154,17 +150,6 @@ def test_a_step_counts_as_it_matters_to_the_item() -> None:
         return model.attentions[0](k, embedding.weights["item"][[item]], offsets)
 
     assert all(not torch.equal(attended(a), attended(b)) for a, b in itertools.combinations(range(4), 2))
-
-
-def test_softmax_weights_of_large_scores_are_finite() -> None:
-    embedding = make_embedding()
-    model = make_model(embedding, use_softmax=True)
-    with torch.no_grad():
-        model.attentions[0].mlp.layers[-1].weight.mul_(1e6)
-        k = torch.randn(6, DIMS["item"], generator=torch.Generator().manual_seed(1))
-        found = model.attentions[0](k, torch.ones(2, DIMS["item"]), torch.tensor([0, 6, 6]))
-    assert found.isfinite().all() and not found[1].any()
-    assert float(found[0].abs().max()) <= float(k.abs().max()), "a mean lies within what it is taken of"
 
 
 @pytest.mark.parametrize(

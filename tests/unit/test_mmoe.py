@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from hotrow.config.load import make_config
+from hotrow.models.layers import bag_softmax
 from hotrow.models.mmoe import MMoE, MMoESpec
 
 DIMS, EXPERTS = {"user": 8, "item": 16, "hour": 1, "bag": 16}, 3
@@ -65,3 +66,9 @@ def test_against_plain_torch(num_dense: int, num_labels: int) -> None:
 def test_experts_without_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expert_mlp is \[\]"):
         build(0, 2, [])
+
+
+def test_softmax_of_large_scores_is_finite() -> None:
+    scores = 1e6 * torch.randn(6, 1, generator=torch.Generator().manual_seed(1))
+    found = bag_softmax(scores, torch.tensor([0, 4, 6, 6]))
+    assert found.isfinite().all() and found[:4].sum() == found[4:].sum() == 1

@@ -15,7 +15,7 @@ from hotrow.config.load import load_config
 from hotrow.data.sources.registry import AVAZU_SCHEMA, CRITEO_SCHEMA
 from hotrow.data.sources.schema import load_schema
 from hotrow.models.dlrm import DLRMSpec
-from hotrow.models.layers import MLP, LayerNorm, Linear, Network, linear
+from hotrow.models.layers import MLP, Linear, Network, linear
 from hotrow.models.spec import ModelSpec
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -186,40 +186,3 @@ def test_recipes_have_the_shapes_of_the_papers_workloads(recipe: str) -> None:
     assert bottom is None or widths(model.bottom) == bottom
     assert widths(model.top) == top
     assert final is None or widths(model.final) == final
-
-
-def standardised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return nn.functional.layer_norm(x, x.shape[1:], weight, bias)
-
-
-@pytest.mark.parametrize("hidden", [False, True])
-def test_layer_norm_of_hidden_layers_against_torch(hidden: bool) -> None:
-    """Outputs and gradients; weights of norms are drawn, since they begin as ones."""
-    mlp = MLP([6, 5, 4, 3], generator=seeded(), layer_norm=True, hidden=hidden)
-    with torch.no_grad():
-        for norm in mlp.norms:
-            norm.weight.uniform_(0.5, 2, generator=seeded(2))
-            norm.bias.normal_(generator=seeded(3))
-    twin = [own.detach().double().requires_grad_() for own in mlp.parameters()]
-    named = dict(zip([name for name, _ in mlp.named_parameters()], twin, strict=True))
-    x = torch.randn(9, 6, generator=seeded(1))
-    ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
-    z = theirs
-    for k in range(3):
-        z = nn.functional.linear(z, named[f"layers.{k}.weight"], named[f"layers.{k}.bias"])
-        z = standardised(z, named[f"norms.{k}.weight"], named[f"norms.{k}.bias"]) if k < 2 or hidden else z
-        z = torch.relu(z)
-    found = mlp(ours)
-    torch.testing.assert_close(found, z.float(), rtol=1e-5, atol=1e-5)
-    found.square().sum().backward()
-    z.square().sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad.float(), rtol=1e-4, atol=1e-4)
-    for name, own in mlp.named_parameters():
-        torch.testing.assert_close(own.grad, named[name].grad.float(), rtol=1e-4, atol=1e-4)
-
-
-def test_layer_norm_of_equal_values_is_its_bias() -> None:
-    norm = LayerNorm(7)
-    with torch.no_grad():
-        norm.bias.normal_(generator=seeded())
-        torch.testing.assert_close(norm(torch.full((2, 7), 3.25)), norm.bias.expand(2, 7))

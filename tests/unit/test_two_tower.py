@@ -70,7 +70,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
 
 
 def config_of(dataset: PackedDataset, run: Path, **model: Any) -> Any:
-    options = {"name": "two_tower", "item": ["item", "group"], "embedding_dim": 8, "vector_dim": 16, "user_mlp": [24]}
+    options = {"name": "two_tower", "item": ["item", "group"], "embedding_dim": 8, "vector_dim": 16, "tower_mlp": [24]}
     optimizer = {"dense": {"name": "adam", "lr": 0.003}, "sparse": {"name": "adagrad", "lr": 0.1}}
     raw = {"data": str(dataset.path), "run": str(run), "model": options | model, "optimizer": optimizer, "train": TRAIN}
     return make_config(raw)

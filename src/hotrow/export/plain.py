@@ -52,13 +52,8 @@ def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.
     return nn.Linear(num_inputs, num_outputs)
 
 
-class LayerNorm(nn.LayerNorm):
-    """Normalises each row, with a learned weight and bias."""
-
-
 class MLP(nn.Module):
-    """Linear layers, a ReLU after each, except the last if `last="linear"`; with `layer_norm` there is a norm before
-    the ReLU of each hidden layer, which the last is if it is `hidden`. `dropout` acts in training alone."""
+    """Linear layers, a ReLU after each, except the last if `last="linear"`. `dropout` acts in training alone."""
 
     def __init__(
         self,
@@ -67,19 +62,16 @@ class MLP(nn.Module):
         generator: torch.Generator,
         last: str = "relu",
         dropout: float = 0.0,
-        layer_norm: bool = False,
         hidden: bool = False,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(linear(n, m, generator) for n, m in pairwise(widths))
         self.last = last
-        self.norms = nn.ModuleList(LayerNorm(width) for width in widths[1 : None if hidden else -1] if layer_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the last layer's output."""
         for k, layer in enumerate(self.layers):
             x = layer(x)
-            x = self.norms[k](x) if k < len(self.norms) else x
             x = torch.relu(x) if self.last == "relu" or k + 1 < len(self.layers) else x
         return x
 

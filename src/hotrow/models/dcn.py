@@ -44,7 +44,7 @@ class DCN(Network):
     """dense [B, I], pooled [B, P] -> logits [B], or [B, num_outputs] if there are several.
 
     num_inputs: X. low_rank: R, or None for full matrices. deep_mlp: widths of the deep tower; if there are none, the
-    logit is a linear map of x_L. stacked: whether the tower runs on x_L, else on x_0. dropout, layer_norm: of the
+    logit is a linear map of x_L. stacked: whether the tower runs on x_L, else on x_0. dropout: of the
     tower's layers. generator: CPU generator from which all weights are drawn: cross layers first (V, then W), then the
     deep tower, then the last layer.
     """
@@ -58,14 +58,13 @@ class DCN(Network):
         deep_mlp: Sequence[int],
         stacked: bool,
         dropout: float,
-        layer_norm: bool,
         num_outputs: int = 1,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
         layers = (CrossLayer(num_inputs, low_rank=low_rank, generator=generator) for _ in range(num_cross_layers))
         self.cross = nn.ModuleList(layers)
-        options: dict[str, Any] = {"dropout": dropout, "layer_norm": layer_norm, "hidden": True}
+        options: dict[str, Any] = {"dropout": dropout, "hidden": True}
         self.deep = MLP([num_inputs, *deep_mlp], generator=generator, **options) if deep_mlp else None
         self.stacked = stacked
         num_last = deep_mlp[-1] if deep_mlp else 0
@@ -117,7 +116,6 @@ class DCNSpec(MLPSpec):
             deep_mlp=self.deep_mlp,
             stacked=self.structure == "stacked",
             dropout=self.dropout,
-            layer_norm=self.layer_norm,
             num_outputs=num_outputs,
             generator=generator,
         )

@@ -30,8 +30,8 @@ from hotrow.models.spec import MLPSpec, Width
 class DeepFM(Network):
     """dense [B, I], pooled [B, F * (1 + D)] -> logits [B], or [B, L] if `num_outputs`, L, is above 1.
 
-    num_dense: I. num_features: F. embedding_dim: D. deep_mlp: hidden widths; L is appended. dropout,
-    layer_norm: of the hidden layers. generator: CPU generator from which the MLP is drawn. Several outputs share what
+    num_dense: I. num_features: F. embedding_dim: D. deep_mlp: hidden widths; L is appended. dropout: of
+    the hidden layers. generator: CPU generator from which the MLP is drawn. Several outputs share what
     rows give by themselves and in pairs; the MLP and the weights of dense inputs are their own.
     """
 
@@ -44,7 +44,6 @@ class DeepFM(Network):
         second_order: bool,
         deep_mlp: Sequence[int],
         dropout: float,
-        layer_norm: bool,
         num_outputs: int = 1,
         generator: torch.Generator,
     ) -> None:
@@ -52,7 +51,7 @@ class DeepFM(Network):
         self.num_features, self.second_order = num_features, second_order
         self.num_outputs = num_outputs
         widths = [num_dense + num_features * embedding_dim, *deep_mlp, num_outputs]
-        self.deep = MLP(widths, generator=generator, last="linear", dropout=dropout, layer_norm=layer_norm)
+        self.deep = MLP(widths, generator=generator, last="linear", dropout=dropout)
         self.first_order_I = nn.Parameter(torch.zeros(num_outputs * num_dense))  # of several outputs, one after another
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
@@ -106,7 +105,6 @@ class DeepFMSpec(MLPSpec):
             second_order=self.second_order,
             deep_mlp=self.deep_mlp,
             dropout=self.dropout,
-            layer_norm=self.layer_norm,
             num_outputs=num_outputs,
             generator=generator,
         )

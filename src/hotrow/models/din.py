@@ -8,9 +8,8 @@
 
 Names decide which features are histories: `item_history` holds the earlier values of `item`. Each history has an
 attention MLP of its own; histories of a sample need not be equally long, and one without steps gives zeros. Weights a
-are any numbers, as in the paper, which found that a softmax loses how much a user cares; with `use_softmax` those of a
-history are positive, with a sum of 1. Rows of all other features are pooled by their sum, X itself too, so it may have
-several ids.
+are any numbers, as in the paper, which found that a softmax loses how much a user cares. Rows of all other features are
+pooled by their sum, X itself too, so it may have several ids.
 
 Only steps that exist are computed, so padding has no part in it. It differs from the paper in that hidden layers have a
 ReLU in place of PReLU or Dice, which takes means over a batch, and in that there is no penalty by mini-batch.
@@ -26,25 +25,24 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from hotrow.models.layers import MLP, Lookup, Network, along, bag_softmax, bag_sums, per_bag
+from hotrow.models.layers import MLP, Lookup, Network, along, bag_sums, per_bag
 from hotrow.models.spec import Dataset, MLPSpec, Width, histories_of
 
 
 class Attention(nn.Module):
     """(k [L, D], q [B, D], where each sample's steps begin [B + 1]) -> weighted sums of k [B, D].
 
-    mlp: hidden widths between 4 D and 1. use_softmax: whether weights of a sample's steps have a sum of 1.
+    mlp: hidden widths between 4 D and 1.
     """
 
-    def __init__(self, dim: int, mlp: Sequence[int], *, use_softmax: bool, generator: torch.Generator) -> None:
+    def __init__(self, dim: int, mlp: Sequence[int], *, generator: torch.Generator) -> None:
         super().__init__()
-        self.mlp, self.use_softmax = MLP([4 * dim, *mlp, 1], generator=generator, last="linear"), use_softmax
+        self.mlp = MLP([4 * dim, *mlp, 1], generator=generator, last="linear")
 
     def forward(self, k_LD: Tensor, q_BD: Tensor, offsets: Tensor) -> Tensor:
         """Returns the sums [B, D]."""
         q_LD = per_bag(q_BD, offsets)
         weight_L1 = self.mlp(torch.cat([q_LD, k_LD, q_LD - k_LD, q_LD * k_LD], dim=1))
-        weight_L1 = bag_softmax(weight_L1, offsets) if self.use_softmax else weight_L1
         return bag_sums(k_LD * along(weight_L1.squeeze(1), k_LD.shape[1]), offsets)
 
 
@@ -53,8 +51,8 @@ class DIN(Network):
     if `num_outputs`, L, is above 1.
 
     num_dense: I. dims: D of every feature of the collection, by name. attention_mlp: hidden widths between 4 D and 1.
-    top_mlp: hidden widths, L is appended. use_softmax: as for `Attention`. dropout, layer_norm: of the top MLP's hidden
-    layers. generator: CPU generator from which all weights are drawn: attention, by the order of histories, then top.
+    top_mlp: hidden widths, L is appended. dropout: of the top MLP's hidden layers. generator: CPU generator
+    from which all weights are drawn: attention, by the order of histories, then top.
 
     Raises ValueError if no feature has a history, or a history has no feature or other columns.
     """
@@ -68,9 +66,7 @@ class DIN(Network):
         dims: Mapping[str, int],
         attention_mlp: Sequence[int],
         top_mlp: Sequence[int],
-        use_softmax: bool,
         dropout: float,
-        layer_norm: bool,
         num_outputs: int = 1,
         generator: torch.Generator,
     ) -> None:
@@ -83,13 +79,11 @@ class DIN(Network):
                     f"{dims[history]}; din compares them: give both one table in the schema, or their tables the same "
                     "number in model.embedding_dim"
                 )
-        attentions = [
-            Attention(dims[name], attention_mlp, use_softmax=use_softmax, generator=generator)
-            for name in self.histories
-        ]
-        self.attentions = nn.ModuleList(attentions)
+        self.attentions = nn.ModuleList(
+            Attention(dims[name], attention_mlp, generator=generator) for name in self.histories
+        )
         widths = [num_dense + sum(dims.values()), *top_mlp, num_outputs]
-        self.top = MLP(widths, generator=generator, last="linear", dropout=dropout, layer_norm=layer_norm)
+        self.top = MLP(widths, generator=generator, last="linear", dropout=dropout)
 
     def forward(self, dense_BI: Tensor, rows: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
         """Returns logits. rows: feature -> (values [.., D], offsets [B + 1]); offsets are in DRAM."""
@@ -120,9 +114,7 @@ class DINSpec(MLPSpec):
     """Widths of the hidden layers between a step beside the scored item and the step's weight."""
     top_mlp: list[Width] = [200, 80]
     """Widths of the hidden layers on dense inputs, attended histories and all other rows; one logit is added. `dropout`
-    and `layer_norm` act on these alone."""
-    use_softmax: bool = False
-    """Whether the weights of a history's steps are positive and have a sum of 1."""
+    acts on these alone."""
 
     def check(self, dataset: Dataset) -> None:
         """Raises ValueError if the data has no histories, or one whose feature it lacks."""
@@ -138,9 +130,7 @@ class DINSpec(MLPSpec):
             dims=dims,
             attention_mlp=self.attention_mlp,
             top_mlp=self.top_mlp,
-            use_softmax=self.use_softmax,
             dropout=self.dropout,
-            layer_norm=self.layer_norm,
             num_outputs=num_outputs,
             generator=generator,
         )

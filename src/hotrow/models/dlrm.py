@@ -29,7 +29,7 @@ class DLRM(Network):
 
     num_dense: I; with 0 a learned vector takes the place of the bottom MLP, so every feature keeps a linear term.
     num_features: F. bottom_mlp, top_mlp: hidden widths; D and L are appended.
-    concatenated, first_order: whether the inputs and the term above are added. dropout, layer_norm: of the MLPs' hidden
+    concatenated, first_order: whether the inputs and the term above are added. dropout: of the MLPs' hidden
     layers. embedding_dropout: of the whole pooled row of a feature. generator: CPU generator from which all weights are
     drawn, bottom MLP first.
     """
@@ -45,7 +45,6 @@ class DLRM(Network):
         concatenated: bool = False,
         first_order: bool = False,
         dropout: float = 0.0,
-        layer_norm: bool = False,
         embedding_dropout: float = 0.0,
         num_outputs: int = 1,
         generator: torch.Generator,
@@ -53,7 +52,7 @@ class DLRM(Network):
         super().__init__()
         self.num_features, self.embedding_dim = num_features, embedding_dim
         num_pairs = num_features * (num_features + 1) // 2
-        hidden: dict[str, Any] = {"dropout": dropout, "layer_norm": layer_norm}
+        hidden: dict[str, Any] = {"dropout": dropout}
         self.bottom: nn.Module
         if num_dense:
             self.bottom = MLP([num_dense, *bottom_mlp, embedding_dim], generator=generator, **hidden)
@@ -175,7 +174,6 @@ class DLRMSpec(MLPSpec):
                 concatenated=self.concatenated,
                 first_order=self.first_order,
                 dropout=self.dropout,
-                layer_norm=self.layer_norm,
                 embedding_dropout=self.embedding_dropout,
                 num_outputs=num_outputs,
                 generator=generator,

@@ -27,8 +27,8 @@ from hotrow.models.spec import Members, MLPSpec, Width
 class FinalMLP(Network):
     """dense [B, I], pooled [B, P] -> logits [B], or [B, L] if `num_outputs`, L, is above 1.
 
-    num_inputs: X. mlps: widths of the first and of the second MLP; the last ones are multiples of `heads`. dropout,
-    layer_norm: of all these layers. generator: CPU generator from which all weights are drawn: MLPs, then w.
+    num_inputs: X. mlps: widths of the first and of the second MLP; the last ones are multiples of `heads`. dropout:
+    of all these layers. generator: CPU generator from which all weights are drawn: MLPs, then w.
     """
 
     def __init__(
@@ -38,13 +38,12 @@ class FinalMLP(Network):
         mlps: Sequence[Sequence[int]],
         heads: int,
         dropout: float,
-        layer_norm: bool,
         num_outputs: int = 1,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
         self.heads, self.num_outputs = heads, num_outputs
-        options: dict[str, Any] = {"dropout": dropout, "layer_norm": layer_norm, "hidden": True}
+        options: dict[str, Any] = {"dropout": dropout, "hidden": True}
         self.gates = nn.ParameterList(nn.Parameter(torch.zeros(num_inputs)) for _ in mlps)
         self.mlps = nn.ModuleList(MLP([num_inputs, *widths], generator=generator, **options) for widths in mlps)
         first, second = (widths[-1] for widths in mlps)
@@ -97,7 +96,6 @@ class FinalMLPSpec(MLPSpec):
             mlps=(self.first_mlp, self.second_mlp),
             heads=self.heads,
             dropout=self.dropout,
-            layer_norm=self.layer_norm,
             num_outputs=num_outputs,
             generator=generator,
         )

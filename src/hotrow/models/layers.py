@@ -119,29 +119,11 @@ def linear(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.
     return layer
 
 
-class LayerNorm(nn.Module):
-    """Each row of x [B, W] less its mean, divided by the root of its variance + 1e-5, times a learned weight, plus a
-    learned bias (Ba et al., 2016). Rows do not know of each other, so micro-batches and ranks change nothing."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-
-    def forward(self, x_BW: Tensor) -> Tensor:
-        """Returns the rows [B, W]."""
-        width = x_BW.shape[1]
-        mean_B = product(x_BW, x_BW.new_ones(1, width)).squeeze(1) / width
-        x_BW = x_BW - along(mean_B, width)
-        deviation_B = (dots(x_BW, x_BW) / width + 1e-5).sqrt()
-        return x_BW / along(deviation_B, width) * per_sample(self.weight, x_BW) + per_sample(self.bias, x_BW)
-
-
 class MLP(nn.Module):
     """Linear layers of the given widths (`widths[0]` inputs), a ReLU after each, except the last if `last="linear"`.
 
-    x [B, widths[0]] -> [B, widths[-1]], float32. dropout: of what each hidden layer returns. layer_norm: whether there
-    is a `LayerNorm` before the ReLU of each hidden layer. hidden: whether the last layer is one of these, because the
-    network has others behind it.
+    x [B, widths[0]] -> [B, widths[-1]], float32. dropout: of what each hidden layer returns. hidden: whether the
+    last layer is one of these, because the network has others behind it.
     """
 
     def __init__(
@@ -151,14 +133,12 @@ class MLP(nn.Module):
         generator: torch.Generator,
         last: Activation = "relu",
         dropout: float = 0.0,
-        layer_norm: bool = False,
         hidden: bool = False,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(linear(n, m, generator) for n, m in pairwise(widths))
         self.last = last
         widths = widths[1:] if hidden else widths[1:-1]
-        self.norms = nn.ModuleList(LayerNorm(width) for width in widths if layer_norm)
         self.dropouts = nn.ModuleList(Dropout(dropout, generator=generator) for _ in widths if dropout)
 
     def forward(self, x_BI: Tensor) -> Tensor:
@@ -182,17 +162,13 @@ def products(x_MBI: Tensor, weight_MOI: Tensor) -> Tensor:
 
 
 def _each_mlp(members: Sequence[MLP], x_MBI: Tensor) -> Tensor:
-    """Returns the outputs of MLPs of the same widths, [M, B, O]; hidden layers one by one if something drops, or if
-    there are norms."""
+    """Returns the outputs of MLPs of the same widths, [M, B, O]; hidden layers one by one if something drops."""
     layers = list(zip(*(cast(Sequence[nn.Linear], member.layers) for member in members), strict=True))
     dropouts = list(zip(*(cast(Sequence[Dropout], member.dropouts) for member in members), strict=True))
-    norms = list(zip(*(member.norms for member in members), strict=True))
-    hidden = len(norms or dropouts) if norms or (dropouts and dropouts[0][0].moment) else 0
+    hidden = len(dropouts) if dropouts and dropouts[0][0].moment else 0
     for k, own in enumerate(layers[:hidden]):
         weights, biases = [[one.weight] for one in own], [[one.bias] for one in own]
-        x_MBI = mlps(x_MBI, weights, biases, last="linear" if norms else "relu")
-        x_MBI = torch.relu(each(norms[k], x_MBI)) if norms else x_MBI
-        x_MBI = _each_dropped(dropouts[k], x_MBI) if dropouts else x_MBI
+        x_MBI = _each_dropped(dropouts[k], mlps(x_MBI, weights, biases, last="relu"))
     if hidden == len(layers):
         return x_MBI
     rest = list(zip(*layers[hidden:], strict=True))

@@ -26,7 +26,7 @@ class MMoE(Network):
     """dense [B, I], pooled [B, P] -> logits [B], or [B, L] if `num_outputs`, L, is above 1.
 
     num_inputs: X. experts: E. expert_mlp: widths of an expert's layers. tower_mlp: hidden widths; 1 is appended.
-    dropout, layer_norm: of experts' layers and of towers' hidden ones. generator: CPU generator from which all weights
+    dropout: of experts' layers and of towers' hidden ones. generator: CPU generator from which all weights
     are drawn: experts, gates, towers.
     """
 
@@ -38,12 +38,11 @@ class MMoE(Network):
         expert_mlp: Sequence[int],
         tower_mlp: Sequence[int],
         dropout: float,
-        layer_norm: bool,
         num_outputs: int = 1,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
-        options: dict[str, Any] = {"dropout": dropout, "layer_norm": layer_norm, "generator": generator}
+        options: dict[str, Any] = {"dropout": dropout, "generator": generator}
         self.experts = nn.ModuleList(MLP([num_inputs, *expert_mlp], hidden=True, **options) for _ in range(experts))
         self.gates = Linear(num_inputs, num_outputs * experts, generator=generator)
         widths = [expert_mlp[-1], *tower_mlp, 1]
@@ -89,7 +88,6 @@ class MMoESpec(MLPSpec):
             expert_mlp=self.expert_mlp,
             tower_mlp=self.tower_mlp,
             dropout=self.dropout,
-            layer_norm=self.layer_norm,
             num_outputs=num_outputs,
             generator=generator,
         )

@@ -220,9 +220,6 @@ class MLPSpec(ModelSpec):
 
     dropout: DropoutShare = 0.0
     """Share of the MLPs' hidden units that each sample leaves out in training, another share each time."""
-    layer_norm: bool = False
-    """Whether each hidden layer of the MLPs is normalised before its ReLU, sample by sample (Ba et al., 2016). There is
-    no batch norm: it would make a sample's output depend on the other samples of its micro-batch."""
 
 
 def histories_of(feature_names: Sequence[str], model: str) -> dict[str, str]:

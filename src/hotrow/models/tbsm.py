@@ -52,7 +52,7 @@ class TBSM(Network):
 
     num_dense: I. feature_names: of the collection. bottom_mlp: hidden widths, D is appended. top_mlp: widths of the
     step's top MLP, the last is M. attention_mlp: hidden widths between T and T. final_mlp: hidden, L is appended.
-    history_steps: T. dropout, layer_norm: of the final MLP's hidden layers. generator: CPU generator from which all
+    history_steps: T. dropout: of the final MLP's hidden layers. generator: CPU generator from which all
     weights are drawn, in the order of the drawing above.
 
     Raises ValueError if no feature has a history, or a history has no feature; for a batch, if a history is longer than
@@ -73,7 +73,6 @@ class TBSM(Network):
         final_mlp: Sequence[int],
         history_steps: int,
         dropout: float = 0.0,
-        layer_norm: bool = False,
         num_outputs: int = 1,
         generator: torch.Generator,
     ) -> None:
@@ -90,7 +89,7 @@ class TBSM(Network):
         self.inner_MM = nn.Parameter(A_MM)
         self.attention = MLP([history_steps, *attention_mlp, history_steps], generator=generator, last="linear")
         final = [2 * width, *final_mlp, num_outputs]
-        self.final = MLP(final, generator=generator, last="linear", dropout=dropout, layer_norm=layer_norm)
+        self.final = MLP(final, generator=generator, last="linear", dropout=dropout)
 
     def forward(self, dense_BI: Tensor, rows: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
         """Returns logits. rows: feature -> (values [.., D], offsets [B + 1]); offsets are in DRAM."""
@@ -172,7 +171,7 @@ class TBSMSpec(MLPSpec):
     """Widths of the hidden layers between the products of all steps with the last and the steps' weights."""
     final_mlp: list[Width] = [60]
     """Widths of the hidden layers on the attended history beside the last step's vector; one logit is added.
-    `dropout` and `layer_norm` act on these alone."""
+    `dropout` acts on these alone."""
 
     def check_options(self) -> None:
         """Raises ValueError if the vector of a step has no width."""
@@ -214,7 +213,6 @@ class TBSMSpec(MLPSpec):
             final_mlp=self.final_mlp,
             history_steps=self.history_steps,
             dropout=self.dropout,
-            layer_norm=self.layer_norm,
             num_outputs=num_outputs,
             generator=generator,
         )

@@ -26,8 +26,8 @@ class TwoTower(Network):
     """dense [B, I], pooled rows of all features [B, sum of D] -> [B, 2 M], the user's vector, then the item's.
 
     num_dense: I, of the user; 0 if dense inputs are left out. dims: columns by feature, in the order of the collection.
-    user_features, item_features: those of either tower; the first of an item is its id. user_mlp, item_mlp: hidden
-    widths; M is appended. generator: CPU generator from which all weights are drawn, user first.
+    user_features, item_features: those of either tower; the first of an item is its id. tower_mlp: hidden widths of
+    each; M is appended. generator: CPU generator from which all weights are drawn, user first.
     """
 
     retrieves = True
@@ -39,23 +39,20 @@ class TwoTower(Network):
         dims: Mapping[str, int],
         user_features: Sequence[str],
         item_features: Sequence[str],
-        user_mlp: Sequence[int],
-        item_mlp: Sequence[int],
+        tower_mlp: Sequence[int],
         vector_dim: int,
-        unit_length: bool,
         temperature: float,
         dropout: float,
-        layer_norm: bool,
         generator: torch.Generator,
     ) -> None:
         super().__init__()
         self.dims, self.num_dense = dict(dims), num_dense
         self.user_features, self.item_features = tuple(user_features), tuple(item_features)
-        self.unit_length, self.temperature = unit_length, temperature
+        self.temperature = temperature
         num_inputs = [sum(dims[name] for name in names) for names in (user_features, item_features)]
-        widths = [num_dense + num_inputs[0], *user_mlp, vector_dim], [num_inputs[1], *item_mlp, vector_dim]
+        widths = [num_dense + num_inputs[0], *tower_mlp, vector_dim], [num_inputs[1], *tower_mlp, vector_dim]
         self.user_tower, self.item_tower = (
-            MLP(own, generator=generator, last="linear", dropout=dropout, layer_norm=layer_norm) for own in widths
+            MLP(own, generator=generator, last="linear", dropout=dropout) for own in widths
         )
 
     def forward(self, dense_BI: Tensor, pooled_BP: Tensor) -> Tensor:
@@ -76,12 +73,12 @@ class TwoTower(Network):
     def user(self, dense_BI: Tensor, user_BP: Tensor) -> Tensor:
         """Returns the vectors of users, divided by the temperature, [B, M]."""
         vector_BM: Tensor = self.user_tower(torch.cat([dense_BI[:, : self.num_dense], user_BP], dim=1))
-        return (unit(vector_BM) if self.unit_length else vector_BM) / self.temperature
+        return unit(vector_BM) / self.temperature
 
     def item(self, item_BP: Tensor) -> Tensor:
         """Returns the vectors of items, [B, M]."""
         vector_BM: Tensor = self.item_tower(item_BP)
-        return unit(vector_BM) if self.unit_length else vector_BM
+        return unit(vector_BM)
 
 
 class TwoTowerSpec(MLPSpec):
@@ -89,7 +86,7 @@ class TwoTowerSpec(MLPSpec):
 
     network: ClassVar = TwoTower
     pooling: ClassVar = "mean"
-    small: ClassVar[Mapping[str, Any]] = {"user_mlp": [64], "item_mlp": [64]}
+    small: ClassVar[Mapping[str, Any]] = {"tower_mlp": [64]}
 
     name: Literal["two_tower"] = "two_tower"
     """Two towers (Yi et al., 2019)."""
@@ -100,14 +97,10 @@ class TwoTowerSpec(MLPSpec):
     """Features of a user, histories among them. null means all features that are not the item's."""
     dense_inputs: Literal["user", "none"] = "user"
     """Whether dense inputs go to the user's tower or are left out. They must say nothing about the row's item."""
-    user_mlp: list[Width] = [256]
-    """Widths of the hidden layers of the user's tower; a last layer of `vector_dim` is added."""
-    item_mlp: list[Width] = [256]
-    """Widths of the hidden layers of the item's tower; a last layer of `vector_dim` is added."""
+    tower_mlp: list[Width] = [256]
+    """Widths of the hidden layers of each tower; a last layer of `vector_dim` is added."""
     vector_dim: Width = 64
-    """Width of the vectors."""
-    unit_length: bool = True
-    """Whether vectors are divided by their length, so that their product is the cosine of their angle."""
+    """Width of the vectors. They are divided by their length, so that their product is the cosine of their angle."""
     temperature: Scale = 0.05
     """What products are divided by: the smaller, the more a softmax over cosines can tell items apart."""
 
@@ -157,12 +150,9 @@ class TwoTowerSpec(MLPSpec):
             dims=dims,
             user_features=user,
             item_features=item,
-            user_mlp=self.user_mlp,
-            item_mlp=self.item_mlp,
+            tower_mlp=self.tower_mlp,
             vector_dim=self.vector_dim,
-            unit_length=self.unit_length,
             temperature=self.temperature,
             dropout=self.dropout,
-            layer_norm=self.layer_norm,
             generator=generator,
         )
