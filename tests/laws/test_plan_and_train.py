@@ -27,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tbsm": TBSM,
     "two_tower": {"name": "two_tower", "embedding_dim": 8, "item": ["small"], "tower_mlp": [4]},
 }
-FIXED = {"data", "run", "from_run", "model.name", "train.max_steps", "train.sinks"}
+FIXED = {"data", "run", "from_run", "model.name", "train.max_steps"}
 """Options that are not drawn; a run's folder may not exist yet, nor a package, of which a plan says nothing."""
 WIDTHS: list[Any] = [[], [8], [16, 8], [0], 4]
 VALUES: dict[str, list[Any]] = {

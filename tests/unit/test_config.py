@@ -63,7 +63,6 @@ train.ema None
 train.freeze []
 train.nonfinite raise
 train.log_every 50
-train.sinks []
 metrics.by None
 calibration.method None
 calibration.negatives_kept 1.0

@@ -205,10 +205,6 @@ class TrainConfig(_Section):
     run.json), and the run continues."""
     log_every: Count = 50
     """Steps between two lines of metrics.jsonl; each line has means over these steps."""
-    sinks: list[Literal["wandb", "mlflow"]] = []
-    """Trackers that take the run's options and the numbers of metrics.jsonl too: W&B, MLflow. They are packages of
-    their own, which you install and log in to (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`); without them nothing
-    leaves this machine. A tracker that fails is a counted warning, and the run goes on."""
 
 
 class MetricsConfig(_Section):

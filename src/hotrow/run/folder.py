@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -47,7 +46,6 @@ from hotrow.report.page import NAME as REPORT
 from hotrow.report.page import write_report
 from hotrow.run.checkpoint_rows import link_or_copy
 from hotrow.run.record import ALL_DONE, Counted, RunRecord
-from hotrow.run.sinks import Sink, open_sink
 from hotrow.setup.setup import SELECTION
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
@@ -84,7 +82,8 @@ class RunFolder:
         self.path = path
         self.record = record
         """What run.json holds; `update` changes it."""
-        self._sinks: dict[str, Sink] = {}
+        self._board: Any = None
+        """TensorBoard's writer."""
         self._is_claimed = False
         self._depth, self._thread = 0, threading.get_ident()
         """How many `with` blocks of this folder are open, and in which thread; `_note` counts warnings meanwhile."""
@@ -288,7 +287,7 @@ class RunFolder:
                 self.warn("no_report", text)
 
     def measure(self, kind: str, *, step: int, **values: Any) -> None:
-        """Writes a line of metrics.jsonl, and gives its numbers to TensorBoard and other sinks that are open.
+        """Writes a line of metrics.jsonl, and gives its numbers to TensorBoard if its file is open.
 
         Scalars of a split carry its name, as in `val/auc`; otherwise two splits at one step would make one curve.
         """
@@ -301,16 +300,18 @@ class RunFolder:
             for tag, number in (value.items() if isinstance(value, Mapping) else [("", value)])
             if isinstance(number, int | float)
         }
-        for name, sink in [*self._sinks.items()]:
-            try:
-                for tag, number in scalars.items():
-                    sink.add_scalar(tag, number, step)
-            except Exception as error:  # such as a server that is away, for which a run need not end
-                del self._sinks[name]
-                self._lost(name, error)
+        with self._going_on_without_board():
+            for tag, number in scalars.items() if self._board is not None else ():
+                self._board.add_scalar(tag, number, step)
 
-    def _lost(self, sink: str, error: Exception) -> None:
-        self.warn("sink_lost", f"no more numbers go to {sink}: {type(error).__name__}: {error}")
+    @contextmanager
+    def _going_on_without_board(self) -> Iterator[None]:
+        """If TensorBoard's writer fails in the block, such as on a full disk, the run goes on without it."""
+        try:
+            yield
+        except Exception as error:
+            self._board = None
+            self.warn("sink_lost", f"no more numbers go to tensorboard: {type(error).__name__}: {error}")
 
     def measurements(self) -> list[dict[str, Any]]:
         """Returns the lines of metrics.jsonl, without a last line that a kill cut off. Raises ValueError naming file
@@ -336,22 +337,11 @@ class RunFolder:
         from torch.utils.tensorboard import SummaryWriter  # heavy, and an extra
 
         make_folder(self.path / "tensorboard", within=self.path)
-        board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
-        board.flush()  # only now is the file there, which anybody may read
-        self._sinks["tensorboard"] = Sink(board.add_scalar, board.close)
+        self._board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
+        self._board.flush()  # only now is the file there, which anybody may read
         for path in (self.path / "tensorboard").iterdir():
             if path.is_file():
                 path.chmod(0o600)
-
-    def open_sinks(self, names: Sequence[str]) -> None:
-        """Gives the numbers of this session to the trackers that `train.sinks` names, too."""
-        name = _safe(self.path.resolve().name)
-        key = f"{name}-{zlib.crc32(self.record.started.encode()):08x}"
-        for kind in names:
-            try:
-                self._sinks[kind] = open_sink(kind, name=name, key=key, options=self.options())
-            except Exception as error:  # such as nobody who has logged in
-                self._lost(kind, error)
 
     def keep_vocabulary(self, dataset: Path) -> None:
         """Takes dataset.json, vocab/ and statistics/ of a packed dataset into the run, so that it can score raw rows by
@@ -400,11 +390,9 @@ class RunFolder:
         if self._depth == 0:
             self._noting.close()
             self.count_shown()
-        for name in [*self._sinks]:
-            try:
-                self._sinks.pop(name).close()
-            except Exception as failed:  # the run, and an error that ends it, are more than its tracker
-                self._lost(name, failed)
+        with self._going_on_without_board():
+            if self._board is not None:
+                self._board.close()
         if error is not None:
             self.fail(f"{type(error).__name__}: {error}")
         if self.record.status != "running":
@@ -466,9 +454,6 @@ class SilentFolder(RunFolder):
 
     @override
     def open_tensorboard(self, *, step: int) -> None: ...
-
-    @override
-    def open_sinks(self, names: Sequence[str]) -> None: ...
 
     @override
     def keep_vocabulary(self, dataset: Path) -> None: ...

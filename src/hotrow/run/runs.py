@@ -47,7 +47,6 @@ from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, SilentFolder, noting, resume_command
 from hotrow.run.record import Part
 from hotrow.run.restart import how_to_go_on, mark_launch, restart_folder, was_restarted
-from hotrow.run.sinks import check_sinks
 from hotrow.run.start import Start, start_of, unknown_shares
 from hotrow.run.storage import describe, disk_shortfall, full_device
 from hotrow.run.trainer import Interrupt, MakeMeter, Training
@@ -106,7 +105,6 @@ def _train_new(
 
     def decide() -> tuple[Setup, Start | None]:
         """What cannot work is refused before a folder is made."""
-        check_sinks(config.train.sinks)
         dataset = PackedDataset.open(config.data, verify="sizes", hidden=hidden)
         paths = {"data": str(dataset.path.resolve())}
         if config.from_run is not None:
@@ -166,7 +164,6 @@ RESUMABLE = (
     "train.epochs",
     "train.max_steps",
     "train.nonfinite",
-    "train.sinks",
     "calibration.method",
     "calibration.negatives_kept",
     "checkpoint.every",
@@ -224,7 +221,6 @@ def _go_on(
 
     def decide() -> tuple[Setup, Start | None]:
         _check_is_there(config, folder)
-        check_sinks(config.train.sinks)
         dataset = PackedDataset.open(config.data, verify="sizes", hidden=hidden)
         setup = Setup.decide(config, dataset, folder.path, ranks=comm.ranks)
         return setup, None if newest is not None else start_of(setup, folder.record.parent)
@@ -486,7 +482,6 @@ def _say_what_was_decided(training: Training) -> None:
     folder.write_config(config.to_yaml())  # only now, when all of it is known to fit: a later resume starts from it
     folder.rewind(training.state.step)
     folder.open_tensorboard(step=training.state.step)
-    folder.open_sinks(config.train.sinks)
     if backend.reason is not None:
         folder.warn("reference_backend", backend.reason)
     if backend.threads < torch.get_num_threads():
