@@ -211,6 +211,7 @@ def test_rungs_are_shares_of_a_runs_steps(dataset: PackedDataset, tmp_path: Path
 # ---- a kill
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_time_changes_nothing(
     searched: tuple[Path, dict[str, Any], list[str]], dataset: PackedDataset, tmp_path: Path
 ) -> None:

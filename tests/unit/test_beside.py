@@ -60,6 +60,7 @@ def write(folder: Path, data: PackedDataset, **changes: Any) -> Path:
     return folder / "config.yaml"
 
 
+@pytest.mark.slow_but("8192")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process's memory")
 @pytest.mark.parametrize("batch_size", [64, 8192])
 def test_against_the_memory_of_a_process(
