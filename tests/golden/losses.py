@@ -48,7 +48,7 @@ RECIPES: dict[str, list[str]] = {
     ],
     "dcn": [f"model={json.dumps(DCN)}"],
     "tbsm": [f"model={json.dumps(TBSM)}", "data=histories"],
-    "hot phases": ["hot={schedule: fae, budget: 200KiB, small_table: 0, eval_samples: 64}"],
+    "hot phases": ["hot={schedule: fae, budget: 200KiB, small_table: 0}"],
     "hot windows": ["hot={schedule: window, budget: 200KiB, small_table: 0}", "train.precision=fp16"],
 }
 

@@ -494,7 +494,7 @@ def test_an_interrupted_start_ends_in_the_same_bits(
 ) -> None:
     """Killed before its first checkpoint, it starts from the other run once more; later, from its own checkpoint."""
     parent = trained(*changes)
-    wanted = [*changes, f"from_run={parent}", "optimizer.dense.lr=0.01", "train.label_smoothing=0.1"]
+    wanted = [*changes, f"from_run={parent}", "optimizer.dense.lr=0.01", "train.pos_weight=2"]
     wanted += ["checkpoint.every=4", "train.freeze=[t1]"]
     whole = runs.train(config(grown, tmp_path / "whole", *wanted))
     plain = trainer.train_step

@@ -51,7 +51,6 @@ TURNS = [
     "hot.small_table=0",
     f"hot.budget={36 * HOT_ROWS}",
     "hot.rate=40",
-    "hot.eval_samples=100",
     "checkpoint.every=5",
 ]
 

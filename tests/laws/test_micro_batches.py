@@ -355,7 +355,7 @@ def test_what_is_not_finite_is_named_and_changes_nothing(data: Data, tmp_path: P
 RUNS = {
     "early stopping": ["train.early_stopping=2", "optimizer.dense.lr=0.3"],
     "split weights": ["train.precision=split_bf16", "optimizer.sparse.name=sgd"],
-    "fae": ["hot.schedule=fae", "hot.small_table=0", "hot.budget=50000", "hot.rate=40", "hot.eval_samples=100"],
+    "fae": ["hot.schedule=fae", "hot.small_table=0", "hot.budget=50000", "hot.rate=40"],
     "window": ["hot.schedule=window", "hot.small_table=0", "hot.budget=50000"],
 }
 

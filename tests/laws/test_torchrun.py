@@ -48,7 +48,6 @@ BASE: dict[str, Any] = {
 EVAL_BATCH_SIZE = 20
 """Of 128 rows that makes 7 batches: two ranks or more have different numbers of them."""
 PHASES = ["hot.schedule=fae", "hot.rows=covering", "hot.budget=56520", "hot.small_table=0", "hot.rate=40"]
-PHASES += ["hot.eval_samples=100"]
 """About half of the rows are hot, and two of three samples."""
 VARIANTS = {
     "sgd": ["optimizer.dense.name=sgd", "optimizer.sparse.name=sgd"],
@@ -56,7 +55,6 @@ VARIANTS = {
     "adamw, weighted loss": [
         "optimizer.dense.name=adamw",
         "optimizer.schedule={warmup_steps: 5, decay_steps: 20}",
-        "train.label_smoothing=0.1",
         "train.pos_weight=3",
     ],
     "ftrl, stored order": ["optimizer.sparse.name=ftrl", "train.shuffle=false"],

@@ -56,7 +56,6 @@ train.seed 1
 train.threads auto
 train.precision fp32
 train.dense_dtype fp32
-train.label_smoothing 0.0
 train.pos_weight 1.0
 train.clip_norm None
 train.ema None
@@ -84,7 +83,6 @@ hot.small_table 1MiB
 hot.rows exact
 hot.rate 50
 hot.window 4
-hot.eval_samples 65536
 hot.merge_every 1
 parallel.sharding auto
 parallel.hot_rows 0
@@ -328,7 +326,6 @@ def test_yaml_round_trip() -> None:
             {"data": "d", "model": {"objective": "squared_error"}, "train": {"pos_weight": 3}},
             r"train\.pos_weight is 3\.0, but model\.objective squared_error has no such option; set it to 1\.0",
         ),
-        ({"data": "d", "train": {"label_smoothing": 1}}, r"train\.label_smoothing"),
         ({"data": "d", "train": {"pos_weight": 0}}, r"train\.pos_weight"),
         ({"data": "d", "train": {"clip_norm": 0}}, r"train\.clip_norm"),
         ({"data": "d", "train": {"ema": 1}}, r"train\.ema is 1; allowed: a number > 0 and < 1 or null"),

@@ -181,9 +181,6 @@ class TrainConfig(_Section):
     `bf16`: bfloat16. On a CPU with `avx512_bf16` and no AMX, hotrow's own products of MLPs are used; elsewhere bfloat16
     is used in the operations for which torch's autocast uses it. This is faster on GPUs and on CPUs with bfloat16
     products; on other CPUs it is slower, and a warning says so. The first line of a run names the arithmetic."""
-    label_smoothing: Share = 0.0
-    """How far the loss moves labels towards 1/2: with 0.1, 0 and 1 count as 0.05 and 0.95. Metrics, and so early
-    stopping, use the labels as they are. Only for `model.objective` binary_cross_entropy."""
     pos_weight: Positive = 1.0
     """Weight of samples with label 1 in the loss, as in torch's BCEWithLogitsLoss. It changes no metric:
     with another weight than 1, scores are not rates of clicks, so calibration and LogLoss become worse. Only for
@@ -327,9 +324,6 @@ class HotConfig(_Section):
     did not fall, and doubles it after four falls in a row. Only for `fae` and `fixed`."""
     window: Annotated[int, Field(ge=2, le=1024)] = 4
     """Batches within which samples are reordered. Only for `window`."""
-    eval_samples: Count = 65536
-    """How many samples, from the start of the validation split, give the loss that `fae` follows; rounded up to batches
-    of 4096."""
     merge_every: Annotated[int, Field(ge=1, le=65536)] = 1
     """Steps of a hot phase after which several processes add up what each has changed in the hot rows. 1 is exact. With
     more, less is sent and the result is *inexact*: it depends on the number of processes and on when the run saves and
@@ -350,7 +344,7 @@ class HotConfig(_Section):
         """Returns the options that differ from their default but do nothing with this schedule."""
         used = {"schedule"} | (set() if self.schedule == "none" else {"budget", "small_table", "rows"})
         used |= {"rate", "merge_every"} if self.takes_turns else set()
-        used |= {"fae": {"eval_samples"}, "window": {"window"}}.get(self.schedule, set())
+        used |= {"window"} if self.schedule == "window" else set()
         fields = type(self).model_fields
         return [f"hot.{name}" for name in fields if name not in used and getattr(self, name) != fields[name].default]
 

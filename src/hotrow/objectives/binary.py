@@ -39,13 +39,12 @@ class BinaryCrossEntropy(Objective):
     `measured` takes 12 bytes of memory per row. If all labels are equal, `auc` and `ne` (and `calibration`, if there is
     no positive) are NaN.
 
-    label_smoothing, pos_weight: the loss of a sample is -w (pos_weight t log p + (1 - t) log(1 - p)), where t is the
-    label moved towards 1/2 by that share of the way, and w the weight of the sample. Metrics know neither of the two.
+    pos_weight: the loss of a sample is -w (pos_weight t log p + (1 - t) log(1 - p)), where t is the label and w the
+    weight of the sample. Metrics do not know it.
     """
 
-    label_smoothing: float = 0.0
     pos_weight: float = 1.0
-    loss_options: ClassVar = ("label_smoothing", "pos_weight")
+    loss_options: ClassVar = ("pos_weight",)
     name: ClassVar = "binary_cross_entropy"
     label: ClassVar[LabelKind] = "binary"
     figures: ClassVar[tuple[str, ...]] = (
@@ -71,12 +70,9 @@ class BinaryCrossEntropy(Objective):
 
     def summed(self, outputs_B: Tensor, labels_BL: Tensor, weight_B: Tensor | None = None) -> Tensor:
         """Returns the weighted sum of the binary cross-entropies of at most SERIAL samples, 0-dim."""
-        target_B = labels_BL[:, 0]
-        if self.label_smoothing:
-            target_B = target_B + self.label_smoothing * (0.5 - target_B)
         positive = None if self.pos_weight == 1 else outputs_B.new_full((), self.pos_weight)
         return binary_cross_entropy_with_logits(
-            outputs_B, target_B, weight=weight_B, pos_weight=positive, reduction="sum"
+            outputs_B, labels_BL[:, 0], weight=weight_B, pos_weight=positive, reduction="sum"
         )
 
     @staticmethod
