@@ -225,7 +225,7 @@ def test_a_file_changed_after_opening_is_refused(tmp_path: Path) -> None:
 
 
 def test_numbers_out_of_range_are_named(tmp_path: Path) -> None:
-    for option in ({"min_count": 0}, {"max_rows": -1}, {"hash_cap": -1}):
+    for option in ({"min_count": 0}, {"hash_cap": -1}):
         (name, value), *_ = option.items()
         with pytest.raises(ValueError, match=f"{name} is {value}; it must be at least"):
             build_vocabulary(

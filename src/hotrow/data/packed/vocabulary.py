@@ -174,19 +174,18 @@ def build_vocabulary(
     key_kind: KeyKind,
     hash_cap: int = 0,
     min_count: int = 1,
-    max_rows: int = 0,
     memory_bytes: int,
     tmp_dir: Path,
 ) -> TableSummary:
     """Ranks the ids counted in `runs` and writes the vocabulary and the accesses per row, each whole or not at all.
 
-    min_count: ids seen fewer times share row 0. max_rows: upper limit of rows in all, 0 for none; the least popular ids
-    beyond it share row 0. memory_bytes: what the merge and the sorts may hold; the rest goes to unnamed temporary files
-    in tmp_dir. The files depend neither on memory_bytes and tmp_dir nor on how counts are divided into runs.
+    min_count: ids seen fewer times share row 0. memory_bytes: what the merge and the sorts may hold; the rest goes to
+    unnamed temporary files in tmp_dir. The files depend neither on memory_bytes and tmp_dir nor on how counts are
+    divided into runs.
 
     Raises ValueError for numbers out of range or a damaged run, OSError if a file cannot be written.
     """
-    for name, value, least in (("min_count", min_count, 1), ("max_rows", max_rows, 0), ("hash_cap", hash_cap, 0)):
+    for name, value, least in (("min_count", min_count, 1), ("hash_cap", hash_cap, 0)):
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     stored = stores_bytes(key_kind, hash_cap)
@@ -194,7 +193,7 @@ def build_vocabulary(
     with open_runs(runs) as fds, atomic_write(vocab_path) as vocab, atomic_write(counts_path) as counts:
         builder.merge(fds, min_count)
         wide_counts = builder.num_accesses >= 2**32
-        builder.rank(max_rows, counts.fileno(), COUNTS_HEADER_BYTES, wide_counts)
+        builder.rank(0, counts.fileno(), COUNTS_HEADER_BYTES, wide_counts)
         _write_counts_header(counts, counts_path, builder.num_rows, 8 if wide_counts else 4)
         summary = TableSummary(
             builder.num_rows, builder.num_keys, builder.missing_row, builder.num_distinct, builder.num_accesses

@@ -218,7 +218,6 @@ class CounterPool:
         counts_path: Path,
         *,
         min_count: int = 1,
-        max_rows: int = 0,
         others: Sequence[Path] = (),
     ) -> TableSummary:
         """Writes the vocabulary and counts of a table from all that was counted; see `build_vocabulary`.
@@ -237,7 +236,6 @@ class CounterPool:
                 key_kind=counts.kind,
                 hash_cap=counts.hash_cap,
                 min_count=min_count,
-                max_rows=max_rows,
                 memory_bytes=self.memory_bytes - self.num_bytes,
                 tmp_dir=self.folder,
             )
