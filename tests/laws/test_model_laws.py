@@ -81,7 +81,7 @@ def values_of(annotation: Any) -> list[Any]:
     if origin is Literal:
         return list(inner)
     if origin is list:
-        return [["item"], ["category", "item"]] if inner == (str,) else [[], [9], [6, 72]]  # which 3 heads divide
+        return [["item"], ["category", "item"]] if inner == (str,) else [[], [9], [6, 72]]
     if origin is dict:
         return [{"default": 3, "user": 9}]
     found = {type(None): [None], bool: [False, True], int: [3, 17], float: [0.0, 0.5]}

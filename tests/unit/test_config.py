@@ -67,7 +67,6 @@ calibration.method None
 calibration.negatives_kept 1.0
 checkpoint.every None
 checkpoint.keep_last 2
-checkpoint.keep_best True
 memory.hbm None
 memory.dram auto
 memory.ssd None
@@ -141,7 +140,6 @@ temperature 0.05
 dropout 0.0
 first_mlp [400, 400, 400]
 second_mlp [800]
-heads 1
 """,
     "mmoe": """
 dropout 0.0
@@ -339,10 +337,6 @@ def test_yaml_round_trip() -> None:
             "decay_start_step is 9, before the warm-up ends at step 10",
         ),
         ({"data": "d", "train": {"eval_every": 2.5}}, r"train\.eval_every is 2\.5; it is a share of an epoch up to 1"),
-        (
-            {"data": "d", "train": {"early_stopping": 1}, "checkpoint": {"keep_best": False}},
-            r"checkpoint\.keep_best is false, but early_stopping needs it",
-        ),
         ({"data": "d", "train": {"early_stopping": 1, "eval_every": None}}, r"train\.eval_every is null, but early"),
     ],
 )

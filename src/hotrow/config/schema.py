@@ -234,9 +234,7 @@ class CheckpointConfig(_Section):
     """How often to save: a share of an epoch (up to 1) or a number of steps (above 1). null: at the end and when the
     run is interrupted."""
     keep_last: Count = 2
-    """How many of the newest checkpoints are kept."""
-    keep_best: bool = True
-    """Whether weights with the best validation score so far are saved and kept; early stopping needs this."""
+    """How many of the newest checkpoints are kept; with early stopping that of the best validation score stays too."""
 
 
 class MemoryConfig(_Section):
@@ -414,12 +412,9 @@ class Config(_Section):
     """Folder of the run, which must not exist yet; null means runs/<dataset>-<model>-NNN with the next free number."""
 
     @model_validator(mode="after")
-    def _best_is_kept(self) -> Config:
-        if self.train.early_stopping is not None:
-            if not self.checkpoint.keep_best:
-                raise ValueError("checkpoint.keep_best is false, but early_stopping needs it; set it to true")
-            if self.train.eval_every is None:
-                raise ValueError("train.eval_every is null, but early_stopping counts evaluations; set it, e.g. to 0.1")
+    def _events_come(self) -> Config:
+        if self.train.early_stopping is not None and self.train.eval_every is None:
+            raise ValueError("train.eval_every is null, but early_stopping counts evaluations; set it, e.g. to 0.1")
         for path, value in (("train.eval_every", self.train.eval_every), ("checkpoint.every", self.checkpoint.every)):
             if value is not None and value > 1 and value != int(value):
                 raise ValueError(f"{path} is {value}; it is a share of an epoch up to 1, above that a whole number")
