@@ -168,6 +168,7 @@ def test_fit_on_a_packed_dataset(run: hotrow.Run, tmp_path: Path) -> None:
         hotrow.fit(run.path / "data", label="click")
 
 
+@pytest.mark.slow_but("frame-True")
 @pytest.mark.parametrize(("kind", "named"), sampled(["frame", "file"], [False, True], pairs=False))
 def test_fit_stopped_in_preparation_goes_on_by_the_same_call(
     kind: str, named: bool, run: hotrow.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

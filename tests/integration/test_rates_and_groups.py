@@ -95,6 +95,7 @@ def test_gauc_may_choose_the_weights(tmp_path: Path) -> None:
     assert run.record.monitor == "gauc" and best[run.record.chosen_step] == max(best.values())
 
 
+@pytest.mark.slow_but("platt")
 def test_calibration_is_fitted_to_validation_rows_and_judged_on_others(plain: hotrow.Run, run: hotrow.Run) -> None:
     """Training is the same; so are the metrics of the validation rows, to which the map was fitted."""
     found = run.record.calibration
@@ -144,6 +145,7 @@ def test_a_mean_of_weights_is_what_is_calibrated(tmp_path: Path) -> None:
     np.testing.assert_allclose(exported, run.predict(new), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow_but("platt")
 def test_other_weights_are_not_calibrated(run: hotrow.Run, tmp_path: Path) -> None:
     found = run.record.calibration
     assert found is not None
@@ -156,6 +158,7 @@ def test_other_weights_are_not_calibrated(run: hotrow.Run, tmp_path: Path) -> No
         run.folder.update(calibration=found)
 
 
+@pytest.mark.slow_but("platt")
 def test_a_finished_run_can_be_calibrated(plain: hotrow.Run, run: hotrow.Run, tmp_path: Path) -> None:
     found = run.record.calibration
     assert found is not None
