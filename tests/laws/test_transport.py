@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_worlds import Case, check
 from torch import Tensor
 
 import hotrow
@@ -26,14 +25,6 @@ from hotrow.run.schedule import Schedule
 from hotrow.run.trainer import train_step
 from hotrow.tables import TableConfig
 from rank_threads import ThreadPool
-
-
-@pytest.mark.filterwarnings("ignore:3 batches wait")
-@pytest.mark.parametrize("pooled", [False, True])
-def test_tables_over_threads_have_the_bits_of_one_process(monkeypatch: pytest.MonkeyPatch, pooled: bool) -> None:
-    monkeypatch.setattr(sharded, "SMALL_BYTES", sharded.SMALL_BYTES)  # what it becomes in the threads ends here
-    check(ThreadPool(), Case("adagrad", 4, pooled=pooled), (1, 2, 3))
-
 
 NAMES, ROWS, SAMPLES = ("a", "b"), 40, 24
 
