@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from forked import run_forked
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops
 from hotrow.kernels.types import Layout
@@ -124,7 +125,8 @@ print(emb.weights["t"].view(torch.int32).sum().item())
 
 def run_program(native: str) -> tuple[list[str], str]:
     env = {**os.environ, "HOTROW_NATIVE": native}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True)
+    done = run_forked(PROGRAM, env=env)
+    assert done.returncode == 0, done.stderr
     first, checksum = done.stdout.splitlines()
     return first.split("|"), checksum
 
@@ -154,8 +156,8 @@ for memory in (hotrow.Memory(dram="1MiB", ssd=sys.argv[1]), hotrow.DeviceMemory(
 
 def test_tiers_and_devices_are_refused_without_the_native_module(tmp_path: Path) -> None:
     env = {**os.environ, "HOTROW_NATIVE": "0"}
-    command = [sys.executable, "-c", NOT_IN_DRAM, tmp_path]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    done = run_forked(NOT_IN_DRAM, tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
     what = "need the native module, and HOTROW_NATIVE=0 is set: build it with `pip install"
     for line, tables in zip(done.stdout.splitlines(), ("tables in tiers", "tables on a device"), strict=True):
         assert line.startswith(f"{tables} {what}") and "keep the tables in DRAM" in line
