@@ -37,6 +37,7 @@ def weights(run: hotrow.Run) -> dict[str, str]:
     return {name: digest for name, digest in file_hashes(run.checkpoint).items() if "safetensors" in name}
 
 
+@pytest.mark.slow_but("True")
 @pytest.mark.parametrize("timed", [False, True])
 def test_the_second_run_trains_all_rows_but_those_of_the_test(timed: bool, tmp_path: Path) -> None:
     """It equals, to the bit, a run on data that a person has split into 90, 0 and 10 %, with the steps found."""

@@ -207,10 +207,11 @@ def go_on(comm: Communicator, folder: Path, kept: Kept, first: int, last: int) -
     saved.emb.placement.close()
 
 
-def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_turns", [3, pytest.param(7, marks=pytest.mark.slow)])
+def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, tmp_path: Path, num_turns: int) -> None:
     plain, tiers, folder, number = saved_of(None, Kept()), str(tmp_path / "tiers"), tmp_path / "saved", 0
     hotrow.save_checkpoint(folder / "0", plain.parts)
-    for num_ranks, kept, steps in [
+    turns = [
         (3, Kept(), 1),
         (2, Kept(tiers), 2),
         (3, Kept(tiers, seed=7), 2),
@@ -218,7 +219,8 @@ def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, 
         (3, Kept(tiers, in_dram=1), 1),
         (2, Kept(machines=2), 1),
         (2, Kept(), 1),
-    ]:
+    ]
+    for num_ranks, kept, steps in turns[:num_turns]:
         pool.run(go_on, folder, kept, number, number + steps, num_ranks=num_ranks, micro_batches=MICRO_BATCHES)
         for _ in range(steps):
             step(plain, None, number)

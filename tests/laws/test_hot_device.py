@@ -205,8 +205,7 @@ def test_collections_that_have_no_room_for_copies_on_a_device(monkeypatch: pytes
 
 # Every optimizer passes the loop above; whole runs of those with other states of a row take a while in the interpreter.
 RUNS = [
-    pytest.param(*case, marks=() if name in ("sgd", "adam", "split") else pytest.mark.slow, id=name)
-    for name, case in OPTIMIZERS.items()
+    pytest.param(*case, marks=() if name == "adam" else pytest.mark.slow, id=name) for name, case in OPTIMIZERS.items()
 ]
 
 

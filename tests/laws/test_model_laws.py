@@ -285,6 +285,7 @@ def check_ranks(pool: RankPool, data: Path, options: dict[str, Any], V: int, R: 
         assert not told, (options, V, R, threads, rank, told)
 
 
+@pytest.mark.slow_but("dlrm-False", "tbsm-False", "din-False", "mmoe-False")
 @each_value_or_pair
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_change_no_bit(pool: RankPool, data: Path, model: str, pairs: bool) -> None:
@@ -292,6 +293,7 @@ def test_ranks_change_no_bit(pool: RankPool, data: Path, model: str, pairs: bool
         check_ranks(pool, data, *case)
 
 
+@pytest.mark.slow_but("dlrm-False", "mmoe-False")
 @each_value_or_pair
 @pytest.mark.parametrize("model", [name for name in MODELS if takes_labels(name)])
 def test_neither_ranks_nor_addresses_change_a_bit_of_several_labels(

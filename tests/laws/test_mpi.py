@@ -95,6 +95,7 @@ def test_a_lost_rank_is_named_and_mpiexec_ends_all(tmp_path: Path, number: signa
     assert not any(Path(f"/proc/{path.read_text()}").exists() for path in pids)
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_an_error_of_one_rank_ends_all_with_its_text(tmp_path: Path) -> None:
     process = ranks("one_fails", 3, tmp_path)

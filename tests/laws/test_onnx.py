@@ -94,6 +94,13 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.slow_but(
+    "('dlrm', 3, ['a'], 'none')",
+    "('din', 3, ['a'], 'none', {'use_softmax': True})",
+    "('two_tower', 3, ['a'], 'none')",
+    "('mmoe', 2, ['a', 'b', 'c'], 'none')",
+    "('dcn', 2, ['a'], 'isotonic')",
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_computes_what_the_network_does(case: Any, tmp_path: Path) -> None:
     name, num_dense, labels, layers = case

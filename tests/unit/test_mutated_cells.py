@@ -185,6 +185,7 @@ def kept_as_they_were(found: Mutation, result: dict[str, Any]) -> None:
         assert rows["label"] == [float(text) for text in truth["click"]]
 
 
+@pytest.mark.slow_but("0")
 @pytest.mark.parametrize("block", [0, 1, 2])
 def test_sixty_mutated_files_are_read_or_cured(block: int, tmp_path: Path) -> None:
     run(range(20 * block, 20 * block + 20), tmp_path)

@@ -65,6 +65,12 @@ def facts_under(**variables: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif("avx2" not in ops.isas(), reason="this machine has one instruction set only: nothing to limit")
 def test_a_limit_holds_for_all_of_hotrow_and_for_torch() -> None:
     assert json.loads(facts_under(HOTROW_ISA="avx2").stdout) == [["baseline", "avx2"], "avx2", "AVX2", "avx2", True]
+
+
+@needs_native
+@pytest.mark.slow
+@pytest.mark.skipif("avx2" not in ops.isas(), reason="this machine has one instruction set only: nothing to limit")
+def test_the_lowest_limit_none_and_one_that_is_unknown() -> None:
     assert json.loads(facts_under(HOTROW_ISA="baseline").stdout) == [
         ["baseline"],
         "baseline",

@@ -78,6 +78,7 @@ with threads("auto") as used:
 """
 
 
+@pytest.mark.slow_but("3-2-2")
 @pytest.mark.skipif(not ops.isas(), reason="the threads of the kernels need the native module")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads")
 @pytest.mark.parametrize(("variable", "call", "expected"), [("1", None, 1), ("3", 2, 2)])

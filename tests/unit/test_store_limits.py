@@ -54,6 +54,7 @@ print(counted, peak)
 """
 
 
+@pytest.mark.slow_but("64-threads")
 @each_io
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the process's memory")
 @pytest.mark.parametrize("record_bytes", [64, pytest.param(1024, marks=pytest.mark.slow)])

@@ -482,6 +482,7 @@ print(sum(len(files) for _, _, files in os.walk(sys.argv[2])))
 """
 
 
+@pytest.mark.slow_but("file")
 @pytest.mark.skipif(not ops.isas(), reason="the native module is absent: these are its threads")
 @pytest.mark.parametrize("kind", ["ssd", "file"])
 def test_a_forked_child_is_told_and_takes_nothing_away(folder: Path, kind: str) -> None:

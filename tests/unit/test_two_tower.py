@@ -234,6 +234,7 @@ def trained(comm: Communicator, data: Path, folder: Path) -> dict[str, Any]:
     return dict(runs.train(make_config(with_it), quiet=True, comm=comm).record.metrics or {})
 
 
+@pytest.mark.slow
 def test_ranks_find_the_same_items(dataset: PackedDataset, tmp_path: Path) -> None:
     with RankPool(3) as pool:
         alone, *_ = pool.run(trained, dataset.path, tmp_path, num_ranks=1, micro_batches=4)
