@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -19,15 +19,14 @@ import torch
 
 from benchmarks.rivals import memory, page
 from benchmarks.rivals.memory import LossError, MemoryCell, Turns, check_losses
-from benchmarks.rivals.page import speed_charts
 from benchmarks.rivals.sides import InTiers, Settings, Side
 from benchmarks.rivals.stores import Mapped, Rocks, RowLru
 from benchmarks.rivals.work import Work, even_lengths, read_batches, shared_batches
 from benchmarks.rivals.worker import Server, Worker, WorkerError
 from benchmarks.study import __main__ as studies
 from benchmarks.study import presets as study_runner
-from benchmarks.study.group import GroupError, MemoryGroup, own_group
-from benchmarks.tiers import name_of, open_table, step_cells
+from benchmarks.study.group import MemoryGroup
+from benchmarks.tiers import open_table
 from benchmarks.tiers_page import tiers_sentence, tiers_table
 from hotrow import Batch, EmbeddingCollection, KeyedJaggedTensor, Memory
 from hotrow.placement.budget import TableSlots
@@ -52,7 +51,6 @@ TINY: dict[str, Any] = {
             "axes": {"zipf": [1.05], "dram_parts": [2]},
             "variants": [["tiers", 2], ["tiers", 0]],
         },
-        {"name": "traces", "about": "", "fixed": {}, "axes": {"trace": []}, "variants": [["tiers", 2]]},
     ],
     "quick": {"leave_out": [], "axes": {}},
 }
@@ -200,13 +198,6 @@ def test_expected_counts_against_what_is_drawn() -> None:
         assert np.abs(np.cumsum(own * num_steps) - np.cumsum(each)).max() < 0.01 * each.sum()
 
 
-def test_counts_of_a_trace_are_its_own(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.txt"
-    trace.write_text("\n".join(str(i * i % 7) for i in range(40)))
-    work = Work(rows=(7,), embedding_dim=4, batch_size=16, trace=str(trace))
-    assert (work.counts()["C1"] * 40 / 16).tolist() == [6, 11, 12, 0, 11, 0, 0]
-
-
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")
 def test_batches_are_shared_as_they_are() -> None:
     wanted = [*islice(WORK.batches(), 11)]
@@ -238,19 +229,8 @@ def test_the_next_stretch_begins_with_what_was_looked_ahead_to() -> None:
         assert torch.equal(torch.stack(found), torch.stack(wanted[first:last]))
 
 
-def test_a_side_in_tiers_pins_what_is_popular(tmp_path: Path) -> None:
-    side = InTiers(WORK, Settings(dram_bytes=WORK.table_bytes // 2, folder=str(tmp_path)))
-    side.build()
-    assert [slots.pinned for slots in side.tiers.slots[:2]] == [3, 900]
-    pinned, cached = side.tiers.slots[2]
-    facts = side.facts()
-    assert facts["whole_tables"] == 2 and facts["pinned_rows"] == 903 + pinned and facts["cached_rows"] == cached
-    assert 300 < pinned < 3000 and cached >= 100
-    assert facts["rows_on_disk"] >= 4000 - pinned - cached, "every other row exists"
-
-
 def test_a_side_in_tiers_saves_what_changed(tmp_path: Path) -> None:
-    """The second checkpoint is a link with the rows of the steps between; all files are below the given folder."""
+    """The second checkpoint has the rows of the steps between."""
     work = replace(WORK, rows=(3, 900, 40_000))
     side = InTiers(work, Settings(dram_bytes=work.table_bytes // 2, folder=str(tmp_path), turns=2))
     side.build()
@@ -259,8 +239,6 @@ def test_a_side_in_tiers_saves_what_changed(tmp_path: Path) -> None:
     second = side.save()
     assert first["checkpoint_bytes"] > work.table_bytes / 2, "every row that is not pinned exists"
     assert 0 < second["checkpoint_bytes"] < first["checkpoint_bytes"] / 4
-    assert second["checkpoint_s"] > 0
-    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-0", "checkpoint-1"}
 
 
 @pytest.mark.parametrize(("wanted", "stretches"), [(0, []), (7, [3, 3, 1]), (6, [3, 3])])
@@ -343,7 +321,6 @@ def test_disturbed_rounds_are_taken_again_and_there_is_always_a_figure(disturbed
     row = memory.row_of(cell, found, {})
     assert (row["clean_rounds"], row["taken_rounds"]) == (min(3, disturbed.count(0)), num_taken)
     assert (row["relative_speed"], row["spread"], row["rounds"]) == (0.5, [0.5, 0.5], 3)
-    assert f"{row['clean_rounds']} of {num_taken} rounds clean" in memory.headline(row)
 
 
 @pytest.mark.parametrize(
@@ -362,16 +339,6 @@ def test_what_needs_more_dram_is_refused(
     cell = MemoryCell(group="g", side=side, ahead=0, dram_parts=32, zipf=1.05, scale=scale)
     reason = memory.refusal(cell, memory_bytes=1 << 40, cores=2)
     assert (reason is None) if said is None else said in str(reason)
-
-
-def test_a_group_that_cannot_be_made_says_why(tmp_path: Path) -> None:
-    with pytest.raises(GroupError, match=r"no memory controller.*run as root, or under"):
-        MemoryGroup(tmp_path)
-    assert not [*tmp_path.iterdir()]
-    with pytest.raises(GroupError, match="no memory group can be made in"):
-        MemoryGroup(tmp_path / "absent")
-    with pytest.raises(GroupError, match="has no memory groups"):
-        own_group(tmp_path, tmp_path / "absent")
 
 
 @pytest.mark.parametrize(
@@ -393,28 +360,12 @@ def test_a_limit_leaves_nothing_to_swap(tmp_path: Path, v1: bool, files: dict[st
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
 
 
-def test_own_group_of_either_version(tmp_path: Path) -> None:
-    member = tmp_path / "member"
-    (tmp_path / "memory" / "a").mkdir(parents=True)
-    (tmp_path / "b").mkdir()
-    member.write_text("3:cpu,memory:/a\n0::/b\n")
-    assert own_group(tmp_path, member) == tmp_path / "memory" / "a"
-    member.write_text("3:memory:/elsewhere\n")
-    assert own_group(tmp_path, member) == tmp_path / "memory"
-    member.write_text("0::/b\n")
-    with pytest.raises(GroupError, match="no memory groups under"):
-        own_group(tmp_path, member)
-    (tmp_path / "cgroup.controllers").touch()
-    assert own_group(tmp_path, member) == tmp_path / "b"
-
-
 def test_without_groups_no_cell_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "group_refused", lambda: "no memory group: run as root")
     result = run_tiny(tmp_path)
     assert (result["num_cells"], result["cells"], result["skipped"]) == (0, [], 2)
     report = json.loads((tmp_path / "memory.json").read_text())
     assert report["cells"] == [] and {cell["reason"] for cell in report["skipped"]} == {"no memory group: run as root"}
-    assert "no memory group: run as root" in (tmp_path / "memory.html").read_text()
 
 
 # ---- the study
@@ -423,60 +374,24 @@ def test_without_groups_no_cell_is_reported(tmp_path: Path, monkeypatch: pytest.
 def test_the_study_measures_once_and_holds_its_fields(
     tmp_path: Path, no_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        memory.bench.Disturbance, "share", lambda self: 0.0
-    )  # else rounds are taken again, and more is compared
+    # Else rounds are taken again, and more is compared.
+    monkeypatch.setattr(memory.bench.Disturbance, "share", lambda self: 0.0)
     out = tmp_path / "out"
     result = run_tiny(out)
     assert (result["num_cells"], result["measured"], result["skipped"]) == (2, 2, 0)
     report = json.loads((out / "memory.json").read_text())
     assert result["cells"] == report["cells"] and len(report["cells"]) == 2
-    wanted = "name dram_share zipf relative_speed hit_rate row_hit_rate stall_share bytes_written_per_step"
-    wanted += " bytes_read_per_step rows_on_disk peak_bytes limit_bytes"
     for row in report["cells"]:
-        assert set(wanted.split()) <= set(row) and row["relative_speed"] > 0 and row["rounds"] == 3
+        assert row["relative_speed"] > 0 and row["rounds"] == 3
         assert row["steps_compared"] == 3 + 3 * ((1 + 2) + (2 + 2)) + 1  # warm-up looks two ahead: it settles for two
         assert row["limit_bytes"] == 1000 + row["table_bytes"] // 2 + memory.SLACK_BYTES["tiers"]
-    assert report["machines"][0]["source"] == "Zipf 1.05"
     kept = page.STUDY.kept_of(report)
     assert page.body_of(kept) == page.body_of(report), "the page in docs/ shows what is kept of it"
     assert page.charts_of(kept) == page.charts_of(report)
-    html = (out / "memory.html").read_text()
-    assert "Made by: <code>python -m benchmarks.study memory " in html
-    assert "hotrow, 2 ahead" in html and html.count("<script") == 1
     assert not [*out.glob("hotrow-study-*")]
     before = report["cells"]
     run_tiny(out)
     assert json.loads((out / "memory.json").read_text())["cells"] == before
-
-
-def test_a_set_up_that_ends_is_named_and_the_next_is_measured(
-    tmp_path: Path, no_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(cells: Sequence[MemoryCell], *, folder: Path) -> Iterator[tuple[MemoryCell, dict[str, Any]]]:
-        raise WorkerError("the process of side tiers ended: it was killed")
-        yield
-
-    monkeypatch.setattr(memory, "run", run)
-    result = run_tiny(tmp_path)
-    assert (result["measured"], result["skipped"]) == (0, 2)
-    assert "it was killed" in (tmp_path / "memory.html").read_text()
-
-
-def test_charts_are_by_ids_and_by_side() -> None:
-    def row(side: str, source: str, parts: int, ahead: int = 0) -> dict[str, Any]:
-        own = {"side": side, "source": source, "dram_parts": parts, "dram_share": 1 / parts}
-        return {**own, "io": "auto", "ahead": ahead, "relative_speed": 0.5}
-
-    rows = [row("tiers", "Zipf 1.05", parts, ahead) for parts in (32, 2) for ahead in (4, 0)]
-    rows += [row("mmap", "Zipf 1.05", 32), row("tiers", "Zipf 0.9", 2, 4)]
-    charts = speed_charts(rows)
-    assert [*charts] == ["By ids", "By side, Zipf 1.05"]
-    by_ids, by_side = charts.values()
-    assert ">Zipf 1.05</text>" in by_ids and ">Zipf 0.9</text>" in by_ids and "mapped" not in by_ids
-    assert all(f">{name}</text>" in by_side for name in ("hotrow, 4 ahead", "hotrow, 0 ahead", "mapped files"))
-    assert all(f">{tick}</text>" in by_side for tick in ("1/32", "1/2")) and ">0.1</text>" not in by_side
-    assert speed_charts([]) == {}
 
 
 def test_machines_count_where_enough_speed_is_kept() -> None:
@@ -487,45 +402,9 @@ def test_machines_count_where_enough_speed_is_kept() -> None:
     assert memory.machines(rows) == [{"source": "z", "machines_in_dram": 8, "measured": True}]
 
 
-def test_presets_expand_and_the_quick_one_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "group_refused", lambda: None)
-    study = studies.make_study("memory")
-    for quick, least in ((True, 7), (False, 30)):
-        plan = study_runner.make_plan(study, quick=quick, memory_bytes=32 << 30, cores=2)
-        assert len(plan.cells) + len(plan.skipped) >= least and len({c.key for c in plan.cells}) == len(plan.cells)
-        assert (memory.estimate_s(plan.cells) < 300) is quick
-
-
-def test_the_page_of_benchmarks_says_what_is_held() -> None:
-    cell = {
-        "name": "tiers_tiers_dram10_zipf1.05_ahead4", "relative_speed": 0.8, "spread": [0.7, 0.9], "target": 0.85,
-        "hit_rate": 0.95, "rows_on_disk": 1000, "peak_bytes": 2e6, "rounds": 10, "clean_rounds": 10,
-        "taken_rounds": 11,
-    }  # fmt: skip
-    saved = {**cell, "name": "saved", "checkpoint_s": 1.25, "checkpoint_bytes": 2.5e8}
-    ids = {"name": "id_to_slot", "ms": 1.0, "step_ms": 40.0, "share": 0.025, "most": 0.05}
-    opened = {
-        "name": "open_table", "table_bytes": 10**11, "dim": 128, "lookups": 1000, "most_s": 1.0,
-        "make_s": 0.1, "open_s": 0.2, "collection_s": 0.3, "worst_s": 1.5,
-    }  # fmt: skip
-    text = "\n".join(tiers_table([cell, saved, ids, opened]))
-    assert "| 80% (70%-90%) | 85%: **not held** | 95.0% |  |" in text
-    assert "| checkpoint after 500 steps, s / MB |" in text and "| 2 | 1.2 / 250 | 10 of 11 |" in text
-    assert "| 1,000 | 2 |  | 10 of 11 |" in text, "measured before checkpoints were"
-    assert "A table of 100 GB" in text and "1.500 s (less than 1 s: **not held**)" in text
-    assert "1.00 ms, 2.5% of a step (at most 5%: held)" in text
-
-
 def test_ratios_are_of_one_machine_and_ranges_over_all() -> None:
-    own = {
-        "dram_parts": 32,
-        "zipf": 1.05,
-        "io": "auto",
-        "spread": [0.1, 0.9],
-        "rounds": 10,
-        "clean_rounds": 10,
-        "taken_rounds": 10,
-    }
+    own = {"dram_parts": 32, "zipf": 1.05, "io": "auto", "spread": [0.1, 0.9]}
+    own |= {"rounds": 10, "clean_rounds": 10, "taken_rounds": 10}
     ours = {**own, "name": "ours", "side": "tiers", "ahead": 4, "relative_speed": 0.6}
     rival = {**own, "name": "mapped", "side": "mmap", "ahead": 1, "relative_speed": 0.2}
     assert "| ours over the whole tables mapped | 3.00x |" in "\n".join(tiers_table([ours, rival]))
@@ -534,30 +413,13 @@ def test_ratios_are_of_one_machine_and_ranges_over_all() -> None:
     names = ("tiers_tiers_dram32_zipf1.05_ahead4", "mapped", "rocks", "tiers_tiers_dram10_zipf1.05_ahead4")
     one = dict(zip(names, (ours, rival, rocks, tenth), strict=True))
     cells = {name: {"A CPU": cell} for name, cell in one.items()}
-    sentence = tiers_sentence(cells)
-    assert sentence and re.findall(r"[\d.]+(?:%| times)", sentence) == ["85%", "60%", "3.0 times", "4.0 times"]
+    found = re.findall(r"[\d.]+(?:%| times)", tiers_sentence(cells) or "")
+    assert found == ["85%", "60%", "3.0 times", "4.0 times"]
     for name, cell in one.items():
         cells[name]["Another"] = {**cell, "relative_speed": cell["relative_speed"] * (0.9 if "tiers" in name else 1)}
-    sentence = tiers_sentence(cells)
-    assert sentence and re.findall(r"[\d.%]+ - [\d.]+%?", sentence) == [
-        "76% - 85%",
-        "54% - 60%",
-        "2.7 - 3.0",
-        "3.6 - 4.0",
-    ]
+    found = re.findall(r"[\d.%]+ - [\d.]+%?", tiers_sentence(cells) or "")
+    assert found == ["76% - 85%", "54% - 60%", "2.7 - 3.0", "3.6 - 4.0"]
     assert tiers_sentence({name: own for name, own in cells.items() if name != "rocks"}) is None
-
-
-def test_cells_of_the_benchmark_have_names_and_two_sizes() -> None:
-    for quick in (True, False):
-        cells = step_cells(quick=quick, threads=2)
-        assert len({*map(name_of, cells)}) == len(cells) == 21
-        assert all(cell.rounds * cell.steps >= 500 for cell in cells) is not quick
-        assert {(cell.side, cell.checkpoint_steps > 0) for cell in cells} == {
-            ("tiers", True),
-            ("mmap", False),
-            ("rocksdb", False),
-        }
 
 
 def test_a_table_that_is_opened_is_timed_and_its_file_goes(tmp_path: Path) -> None:
