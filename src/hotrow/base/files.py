@@ -257,7 +257,7 @@ def claim(path: Path) -> Iterator[bool | None]:
 def claim_or_fail(folder: Path, stack: ExitStack) -> None:
     """Claims a folder until `stack` closes. Raises ValueError if another process has it."""
     if stack.enter_context(claim(folder)) is False:
-        raise ValueError(f"another process measures in {folder}: wait until it has ended, or pass another --out")
+        raise ValueError(f"another process works in {folder}: wait until it has ended, or pass another --out")
 
 
 def _locked(path: Path, flags: int) -> tuple[int, bool]:

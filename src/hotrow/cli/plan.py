@@ -11,12 +11,14 @@ from hotrow.base.files import size
 from hotrow.base.progress import ProgressLine, num_of
 from hotrow.parallel.agreement import on_every_rank
 from hotrow.parallel.communicator import Communicator
+from hotrow.parallel.heartbeat import Heartbeat
 from hotrow.plan.alternatives import Alternative, decided, groups, try_alternatives
 from hotrow.plan.decision import Decision, TablePlan, decision_of
 from hotrow.plan.trial import Steps, Trial, trial
+from hotrow.run.runs import check_same_setup
 
 DISTURBED = 0.02
-"""The share of the time that others may have the processors without a word."""
+"""Seconds a second that others may have the processors without a word."""
 MAX_LINES = 40
 """Tables that are shown to people; --json has all."""
 
@@ -54,8 +56,10 @@ def plan(config: Path, changes: Sequence[str] = (), *, tries: bool = True, comm:
         if asked:
             found, rows = try_alternatives(config, asked, tell=tell)
             return Plan(decision=found.decision, trial=found.trial, alternatives=rows)
-        setup = on_every_rank(comm, lambda: decided(config, comm=comm))
-        tried = trial(setup, comm=comm, tell=tell) if tries else None
+        with Heartbeat(comm, cure="Start it again"):
+            setup = on_every_rank(comm, lambda: decided(config, comm=comm))
+            check_same_setup(comm, setup)
+            tried = trial(setup, comm=comm, tell=tell) if tries else None
         return Plan(decision=decision_of(setup), trial=tried, alternatives=[])
 
 
@@ -133,7 +137,7 @@ def _steps(own: Steps) -> Iterator[str]:
             f"{size(own.io['written_bytes'])} a step, {own.wait_ms:.3g} ms of waiting for them{hits}"
         )
     if own.others > DISTURBED:
-        yield f"    others had the processors for {own.others:.1%} of the time: try again when nothing else runs"
+        yield f"    others had the processors for {own.others:.2f} s a second: try again when nothing else runs"
 
 
 def _alternatives(rows: Sequence[Alternative]) -> Iterator[str]:
@@ -145,10 +149,13 @@ def _alternatives(rows: Sequence[Alternative]) -> Iterator[str]:
             yield f"{_name(own):<{width}} refused: {own.refused}"
             continue
         reads, writes = (f"{own.io[name]:,.0f}" if own.io else "" for name in ("reads", "writes"))
+        disturbed = (
+            f"; others had the processors for {own.others:.2f} s a second" if (own.others or 0) > DISTURBED else ""
+        )
         yield (
             f"{_name(own):<{width}} {own.samples_per_s:>11,.0f} {own.samples_per_s / base:>6.2f}x "
             f"{sum(own.step_ms.values()):>10.4g} {reads:>8} {writes:>8} {size(own.peak_bytes):>10}  "
-            f"({own.spread[0]:,.0f} to {own.spread[1]:,.0f})"
+            f"({own.spread[0]:,.0f} to {own.spread[1]:,.0f}{disturbed})"
         )
 
 

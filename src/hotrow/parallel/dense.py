@@ -33,8 +33,6 @@ PURPOSE = "dense"
 _HEAD = 4
 """Words before the nodes of a message: the number of nodes, the bytes of `found`, `stop`, and 1 if no total of the
 rank's sums with as large ones of others can overflow."""
-_NODE = 3
-"""Words for each node before its slice: its first micro-batch, its size, and its loss."""
 
 
 Meanwhile: TypeAlias = Callable[[], Callable[[], object]]

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.kernels import ops, tree
-from hotrow.kernels.keys import HEAD_BYTES as KEYS_HEAD_BYTES
 from hotrow.kernels.keys import pack, unpack
 from hotrow.kernels.types import ComingSums, Distinct, Layout, Pieces, Rule
 from hotrow.parallel.agreement import everyone
@@ -48,8 +47,6 @@ from hotrow.tables import TableConfig
 
 SMALL_BYTES = 1 << 17
 """Sums of this size, the mean of tables and nodes, are copied in the time that lookups of their own take."""
-REQUEST_HEAD_BYTES = 4 + KEYS_HEAD_BYTES
-"""What a request for rows has before their keys: the number of samples, and the head of the keys."""
 HELD = 0
 """The group of rows that the rank itself holds, in `Asked`; group 1 + r is what it asks of rank r."""
 

@@ -1,6 +1,6 @@
 """Budgets of memory for tables, in DRAM and on a device, and their default plans: bytes in, slots per table out.
 
-Plain numbers; nothing is opened or allocated. The plan that knows how often rows are used: costs/solve.py.
+Plain numbers; nothing is opened or allocated. The plan that knows how often rows are used: setup/divide.py.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +24,13 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.communicator import Communicator
 from hotrow.plan.decision import Decision, decision_of
 from hotrow.plan.trial import Trial, trial
+from hotrow.run.start import start_of
 from hotrow.setup.setup import Setup
 
 ROUNDS = 3
 """Processes that try each setup; the first round goes forward, the next one back."""
+LEAVING_S = 20.0
+"""Seconds that a process has to remove its rows once it is asked to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +42,17 @@ class Alternative:
     refused: str | None = None
     """Why this machine cannot train so; nothing else is known then."""
     samples_per_s: float | None = None
-    """The median of the rounds."""
+    """Of the round of middle speed."""
     spread: tuple[float, float] | None = None
     """The least and the most of the rounds."""
     step_ms: dict[str, float] | None = None
-    """By phase, of the median round."""
+    """By phase, of the same round."""
     io: dict[str, float] | None = None
-    """Reads and writes of rows per step, and their bytes, in later epochs; empty if all rows lie in DRAM."""
+    """As `Trial.io`, of the same round."""
     peak_bytes: int | None = None
     """The most memory that a process held."""
+    others: float | None = None
+    """As `Steps.others`, the most of the rounds."""
 
 
 def groups(options: Sequence[str]) -> list[list[str]]:
@@ -66,7 +72,9 @@ def decided(config: Path, overrides: Sequence[str] = (), comm: Communicator | No
     parsed = load_config(config, overrides)
     dataset = PackedDataset.open(parsed.data, verify="sizes")
     ranks = None if comm is None else comm.ranks
-    return Setup.decide(parsed, dataset, Path(parsed.run or "runs"), ranks=ranks)
+    setup = Setup.decide(parsed, dataset, Path(parsed.run or "runs"), ranks=ranks)
+    start_of(setup)  # refuses a `from_run` that a run could not start from
+    return setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +100,8 @@ def try_alternatives(
     tell: is called with what is tried next. Raises ValueError if `config` itself is refused.
     """
     asked = [[], *map(list, changes)]
+    for overrides in asked:
+        load_config(config, overrides)  # a name that is wrong is not worth a round
     found: list[list[Found]] = [[] for _ in asked]
     refused: dict[int, str] = {}
     for number in range(rounds):
@@ -102,28 +112,30 @@ def try_alternatives(
             answer = _in_a_process(config, asked[k])
             if isinstance(answer, Found):
                 found[k].append(answer)
-            elif k == 0:
+            elif k == 0 and not found[0]:
                 raise ValueError(answer)
-            else:
+            elif not found[k]:
                 refused[k] = answer
-    return found[0][-1], [
+    return _middle(found[0]), [
         Alternative(changes=own, refused=refused[k]) if k in refused else _row(own, found[k])
         for k, own in enumerate(asked)
     ]
 
 
 def _in_a_process(config: Path, overrides: Sequence[str]) -> Found | str:
-    """Returns what a new process finds of a setup, or why it refuses it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "hotrow.plan.alternatives"],
-        input=json.dumps([str(config), *overrides]),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    return (
-        f"the process that tried it ended with status {done.returncode}" if done.returncode else answer_of(done.stdout)
-    )
+    """Returns what a new process finds of a setup, or why it refuses it. If this process is stopped meanwhile, it waits
+    until the other one has removed its rows."""
+    command = [sys.executable, "-m", "hotrow.plan.alternatives"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            said, _ = child.communicate(json.dumps([str(config), *overrides]))
+        except BaseException:
+            child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=LEAVING_S)
+            child.kill()
+            raise
+    return f"the process that tried it ended with status {child.returncode}" if child.returncode else answer_of(said)
 
 
 def answer_of(said: str) -> Found | str:
@@ -132,16 +144,21 @@ def answer_of(said: str) -> Found | str:
     return str(json.loads(answer)) if answer.startswith('"') else _FOUND.validate_json(answer)
 
 
+def _middle(found: Sequence[Found]) -> Found:
+    """The round of middle speed; of two, the slower one."""
+    return sorted(found, key=lambda own: own.trial.samples_per_s)[(len(found) - 1) // 2]
+
+
 def _row(changes: list[str], found: Sequence[Found]) -> Alternative:
-    trials = sorted((own.trial for own in found), key=lambda each: each.samples_per_s)
-    middle = trials[len(trials) // 2]
+    speeds, middle = [own.trial.samples_per_s for own in found], _middle(found).trial
     return Alternative(
         changes=changes,
-        samples_per_s=statistics.median(each.samples_per_s for each in trials),
-        spread=(trials[0].samples_per_s, trials[-1].samples_per_s),
+        samples_per_s=middle.samples_per_s,
+        spread=(min(speeds), max(speeds)),
         step_ms=middle.step_ms,
-        io=middle.steps[-1].io,
-        peak_bytes=max(each.peak_bytes for each in trials),
+        io=middle.io,
+        peak_bytes=max(own.trial.peak_bytes for own in found),
+        others=max(steps.others for own in found for steps in own.trial.steps),
     )
 
 
@@ -154,6 +171,8 @@ def main() -> None:
         answer = _FOUND.dump_json(Found(decision=decision_of(setup), trial=trial(setup))).decode()
     except (ValueError, OSError, MemoryError) as error:
         answer = json.dumps(str(error) or type(error).__name__)
+    except KeyboardInterrupt:  # its parent says so
+        sys.exit(128 + signal.SIGINT)
     print(answer)
 
 

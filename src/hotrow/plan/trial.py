@@ -11,14 +11,17 @@ on disk, as in later epochs.
 from __future__ import annotations
 
 import math
+import re
 import resource
 import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
 from typing_extensions import override
 
@@ -35,6 +38,7 @@ from hotrow.run.runs import threads
 from hotrow.run.storage import disk_bytes, dram_bytes
 from hotrow.run.trainer import Interrupt, Training
 from hotrow.run.trial_record import keep_trial
+from hotrow.setup.memory import FOLDER
 from hotrow.setup.setup import Setup
 
 WARM_UP, STEPS = 10, 50
@@ -42,7 +46,7 @@ ENOUGH_S, MOST_S = 2.0, 8.0
 """Quick steps are timed for ENOUGH_S, of which there are then more than STEPS; slow ones for MOST_S, but at least
 WARM_UP of them."""
 MOST_DISK_BYTES = 4 << 30
-"""Rows that a trial writes to disk; of larger tables it makes a part, those with most accesses first."""
+"""Bytes of rows that a trial writes to disk. If tables have more there, it writes those with most accesses."""
 FIRST_EPOCH, LATER = "first epoch", "later epochs"
 IO = ("reads", "read_bytes", "writes", "written_bytes")
 
@@ -59,7 +63,7 @@ class Steps:
     step_ms: dict[str, float]
     """By phase, as in run.json."""
     quartiles_ms: tuple[float, float, float]
-    """Of whole steps: a quarter, half and three quarters of them took at most so long."""
+    """The times that a quarter, half and three quarters of the steps stayed below."""
     wait_ms: float
     """The wait for rows that were not in DRAM; a part of `step_ms`."""
     samples_per_s: float
@@ -68,7 +72,7 @@ class Steps:
     hits_per_lookup: float | None
     """The share of lookups whose row was in DRAM; None if all rows lie there."""
     others: float
-    """The share of the time in which other processes or the hypervisor had the processors."""
+    """Seconds in which other processes or the hypervisor had processors that this one wanted, for each second."""
 
     @property
     def total_ms(self) -> float:
@@ -84,6 +88,8 @@ class Trial:
     """Over all epochs of the config, hot phases weighted by their batches."""
     step_ms: dict[str, float]
     """By phase, weighted as `samples_per_s`."""
+    io: dict[str, float]
+    """Reads and writes of rows, and their bytes, weighted likewise; empty if all rows lie in DRAM."""
     threads: int
     dram_bytes: int | None
     """DRAM for rows, maps and buffers; None if all rows lie in DRAM."""
@@ -111,23 +117,43 @@ def trial(
     """
     comm = (comm or Communicator(setup.ranks)).with_micro_batches(setup.ranks.micro_batches)
     interrupt, runs = Interrupt(quiet=True), setup.folder
-    existed = [path for path in (runs, *runs.parents) if path.exists()]
-    full = explain_full_disk(runs, "the trial", "Nothing is kept of it.", "free some space, or choose another disk")
-    team = threads(setup.config.train.threads, ranks=comm.ranks)
+    full = explain_full_disk(runs, "trying steps", "Nothing is kept of it.", "try again, or choose another disk")
+    team, quiet = threads(setup.config.train.threads, ranks=comm.ranks), ProgressLine(quiet=True)
+    left = _removing([runs / FOLDER, *setup.config.tiers.folders])
     try:
-        with full, team as num_threads, interrupt, ProgressLine(quiet=True) as progress:
+        with left, full, _explain_full_memory(), team as num_threads, interrupt, quiet as progress:
             tell("making tables")
             trying = _Trying(setup, interrupt, progress, comm)
             with closing(trying):
                 found = trying.all(steps, tell)
-                return trying.result(found, num_threads)
+            return trying.result(found, num_threads)
     except KeyboardInterrupt:
         signal.raise_signal(interrupt.signal or signal.SIGINT)  # now that all is removed, it acts as it would have
         raise
+
+
+@contextmanager
+def _removing(folders: Sequence[Path]) -> Iterator[None]:
+    """Removes those of `folders`, and of the folders above them, that did not exist before the block."""
+    new = [path for folder in folders for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
     finally:
-        for path in [runs, *runs.parents][: -len(existed) or None]:
+        for path in new:
             with suppress(OSError):  # others' files may lie there by now
                 path.rmdir()
+
+
+@contextmanager
+def _explain_full_memory() -> Iterator[None]:
+    """Raises MemoryError, with the cure, for an allocation of the block that failed."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
+            raise
+        cure = "lay more rows on disk (memory), or lower train.batch_size or memory.hbm"
+        raise MemoryError(f"memory ran out while trying steps ({str(error).strip()[:200]}): {cure}") from error
 
 
 class _Trying(Training):
@@ -138,39 +164,53 @@ class _Trying(Training):
         self.num_steps = math.inf  # no number of steps ends a trial
         self.tiers = self.parts.embedding.placement.find(Tiers)
         self.made_share, self.made_bytes = 1.0, 0
+        self.dram_bytes: int | None = None
         self._taken: list[_Step] = []
         self._wanted = WARM_UP
         self._disturbance = Disturbance()
         self._start_near_a_window()
 
     def _start_near_a_window(self) -> None:
-        """Begins so late in the epoch that the loader gathers its second window of rows during the warm-up, if the
-        timed steps see none: the first one is gathered while files are still unknown to the system."""
+        """Begins so late in the epoch that the loader gathers its second window of rows during the warm-up: the first
+        one is gathered while files are still unknown to the system."""
         order = self.turns.order
         for name, loader in order.loaders.items():
             per_window = loader.window_rows * loader.num_streams // loader.batch_size
-            if STEPS < per_window < loader.num_batches - 2 * STEPS:
+            if loader.num_windows > loader.num_streams and per_window > WARM_UP:
                 order.turn.taken[name] = per_window - WARM_UP // 2
         self.state.batch = sum(order.turn.taken.values())
 
     def all(self, steps: int, tell: Callable[[str], None]) -> list[Steps]:
-        """Takes all kinds of steps there are, each class of batches in turn."""
-        if self.tiers is None:
+        """Takes all kinds of steps there are, each class of batches in turn; if some rank has rows on disk, all do."""
+        if not any(everyone(self.comm, self.tiers is not None)):
             tell("taking steps")
             return self._each_class("", steps)
-        whole = max(1, disk_bytes(self.tiers))
-        most = min(MOST_DISK_BYTES, disk_free_bytes(self.tiers.memory.folder) // 2)
-        shares = everyone(self.comm, min(1.0, most / whole))
-        self.made_share = min(shares)
-        self.made_bytes = round(self.made_share * whole)
-        self.tiers.write_every_row(share=0.0)
+        self._write(0.0)
         tell("taking steps as in the first epoch")
         found = self._each_class(FIRST_EPOCH, steps)
+        self.made_share = min(everyone(self.comm, self._share_of_disk()))
+        self.made_bytes = sum(everyone(self.comm, round(self.made_share * self._disk_bytes())))
         tell(f"writing rows, {size(self.made_bytes)}")
-        with self._aside():
-            self.tiers.write_every_row(share=self.made_share)
+        self._write(self.made_share)
         tell("taking steps as in later epochs")
-        return found + self._each_class(LATER, steps)
+        found += self._each_class(LATER, steps)
+        self.dram_bytes = None if self.tiers is None else dram_bytes(self.tiers)
+        return found
+
+    def _write(self, share: float) -> None:
+        if self.tiers is not None:
+            with self._aside():
+                self.tiers.write_every_row(share=share)
+
+    def _disk_bytes(self) -> int:
+        return 0 if self.tiers is None else disk_bytes(self.tiers)
+
+    def _share_of_disk(self) -> float:
+        """The share of its rows on disk that this rank may write, with others on the same disk."""
+        if self.tiers is None:
+            return 1.0
+        most = min(MOST_DISK_BYTES, disk_free_bytes(self.tiers.memory.folder) // 2) // self.comm.ranks.local_size
+        return min(1.0, most / max(1, self._disk_bytes()))
 
     def _each_class(self, kind: str, steps: int) -> list[Steps]:
         order = self.turns.order
@@ -193,7 +233,8 @@ class _Trying(Training):
 
     def _now(self) -> _Step:
         counted = Counter[str]() if self.tiers is None else sum_of(map(Counter, self.tiers.counters().values()))
-        return _Step(dict(self.state.seconds), self.state.stall_s, self.state.num_samples, counted)
+        gathered_s = sum(sum(loader.gathered_s) for loader in self.turns.order.loaders.values())
+        return _Step(dict(self.state.seconds), self.state.stall_s, self.state.num_samples, gathered_s, counted)
 
     @override
     def _do_what_is_due(self, *, stop: bool) -> None:
@@ -210,10 +251,10 @@ class _Trying(Training):
 
     def _figures(self, kind: str, share: float) -> Steps:
         taken = [now - before for before, now in zip(self._taken, self._taken[1:], strict=False)]
-        warm, timed = taken[:WARM_UP], taken[WARM_UP:]
+        timed = taken[WARM_UP:]
         num_steps, totals = len(timed), sorted(1e3 * sum(step.seconds.values()) for step in timed)
         ms = {phase: 1e3 * sum(step.seconds[phase] for step in timed) / num_steps for phase in PHASES}
-        ms["data"] += self._window_ms(warm, timed)
+        ms["data"] += self._window_ms(sum(step.gathered_s for step in timed) / num_steps)
         counts = sum_of(step.counts for step in timed)
         lookups = counts["lookups"]
         in_dram = counts["pinned_lookups"] + counts["hit_lookups"]
@@ -231,35 +272,54 @@ class _Trying(Training):
             others=round(self._disturbance.share(), 4),
         )
 
-    def _window_ms(self, warm: Sequence[_Step], timed: Sequence[_Step]) -> float:
-        """The mean milliseconds per step of gathering windows of rows, if the timed steps gathered none."""
+    def _window_ms(self, seen_s: float) -> float:
+        """What an epoch's windows of rows add to the mean step, beyond the `seen_s` of each timed step."""
         loader = self.turns.order.loaders[self.turns.order.turn.name]
-        per_window = loader.window_rows * loader.num_streams / loader.batch_size
-        if per_window <= len(timed) or loader.shuffle_seed is None:
-            return 0.0
-        usual = statistics.median(step.seconds["data"] for step in timed)
-        first = 0 if per_window >= loader.num_batches else 1  # see `_start_near_a_window`
-        return 1e3 * max(0.0, max(step.seconds["data"] for step in warm[first:]) - usual) / per_window
+        usual_s = statistics.median(loader.gathered_s[1:] or loader.gathered_s)
+        return 1e3 * (usual_s * loader.num_windows / loader.num_batches - seen_s)
 
     def result(self, found: Sequence[Steps], num_threads: int) -> Trial:
         """Returns the trial, and keeps what a run of the setup will compare itself with."""
-        epochs = max(1, self.config.train.epochs)
-        weights = {FIRST_EPOCH: 1 / epochs, LATER: 1 - 1 / epochs}
+        per_epoch, options = self.steps_per_epoch, self.config.train
+        first = per_epoch / min(per_epoch * options.epochs, options.max_steps or math.inf)
+        first = 0.0 if self.config.from_run is not None else min(1.0, first)  # another run has made its rows
+        weights = {FIRST_EPOCH: first, LATER: 1 - first}
         of_kind = {own.kind: weights.get(own.kind.partition(",")[0], 1.0) * own.share for own in found}
         step_ms = {phase: round(sum(of_kind[own.kind] * own.step_ms[phase] for own in found), 4) for phase in PHASES}
+        io = {name: round(sum(of_kind[own.kind] * own.io.get(name, 0.0) for own in found), 1) for name in IO}
+        samples = sum(loader.num_rows for loader in self.turns.order.loaders.values()) / per_epoch
         if self.comm.rank == 0:
             keep_trial(self.setup, Tried(date=time.strftime("%Y-%m-%d %H:%M"), step_ms=step_ms))
         return Trial(
             steps=[*found],
-            samples_per_s=round(1e3 * self.config.train.batch_size / sum(step_ms.values()), 1),
+            samples_per_s=round(1e3 * samples / sum(step_ms.values()), 1),
             step_ms=step_ms,
+            io={} if not any(own.io for own in found) else io,
             threads=num_threads,
-            dram_bytes=None if self.tiers is None else dram_bytes(self.tiers),
+            dram_bytes=self.dram_bytes,
             made_bytes=self.made_bytes,
             made_share=self.made_share,
-            peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-            warnings=[own["text"] for code, own in self.folder.record.warnings.items() if code != "no_validation"],
+            peak_bytes=peak_bytes(),
+            warnings=self._warnings(),
         )
+
+    def _warnings(self) -> list[str]:
+        """What a run would warn of, and what the steps showed."""
+        found = [own["text"] for code, own in self.folder.record.warnings.items() if code != "no_validation"]
+        found += [] if self.setup.short_of_memory is None else [self.setup.short_of_memory]
+        if self.turns.device is not None:
+            found.append("copying hot rows to the GPU and back, between phases, is not part of these steps")
+        if self.state.skipped:
+            found.append(f"{self.state.skipped} steps met NaN or infinity and changed nothing, which takes less time")
+        return found
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held. What its parent held is not counted, as it is in `ru_maxrss`."""
+    with suppress(OSError, AttributeError):
+        found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return 1024 * int(cast(re.Match[str], found)[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @dataclass(frozen=True)
@@ -269,9 +329,12 @@ class _Step:
     seconds: dict[str, float]
     stall_s: float
     num_samples: int
+    gathered_s: float
+    """Seconds of `seconds["data"]` in which windows of rows were gathered."""
     counts: Counter[str]
 
     def __sub__(self, before: _Step) -> _Step:
         counts = Counter({name: n - before.counts[name] for name, n in self.counts.items()})
         seconds = {phase: s - before.seconds[phase] for phase, s in self.seconds.items()}
-        return _Step(seconds, self.stall_s - before.stall_s, self.num_samples - before.num_samples, counts)
+        samples, gathered_s = self.num_samples - before.num_samples, self.gathered_s - before.gathered_s
+        return _Step(seconds, self.stall_s - before.stall_s, samples, gathered_s, counts)

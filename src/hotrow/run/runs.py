@@ -114,7 +114,7 @@ def _train_new(
 
     with noting(shown.append):  # there is no folder yet
         setup, start = on_every_rank(comm, decide)
-    _check_same(comm, setup)
+    check_same_setup(comm, setup)
     name = f"{setup.dataset.path.resolve().name}-{config.model.name}"
     made = folder or make_folder(comm, lambda: RunFolder.create(config.run, name=name))
     with _claimed(comm, made) as folder:
@@ -152,7 +152,7 @@ def _claimed(comm: Communicator, folder: RunFolder) -> Iterator[RunFolder]:
         yield SilentFolder.at(folder.path) if comm.rank else folder
 
 
-def _check_same(comm: Communicator, setup: Setup) -> None:
+def check_same_setup(comm: Communicator, setup: Setup) -> None:
     """Raises ValueError on every rank if ranks differ in what changes results."""
     check_same(comm, facts_of(setup.config, checksum=setup.dataset.checksum, micro_batches=setup.ranks.micro_batches))
     # These follow from the facts above, and would only hide which of them differ.
@@ -227,7 +227,7 @@ def _go_on(
 
     with noting(lambda text: folder.count_shown([text])):
         setup, start = on_every_rank(comm, decide)
-    _check_same(comm, setup)
+    check_same_setup(comm, setup)
     return _run(setup, folder, newest or start, heartbeat, interrupt)
 
 

@@ -18,15 +18,18 @@ from hotrow.setup.setup import Setup
 
 MOST_KEPT = 100
 """Trials that are kept; the oldest goes when another one comes."""
-_WITHOUT = ("run", "from_run", "checkpoint", "metrics", "calibration")
-"""Sections of a config that no step depends on."""
+_WITHOUT = ("data", "run", "checkpoint", "metrics", "calibration")
+"""Parts of a config that no step depends on, and the path of the data, whose checksum counts."""
+_OF_TRAIN = ("log_every", "eval_every", "early_stopping", "monitor", "nonfinite")
 _TRIED = TypeAdapter(Tried)
 
 
 def _path(setup: Setup) -> Path:
     """The file of trials of this setup, by what its steps depend on, in the user's cache folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    options = setup.config.model_dump(mode="json", exclude=set(_WITHOUT))
+    without: dict[str, Any] = {**dict.fromkeys(_WITHOUT, True), "from_run": True, "train": {*_OF_TRAIN}}
+    options = setup.config.model_dump(mode="json", exclude=without)
+    options["starts_from_a_run"] = setup.config.from_run is not None
     facts: list[Any] = [options, setup.dataset.checksum, setup.ranks.size, host_facts()["cpu"]]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return (cache if cache.is_absolute() else Path.home() / ".cache") / "hotrow" / "trials" / f"{key}.json"

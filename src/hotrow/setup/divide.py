@@ -56,7 +56,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Counted:
-    """How often the rows of a table are looked up: all that plans and predictions take from its counts.
+    """How often the rows of a table are looked up: all that plans take from its counts.
 
     Counts may be gigabytes, so they are read once; the numbers of rows here are few, as rows are ranked.
     """
@@ -86,22 +86,13 @@ class Counted:
         found.ravel()[places] = num
         return found
 
-    @property
-    def rows(self) -> Array:
-        """How many rows have each rate [K]."""
-        places, num = self.entries
-        found = np.zeros(len(self.rates))
-        np.add.at(found, places % max(1, len(found)), num)
-        return found
-
 
 class TableUse:
     """One table's accesses, and what slots are worth to it.
 
     counts: accesses of each row in `num_steps` steps, [num_rows], or what was read of them. depth: batches that are
-    fetched ahead, whose rows take cached
-    slots. least_cached: the least number of cached rows, if the table has as many. Raises ValueError if counts are
-    negative, not finite, or of another number of rows.
+    fetched ahead, whose rows take cached slots. least_cached: the least number of cached rows, if the table has as
+    many. Raises ValueError if counts are negative, not finite, or of another number of rows.
     """
 
     def __init__(

@@ -143,6 +143,8 @@ def check_data(config: Config, dataset: PackedDataset, folder: Path) -> None:
         # the contents are left to `hotrow check` and `predict`. Preparing the same data again makes the same ones.
         if table.vocabulary_file in dataset.info.files:
             dataset.vocabulary(table.name)
+    if not dataset.split("train").num_rows:
+        raise ValueError(f"{dataset.path} has no rows in the split 'train': prepare data of which some rows train")
     config.model.check(dataset)
     of_one = {"metrics.by": config.metrics.by, "calibration.method": config.calibration.method}
     of_one |= {"calibration.negatives_kept": None if config.calibration.negatives_kept == 1 else "below 1"}

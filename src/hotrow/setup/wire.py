@@ -48,25 +48,21 @@ class Accesses(NamedTuple):
         rest = math.log1p(-min(share / self.num_steps, 1 - 1e-12))
         return -np.expm1(self.rates * self.num_steps * rest)
 
-    def distinct(self, share: float, num_ranks: int, prefix: int = 0) -> Distinct:
-        """Returns the different rows in this share of a batch. prefix: how many of the rows are replicated."""
-        chance = self.chances(share)
-        common = np.clip(prefix - (self.rows.cumsum() - self.rows), 0.0, self.rows)
-        rest = self.rows - common
-        apart = np.exp(-LARGE_GAP * chance)
+    def distinct(self, share: float, num_ranks: int) -> Distinct:
+        """Returns the different rows in this share of a batch."""
+        chance, apart = self.chances(share), np.exp(-LARGE_GAP * self.chances(share))
         # Rows that nobody looks up lie behind all others: on each rank the next table's first row is far from the last.
-        unused = num_ranks * (float(rest[chance == 0].sum()) / num_ranks > LARGE_GAP)
-        return Distinct(float(rest @ chance), float(common @ chance), float(rest @ (chance * apart)) + unused)
+        unused = num_ranks * (float(self.rows[chance == 0].sum()) / num_ranks > LARGE_GAP)
+        return Distinct(float(self.rows @ chance), float(self.rows @ (chance * apart)) + unused)
 
 
 class Distinct(NamedTuple):
     """Expected different rows of one table in a share of a batch."""
 
     split: float
-    """One rank holds each of them."""
-    replicated: float = 0.0
+    """How many there are, of which one rank holds each."""
     large_gaps: float = 0.0
-    """How many of the split ones lie LARGE_GAP rows or more behind the one before them."""
+    """How many of them lie LARGE_GAP rows or more behind the one before them."""
 
 
 class Bytes(NamedTuple):

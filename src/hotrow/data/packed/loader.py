@@ -21,8 +21,10 @@ only one stream, it reads all blocks, and of a window it gathers the rows of its
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -133,6 +135,8 @@ class Loader:
         self.num_rows = split.num_rows if only is None else int(only.sum())
         """Rows per epoch."""
         self.split, self.batch_size, self.shuffle_seed = split, batch_size, shuffle_seed
+        self.gathered_s: list[float] = []
+        """Seconds that each window of rows took to gather so far."""
         self.only, self.front, self.group_rows = only, front, front_batches * batch_size
         self.part = part
         self.num_streams = micro_batches if shuffle_seed is not None and front is None else 1
@@ -197,6 +201,11 @@ class Loader:
         of_sizes = ([n * start for start in tree.starts(size, self.num_streams)] for n, size in sizes)
         return [sum(each) for each in zip(*of_sizes, strict=True)]
 
+    @property
+    def num_windows(self) -> int:
+        """Windows per epoch, over all streams."""
+        return sum(-(-(b - a) // self.window_rows) for a, b in pairwise(self.stream_starts))
+
     def _no_rows(self) -> list[Ids]:
         """Returns the columns without rows, of the types that they have."""
         block = self.split.block(0)
@@ -245,8 +254,10 @@ class _Stream:
 
     def _load(self, window_index: int) -> list[Ids]:
         if window_index != self._window_index:
+            start = time.perf_counter()
             self._window = self._gather(window_index)
             self._window_index = window_index
+            self._loader.gathered_s.append(time.perf_counter() - start)
         return self._window
 
     def _gather(self, window_index: int) -> list[Ids]:
