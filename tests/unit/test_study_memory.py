@@ -32,22 +32,15 @@ from hotrow import Batch, EmbeddingCollection, KeyedJaggedTensor, Memory
 from hotrow.placement.budget import TableSlots
 
 WORK = Work(rows=(3, 900, 4000), embedding_dim=8, batch_size=64, zipf=1.05, bottom_mlp=(16,), top_mlp=(16,))
+FEW = {"rounds": 3, "steps": 2, "settle": 1, "warm_up": 2}
 TINY: dict[str, Any] = {
-    "title": "Tiny <script>",
+    "title": "Tiny",
     "about": "For tests.",
     "groups": [
         {
             "name": "tiers",
             "about": "Ours.",
-            "fixed": {
-                "scale": 1e-4,
-                "batch_size": 32,
-                "rounds": 3,
-                "steps": 2,
-                "settle": 1,
-                "warm_up": 2,
-                "threads": 1,
-            },
+            "fixed": {**FEW, "scale": 1e-4, "batch_size": 32, "threads": 1},
             "axes": {"zipf": [1.05], "dram_parts": [2]},
             "variants": [["tiers", 2], ["tiers", 0]],
         },
