@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from benchmarks import hot_cells, hot_study, hot_study_page, hot_swaps
 from benchmarks.hot_cells import HotCell, coverage, sizes_of
 from benchmarks.hot_lab import Link, by_threshold
-from benchmarks.hot_study_page import coverage_lines, megabytes, schedule_of, shown_quality
+from benchmarks.hot_study_page import shown_quality
 from benchmarks.study import __main__ as studies
 from benchmarks.study import presets as study_runner
 from hotrow.config.load import make_config, parse_yaml
@@ -153,29 +152,20 @@ def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatc
     report = json.loads((tmp_path / "out" / "hot.json").read_text())
     assert result["measured"] + len(report["skipped"]) == result["num_cells"] == 12
     assert result["cells"] == report["cells"]
-    assert {cell["name"] for cell in report["cells"]} == {"avazu", "planted"}
     coverage = [cell for cell in report["cells"] if cell["kind"] == "coverage"]
     for cell in coverage:
-        assert {"name", "budget_bytes", "hot_bytes", "hot_rows", "hot_samples"} <= cell.keys()
         assert 0 < cell["hot_samples"] <= 1 and cell["hot_bytes"] <= (cell["budget_bytes"] or cell["table_bytes"])
     assert all(cell["hit_rows"] <= 1 for cell in report["cells"] if cell["kind"] == "cached")
     quality = [cell for cell in report["cells"] if cell["kind"] == "quality"]
     assert len(quality) == 2
     for cell in quality:
-        assert {"name", "auc_baseline", "auc_fae", "logloss_baseline", "logloss_fae", "seeds"} <= cell.keys()
         assert cell["auc_difference"] == pytest.approx(cell["auc_fae"] - cell["auc_baseline"])
         assert not any("link" in name for name in cell), "no link is crossed on a CPU"
     kept = hot_study_page.STUDY.kept_of(report)
-    assert hot_study_page.body_of(kept) == hot_study_page.body_of(report), (
-        "the page in docs/ shows what is kept of the report"
-    )
+    same_page = hot_study_page.body_of(kept) == hot_study_page.body_of(report)
+    assert same_page, "the page in docs/ shows what is kept of the report"
     assert hot_study_page.charts_of(kept) == hot_study_page.charts_of(report)
-    page = (tmp_path / "out" / "hot.html").read_text()
-    assert "Made by: <code>python -m benchmarks.study hot --data " in page
-    assert "No fast device was" in page and "planted" in page and page.count("<svg") == 2
-    assert [row["speedup"] for row in report["speedups"]] == ["not measured"] * 5
-    assert page.count('<td class="n">not measured</td>') == 5, "no GPU was used"
-    assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()], "data and runs are gone"
+    assert [row["speedup"] for row in report["speedups"]] == ["not measured"] * 5, "no GPU was used"
 
 
 def test_a_budget_that_holds_no_hot_set_is_skipped_with_the_reason(dataset: PackedDataset, tmp_path: Path) -> None:
@@ -184,60 +174,6 @@ def test_a_budget_that_holds_no_hot_set_is_skipped_with_the_reason(dataset: Pack
     found = dict(hot_study.measure(cells, quick=True, folder=tmp_path))
     assert "is too small: tables below 1,048,576 bytes, which are hot whole, and a row" in found[cells[0]]
     assert found[cells[1]]["hot_samples"] == 1.0  # type: ignore[index]
-
-
-@pytest.mark.parametrize("estimate_only", [False, True])
-def test_what_is_no_packed_dataset_is_refused_before_anything_is_measured(tmp_path: Path, estimate_only: bool) -> None:
-    (tmp_path / "trace.txt").write_text("1\n2\n")
-    (tmp_path / "empty").mkdir()
-
-    def run(path: Path) -> None:
-        study_runner.run_study(studies.make_study("hot", [str(path)]), tmp_path / "out", estimate_only=estimate_only)
-
-    for name in ("trace.txt", "absent"):
-        what = rf"data is '{tmp_path}/{name}', which is not a folder"
-        message = rf"{what}.*packed dataset.* `python -m benchmarks.study memory`"
-        with pytest.raises(ValueError, match=message):
-            run(tmp_path / name)
-    with pytest.raises(ValueError, match=r"empty: no dataset\.json"):
-        run(tmp_path / "empty")
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_estimate_of_a_packed_dataset_is_of_its_own_samples(dataset: PackedDataset) -> None:
-    """A shape is made first, and has as many samples as the cell says."""
-    fields = {**CELL, "kind": "quality", "schedule": "fae", "seeds": 3}
-    packed = HotCell(**{**fields, "source": str(dataset.path)})
-    assert hot_study.estimate_s([packed]) == pytest.approx(1098 / 1e6 + 6 * 1098 / 3e4)
-    shape = HotCell(**{**fields, "source": "avazu", "num_samples": 1098})
-    assert hot_study.estimate_s([shape]) == pytest.approx(hot_study.estimate_s([packed]) + 1098 / 1e5)
-
-
-def test_a_run_that_took_a_signal_stops_the_study(
-    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It ends well, without scores: the study must neither go on nor fail for want of them."""
-    train = hot_study.train
-
-    def interrupted(config: Config, **options: Any) -> Any:
-        run = train(config, **options)
-        run.record = replace(run.record, metrics=None, status="interrupted")
-        return run
-
-    monkeypatch.setattr(hot_study, "train", interrupted)
-    model = {"embedding_dim": 4, "bottom_mlp": [4], "top_mlp": [4]}
-    raw = {"data": str(dataset.path), "model": model, "train": {"threads": 1, "max_steps": 2}}
-    with pytest.raises(KeyboardInterrupt):
-        hot_study.epoch(make_config(raw), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.filterwarnings("ignore:.* carries no counts")
-def test_a_dataset_without_counts_is_counted(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
-    rows = {"train": 900, "val": 99}
-    made = [make_dataset(tmp_path / f"{counts}", counts=counts, rows=rows) for counts in (True, False)]
-    found = [coverage(HotCell(**{**CELL, "small_table": "0"}), dataset) for dataset in made]
-    assert found[0]["hybrid_bytes"] == found[1]["hybrid_bytes"] > 0
 
 
 def test_slots_of_a_dataset_without_counts(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
@@ -268,37 +204,13 @@ def test_slots_leave_room_for_their_map(dataset: PackedDataset, monkeypatch: pyt
     assert 0.7 * budget < taken <= 7 / 8 * budget + 1
 
 
-def test_a_way_has_the_same_colour_on_every_chart() -> None:
-    def row(name: str, rows: str, hot_bytes: int) -> dict[str, Any]:
-        return {"kind": "coverage", "name": name, "rows": rows, "hot_bytes": hot_bytes, "hot_samples": 0.5}
-
-    rows = [("a", "exact", 5), ("a", "covering", 6), ("b", "covering", 5), ("b", "exact", 6)]
-    lines = coverage_lines([row(*own) for own in rows])
-    assert list(lines["a"]) == list(lines["b"]) == ["covering", "exact"]
-
-
-def test_megabytes_of_little_and_of_much() -> None:
-    assert [megabytes(n) for n in (8_976, 109_684, 49_000_000, 1_234_567_890)] == ["0.00898", "0.11", "49", "1,235"]
-
-
 def test_learning_rates_fall_over_the_last_steps(dataset: PackedDataset) -> None:
     """900 samples are 15 steps of 64, of which 8 fall: by hand, (1 - k / 8)^2 at the k-th of them."""
     fields = {**CELL, "kind": "quality", "schedule": "fae", "batch_size": 64}
     cells = [HotCell(**fields), HotCell(**{**fields, "decay": 0.5})]
     level, falling = (hot_study.config_of(cell, dataset, 2000, "none", 1).optimizer.schedule for cell in cells)
     assert level.decay_steps == 0 and (falling.decay_start_step, falling.decay_steps) == (7, 8)
-    assert cells[0].key != cells[1].key and "rates falling over the last 50%" in schedule_of(asdict(cells[1]))
-    assert "falling" not in schedule_of(asdict(cells[0]))
-
-
-def test_narrow_layers_are_said(dataset: PackedDataset) -> None:
-    fields = {**CELL, "kind": "quality", "schedule": "fae"}
-    plain, narrow = HotCell(**fields), HotCell(**{**fields, "width": 8})
-    model = hot_study.config_of(narrow, dataset, 2000, "none", 1).model
-    assert (model.bottom_mlp, model.top_mlp) == ([8], [8])
-    assert hot_study.config_of(plain, dataset, 2000, "none", 1).model.bottom_mlp != [8]
-    assert plain.key != narrow.key and "hidden layers of 8" in schedule_of(asdict(narrow))
-    assert "hidden" not in schedule_of(asdict(plain))
+    assert cells[0].key != cells[1].key
 
 
 def test_differences_are_paired_by_seed() -> None:
@@ -311,21 +223,14 @@ def test_differences_are_paired_by_seed() -> None:
 
 def test_seeds_that_learned_nothing_are_counted_and_said() -> None:
     """An order beside an order that taught nothing is no comparison; nor is one beside itself."""
-    run = {
-        "auc": 0.6,
-        "logloss": 0.6,
-        "accuracy": 0.6,
-        "train_s": 1.0,
-        "num_steps": 34,
-        "curve": [(34, 0.6)],
-        "swaps": [],
-    }
+    run: dict[str, Any] = {"auc": 0.6, "logloss": 0.6, "accuracy": 0.6, "train_s": 1.0}
+    run |= {"num_steps": 34, "curve": [(34, 0.6)], "swaps": []}
     run["hot"] = {"hot_bytes": 9, "hot_rows": 3, "hot_samples": 0.5, "calibrate_s": 0.1, "classify_s": 0.1}
     runs_ = {"baseline": [{**run, "ne": ne} for ne in (0.9, 0.995, 1.2)], "fae": 3 * [{**run, "ne": 1.2}]}
     row = hot_study.compared(runs_)
     assert (row["num_steps"], row["unlearned_seeds"]) == (34, 2)
     text = shown_quality({"name": "n", "schedule": "window", "seeds": 3, **row})
-    assert (text["steps"], text["unlearned"], text["auc_difference"]) == ("34", "2", "none, to the bit")
+    assert (text["unlearned"], text["auc_difference"]) == ("2", "none, to the bit")
 
 
 def test_time_to_auc_is_the_first_evaluation_that_reached_it() -> None:
@@ -337,22 +242,6 @@ def test_time_to_auc_is_the_first_evaluation_that_reached_it() -> None:
 def test_one_seed_is_no_study() -> None:
     with pytest.raises(ValueError, match="seeds is 1; differences between runs need at least 2"):
         HotCell(**{**CELL, "seeds": 1})
-
-
-SWAPS = {
-    "small tables alone": ((50, 20), "hot"),
-    "no sample is hot": ((2000,) * 20, "hot"),
-}
-
-
-@pytest.mark.parametrize("case", SWAPS)
-def test_swaps_of_a_dataset_without_phases_are_refused(
-    case: str, tmp_path: Path, make_dataset: Callable[..., PackedDataset], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = make_dataset(tmp_path / "data", counts=True, table_rows=SWAPS[case][0], bag=False).path
-    monkeypatch.setattr(sys, "argv", ["hot_swaps", str(path)])
-    with pytest.raises(SystemExit, match=rf"{path}.*{SWAPS[case][1]}"):
-        hot_swaps.main()
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
@@ -369,4 +258,4 @@ def test_swaps_are_counted_without_counts_of_rows(
     monkeypatch.setattr(sys, "argv", ["hot_swaps", str(path), "--batch-size", "64"])
     hot_swaps.main()
     said = capsys.readouterr().out
-    assert all(f"a link of {link / 1e9:g} GB/s" in said for link in hot_swaps.LINKS)
+    assert all(f"rate {rate} %, {name} phases of " in said for rate in hot_swaps.RATES for name in ("cold", "hot"))
