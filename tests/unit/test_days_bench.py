@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +17,9 @@ from benchmarks.days_quality import (
     against_retraining,
     apart,
     drift,
-    drift_row,
     entropy,
     gains,
     made_up,
-    parts_of,
     stream,
 )
 from benchmarks.quality_peers import logloss
@@ -42,11 +38,6 @@ def test_days_are_consecutive_lines(tmp_path: Path) -> None:
     assert labels_of(files[1]).tolist() == [i % 2 for i in range(10, 15)]
     with pytest.raises(ValueError, match="fewer than 21 lines"):
         cut(path, [7, 5], tmp_path / "days", skip=9)
-
-
-def test_shards_share_all_rows() -> None:
-    sizes = parts_of(103, 10)
-    assert sum(sizes) == 103 and set(sizes) == {10, 11}
 
 
 def test_gains_are_those_of_scikit_learn() -> None:
@@ -101,7 +92,6 @@ def test_a_day_is_scored_frozen_daily_and_hourly(tmp_path: Path) -> None:
     assert [cell["rows"] for cell in cells] == [300, 300, 600]
     assert cells[0]["daily_ne"] == cells[0]["frozen_ne"] != cells[0]["hourly_ne"], "it has not trained again yet"
     assert cells[1]["daily_ne"] != cells[1]["frozen_ne"]
-    assert set(drift_row(cells[2])) > {"day", "NE hourly", "hourly below daily"}
 
 
 def test_how_far_models_are_apart_is_that_of_the_same_rows() -> None:
@@ -116,20 +106,15 @@ def test_how_far_models_are_apart_is_that_of_the_same_rows() -> None:
     assert found["daily_below_se"] == pytest.approx(np.std(difference, ddof=1) / np.sqrt(90))
 
 
-def test_a_measurement_prints_a_table_and_names_no_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_measurement_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, out = tmp_path / "here", tmp_path / "results.json"
     words = ["days", "thirty", str(place), "--days", "4", "--rows", "300", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
         days.main()
     assert ended.value.code == 0
-    assert capsys.readouterr().out.splitlines()[-1].count("|") == 10
     (report,) = json.loads(out.read_text())["days"].values()
     assert report["cells"][0]["days"] == 4 and 0 < report["cells"][0]["ne_daily"] < 2
-    assert "thirty FOLDER" in report["command"]
-    assert not [*place.iterdir()], "its files are removed"
 
 
 @pytest.fixture
@@ -153,7 +138,6 @@ def test_a_stream_has_the_tables_of_yambda(tmp_path: Path) -> None:
     config = days_size.yambda_shaped(20_000, 1e-3)
     assert cell["prepared"]["num_embeddings"] <= sum(table.num_embeddings + 1 for table in config.tables)
     assert cell["tiers"]["memory"]["disk_bytes"] > 0
-    assert set(days_size.stream_row(cell)) > {"events", "of that"}
 
 
 def test_the_second_half_of_a_run_is_what_is_sustained() -> None:
@@ -176,13 +160,3 @@ def test_another_byte_is_a_difference(tmp_path: Path) -> None:
     before = days_kills.state(tmp_path)
     (tmp_path / "data" / "one").write_bytes(b"13")
     assert differing(before, days_kills.state(tmp_path)) == ["data/one"]
-
-
-def test_commands_are_killed_within_their_time_and_end_at_last() -> None:
-    choose = days_kills.chooser(random.Random(1), {"train": 2.0, "export": 0.5})
-    steps: list[Any] = [days_kills.Step(name, Path(), ()) for name in ("train", "export")]
-    drawn = [(step, times, choose(step, times)) for step in steps for times in range(3) for _ in range(50)]
-    assert {how.ranks for step, _, how in drawn if step.name == "train"} == {1, 2, 3}
-    assert all(how.victim < how.ranks for _, _, how in drawn)
-    assert all(how.delay_s is None for _, times, how in drawn if times == 2)
-    assert all(how.delay_s <= 0.5 for step, _, how in drawn if step.name == "export" and how.delay_s is not None)
