@@ -27,7 +27,6 @@ def small(shape: str = "kaggle") -> gpu.Cell:
 def test_all_modes_in_one_command(capsys: pytest.CaptureFixture[str]) -> None:
     gpu.main([*QUICK, "--shapes", "kaggle"])
     told = capsys.readouterr()
-    text = told.err.splitlines()
     (cell,) = json.loads(told.out)["cells"]
     found = cell["measured"]
     absent = [] if find_spec("fbgemm_gpu") else ["fbgemm"]
@@ -38,7 +37,6 @@ def test_all_modes_in_one_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["modes"]["fae"]["swaps"] > 2 and found["modes"]["fae"]["sync_s"] > 0
     assert 0 < found["modes"]["fae"]["swapped_share"] < 1, "rows that have not changed stay where they are"
     assert found["modes"]["all_in_hbm"]["hits_per_row"] == found["modes"]["all_in_hbm"]["of_all_in_hbm"] == 1
-    assert any(line.startswith("  fae ") and "without the seconds of swaps" in line for line in text)
 
 
 def test_a_share_of_the_rows_at_a_skew_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +52,6 @@ def test_a_share_of_the_rows_at_a_skew_of_ones_own(capsys: pytest.CaptureFixture
     for hbm, share, said in (("10%", 0.71, "held"), ("10%", 0.69, "**not held**"), ("20%", 1, "")):
         own = gpu.Cell("kaggle", hbm, 8, 2, 1e-5, "cpu", zipf=1.05)
         text = gpu.lines(own, ["cached"], {**found, "modes": {"cached": {**cached, "of_all_in_hbm": share}}})
-        assert text[0].startswith(f"kaggle, Zipf 1.05, {hbm} of the rows in HBM, batch 8: ")
         assert text[2:] == ([f"  cached, at least 70% of all_in_hbm: {said}"] if said else [])
 
 
@@ -69,9 +66,6 @@ def test_rows_and_slots_of_a_share() -> None:
     num_slots = sum(own.pinned + own.cached for own in slots)
     assert 0.95 * num_rows / 10 < num_slots <= 1.05 * num_rows / 10, "whole tables leave the bytes of their map"
     assert {table.zipf for table in cell.source} == {1.05}
-    for bad in ("0%", "101%", "x%"):
-        with pytest.raises(SystemExit):
-            gpu.parsed(["--hbm", bad])
 
 
 def test_what_crosses_to_the_device_brings_its_gradient_back() -> None:
@@ -137,11 +131,8 @@ def test_what_cannot_be_measured_says_so(capsys: pytest.CaptureFixture[str], mon
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         gpu.main(["--here"])
-    told = capsys.readouterr()
-    text, found = told.err.splitlines(), json.loads(told.out)
+    found = json.loads(capsys.readouterr().out)
     assert len(found["cells"]) == 2 * 4 * 3 and all(cell["measured"] is None for cell in found["cells"])
-    assert sum(line.endswith("not measured") for line in text) == 24 * len(gpu.MODES)
-    assert "finds no GPU here" in text[0]
     sides, refused = gpu.make_sides(gpu.Cell("kaggle", "40", 8, 2, 1e-5, str(DEVICE), 3), ["cached"], small().hot_set())
     assert not sides and "raise it to" in refused["cached"]
 
@@ -160,14 +151,6 @@ def test_a_visit_names_what_failed_and_goes_on(tmp_path: Path) -> None:
     assert (found["gives"]["status"], found["gives"]["found"]) == ("done", {"figure": 7})
     assert ("finds no GPU" in found["gpu"]["status"]) == (DEVICE.type == "cpu")
     assert json.loads((tmp_path / "device-day.json").read_text()) == report
-    page = (tmp_path / "device-day.md").read_text()
-    assert "the cause" in page and all(own["status"] in page for own in found.values())
-
-
-def test_a_visit_that_took_its_time_leaves_the_rest_out(tmp_path: Path) -> None:
-    chosen = [device_day.Part(name, ("-c", ""), 60, needs_gpu=False) for name in ("one", "two")]
-    found = device_day.visit(chosen, tmp_path, visit_s=0.5)["parts"]
-    assert all("not run" in own["status"] for own in found.values())
 
 
 def test_the_parts_of_a_visit_are_commands_that_exist() -> None:
@@ -196,4 +179,3 @@ def test_the_profile_of_a_step() -> None:
     found = device_day.profile(device=str(DEVICE), quick=True)
     assert found["functions"] and bool(found["kernels"]) == (DEVICE.type == "cuda")
     assert found["step_ms"] > 0 and found["device_ms"] == pytest.approx(sum(own["ms"] for own in found["kernels"]))
-    assert len(device_day.profile_lines(found)) == 3 + len(found["functions"]) + len(found["kernels"])
