@@ -114,7 +114,7 @@ def write(to: Whole, num_rows: int, day: int = 0) -> Description:
         vocabulary = {"file": own, "num_keys": len(rows), "unknown_row": 0, "missing_row": 0, "hash_cap": None}
         described.append({
             "name": name, "num_embeddings": size, "embedding_dim": DIM, "pooling": "sum", "features": [name],
-            "file": file, "tensor": f"{name}.weight", "trained_as": "float32",
+            "file": file, "tensor": f"{name}.weight", "trained_as": "float32", "stored_as": "float32",
             "vocabulary": {**vocabulary, "min_count": 1, "num_dropped": 0},
         })  # fmt: skip
     texts = {"model.py": network_source("dlrm", spec.trained_for)}

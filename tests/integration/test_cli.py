@@ -316,10 +316,7 @@ def test_only_some_verbs_run_under_torchrun(
         (["runs", "--clean", "."], "is not a run"),
         (["runs", "--clean", "a", "b"], "--clean names the run to clean, so leave out b"),
         (["runs", "--data"], "name the run with --clean"),
-        (["probe", "absent"], "absent is not a folder; name a folder on the disk to measure"),
-        (["probe", "--out", "no/where.json"], "--out no/where.json is a folder, or in none"),
-        (["probe", "--declare", "absent.yaml"], r"absent\.yaml: No such file or directory; docs/probe\.md says"),
-        (["probe", "--declare", "small.yaml"], r"small\.yaml: data: there is no such field"),
+        (["doctor", "absent"], "absent is not a folder; name a folder on the disk to measure"),
         *(
             (["prepare", "csv", "small.yaml", "--out", "x", f"--{name.replace('_', '-')}", "9" * 400], name)
             for name in ("min_count", "hash_cap", "memory")

@@ -96,7 +96,7 @@ CASES: list[Any] = [
 
 @pytest.mark.slow_but(
     "('dlrm', 3, ['a'], 'none')",
-    "('din', 3, ['a'], 'none', {'use_softmax': True})",
+    "('din', 0, ['a'], 'none')",
     "('two_tower', 3, ['a'], 'none')",
     "('mmoe', 2, ['a', 'b', 'c'], 'none')",
     "('dcn', 2, ['a'], 'isotonic')",

@@ -44,7 +44,6 @@ class Case:
     chunks: list[list[tuple[int | bytes | None, bool]]]
     hash_cap: int = 0
     min_count: int = 1
-    max_rows: int = 0
     num_spills: int = 0
     used_parts: bool = False
 
@@ -73,7 +72,6 @@ class Case:
         for i in (same(i) for chunk in self.chunks for i, counted in chunk if counted):
             counts[i] = counts.get(i, 0) + 1
         ranked = sorted((i for i in counts if counts[i] >= self.min_count), key=lambda i: -counts[i])
-        ranked = ranked[: self.max_rows - 1] if self.max_rows else ranked
         rows = {i: row for row, i in enumerate(ranked, start=1)}
         accesses = [sum(counts.values()) - sum(counts[i] for i in ranked), *(counts[i] for i in ranked)]
         return [[rows.get(same(i), 0) for i, _ in chunk] for chunk in self.chunks], accesses
@@ -84,7 +82,7 @@ class Case:
             counters.declare("t", self.kind, hash_cap=self.hash_cap)  # type: ignore[arg-type]
             for chunk in self.chunks:
                 counters.add({"t": [self.keys(chunk)]}, np.array([counted for _, counted in chunk], np.bool_))
-            counters.build("t", folder / "v", folder / "c", min_count=self.min_count, max_rows=self.max_rows)
+            counters.build("t", folder / "v", folder / "c", min_count=self.min_count)
             self.num_spills = counters.num_spills
         rows, first = [], 0
         with EncoderPool({"t": folder / "v"}, folder / "tmp", memory_bytes=memory_bytes // 4) as encoders:
@@ -117,7 +115,6 @@ def cases() -> st.SearchStrategy[Case]:
         st.sampled_from([ints, strings]).flatmap(chunks),
         st.sampled_from([0, 0, 0, 1, 7, 1000]),
         st.sampled_from([1, 1, 2, 4]),
-        st.sampled_from([0, 0, 0, 1, 2, 20]),
     )
 
 

@@ -22,7 +22,9 @@ from typer.testing import CliRunner
 from forked import COMMAND, start_forked
 from hotrow.cli.app import app
 from hotrow.config.load import make_config
+from hotrow.data.packed import loader
 from hotrow.data.packed.reader import PackedDataset
+from hotrow.hot import order
 from hotrow.parallel.communicator import Communicator
 from hotrow.placement.store_file import PREFIX
 from hotrow.placement.tiers import Tiers
@@ -30,6 +32,7 @@ from hotrow.plan import alternatives, trial
 from hotrow.plan.alternatives import decided, groups, try_alternatives
 from hotrow.plan.decision import decision_of
 from hotrow.run import runs, trainer
+from hotrow.run.build import build
 from rank_pool import RankPool
 
 TIERS = {"dram": "70KiB", "force": True}
@@ -55,7 +58,7 @@ def config_file(data: Path, folder: Path, **options: Any) -> Path:
         "model": {"name": "dlrm", "embedding_dim": 8, "bottom_mlp": [4], "top_mlp": [4]},
         "train": {"batch_size": 16, "threads": 1},
     }
-    raw["train"] |= options.pop("train", {})
+    raw["train"] = {**raw["train"], **options.pop("train", {})}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(raw | options))
     return path
@@ -76,7 +79,7 @@ def test_the_steps_are_those_of_a_run(data: Path, tmp_path: Path, monkeypatch: p
         return loss
 
     monkeypatch.setattr(trainer, "train_step", noting)
-    path = config_file(data, tmp_path)
+    path = config_file(Path(os.path.relpath(data)), tmp_path)  # a run knows the data by another name
     found = tried(path)
     whose = "run"
     run = runs.train(make_config(yaml.safe_load(path.read_text())), quiet=True)
@@ -148,8 +151,6 @@ def test_of_large_tables_a_part_is_made(data: Path, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_the_first_rows_of_a_share_exist(data: Path, tmp_path: Path, share: float) -> None:
     setup = decided(config_file(data, tmp_path, memory=TIERS))
-    from hotrow.run.build import build
-
     parts = build(setup)
     tiers = parts.embedding.placement.find(Tiers)
     tiers.write_every_row(share=share)
@@ -248,6 +249,12 @@ def test_an_alternative_has_a_process_of_its_own(data: Path, tmp_path: Path) -> 
     assert isinstance(found, alternatives.Found) and found.trial.peak_bytes > 1 << 26
 
 
+def test_a_name_that_is_wrong_costs_no_round(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alternatives, "_in_a_process", lambda *_: pytest.fail("it was tried"))
+    with pytest.raises(ValueError, match=r"train\.thread"):
+        try_alternatives(config_file(data, tmp_path), [["train.thread=1"]])
+
+
 @pytest.mark.parametrize("text", ["train.threads", "threads 2", "=3"])
 def test_an_alternative_that_changes_nothing_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write NAME=VALUE"):
@@ -255,9 +262,70 @@ def test_an_alternative_that_changes_nothing_is_refused(text: str) -> None:
     assert groups(["model.top_mlp=[8, 4] train.threads=2"]) == [["model.top_mlp=[8, 4]", "train.threads=2"]]
 
 
+def test_it_plans_what_the_tables_have(data: Path, tmp_path: Path) -> None:
+    """The slots that are printed are those of the tables that a run builds."""
+    setup = decided(config_file(data, tmp_path, memory=TIERS))
+    parts = build(setup)
+    tiers = parts.embedding.placement.find(Tiers)
+    assert [(own.pinned, own.cached) for own in decision_of(setup).tables] == [tuple(own) for own in tiers.slots]
+    tiers.close()
+
+
+@pytest.mark.parametrize(
+    ("train", "share"),
+    [({"epochs": 1}, 1.0), ({"epochs": 4}, 0.25), ({"epochs": 4, "max_steps": 188}, 0.5), ({"max_steps": 3}, 1.0)],
+)
+def test_epochs_are_weighed_as_the_run_has_them(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: dict[str, int], share: float
+) -> None:
+    """An epoch has 94 steps."""
+    monkeypatch.setattr(trial, "WARM_UP", 4)
+    found = tried(config_file(data, tmp_path, memory=TIERS, train=train), 4)
+    first, later = found.steps
+    for phase, ms in found.step_ms.items():
+        assert ms == pytest.approx(share * first.step_ms[phase] + (1 - share) * later.step_ms[phase], abs=1e-3)
+    assert found.samples_per_s == pytest.approx(1e3 * 1500 / 94 / sum(found.step_ms.values()), rel=1e-3)
+
+
+@pytest.mark.parametrize("batch_size", [16, 100, 400, 5000])
+def test_gathering_rows_is_spread_over_the_steps_between(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
+    """A window that takes 60 ms more shows in the step, whether the timed steps see it or not."""
+    windows, gather, slow_s = -(-1500 // 500), loader._Stream._gather, 0.06
+
+    def slow(stream: Any, index: int) -> Any:
+        time.sleep(slow_s)
+        return gather(stream, index)
+
+    monkeypatch.setattr(loader._Stream, "_gather", slow)
+    monkeypatch.setattr(order, "WINDOW_ROWS", 500)
+    monkeypatch.setattr(
+        loader.Loader.__init__, "__kwdefaults__", loader.Loader.__init__.__kwdefaults__ | {"window_rows": 500}
+    )
+    found = tried(config_file(data, tmp_path, train={"batch_size": batch_size}), 20)
+    expected_ms = 1e3 * slow_s * windows / -(-1500 // batch_size)
+    assert found.step_ms["data"] == pytest.approx(expected_ms, rel=0.3, abs=1.0)
+
+
 def on_a_rank(comm: Communicator, path: Path) -> tuple[int, list[str], dict[str, str]]:
     found = trial.trial(decided(path, comm=comm), steps=8, comm=comm)
     return found.steps[0].num_steps, [own.kind for own in found.steps], decision_of(decided(path, comm=comm)).owners
+
+
+def of_unlike_ranks(comm: Communicator, path: Path) -> tuple[bool, list[str]]:
+    setup = decided(path, comm=comm)
+    return setup.in_tiers, [own.kind for own in trial.trial(setup, steps=4, comm=comm).steps]
+
+
+def test_ranks_with_and_without_rows_on_disk_try_together(data: Path, tmp_path: Path) -> None:
+    """Both take the steps of the first epoch and of later ones."""
+    sharding = {"t0": "table", "t1": "table", "t2": "table"}
+    path = config_file(data, tmp_path, memory=TIERS, parallel={"sharding": sharding})
+    with RankPool(2) as pool:
+        results = pool.run(of_unlike_ranks, path, num_ranks=2, micro_batches=2)
+    assert {in_tiers for in_tiers, _ in results} == {False, True}
+    assert [kinds for _, kinds in results] == [[trial.FIRST_EPOCH, trial.LATER]] * 2
 
 
 def test_ranks_try_together(data: Path, tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ class CheckpointConfig(_Section):
     """How often to save: a share of an epoch (up to 1) or a number of steps (above 1). null: at the end and when the
     run is interrupted."""
     keep_last: Count = 2
-    """How many of the newest checkpoints are kept; with early stopping that of the best validation score stays too."""
+    """How many of the newest checkpoints are kept, beside that with the best validation score."""
 
 
 class MemoryConfig(_Section):

@@ -486,7 +486,7 @@ class Training:
         patience = self.config.train.early_stopping
         if patience is not None and state.evals_since_best >= patience and state.ended is None:
             state.ended = f"no better validation {measure.title} in {patience} evaluations"
-        return best and patience is not None
+        return best
 
     def _without_metrics(self, reason: str) -> None:
         objective, monitor = self.parts.objective, self.config.monitor
@@ -543,7 +543,7 @@ class Training:
             )
             with self._aside(), self.writes.saving(path) if self.writes_files else nullcontext():
                 save_checkpoint(path, self.parts.with_state(), extra=asdict(extra))
-        keep = self.state.best_step if self.state.best and self.config.train.early_stopping else None
+        keep = self.state.best_step if self.state.best else None
         if self.writes_files:
             prune_checkpoints(self.folder.checkpoints, keep_last=self.config.checkpoint.keep_last, keep=keep)
         return path
