@@ -478,7 +478,7 @@ def test_first_rows_are_read_that_must_not_be_locked(tmp_path: Path) -> None:
     num_rows, dim, num_pinned = 1 << 18, 32, 180_000
     safetensors.torch.save_file({"rows": torch.zeros(num_rows, dim)}, tmp_path / "rows.safetensors")
     table = {"name": "item", "file": "rows.safetensors", "tensor": "rows", "features": ["item"]}
-    table |= {"num_embeddings": num_rows, "embedding_dim": dim}
+    table |= {"num_embeddings": num_rows, "embedding_dim": dim, "stored_as": "float32"}
     with (tmp_path / "rows.safetensors").open("rb") as file:
         pages = on_disk(file)
         tables = mapped.MappedTables(tmp_path, [table], mapped.Budget(1 << 40, num_pinned * dim * 4))
