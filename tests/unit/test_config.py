@@ -27,154 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = runpy.run_path(str(ROOT / "scripts" / "config_page.py"))
 
 # Every public option. An addition, a removal or a new default shows up here as a diff.
-PUBLIC_OPTIONS = """
-data
-device auto
-memory auto
-from_run None
-run None
-optimizer.dense.name sgd
-optimizer.dense.lr 0.1
-optimizer.dense.weight_decay None
-optimizer.sparse.name row_wise_adagrad
-optimizer.sparse.lr 0.05
-optimizer.sparse.initial_accumulator_value None
-optimizer.sparse.l1 None
-optimizer.sparse.l2 None
-optimizer.schedule.warmup_steps 0
-optimizer.schedule.decay_start_step None
-optimizer.schedule.decay_steps 0
-train.batch_size 2048
-train.micro_batches None
-train.epochs 1
-train.max_steps None
-train.shuffle True
-train.eval_every 1.0
-train.early_stopping None
-train.monitor None
-train.seed 1
-train.threads auto
-train.precision fp32
-train.dense_dtype fp32
-train.pos_weight 1.0
-train.clip_norm None
-train.ema None
-train.freeze []
-train.nonfinite raise
-train.log_every 50
-metrics.by None
-calibration.method None
-calibration.negatives_kept 1.0
-checkpoint.every None
-checkpoint.keep_last 2
-memory.hbm None
-memory.dram auto
-memory.ssd None
-memory.file None
-memory.file_bytes None
-memory.writes auto
-memory.lookahead 4
-memory.force False
-memory.write_budget None
-hot.schedule none
-hot.budget 512MiB
-hot.small_table 1MiB
-hot.rows exact
-hot.rate 50
-hot.window 4
-hot.merge_every 1
-parallel.sharding auto
-parallel.hot_rows 0
-parallel.exchange auto
-parallel.wire_dtype fp32
-"""
-OPTIONS_OF_EVERY_MODEL = """
-embedding_dim 16
-embedding_init None
-"""
-OPTIONS_OF_MODELS = {
-    "dlrm": """
-dropout 0.0
-bottom_mlp [512, 256, 64]
-top_mlp [512, 256]
-concatenated False
-first_order False
-members 1
-embedding_dropout 0.0
-""",
-    "tbsm": """
-dropout 0.0
-bottom_mlp [512, 256, 64]
-top_mlp [512, 256]
-history_steps 20
-attention_mlp [15, 15]
-final_mlp [60]
-""",
-    "dcn": """
-dropout 0.0
-num_cross_layers 3
-low_rank None
-deep_mlp [512, 256]
-structure parallel
-""",
-    "deepfm": """
-dropout 0.0
-second_order True
-deep_mlp [400, 400, 400]
-""",
-    "din": """
-dropout 0.0
-attention_mlp [80, 40]
-top_mlp [200, 80]
-""",
-    "two_tower": """
-dropout 0.0
-item ['item']
-user None
-dense_inputs user
-tower_mlp [256]
-vector_dim 64
-temperature 0.05
-""",
-    "finalmlp": """
-dropout 0.0
-first_mlp [400, 400, 400]
-second_mlp [800]
-""",
-    "mmoe": """
-dropout 0.0
-experts 4
-expert_mlp [512, 256]
-tower_mlp [128]
-""",
-}
-
-
-def listed(section: type[BaseModel], path: str = "") -> list[str]:
-    options = options_of(section).items()
-    return [f"{path}{name}" + ("" if field.is_required() else f" {field.default}") for name, field in options]
-
-
-def test_public_options() -> None:
-    found = [line for title, path, section in sections() if path != "model." for line in listed(section, path)]
-    assert found == PUBLIC_OPTIONS.split("\n")[1:-1]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_public_options_of_models(model: str) -> None:
-    assert listed(MODELS[model]) == [
-        f"name {model}",
-        *OPTIONS_OF_EVERY_MODEL.split("\n")[1:-1],
-        f"objective {'sampled_softmax' if model == 'two_tower' else 'binary_cross_entropy'}",
-        *OPTIONS_OF_MODELS[model].split("\n")[1:-1],
-    ]
-
-
-def test_every_option_is_documented() -> None:
-    for _, path, section in sections():
-        effects = PAGE["effects_of"](section)
-        for name, field in options_of(section).items():
-            assert field.description or effects[name], path + name
 
 
 def test_every_model_is_in_the_union() -> None:
@@ -216,23 +68,13 @@ def test_recipes_are_valid(recipe: Path) -> None:
     load_config(recipe)
 
 
-def test_yaml_round_trip() -> None:
-    config = make_config({"data": "d", "train": {"eval_every": 0.1, "early_stopping": 3}, "model": {"top_mlp": []}})
-    assert make_config(parse_yaml(config.to_yaml(), origin="")) == config
-
-
 @looped(
     ("raw", "message"),
     [
         ({}, "data is missing; set it to text"),
         ({"data": "d", "trian": {}}, "unknown key trian; did you mean 'train'?"),
         ({"data": "d", "train": {"batchsize": 1}}, r"unknown key train\.batchsize; did you mean 'batch_size'?"),
-        ({"data": "d", "": 1}, r"unknown key ''; known here: data, "),
-        ({"data": "d", "train": {"zzz": 1}}, r"unknown key train\.zzz; known here: batch_size, "),
         ({"data": "d", "train": {"batch_size": 0}}, r"train\.batch_size is 0; allowed: an integer >= 1"),
-        ({"data": "d", "train": {"batch_size": "64"}}, r"train\.batch_size is '64'; allowed: an integer >= 1"),
-        ({"data": "d", "train": {"batch_size": 64.0}}, r"train\.batch_size is 64\.0; allowed: an integer"),
-        ({"data": "d", "train": {"threads": "many"}}, r"train\.threads is 'many'; allowed: auto or an integer >= 1"),
         ({"data": "d", "train": 3}, "train is 3; allowed: a mapping with batch_size, micro_batches, epochs"),
         ({"data": "\0"}, r"data: path is '\\x00'; no file can have the character NUL in its path: remove it"),
         ({"data": "d", "run": "a\0"}, r"run: path is 'a\\x00'; no file can have the character NUL"),
@@ -243,77 +85,31 @@ def test_yaml_round_trip() -> None:
             {"data": "d", "model": {"history_steps": 8}},
             r"unknown key model\.history_steps for model dlrm; it is one of tbsm: remove it, or set model\.name to t",
         ),
-        (
-            {"data": "d", "model": {"name": "tbsm", "first_order": True}},
-            r"unknown key model\.first_order for model tbsm; it is one of dlrm: remove it, or set model\.name to dlrm",
-        ),
-        (
-            {"data": "d", "model": {"botom_mlp": [8]}},
-            r"unknown key model\.botom_mlp for model dlrm; did you mean 'bottom_mlp'?",
-        ),
-        (
-            {"data": "d", "model": {"zzz": 8}},
-            r"unknown key model\.zzz for model dlrm; known here: name, embed",
-        ),
         ({"data": "d", "model": {"name": "dlmr"}}, r"model\.name is 'dlmr'; did you mean 'dlrm'\? allowed: dlrm, tbsm"),
-        ({"data": "d", "model": {"name": 3}}, r"model\.name is 3; allowed: dlrm, tbsm"),
         ({"data": "d", "model": "dlrm"}, "model is 'dlrm'; allowed: a mapping with name, embedding_dim, "),
         (
             {"data": "d", "model": {"embedding_dim": {"t": 8, "user": 0}}},
             r"model\.embedding_dim\.user is 0; allowed: an integer >= 1 and <= 65536$",
         ),
-        (
-            {"data": "d", "model": {"name": "dcn", "embedding_dim": {"a": "x", "": -1}}},
-            r"model\.embedding_dim\.a is 'x'; allowed: an integer .*; model\.embedding_dim\.'' is -1; allowed: an ",
-        ),
-        (
-            {"data": "d", "model": {"embedding_dim": {3: 8}}},
-            r"model\.embedding_dim is 3; allowed: an integer .* or a mapping from names to integers",
-        ),
-        (
-            {"data": "d", "model": {"embedding_dim": "8"}},
-            r"model\.embedding_dim is '8'; allowed: an integer >= 1 and <= 65536 or a mapping from names to integers",
-        ),
         ({"data": "d", "model": {"name": "tbsm", "top_mlp": []}}, r"model: top_mlp is \[\], but with tbsm its last"),
-        (
-            {"data": "d", "model": {"name": "tbsm", "history_steps": 0}},
-            r"model\.history_steps is 0; allowed: an integer >= 1",
-        ),
-        ({"data": "d", "train": {"precision": "bf16"}}, r"train\.precision is 'bf16'; allowed: fp32, fp16, split_bf16"),
         ({"data": "d", "device": "gpu"}, "device is 'gpu'; allowed: auto, cpu, cuda"),
         ({"data": "d", "memory": {"hbm": "0"}}, "memory: hbm is '0'; it must be a positive number of bytes"),
         (
             {"data": "d", "memory": "ssd"},
             "memory is 'ssd'; allowed: auto, dram or a mapping with hbm, dram, ssd, file, file_bytes, writes, ",
         ),
-        ({"data": "d", "memory": 3}, "memory is 3; allowed: auto, dram or a mapping with hbm, dram, "),
-        ({"data": "d", "memory": {"dran": "2GiB"}}, r"unknown key memory\.dran; did you mean 'dram'?"),
         (
             {"data": "d", "memory": {"dram": "2 foo"}},
             "memory: dram '2 foo' is not understood; write a number and a unit",
         ),
-        ({"data": "d", "memory": {"dram": 0}}, "memory: dram is 0; it must be a positive number of bytes"),
         (
             {"data": "d", "memory": {"write_budget": "200GB"}},
             "memory: write_budget: rate '200GB' is not understood; write bytes per day or hour, such as 200GB/day",
         ),
-        ({"data": "d", "memory": {"write_budget": 5}}, r"memory\.write_budget is 5; allowed: text or null"),
         ({"data": "d", "memory": {"ssd": "a", "file": "b"}}, "memory: ssd is 'a' and file is 'b'; name one of them"),
-        ({"data": "d", "memory": {"policy": "lru"}}, r"unknown key memory\.policy"),
-        ({"data": "d", "memory": {"lookahead": -1}}, r"memory\.lookahead is -1; allowed: an integer >= 0"),
-        ({"data": "d", "hot": {"schedule": "lru"}}, r"hot\.schedule is 'lru'; allowed: none, fae, fixed, window"),
-        ({"data": "d", "hot": {"rate": 0.5}}, r"hot\.rate is 0\.5; allowed: a number >= 1 and <= 100"),
-        ({"data": "d", "hot": {"budget": "much"}}, "hot: budget: size 'much' is not understood"),
-        ({"data": "d", "hot": {"budget": 0}}, "hot: budget is 0; it must be a positive number of bytes"),
-        ({"data": "d", "hot": {"small_table": -1}}, "hot: small_table is -1; it must be a positive number of bytes"),
         (
             {"data": "d", "parallel": {"exchange": {"user": "row"}}},
             r"parallel\.exchange\.user is 'row'; allowed: rows, p",
-        ),
-        ({"data": "d", "parallel": {"wire_dtype": "fp8"}}, r"parallel\.wire_dtype is 'fp8'; allowed: fp32, bf16, fp16"),
-        (
-            {"data": "d", "parallel": {"sharding": {"user": "rows"}}},
-            r"parallel\.sharding\.user is 'rows'; allowed: replicated, table, row, column",
         ),
         ({"data": "d", "optimizer": {"dense": {"lr": float("nan")}}}, r"optimizer\.dense\.lr is nan; allowed: .* > 0"),
         (
@@ -324,8 +120,6 @@ def test_yaml_round_trip() -> None:
             {"data": "d", "model": {"objective": "squared_error"}, "train": {"pos_weight": 3}},
             r"train\.pos_weight is 3\.0, but model\.objective squared_error has no such option; set it to 1\.0",
         ),
-        ({"data": "d", "train": {"pos_weight": 0}}, r"train\.pos_weight"),
-        ({"data": "d", "train": {"clip_norm": 0}}, r"train\.clip_norm"),
         ({"data": "d", "train": {"ema": 1}}, r"train\.ema is 1; allowed: a number > 0 and < 1 or null"),
         (
             {"data": "d", "train": {"ema": 0.9, "precision": "split_bf16"}},
@@ -407,7 +201,6 @@ def test_overrides_leave_the_dict_they_start_from() -> None:
     ("override", "message"),
     [
         ("train.epochs", "no name and value; write it as --set train.batch_size=4096"),
-        ("=3", "no name and value"),
         ("data.x=3", "data holds 'd', which has no fields"),
         ("train.epochs=[1", r"--set train\.epochs line 1"),
     ],
@@ -421,7 +214,6 @@ def test_bad_overrides(override: str, message: str) -> None:
     ("text", "message"),
     [
         ("a: 1\nb: 2\na: 3\n", "f line 3, column 1: key 'a' is given twice"),
-        ("a: [1\n", "f line 2"),
         ("a: !!python/object/apply:os.system ['true']", "f line 1, column 4: could not determine a constructor"),
         ("[" * 600, "f is nested too deeply"),
         ("{? {a: 1} : 2}", "is not a name"),
@@ -494,13 +286,10 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" fo
     [
         ("1: x", "line 1, column 1: key 1 is read as a number, not as a name; put it in quotes"),
         ("data: d\nnull: x", "line 2, column 1: key None is read as null"),
-        ("data: d\ntrain: {true: 1}", "key True is read as true or false"),
-        ("data: d\n1.5: x", "key 1.5 is read as a number"),
         ("2001-01-01: x", "is read as date, not as a name"),
         ("data: 2001-13-45", "a value cannot be read .*put it in quotes if it is text"),
         ("data: &a [*a]", "line 1, column 7: a value contains itself; remove the alias"),
         (BOMB, "line 6, column 4: more than 100,000 values, aliases counted as what they stand for; write fewer"),
-        ("data: !!python/object:os.system x", "could not determine a constructor"),
     ],
 )
 def test_odd_yaml_is_named_by_its_place(tmp_path: Path, text: str, message: str) -> None:
