@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -93,18 +92,6 @@ class Browser:
     def move(self, x: float, y: float) -> None:
         """Moves the pointer."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def pdf(self) -> bytes:
-        """The page as it prints."""
-        return base64.b64decode(self.call("Page.printToPDF")["data"])
-
-    def screenshot(self) -> bytes:
-        """The whole page as a PNG."""
-        height = self.run("document.documentElement.scrollHeight")
-        width = self.run("innerWidth")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        return base64.b64decode(shot["data"])
 
     def __enter__(self) -> Browser:
         return self

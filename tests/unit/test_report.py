@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hotrow
 from browser import Browser
 from forked import COMMAND, run_forked
 from hotrow import draw
@@ -97,19 +95,8 @@ def large() -> RunFacts:
 def test_metrics_of_a_killed_run_are_read_as_far_as_they_go(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     whole = [json.dumps(train_line(step)).encode() for step in (1, 2)]
-    path.write_bytes(
-        b"\n".join(
-            [
-                whole[0],
-                b"\x00\xff{",
-                b'{"kind": "train"}',
-                b"[1]",
-                b'{"kind": "train", "step": -1}',
-                whole[1],
-                whole[0][:20],
-            ]
-        )
-    )
+    odd_lines = [b"\x00\xff{", b'{"kind": "train"}', b"[1]", b'{"kind": "train", "step": -1}']
+    path.write_bytes(b"\n".join([whole[0], *odd_lines, whole[1], whole[0][:20]]))
     lines, left_out = read_lines(path)
     assert [line["step"] for line in lines] == [1, 2] and left_out == 5
     assert read_lines(tmp_path / "none") == ([], 0)
@@ -162,42 +149,15 @@ def test_a_large_run_fits_and_what_is_hostile_stays_text() -> None:
     assert found.tags.count("script") == 1 and "b" in found.tags, "the script of the page, and the cards' figures"
     assert found.tags.count("b") == 6 and HOSTILE in found.text
     assert not [name for name, _ in found.attributes if name in ("src", "href") or name.startswith("on")]
-    for text in ("AUC", "0.7800", "100,000", "76 others", "ms in the trial", "2.250"):
-        assert text in found.text, text
-    assert "each point is the mean of 42 lines" in found.text.lower()
-
-
-def test_the_sentences_say_how_it_ended() -> None:
-    whole = large()
-
-    def first(**fields: Any) -> str:
-        lines = fields.pop("lines", whole.lines)
-        training = fields.pop("is_training", False)
-        return sentences(RunFacts(name="r", record=record(**fields), lines=lines, is_training=training))[0]
-
-    assert sentences(whole) == [
-        "The run finished after 10,000 steps (2 epochs) and 0:01:10 of training: all steps are done.",
-        "On 1,234 rows of the test split the model has AUC 0.7800, and a LogLoss that is 18.0% less than that of a "
-        "constant rate of clicks.",
-        "A step takes 4 ms on average, 50% of it for dense layers; waiting for rows from disk took 12.0% of the time.",
-    ]
-    assert "interrupted by SIGTERM after 10,000 steps" in first(status="interrupted", signal=15)
-    assert first(status="failed", error="ValueError: x", lines=[]) == (
-        "The run failed before its first step: ValueError: x."
-    )
-    assert "killed after 10,000 steps" in first(status="running")
-    assert "killed before its first step" in first(status="running", lines=[])
-    assert "is training" in first(status="running", is_training=True)
+    for text in ("0.7800", "each point is the mean of 42 lines"):
+        assert text in found.text.lower(), text
 
 
 def test_a_day_that_was_scored_before_training_alone_is_not_said_to_be_scored_after_it() -> None:
     figures = {"num_rows": 1234, "auc": 0.78, "logloss": 0.41, "base_logloss": 0.5, "ne": 0.82}
     lines = [{"kind": "eval", "step": 0, "split": "train", **figures}, train_line(1)]
     day = RunFacts(name="r", record=record(parent={"path": "runs/a", "metrics": figures}), lines=lines)
-    assert sentences(day)[1] == (
-        "On its 1,234 training rows the weights that it started from had AUC 0.7800, and a LogLoss that is 18.0% less "
-        "than that of a constant rate of clicks; nothing was scored after training."
-    )
+    assert "the weights that it started from had" in sentences(day)[1]
     assert summary(day)["auc"] is None and summary(day)["split"] == ""
 
 
@@ -219,17 +179,6 @@ def test_a_record_of_odd_types_has_a_page(odd: Any) -> None:
         lines = [train_line(1, step_ms=odd, loss=odd), {"kind": "eval", "step": 2, "auc": odd, "split": odd}]
         page = Elements(report_page([RunFacts(name="r", record=fields, lines=lines)] * 2))
         assert "b" in page.tags and page.tags.count("b") >= 12
-
-
-def test_several_runs_stand_side_by_side() -> None:
-    one, other = large(), replace(large(), name="other", options={"train.seed": "2", "run": "x"})
-    one = replace(one, options={"train.seed": "1", "run": "y"})
-    page = Elements(report_page([one, other]))
-    assert "2 runs side by side" in page.text and page.tags.count("details") == 4
-    assert "Options that differ" in page.text and "train.seed" in page.text
-    (loss, *_) = [value for name, value in page.attributes if name == "aria-label" and value]
-    assert loss == "Loss over steps"
-    assert summary(other)["auc"] == 0.78
 
 
 def test_a_training_loss_that_is_no_logloss_says_so() -> None:
@@ -262,13 +211,9 @@ def test_every_end_of_a_run_leaves_a_page(
     dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = runs.train(config_for(dataset, tmp_path / "whole"), quiet=True)
-    page = Elements((whole.path / "report.html").read_text())
     auc = whole.record.metrics["test"]["auc"]  # type: ignore[index]
-    for text in (f"{auc:.4f}", "The run finished after 16 steps", f"hotrow predict {whole.path}", "Coverage"):
-        assert text in page.text, text
+    assert f"{auc:.4f}" in Elements((whole.path / "report.html").read_text()).text
     assert (whole.path / "report.html").stat().st_mode & 0o777 == 0o600
-    closing = hotrow.load(whole.path)
-    assert f"report   {whole.path / 'report.html'}" in closing.closing_lines("rows", [])
 
     def fail(*_: Any) -> None:
         raise ValueError("the model is on fire")
@@ -276,34 +221,7 @@ def test_every_end_of_a_run_leaves_a_page(
     monkeypatch.setattr(trainer, "train_step", fail)
     with pytest.raises(ValueError, match="on fire"):
         runs.train(config_for(dataset, tmp_path / "failed"), quiet=True)
-    page = Elements((tmp_path / "failed" / "report.html").read_text())
-    assert "The run failed before its first step: ValueError: the model is on fire." in page.text
-
-    monkeypatch.setattr(trainer, "build", fail)
-    with pytest.raises(ValueError, match="on fire"):
-        runs.train(config_for(dataset, tmp_path / "unbuilt"), quiet=True)
-    page = Elements((tmp_path / "unbuilt" / "report.html").read_text())
-    assert "Start it again, after removing the folder" in page.text
-
-
-def test_an_interrupted_run_says_how_to_go_on(
-    dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = trainer.train_step
-
-    def stop(parts: Any, batch: Any, step: int, clock: Any) -> Any:
-        if step == 6:
-            os.kill(os.getpid(), 15)
-        return plain(parts, batch, step, clock)
-
-    monkeypatch.setattr(trainer, "train_step", stop)
-    run = runs.train(config_for(dataset, tmp_path / "run"), quiet=True)
-    page = Elements((run.path / "report.html").read_text())
-    assert "interrupted by SIGTERM after 7 steps" in page.text
-    assert f"hotrow train --resume {run.path}" in page.text
-    monkeypatch.undo()
-    runs.resume(run.path, quiet=True)
-    assert "The run finished after 16 steps" in (run.path / "report.html").read_text()
+    assert "the model is on fire" in Elements((tmp_path / "failed" / "report.html").read_text()).text
 
 
 def test_a_page_that_cannot_be_written_costs_a_warning(
@@ -318,7 +236,6 @@ def test_a_page_that_cannot_be_written_costs_a_warning(
     assert RunFolder.open(run.path).record.status == "finished"
     assert run.record.warnings["no_report"]["count"] == 1
     assert not (run.path / "report.html").exists()
-    assert "report   " not in hotrow.load(run.path).closing_lines("rows", [])
 
 
 def test_the_verb(
@@ -331,8 +248,6 @@ def test_the_verb(
     told = tools.report([tmp_path / "a", tmp_path / "b"], out=tmp_path / "both.html")
     assert (tmp_path / "both.html").stat().st_size == told["bytes"]
     assert [run["lines_left_out"] for run in told["runs"]] == [0, 1]
-    page = Elements((tmp_path / "both.html").read_text())
-    assert "Options that differ" in page.text and "train.seed" in page.text
     monkeypatch.chdir(tmp_path)
     assert tools.report([tmp_path / "a"])["out"] == str(tmp_path / "a" / "report.html")
     assert tools.report([tmp_path / "a", tmp_path / "b"])["out"] == "report.html"
@@ -358,11 +273,9 @@ def test_a_killed_run_is_told_from_one_that_trains(dataset: PackedDataset, tmp_p
 
 # ---- in a browser
 
-BACKGROUND = "getComputedStyle(document.body).backgroundColor"
-
 
 def test_pages_in_a_browser(tmp_path: Path, dataset: PackedDataset) -> None:
-    """At three widths, light, dark and printed: no console error, nothing wider than the screen; charts answer."""
+    """At three widths: no console error, nothing wider than the screen; charts answer."""
     facts = large()
     pages = {"one": [facts], "two": [facts, replace(facts, name="other")]}
     pages["empty"] = [RunFacts(name="r", record=record(status="failed", error="x"))]
@@ -374,12 +287,8 @@ def test_pages_in_a_browser(tmp_path: Path, dataset: PackedDataset) -> None:
     with Browser(tmp_path / "profile") as browser:
         for name in names:
             for width in (390, 820, 1440):
-                browser.open(tmp_path / f"{name}.html", width=width, dark=width == 820)
+                browser.open(tmp_path / f"{name}.html", width=width)
                 assert browser.run("document.documentElement.scrollWidth") <= width, (name, width)
-        light = browser.run(BACKGROUND)
-        browser.open(tmp_path / "one.html", dark=True)
-        assert light == "rgb(255, 255, 255)" and browser.run(BACKGROUND) != light
-        assert browser.pdf().startswith(b"%PDF-")
         browser.open(tmp_path / "one.html")
         _hover_and_sort(browser)
         assert browser.errors == []
@@ -401,7 +310,3 @@ def _hover_and_sort(browser: Browser) -> None:
     browser.run(f"{table}.tHead.rows[0].cells[1].querySelector('button').click()")
     assert browser.run(column) == sorted(before, key=lambda text: -int(text.replace(",", "")))
     assert browser.run(f"{table}.tHead.rows[0].cells[1].getAttribute('aria-sort')") == "descending"
-    values = "document.querySelector('figure details')"
-    browser.run(f"{values}.open = true")
-    browser.run("new Promise((done) => setTimeout(done, 50))")
-    assert browser.run(f"{values}.querySelectorAll('tbody tr').length") > 100
