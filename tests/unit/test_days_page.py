@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from hotrow.days.page import DoneDay, _over_parts, write_page
+from hotrow.days.page import DoneDay, write_page
 from hotrow.objectives.binary import BinaryCrossEntropy
 
 
 def done(number: int, **late: dict[str, float | None]) -> DoneDay:
     figures: dict[str, Any] = {"metrics": None, "parts": [], "unknown": None, "gone_rows": None, "published_bytes": 9}
-    return DoneDay(
-        name=f"day_{number}",
-        files={},
-        prepared_s=1.0,
-        rows=8,
-        table_rows=5,
-        new_rows=1,
-        seconds={},
-        late=late,
-        **figures,
-    )
+    figures |= {"name": f"day_{number}", "files": {}, "prepared_s": 1.0, "rows": 8, "table_rows": 5, "new_rows": 1}
+    return DoneDay(seconds={}, late=late, **figures)
 
 
 def test_a_mean_over_fewer_days_says_so(tmp_path: Path) -> None:
@@ -36,13 +24,3 @@ def test_a_mean_over_fewer_days_says_so(tmp_path: Path) -> None:
     write_page(tmp_path / "report.html", "chain", days, BinaryCrossEntropy())
     page = (tmp_path / "report.html").read_text()
     assert "one that is a day older changes AUC by -0.1000 (1 of them), LogLoss by +0.2000 (mean of 2 days)" in page
-
-
-def test_parts_lie_within_their_day(tmp_path: Path) -> None:
-    parts: list[dict[str, float | None]] = [{"auc": 0.5 + k / 100, "unknown": k / 100} for k in range(24)]
-    day = replace(done(2), parts=parts)
-    assert _over_parts([done(1), day], "unknown", factor=100) == [
-        pytest.approx((1.5 + (k + 0.5) / 24, k)) for k in range(24)
-    ]
-    write_page(tmp_path / "report.html", "chain", [done(1), day], BinaryCrossEntropy())
-    assert "a part of it" in (tmp_path / "report.html").read_text()
