@@ -16,7 +16,7 @@ from hotrow.objectives import OBJECTIVES
 from hotrow.objectives.by_group import ClicksByGroup, group_auc
 from hotrow.objectives.objective import Objective
 from hotrow.tune.compare import compared as compared_metrics
-from hotrow.tune.compare import differences, judged, mean_of, of_seeds, over_seeds
+from hotrow.tune.compare import judged, mean_of, of_seeds, over_seeds
 
 Floats = NDArray[np.float32]
 
@@ -167,8 +167,3 @@ def test_seeds_follow_each_other() -> None:
 def test_figures_over_seeds_of_runs_without_scored_rows() -> None:
     record: Any = SimpleNamespace(trained_for=OBJECTIVES["squared_error"], final_metrics={})
     assert over_seeds([record]) == {}
-
-
-def test_options_that_differ() -> None:
-    options = {"a": {"x": "1", "run": "a", "y": "2"}, "b": {"x": "2", "run": "b", "y": "2"}, "c": {"y": "2"}}
-    assert differences(options) == {"x": {"a": "1", "b": "2"}}
