@@ -18,40 +18,11 @@ from hotrow.data.prepare.init import run_init
 from hotrow.data.prepare.prepare import run_prepare
 
 NAMES = [
-    *(
-        "..ip",
-        ".",
-        "..",
-        "a/b",
-        "a\\b",
-        "/etc/passwd",
-        " ",
-        " lead",
-        "trail ",
-        "",
-        "<script>alert(1)</script>",
-        "&amp;",
-    ),
+    *("..ip", ".", "..", "a/b", "a\\b", "/etc/passwd", " ", " lead", "trail ", "", "<script>alert(1)</script>"),
+    *("&amp;", "vocab", "counts", "CON", 'q"uote', "it's", "%s", "%2F", "{x}", "null", "1", "true", "a: b", "# x"),
     *("new\nline", "tab\tname", "bell\x07", "😀", "שלום", "é", "e\u0301", "ID", "id", "n" * 300, "score", "train"),
-    *(
-        "vocab",
-        "counts",
-        "CON",
-        'q"uote',
-        "it's",
-        "%s",
-        "%2F",
-        "{x}",
-        "null",
-        "1",
-        "true",
-        "a: b",
-        "# x",
-        "- x",
-        "*",
-        "~",
-    ),
-    *("__index_level_0__", "k=v", "weight", "a.b", "dup", "dup", "dup (2)", "embedding", "label", "C:\\d"),
+    *("- x", "*", "~", "__index_level_0__", "k=v", "weight", "a.b", "dup", "dup", "dup (2)", "embedding", "label"),
+    "C:\\d",
 ]
 LABEL = "clicked?/0"
 NUM_ROWS = 600
@@ -73,10 +44,6 @@ def write(path: Path, names: list[str], columns: list[list[str]]) -> Path:
     return path
 
 
-def test_there_are_enough() -> None:
-    assert len(NAMES) >= 45
-
-
 def test_any_names_from_raw_file_to_scores(tmp_path: Path, rows: dict[str, list[str]]) -> None:
     raw = write(tmp_path / "raw.csv", [*NAMES, LABEL], list(rows.values()))
     made = run_init(raw, label=LABEL, out=tmp_path)
@@ -90,11 +57,8 @@ def test_any_names_from_raw_file_to_scores(tmp_path: Path, rows: dict[str, list[
 
     # The label is absent and columns come in another order; names, not places, decide.
     order = [name for name in reversed(rows) if name != LABEL and not name.startswith("dup")]
-    mixed = write(
-        tmp_path / "mixed.csv",
-        [*order, "dup", "dup", "dup (2)"],
-        [rows[name] for name in (*order, "dup", "dup (3)", "dup (2)")],
-    )
+    values = [rows[name] for name in (*order, "dup", "dup (3)", "dup (2)")]
+    mixed = write(tmp_path / "mixed.csv", [*order, "dup", "dup", "dup (2)"], values)
     scores = run.predict(raw)
     assert len(np.unique(scores)) > NUM_ROWS // 2
     np.testing.assert_array_equal(run.predict(mixed), scores)
