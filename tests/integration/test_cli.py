@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from benchmarks.criteo_text import write_criteo
 from benchmarks.synthetic_config import criteo_kaggle
@@ -32,8 +30,6 @@ from loops import looped
 from packed_data import OF_TOY_ROWS
 from resealed import reseal
 
-VERBS = ["fit", "demo", "init", "prepare", "inspect", "plan", "train", "eval", "predict", "export", "check"]
-VERBS += ["doctor", "report", "apply", "serve", "runs", "tune", "days"]
 SMALL = "{embedding_dim: 4, bottom_mlp: [8], top_mlp: [8]}"
 
 
@@ -63,15 +59,12 @@ def test_from_raw_rows_to_scores(
     work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = {"capsys": capsys, "monkeypatch": monkeypatch}
-    found = hotrow("init", "clicks.txt", "--out", "recipe", "--json", **tools)
-    assert "hotrow prepare criteo clicks.txt" in found["next"][0]
+    hotrow("init", "clicks.txt", "--out", "recipe", "--json", **tools)
     made = hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
     assert sum(made["rows"].values()) == 3000
     result = hotrow("train", "small.yaml", "--set", "train.epochs=2", "--json", **tools)
-    wanted = {"auc", "logloss", "ne", "samples_per_s", "steps", "epochs", "run_dir", "backend", "step_ms"}
-    assert wanted <= set(result)
-    assert set(result["step_ms"]) == {"data", "lookup", "dense", "update"}
     assert (result["status"], result["epochs"], result["run_dir"]) == ("finished", 2.0, "runs/packed-dlrm-001")
+    assert "is a run, and inspect reads data" in hotrow("inspect", result["run_dir"], code=2, **tools)
     evaluated = hotrow("eval", result["run_dir"], "--json", **tools)
     assert evaluated["auc"] == result["auc"]
     scored = hotrow("predict", result["run_dir"], "clicks.txt", "--out", "scores.parquet", "--json", **tools)
@@ -97,19 +90,6 @@ def test_doctor_finds_one_openmp_runtime() -> None:
         [sys.executable, "-m", "hotrow", "doctor", "--json"], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout.splitlines()[-1])["openmp_shared"] is True
-
-
-def test_people_get_lines(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments, shown in (
-        (["prepare", "criteo", "clicks.txt", "--out", "packed"], "train"),
-        (["train", "small.yaml"], "hotrow predict runs/packed-dlrm-001 NEW_ROWS --out scores.csv"),
-        (["doctor"], "backend"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["hotrow", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert not ended.value.code
-        assert shown in capsys.readouterr().out
 
 
 def test_fit_names_logs_for_a_shell(
@@ -148,27 +128,17 @@ def test_fit_takes_what_prepare_and_train_take(
     assert "x" in PackedDataset.open(Path(by_rule["run_dir"]) / "data").info.dense_names
     has_selection = [(Path(each["run_dir"]) / "selection").exists() for each in (by_schema, by_rule)]
     assert has_selection == [True, False]
-    for wrong, message in [
-        (("--set", "train.epoch=1"), "unknown option 'train.epoch'; did you mean 'train.epochs'"),
-        (("--set", "nothing"), "--set 'nothing' has no name and value"),
-        (("--set", "train..epochs=1"), "--set 'train..epochs=1' has no name and value"),
-        (("--split", "chrono"), "chrono"),
-        (("--fractions", "a"), "--fractions 'a'"),
-    ]:
-        assert message in hotrow("fit", "my.parquet", "--label", "rating >= 4", *wrong, code=2, **tools)
-    assert "none.yaml: No such file" in hotrow("fit", "my.parquet", "--schema", "none.yaml", code=2, **tools)
+    wrong = hotrow("fit", "my.parquet", "--label", "rating >= 4", "--set", "train.epoch=1", code=2, **tools)
+    assert "unknown option 'train.epoch'; did you mean 'train.epochs'" in wrong
     assert len(list(Path("runs").iterdir())) == 2, "a wrong option began a run"
 
 
-def test_demo_repeats_and_is_named_for_people(
-    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_repeats(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs, "NUM_ROWS", 600)
     monkeypatch.setattr(verbs, "TABLE_SCALE", 0.001)
     results = [hotrow("demo", "--json", capsys=capsys, monkeypatch=monkeypatch) for _ in range(2)]
     assert [result["run_dir"] for result in results] == ["runs/demo-dlrm-001", "runs/demo-dlrm-002"]
     assert results[0]["auc"] == results[1]["auc"]
-    assert "(a constant rate: 0.5000)" in results[0]["text"] and "next:\n  hotrow fit YOUR_LOGS" in results[0]["text"]
 
 
 def test_fit_on_the_users_own_logs(
@@ -183,31 +153,12 @@ def test_fit_on_the_users_own_logs(
     Path("file.csv").write_text("\n".join(["item,user,t,clicked", *rows]) + "\n")
     tools = {"capsys": capsys, "monkeypatch": monkeypatch}
     result = hotrow("fit", "file.csv", "--label", "clicked", "--time", "t", "--json", **tools)
-    assert (result["status"], result["rows"], result["run_dir"]) == ("finished", "file.csv", "runs/file-dlrm-001")
-    assert result["auc"] > 0.7
-    assert "DLRM on file.csv, scored on 100 rows of the test split" in result["text"]
+    assert result["status"] == "finished" and result["auc"] > 0.7
     test = PackedDataset.open(Path(result["run_dir"], "data")).split("test")
     labels = np.concatenate([test.block(b).label for b in range(test.num_blocks)])
     assert labels.sum() == clicked[minute >= 900].sum() != clicked[-100:].sum()
-    assert result["next"] == f"hotrow predict {result['run_dir']} file.csv --out scores.csv"
     hotrow(*shlex.split(result["next"])[1:], "--json", **tools)
     assert len(Path("scores.csv").read_text().splitlines()) == 1001
-
-
-def test_make_demo_passes_the_users_logs_on() -> None:
-    if shutil.which("make") is None:
-        pytest.skip("make is not installed here")
-
-    def command(*variables: str) -> str:
-        make = ["make", "-n", "-C", str(Path(__file__).resolve().parents[2]), "demo", *variables]
-        shown = subprocess.run(make, capture_output=True, text=True, check=True, env={**os.environ, "MAKEFLAGS": ""})
-        return next(line for line in shown.stdout.splitlines() if "bin/hotrow" in line)
-
-    ours = shlex.split(command("DATA=my logs.csv", "LABEL=clicked", "TIME=t"))
-    assert ours == [".venv/bin/hotrow", "fit", "my logs.csv", "--label", "clicked", "--time", "t"]
-    ours = shlex.split(command("DATA=file.csv", "LABEL=clicked"))
-    assert ours == [".venv/bin/hotrow", "fit", "file.csv", "--label", "clicked"]
-    assert shlex.split(command()) == [".venv/bin/hotrow", "demo"]
 
 
 @pytest.mark.slow
@@ -243,18 +194,7 @@ def disk_bytes(folder: Path) -> int:
     return total
 
 
-def test_inspect_says_what_is_hot(
-    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
-    made = hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
-    looked = hotrow("inspect", "packed", "--json", **tools)
-    assert looked["rows"] == made["rows"]
-    assert looked["accesses"] == 26 * made["rows"]["train"]
-    assert 0 < looked["coverage"]["top_1%"] <= looked["coverage"]["top_10%"] <= 1
-
-
-def test_inspect_writes_its_report_and_shows_it(
+def test_inspect_writes_its_report(
     work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = {"capsys": capsys, "monkeypatch": monkeypatch}
@@ -265,18 +205,6 @@ def test_inspect_writes_its_report_and_shows_it(
     assert looked["demand"]["gross_bytes"] == 100 * 26 * 32 * 4
     assert (looked["split"], looked["samples"], looked["batch_size"]) == ("val", looked["rows"]["val"], 100)
     assert len(looked["tables"]) == 26 and looked["tables"][0]["num_dropped"] == 0
-    monkeypatch.setattr(sys, "argv", ["hotrow", "inspect", "packed", *options])
-    with pytest.raises(SystemExit):
-        cli.main()
-    shown = capsys.readouterr().out
-    assert "C26" in shown and "stored order of the split 'val'" in shown
-
-
-@looped("verb", VERBS)
-def test_help_has_an_example(verb: str) -> None:
-    shown = CliRunner().invoke(cli.app, [verb, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
-    assert shown.exit_code == 0
-    assert f"Example: hotrow {verb}" in shown.output
 
 
 def test_only_some_verbs_run_under_torchrun(
@@ -297,8 +225,6 @@ def test_only_some_verbs_run_under_torchrun(
     [
         (["train", "absent.yaml"], r"config absent\.yaml: No such file or directory; pass a YAML file"),
         (["train"], "pass a config to start a run, --from RUN .*, or --resume RUN"),
-        (["train", "--from", "runs/x", "--resume", "runs/x"], "pass a config to start a run"),
-        (["train", "--from", "nowhere"], "nowhere is not a run"),
         (["train", "small.yaml", "--set", "train.epoch=2"], r"unknown key train\.epoch; did you mean 'epochs'"),
         (["train", "small.yaml"], r"packed: no dataset\.json"),
         (["train", "--resume", "nowhere"], r"nowhere is not a run: it has no run\.json"),
@@ -308,8 +234,6 @@ def test_only_some_verbs_run_under_torchrun(
             "is not a list of numbers; write it as",
         ),
         (["check", "."], "was not written by hotrow"),
-        (["inspect", "."], r"no dataset\.json"),
-        (["inspect", "absent"], r"absent: no dataset\.json, so this is not a complete packed dataset; prepare one"),
         (["inspect", "small.yaml"], r"small\.yaml: no dataset\.json, so this is not a complete packed dataset"),
         (["predict", "nowhere", "clicks.txt", "--out", "s.csv"], "nowhere is not a run"),
         (["export", "nowhere", "--out", "x"], "nowhere is not a run"),
@@ -317,22 +241,14 @@ def test_only_some_verbs_run_under_torchrun(
         (["runs", "--clean", "a", "b"], "--clean names the run to clean, so leave out b"),
         (["runs", "--data"], "name the run with --clean"),
         (["doctor", "absent"], "absent is not a folder; name a folder on the disk to measure"),
-        *(
-            (["prepare", "csv", "small.yaml", "--out", "x", f"--{name.replace('_', '-')}", "9" * 400], name)
-            for name in ("min_count", "hash_cap", "memory")
-        ),
+        (["prepare", "csv", "small.yaml", "--out", "x", "--memory", "9" * 400], "memory"),
         (["prepare", "avazu", "clicks.txt", "--out", "x", "--rows", "9" * 400], "rows is 9+"),
-        (["inspect", "absent", "--batches", "9" * 400], "batches is 9+"),
         (["inspect", "absent", "--seed", "-1"], "seed is -1"),
         (["check", "\udcff"], r"an argument is '\\udcff'; it must be valid Unicode text: rename it"),
     ],
 )
 def test_bad_input_is_one_line_with_a_cure(
-    work: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    message: str,
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     err = hotrow(*arguments, code=2, capsys=capsys, monkeypatch=monkeypatch)
     last = err.strip().splitlines()[-1]
@@ -345,40 +261,26 @@ def test_bad_input_is_one_line_with_a_cure(
     ("arguments", "message"),
     [
         (["prepare", "csv", "absent.csv", "--out", "x", "--fractions", "1,1,1"], "options: split: fractions"),
-        (["prepare", "csv", "absent.csv", "--out", "x", "--split", "chrono"], "options: split.kind is 'chrono'"),
-        (["prepare", "csv", "absent.csv", "--out", "x", "--min-count", "0"], "options: tables.id.min_count is 0"),
         (["prepare", "csv", "absent.csv", "--out", "x", "--sample", "2"], r"sample is 2\.0"),
         (["prepare", "csv", "absent.csv", "--out", "x", "--memory", "much"], "memory is 'much'"),
         (["prepare", "csv", "absent.csv", "--out", "x", "--schema", "small.yaml"], "unknown key 'model'"),
         (["prepare", "csv", "absent.csv", "--out", "."], r"\. exists and is not a dataset folder"),
         (["prepare", "csv", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x cannot be made: .* is not a folder"),
         (["init", "absent.csv", "--out", "made"], "made/recipe.yaml exists and will not be overwritten"),
-        (["init", "absent.csv", "--out", "clicks.txt/x"], "clicks.txt/x/recipe.yaml cannot be made"),
-        (["fit", "absent.csv", "--set", "train.epoch=2"], "unknown option 'train.epoch'"),
         (["fit", "absent.csv", "--set", "data=x"], "--set data: not an option of a config"),
-        (["fit", "absent.csv", "--set", "refit=false"], "--set refit: not an option of a config"),
+        (["fit", "absent.csv", "--set", "nothing"], "--set 'nothing' has no name and value"),
         (["fit", "absent.csv", "--set", "run=made"], "run folder made exists already"),
-        (["fit", "absent.csv", "--fractions", "1,0"], "options: split.fractions"),
-        (
-            ["prepare", "csv", "clicks.txt", "--out", "x", "--schema", "s.yaml", "--label", "y"],
-            "label is a hint for guessing",
-        ),
-        (
-            ["prepare", "criteo", "clicks.txt", "--out", "x", "--time", "y"],
-            "source criteo has its own schema",
-        ),
+        (["prepare", "csv", "clicks.txt", "--out", "x", "--schema", "s.yaml", "--label", "y"], "label is a hint for"),
+        (["prepare", "criteo", "clicks.txt", "--out", "x", "--time", "y"], "source criteo has its own schema"),
     ],
 )
 def test_options_are_judged_before_data_is_read(
-    work: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    message: str,
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     Path("made").mkdir(exist_ok=True)
     Path("made/recipe.yaml").touch()
     Path("s.yaml").write_text("label: c0\ncategorical: [c1]\n")
+
     err = hotrow(*arguments, code=2, capsys=capsys, monkeypatch=monkeypatch)
     assert re.search(message, err) and "absent.csv" not in err, err
 

@@ -19,25 +19,16 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
-from rich.console import Console
 from sklearn.metrics import log_loss, roc_auc_score
 
 import hotrow
-from hotrow.base import progress
-from hotrow.base.progress import Progress
 from hotrow.cli import app as cli
 from hotrow.run import runs
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder, resume_command
 
-OPTIONS: dict[str, Any] = {
-    "batch_size": 64,
-    "embedding_dim": 4,
-    "bottom_mlp": [8],
-    "top_mlp": [8],
-    "threads": 1,
-    "refit": False,
-}
+OPTIONS: dict[str, Any] = {"batch_size": 64, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
+OPTIONS["refit"] = False
 N = 1500
 
 
@@ -104,38 +95,14 @@ def test_eval_judges_new_labelled_rows(
 def test_eval_for_people_says_undefined_only_of_what_is(
     run: hotrow.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new = rows(1)
-    pyarrow.csv.write_csv(new, tmp_path / "new.csv")
-    shown, _ = command("eval", run.path, tmp_path / "new.csv", capfd=capfd, monkeypatch=monkeypatch)
-    assert re.search(r"^auc +0\.\d{4}$", shown, re.MULTILINE)
-    assert "None" not in shown and "undefined" not in shown
-    pyarrow.csv.write_csv(new.set_column(0, "click", pa.array(["1"] * N)), tmp_path / "ones.csv")
+    pyarrow.csv.write_csv(rows(1).set_column(0, "click", pa.array(["1"] * N)), tmp_path / "ones.csv")
     shown, _ = command("eval", run.path, tmp_path / "ones.csv", capfd=capfd, monkeypatch=monkeypatch)
     assert re.search(r"^auc +undefined$", shown, re.MULTILINE) and re.search(r"^logloss +\d", shown, re.MULTILINE)
-    assert re.search(rf"^undefined +all {N} labels are 1: auc and ne need both$", shown, re.MULTILINE)
-    assert "None" not in shown
-
-
-def test_inspect_of_a_run_names_its_data(
-    run: hotrow.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for options in ((), ("--hot", "1MiB")):
-        _, err = command("inspect", run.path, *options, capfd=capfd, monkeypatch=monkeypatch, code=2)
-        assert f"{run.path} is a run, and inspect reads data" in err
-    said = err.split("trained on: ")[1].strip()
-    assert shlex.split(said) == ["hotrow", "inspect", run.record.dataset["path"]], said  # type: ignore[index]
-    began = RunFolder.create(tmp_path / "began", name="began")
-    _, err = command("inspect", began.path, capfd=capfd, monkeypatch=monkeypatch, code=2)
-    assert "is a run, and inspect reads data; pass a packed dataset" in err
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_predict_keeps_columns(
-    run: hotrow.Run,
-    tmp_path: Path,
-    suffix: str,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: hotrow.Run, tmp_path: Path, suffix: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids to the last digit, in the rows' order, over batches and files of odd sizes."""
     monkeypatch.setattr("hotrow.api.EVAL_BATCH_SIZE", 97)
@@ -171,32 +138,16 @@ def test_predict_reads_standard_input(
 
 
 def test_what_is_said_at_the_end(run: hotrow.Run) -> None:
-    """The step is that of the weights that were scored, and every command can be pasted."""
+    """The step is that of the weights that were scored."""
     chosen = run.record.chosen_step
     log = (run.path / "log.txt").read_text()
     assert chosen < run.record.steps, "the best weights are the last: the test shows nothing"
     assert f"test at step {chosen}:" in log and f"test at step {run.record.steps}:" not in log
     measured = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in measured if line.get("split") == "test"] == [chosen]
-    text = run.closing_lines("clicks", run.next_commands())
-    assert f"weights  of step {chosen:,} of {run.record.steps:,}" in text
-    assert ", 1 thread)" in text and ", 1 thread)" in log and "1 threads" not in text + log
-    assert all(len(line) <= 80 for line in text.splitlines() if str(run.path) not in line and "a b$c" not in line)
     for line in run.next_commands():
         assert str(run.path) in shlex.split(line), line
     assert shlex.split(resume_command(run.path))[-1] == str(run.path)
-
-
-def test_progress_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = io.StringIO()
-    console = Console(file=text, width=80, force_terminal=True, color_system=None, legacy_windows=False)
-    monkeypatch.setattr(progress, "Console", lambda **_: console)
-    with progress.progress_bar() as show:
-        show(Progress("encode", 45_840_617, 45_840_617, 1_234_567.0, 35_999.0))
-    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip() for line in re.split(r"[\r\n]+", text.getvalue())]
-    shown = [line for line in lines if line.startswith("encode")]
-    assert shown and all(len(line) <= 80 and "…" not in line for line in shown)
-    assert "45,840,617 of 45,840,617 rows, 1.23M/s" in shown[-1] and shown[-1].endswith("9:59:59")
 
 
 def test_a_lost_manifest_is_said_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,12 +167,12 @@ def test_a_lost_manifest_is_said_and_counted(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_options_of_hot_that_do_nothing_are_said(tmp_path: Path) -> None:
-    with_unused = {"hot.rate": 20, "hot.window": 8}
-    run = hotrow.fit(rows(), label="click", run=tmp_path / "a", quiet=True, max_steps=1, **with_unused, **OPTIONS)
+    options = {**OPTIONS, "hot.rate": 20, "hot.window": 8}
+    run = hotrow.fit(rows(), label="click", run=tmp_path / "a", quiet=True, max_steps=1, **options)
     text = run.record.warnings["unused_hot_options"]["text"]
     assert text == "hot.schedule is none, which does not use hot.rate, hot.window"
-    used = {"hot.schedule": "window", "hot.window": 8}
-    run = hotrow.fit(rows(), label="click", run=tmp_path / "b", quiet=True, max_steps=1, **used, **OPTIONS)
+    used = {**OPTIONS, "hot.schedule": "window", "hot.window": 8}
+    run = hotrow.fit(rows(), label="click", run=tmp_path / "b", quiet=True, max_steps=1, **used)
     assert "unused_hot_options" not in run.record.warnings
 
 
@@ -235,7 +186,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("after_s", [0.02, 0.1, 0.3, 0.7, 1.2])
+@pytest.mark.parametrize("after_s", [0.02, 0.3, 1.2])
 def test_ctrl_c_at_any_time_ends_without_a_traceback(run: hotrow.Run, after_s: float) -> None:
     line = [sys.executable, "-c", AS_IN_A_TERMINAL, "eval", str(run.path)]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -270,14 +221,8 @@ print({command.name for command in app.registered_commands} == {*verbs})
 def test_no_verb_imports_torch_with_pythons_handler_of_ctrl_c(tmp_path: Path) -> None:
     """A stub of torch says what Ctrl-C would do; KeyboardInterrupt there would come to torch's own initialisation."""
     (tmp_path / "torch.py").write_text("import signal\nraise SystemExit(signal.getsignal(signal.SIGINT).name)\n")
-    done = subprocess.run(
-        [sys.executable, "-c", EVERY_VERB],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    line, environ = [sys.executable, "-c", EVERY_VERB], {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
     *verbs, all_of_them = done.stdout.splitlines()
     assert (done.returncode, all_of_them) == (0, "True"), done.stderr
     assert [line for line in verbs if not line.endswith(" SIG_DFL")] == []
@@ -313,7 +258,3 @@ def test_an_error_of_ours_is_called_one(
 
 def test_the_version(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert command("--version", capfd=capfd, monkeypatch=monkeypatch)[0] == f"hotrow {hotrow.__version__}\n"
-    assert "torch" not in subprocess.run(
-        [sys.executable, "-c", "import sys, hotrow.cli; print([m for m in sys.modules if m == 'torch'])"],
-        capture_output=True, text=True, check=True, env={**os.environ},
-    ).stdout  # fmt: skip

@@ -96,7 +96,6 @@ CASES: list[Any] = [
 
 @pytest.mark.slow_but(
     "('dlrm', 3, ['a'], 'none')",
-    "('din', 0, ['a'], 'none')",
     "('two_tower', 3, ['a'], 'none')",
     "('mmoe', 2, ['a', 'b', 'c'], 'none')",
     "('dcn', 2, ['a'], 'isotonic')",

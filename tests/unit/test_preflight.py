@@ -211,7 +211,7 @@ def test_every_import_is_a_declared_dependency(folder: str) -> None:
                 - sys.stdlib_module_names
                 - own
                 - INSIDE
-                - {"hotrow", "benchmarks"}
+                - {"hotrow", "benchmarks", "examples"}
             ):
                 name = normal(DISTRIBUTIONS.get(module, module))
                 assert name in names, f"{path.relative_to(ROOT)} imports {module}, which pyproject does not list for it"

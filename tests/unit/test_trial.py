@@ -287,12 +287,12 @@ def test_epochs_are_weighed_as_the_run_has_them(
     assert found.samples_per_s == pytest.approx(1e3 * 1500 / 94 / sum(found.step_ms.values()), rel=1e-3)
 
 
-@pytest.mark.parametrize("batch_size", [16, 100, 400, 5000])
+@pytest.mark.parametrize("batch_size", [16, 400, 5000])
 def test_gathering_rows_is_spread_over_the_steps_between(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
 ) -> None:
-    """A window that takes 60 ms more shows in the step, whether the timed steps see it or not."""
-    windows, gather, slow_s = -(-1500 // 500), loader._Stream._gather, 0.06
+    """A window that takes 0.2 s more shows in the step, whether the timed steps see it or not."""
+    windows, gather, slow_s = -(-1500 // 500), loader._Stream._gather, 0.2
 
     def slow(stream: Any, index: int) -> Any:
         time.sleep(slow_s)
@@ -305,7 +305,7 @@ def test_gathering_rows_is_spread_over_the_steps_between(
     )
     found = tried(config_file(data, tmp_path, train={"batch_size": batch_size}), 20)
     expected_ms = 1e3 * slow_s * windows / -(-1500 // batch_size)
-    assert found.step_ms["data"] == pytest.approx(expected_ms, rel=0.3, abs=1.0)
+    assert found.step_ms["data"] == pytest.approx(expected_ms, rel=0.35, abs=1.5)
 
 
 def on_a_rank(comm: Communicator, path: Path) -> tuple[int, list[str], dict[str, str]]:
