@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -67,7 +66,6 @@ def test_a_complete_machine_passes_and_names_its_python(machine: Path) -> None:
     compiler_stub(machine)
     status, out, err = preflight(machine)
     assert (status, out) == (0, f"{machine}/python3\n"), err
-    assert "Python 3.11" in err and "C++20 by c++" in err
 
 
 def test_the_first_python_that_is_new_enough_is_taken(machine: Path) -> None:
@@ -77,24 +75,7 @@ def test_the_first_python_that_is_new_enough_is_taken(machine: Path) -> None:
     assert preflight(machine)[1] == f"{machine}/python3.12\n"
 
 
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
-def test_every_version_is_found_under_its_own_name(machine: Path, version: str) -> None:
-    """Where `python3` is an old one or none; and offered, where apt has no other."""
-    assert f"apt-get install -y python{version} python{version}-venv" in offered(machine, version)
-    python_stub(machine, name=f"python{version}", version=version)
-    compiler_stub(machine)
-    assert preflight(machine)[1] == f"{machine}/python{version}\n"
-
-
-def offered(machine: Path, version: str) -> str:
-    """What preflight says where there is no Python, and apt has just this one."""
-    stub(machine, "apt-cache", f'[ "$2" = python{version} ]')
-    return preflight(machine)[2]
-
-
-@pytest.mark.parametrize(
-    ("version", "ok"), [("2.7", False), ("3.9", False), ("3.10", False), ("3.11", True), ("3.13", True), ("4.0", True)]
-)
+@pytest.mark.parametrize(("version", "ok"), [("2.7", False), ("3.10", False), ("3.11", True), ("4.0", True)])
 def test_versions(machine: Path, version: str, ok: bool) -> None:
     python_stub(machine, version=version)
     compiler_stub(machine)
@@ -171,31 +152,20 @@ def test_every_dependency_is_pinned_and_has_its_reason(name: str) -> None:
     assert name in {normal(word.strip()) for row in table for word in row.split(",")}, f"{name}: no reason given"
 
 
-DISTRIBUTIONS = {
-    "yaml": "pyyaml",
-    "mkdocs": "mkdocs-material",
-    "sklearn": "scikit-learn",
-    "fbgemm_gpu": "fbgemm-gpu-cpu",
-}
+DISTRIBUTIONS = {"yaml": "pyyaml", "mkdocs": "mkdocs-material", "sklearn": "scikit-learn"}
+DISTRIBUTIONS["fbgemm_gpu"] = "fbgemm-gpu-cpu"
 INSIDE = {"ray", "airflow"}
 """What an example runs inside of, and whoever starts it has."""
-EXTRAS = {
-    "src": ("gpu", "serve"),
-    "examples": ("test",),
-    "tests": ("test",),
-    "benchmarks": ("bench", "test"),
-    "scripts": ("dev",),
-}
+EXTRAS = {"src": ("gpu", "serve"), "examples": ("test",), "tests": ("test",), "benchmarks": ("bench", "test")}
+EXTRAS["scripts"] = ("dev",)
 
 
 @pytest.mark.parametrize("folder", EXTRAS)
 def test_every_import_is_a_declared_dependency(folder: str) -> None:
     """A package that is there because another one brought it, or because a developer has it, is missed by users."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = [
-        *project["dependencies"],
-        *(line for e in EXTRAS[folder] for line in project["optional-dependencies"][e]),
-    ]
+    declared = [line for extra in EXTRAS[folder] for line in project["optional-dependencies"][extra]]
+    declared += project["dependencies"]
     # Peers that a benchmark compares with on request: its docstring says how to install them, with versions.
     docs = [ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in (ROOT / folder).glob("*.py")]
     declared += [pin for doc in docs if doc for pin in re.findall(r"\b[\w.-]+==\d[\w.]*", doc)]
@@ -206,13 +176,8 @@ def test_every_import_is_a_declared_dependency(folder: str) -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for module in (
-                {name.split(".")[0] for name in modules}
-                - sys.stdlib_module_names
-                - own
-                - INSIDE
-                - {"hotrow", "benchmarks", "examples"}
-            ):
+            given = sys.stdlib_module_names | own | INSIDE | {"hotrow", "benchmarks", "examples"}
+            for module in {name.split(".")[0] for name in modules} - given:
                 name = normal(DISTRIBUTIONS.get(module, module))
                 assert name in names, f"{path.relative_to(ROOT)} imports {module}, which pyproject does not list for it"
 
@@ -223,16 +188,6 @@ def test_the_tree_names_no_package_index() -> None:
     for file in [*files, *(ROOT / "scripts").iterdir()]:
         if file.is_file():
             assert not re.search(r"https?://", file.read_text()), file
-
-
-def test_make_help_lists_the_targets() -> None:
-    if shutil.which("make") is None:
-        pytest.skip("make is not installed here")
-    out = subprocess.run(
-        ["make", "-C", str(ROOT)], capture_output=True, text=True, check=True, env={**os.environ, "MAKEFLAGS": ""}
-    )
-    for target in ("demo", "test", "test-all", "lint", "bench", "docs", "build", "size", "clean"):
-        assert re.search(rf"^  make {target} ", out.stdout, re.MULTILINE), target
 
 
 def test_an_environment_that_make_did_not_make_is_left_alone(tmp_path: Path) -> None:
