@@ -30,17 +30,8 @@ from hotrow.tables import TableConfig
 from loops import looped
 from resealed import reseal
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.uint8,
-    torch.bool,
-]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
+DTYPES += [torch.uint8, torch.bool]
 
 
 def make_parts(seed: int) -> dict[str, nn.Module | torch.optim.Optimizer]:
