@@ -156,14 +156,6 @@ def test_first_order_at_the_start_is_the_logistic_regression_of_rows_at_zero() -
     assert torch.equal(model(dense, torch.zeros(7, 20)), without(dense, torch.zeros(7, 20)))
 
 
-def test_widths_follow_the_paper() -> None:
-    model = built(DLRMSpec(), num_dense=13, feature_names=names(26), seed=0)
-    widths = [
-        [layer.in_features for layer in mlp.layers] + [mlp.layers[-1].out_features] for mlp in (model.bottom, model.top)
-    ]
-    assert widths == [[13, 512, 256, 64, 16], [16 + 27 * 26 // 2, 512, 256, 1]]
-
-
 # Of FAE (VLDB 2022, Table 2), RMC1 to RMC4: bottom MLP, top MLP of a step or sample, and TBSM's last.
 SHAPES = {
     "taobao-tbsm": ([1, 16], [22, 15, 15], [30, 60, 1]),
