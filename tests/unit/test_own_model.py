@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+pytestmark = pytest.mark.package
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
 CHECK = """
 import csv
