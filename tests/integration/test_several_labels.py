@@ -301,7 +301,7 @@ def test_an_option_for_labels_names_the_schema() -> None:
         hotrow.fit({"a": [1]}, label=["click", "order"])
 
 
-@pytest.mark.slow_but("mmoe")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["dlrm", "mmoe"])
 @pytest.mark.filterwarnings("ignore:the recipe is for model dlrm")
 def test_the_recipe_on_real_rows(real_data: Any, tmp_path: Path, model: str) -> None:

@@ -229,6 +229,7 @@ def wait_through_a_relay(comm: Communicator, folder: Path) -> None:
     wait_in_collectives(comm, folder)
 
 
+@pytest.mark.slow
 def test_a_pause_below_the_limit_ends_nothing_and_a_longer_one_all(ranks: Callable[..., Run]) -> None:
     """One rank pauses; all do, for longer than the limit, as when a machine sleeps; and the network does."""
     one, all_of_them, network = (

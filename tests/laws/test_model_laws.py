@@ -285,7 +285,7 @@ def check_ranks(pool: RankPool, data: Path, options: dict[str, Any], V: int, R: 
         assert not told, (options, V, R, threads, rank, told)
 
 
-@pytest.mark.slow_but("dlrm-False", "tbsm-False", "din-False", "mmoe-False")
+@pytest.mark.slow_but("dlrm-False", "tbsm-False", "mmoe-False")
 @each_value_or_pair
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_change_no_bit(pool: RankPool, data: Path, model: str, pairs: bool) -> None:

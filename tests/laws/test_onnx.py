@@ -97,7 +97,7 @@ CASES: list[Any] = [
 @pytest.mark.slow_but(
     "('dlrm', 3, ['a'], 'none')",
     "('two_tower', 3, ['a'], 'none')",
-    "('mmoe', 2, ['a', 'b', 'c'], 'none')",
+    "('dlrm', 2, ['a', 'b', 'c'], 'none')",
     "('dcn', 2, ['a'], 'isotonic')",
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -119,6 +119,7 @@ def test_it_computes_what_the_network_does(case: Any, tmp_path: Path) -> None:
         np.testing.assert_allclose(found, truth.numpy(), rtol=1e-5, atol=1e-5 * float(truth.abs().max()))
 
 
+@pytest.mark.slow
 def test_its_bytes_do_not_depend_on_the_folder_and_name_no_file(tmp_path: Path) -> None:
     found = []
     for name in ("one", "two"):

@@ -38,6 +38,7 @@ def check(found: RunFolder, wanted: RunFolder) -> None:
     assert own["tensors"] == truth["tensors"] and own["metrics"] == truth["metrics"]
 
 
+@pytest.mark.slow  # hot rows there and slots of other models guard the same law
 def test_histories_through_slots(data: Path, tmp_path: Path) -> None:
     """Scored in batches of 4,096, whose rows are more than there are slots: looked up in halves."""
     plain = runs.train(config(data, tmp_path / "plain", SHORT))

@@ -208,6 +208,7 @@ def test_each_rank_keeps_its_rows_in_tiers(pool: RankPool, data: Path, tmp_path:
     same(tmp_path / "many", outcome(tmp_path / "one"))
 
 
+@pytest.mark.slow  # test_worlds and test_resume guard the same law
 def test_interrupted_on_four_ranks_and_resumed_on_three_and_one(pool: RankPool, data: Path, tmp_path: Path) -> None:
     """The second rank is asked to stop in the ninth step, and the run stops after it; what resumes has tiers. Then the
     time of the last rank is over at the start, and all stop after the first step.

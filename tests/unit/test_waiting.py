@@ -37,6 +37,7 @@ def test_what_the_user_set_holds(given: dict[str, str], expected: dict[str, str]
     assert given == expected
 
 
+@pytest.mark.package
 def test_the_command_waits_passively_and_an_import_changes_nothing() -> None:
     """OpenMP reads the environment when torch is loaded, so what it displays shows that the order is right."""
     if not (found := spins(*IMPORT)):
