@@ -12,6 +12,7 @@ import typer
 
 from hotrow.cli.app import app
 from hotrow.config.load import apply_overrides, make_config
+from hotrow.plan.alternatives import groups
 
 pytestmark = pytest.mark.package
 
@@ -52,4 +53,5 @@ def test_it_can_be_typed(page: Path, words: list[str]) -> None:
         return
     command = VERBS[words[1]]
     given, *_ = command.make_parser(command.context_class(command)).parse_args(words[2:])
-    make_config(apply_overrides({"data": "data", "run": "run"}, given.get("set_", [])))
+    changes = groups(given.get("set_") or [])  # of plan, one --set may have several
+    make_config(apply_overrides({"data": "data", "run": "run"}, [own for group in changes for own in group]))
