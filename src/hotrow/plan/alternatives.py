@@ -42,17 +42,17 @@ class Alternative:
     refused: str | None = None
     """Why this machine cannot train so; nothing else is known then."""
     samples_per_s: float | None = None
-    """Of the round of middle speed."""
+    """The speed of the middle round."""
     spread: tuple[float, float] | None = None
     """The least and the most of the rounds."""
     step_ms: dict[str, float] | None = None
-    """By phase, of the same round."""
+    """Milliseconds by phase in the same round."""
     io: dict[str, float] | None = None
-    """As `Trial.io`, of the same round."""
+    """`Trial.io` of the same round."""
     peak_bytes: int | None = None
     """The most memory that a process held."""
     others: float | None = None
-    """As `Steps.others`, the most of the rounds."""
+    """The highest `Steps.others` of the rounds."""
 
 
 def groups(options: Sequence[str]) -> list[list[str]]:
