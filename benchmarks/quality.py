@@ -71,11 +71,11 @@ def split_of(frame: polars.DataFrame) -> NDArray[np.uint8]:
 
     shares = (0.8, 0.1, 0.1)
     if "time" not in frame.columns:
-        return RandomPlan(0, shares).assign(0, frame.height, None)
+        return RandomPlan(0, shares).assign(np.arange(frame.height))
     times = frame["time"].to_numpy()
     histogram = TimeHistogram()
     histogram.add(times)
-    return histogram.plan(shares).assign(0, frame.height, times)
+    return histogram.plan(shares).assign(np.arange(frame.height), times)
 
 
 def hotrow_scores(folder: Path, split: NDArray[np.uint8], seeds: Sequence[int]) -> list[Floats]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from statistics import NormalDist
@@ -323,21 +323,9 @@ class SyntheticSource:
         file = FileInfo(f"synthetic:{self.config.digest}", num_bytes, mtime_ns=0)
         return SourceInfo(self.config.num_rows, num_rows_exact=True, files=(file,))
 
-    def cuts(self, num_parts: int) -> list[Position]:
-        return [Position(offset=self.config.num_rows * part // num_parts) for part in range(num_parts + 1)]
-
-    def count_rows(self, start: Position, stop: Position) -> list[int]:
-        return [stop.offset - start.offset]
-
-    def with_lines(self, position: Position, *, rows_before: int) -> Position:
-        """Returns `position`: there are no lines."""
-        return position
-
-    def chunks(
-        self, start: Position | None = None, *, rows_per_chunk: int = 65_536, stop: Position | None = None
-    ) -> Iterator[Chunk]:
-        """Yields the rows from `start.offset` to `stop.offset` in chunks; only the last may have fewer rows."""
-        end = self.config.num_rows if stop is None else stop.offset
+    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65_536) -> Generator[Chunk, None, None]:
+        """Yields the rows from `start.offset` on in chunks; only the last may have fewer rows."""
+        end = self.config.num_rows
         for row in range(start.offset if start else 0, end, rows_per_chunk):
             yield self._chunk(row, min(row + rows_per_chunk, end))
 

@@ -225,13 +225,6 @@ void bind_lookup(nb::module_& m) {
 void bind_encode(nb::module_& m) {
   m.def("parse_rows", &parse, "text"_a.noconvert(), "delimiter"_a, "num_ignored"_a, "has_label"_a, "first_row"_a,
         "label"_a.noconvert(), "dense"_a.noconvert(), "keys"_a.noconvert(), "valid"_a.noconvert(), "num_rows"_a);
-  m.def(
-      "count_newlines",
-      [](In<uint8_t> text) {
-        nb::gil_scoped_release unlocked;
-        return count_newlines(reinterpret_cast<const char*>(text.data()), text.shape(0));
-      },
-      "text"_a.noconvert());
   m.def("hash_keys", &hash_numbers<uint32_t>, "keys"_a.noconvert(), "cap"_a, "out"_a.noconvert());
   m.def("hash_keys", &hash_numbers<int64_t>, "keys"_a.noconvert(), "cap"_a, "out"_a.noconvert());
   m.def("hash_strings", &hash_strings, "bytes"_a.noconvert(), "offsets"_a.noconvert(), "cap"_a, "out"_a.noconvert());

@@ -267,10 +267,4 @@ RowResult parse_rows(const char* text, size_t num_bytes, const RowLayout& layout
   return result;
 }
 
-size_t count_newlines(const char* text, size_t num_bytes) {
-  size_t count = 0;
-  for (size_t i = 0; i < num_bytes; ++i) count += text[i] == '\n';
-  return count;
-}
-
 }  // namespace hotrow

@@ -38,7 +38,7 @@ def run(logs: Path, out: Path, kill_at: int | None = None, when: str = "before")
         return result
 
     Path.replace = counted  # type: ignore[method-assign, assignment]
-    options = Options(rows_per_block=128, rows_per_part=256, rows_per_chunk=200, snapshot_every_s=0.0)
+    options = Options(rows_per_block=128, rows_per_part=256, rows_per_chunk=200)
     if len(sys.argv) > 4:
         earlier = _Earlier.open(sys.argv[4])
         split = SplitSpec(kind="random", fractions=(1.0, 0.0, 0.0))

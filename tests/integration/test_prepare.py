@@ -24,7 +24,7 @@ from hotrow.base.files import parse_bytes
 from hotrow.data.chunk import RowError
 from hotrow.data.packed import writer as packed_writer
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.data.prepare import estimate, pipeline
+from hotrow.data.prepare import pipeline, rows
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder, run_prepare
 from hotrow.data.sources.registry import AVAZU_COLUMNS, open_source, recognise
@@ -84,7 +84,7 @@ def test_against_brute_force(tmp_path: Path, source: str) -> None:
     data = to_table(rows) if source == "frame" else write_parquet(tmp_path / "logs", rows)
     dataset = prepare(open_source(source, data, schema=SCHEMA), tmp_path / "out")
     times = np.array(rows["ts"])
-    codes = plan_of(dataset.info.ids["split"]).assign(0, 1500, times)
+    codes = plan_of(dataset.info.ids["split"]).assign(np.arange(1500), times)
     assert times[codes == 0].max() < times[codes == 1].min() and times[codes == 1].max() < times[codes == 2].min()
     is_train = codes == 0
     items = [[item, *(seen or [])] for item, seen in zip(rows["item"], rows["seen"], strict=True)]
@@ -145,7 +145,7 @@ def test_new_rows_meet_the_vocabularies_of_training(tmp_path: Path) -> None:
     dataset = run_prepare(
         "parquet", write_parquet(tmp_path / "logs", rows), tmp_path / "out", schema=SCHEMA, split="random"
     )
-    codes = plan_of(dataset.info.ids["split"]).assign(0, 800, None)
+    codes = plan_of(dataset.info.ids["split"]).assign(np.arange(800))
     encoder = RawEncoder(dataset)
     test = to_table(rows).filter(pa.array(codes == 2))
     (batch,) = encoder.batches(test)
@@ -320,19 +320,21 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path) -> None:
     assert any("columns are cut at ','" in line for line in said)
 
 
-def test_a_bad_row_found_late_leaves_what_can_be_gone_on_from_and_nothing_else(tmp_path: Path) -> None:
+def test_a_bad_row_found_late_leaves_what_can_be_gone_on_from_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, out = tmp_path / "x.csv", tmp_path / "out"
     lines = [f"{i % 2},u{i % 9}" for i in range(3 * pipeline.ROWS_PER_CHUNK)]
     text = "click,user\n" + "\n".join(lines) + "\n"
     path.write_text(text + "2,u1\n")
     schema = parse_schema({"label": "click", "categorical": ["user"], "csv": {"delimiter": ","}}, where="test")
     said: list[str] = []
-    for snapshot_every_s, is_kept in ((120.0, False), (1e-9, True)):
-        options = Options(snapshot_every_s=snapshot_every_s)
+    for rows_per_part, is_kept in ((1 << 20, False), (pipeline.ROWS_PER_CHUNK, True)):
+        monkeypatch.setattr(rows, "ROWS_PER_PART", rows_per_part)
         with pytest.raises(RowError, match="'2' is not a label"):
-            prepare(open_source("csv", path, schema=schema), out, options, announce=said.append)
+            prepare(open_source("csv", path, schema=schema), out, announce=said.append)
         assert (out / ".prepare").exists() == out.exists() == is_kept
-        assert any("the counts are kept" in line for line in said) == is_kept
+        assert any("what was read is kept" in line for line in said) == is_kept
     dataset = run_prepare("csv", path, out, schema=schema, skip_bad_rows=1, announce=said.append)
     assert any("continuing the work" in line for line in said)
     assert dataset.info.summary == {"rows_read": len(lines), "rows_skipped": 1}
@@ -381,10 +383,10 @@ def test_a_disk_too_small_is_told_before_and_a_full_one_after(tmp_path: Path, mo
     logs, out = write_parquet(tmp_path / "logs", make_rows(3000)), tmp_path / "out"
     opened, options = open_source("parquet", logs, schema=SCHEMA), Options(rows_per_block=128, rows_per_part=256)
     with monkeypatch.context() as patch:
-        patch.setattr(estimate, "disk_free_bytes", lambda path: 1000)
-        with pytest.raises(ValueError, match=r"needs about .* KiB .*1,000 bytes are free: .* short; free some space"):
+        patch.setattr(rows, "disk_free_bytes", lambda path: 1000)
+        with pytest.raises(ValueError, match=r"needs about .* KiB more .*1,000 bytes are free: .* short; free some"):
             prepare(opened, out, options)
-        assert not out.exists(), "refused before anything is made"
+        assert not out.exists(), "nothing is left behind"
     finish, parts = packed_writer._PartWriter.finish, []
 
     def full(part: Any) -> Any:
@@ -406,7 +408,7 @@ def test_a_disk_that_is_full_at_any_write_names_the_file_and_what_is_kept(
     tmp_path: Path, small_disk: tuple[Path, Callable[[int], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ever more room, page by page: counts, parts, marks and dataset.json are each the file that does not fit."""
-    monkeypatch.setattr(estimate, "disk_free_bytes", lambda path: 1 << 40)  # else it is refused before it begins
+    monkeypatch.setattr(rows, "disk_free_bytes", lambda path: 1 << 40)  # else it is refused before it begins
     disk, resize = small_disk
     logs, out = write_parquet(tmp_path / "logs", make_rows(3000)), disk / "out"
     opened, options = open_source("parquet", logs, schema=SCHEMA), Options(rows_per_block=128, rows_per_part=256)

@@ -25,7 +25,7 @@ from hotrow.data.packed.format import Ragged
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Entries, Vocabulary, build_vocabulary, open_counts, write_counts
 from hotrow.data.packed.writer import PackedWriter
-from hotrow.data.prepare import estimate, extend, pipeline
+from hotrow.data.prepare import extend, pipeline, rows
 from hotrow.data.prepare.days import Base
 from hotrow.data.prepare.extend import Counted, Extension, Uses
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
@@ -36,13 +36,11 @@ from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import SplitSpec, parse_schema
 from hotrow.hot.hot_set import tables_of
 from hotrow.inspect.accesses import split_accesses
-from hotrow.parallel.communicator import Communicator
 from hotrow.run.folder import RunFolder, dataset_of
 from hotrow.setup.shards import hot_prefixes
 from kill_prepare import KILL_PREPARE
 from packed_data import make_info
 from prepare_data import SCHEMA, file_hashes, make_rows, to_table, write_parquet
-from rank_pool import RankPool
 from resealed import reseal
 
 Rows = dict[str, list[Any]]
@@ -97,10 +95,10 @@ def first_day(logs: Path, out: Path, *, schema: Any = DAYS_SCHEMA, base: Base | 
     prepare(opened, out, Options(base=base, **SIZES | options))
 
 
-def next_day(comm: Communicator | None, logs: Path, out: Path, base: Path, options: dict[str, Any]) -> None:
+def next_day(logs: Path, out: Path, base: Path, options: dict[str, Any]) -> None:
     earlier = _Earlier.open(str(base))
     opened = earlier.opened("parquet", logs, split=ALL_TRAIN, rows=None, read=ReadOptions())
-    prepare(opened, out, Options(base=earlier.base, **SIZES | options), comm=comm)
+    prepare(opened, out, Options(base=earlier.base, **SIZES | options))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +108,7 @@ def days(logs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Pat
     out = [folder / f"day_{day}" for day in range(1, 4)]
     first_day(logs[0], out[0])
     for i in (1, 2):
-        next_day(None, logs[i], out[i], out[i - 1], {})
+        next_day(logs[i], out[i], out[i - 1], {})
     return out
 
 
@@ -251,7 +249,7 @@ def test_rows_are_those_of_dictionaries(days: list[Path]) -> None:
 
 def test_an_id_keeps_its_row_for_life_if_it_does_not_expire(logs: list[Path], tmp_path: Path) -> None:
     first_day(logs[0], tmp_path / "day_1", schema=without_expiry(DAYS_SCHEMA))
-    next_day(None, logs[1], tmp_path / "day_2", tmp_path / "day_1", {})
+    next_day(logs[1], tmp_path / "day_2", tmp_path / "day_1", {})
     older, newer = (np.array(rows_to_score(tmp_path / f"day_{day}", day_rows(1))) for day in (1, 2))
     had = older > 0
     assert (older[had] == newer[had]).all()
@@ -305,7 +303,6 @@ def test_a_plain_dataset_is_a_base_that_has_forgotten_its_rare_ids(logs: list[Pa
     [
         {"threads": 1},
         {"rows_per_chunk": 61},
-        {"snapshot_every_s": 0.0},
         {"memory_bytes": 24_000},
     ],
     ids=str,
@@ -316,7 +313,7 @@ def test_how_it_runs_moves_no_byte(
     monkeypatch.setattr(pipeline, "MIN_MEMORY_BYTES", 0)
     monkeypatch.setattr(extend, "IDS_PER_RANGE", 13)
     monkeypatch.setattr(extend, "PLACES_AT_ONCE", 7)
-    next_day(None, logs[2], tmp_path / "day_3", days[1], options)
+    next_day(logs[2], tmp_path / "day_3", days[1], options)
     assert file_hashes(tmp_path / "day_3") == file_hashes(days[2])
 
 
@@ -324,21 +321,21 @@ def test_how_it_runs_moves_no_byte(
 def test_stopped_and_continued_moves_no_byte(
     days: list[Path], logs: list[Path], tmp_path: Path, stage: str, number: int
 ) -> None:
-    plain = pipeline._Stages._reported
+    plain = pipeline._Stages._drawn
 
-    def reported(stages: Any, name: str, row: int, pieces: Iterator[Any]) -> Iterator[Any]:
-        for i, piece in enumerate(plain(stages, name, row, pieces)):
+    def reported(stages: Any, name: str, *given: Any) -> Iterator[Any]:
+        for i, piece in enumerate(plain(stages, name, *given)):
             if (name, i) == (stage, number):
                 stages._stop.set()
             yield piece
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline._Stages, "_reported", reported)
+        patch.setattr(pipeline._Stages, "_drawn", reported)
         with pytest.raises(Interrupted):
-            next_day(None, logs[2], tmp_path / "day_3", days[1], {})
+            next_day(logs[2], tmp_path / "day_3", days[1], {})
     with pytest.raises(ValueError, match=r"day\.number is 2, was 3"):
-        next_day(None, logs[2], tmp_path / "day_3", days[0], {})
-    next_day(None, logs[2], tmp_path / "day_3", days[1], {"rows_per_chunk": 77})
+        next_day(logs[2], tmp_path / "day_3", days[0], {})
+    next_day(logs[2], tmp_path / "day_3", days[1], {"rows_per_chunk": 77})
     assert file_hashes(tmp_path / "day_3") == file_hashes(days[2])
 
 
@@ -352,13 +349,6 @@ def test_killed_at_any_rename_and_continued_gives_the_same_bytes(
     assert len(result["killed"]) == num_kills and result["renames"] > 20
     for when, hashes in result["killed"].items():
         assert hashes == result["plain"], when
-
-
-def test_ranks_move_no_byte(days: list[Path], logs: list[Path], tmp_path: Path) -> None:
-    assert len(PackedDataset.open(days[2]).hours()) > 1, "they are among the bytes"
-    with RankPool(2) as pool:
-        pool.run(next_day, logs[2], tmp_path / "day_3", days[1], {}, num_ranks=2, micro_batches=2)
-    assert file_hashes(tmp_path / "day_3") == file_hashes(days[2])
 
 
 def dense_of(dataset: PackedDataset, first: int) -> np.ndarray:
@@ -383,9 +373,9 @@ def test_statistics_without_a_time_count_earlier_days_and_other_folds(logs: list
         {"label": "click", "categorical": ["site"], "statistics": [{"columns": ["site"], "priors": [5]}]}, where="test"
     )
     first_day(logs[0], tmp_path / "day_1", schema=schema)
-    next_day(None, logs[1], tmp_path / "day_2", tmp_path / "day_1", {})
+    next_day(logs[1], tmp_path / "day_2", tmp_path / "day_1", {})
     dataset, (one, two) = PackedDataset.open(tmp_path / "day_2"), (day_rows(1), day_rows(2))
-    fold = np.concatenate([pipeline.folds_of(schema, 0, 700)])
+    fold = np.concatenate([pipeline.folds_of(schema, np.arange(700))])
     wanted = []
     for row, site in enumerate(two["site"]):
         others = [i for i in range(700) if fold[i] != fold[row]]
@@ -412,9 +402,9 @@ def test_counts_of_a_day_and_of_many_before_it_stay_at_their_limit_without_a_tim
     chunk = Chunk(1, None, np.zeros((1, 0), np.float32), {"a": Keys(np.array([7], np.int64))}, Position())
     day, earlier = Statistics(schema, num_folds=NUM_FOLDS), Statistics(schema)
     slot = int(day.hashes(chunk)[0][0] >> np.uint64(64 - day.bits))
-    for each, of_fold, rows in ((day, 0, 5), (day, 1, 3), (earlier, 0, 2**32 - 1)):
-        each.counts[0][of_fold, slot] = rows, 1
-        each.all[of_fold] = rows, 1
+    for each, of_fold, num_rows in ((day, 0, 5), (day, 1, 3), (earlier, 0, 2**32 - 1)):
+        each.counts[0][of_fold, slot] = num_rows, 1
+        each.all[of_fold] = num_rows, 1
         each._pages[0][slot >> PAGE_BITS] = True
     both = day.with_earlier(earlier)
     assert both.total().counts[0][0, slot].tolist() == [2**32 - 1, 3]
@@ -553,7 +543,7 @@ def test_a_disk_without_room_for_what_a_day_takes_over_is_refused(
     days: list[Path], logs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = sum(file.num_bytes for file in PackedDataset.open(days[1]).info.files.values())
-    monkeypatch.setattr(estimate, "disk_free_bytes", lambda _: taken)
+    monkeypatch.setattr(rows, "disk_free_bytes", lambda _: taken)
     with pytest.raises(ValueError, match="are free"):
         run_prepare("parquet", logs[2], tmp_path / "day_3", base=days[1])
 
@@ -567,9 +557,9 @@ def test_a_full_disk_while_ids_are_numbered_leaves_what_can_be_continued(
     with monkeypatch.context() as patch:
         patch.setattr(extend, "tempfile", SimpleNamespace(TemporaryFile=full))
         with pytest.raises(OSError, match="day_3") as caught:
-            next_day(None, logs[2], tmp_path / "day_3", days[1], {})
+            next_day(logs[2], tmp_path / "day_3", days[1], {})
     assert caught.value.errno == errno.ENOSPC
-    next_day(None, logs[2], tmp_path / "day_3", days[1], {})
+    next_day(logs[2], tmp_path / "day_3", days[1], {})
     assert file_hashes(tmp_path / "day_3") == file_hashes(days[2])
 
 

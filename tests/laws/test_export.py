@@ -335,7 +335,7 @@ def test_a_transform_that_arrives_as_one_file(logs: Path, tmp_path: Path, monkey
     truth = (2 * age / (1 + abs(x))).astype(np.float32)
     split = PackedDataset.open(packed)
     mean, std = Transform.parse(split.info.dense[0].transform).options.values()
-    codes = RandomPlan(0, (0.8, 0.1, 0.1)).assign(0, len(truth), None)
+    codes = RandomPlan(0, (0.8, 0.1, 0.1)).assign(np.arange(len(truth)))
     for code, name in enumerate(("train", "val", "test")):
         block = split.split(name).block(0)
         own = truth[codes == code]

@@ -79,7 +79,7 @@ KINDS: dict[str, Callable[[pa.Table, Path], Any]] = {
 def held_out(table: pa.Table, split: SplitSpec, rows: int = ROWS) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Returns the rows that will not train: by preparation's own hash, or the newest of the first `rows`."""
     if "ts" not in table.column_names or split.kind == "random":
-        held = RandomPlan(split.seed, split.fractions).assign(0, len(table), None) > 0
+        held = RandomPlan(split.seed, split.fractions).assign(np.arange(len(table))) > 0
     else:
         time = table["ts"].to_numpy()
         held = time >= np.sort(time[:rows])[round(split.fractions[0] * rows)]

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 import hotrow
 from hotrow.cli.app import app
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.data.prepare import timesort
+from hotrow.data.prepare import pipeline
+from hotrow.data.prepare.pipeline import Hours
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.data.prepare.timesort import Hours, hours_of
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from hotrow.run.runs import _lines_of_parts
@@ -52,39 +52,32 @@ def truth(seconds: Sequence[int], most: int = 50) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("per_s", [1, 1000, 1_000_000])
 @pytest.mark.parametrize("span", [HOUR - 1, 5 * HOUR, 11 * DAY, 90 * DAY])
 def test_hours_are_those_of_a_dictionary(monkeypatch: pytest.MonkeyPatch, per_s: int, span: int) -> None:
-    """However rows are cut into chunks and shared by ranks; times before 1970 too."""
-    monkeypatch.setattr(timesort, "MAX_HOURS", 30)
+    """However rows are cut into chunks; times before 1970 too."""
+    monkeypatch.setattr(pipeline, "MAX_HOURS", 30)
     rng = np.random.default_rng(span)
     for start in (MIDNIGHT, -7 * DAY - 5):
         times = start * per_s + np.sort(rng.integers(0, span * per_s, 700))
         times[300:330] = times[300]
         times.sort()
-        of_ranks = []
-        for own in np.split(times, np.sort(rng.integers(0, 700, 2))):
-            hours, row = Hours(day=DAY * per_s), 0
-            for chunk in np.split(own, np.sort(rng.integers(0, len(own) + 1, 9))):
-                hours.add_rows(chunk, row)
-                row += len(chunk)
-            of_ranks.append((hours, len(own)))
-        assert [tuple(begin) for begin in hours_of(of_ranks)] == truth((times // per_s).tolist(), 30)
+        hours = Hours(day=DAY * per_s)
+        for chunk in np.split(times, np.sort(rng.integers(0, 701, 20))):
+            hours.add(chunk)
+        assert [tuple(begin) for begin in hours.found()] == truth((times // per_s).tolist(), 30)
 
 
 def test_dates_are_told_by_days() -> None:
     hours = Hours(day=1)
-    hours.add_rows(np.array([19_000, 19_000, 19_002]), 0)
-    assert hours_of([(hours, 3)]) == [[19_000 * DAY, 0], [19_002 * DAY, 2]]
+    hours.add(np.array([19_000, 19_000, 19_002]))
+    assert hours.found() == [[19_000 * DAY, 0], [19_002 * DAY, 2]]
 
 
 def test_rows_out_of_order_have_no_hours() -> None:
-    """Wherever the order breaks: within a chunk, between two of them, and between ranks."""
-    for pieces in ([[[0, 9000, 8000]]], [[[0, 9000], [8000]]], [[[0, 9000]], [[8000, 20_000]]]):
-        of_ranks = []
-        for own in pieces:
-            hours = Hours(day=DAY)
-            for chunk in own:
-                hours.add_rows(np.array(chunk), 0)
-            of_ranks.append((hours, sum(map(len, own))))
-        assert hours_of(of_ranks) == []
+    """Wherever the order breaks: within a chunk, or between two of them."""
+    for chunks in ([[0, 9000, 8000]], [[0, 9000], [8000]], [[0, 9000], [8000, 20_000]]):
+        hours = Hours(day=DAY)
+        for chunk in chunks:
+            hours.add(np.array(chunk))
+        assert hours.found() == []
 
 
 FORMS: dict[str, Any] = {

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.criteo_text import write_criteo
 from benchmarks.synthetic_config import criteo_kaggle
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.data.prepare import pipeline
+from hotrow.data.prepare import pipeline, rows
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.sources.registry import OpenedSource, open_source
 from prepare_data import SCHEMA, file_hashes, make_rows, plan_of, to_table, write_parquet
@@ -52,7 +52,7 @@ def plain(
         {"threads": 2},
         {"rows_per_chunk": 1000},
         {"rows_per_chunk": 61},
-        {"snapshot_every_s": 0.0, "rows_per_chunk": 300},
+        {"rows_per_chunk": 300},
     ],
     ids=str,
 )
@@ -95,24 +95,36 @@ def test_memory_moves_no_byte(
 
 
 class StopAfter:
-    """Sets the pipeline's stop event once `count` chunks were read in a stage."""
+    """Sets the pipeline's stop event once `count` chunks were read in a stage; parts of rows are small."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: str, count: int) -> None:
         self.left = count
-        original = pipeline._Stages._reported
+        drawn, ingest = pipeline._Stages._drawn, pipeline.ingest
+        monkeypatch.setattr(rows, "ROWS_PER_PART", 250)
 
-        def stopping(stages: Any, begun: str, row: int, pieces: Iterator[Any]) -> Iterator[Any]:
-            for piece in original(stages, begun, row, pieces):
+        def seen(stages: Any) -> None:
+            self.left -= 1
+            if self.left == 0:
+                stages._stop.set()
+
+        def stopping(stages: Any, begun: str, *given: Any) -> Iterator[Any]:
+            for piece in drawn(stages, begun, *given):
                 yield piece
                 if begun == stage:
-                    self.left -= 1
-                    if self.left == 0:
-                        stages._stop.set()
+                    seen(stages)
 
-        monkeypatch.setattr(pipeline._Stages, "_reported", stopping)
+        def reading(*given: Any, check_stop: Any, **named: Any) -> Any:
+            def checked() -> None:
+                seen(check_stop.__self__)
+                check_stop()
+
+            return ingest(*given, check_stop=checked if stage == "read" else check_stop, **named)
+
+        monkeypatch.setattr(pipeline._Stages, "_drawn", stopping)
+        monkeypatch.setattr(pipeline, "ingest", reading)
 
 
-@pytest.mark.parametrize("stage", ["count", "encode"])
+@pytest.mark.parametrize("stage", ["read", "count", "encode"])
 @pytest.mark.parametrize("count", [1, 7, 20])
 def test_stopped_and_continued_moves_no_byte(
     plain: tuple[str, dict[str, str]], logs: Path, tmp_path: Path, stage: str, count: int
@@ -134,7 +146,7 @@ def test_stopped_many_times_moves_no_byte(plain: tuple[str, dict[str, str]], log
     out, stops = tmp_path / "out", 0
     for rows_per_chunk in (150, 110, 210, 130, 170, 190, 230, 250):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            StopAfter(monkeypatch, "count", 4)
+            StopAfter(monkeypatch, "read", 9)
             StopAfter(monkeypatch, "encode", 9)
             try:
                 prepare(opened(logs, split), out, Options(**SIZES, rows_per_chunk=rows_per_chunk))
@@ -147,14 +159,14 @@ def test_stopped_many_times_moves_no_byte(plain: tuple[str, dict[str, str]], log
     assert file_hashes(out) == want
 
 
-def others_changed(rows: dict[str, list[Any]], is_train: np.ndarray) -> Iterator[tuple[str, dict[str, list[Any]]]]:
+def others_changed(own: dict[str, list[Any]], is_train: np.ndarray) -> Iterator[tuple[str, dict[str, list[Any]]]]:
     """The same training rows with the other rows permuted, and with the other rows' contents replaced."""
     rng = np.random.default_rng(9)
     others = np.flatnonzero(~is_train)
     order = np.arange(len(is_train))
     order[others] = rng.permutation(others)
     fixed = {"ts"}
-    yield "permuted", {n: c if n in fixed else [c[i] for i in order] for n, c in rows.items()}
+    yield "permuted", {n: c if n in fixed else [c[i] for i in order] for n, c in own.items()}
     strange = make_rows(len(is_train), seed=99)
     strange["user"] = [f"new{i}" for i in range(len(is_train))]
     strange["raw"] = [1e30] * len(is_train)
@@ -162,20 +174,20 @@ def others_changed(rows: dict[str, list[Any]], is_train: np.ndarray) -> Iterator
         "replaced",
         {
             n: c if n in fixed else [c[i] if is_train[i] else strange[n][i] for i in range(len(c))]
-            for n, c in rows.items()
+            for n, c in own.items()
         },
     )
 
 
 @pytest.mark.parametrize("split", ["time", "random"])
 def test_law_6_other_rows_move_no_training_byte(tmp_path: Path, split: str) -> None:
-    rows = make_rows()
-    dataset = prepare(opened(to_table(rows), split), tmp_path / "plain", Options(**SIZES))
+    own = make_rows()
+    dataset = prepare(opened(to_table(own), split), tmp_path / "plain", Options(**SIZES))
     plan = plan_of(dataset.info.ids["split"])
-    is_train = plan.assign(0, len(rows["ts"]), np.array(rows["ts"])) == 0
+    is_train = plan.assign(np.arange(len(own["ts"])), np.array(own["ts"])) == 0
     kept = [file_hashes(tmp_path / "plain", below=name) for name in ("train", "vocab", "counts")]
     assert all(kept)
-    for name, changed in others_changed(rows, is_train):
+    for name, changed in others_changed(own, is_train):
         prepare(opened(to_table(changed), split), tmp_path / name, Options(**SIZES))
         assert [file_hashes(tmp_path / name, below=part) for part in ("train", "vocab", "counts")] == kept
         assert file_hashes(tmp_path / name, below="test") != file_hashes(tmp_path / "plain", below="test")

@@ -25,19 +25,16 @@ from hotrow.data import native, reference
 from hotrow.data.chunk import Chunk, Keys, Position
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import pipeline
-from hotrow.data.prepare.estimate import estimate_work
+from hotrow.data.prepare import rows as stored_rows
 from hotrow.data.prepare.lag import Lagged
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.prepare.statistics import NUM_FOLDS
-from hotrow.data.prepare.timesort import TimeSort
 from hotrow.data.sources.registry import open_source
 from hotrow.data.sources.schema import parse_schema
-from hotrow.data.sources.split import FOLD_SALT, RandomPlan, row_uniform
-from hotrow.parallel.communicator import Communicator
+from hotrow.data.sources.split import FOLD_SALT, RandomPlan, uniform_of
 from prepare_data import SCHEMA as SCHEMA_OF_EVERY_KIND
 from prepare_data import file_hashes, make_rows, write_parquet
-from rank_pool import RankPool
 
 SCHEMA: dict[str, Any] = {
     "label": "click",
@@ -95,21 +92,21 @@ def write(rows: Rows, folder: Path) -> Path:
 
 
 def prepared(rows: Rows, folder: Path, *, split: str, **options: Any) -> PackedDataset:
-    prepare_file(None, write(rows, folder), folder / "out", split, options)
+    prepare_file(write(rows, folder), folder / "out", split, options)
     return PackedDataset.open(folder / "out", verify="full")
 
 
-def prepare_file(comm: Communicator | None, path: Path, out: Path, split: str, options: dict[str, Any]) -> None:
+def prepare_file(path: Path, out: Path, split: str, options: dict[str, Any]) -> None:
     kind = split.removesuffix(" with time")
     schema = SCHEMA | {"split": {"kind": kind}} | ({"time": "time"} if "time" in split else {})
     opened = open_source("parquet", path, schema=parse_schema(schema, where="test"))
-    prepare(opened, out, Options(**options), comm=comm)
+    prepare(opened, out, Options(**options))
 
 
 def codes(num_rows: int, split: str) -> list[int]:
     if split == "time":
         return [0 if row < 0.8 * num_rows else 1 if row < 0.9 * num_rows else 2 for row in range(num_rows)]
-    return RandomPlan(0, (0.8, 0.1, 0.1)).assign(0, num_rows, None).tolist()
+    return RandomPlan(0, (0.8, 0.1, 0.1)).assign(np.arange(num_rows)).tolist()
 
 
 def stored(dataset: PackedDataset, of_rows: str | list[int], num_rows: int) -> np.ndarray:
@@ -124,7 +121,7 @@ def stored(dataset: PackedDataset, of_rows: str | list[int], num_rows: int) -> n
 
 
 def folds(num_rows: int) -> list[int]:
-    return (row_uniform(0, 0, num_rows, salt=FOLD_SALT) * NUM_FOLDS).astype(int).tolist()
+    return (uniform_of(0, np.arange(num_rows), salt=FOLD_SALT) * NUM_FOLDS).astype(int).tolist()
 
 
 def an_input(k: float, num_rows: int, positives: int, p: float) -> float:
@@ -253,40 +250,29 @@ def test_every_order_of_a_cross_and_every_kind_of_key() -> None:
 
 
 def test_stopped_in_every_stage_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting goes on from its snapshot, encoding from the last finished part."""
+    """Counting begins anew, encoding goes on from the last finished part."""
     rows = some_rows(400)
     wanted = prepared(rows, tmp_path / "whole", split="random")
-    options = {"rows_per_chunk": 32, "rows_per_part": 64, "rows_per_block": 64, "snapshot_every_s": 0.0}
+    options = {"rows_per_chunk": 32, "rows_per_part": 64, "rows_per_block": 64}
     small = prepared(rows, tmp_path / "small", split="random", **options)
     np.testing.assert_array_equal(stored(small, "random", 400), stored(wanted, "random", 400))
-    plain = pipeline._Stages._reported
+    plain = pipeline._Stages._drawn
     for stage in ("count", "encode"):
         for number in (0, 1, 5, 9):
 
-            def reported(stages: Any, name: str, row: int, pieces: Iterator[Any]) -> Iterator[Any]:
-                for i, piece in enumerate(plain(stages, name, row, pieces)):
+            def reported(stages: Any, name: str, *given: Any) -> Iterator[Any]:
+                for i, piece in enumerate(plain(stages, name, *given)):
                     if (name, i) == (stage, number):  # noqa: B023
                         stages._stop.set()
                     yield piece
 
             folder = tmp_path / f"{stage}{number}"
             with monkeypatch.context() as patched:
-                patched.setattr(pipeline._Stages, "_reported", reported)
+                patched.setattr(pipeline._Stages, "_drawn", reported)
                 with pytest.raises(Interrupted):
                     prepared(rows, folder, split="random", **options)
             again = prepared(rows, folder, split="random", **options)
             assert (again.info.splits, again.info.files) == (small.info.splits, small.info.files)
-
-
-def test_ranks_change_no_byte(tmp_path: Path) -> None:
-    rows = some_rows(900)
-    options = {"rows_per_chunk": 50, "rows_per_part": 128, "rows_per_block": 64}
-    one = prepared(rows, tmp_path / "one", split="random", **options)
-    with RankPool(3) as pool:
-        arguments = (tmp_path / "one" / "rows.parquet", tmp_path / "three", "random", options)
-        pool.run(prepare_file, *arguments, num_ranks=3, micro_batches=3)
-    three = PackedDataset.open(tmp_path / "three", verify="full")
-    assert (one.info.splits, one.info.files) == (three.info.splits, three.info.files)
 
 
 SMALL: dict[str, Any] = {"rows_per_chunk": 50, "rows_per_part": 128, "rows_per_block": 64}
@@ -302,19 +288,6 @@ def test_rows_in_any_order_give_the_dataset_of_rows_in_time_order(
     wanted = prepared(rows, tmp_path / "ordered", split="time", **SMALL)
     found = prepared(shuffled(rows), tmp_path / "shuffled", split="time", memory_bytes=memory_bytes, **SMALL)
     assert (found.info.splits, found.info.files) == (wanted.info.splits, wanted.info.files)
-
-
-def test_ranks_sort_rows_like_one_process(tmp_path: Path) -> None:
-    """Also if each rank finds its own rows in order, and theirs are not."""
-    rows = some_rows(900)
-    wanted = prepared(rows, tmp_path / "ordered", split="time", **SMALL)
-    halves = {name: [*values[450:], *values[:450]] for name, values in rows.items()}
-    with RankPool(2) as pool:
-        for name, each in (("shuffled", shuffled(rows)), ("halves", halves)):
-            arguments = (write(each, tmp_path / name), tmp_path / name / "out", "time", SMALL)
-            pool.run(prepare_file, *arguments, num_ranks=2, micro_batches=2)
-            found = PackedDataset.open(tmp_path / name / "out", verify="full")
-            assert (found.info.splits, found.info.files) == (wanted.info.splits, wanted.info.files)
 
 
 def test_rows_of_one_time_and_columns_of_every_kind(tmp_path: Path) -> None:
@@ -387,38 +360,40 @@ def test_the_error_of_a_bad_row_names_its_place_in_the_file(tmp_path: Path) -> N
 
 def test_sorted_rows_after_a_stop_or_a_kill_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = some_rows(600)
-    options = SMALL | {"snapshot_every_s": 0.0, "rows_per_chunk": 64}
+    options = SMALL | {"rows_per_chunk": 64}
     wanted = prepared(rows, tmp_path / "ordered", split="time", **options)
     rows = shuffled(rows)
-    plain, write_sorted, save = pipeline._Stages._reported, TimeSort.write, pipeline.WorkFolder.save
+    monkeypatch.setattr(stored_rows, "ROWS_PER_PART", 128)
+    drawn, synced, merged = pipeline._Stages._drawn, stored_rows._synced, stored_rows._merged
 
-    def reported(stages: Any, name: str, row: int, pieces: Iterator[Any]) -> Iterator[Any]:
-        for i, piece in enumerate(plain(stages, name, row, pieces)):
+    def stopped(stages: Any, name: str, *given: Any) -> Iterator[Any]:
+        for i, piece in enumerate(drawn(stages, name, *given)):
             if (name, i) == moment[:2]:
                 stages._stop.set()
             if (name, i, "kill") == moment:
                 raise MemoryError
             yield piece
 
-    def write_and_die(*arguments: Any) -> int:
-        write_sorted(*arguments)
+    def write_and_die(file: Any) -> int:
+        written.append(synced(file))
+        if len(written) == moment[1]:
+            raise MemoryError
+        return written[-1]
+
+    def merge_and_die(*given: Any) -> None:
+        merged(*given)
         raise MemoryError
 
-    def save_and_die(work: Any, **results: Any) -> None:
-        save(work, **results)
-        if "sorted" in results:
-            raise MemoryError
-
-    moments: list[Any] = [("sort", 0), ("sort", 5), ("count", 3), ("encode", 4)]
-    moments += [(*each, "kill") for each in moments] + ["written", "saved"]
+    moments: list[Any] = [("count", 3), ("encode", 4), ("count", 3, "kill"), ("encode", 4, "kill"), ("merged", 0)]
+    moments += [("written", number) for number in (1, 3, 5, 6, 8)]  # five sorted parts, then those they merge into
     for number, moment in enumerate(moments):
-        folder = tmp_path / str(number)
+        folder, written = tmp_path / str(number), list[int]()
         with monkeypatch.context() as patched:
-            patched.setattr(pipeline._Stages, "_reported", reported)
-            if moment == "written":
-                patched.setattr(TimeSort, "write", write_and_die)
-            if moment == "saved":
-                patched.setattr(pipeline.WorkFolder, "save", save_and_die)
+            patched.setattr(pipeline._Stages, "_drawn", stopped)
+            if moment[0] == "written":
+                patched.setattr(stored_rows, "_synced", write_and_die)
+            if moment[0] == "merged":
+                patched.setattr(stored_rows, "_merged", merge_and_die)
             with pytest.raises((Interrupted, MemoryError)):
                 prepared(rows, folder, split="time", **options)
         found = prepared(rows, folder, split="time", **options)
@@ -426,31 +401,17 @@ def test_sorted_rows_after_a_stop_or_a_kill_at_any_moment(tmp_path: Path, monkey
         assert not (folder / "out" / ".prepare").exists()
 
 
-def test_the_estimate_knows_the_disk_that_sorting_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows are in runs and in their place at a time."""
-    rows, spilled, write_sorted = some_rows(5000), [], TimeSort.write
-    monkeypatch.setattr(
-        TimeSort, "write", lambda *given: (write_sorted(*given), spilled.append(given[1].stat().st_size))[0]
-    )
-    prepared(shuffled(rows), tmp_path / "shuffled", split="time")
-    for name, each in (("ordered", rows), ("shuffled", shuffled(rows))):
-        schema = parse_schema(SCHEMA | {"time": "time"}, where="test")
-        opened = open_source("parquet", write(each, tmp_path / name), schema=schema)
-        spilled.append(estimate_work(opened, opened.source.scout(), tmp_path).spill_bytes)
-    rows_file, ordered, shuffled_ = spilled
-    assert shuffled_ - ordered == pytest.approx(2 * rows_file, rel=0.1)
-
-
 def test_a_damaged_file_of_sorted_rows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = shuffled(some_rows(100))
+    monkeypatch.setattr(stored_rows, "ROWS_PER_PART", 40)
     with monkeypatch.context() as patched:
         patched.setattr(pipeline._Stages, "_encode", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepared(rows, tmp_path, split="time")
-    path = tmp_path / "out" / ".prepare" / "rows.arrow"
+    path = tmp_path / "out" / ".prepare" / "rows" / "1-000000.arrow"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"rows\.arrow"):
+    with pytest.raises(ValueError, match=r"1-000000\.arrow"):
         prepared(rows, tmp_path, split="time")
 
 
@@ -548,13 +509,13 @@ def test_a_lag_is_in_the_unit_of_the_times(kind: pa.DataType, tmp_path: Path) ->
     assert (other.info.splits, other.info.files) == (wanted.info.splits, wanted.info.files)
 
 
-def prepare_lagged(comm: Communicator | None, folder: Path, options: dict[str, Any]) -> None:
+def prepare_lagged(folder: Path, options: dict[str, Any]) -> None:
     schema = SCHEMA | {"split": {"kind": "time"}, "time": "time", "statistics_lag": "10m"}
     opened = open_source("parquet", folder / "rows.parquet", schema=parse_schema(schema, where="test"))
-    prepare(opened, folder / "out", Options(**options), comm=comm)
+    prepare(opened, folder / "out", Options(**options))
 
 
-def test_a_lag_of_rows_in_any_order_in_small_chunks_on_ranks_and_after_a_stop(
+def test_a_lag_of_rows_in_any_order_in_small_chunks_and_after_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = some_rows(600)
@@ -564,29 +525,26 @@ def test_a_lag_of_rows_in_any_order_in_small_chunks_on_ranks_and_after_a_stop(
         ("whole", rows),
         ("chunks", rows),
         ("shuffled", shuffled(rows)),
-        ("ranks", rows),
         ("stop", rows),
     ):
         write(each, tmp_path / name)
-    prepare_lagged(None, tmp_path / "whole", options)
+    prepare_lagged(tmp_path / "whole", options)
     wanted, options = PackedDataset.open(tmp_path / "whole" / "out").info, options | {"rows_per_chunk": 32}
-    plain = pipeline._Stages._reported
+    plain = pipeline._Stages._drawn
 
-    def reported(stages: Any, name: str, row: int, pieces: Iterator[Any]) -> Iterator[Any]:
-        for i, piece in enumerate(plain(stages, name, row, pieces)):
+    def reported(stages: Any, name: str, *given: Any) -> Iterator[Any]:
+        for i, piece in enumerate(plain(stages, name, *given)):
             if (name, i) == ("encode", 17):
                 stages._stop.set()
             yield piece
 
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline._Stages, "_reported", reported)
+        patched.setattr(pipeline._Stages, "_drawn", reported)
         with pytest.raises(Interrupted):
-            prepare_lagged(None, tmp_path / "stop", options)
-    with RankPool(3) as pool:
-        pool.run(prepare_lagged, tmp_path / "ranks", options, num_ranks=3, micro_batches=3)
+            prepare_lagged(tmp_path / "stop", options)
     for name in ("chunks", "shuffled", "stop"):
-        prepare_lagged(None, tmp_path / name, options)
-    for name in ("chunks", "shuffled", "stop", "ranks"):
+        prepare_lagged(tmp_path / name, options)
+    for name in ("chunks", "shuffled", "stop"):
         found = PackedDataset.open(tmp_path / name / "out", verify="full").info
         assert (found.splits, found.files) == (wanted.splits, wanted.files), name
 

@@ -44,7 +44,7 @@ def people(num_rows: int, seed: int) -> dict[str, Any]:
 
 def ids_of(age: list[float | None]) -> np.ndarray[Any, Any]:
     """The rows that these ages use, from the counts of the training rows alone."""
-    codes, found = RandomPlan(0, (0.8, 0.1, 0.1)).assign(0, len(age), None), truth(age)
+    codes, found = RandomPlan(0, (0.8, 0.1, 0.1)).assign(np.arange(len(age))), truth(age)
     counted: dict[int | None, int] = {}
     for bucket, code in zip(found, codes, strict=True):
         if code == 0:
@@ -57,7 +57,7 @@ def test_from_raw_rows_to_an_export(tmp_path: Path) -> None:
     rows = people(2000, 0)
     schema = parse_schema(SCHEMA, where="test")
     packed = run_prepare("frame", pa.table(rows), tmp_path / "packed", schema=schema)
-    codes = RandomPlan(0, (0.8, 0.1, 0.1)).assign(0, 2000, None)
+    codes = RandomPlan(0, (0.8, 0.1, 0.1)).assign(np.arange(2000))
     ids = ids_of(rows["age"])
     for code, split in enumerate(("train", "val", "test")):
         np.testing.assert_array_equal(packed.split(split).block(0).ids[1], ids[codes == code])

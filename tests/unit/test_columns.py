@@ -558,9 +558,6 @@ def test_a_type_that_does_not_fit_is_said_with_its_file(
     path = parquet(tmp_path / "logs.parquet", **columns)
     with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: {message}"):
         read(ColumnsSource(path, schema_of("a", **schema)))
-    if "time" in schema:
-        with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: {message}"):
-            list(ColumnsSource(path, schema_of("a", **schema)).times())
 
 
 def test_hive_folders_become_columns(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrow.data import native, reference
-from hotrow.data.chunk import Chunk, Position, RowError
+from hotrow.data.chunk import Chunk, RowError
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.inputs import ByteStream, find_files, prefetch
 from loops import looped
@@ -329,7 +329,6 @@ def test_lines_are_counted_after_a_resume(tmp_path: Path) -> None:
 def test_scout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_bytes(text([HEADER, *ROWS]))
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text(ROWS * 100)[:-1]))
-    assert CriteoSource([tmp_path]).count_rows(Position(), Position(2)) == [11, 1100]
     info = CriteoSource([tmp_path]).scout()
     assert info.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
     monkeypatch.setattr("hotrow.data.sources.tabular.ESTIMATE_BYTES", 3000)

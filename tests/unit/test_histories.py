@@ -200,7 +200,7 @@ def test_law_6_later_events_move_no_training_byte(tmp_path: Path, change: str) -
 
     plain = prepared(item, "plain")
     assert [plain.split(split).num_rows > 300 for split in ("train", "val", "test")] == [True] * 3
-    later = plan_of(plain.info.ids["split"]).assign(0, num_events, time) != 0
+    later = plan_of(plain.info.ids["split"]).assign(np.arange(num_events), time) != 0
     assert 300 < later.sum() < 1200
     changed = item.copy()
     if change == "permuted":

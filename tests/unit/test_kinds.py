@@ -144,7 +144,7 @@ def test_no_verdict_depends_on_order_names_or_other_columns(name: str) -> None:
     table = planted(name, seed=1)
     rng = np.random.default_rng(2)
     want = verdicts(guess_columns(table, label="label"), name)
-    order, trains = np.arange(N), RandomPlan(0, SplitSpec().fractions).assign(0, N, None) == 0
+    order, trains = np.arange(N), RandomPlan(0, SplitSpec().fractions).assign(np.arange(N)) == 0
     for own in (trains, ~trains):  # a row that trains still trains
         order[own] = rng.permutation(order[own])
     other = table.take(pa.array(order)).rename_columns({name: "user_count", "tag": "x y"})

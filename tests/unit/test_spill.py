@@ -1,4 +1,4 @@
-"""Counter and encoder pools: budgets, snapshots, full disks, and folders left clean."""
+"""Counter and encoder pools: budgets, full disks, and folders left clean."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from hotrow.data.prepare import encoder, spill
 from hotrow.data.prepare.encoder import EncoderPool, TableEncoder
 from hotrow.data.prepare.spill import CounterPool
 from hotrow.data.sources.convert import CodedKeys, text_keys
-from resealed import reseal
 
 
 def chunk(seed: int, n: int = 1000, num_ids: int = 3000) -> Keys:
@@ -69,7 +68,7 @@ def test_the_budget_is_kept(tmp_path: Path, two_threads: Executor, memory_bytes:
     with CounterPool(tmp_path / "tmp", memory_bytes=memory_bytes, executor=two_threads) as pool:
         count_tables(pool, most_bytes=memory_bytes)
         assert pool.num_spills > 0
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert not (tmp_path / "tmp").exists()
 
 
 @pytest.mark.parametrize("memory_bytes", [1 << 30, 4 * PART_BYTES, 2 * PART_BYTES])
@@ -145,56 +144,17 @@ def test_codes_against_a_dict(module: ModuleType, monkeypatch: pytest.MonkeyPatc
         assert distinct.valid.tolist() == [code != keys.entries.num_keys - 1 for code in expected]
 
 
-def test_resume_from_a_snapshot_gives_the_same_files(tmp_path: Path) -> None:
-    whole = files_of(count(tmp_path / "whole", range(6)), tmp_path / "a")
-    for memory_bytes in (1 << 20, 30_000):
-        folder = tmp_path / f"tmp{memory_bytes}"
-        with pytest.raises(KeyboardInterrupt), count(folder, range(3), memory_bytes=memory_bytes) as pool:
-            pool.snapshot({"chunks": 3})
-            pool.add({"t": [chunk(99)]})  # after the snapshot: to be forgotten
-            pool._spill(pool._tables["t"])
-            raise KeyboardInterrupt
-        resumed = CounterPool(folder, memory_bytes=memory_bytes)
-        assert resumed.progress == {"chunks": 3}
-        resumed.declare("t", "int")
-        for seed in range(3, 6):
-            resumed.add({"t": [chunk(seed)]})
-        resumed.snapshot({"chunks": 6})
-        assert files_of(resumed, tmp_path / f"b{memory_bytes}") == whole
-        resumed.close()
-        assert list(folder.iterdir()) == []
-
-
 def test_runs_are_merged_when_there_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = files_of(count(tmp_path / "whole", range(9)), tmp_path / "a")
     monkeypatch.setattr(spill, "MAX_RUNS", 3)
-    pool = count(tmp_path / "tmp", range(4), memory_bytes=1)
-    pool.snapshot("here")
-    kept = sorted(path.name for path in (tmp_path / "tmp").iterdir())
-    for seed in range(4, 9):
-        pool.add({"t": [chunk(seed)]})
-    assert set(kept) <= {path.name for path in (tmp_path / "tmp").iterdir()}, "a snapshot's runs must outlive a merge"
+    pool = count(tmp_path / "tmp", range(9), memory_bytes=1)
     assert len(pool._tables["t"].runs) <= 3
     assert files_of(pool, tmp_path / "b") == whole
 
 
-def test_a_snapshot_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    count(tmp_path, range(1)).snapshot(1)
-    pool = CounterPool(tmp_path, memory_bytes=1)
+def test_features_of_one_table_need_one_kind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"table 't' is declared with 'bytes' keys and hash_cap 0, before with 'int'"):
-        pool.declare("t", "bytes")
-    snapshot = tmp_path / "counters.json"
-    text = snapshot.read_text()
-    reseal(snapshot, lambda fields: fields["tables"]["t"].update(runs=["../t.1.run"]))
-    with pytest.raises(ValueError, match=r"counters\.json: tables\.t: run is '../t.1.run'"):
-        CounterPool(tmp_path, memory_bytes=1)
-    snapshot.write_text(text.replace('"hotrow_counters": 1', '"hotrow_counters": 9'))
-    with pytest.raises(ValueError, match=r"counters\.json differs from its checksum"):
-        CounterPool(tmp_path, memory_bytes=1)
-    snapshot.write_text(text)
-    (tmp_path / "t.1.run").unlink()
-    with pytest.raises(ValueError, match=r"t.1.run is missing, but the snapshot needs it; delete"):
-        CounterPool(tmp_path, memory_bytes=1)
+        count(tmp_path / "tmp", range(1)).declare("t", "bytes")
 
 
 def full_disk(*_: object, **__: object) -> None:
@@ -202,20 +162,16 @@ def full_disk(*_: object, **__: object) -> None:
 
 
 def test_a_full_disk_while_counting_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OSError, match=r"Nothing had been kept yet. Free some space, then run the same"):  # noqa: SIM117
-        with count(tmp_path, range(2)) as pool:
-            monkeypatch.setattr(native.Counter, "drain", full_disk)
-            pool.snapshot(2)
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.undo()
-    with pytest.raises(OSError, match=r"disk full while writing out counts of table 't' .*last snapshot are kept") as e:  # noqa: SIM117
-        with count(tmp_path, range(2)) as pool:
-            pool.snapshot(2)
-            pool.add({"t": [chunk(2)]})
-            monkeypatch.setattr(native.Counter, "drain", full_disk)
-            pool.snapshot(3)
+    monkeypatch.setattr(native.Counter, "drain", full_disk)
+    with (
+        pytest.raises(OSError, match=r"disk full while writing out counts of table 't' .*rows that were read are kept"),
+        count(tmp_path / "tmp", range(2), memory_bytes=1),
+    ):
+        pass
+    with count(tmp_path / "tmp", range(2)) as pool, pytest.raises(OSError, match="disk full") as e:
+        pool.build("t", tmp_path / "v", tmp_path / "c")
     assert e.value.errno == errno.ENOSPC
-    assert CounterPool(tmp_path, memory_bytes=1).progress == 2
+    assert not (tmp_path / "tmp").exists()
 
 
 @pytest.mark.skipif(native.backend() is reference, reason="the native module checks what Python cannot overrun")

@@ -17,23 +17,23 @@ from prepare_data import plan_of
 
 def test_random_plan_depends_on_seed_and_row_alone() -> None:
     plan = RandomPlan(seed=3, fractions=(0.8, 0.1, 0.1))
-    whole = plan.assign(0, 10_000, None)
-    pieces = np.concatenate([plan.assign(s, n, None) for s, n in ((0, 1), (1, 4998), (4999, 5001))])
+    whole = plan.assign(np.arange(10_000))
+    pieces = np.concatenate([plan.assign(np.arange(s, s + n)) for s, n in ((0, 1), (1, 4998), (4999, 5001))])
     assert (whole == pieces).all()
-    assert (RandomPlan(seed=4, fractions=(0.8, 0.1, 0.1)).assign(0, 10_000, None) != whole).any()
+    assert (RandomPlan(seed=4, fractions=(0.8, 0.1, 0.1)).assign(np.arange(10_000)) != whole).any()
     # Binomial: 5 standard deviations of a share of 0.1 in 10,000 rows are 0.015.
     assert np.bincount(whole, minlength=3) / 10_000 == pytest.approx([0.8, 0.1, 0.1], abs=0.02)
 
 
 def test_random_plan_without_a_validation_share() -> None:
-    assert set(RandomPlan(seed=0, fractions=(0.5, 0.0, 0.5)).assign(0, 1000, None)) == {0, 2}
+    assert set(RandomPlan(seed=0, fractions=(0.5, 0.0, 0.5)).assign(np.arange(1000))) == {0, 2}
 
 
 def test_samples_nest_and_do_not_follow_the_split() -> None:
-    small, large = (sample_mask(1, 0, 50_000, fraction=f) for f in (0.1, 0.5))
+    small, large = (sample_mask(1, np.arange(50_000), fraction=f) for f in (0.1, 0.5))
     assert large[small].all()
     assert small.mean() == pytest.approx(0.1, abs=0.01)
-    train = RandomPlan(seed=1, fractions=(0.8, 0.1, 0.1)).assign(0, 50_000, None) == 0
+    train = RandomPlan(seed=1, fractions=(0.8, 0.1, 0.1)).assign(np.arange(50_000)) == 0
     assert train[small].mean() == pytest.approx(0.8, abs=0.03)
 
 
@@ -50,7 +50,7 @@ def test_reference_plan_against_array_split(num_rows: int) -> None:
 
 def test_reference_plan_of_day_files_halves_the_last() -> None:
     plan = reference_plan([10, 20, 5])
-    assert plan.assign(0, 35, None).tolist() == [0] * 30 + [2] * 3 + [1] * 2
+    assert plan.assign(np.arange(35)).tolist() == [0] * 30 + [2] * 3 + [1] * 2
     with pytest.raises(ValueError, match=r"6 rows in 1 files are too few.*--split random"):
         reference_plan([6])
 
@@ -68,7 +68,7 @@ def test_time_plan_against_brute_force() -> None:
         histogram = TimeHistogram()
         for part in np.array_split(times, 7):
             histogram.add(part)
-        codes = histogram.plan((0.6, 0.2, 0.2)).assign(0, len(times), times)
+        codes = histogram.plan((0.6, 0.2, 0.2)).assign(np.arange(len(times)), times)
         assert (codes == 0).sum() == brute_force_cut(times, 0.6)
         assert (codes <= 1).sum() == brute_force_cut(times, 0.8)
         assert times[codes == 0].max() < times[codes == 1].min() <= times[codes == 1].max() < times[codes == 2].min()

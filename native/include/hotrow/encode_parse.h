@@ -53,6 +53,4 @@ struct RowResult {
 RowResult parse_rows(const char* text, size_t num_bytes, const RowLayout& layout, size_t first_row,
                      const RowColumns& out);
 
-size_t count_newlines(const char* text, size_t num_bytes);
-
 }  // namespace hotrow

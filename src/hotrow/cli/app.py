@@ -19,7 +19,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import fields
 from importlib import import_module
 from inspect import Parameter, signature
@@ -108,7 +108,7 @@ def _read_flags() -> dict[str, Any]:
     return flags
 
 
-OF_RANKS = ("plan", "prepare", "train")
+OF_RANKS = ("plan", "train")
 """Verbs that several processes share."""
 
 
@@ -257,13 +257,12 @@ def prepare(
         ),
     ] = None,
 ) -> Answer:
-    """Pack raw logs: count the training rows, number ids by popularity, encode. Resumable; torchrun shares the work."""
+    """Pack raw logs: count the training rows, number ids by popularity, encode. Resumable."""
     from hotrow.base.progress import progress_bar
     from hotrow.data.prepare.prepare import run_prepare
-    from hotrow.parallel.launch import joined
     from hotrow.run.folder import dataset_of
 
-    with joined() as comm, progress_bar() if comm.rank == 0 else nullcontext() as progress:
+    with progress_bar() as progress:
         dataset = run_prepare(
             source,
             paths[0] if len(paths) == 1 else paths,
@@ -281,12 +280,9 @@ def prepare(
             threads=threads,
             overwrite=overwrite,
             progress=progress,
-            announce=None if comm.rank else _say,
-            comm=comm,
+            announce=_say,
             base=None if base is None else dataset_of(base),
         )
-    if comm.rank:  # the first rank tells the result
-        raise typer.Exit
     result = {
         "out": str(out),
         "name": dataset.info.name,

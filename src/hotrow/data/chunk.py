@@ -12,10 +12,8 @@ where each row's keys begin:
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -228,59 +226,18 @@ class Source(Protocol):
         Raises ValueError naming a missing, empty or unreadable file.
         """
 
-    @property
-    def skip_bad_rows(self) -> int:
-        """How many bad rows may be skipped."""
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether rows may be left out that count as no bad ones: those without a readable time."""
-
-    def cuts(self, num_parts: int) -> list[Position]:
-        """Returns where each of `num_parts` parts of about as many bytes begins, and last where the source ends.
-
-        Parts may be empty. `with_lines` completes a position.
-        """
-
-    def count_rows(self, start: Position, stop: Position) -> list[int]:
-        """Returns how many rows of each file, bad ones included, lie between two of the `cuts`; may read them all."""
-
-    def with_lines(self, position: Position, *, rows_before: int) -> Position:
-        """Returns one of the `cuts` with the number of lines before it. rows_before: rows before it in its file."""
-
-    def chunks(
-        self, start: Position | None = None, *, rows_per_chunk: int = 65536, stop: Position | None = None
-    ) -> Iterator[Chunk]:
-        """Yields chunks of at most `rows_per_chunk` rows from `start` to `stop`, which is one of the `cuts`; None are
-        the first row and the end.
+    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Generator[Chunk, None, None]:
+        """Yields chunks of at most `rows_per_chunk` rows from `start` on; None is the first row.
 
         Raises RowError for a bad row beyond the number that may be skipped, ValueError for an unreadable file.
         """
 
 
-def cut_files(num_bytes: Sequence[int], num_parts: int) -> list[tuple[int, int]]:
-    """Returns, for the begin of each part but the first, its file and the byte there, if parts have as many bytes.
-
-    num_bytes: of each file.
-    """
-    ends = list(accumulate(num_bytes))
-    places = []
-    for part in range(1, num_parts):
-        at = ends[-1] * part // num_parts
-        file = min(bisect_right(ends, at), len(ends) - 1)
-        places.append((file, at - ends[file] + num_bytes[file]))
-    return places
-
-
-def file_spans(start: Position, stop: Position | None, num_files: int) -> Iterator[tuple[int, int, int | None]]:
-    """Yields index, begin and end of the span in each file between two positions; if the end is None, it is that of
-    the file."""
+def file_starts(start: Position | None, num_files: int) -> Iterator[tuple[int, int]]:
+    """Yields the index of each file from a position on, and where its rows begin that are left to read."""
+    start = start or Position()
     for index in range(start.file_index, num_files):
-        first = start.offset if index == start.file_index else 0
-        if stop is None or index < stop.file_index:
-            yield index, first, None
-        elif index == stop.file_index and first < stop.offset:
-            yield index, first, stop.offset
+        yield index, start.offset if index == start.file_index else 0
 
 
 def row_splits_of(keys: Keys) -> NDArray[np.int64]:
@@ -360,8 +317,8 @@ def some_keys(keys: Keys, kept: NDArray[np.bool_]) -> Keys:
 
 
 def keys_to_arrow(keys: Keys) -> pa.Array:
-    """Returns the keys of each row as int64 or large binary, null for a missing one, or as lists of these."""
-    flat = pa.array(keys.values, pa.int64()) if keys.offsets is None else _as_arrow(keys)
+    """Returns the keys of each row as integers or large binary, null for a missing one, or as lists of these."""
+    flat = pa.array(keys.values) if keys.offsets is None else _as_arrow(keys)
     if keys.valid is not None:
         flat = pa.Array.from_buffers(flat.type, len(flat), [pa.array(keys.valid).buffers()[1], *flat.buffers()[1:]])
     return flat if keys.row_splits is None else pa.LargeListArray.from_arrays(pa.array(keys.row_splits), flat)
@@ -375,8 +332,8 @@ def keys_from_arrow(array: pa.Array) -> Keys:
         splits, array = array.offsets.to_numpy(), array.flatten()
         row_splits = splits - splits[0]
     valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
-    if pa.types.is_int64(array.type):
-        keys = Keys(array.fill_null(0).to_numpy())
+    if pa.types.is_integer(array.type):
+        keys = Keys((array.fill_null(0) if array.null_count else array).to_numpy())
     else:
         keys = _from_arrow(array if valid is None else array.fill_null(b""))
     return replace(keys, valid=valid, row_splits=row_splits)

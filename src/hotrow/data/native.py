@@ -129,10 +129,6 @@ def parse_rows(
     return ParseResult(stored, num_bytes, Fault(fault) if fault else None, column)
 
 
-def count_newlines(text: NDArray[np.uint8]) -> int:
-    return int(backend().count_newlines(text))
-
-
 def hash_keys(keys: Keys, *, hash_cap: int = 0) -> NDArray[np.uint64]:
     """Returns the 64-bit hash of each key, one-to-one for integers (encode_hash.h); with a cap, of key modulo cap."""
     out = np.empty(keys.num_keys, np.uint64)

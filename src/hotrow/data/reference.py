@@ -122,10 +122,6 @@ def parse_rows(
     return row - first_row, start, 0, 0
 
 
-def count_newlines(text: NDArray[np.uint8]) -> int:
-    return int(np.count_nonzero(text == ord("\n")))
-
-
 def fmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Applies the finalizer of MurmurHash3, one-to-one, as in native/include/hotrow/encode_hash.h."""
     x = x ^ (x >> np.uint64(33))

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from hotrow.base.door import make_folder
 from hotrow.base.files import atomic_write, check_name, crc32, explain_full_disk
-from hotrow.base.records import STRICT, Count, Document
+from hotrow.base.records import STRICT, Document
 from hotrow.data.packed.format import (
     MANIFEST,
     MAX_ROWS_PER_BLOCK,
@@ -56,13 +56,13 @@ USUAL_SPLITS = ("train", "val", "test")
 class _Finished:
     """The content of parts.json: the finished parts of each split, and what all parts were made with."""
 
-    identity: tuple[str, int, int, dict[str, Count]]
-    """Fingerprint of the schema, rows per part, rows per block, and the number of the first part of each split."""
+    identity: tuple[str, int, int]
+    """Fingerprint of the schema, rows per part, rows per block."""
     parts: dict[str, tuple[Part, ...]]
 
     def __post_init__(self) -> None:
         for split, parts in self.parts.items():
-            for number, part in enumerate(parts, self.identity[3].get(split, 0)):
+            for number, part in enumerate(parts):
                 if part.file != f"part-{number:05d}.arrow":
                     raise ValueError(f"parts.{split}.{number}.file is {part.file!r}; parts are numbered one by one")
 
@@ -211,9 +211,7 @@ class PackedWriter:
 
     info: the schema; the writer fills in its splits and files. rows_per_block, rows_per_part: sizes of blocks and
     parts; a part is a whole number of blocks. Memory: one block of rows for each split being written. An exception
-    inside the `with` drops unfinished parts and keeps finished ones for the next attempt. first_rows: the row of
-    each split at which this writer begins, if others write the parts before it; noted_in: the file, in .prepare, that
-    lists the finished parts.
+    inside the `with` drops unfinished parts and keeps finished ones for the next attempt.
 
     Raises ValueError if the folder holds a complete dataset, or unfinished parts of another schema.
     """
@@ -225,8 +223,6 @@ class PackedWriter:
         *,
         rows_per_part: int = ROWS_PER_PART,
         rows_per_block: int = ROWS_PER_BLOCK,
-        first_rows: Mapping[str, int] | None = None,
-        noted_in: str = PARTS_FILE,
     ) -> None:
         if not 1 <= rows_per_block <= MAX_ROWS_PER_BLOCK:
             raise ValueError(f"rows_per_block is {rows_per_block}; it must be between 1 and {MAX_ROWS_PER_BLOCK}")
@@ -238,10 +234,9 @@ class PackedWriter:
         self._rows_per_part, self._rows_per_block = rows_per_part, rows_per_block
         if (self.path / MANIFEST).exists():
             raise ValueError(f"{self.path} already holds a complete dataset; choose another folder, or remove this one")
-        self._first_parts = {split: row // rows_per_part for split, row in (first_rows or {}).items()}
-        self._parts_path = self.path / WORK_FOLDER / noted_in
+        self._parts_path = self.path / WORK_FOLDER / PARTS_FILE
         make_folder(self._parts_path.parent, within=self.path)
-        self._identity = (info.schema_fingerprint(), rows_per_part, rows_per_block, self._first_parts)
+        self._identity = (info.schema_fingerprint(), rows_per_part, rows_per_block)
         self._finished: dict[str, list[Part]] = self._read_finished()
         self._buffers: dict[str, _BlockBuffer] = {}
         self._open: dict[str, _PartWriter] = {}
@@ -251,8 +246,7 @@ class PackedWriter:
 
     def finished_rows(self, split: str) -> int:
         """Returns the number of rows of `split` in finished parts: where an interrupted preparation continues."""
-        before = self._first_parts.get(split, 0) * self._rows_per_part
-        return before + sum(part.num_rows for part in self.finished_parts(split))
+        return sum(part.num_rows for part in self.finished_parts(split))
 
     def append(
         self,
@@ -288,26 +282,17 @@ class PackedWriter:
 
     def close(self, summary: Mapping[str, Any] | None = None) -> PackedDataset:
         """Writes buffered rows, then `dataset.json` with `summary`; returns the open dataset."""
-        self.complete(self.finish(), summary)
-        return PackedDataset.open(self.path)
-
-    def finish(self) -> dict[str, list[Part]]:
-        """Writes buffered rows; returns the parts that were written here, by split."""
         with self._explain_full_disk():
             for split, buffer in self._buffers.items():
                 if buffer.num_rows:
                     self._write_block(split)
                 if split in self._open:
                     self._finish_part(split)
-        return self._finished
-
-    def complete(self, parts: Mapping[str, Sequence[Part]], summary: Mapping[str, Any] | None = None) -> None:
-        """Writes `dataset.json`, with these parts of each split."""
-        with self._explain_full_disk():
-            self._write_manifest(parts, summary or {})
+            self._write_manifest(self._finished, summary or {})
         self._parts_path.unlink(missing_ok=True)
         if not any(self._parts_path.parent.iterdir()):
             self._parts_path.parent.rmdir()
+        return PackedDataset.open(self.path)
 
     def abort(self) -> None:
         """Drops unfinished parts; finished parts stay for the next attempt."""
@@ -368,7 +353,7 @@ class PackedWriter:
 
     def _write_block(self, split: str) -> None:
         if split not in self._open:
-            number = self._first_parts.get(split, 0) + len(self._finished[split])
+            number = len(self._finished[split])
             file = f"part-{number:05d}.arrow"
             self._open[split] = _PartWriter(self.path / split / file, self.info)
         self._open[split].write(self._buffers[split].take())

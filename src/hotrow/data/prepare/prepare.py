@@ -39,15 +39,13 @@ from hotrow.data.prepare.workfolder import check_out
 from hotrow.data.seen import Seen
 from hotrow.data.sources.columns import format_of, is_paths, open_table
 from hotrow.data.sources.convert import CodedKeys, IdEncoding, column_of
-from hotrow.data.sources.inputs import find_files, is_pipe, spooled
+from hotrow.data.sources.inputs import find_files, spooled
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, looks_like_criteo, open_source
 from hotrow.data.sources.schema import Schema, SplitSpec, check_options, load_schema, parse_schema
 from hotrow.data.sources.split import SplitPlan
 from hotrow.data.sources.tabular import TextReader
 from hotrow.data.transforms import Transform
-from hotrow.parallel.agreement import on_every_rank
-from hotrow.parallel.communicator import Communicator
 
 NO_BASE = "none"
 """In place of a base, for the first day of a chain."""
@@ -81,7 +79,6 @@ def run_prepare(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
     announce: Callable[[str], None] | None = None,
-    comm: Communicator | None = None,
     base: Path | str | None = None,
 ) -> PackedDataset:
     """Prepares raw logs into the packed dataset `out`; called again with the same arguments, it continues after a stop.
@@ -98,7 +95,7 @@ def run_prepare(
     rows: only the first rows. sample: keep this share of the rows.
     memory: bytes or text such as "4GiB" for counters, vocabularies and buffers (the libraries take some 0.4 GB more);
     if None, half of what is free. threads: tables counted or encoded at a time. Neither of the two changes a byte.
-    progress, announce, comm: see `pipeline.prepare`.
+    progress, announce: see `pipeline.prepare`.
     base: the dataset of the day before, which the rows extend: with its schema, its rows of ids and its statistics.
     All rows then train, unless `split` or `fractions` is given. "none": the rows are the first day of such a chain.
 
@@ -111,8 +108,7 @@ def run_prepare(
     )
     changes = {"split": split, "fractions": fractions, "seed": seed, "min_count": min_count, "hash_cap": hash_cap}
     parts = check_options(**changes)
-    comm = comm or Communicator()
-    earlier = None if base in (None, NO_BASE) else on_every_rank(comm, lambda: _Earlier.open(str(base)))
+    earlier = None if base in (None, NO_BASE) else _Earlier.open(str(base))
     if earlier is not None:
         given = {"schema": schema, "min_count": min_count, "hash_cap": hash_cap, **dict.fromkeys(read.hints, True)}
         if named := [name for name, value in given.items() if value is not None]:
@@ -124,20 +120,15 @@ def run_prepare(
     if base is not None:
         options = replace(options, base=Base() if earlier is None else earlier.base)
 
-    def opened() -> OpenedSource:
-        if comm.rank == 0:
-            check_out(Path(out), overwrite=overwrite)
-        if earlier is not None:
-            return earlier.opened(source, paths, split=parts, rows=rows, read=read)
-        given = load_schema(schema) if isinstance(schema, str | Path) else schema
-        found = open_source(source, paths, schema=given, split=parts, rows=rows, **vars(read))
-        return found.with_options(**changes)
-
-    if comm.size > 1 and any(map(is_pipe, paths if isinstance(paths, list | tuple) else [paths])):
-        raise ValueError("a pipe gives its rows to one process: write them to a file, or prepare without torchrun")
+    check_out(Path(out), overwrite=overwrite)
     with spooled(paths, Path(out).absolute().parent) as paths:
-        found = on_every_rank(comm, opened)
-        return prepare(found, out, options, progress=progress, announce=announce, comm=comm)
+        if earlier is not None:
+            opened = earlier.opened(source, paths, split=parts, rows=rows, read=read)
+        else:
+            own = load_schema(schema) if isinstance(schema, str | Path) else schema
+            opened = open_source(source, paths, schema=own, split=parts, rows=rows, **vars(read))
+            opened = opened.with_options(**changes)
+        return prepare(opened, out, options, progress=progress, announce=announce)
 
 
 def _memory_bytes(memory: int | str | None) -> int | None:

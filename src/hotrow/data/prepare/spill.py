@@ -1,18 +1,16 @@
 """Counting under a memory budget: what does not fit goes to disk, and the vocabularies are the same bit for bit.
 
     with CounterPool(folder, memory_bytes=2 << 30, executor=executor) as counters:
-        # resumes where counters.progress says, if not None
         for table, features in tables.items():
             counters.declare(table, source.key_kinds[features[0]])
-        for chunk in source.chunks(start):
+        for chunk in chunks:
             columns = {table: [column_of(chunk.keys, f) for f in features] for table, features in tables.items()}
             counters.add(columns, is_training_row)
-            counters.snapshot(asdict(chunk.position))                # now and then, and at the end
         for table in tables:
             counters.build(table, out / "vocab" / table, out / "counts" / table, min_count=2)
 
 When the counters together would exceed the budget, the largest is written out as a sorted run of partial counts and
-emptied; a table's runs are merged when its vocabulary is built. A snapshot writes out all counters. Next: `encoder`.
+emptied; a table's runs are merged when its vocabulary is built. Next: `encoder`.
 """
 
 from __future__ import annotations
@@ -27,12 +25,9 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import JsonValue
-from pydantic.dataclasses import dataclass as record
 
-from hotrow.base.door import make_folder
-from hotrow.base.files import check_name, explain_full_disk, file_name
-from hotrow.base.records import STRICT, Count, Document
+from hotrow.base.door import make_folder, remove
+from hotrow.base.files import explain_full_disk, file_name
 from hotrow.data.chunk import KeyKind, Keys, interleave
 from hotrow.data.native import Counter, merge_runs
 from hotrow.data.packed.vocabulary import TableSummary, build_vocabulary
@@ -40,38 +35,7 @@ from hotrow.data.sources.convert import CodedKeys
 
 MAX_RUNS = 64
 """A table's runs are merged into one at this number: a merge keeps every run open, and open files are limited."""
-RANK_SHIFT = 48
-"""Keys of a pool with a higher rank appeared later: ranks are this many bits above the numbers of first appearance."""
-SNAPSHOT = "counters.json"
 RUN_SUFFIX = ".run"
-
-
-@record(frozen=True, config=STRICT)
-class _TableRecord:
-    """A table in a snapshot."""
-
-    kind: KeyKind
-    hash_cap: Count
-    order: Count
-    runs: tuple[str, ...]
-    next_run: Count
-
-    def __post_init__(self) -> None:
-        for run in self.runs:
-            check_name(run, what="run")
-
-
-@record(frozen=True, config=STRICT)
-class _Snapshot:
-    """The content of counters.json."""
-
-    tables: dict[str, _TableRecord]
-    progress: JsonValue
-
-
-_SNAPSHOT = Document(
-    _Snapshot, marks={"hotrow_counters": 1}, cure="start again with --overwrite, or remove the folder .prepare"
-)
 
 
 @dataclass
@@ -84,16 +48,6 @@ class _TableCounts:
     counter: Counter
     runs: list[Path] = field(default_factory=list)
     next_run: int = 0
-
-    def to_record(self) -> _TableRecord:
-        runs = tuple(run.name for run in self.runs)
-        return _TableRecord(self.kind, self.hash_cap, self.counter.order, runs, self.next_run)
-
-    @staticmethod
-    def from_record(name: str, found: _TableRecord, folder: Path) -> _TableCounts:
-        counter = Counter(found.kind, hash_cap=found.hash_cap, order=found.order)
-        runs = [folder / run for run in found.runs]
-        return _TableCounts(name, found.kind, found.hash_cap, counter, runs, found.next_run)
 
     def new_run(self, folder: Path) -> Path:
         self.next_run += 1
@@ -124,32 +78,24 @@ def _occurrences(
 class CounterPool:
     """Counts the keys of many tables, together within `memory_bytes`; what does not fit goes to `folder`.
 
-    A folder with a snapshot is resumed: `progress` is then what the last `snapshot` was given, else None. Leaving the
-    `with` block normally empties the folder; leaving it by an exception keeps the last snapshot.
-
-    executor: its threads count, each table in one thread at a time. If None, the caller's thread counts; the counts are
-    the same.
-    rank: the place of these rows among those of other pools, which are counted elsewhere at the same time.
+    Leaving the `with` block empties the folder. executor: its threads count, each table in one thread at a time. If
+    None, the caller's thread counts; the counts are the same.
     """
 
-    def __init__(self, folder: Path, *, memory_bytes: int, executor: Executor | None = None, rank: int = 0) -> None:
+    def __init__(self, folder: Path, *, memory_bytes: int, executor: Executor | None = None) -> None:
+        remove(folder)
         make_folder(folder)
-        self.folder, self.memory_bytes, self._first_order = folder, memory_bytes, rank << RANK_SHIFT
+        self.folder, self.memory_bytes = folder, memory_bytes
         self._map: Callable[..., Iterable[Any]] = map if executor is None else executor.map
-        self.progress: Any = None
         self.num_spills = 0
         """Counters written out because the budget was reached, for the report."""
         self._tables: dict[str, _TableCounts] = {}
-        self._kept: set[Path] = set()
-        if (folder / SNAPSHOT).exists():
-            self._resume()
-        self._remove_other_runs()
 
     def declare(self, table: str, kind: KeyKind, *, hash_cap: int = 0) -> None:
         """Announces a table. Raises ValueError if it was declared with another kind or cap: its features must agree."""
         known = self._tables.get(table)
         if known is None:
-            counter = Counter(kind, hash_cap=hash_cap, order=self._first_order)
+            counter = Counter(kind, hash_cap=hash_cap)
             self._tables[table] = _TableCounts(table, kind, hash_cap, counter)
         elif (known.kind, known.hash_cap) != (kind, hash_cap):
             raise ValueError(
@@ -190,27 +136,6 @@ class CounterPool:
         """Memory that all counters hold now."""
         return sum(counts.counter.num_bytes for counts in self._tables.values())
 
-    def snapshot(self, progress: Any, *, most_runs: int = MAX_RUNS) -> None:
-        """Makes counts and `progress` (any JSON value) durable together; a pool on this folder continues from there.
-
-        most_runs: the most files of a table.
-        """
-        for counts in self._tables.values():
-            if counts.counter.num_keys or counts.counter.num_missing:
-                self._spill(counts)
-            if len(counts.runs) > most_runs:
-                self._merge(counts)
-        tables = {name: counts.to_record() for name, counts in self._tables.items()}
-        with self._explain("writing a snapshot"):
-            _SNAPSHOT.write(self.folder / SNAPSHOT, _Snapshot(tables, progress))
-        self.progress = progress
-        self._kept = {run for counts in self._tables.values() for run in counts.runs}
-        self._remove_other_runs()
-
-    def runs(self, table: str) -> list[Path]:
-        """Returns the files of a table that the last snapshot left."""
-        return list(self._tables[table].runs)
-
     def build(
         self,
         table: str,
@@ -218,19 +143,17 @@ class CounterPool:
         counts_path: Path,
         *,
         min_count: int = 1,
-        others: Sequence[Path] = (),
     ) -> TableSummary:
         """Writes the vocabulary and counts of a table from all that was counted; see `build_vocabulary`.
 
-        Uses the memory that the other tables' counters leave. Counting may continue afterwards. others: files of the
-        same table in other pools, with other ranks.
+        Uses the memory that the other tables' counters leave. Counting may continue afterwards.
         """
         counts = self._tables[table]
         if counts.counter.num_keys or counts.counter.num_missing:
             self._spill(counts)
         with self._explain(f"building the vocabulary of table {table!r}"):
             return build_vocabulary(
-                [*counts.runs, *others],
+                counts.runs,
                 vocab_path,
                 counts_path,
                 key_kind=counts.kind,
@@ -241,21 +164,15 @@ class CounterPool:
             )
 
     def close(self) -> None:
-        """Removes everything that this pool wrote to its folder, snapshot included."""
-        (self.folder / SNAPSHOT).unlink(missing_ok=True)
-        self._kept = set()
+        """Removes everything that this pool wrote."""
         self._tables = {}
-        self._remove_other_runs()
+        remove(self.folder)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._tables = {}
-            self._remove_other_runs()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _spill(self, counts: _TableCounts) -> None:
         with self._explain(f"writing out counts of table {counts.name!r}"):
@@ -270,25 +187,8 @@ class CounterPool:
             merged = counts.new_run(self.folder)
             merge_runs(counts.runs, merged, memory_bytes=max(self.memory_bytes - self.num_bytes, 1 << 20))
             old, counts.runs = counts.runs, [merged]
-            for path in set(old) - self._kept:
-                path.unlink()
-
-    def _resume(self) -> None:
-        found = _SNAPSHOT.read(self.folder / SNAPSHOT)
-        self.progress = found.progress
-        self._tables = {
-            name: _TableCounts.from_record(name, table, self.folder) for name, table in found.tables.items()
-        }
-        self._kept = {run for counts in self._tables.values() for run in counts.runs}
-        for run in self._kept:
-            if not run.exists():
-                raise ValueError(f"{run} is missing, but the snapshot needs it; delete {self.folder} to start again")
-
-    def _remove_other_runs(self) -> None:
-        for path in self.folder.glob(f"*{RUN_SUFFIX}*"):
-            if path not in self._kept and not any(path in counts.runs for counts in self._tables.values()):
+            for path in old:
                 path.unlink()
 
     def _explain(self, doing: str) -> AbstractContextManager[None]:
-        kept = "The counts up to the last snapshot are kept." if self._kept else "Nothing had been kept yet."
-        return explain_full_disk(self.folder, doing, kept)
+        return explain_full_disk(self.folder, doing, "The rows that were read are kept.")

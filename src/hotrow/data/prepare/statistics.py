@@ -43,7 +43,7 @@ from hotrow.data.chunk import Chunk
 from hotrow.data.native import count_before
 from hotrow.data.sources.convert import column_of, key_hashes
 from hotrow.data.sources.schema import Schema
-from hotrow.data.sources.split import FOLD_SALT, row_uniform
+from hotrow.data.sources.split import FOLD_SALT, uniform_of
 from hotrow.data.transforms import Transform
 
 MAX_BYTES = 1 << 28
@@ -259,11 +259,11 @@ def num_folds(schema: Schema) -> int:
     return NUM_FOLDS if schema.time is None else 1
 
 
-def folds_of(schema: Schema, first_row: int, num_rows: int) -> NDArray[np.uint8] | None:
-    """Returns the fold of each row from `first_row` on, by its number [n]; None if there is one."""
+def folds_of(schema: Schema, rows: NDArray[np.int64]) -> NDArray[np.uint8] | None:
+    """The fold of each row by its number [n]; None if there is one."""
     if not schema.statistics or num_folds(schema) == 1:
         return None
-    return (row_uniform(schema.split.seed, first_row, num_rows, salt=FOLD_SALT) * NUM_FOLDS).astype(np.uint8)
+    return (uniform_of(schema.split.seed, rows, salt=FOLD_SALT) * NUM_FOLDS).astype(np.uint8)
 
 
 def raw_transforms(schema: Schema, transforms: Sequence[Transform]) -> list[Transform]:

@@ -1,76 +1,32 @@
 """`<out>/.prepare`: what an interrupted preparation leaves behind, so that the same command can continue.
 
 prepare.json   what was asked for (a resume must ask for the same), and the results of finished stages
-rows.arrow     rows in the order of time, if they had to be sorted (timesort.py)
-counts/        counters, while counting (spill.py)
+rows/          the rows as they were read, in parts (rows.py)
+counts/        counters that exceed memory, while counting (spill.py)
 encode/        ids of vocabularies larger than memory, while encoding (encoder.py)
 parts.json     finished parts (packed/writer.py)
-
-If several ranks prepare together (shares.py), each has the last three for itself, with its number in their names.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue, TypeAdapter
+from pydantic import JsonValue
 from pydantic.dataclasses import dataclass as record
-from typing_extensions import override
 
 from hotrow.base.door import check_folder, is_taken, make_folder, remove
 from hotrow.base.files import check_writable
-from hotrow.base.records import STRICT, Count, Document
-from hotrow.data.chunk import Position
+from hotrow.base.records import STRICT, Document
 from hotrow.data.packed.format import MANIFEST, RESERVED_SPLITS, WORK_FOLDER, Table
-from hotrow.data.prepare.cells import CellCounts
-from hotrow.data.prepare.spill import SNAPSHOT
+from hotrow.data.prepare.rows import CURE, may_go_on
 from hotrow.data.sources.schema import SPLITS
-from hotrow.data.sources.split import SplitPlan
 from hotrow.data.transforms import Transform
 
 STATE = "prepare.json"
 COUNTS = "counts"
-ROWS = "rows.arrow"
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A position between two chunks of the source, and how many rows of each split come before it."""
-
-    row: Count = 0
-    position: Position = field(default_factory=Position)
-    rows: dict[str, Count] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if `rows` lacks a split."""
-        if self.rows.keys() != set(SPLITS):
-            raise ValueError(f"rows has {', '.join(self.rows) or 'no splits'}; it needs {', '.join(SPLITS)}")
-
-    @property
-    def start(self) -> Position | None:
-        """The position to read from; None at the first row."""
-        return self.position if self.row else None
-
-
-@record(frozen=True, config=STRICT)
-class Sorted:
-    """What is known of the rows that were sorted by time; they are all that is left to read of the source."""
-
-    num_rows: Count
-    """Number of rows that were stored."""
-    rows_read: Count
-    """Number of rows of the source, also those that a sample leaves out."""
-    num_skipped: Count
-    """Bad rows that were skipped."""
-    examples: tuple[str, ...]
-    """Errors of a few of them."""
-    cells: CellCounts
-    """What was odd."""
-
-
-SORTED = TypeAdapter(Sorted)
+ROWS = "rows"
 
 
 @record(frozen=True, config=STRICT)
@@ -78,12 +34,6 @@ class Results:
     """The content of prepare.json: what was asked for, and the results of stages; None if a stage is not finished."""
 
     identity: dict[str, JsonValue]
-    plan: SplitPlan | None = None
-    """Which rows train."""
-    in_order: bool = True
-    """Whether the rows can be counted in the order in which they come."""
-    sorted: Sorted | None = None
-    """The rows in the order of time, if they do not come in it."""
     transforms: tuple[str, ...] | None = None
     """Transforms of the dense columns, once training rows are counted."""
     tables: dict[str, Table] | None = None
@@ -94,12 +44,6 @@ class Results:
     """When each hour of the training rows begins, in seconds since 1970, and its first row, if that is known."""
     checksums: tuple[str, ...] | None = None
     """Checksums of the input files, once their rows are counted."""
-    rows_total: Count | None = None
-    """Number of rows of the source, once counted."""
-    cells: CellCounts | None = None
-    """What was missing or odd, once counted."""
-    marks: tuple[Mark, ...] = ()
-    """The ends of all chunks, and of the source, once counted."""
 
     def __post_init__(self) -> None:
         for text in self.transforms or ():
@@ -109,8 +53,6 @@ class Results:
                 raise ValueError(f"tables.{name}.name is {table.name!r}; it must be {name!r}")
 
 
-CURE = "start again with --overwrite, or remove the folder .prepare"
-RESULTS = TypeAdapter(Results)
 _DOCUMENT = Document(Results, marks={"hotrow_prepare": 1}, cure=CURE)
 
 
@@ -171,8 +113,8 @@ class WorkFolder:
         return self.folder / name
 
     def abandon(self) -> bool:
-        """Removes the folder after an error in the data, unless it holds counts to continue from; returns whether."""
-        if self.results.tables is not None or any(self.folder.glob(f"{COUNTS}*/{SNAPSHOT}")):
+        """Removes the folder after an error in the data, unless it holds rows to continue from; returns whether."""
+        if may_go_on(self.folder / ROWS):
             return False
         remove(self.folder)
         if self._made_out and not any(self.out.iterdir()):
@@ -182,24 +124,6 @@ class WorkFolder:
     def remove(self) -> None:
         """Removes the folder when the dataset is complete."""
         remove(self.folder)
-
-
-class SilentWork(WorkFolder):
-    """The state of a preparation as ranks other than the first have it: they know it, and do not write prepare.json."""
-
-    def __init__(self, out: Path, results: Results) -> None:
-        self.out, self.folder, self.results = out, out / WORK_FOLDER, results
-
-    @override
-    def save(self, **results: Any) -> None:
-        self.results = replace(self.results, **results)
-
-    @override
-    def abandon(self) -> bool:
-        return True
-
-    @override
-    def remove(self) -> None: ...
 
 
 def check_out(out: Path, *, overwrite: bool) -> None:

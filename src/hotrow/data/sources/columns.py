@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -30,8 +30,7 @@ from hotrow.data.chunk import (
     RowError,
     SkippedRows,
     SourceInfo,
-    cut_files,
-    file_spans,
+    file_starts,
     most_odd,
     some_keys,
 )
@@ -166,52 +165,6 @@ class ColumnsSource:
     def scout(self) -> SourceInfo:
         return SourceInfo(*self._reader.count_rows(), self._reader.files)
 
-    def cuts(self, num_parts: int) -> list[Position]:
-        """Returns the begins of parts and the end, as `Source.cuts`; a file of text lies in one part."""
-        files = self._reader.files
-        inner = [self._cut(index, at) for index, at in cut_files([file.num_bytes for file in files], num_parts)]
-        return [Position(), *inner, Position(len(files))]
-
-    def _cut(self, index: int, at: int) -> Position:
-        num_rows, num_bytes = self._reader.num_rows_in(index), self._reader.files[index].num_bytes
-        if num_rows is None:
-            return Position(index + int(2 * at >= num_bytes))
-        return Position(index, num_rows * at // max(num_bytes, 1))
-
-    def count_rows(self, start: Position, stop: Position) -> list[int]:
-        num_rows = [0] * len(self._reader.files)
-        for index, first, last in file_spans(start, stop, len(num_rows)):
-            there = self._reader.num_rows_in(index)
-            if there is None:
-                rows = self._rows_of(self._columns[:1], Position(index), Position(index + 1))
-                num_rows[index] = sum(len(found.lines) + len(found.bad) for _, found in rows)
-            else:
-                num_rows[index] = (there if last is None else last) - first
-        return num_rows
-
-    def with_lines(self, position: Position, *, rows_before: int) -> Position:
-        """Returns `position`: lines are counted like rows here."""
-        return position
-
-    @property
-    def leaves_out(self) -> bool:
-        return self._has_time and self._share > 0
-
-    def times(self, start: Position | None = None, stop: Position | None = None) -> Iterator[NDArray[np.int64]]:
-        """Yields the readable times of all rows, or of those between two of the `cuts`, and reads no other column."""
-        assert self.schema.time is not None and self._has_time, "asked of a source that has time"
-        for file_index, rows in self._rows_of([self.schema.time.column], start, stop):
-            with self._naming(file_index):
-                time, fault = self._time_reader(self._cells(rows.batch.column(0)), self.schema.time.column)
-            yield time if fault is None else time[~fault.rows]
-
-    def _rows_of(
-        self, columns: Sequence[str], start: Position | None = None, stop: Position | None = None
-    ) -> Iterator[tuple[int, Rows]]:
-        for file_index, first, last in file_spans(start or Position(), stop, len(self._reader.files)):
-            for rows in prefetch(_up_to(last, self._reader.read(file_index, first, columns, 1 << 20))):
-                yield file_index, rows
-
     @contextmanager
     def _naming(self, file_index: int) -> Iterator[None]:
         """Puts the name of a file before a converter's message about a column."""
@@ -220,21 +173,19 @@ class ColumnsSource:
         except ValueError as error:
             raise ValueError(f"{self._reader.files[file_index].path}: {error}") from None
 
-    def chunks(
-        self, start: Position | None = None, *, rows_per_chunk: int = 65536, stop: Position | None = None
-    ) -> Iterator[Chunk]:
-        """Yields chunks of at most `rows_per_chunk` rows from `start` on, before `stop`; a chunk never spans files."""
+    def chunks(self, start: Position | None = None, *, rows_per_chunk: int = 65536) -> Generator[Chunk, None, None]:
+        """Yields chunks of at most `rows_per_chunk` rows from `start` on; a chunk never spans files."""
         start = start or Position()
         self.skipped, self._num_odd = SkippedRows(start.num_skipped), Counter()
-        chunks, reader = self._read(start, stop, rows_per_chunk), self._reader
+        chunks, reader = self._read(start, rows_per_chunk), self._reader
         # The one chunk of a small frame has nothing to be read beside.
         is_one = isinstance(reader, FrameReader) and reader.table.num_rows <= rows_per_chunk
         return chunks if is_one else prefetch(chunks)
 
-    def _read(self, start: Position, stop: Position | None, rows_per_chunk: int) -> Iterator[Chunk]:
-        for file_index, first, last in file_spans(start, stop, len(self._reader.files)):
+    def _read(self, start: Position, rows_per_chunk: int) -> Generator[Chunk, None, None]:
+        for file_index, first in file_starts(start, len(self._reader.files)):
             dictionaries = DictionaryReader(self.schema.missing)
-            for rows in _up_to(last, self._reader.read(file_index, first, self._columns, rows_per_chunk)):
+            for rows in self._reader.read(file_index, first, self._columns, rows_per_chunk):
                 yield self._convert(file_index, rows, dictionaries)
 
     def _wanted_columns(self) -> tuple[str, ...]:
@@ -478,19 +429,6 @@ def too_odd(error: RowError, most: int) -> RowError:
             f"(--text {quote(error.name or '')}), raise odd_share in a schema, correct the rows"
         )
     )
-
-
-def _up_to(last: int | None, found: Iterator[Rows]) -> Iterator[Rows]:
-    """Yields rows of a file up to position `last`, or all if it is None; every row before it has one position."""
-    if last is None:
-        yield from found
-        return
-    for rows in found:
-        if rows.end >= last:
-            num_rows = len(rows.lines) - (rows.end - last)
-            yield Rows(rows.batch.slice(0, num_rows), rows.lines[:num_rows], last)
-            return
-        yield rows
 
 
 def open_table(data: Any, spec: CsvSpec, *, values: Literal["strict", "any"] = "strict") -> TableReader:

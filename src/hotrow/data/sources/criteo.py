@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,10 +33,9 @@ from hotrow.data.chunk import (
     RowError,
     SkippedRows,
     SourceInfo,
-    cut_files,
-    file_spans,
+    file_starts,
 )
-from hotrow.data.native import Fault, RowColumns, RowLayout, count_newlines, parse_rows
+from hotrow.data.native import Fault, RowColumns, RowLayout, parse_rows
 from hotrow.data.sources.inputs import ByteStream, InputFile, find_files, prefetch
 from hotrow.data.sources.schema import MISSING
 from hotrow.data.sources.tabular import estimate_lines
@@ -110,48 +109,16 @@ class CriteoSource:
         start: Position | None = None,
         *,
         rows_per_chunk: int = 65536,
-        stop: Position | None = None,
         depth: int = 1,
-    ) -> Iterator[Chunk]:
-        """Yields chunks of exactly `rows_per_chunk` rows, except the last of each file and before `stop`.
+    ) -> Generator[Chunk, None, None]:
+        """Yields chunks of exactly `rows_per_chunk` rows, except the last of each file.
 
         A thread parses the next `depth` chunks while the caller works; with 0 there is no thread.
         """
         start = start or Position()
         self.skipped = SkippedRows(start.num_skipped)
-        chunks = self._read(start, stop, rows_per_chunk)
+        chunks = self._read(start, rows_per_chunk)
         return prefetch(chunks, depth=depth) if depth else chunks
-
-    def cuts(self, num_parts: int) -> list[Position]:
-        """Returns the begins of parts and the end, as `Source.cuts`; a compressed file lies in one part."""
-        inner = [self._cut(index, at) for index, at in cut_files([file.num_bytes for file in self.files], num_parts)]
-        return [Position(), *inner, Position(len(self.files))]
-
-    def _cut(self, index: int, at: int) -> Position:
-        """Returns where the first line from byte `at` of a file on begins; of a compressed file, the nearer end."""
-        file, buffer = self.files[index], bytearray(self._buffer_bytes)
-        with ByteStream(file) as stream:
-            if stream.codec is not None:
-                return Position(index + int(2 * at >= file.num_bytes))
-        if at <= self._layouts[index].num_bytes:
-            return Position(index)
-        with ByteStream(file, at - 1) as stream:
-            offset = at + buffer.find(b"\n", 0, stream.readinto(memoryview(buffer)))
-        # No newline: it is the last line, or a line that is too long, which is an error of the part that it begins in.
-        return Position(index, offset) if at <= offset < file.num_bytes else Position(index + 1)
-
-    def count_rows(self, start: Position, stop: Position) -> list[int]:
-        """Counts lines, as `Source.count_rows`, as fast as they can be read and decompressed."""
-        num_rows = [0] * len(self.files)
-        for index, first, last in file_spans(start, stop, len(self.files)):
-            header = 0 if first else self._layouts[index].num_lines
-            num_rows[index] = _count_lines(self.files[index], first, last) - header
-        return num_rows
-
-    def with_lines(self, position: Position, *, rows_before: int) -> Position:
-        if position.offset == 0:
-            return position
-        return replace(position, num_lines=self._layouts[position.file_index].num_lines + rows_before)
 
     @cached_property
     def _layouts(self) -> list[_FileLayout]:
@@ -160,18 +127,18 @@ class CriteoSource:
             return [replace(layout, rows=layout.rows.without_label()) for layout in layouts]
         return layouts
 
-    def _read(self, start: Position, stop: Position | None, rows_per_chunk: int) -> Iterator[Chunk]:
-        for index, _, last in file_spans(start, stop, len(self.files)):
+    def _read(self, start: Position, rows_per_chunk: int) -> Generator[Chunk, None, None]:
+        for index, _ in file_starts(start, len(self.files)):
             layout = self._layouts[index]
             position = start if index == start.file_index else Position(index)
             if position.offset == 0:
                 position = replace(position, offset=layout.num_bytes, num_lines=layout.num_lines)
-            yield from self._read_file(position, last, layout.rows, rows_per_chunk)
+            yield from self._read_file(position, layout.rows, rows_per_chunk)
 
-    def _read_file(self, start: Position, stop: int | None, layout: RowLayout, rows_per_chunk: int) -> Iterator[Chunk]:
+    def _read_file(self, start: Position, layout: RowLayout, rows_per_chunk: int) -> Iterator[Chunk]:
         file, line, row = self.files[start.file_index], start.num_lines, 0
         columns, mended = RowColumns.empty(layout, rows_per_chunk), list[tuple[int, int]]()
-        with ByteStream(file, start.offset, stop) as stream:
+        with ByteStream(file, start.offset) as stream:
             for offset, text in _line_blocks(stream, self._buffer_bytes):
                 if len(text) == 0:
                     reason = f"the line is longer than {self._buffer_bytes:,} bytes; check that the file is a click log"
@@ -195,8 +162,8 @@ class CriteoSource:
                         yield _chunk(columns, row, layout, after, mended)
                         columns, row, mended = RowColumns.empty(layout, rows_per_chunk), 0, []
         if row:
-            after = Position(start.file_index + 1) if stop is None else Position(start.file_index, stop, line)
-            yield _chunk(columns, row, layout, replace(after, num_skipped=self.skipped.num_rows), mended)
+            after = Position(start.file_index + 1, num_skipped=self.skipped.num_rows)
+            yield _chunk(columns, row, layout, after, mended)
 
     def _skip(self, error: RowError) -> None:
         """Counts a bad row, or raises its error if no more may be skipped."""
@@ -364,13 +331,3 @@ def _read_header(file: InputFile, line: bytes) -> RowLayout | None:
             f"{file.name}:1: the header's columns are in another order than I1 to I13, C1 to C26; reorder them"
         )
     return RowLayout(delimiter, ("id",) * has_id, has_label, DENSE_NAMES, CATEGORY_NAMES)
-
-
-def _count_lines(file: InputFile, first: int, stop: int | None) -> int:
-    buffer, num_lines, last = bytearray(BUFFER_BYTES), 0, 0x0A
-    array = np.frombuffer(buffer, np.uint8)
-    with ByteStream(file, first, stop) as stream:
-        while num_bytes := stream.readinto(memoryview(buffer)):
-            num_lines += count_newlines(array[:num_bytes])
-            last = buffer[num_bytes - 1]
-    return num_lines + (last != 0x0A)

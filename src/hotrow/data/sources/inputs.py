@@ -14,7 +14,7 @@ import re
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,13 +260,13 @@ def _spool(pipe: Path, folder: Path) -> Path:
 
 
 class ByteStream:
-    """The decompressed bytes of a file from `offset` on, before `stop`; if None, to its end.
+    """The decompressed bytes of a file from `offset` on.
 
     Raises ValueError naming the file and the decompressed byte if the data is truncated or damaged.
     """
 
-    def __init__(self, file: InputFile, offset: int = 0, stop: int | None = None) -> None:
-        self.file, self.offset, self._stop = file, 0, stop
+    def __init__(self, file: InputFile, offset: int = 0) -> None:
+        self.file, self.offset = file, 0
         """`offset`: decompressed bytes read so far."""
         try:
             self._raw = file.open_file()
@@ -279,8 +279,6 @@ class ByteStream:
     def readinto(self, buffer: memoryview) -> int:
         """Fills `buffer` as far as there is data; returns the number of bytes, 0 at the end."""
         filled, whole = 0, self.codec is None
-        if self._stop is not None:
-            buffer = buffer[: max(self._stop - self.offset, 0)]
         while filled < len(buffer):
             try:
                 num_bytes = self._stream.readinto(buffer[filled : None if whole else filled + INFLATE_BYTES])
@@ -320,7 +318,7 @@ class ByteStream:
             pass
 
 
-def prefetch(items: Iterator[T], *, depth: int = 1) -> Iterator[T]:
+def prefetch(items: Iterator[T], *, depth: int = 1) -> Generator[T, None, None]:
     """Yields the same items; a thread makes the next `depth` while the consumer works. Errors come in their place.
 
     The thread and `items` end when this iterator is exhausted, closed or dropped.

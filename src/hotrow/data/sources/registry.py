@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hotrow.base.records import MAX_COUNT, nearest
-from hotrow.data.chunk import Position, Source
+from hotrow.data.chunk import Source
 from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, is_paths, left_out
 from hotrow.data.sources.convert import HEX, IdEncoding
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
@@ -304,9 +304,3 @@ def check_split(opened: OpenedSource) -> None:
         raise ValueError(
             f"split reference is published for criteo only, not for {opened.source.name}; use time or random"
         )
-
-
-def rows_per_file(opened: OpenedSource) -> list[int]:
-    """Counts the rows of each file, as the reference split needs; reads every file once."""
-    assert isinstance(opened.source, CriteoSource), "check_split"
-    return opened.source.count_rows(Position(), Position(len(opened.source.files)))

@@ -1,7 +1,8 @@
 """Decides which rows train, validate and test, by row number, seed, file or time alone, never by ids or labels.
 
 A plan is made before anything is counted, so that counting can leave out the other splits: what a model knows about its
-ids comes from training rows (law 6). `assign` gives each row of a chunk its split, as an index into `SPLITS`.
+ids comes from training rows (law 6). `assign` gives rows, by their numbers and times, their
+splits, as indices into `SPLITS`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,6 @@ SAMPLE_SALT = 0xA9
 FOLD_SALT = 0xF0
 
 
-def row_uniform(seed: int, first_row: int, num_rows: int, *, salt: int) -> NDArray[np.float64]:
-    """Returns `uniform_of` each row from first_row on."""
-    return uniform_of(seed, np.arange(first_row, first_row + num_rows), salt=salt)
-
-
 def uniform_of(seed: int, rows: NDArray[np.int64], *, salt: int) -> NDArray[np.float64]:
     """Returns a number in [0, 1) for each row by its number, a function of (seed, salt, row number) alone.
 
@@ -39,9 +35,9 @@ def uniform_of(seed: int, rows: NDArray[np.int64], *, salt: int) -> NDArray[np.f
     return bits.astype(np.float64) * 2.0**-53
 
 
-def sample_mask(seed: int, first_row: int, num_rows: int, *, fraction: float) -> NDArray[np.bool_]:
-    """Returns which rows a sample keeps, whatever their split; a smaller fraction keeps a subset of them."""
-    return row_uniform(seed, first_row, num_rows, salt=SAMPLE_SALT) < fraction
+def sample_mask(seed: int, rows: NDArray[np.int64], *, fraction: float) -> NDArray[np.bool_]:
+    """Which rows a sample keeps, by their numbers; a smaller fraction keeps a subset of them."""
+    return uniform_of(seed, rows, salt=SAMPLE_SALT) < fraction
 
 
 @dataclass(frozen=True)
@@ -52,11 +48,7 @@ class RandomPlan:
     fractions: tuple[float, float, float]
     kind: Literal["random"] = "random"
 
-    def assign(self, first_row: int, num_rows: int, time: NDArray[np.int64] | None) -> Codes:
-        return self.of_rows(np.arange(first_row, first_row + num_rows))
-
-    def of_rows(self, rows: NDArray[np.int64]) -> Codes:
-        """Returns the split of each row by its number."""
+    def assign(self, rows: NDArray[np.int64], time: NDArray[np.int64] | None = None) -> Codes:
         u = uniform_of(self.seed, rows, salt=SPLIT_SALT)
         train, val, _ = self.fractions
         return (u >= train).astype(np.uint8) + (u >= train + val).astype(np.uint8)
@@ -69,7 +61,7 @@ class TimePlan:
     cuts: tuple[int, int]
     kind: Literal["time"] = "time"
 
-    def assign(self, first_row: int, num_rows: int, time: NDArray[np.int64] | None) -> Codes:
+    def assign(self, rows: NDArray[np.int64], time: NDArray[np.int64] | None = None) -> Codes:
         assert time is not None, "a time plan is made from a source that has time"
         return (time >= self.cuts[0]).astype(np.uint8) + (time >= self.cuts[1]).astype(np.uint8)
 
@@ -82,8 +74,7 @@ class RangePlan:
     stops: tuple[int, int]
     kind: Literal["reference"] = "reference"
 
-    def assign(self, first_row: int, num_rows: int, time: NDArray[np.int64] | None) -> Codes:
-        rows = np.arange(first_row, first_row + num_rows)
+    def assign(self, rows: NDArray[np.int64], time: NDArray[np.int64] | None = None) -> Codes:
         return np.select([rows < self.stops[0], rows < self.stops[1]], [TRAIN, TEST], VAL).astype(np.uint8)
 
 
@@ -132,18 +123,7 @@ class TimeHistogram:
 
     def add(self, time: NDArray[np.int64]) -> None:
         """Counts one chunk of rows."""
-        self._add(*np.unique(time >> self.shift, return_counts=True))
-
-    def merge(self, shift: int, buckets: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Counts the rows of another histogram, by its attributes."""
-        if shift > self.shift:
-            own, counted = self.buckets >> (shift - self.shift), self.counts
-            self.shift, self.buckets, self.counts = shift, own[:0], counted[:0]
-            self._merge(own, counted)
-        self._add(buckets >> (self.shift - shift), counts)
-
-    def _add(self, buckets: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        self._merge(buckets, counts)
+        self._merge(*np.unique(time >> self.shift, return_counts=True))
         while len(self.buckets) > self.max_distinct:
             self.shift += 1
             buckets, counts = self.buckets >> 1, self.counts

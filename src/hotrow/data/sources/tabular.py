@@ -69,10 +69,6 @@ class TableReader:
         """Returns the number of rows, and whether it is exact; else it is estimated from the first lines of files."""
         return sum(map(estimate_lines, self._files)), False
 
-    def num_rows_in(self, file_index: int) -> int | None:
-        """Returns the rows of a file that can be read from any row on; None if reading begins at its first line."""
-        return None
-
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """Yields the rows of one file after position `first`, which counts bad ones too.
 
@@ -115,9 +111,6 @@ class FrameReader(TableReader):
 
     def count_rows(self) -> tuple[int, bool]:
         return self.table.num_rows, True
-
-    def num_rows_in(self, file_index: int) -> int | None:
-        return int(self.table.num_rows)
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         for batch in self.table.select(list(columns)).slice(first).to_batches(max_chunksize=rows_per_batch):
@@ -223,10 +216,7 @@ class ColumnarReader(TableReader):
 
     def count_rows(self) -> tuple[int, bool]:
         """Returns the exact number of rows, from the files' footers."""
-        return sum(self.num_rows_in(i) for i in range(len(self._files))), True
-
-    def num_rows_in(self, file_index: int) -> int:
-        return sum(self._opened(file_index).sizes)
+        return sum(sum(self._opened(i).sizes) for i in range(len(self._files))), True
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """Yields the rows of one file after position `first`."""

@@ -90,7 +90,7 @@ class Training:
         """Returns which rows a random split trains on. num_unknown: how many more rows before one may be left out."""
         plan, trains = RandomPlan(self.split.seed, self.split.fractions), np.flatnonzero(kept)
         for shift in range(num_unknown + 1 if sum(self.split.fractions[1:]) else 0):
-            trains = trains[plan.of_rows(np.maximum(numbers[trains] - shift, 0)) == TRAIN]
+            trains = trains[plan.assign(np.maximum(numbers[trains] - shift, 0)) == TRAIN]
             if shift >= numbers[trains].max(initial=0):
                 break
         return np.isin(np.arange(len(kept)), trains)
