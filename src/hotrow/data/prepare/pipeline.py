@@ -38,6 +38,7 @@ from hotrow.base.machine import available_memory_bytes, usable_cores, versions
 from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, checked
 from hotrow.data.chunk import Chunk, Position, SkippedRows, SourceInfo, select_rows
+from hotrow.data.coded import column_of
 from hotrow.data.packed.format import (
     ROWS_PER_BLOCK,
     STATISTICS,
@@ -88,7 +89,6 @@ from hotrow.data.prepare.workfolder import (
     WorkFolder,
 )
 from hotrow.data.sources.columns import ColumnsSource
-from hotrow.data.sources.convert import column_of
 from hotrow.data.sources.criteo import CriteoSource
 from hotrow.data.sources.registry import OpenedSource, check_split, rows_per_file
 from hotrow.data.sources.schema import SPLITS
