@@ -25,10 +25,10 @@ from torch import Tensor
 
 from benchmarks import bench
 from benchmarks.results import run_as_script
+from hotrow.data.coded import column_of
 from hotrow.data.prepare.encoder import EncoderPool, RowEncoder
 from hotrow.data.prepare.spill import CounterPool
 from hotrow.data.sources.columns import ColumnsSource
-from hotrow.data.sources.convert import column_of
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.transforms import Transform
 

@@ -485,7 +485,7 @@ def test_a_run_is_not_lost_if_its_splits_cannot_be_counted(tmp_path: Path, monke
 def test_text_of_integers_is_cast_at_once_unless_a_value_is_odd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Value by value it would take many times as long, for every file of text."""
     looked_at: list[str] = []
-    monkeypatch.setattr("hotrow.data.sources.convert.integer_of", lambda text, _: looked_at.append(text))
+    monkeypatch.setattr("hotrow.data.cells.integer_of", lambda text, _: looked_at.append(text))
     spec = CategoricalSpec(column="user")
     lenient_keys(pa.array(["12", "7", None] * 100), spec, "int")
     assert not looked_at

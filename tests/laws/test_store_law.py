@@ -20,15 +20,7 @@ from hypothesis import strategies as st
 
 from hotrow.kernels import ops
 from hotrow.placement.store_file import page_records
-from hotrow.placement.stores import (
-    Engines,
-    Kind,
-    Store,
-    TableRows,
-    io_uring_refused,
-    open_cached_store,
-    open_store,
-)
+from hotrow.placement.stores import Engines, Kind, Store, TableRows, io_uring_refused, open_cached_store, open_store
 from loops import looped
 from sampled import sampled
 

@@ -19,16 +19,7 @@ import hotrow
 from hotrow import EmbeddingCollection, KeyedJaggedTensor, TableConfig
 from hotrow.kernels import ops
 from hotrow.kernels.types import Layout, as_stored
-from hotrow.placement.base import (
-    NO_LEASE,
-    Attached,
-    InitialRows,
-    Lease,
-    Placement,
-    RowIds,
-    Rows,
-    TableState,
-)
+from hotrow.placement.base import NO_LEASE, Attached, InitialRows, Lease, Placement, RowIds, Rows, TableState
 from hotrow.placement.dram import RowsInMemory
 from hotrow.placement.slots import spans_of
 from hotrow.tables import Uniform

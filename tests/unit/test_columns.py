@@ -16,14 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hotrow.data.cells import JSON_LISTS, IdEncoding, to_keys
 from hotrow.data.chunk import RowError
+from hotrow.data.coded import CodedKeys, column_of
 from hotrow.data.sources import tabular
 from hotrow.data.sources.columns import ColumnsSource, open_table
-from hotrow.data.sources.convert import CodedKeys, IdEncoding, column_of, to_keys
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.inputs import InputFile, find_files
 from hotrow.data.sources.lenient import lenient_keys
-from hotrow.data.sources.schema import JSON_LISTS, CategoricalSpec, CsvSpec, Schema, parse_schema
+from hotrow.data.sources.schema import CategoricalSpec, CsvSpec, Schema, parse_schema
 from loops import looped
 from raw_rows import read
 

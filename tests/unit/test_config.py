@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from hotrow.config.load import (
-    apply_overrides,
-    load_config,
-    make_config,
-    options_of,
-    parse_yaml,
-    sections,
-)
+from hotrow.config.load import apply_overrides, load_config, make_config, options_of, parse_yaml, sections
 from hotrow.config.schema import interval_steps, is_due
 from hotrow.models import MODELS
 from loops import looped

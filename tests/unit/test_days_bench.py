@@ -13,15 +13,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from benchmarks import days, days_kills, days_size
 from benchmarks.days_chain import cut, labels_of, prepare_day, scores_of, train_day, without_warnings
-from benchmarks.days_quality import (
-    against_retraining,
-    apart,
-    drift,
-    entropy,
-    gains,
-    made_up,
-    stream,
-)
+from benchmarks.days_quality import against_retraining, apart, drift, entropy, gains, made_up, stream
 from benchmarks.quality_peers import logloss
 from benchmarks.rank_runs import differing
 

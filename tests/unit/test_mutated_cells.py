@@ -17,13 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hotrow.data.cells import MISSING
 from hotrow.data.chunk import most_odd
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.options import NAMES
 from hotrow.data.sources.readings import ODD_SHARE
 from hotrow.data.sources.registry import open_source
-from hotrow.data.sources.schema import MISSING
 from raw_rows import read
 
 N = 600

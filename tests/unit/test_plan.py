@@ -14,15 +14,7 @@ import torch
 
 import hotrow
 from hotrow.placement.budget import METADATA_BYTES, MIN_ROWS, TableDemand, TableSlots, num_bytes, plan_slots
-from hotrow.setup.divide import (
-    CountsPlan,
-    TableUse,
-    _sizes,
-    expected_hits,
-    flight_floors,
-    plan_by_counts,
-    solve,
-)
+from hotrow.setup.divide import CountsPlan, TableUse, _sizes, expected_hits, flight_floors, plan_by_counts, solve
 
 
 def draw_uses(

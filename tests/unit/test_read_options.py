@@ -18,6 +18,7 @@ from typer.main import get_command
 
 import hotrow
 from hotrow.cli import app as cli
+from hotrow.data.cells import MISSING
 from hotrow.data.chunk import RowError
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.init import run_init
@@ -25,7 +26,7 @@ from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.options import NAMES, ReadOptions
-from hotrow.data.sources.schema import MISSING, parse_schema
+from hotrow.data.sources.schema import parse_schema
 from raw_rows import read
 
 N = 400

@@ -16,12 +16,13 @@ import pyarrow as pa
 import pytest
 
 from hotrow.data import native, reference
+from hotrow.data.cells import text_keys
 from hotrow.data.chunk import Keys
+from hotrow.data.coded import CodedKeys
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare import encoder, spill
 from hotrow.data.prepare.encoder import EncoderPool, TableEncoder
 from hotrow.data.prepare.spill import CounterPool
-from hotrow.data.sources.convert import CodedKeys, text_keys
 
 
 def chunk(seed: int, n: int = 1000, num_ids: int = 3000) -> Keys:

@@ -12,12 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hotrow.data.cells import MISSING
 from hotrow.data.chunk import FEW_ODD, RowError, most_odd
 from hotrow.data.prepare.init import run_init
 from hotrow.data.prepare.prepare import RawEncoder, run_prepare
 from hotrow.data.sources.columns import ColumnsSource
 from hotrow.data.sources.guess import guess_columns
-from hotrow.data.sources.schema import MISSING, Schema, load_schema, parse_schema
+from hotrow.data.sources.schema import Schema, load_schema, parse_schema
 from raw_rows import read
 from sampled import sampled
 

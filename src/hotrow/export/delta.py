@@ -47,10 +47,10 @@ from hotrow.base.files import (
 )
 from hotrow.base.records import STRICT, Count, Document, short
 from hotrow.base.version import __version__
+from hotrow.data.cells import text_keys
 from hotrow.data.chunk import Keys
 from hotrow.data.native import hash_keys
 from hotrow.data.packed.vocabulary import Vocabulary
-from hotrow.data.sources.convert import text_keys
 from hotrow.export import export as whole
 from hotrow.export.dense import DENSE
 from hotrow.export.export import CHAIN, DOCUMENT, EXPORT, FOLDERS, Description, file_record, verify_files

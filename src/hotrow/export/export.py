@@ -52,6 +52,7 @@ from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, Document, short
 from hotrow.base.version import __version__
 from hotrow.config.schema import Config
+from hotrow.data.cells import OTHER_BLANKS, is_plain, written_pattern
 from hotrow.data.chunk import Keys
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.reader import PackedDataset
@@ -59,7 +60,6 @@ from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.prepare import RawRows, raw_rows
 from hotrow.data.prepare.statistics import Statistics
 from hotrow.data.seen import Seen
-from hotrow.data.sources.convert import OTHER_BLANKS, is_plain, written_pattern
 from hotrow.data.sources.schema import DenseSpec, Schema
 from hotrow.data.transforms import Transform, source_of
 from hotrow.export.dense import DENSE, check_packages, write_dense

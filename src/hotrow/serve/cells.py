@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hotrow.data.cells import is_plain
 from hotrow.data.native import backend
 from hotrow.data.prepare.prepare import Reading
 from hotrow.data.seen import Seen
-from hotrow.data.sources.convert import is_plain
 
 ENCODINGS = ("int", "uint64", "hex", "bytes")
 

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from hotrow.base.records import describe
+from hotrow.data.cells import IdEncoding, written_pattern
 from hotrow.data.prepare.prepare import Reading
 from hotrow.data.prepare.statistics import Statistics
 from hotrow.data.seen import Seen
-from hotrow.data.sources.convert import IdEncoding, written_pattern
 from hotrow.data.sources.schema import Schema, parse_schema
 from hotrow.data.transforms import Transform
 from hotrow.export.export import EXPORT, STATISTICS, Description

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass as record
 
 from hotrow.base.records import STRICT, Count
 from hotrow.data.chunk import Chunk, most_odd
-from hotrow.data.sources.convert import CodedKeys, column_of
+from hotrow.data.coded import CodedKeys, column_of
 
 
 @record(frozen=True, config=STRICT)

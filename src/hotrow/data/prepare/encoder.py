@@ -35,10 +35,10 @@ from numpy.typing import NDArray
 from hotrow.base.door import make_folder, open_file
 from hotrow.base.files import check_name, explain_full_disk, open_private
 from hotrow.data.chunk import Chunk, Keys, take_keys
+from hotrow.data.coded import CodedKeys, column_of
 from hotrow.data.native import hash_keys, stores_bytes
 from hotrow.data.packed.format import Ids, Ragged
 from hotrow.data.packed.vocabulary import Vocabulary
-from hotrow.data.sources.convert import CodedKeys, column_of
 from hotrow.data.sources.schema import Schema
 from hotrow.data.transforms import Transform
 

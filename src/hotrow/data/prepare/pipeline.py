@@ -32,6 +32,7 @@ from hotrow.base.files import explain_full_disk, file_name
 from hotrow.base.machine import available_memory_bytes, usable_cores
 from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.data.chunk import Chunk, SourceInfo, select_rows
+from hotrow.data.coded import column_of
 from hotrow.data.packed.format import (
     ROWS_PER_BLOCK,
     STATISTICS,
@@ -57,7 +58,6 @@ from hotrow.data.prepare.spill import CounterPool
 from hotrow.data.prepare.statistics import Statistics, folds_of, num_folds, raw_transforms
 from hotrow.data.prepare.workfolder import COUNTS, ROWS, STATE, WorkFolder
 from hotrow.data.sources.columns import ColumnsSource
-from hotrow.data.sources.convert import column_of
 from hotrow.data.sources.criteo import CriteoSource
 from hotrow.data.sources.inputs import prefetch
 from hotrow.data.sources.registry import OpenedSource, check_split

@@ -26,7 +26,9 @@ from hotrow.base.machine import available_memory_bytes, usable_cores
 from hotrow.base.progress import ProgressCallback
 from hotrow.base.records import STRICT, Count, checked
 from hotrow.batch import Batch
+from hotrow.data.cells import IdEncoding
 from hotrow.data.chunk import SKIP_CURE, Chunk, Keys, RowError
+from hotrow.data.coded import CodedKeys, column_of
 from hotrow.data.packed.format import MANIFEST, MANIFEST_CURE, Ids, Ragged
 from hotrow.data.packed.loader import keyed
 from hotrow.data.packed.reader import PackedDataset
@@ -38,7 +40,6 @@ from hotrow.data.prepare.statistics import Statistics, raw_transforms
 from hotrow.data.prepare.workfolder import check_out
 from hotrow.data.seen import Seen
 from hotrow.data.sources.columns import format_of, is_paths, open_table
-from hotrow.data.sources.convert import CodedKeys, IdEncoding, column_of
 from hotrow.data.sources.inputs import find_files, spooled
 from hotrow.data.sources.options import ReadOptions, with_read_options
 from hotrow.data.sources.registry import SOURCE_NAMES, OpenedSource, looks_like_criteo, open_source

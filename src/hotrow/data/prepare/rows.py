@@ -40,8 +40,8 @@ from hotrow.data.chunk import (
     keys_to_arrow,
     select_rows,
 )
+from hotrow.data.coded import CodedKeys, KeyColumns, column_of
 from hotrow.data.prepare.cells import CellCounts
-from hotrow.data.sources.convert import CodedKeys, KeyColumns, column_of
 from hotrow.data.sources.registry import OpenedSource
 from hotrow.data.sources.schema import Schema
 from hotrow.data.sources.split import sample_mask

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from hotrow.base.door import make_folder, remove
 from hotrow.base.files import explain_full_disk, file_name
 from hotrow.data.chunk import KeyKind, Keys, interleave
+from hotrow.data.coded import CodedKeys
 from hotrow.data.native import Counter, merge_runs
 from hotrow.data.packed.vocabulary import TableSummary, build_vocabulary
-from hotrow.data.sources.convert import CodedKeys
 
 MAX_RUNS = 64
 """A table's runs are merged into one at this number: a merge keeps every run open, and open files are limited."""

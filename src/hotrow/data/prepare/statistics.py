@@ -40,8 +40,8 @@ from safetensors.numpy import load, save
 from hotrow.base.door import read_file
 from hotrow.base.files import atomic_write
 from hotrow.data.chunk import Chunk
+from hotrow.data.coded import column_of, key_hashes
 from hotrow.data.native import count_before
-from hotrow.data.sources.convert import column_of, key_hashes
 from hotrow.data.sources.schema import Schema
 from hotrow.data.sources.split import FOLD_SALT, uniform_of
 from hotrow.data.transforms import Transform

@@ -1,7 +1,7 @@
 """Any table as a source: CSV, Parquet, JSON Lines, hive folders, URIs and frames in memory, read by a schema.
 
-`ColumnsSource` makes chunks with a reader (`tabular.py`: rows of files) and converters (`convert.py`: exact values or
-faults). The published layouts (`registry.py`) are this class with their own schemas.
+`ColumnsSource` makes chunks with a reader (`tabular.py`: rows of files) and converters (`data/cells.py`: exact values
+or faults). The published layouts (`registry.py`) are this class with their own schemas.
 """
 
 from __future__ import annotations
@@ -20,6 +20,20 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotrow.base.records import nearest
+from hotrow.data.cells import (
+    Fault,
+    IdEncoding,
+    TimeReader,
+    as_seconds,
+    default_encoding,
+    is_text,
+    kind_of,
+    to_keys,
+    to_label,
+    to_numbers,
+    to_weight,
+    without_missing,
+)
 from hotrow.data.chunk import (
     SKIP_CURE,
     Chunk,
@@ -34,25 +48,8 @@ from hotrow.data.chunk import (
     most_odd,
     some_keys,
 )
+from hotrow.data.coded import CodedKeys, DictionaryReader, KeyColumns, key_hashes
 from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFormat
-from hotrow.data.sources.convert import (
-    CodedKeys,
-    DictionaryReader,
-    Fault,
-    IdEncoding,
-    KeyColumns,
-    TimeReader,
-    as_seconds,
-    default_encoding,
-    is_text,
-    key_hashes,
-    kind_of,
-    to_keys,
-    to_label,
-    to_numbers,
-    to_weight,
-    without_missing,
-)
 from hotrow.data.sources.inputs import InputFile, find_files, prefetch
 from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
 from hotrow.data.sources.jsonlines import JsonReader, is_json_lines

@@ -24,6 +24,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hotrow.data.cells import MISSING
 from hotrow.data.chunk import (
     SKIP_CURE,
     Chunk,
@@ -37,7 +38,6 @@ from hotrow.data.chunk import (
 )
 from hotrow.data.native import Fault, RowColumns, RowLayout, parse_rows
 from hotrow.data.sources.inputs import ByteStream, InputFile, find_files, prefetch
-from hotrow.data.sources.schema import MISSING
 from hotrow.data.sources.tabular import estimate_lines
 
 DENSE_NAMES = tuple(f"I{i}" for i in range(1, 14))

@@ -16,19 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hotrow.data.cells import JSON_LISTS, is_list, is_text, mask_of, plain, to_label
 from hotrow.data.chunk import most_odd
-from hotrow.data.sources.convert import (
-    is_list,
-    is_text,
-    mask_of,
-    plain,
-    to_label,
-)
 from hotrow.data.sources.readings import ODD_SHARE, Counts, read_as, time_formats
-from hotrow.data.sources.schema import (
-    JSON_LISTS,
-    LabelSpec,
-)
+from hotrow.data.sources.schema import LabelSpec
 
 SHOWN_VALUES = 8
 """A label may be made from a column of text that has no more values than this."""

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from hotrow.base.machine import usable_cores
 from hotrow.base.records import nearest
+from hotrow.data.cells import JSON_LISTS, MISSING, NUMBER, to_numbers, without_missing
 from hotrow.data.sources.columns import open_table
-from hotrow.data.sources.convert import NUMBER, to_numbers, without_missing
 from hotrow.data.sources.facts import KEEP, ColumnFacts, Guess, is_like, look_at, shown
 from hotrow.data.sources.guess_label import LABEL_RULE, MOSTLY, Labels, find_label, labels_of, other_labels
 from hotrow.data.sources.guess_time import find_time, holds_unix_times
@@ -33,8 +33,6 @@ from hotrow.data.sources.pairs import find_pairs
 from hotrow.data.sources.sample import sample_rows
 from hotrow.data.sources.schema import (
     DEFAULT,
-    JSON_LISTS,
-    MISSING,
     CsvSpec,
     DenseSpec,
     LabelSpec,

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from hotrow.base.records import nearest
-from hotrow.data.sources.convert import INTEGER, to_label
+from hotrow.data.cells import INTEGER, to_label
 from hotrow.data.sources.facts import KEEP, SHOWN_VALUES, ColumnFacts, Guess, is_like, shown
 from hotrow.data.sources.options import ReadOptions
 from hotrow.data.sources.schema import LabelSpec

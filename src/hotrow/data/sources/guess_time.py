@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import Any
 
-from hotrow.data.sources.convert import WRITTEN_DATES
+from hotrow.data.cells import WRITTEN_DATES
 from hotrow.data.sources.evidence import CLEAR, Tally, weigh
 from hotrow.data.sources.facts import ColumnFacts, Guess, is_like, shown
 from hotrow.data.sources.guess_label import Labels

@@ -1,6 +1,6 @@
 """Reads JSON Lines as a table: one object per line, its members are columns.
 
-Values are text exactly as written, so that no number is rounded on its way (`convert.py` parses them); arrays become
+Values are text exactly as written, so that no number is rounded on its way (`data/cells.py` parses them); arrays become
 lists of text, members of nested objects become columns named `outer.inner`. A member that a line lacks is a missing
 value. The first lines of the first file, and lines from all over all files, decide which columns there are.
 

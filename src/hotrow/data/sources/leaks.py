@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hotrow.base.machine import usable_cores
-from hotrow.data.sources.convert import TimeReader, is_list, plain, to_label
+from hotrow.data.cells import TimeReader, is_list, plain, to_label
 from hotrow.data.sources.evidence import MIN_OF_EACH, Tally, left_out_rates
 from hotrow.data.sources.schema import LabelSpec
 

@@ -1,7 +1,7 @@
 """Reads columns of rows to score, where any value is something: an id, a number, or missing.
 
-The strict converters (`convert.py`) do the reading, by one rule for training and scoring; here arrays of any type are
-prepared for them and their faults are answered: what is no id or number of its column is missing, and counted.
+The strict converters (`data/cells.py`) do the reading, by one rule for training and scoring; here arrays of any type
+are prepared for them and their faults are answered: what is no id or number of its column is missing, and counted.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import Keys
-from hotrow.data.sources.convert import (
+from hotrow.data.cells import (
+    JSON_LISTS,
     MAX_EXACT_FLOAT,
     Fault,
     IdEncoding,
@@ -27,7 +27,8 @@ from hotrow.data.sources.convert import (
     to_keys,
     to_numbers,
 )
-from hotrow.data.sources.schema import JSON_LISTS, CategoricalSpec, DenseSpec
+from hotrow.data.chunk import Keys
+from hotrow.data.sources.schema import CategoricalSpec, DenseSpec
 
 
 def lenient_numbers(array: pa.Array, column: str, spec: DenseSpec | None = None) -> tuple[NDArray[np.float64], int]:

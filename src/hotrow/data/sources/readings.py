@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import most_odd
-from hotrow.data.sources.convert import (
+from hotrow.data.cells import (
     INTEGER,
     NUMBER,
     WHOLE_FLOAT,
@@ -29,6 +28,7 @@ from hotrow.data.sources.convert import (
     with_plain_blanks,
     written_pattern,
 )
+from hotrow.data.chunk import most_odd
 from hotrow.data.sources.schema import DenseSpec, Schema
 
 Counts: TypeAlias = NDArray[np.int64]

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hotrow.base.records import MAX_COUNT, nearest
+from hotrow.data.cells import HEX, MISSING, IdEncoding
 from hotrow.data.chunk import Source
 from hotrow.data.sources.columns import ColumnsSource, format_of, input_files, is_paths, left_out
-from hotrow.data.sources.convert import HEX, IdEncoding
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.inputs import find_files
 from hotrow.data.sources.options import ReadOptions, with_read_options
-from hotrow.data.sources.schema import MISSING, Schema, SplitSpec, parse_schema
+from hotrow.data.sources.schema import Schema, SplitSpec, parse_schema
 from hotrow.data.sources.tabular import columnar_format
 
 SOURCE_NAMES = (

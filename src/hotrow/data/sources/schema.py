@@ -28,6 +28,7 @@ from pydantic import (
 
 from hotrow.base.records import MAX_COUNT, SECTION, in_words, innermost, nearest, short
 from hotrow.config.load import load_yaml
+from hotrow.data.cells import MISSING
 from hotrow.data.transforms import Transform
 from hotrow.objectives.objective import LabelKind
 
@@ -37,10 +38,6 @@ SplitKind = Literal["time", "random", "reference"]
 SPLITS = ("train", "val", "test")
 DEFAULT = "default"
 """In `tables`, the name for all tables that are not named."""
-JSON_LISTS = "json"
-"""The separator of a column whose texts are JSON arrays."""
-MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
-"""Texts that mean a missing value if a schema does not say otherwise."""
 
 _LAG_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 

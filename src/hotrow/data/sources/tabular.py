@@ -23,9 +23,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
+from hotrow.data.cells import is_text, value_type
 from hotrow.data.chunk import FileInfo, RowError
 from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFile, ColumnarFormat, open_columnar, told_by_bytes
-from hotrow.data.sources.convert import is_text, value_type
 from hotrow.data.sources.inputs import InputFile, prefetch
 from hotrow.data.sources.lenient import text_of
 from hotrow.data.sources.schema import CsvSpec

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hotrow.data.sources.convert import TimeReader, without_missing
+from hotrow.data.cells import TimeReader, without_missing
 from hotrow.data.sources.facts import Guess
 from hotrow.data.sources.guess_label import Labels
 from hotrow.data.sources.sample import Sample

@@ -4,33 +4,33 @@ Each converter takes one Arrow array and returns its values and, if some rows ca
 rows, and what is wrong with each. Numbers and ids of faulty rows are missing; labels and times of them are meaningless.
 An id is never rounded: integers stay integers, text stays text, and a float is an id only if it is a whole number that
 a float holds exactly. `without_missing` comes first: it makes nulls of texts that mean a missing value.
-
-Text columns that arrive as a dictionary and codes stay coded (`CodedKeys`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import KeyKind, Keys, keys_from_arrow, take_keys
-from hotrow.data.native import GOLDEN, count_codes, hash_keys
-from hotrow.data.sources.schema import JSON_LISTS, CategoricalSpec, DenseSpec, LabelSpec
+from hotrow.data.chunk import KeyKind, Keys, keys_from_arrow
 
 IdEncoding = Literal["int", "uint64", "hex", "bytes"]
 """How raw ids are held: int64; uint64 in the bits of an int64; int64 that text writes in hex digits, as Criteo's files
 do; UTF-8 text."""
 
+JSON_LISTS = "json"
+"""The separator of a column whose texts are JSON arrays."""
+MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
+"""Texts that mean a missing value if a schema does not say otherwise."""
 MAX_EXACT_FLOAT = 2**53
 MAX_DIGITS = 20
 """No id of 64 bits has more."""
@@ -48,6 +48,12 @@ WRITTEN_DATES = (f"(19|20)..{_MONTH}{_DAY}({_HOUR}([0-5][0-9])?)?", f"..{_MONTH}
 
 def kind_of(encoding: IdEncoding) -> KeyKind:
     return "bytes" if encoding == "bytes" else "int"
+
+
+NumberSpec: TypeAlias = Any
+"""How a column's numbers are written: a schema's `DenseSpec`."""
+IdSpec: TypeAlias = Any
+LabelRule: TypeAlias = Any
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,9 @@ def _means_missing(array: pa.Array, missing: Sequence[str], *, is_read: bool) ->
     return found if found is not None and pc.any(found).as_py() else None
 
 
-def to_numbers(array: pa.Array, column: str, spec: DenseSpec | None = None) -> tuple[NDArray[np.float64], Fault | None]:
+def to_numbers(
+    array: pa.Array, column: str, spec: NumberSpec | None = None
+) -> tuple[NDArray[np.float64], Fault | None]:
     """Returns float64 per row, NaN = missing. Text is parsed. Faults: infinity in the data, and text that is not a
     number; a NaN that is not text is a missing value.
 
@@ -198,12 +206,12 @@ def _parse_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
         return numbers, mask_of(pc.invert(good))
 
 
-def is_plain(spec: DenseSpec) -> bool:
+def is_plain(spec: NumberSpec) -> bool:
     """Returns whether numbers in text have neither another decimal sign than the point, nor groups, nor a unit."""
     return spec.decimal == "." and spec.thousands is None and spec.unit is None
 
 
-def written_pattern(spec: DenseSpec) -> str:
+def written_pattern(spec: NumberSpec) -> str:
     """Returns the regular expression of numbers that are written as `spec` says, without blanks around them.
 
     Groups of digits and a unit may be absent, except "%": 12 among percentages may be a share.
@@ -228,7 +236,7 @@ def with_plain_blanks(array: pa.Array) -> pa.Array:
     return pc.utf8_trim_whitespace(array)
 
 
-def parse_written(array: pa.Array, spec: DenseSpec) -> tuple[pa.Array, NDArray[np.bool_]]:
+def parse_written(array: pa.Array, spec: NumberSpec) -> tuple[pa.Array, NDArray[np.bool_]]:
     """Returns text that is written as `spec` says as float64, and a mask of what is not."""
     array = with_plain_blanks(array)
     good = pc.match_substring_regex(array, written_pattern(spec))
@@ -239,7 +247,7 @@ def parse_written(array: pa.Array, spec: DenseSpec) -> tuple[pa.Array, NDArray[n
     return numbers, mask_of(pc.invert(good))
 
 
-def to_label(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fault | None]:
+def to_label(array: pa.Array, spec: LabelRule) -> tuple[NDArray[np.float32], Fault | None]:
     """Returns a float32 per row, 0 or 1 unless `spec.kind` is number.
 
     Faults: a missing label; a number that is not finite; of a binary label without a rule in `spec`, any value but 0
@@ -283,7 +291,7 @@ def _with_digits(array: pa.Array) -> pa.Array:
     return pc.if_else(pc.equal(words, "true"), one, pc.if_else(pc.equal(words, "false"), zero, array))
 
 
-def _label_by_value(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float32], Fault | None]:
+def _label_by_value(array: pa.Array, spec: LabelRule) -> tuple[NDArray[np.float32], Fault | None]:
     assert spec.positive is not None
     if not is_text(array.type) and not pa.types.is_integer(array.type):
         raise ValueError(f"label column {spec.column!r} has type {array.type}; 'positive' needs text or integers")
@@ -296,7 +304,7 @@ def _label_by_value(array: pa.Array, spec: LabelSpec) -> tuple[NDArray[np.float3
     return label, _fault(spec.column, mask_of(array.is_null()), array, "is missing; every row needs a label")
 
 
-def _is_one_of(array: pa.Array, spec: LabelSpec, name: str, values: Sequence[str | int]) -> NDArray[np.bool_]:
+def _is_one_of(array: pa.Array, spec: LabelRule, name: str, values: Sequence[str | int]) -> NDArray[np.bool_]:
     try:
         wanted = pa.array([str(v) if is_text(array.type) else v for v in values], type=array.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
@@ -385,7 +393,7 @@ class TimeReader:
 
 def to_keys(
     array: pa.Array,
-    spec: CategoricalSpec,
+    spec: IdSpec,
     encoding: IdEncoding,
     *,
     flat: FlatKeys | None = None,
@@ -443,7 +451,7 @@ def json_lists(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
     return pa.array(lists, pa.list_(pa.string())), bad
 
 
-def default_encoding(kind: pa.DataType, spec: CategoricalSpec) -> IdEncoding:
+def default_encoding(kind: pa.DataType, spec: IdSpec) -> IdEncoding:
     """Returns how ids of an Arrow type are held if `spec.type` does not say so.
 
     Raises ValueError for types that cannot be ids: structs, maps, intervals.
@@ -602,117 +610,3 @@ def _fault(column: str, bad: NDArray[np.bool_], source: pa.Array, reason: str) -
 def _shown(value: Any) -> str:
     text = "an empty value" if value is None else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-MAX_ENTRIES_PER_ROW = 4
-"""A dictionary with more entries per row than this is written out, because most of it would be looked up in vain."""
-
-
-class CodedKeys(NamedTuple):
-    """One key per row, by code: text columns as Parquet's dictionary pages and pandas and polars categories have them.
-
-        entries = ["de", "fr", missing]   codes = [1, 1, 0, 2]   ->   keys = ["fr", "fr", "de", missing]
-
-    Looking up the entries once and taking row numbers by code costs a fraction of looking up every key.
-    """
-
-    entries: Keys
-    """Distinct keys; the last one is the missing value."""
-    codes: NDArray[np.int64]
-    """[num_rows] index into `entries`."""
-
-    def written_out(self) -> Keys:
-        """Returns the keys without a dictionary."""
-        keys = take_keys(self.entries, self.codes)
-        return replace(keys, valid=None) if keys.valid is None or keys.valid.all() else keys
-
-    def distinct(self, row_mask: NDArray[np.bool_] | None = None) -> tuple[Keys, NDArray[np.uint32]]:
-        """Returns the keys of all rows, or of rows whose mask [num_rows] is set, by first appearance; and how often
-        each comes.
-
-        Equal entries are counted separately.
-        """
-        appeared, counts = count_codes(self.codes, row_mask, num_codes=self.entries.num_keys)
-        return take_keys(self.entries, appeared), counts
-
-
-class KeyColumns(Mapping[str, Keys]):
-    """Keys by feature, some of them coded; a coded column is written out when its keys are asked for."""
-
-    def __init__(self, columns: Mapping[str, Keys | CodedKeys]) -> None:
-        self._columns = columns
-
-    def as_read(self, name: str) -> Keys | CodedKeys:
-        """Returns the column as it was read, coded or not."""
-        return self._columns[name]
-
-    def __getitem__(self, name: str) -> Keys:
-        column = self._columns[name]
-        return column.written_out() if isinstance(column, CodedKeys) else column
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
-
-
-@dataclass
-class _Seen:
-    """A dictionary that has come before, and its entries."""
-
-    dictionary: pa.Array
-    entries: Keys
-    lost: NDArray[np.bool_] | None
-    """Which entries mean a missing value. If None, none does."""
-
-
-def column_of(keys: Mapping[str, Keys], name: str) -> Keys | CodedKeys:
-    """Returns the keys of one feature as they were read, coded or not."""
-    return keys.as_read(name) if isinstance(keys, KeyColumns) else keys[name]
-
-
-MISSING_HASH = np.uint64(GOLDEN)
-"""The hash of a missing value."""
-
-
-def key_hashes(column: Keys | CodedKeys) -> NDArray[np.uint64]:
-    """Returns the 64-bit hash of each row's id [n], of a column without lists."""
-    if isinstance(column, CodedKeys):
-        return key_hashes(column.entries).take(column.codes)
-    hashes = hash_keys(column)
-    if column.valid is not None:
-        hashes[~column.valid] = MISSING_HASH
-    return hashes
-
-
-class DictionaryReader:
-    """Coded keys from dictionary arrays; consecutive arrays that share a dictionary share one `entries` object.
-
-    missing: texts that mean a missing value, as in `without_missing`.
-    """
-
-    def __init__(self, missing: Sequence[str] = ()) -> None:
-        self._missing = missing
-        self._seen: dict[str, _Seen] = {}
-
-    def __call__(self, name: str, array: pa.DictionaryArray) -> CodedKeys | None:
-        """The column `name`, or None if its dictionary is not text, holds null, or is too large for its rows."""
-        dictionary = plain(array.dictionary)
-        if not is_text(dictionary.type) or dictionary.null_count or len(dictionary) > MAX_ENTRIES_PER_ROW * len(array):
-            return None
-        seen = self._seen.get(name)
-        # The last dictionary is kept alive, so nothing else can have its address.
-        if seen is None or _addresses(seen.dictionary) != _addresses(dictionary):
-            keys = text_keys(pa.concat_arrays([dictionary, pa.nulls(1, dictionary.type)]))
-            kept = without_missing(dictionary, self._missing)
-            lost = mask_of(kept.is_null()) if kept.null_count else None
-            self._seen[name] = seen = _Seen(dictionary, keys, lost)
-        codes = filled(array.indices.cast(pa.int64()), len(dictionary))
-        if seen.lost is not None:
-            codes = np.where(np.append(seen.lost, True)[codes], len(dictionary), codes)
-        return CodedKeys(seen.entries, codes)
-
-
-def _addresses(array: pa.Array) -> tuple[int, ...]:
-    return (len(array), array.offset, *(0 if buffer is None else buffer.address for buffer in array.buffers()))
