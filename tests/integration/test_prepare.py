@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import gzip
+import io
 import json
 import os
 import re
 import signal
 import time
+import zlib
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +21,8 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
+from benchmarks.criteo_text import write_criteo
+from benchmarks.synthetic_config import criteo_kaggle
 from forked import run_forked
 from hotrow.base.files import parse_bytes
 from hotrow.data.chunk import RowError
@@ -27,6 +31,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare import pipeline, rows
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder, run_prepare
+from hotrow.data.sources import inputs
 from hotrow.data.sources.registry import AVAZU_COLUMNS, open_source, recognise
 from hotrow.data.sources.schema import parse_schema
 from kill_prepare import KILL_PREPARE
@@ -491,3 +496,58 @@ def test_without_a_schema_the_guess_is_told(tmp_path: Path) -> None:
     assert any(line.startswith("note: schema guessed: label click, time ts; dense price") for line in said)
     logs = write_parquet(tmp_path / "logs", make_rows(400))
     assert run_prepare("auto", logs, tmp_path / "parquet", label="click").info.name == "parquet"
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many bytes of raw files were read since the last call; nothing may read them but through `InputFile`."""
+    counts: list[int] = []
+
+    class Counted(io.RawIOBase):
+        def __init__(self, raw: pa.NativeFile) -> None:
+            self.raw, self.seek, self.tell, self.size = raw, raw.seek, raw.tell, raw.size
+
+        def readinto(self, buffer: Any) -> int:
+            counts.append(self.raw.readinto(buffer))
+            return counts[-1]
+
+        def read(self, num_bytes: int = -1) -> bytes:
+            found = self.raw.read(num_bytes)
+            counts.append(len(found))
+            return found
+
+    plain, open_ = inputs.InputFile.open_file, io.open
+
+    def opened(path: Any, *given: Any, **named: Any) -> Any:
+        is_raw = str(path).endswith((".csv", ".tsv", ".gz")) and not {*"".join(map(str, given))} & {*"wax"}
+        assert not is_raw, f"{path} is read past InputFile"
+        return open_(path, *given, **named)
+
+    monkeypatch.setattr(inputs.InputFile, "open_file", lambda file: Counted(plain(file)))
+    monkeypatch.setattr(io, "open", opened)
+    monkeypatch.setattr("builtins.open", opened)
+
+    def taken() -> int:
+        total = sum(counts)
+        counts.clear()
+        return total
+
+    return taken
+
+
+@pytest.mark.parametrize("suffix", [".tsv", ".tsv.gz", ".csv"])
+def test_text_is_read_once(tmp_path: Path, bytes_read: Callable[[], int], suffix: str) -> None:
+    path = tmp_path / f"clicks{suffix}"
+    if suffix == ".csv":
+        lines = (f"{i % 2},{1_700_000_000 + i},u{i % 977},{i % 13}.5" for i in range(400_000))
+        text = ("click,ts,user,price\n" + "\n".join(lines) + "\n").encode()
+    else:
+        write_criteo(tmp_path / "clicks", criteo_kaggle(40_000, scale=0.001))
+        text = (tmp_path / "clicks").read_bytes()
+    text = gzip.compress(text, 1) if suffix.endswith(".gz") else text
+    path.write_bytes(text)
+    schema = {"label": "click", "time": "ts", "dense": ["price"], "categorical": ["user"], "statistics": ["user"]}
+    given = parse_schema(schema | {"csv": {"delimiter": ","}}, where="test") if suffix == ".csv" else None
+    dataset = run_prepare("auto" if given is None else "csv", path, tmp_path / "out", schema=given)
+    assert dataset.info.sources[0].checksum == f"crc32:{zlib.crc32(text):08x}"
+    assert bytes_read() <= 1.3 * len(text)

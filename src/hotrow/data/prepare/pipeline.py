@@ -16,7 +16,6 @@ import hashlib
 import json
 import tempfile
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -28,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.base.door import make_folder, remove
-from hotrow.base.files import explain_full_disk, file_name
+from hotrow.base.files import crc32, explain_full_disk, file_name
 from hotrow.base.machine import available_memory_bytes, usable_cores
 from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.data.chunk import Chunk, SourceInfo, select_rows
@@ -79,7 +78,6 @@ ROWS_PER_PART = 16 * ROWS_PER_BLOCK
 BUFFER_BYTES = 64 << 20
 """Part of the memory budget for rows in flight between reader and writer."""
 MIN_MEMORY_BYTES = 128 << 20
-CHECKSUM_BLOCK_BYTES = 1 << 22
 MAX_HOURS = 50
 """Two days have up to 49 hours; of longer times days say enough."""
 BY_FOLD = "by-fold.safetensors"
@@ -391,17 +389,15 @@ class _Stages:
         return 0
 
     def _checksums(self) -> Iterator[str]:
-        """Yields the crc32 of each local file as stored; "" for anything else."""
+        """Yields the crc32 of each local file as stored, which is read for it only if reading did not reach its end; ""
+        for anything else."""
+        known = {file.name: file.known.get("crc32") for file in getattr(self._source, "files", ())}
         for file in self._info.files:
-            yield self._checksum(Path(file.path)) if Path(file.path).is_file() else ""
-
-    def _checksum(self, path: Path) -> str:
-        crc = 0
-        with path.open("rb") as file:
-            while block := file.read(CHECKSUM_BLOCK_BYTES):
-                crc = zlib.crc32(block, crc)
-                self._check_stop()
-        return f"crc32:{crc:08x}"
+            crc = known.get(file.path)
+            if Path(file.path).is_file():
+                yield f"crc32:{crc32(Path(file.path).resolve()) if crc is None else crc:08x}"
+            else:
+                yield ""
 
     def _transforms(self, moments: dict[str, Moments]) -> tuple[str, ...]:
         if self._base is not None and self._base.dataset is not None:

@@ -134,11 +134,15 @@ class ColumnsSource:
         self.encodings: dict[str, IdEncoding] = dict(encodings or found)
         with self._naming(0):
             self._check_compared()
-        self._time_reader = self._make_time_reader()
 
     @property
     def key_kinds(self) -> Mapping[str, KeyKind]:
         return {name: kind_of(encoding) for name, encoding in self.encodings.items()}
+
+    @property
+    def files(self) -> Sequence[InputFile]:
+        """The files that are read; none of a frame."""
+        return getattr(self._reader, "_files", ())
 
     @property
     def column_names(self) -> tuple[str, ...]:
@@ -183,7 +187,16 @@ class ColumnsSource:
         for file_index, first in file_starts(start, len(self._reader.files)):
             dictionaries = DictionaryReader(self.schema.missing)
             for rows in self._reader.read(file_index, first, self._columns, rows_per_chunk):
+                if start == Position() and self._has_time and rows_per_chunk >= FIRST_ROWS and rows.batch.num_rows:
+                    self._keep_first_times(rows.batch)
                 yield self._convert(file_index, rows, dictionaries)
+
+    def _keep_first_times(self, batch: pa.RecordBatch) -> None:
+        """Takes the first times from the first rows, so that the file is not opened for them."""
+        assert self.schema.time is not None, "it has a time"
+        if "_first_times" not in self.__dict__:
+            column = self._columns.index(self.schema.time.column)
+            self._first_times = self._cells(batch.column(column).slice(0, FIRST_ROWS))
 
     def _wanted_columns(self) -> tuple[str, ...]:
         """Returns the columns to read. Raises ValueError naming one that no file has, and the nearest name."""
@@ -216,12 +229,14 @@ class ColumnsSource:
                     "equal; list the columns under categorical with one `type`"
                 )
 
-    def _make_time_reader(self) -> TimeReader:
+    @cached_property
+    def _time_reader(self) -> TimeReader:
         if self.schema.time is None or not self._has_time:
             return TimeReader()
-        first, text_format = self._first_times(), self.schema.time.format
+        first, text_format = self._first_times, self.schema.time.format
         return TimeReader(format=text_format) if first is None else TimeReader.for_column(first, text_format)
 
+    @cached_property
     def _first_times(self) -> pa.Array | None:
         """Returns the first cells of the time column, of the first file that has some; None if there is none."""
         assert self.schema.time is not None
@@ -234,7 +249,7 @@ class ColumnsSource:
     def ticks(self, seconds: float) -> int:
         """Returns a span in the unit of the rows' times, rounded up. Raises ValueError if the unit is not known."""
         assert self.schema.time is not None, "asked of a source that has time"
-        first = self._first_times()
+        first = self._first_times
         with self._naming(0):
             per_s = None if first is None else self._time_reader.ticks_per_s(first, self.schema.time.column)
         if per_s is None:

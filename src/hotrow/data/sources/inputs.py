@@ -8,15 +8,17 @@ hold.
 
 from __future__ import annotations
 
+import io
 import os
 import queue
 import re
 import stat
 import tempfile
 import threading
+import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import unquote
@@ -54,6 +56,8 @@ class InputFile:
     mtime_ns: int
     partition: tuple[tuple[str, str | None], ...] = ()
     """Names and values of the hive partitions that hold it; None is the default partition."""
+    known: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """What was found out on the way: `crc32` of the bytes as stored, once all are read; about how many `lines`."""
 
     @property
     def info(self) -> FileInfo:
@@ -67,7 +71,8 @@ class InputFile:
         """Opens the decompressed bytes from the start."""
         stored = self.open_file()
         codec = _codec(stored)
-        return stored if codec is None else pa.CompressedInputStream(stored, codec)
+        summed = pa.PythonFile(_Summed(self, stored), "r")
+        return summed if codec is None else pa.CompressedInputStream(summed, codec)
 
     def read_head(self, num_bytes: int) -> tuple[bytes, int]:
         """Reads the first `num_bytes` of decompressed text; returns also about how many stored bytes they took.
@@ -259,6 +264,41 @@ def _spool(pipe: Path, folder: Path) -> Path:
     return folder / pipe.name
 
 
+class _Summed(io.RawIOBase):
+    """The bytes of a file as stored. If all are read in order, the file knows their checksum afterwards, so that nobody
+    reads them again for it."""
+
+    def __init__(self, file: InputFile, raw: pa.NativeFile) -> None:
+        self._file, self._raw, self._crc, self._end = file, raw, 0, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        at, num_bytes = self._raw.tell(), self._raw.readinto(buffer)
+        if at == self._end:
+            self._crc, self._end = zlib.crc32(memoryview(buffer)[:num_bytes], self._crc), at + num_bytes
+            if self._end == self._file.num_bytes:
+                self._file.known["crc32"] = self._crc
+        return int(num_bytes)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return int(self._raw.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._raw.tell())
+
+    def size(self) -> int:
+        return int(self._raw.size())
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
 class ByteStream:
     """The decompressed bytes of a file from `offset` on.
 
@@ -269,11 +309,13 @@ class ByteStream:
         self.file, self.offset = file, 0
         """`offset`: decompressed bytes read so far."""
         try:
-            self._raw = file.open_file()
-            self.codec = _codec(self._raw)
+            raw = file.open_file()
+            self.codec = _codec(raw)
+            self._raw = _Summed(file, raw)
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{file.name}: cannot be read: {error}") from None
-        self._stream = self._raw if self.codec is None else pa.CompressedInputStream(self._raw, self.codec)
+        is_plain = self.codec is None
+        self._stream = self._raw if is_plain else pa.CompressedInputStream(pa.PythonFile(self._raw, "r"), self.codec)
         self._skip_to(offset)
 
     def readinto(self, buffer: memoryview) -> int:

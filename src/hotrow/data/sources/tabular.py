@@ -34,7 +34,7 @@ TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".data", ".dat")
 COMPRESSION_SUFFIX = re.compile(r"\.(gz|zst|bz2|lz4)$")
 DELIMITERS = ",\t;|\x01"
 SNIFF_BYTES = 1 << 16
-ESTIMATE_BYTES = 4 << 20
+ESTIMATE_BYTES = 1 << 20
 CSV_BLOCK_BYTES = 4 << 20
 LINE_END = re.compile(rb"\r\n|\n|\r(?!$)")
 FRAME_NAME = "<frame>"
@@ -644,12 +644,15 @@ def count_lines(text: bytes) -> int:
 
 def estimate_lines(file: InputFile) -> int:
     """Estimates a file's lines from its beginning and its stored size; exact if the beginning is the whole file."""
-    with naming(file):
-        text, stored_bytes = file.read_head(ESTIMATE_BYTES)
-    num_lines = count_lines(text)
-    if len(text) < ESTIMATE_BYTES:
-        return num_lines + (bool(text) and not text.endswith((b"\n", b"\r")))
-    return int(num_lines * file.info.num_bytes / stored_bytes)
+    if "lines" not in file.known:
+        with naming(file):
+            text, stored_bytes = file.read_head(ESTIMATE_BYTES)
+        num_lines = count_lines(text)
+        if len(text) < ESTIMATE_BYTES:
+            file.known["lines"] = num_lines + (bool(text) and not text.endswith((b"\n", b"\r")))
+        else:
+            file.known["lines"] = int(num_lines * file.info.num_bytes / stored_bytes)
+    return file.known["lines"]
 
 
 @contextmanager
