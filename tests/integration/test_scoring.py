@@ -24,9 +24,9 @@ import hotrow
 from benchmarks.criteo_text import write_criteo
 from benchmarks.synthetic_config import criteo_kaggle
 from hotrow.data.chunk import RowError
+from hotrow.data.coded import to_keys
 from hotrow.data.prepare.prepare import RawEncoder, run_prepare
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES
-from hotrow.data.sources.lenient import lenient_keys
 from hotrow.data.sources.schema import CategoricalSpec, parse_schema
 from hotrow.run.folder import RunFolder
 
@@ -487,7 +487,7 @@ def test_text_of_integers_is_cast_at_once_unless_a_value_is_odd(monkeypatch: pyt
     looked_at: list[str] = []
     monkeypatch.setattr("hotrow.data.cells.integer_of", lambda text, _: looked_at.append(text))
     spec = CategoricalSpec(column="user")
-    lenient_keys(pa.array(["12", "7", None] * 100), spec, "int")
+    to_keys(pa.array(["12", "7", None] * 100), spec, "int")
     assert not looked_at
-    lenient_keys(pa.array(["12", "7", "guest"] * 100), spec, "int")
+    to_keys(pa.array(["12", "7", "guest"] * 100), spec, "int")
     assert looked_at == ["12", "7", "guest"], "each different text once"

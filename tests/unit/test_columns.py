@@ -16,14 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hotrow.data.cells import JSON_LISTS, IdEncoding, to_keys
+from hotrow.data.cells import JSON_LISTS, IdEncoding
 from hotrow.data.chunk import RowError
-from hotrow.data.coded import CodedKeys, column_of
+from hotrow.data.coded import CodedKeys, column_of, to_keys
 from hotrow.data.sources import tabular
 from hotrow.data.sources.columns import ColumnsSource, open_table
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.inputs import InputFile, find_files
-from hotrow.data.sources.lenient import lenient_keys
 from hotrow.data.sources.schema import CategoricalSpec, CsvSpec, Schema, parse_schema
 from loops import looped
 from raw_rows import read
@@ -112,17 +111,16 @@ def test_a_text_is_the_same_integer_id_in_training_and_scoring(
                 pa.array([["7", cell], *([o] for o in others)]),
             ),
         ):
-            keys, fault = to_keys(array, spec, encoding)
-            scored, num_bad = lenient_keys(array, spec, encoding)
             place = 0 if spec.kind == "one_hot" else 1
-            for found in (keys, scored):
+            for column in (array, array.to_pylist()):
+                found, fault = to_keys(column, spec, encoding)
                 valid = np.ones(found.num_keys, np.bool_) if found.valid is None else found.valid
                 assert (int(found.values[place]) if valid[place] else None) == want
                 assert found.values[valid].tolist().count(7) == place + len(others) // 2
-            assert num_bad == int(want is None)
-            assert (None if fault is None else fault.rows.tolist()) == (
-                None if want else [True, *(False for _ in others)]
-            )
+                assert (0 if fault is None else fault.num_cells) == int(want is None)
+                assert (None if fault is None else fault.rows.tolist()) == (
+                    None if want else [True, *(False for _ in others)]
+                )
 
 
 def test_one_bad_json_list_leaves_the_others_as_they_are() -> None:

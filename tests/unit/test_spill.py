@@ -16,9 +16,8 @@ import pyarrow as pa
 import pytest
 
 from hotrow.data import native, reference
-from hotrow.data.cells import text_keys
 from hotrow.data.chunk import Keys
-from hotrow.data.coded import CodedKeys
+from hotrow.data.coded import CodedKeys, text_keys
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare import encoder, spill
 from hotrow.data.prepare.encoder import EncoderPool, TableEncoder

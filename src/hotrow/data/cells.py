@@ -1,78 +1,293 @@
-"""Converts Arrow columns to labels, times, dense numbers and keys: exactly, or with a fault for rows that are wrong.
+"""What a cell means: a missing value, a number, an id, a list of ids, a time, a label or a weight.
 
-Each converter takes one Arrow array and returns its values and, if some rows cannot be converted, a `Fault`: which
-rows, and what is wrong with each. Numbers and ids of faulty rows are missing; labels and times of them are meaningless.
-An id is never rounded: integers stay integers, text stays text, and a float is an id only if it is a whole number that
-a float holds exactly. `without_missing` comes first: it makes nulls of texts that mean a missing value.
+A column is an Arrow array, or a list of Python values of any types, as requests have them. `number_of`, `id_of` and
+`list_of` say what one value means, and thereby every reader: preparation, prediction, requests and exports. Columns of
+one plain type are read at once, to the same result; tests/laws/test_cells.py compares.
+
+A reading comes with a mask of the cells that are not of the column's kind. Preparation answers with a `Fault`, whose
+sentence shows the value; scoring takes them for missing, and counts them. An id is never rounded: a float is one only
+if it is a whole number that a float holds exactly.
+
+Exports copy this file, so it imports NumPy and pyarrow alone.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from decimal import Decimal
-from typing import Any, Literal, TypeAlias
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from hotrow.data.chunk import KeyKind, Keys, keys_from_arrow
-
 IdEncoding = Literal["int", "uint64", "hex", "bytes"]
-"""How raw ids are held: int64; uint64 in the bits of an int64; int64 that text writes in hex digits, as Criteo's files
-do; UTF-8 text."""
+"""How ids are held: int64; uint64 in the bits of an int64; int64 that text writes in hex digits, as Criteo's files do;
+UTF-8 text."""
+Column: TypeAlias = "pa.Array | list[Any]"
+Mask: TypeAlias = NDArray[np.bool_]
+LabelRule: TypeAlias = Any
+"""What labels are: a schema's `LabelSpec`."""
 
+
+class Written(NamedTuple):
+    """How numbers are written in text, like a schema's `DenseSpec`, which may stand for it."""
+
+    decimal: str = "."
+    thousands: str | None = None
+    unit: str | None = None
+
+
+PLAIN = Written()
 JSON_LISTS = "json"
 """The separator of a column whose texts are JSON arrays."""
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
 """Texts that mean a missing value if a schema does not say otherwise."""
 MAX_EXACT_FLOAT = 2**53
+FLOAT32_END = 2.0**128 - 2.0**103
+"""The least number that rounds to infinity in float32."""
 MAX_DIGITS = 20
 """No id of 64 bits has more."""
-NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+NUMBER = r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$"
 INTEGER = r"^(0|-?[1-9]\d*)$"
 WHOLE_FLOAT = r"^(0|-?[1-9]\d*)\.0+$"
 """A whole number as text of floats has it: pandas writes integers with gaps so."""
+HEX = r"^[0-9a-fA-F]{1,8}$"
 OTHER_BLANKS = ("\u00a0", "\u202f", "\u2009")
 """Blanks that stand between groups of digits besides the ordinary one."""
-HEX = r"^[0-9a-fA-F]{1,8}$"
 _MONTH, _DAY, _HOUR = "(0[1-9]|1[0-2])", "([0-2][0-9]|3[01])", "([01][0-9]|2[0-3])"
 WRITTEN_DATES = (f"(19|20)..{_MONTH}{_DAY}({_HOUR}([0-5][0-9])?)?", f"..{_MONTH}{_DAY}{_HOUR}")
 """Forms of dates as whole numbers, such as 20141021, 2014102113, 201410211359, and 14102113 as in Avazu's logs."""
+NO_NUMBER = "is not a finite float32 number; correct the row or leave it empty"
+NO_LIST = "is not a JSON array of ids; correct the row"
 
 
-def kind_of(encoding: IdEncoding) -> KeyKind:
-    return "bytes" if encoding == "bytes" else "int"
+class UnreadableError(ValueError):
+    """A value that is not of its column's kind."""
 
 
-NumberSpec: TypeAlias = Any
-"""How a column's numbers are written: a schema's `DenseSpec`."""
-IdSpec: TypeAlias = Any
-LabelRule: TypeAlias = Any
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Rows of one column that could not be converted."""
+class Fault(NamedTuple):
+    """Cells of one column that are not of its kind."""
 
     column: str
-    rows: NDArray[np.bool_]
-    """[num_rows], True if the row is bad."""
+    rows: Mask
+    """[num_rows], True if the row has such a cell."""
+    num_cells: int
     describe: Callable[[int], str]
-    """Says what is wrong with a bad row, and the cure."""
+    """Says what is wrong with such a row, and the cure."""
 
 
-FlatKeys: TypeAlias = Callable[[pa.Array, str, IdEncoding], tuple[Keys, Fault | None]]
-"""A function such as `flat_keys`."""
+# ---- one value
+
+
+def single(value: Any) -> Any:
+    """What a cell of single values holds: a list of one is that one; None if it is missing."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        if len(value) > 1:
+            raise UnreadableError("several values")
+        return single(value[0]) if value else None
+    is_nan = (isinstance(value, float) and value != value) or (isinstance(value, Decimal) and value.is_nan())
+    return None if is_nan or type(value).__name__ in ("NAType", "NaTType") else value
+
+
+def number_of(value: Any, written: Any = PLAIN) -> float:
+    """The number that a value means, NaN if it is missing. Raises UnreadableError if it is no finite float32."""
+    value = single(value)
+    if value is None:
+        return math.nan
+    if isinstance(value, str | bytes):
+        value = plain_number(as_text(value), written)
+    if isinstance(value, int | float | Decimal):
+        with suppress(OverflowError):
+            if abs(number := float(value)) < FLOAT32_END:
+                return number
+    raise UnreadableError("no number")
+
+
+def plain_number(text: str, written: Any) -> float:
+    """The number that text means. Raises UnreadableError if it is not written as `written` says."""
+    plain = is_plain(written)
+    for blank in () if plain else OTHER_BLANKS:
+        text = text.replace(blank, " ")
+    text = text.strip()
+    if re.fullmatch(NUMBER if plain else pattern_of(written), text, re.ASCII) is None:
+        raise UnreadableError("no number")
+    for sign in () if plain else filter(None, (written.unit, " ", written.thousands)):
+        text = text.replace(sign, "")
+    return float(text.replace(written.decimal, "."))
+
+
+def is_plain(written: Any) -> bool:
+    """Whether numbers in text have neither another decimal sign than the point, nor groups, nor a unit."""
+    return (written.decimal, written.thousands, written.unit) == PLAIN
+
+
+def pattern_of(written: Any) -> str:
+    """The regular expression of numbers that are written so, without blanks around them.
+
+    Groups of digits and a unit may be absent, except "%": 12 among percentages may be a share.
+    """
+    return _pattern(written.decimal, written.thousands, written.unit)
+
+
+@lru_cache
+def _pattern(decimal: str, thousands: str | None, unit: str | None) -> str:
+    digits = r"\d+"
+    if thousands is not None:
+        sign = re.escape(thousands)
+        digits = rf"(?:\d{{1,3}}(?:{sign}\d{{2,3}})*{sign}\d{{3}}|\d+)"
+    decimal = re.escape(decimal)
+    number = rf"(?:{digits}(?:{decimal}\d*)?|{decimal}\d+)(?:[eE][+-]?\d+)?"
+    if unit is None:
+        return rf"^[+-]?{number}$"
+    is_share, unit = unit == "%", re.escape(unit)
+    before, after = rf"^[+-]? ?{unit} ?[+-]?{number}$", rf"^[+-]?{number} ?{unit}$"
+    return f"{before}|{after}" if is_share else f"{before}|{after}|^[+-]?{number}$"
+
+
+def id_of(value: Any, encoding: IdEncoding) -> int | bytes | None:
+    """The id that a value means: UTF-8 text, or an int64. Raises UnreadableError if it is none."""
+    value = single(value)
+    if value is None:
+        return None
+    if isinstance(value, date | time):  # pyarrow says which integer a time is, and which text
+        return ids(pa.array([value]), encoding)[0][0].as_py()  # type: ignore[no-any-return]
+    return text_of(value) if encoding == "bytes" else integer_of(value, encoding)
+
+
+def text_of(value: Any) -> bytes:
+    """UTF-8 of text; decimal digits of a whole number; 1 or 0; the shortest text of another float."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, float):
+        if abs(value) >= MAX_EXACT_FLOAT:
+            raise UnreadableError("not exact")
+        value = int(value) if value.is_integer() else value
+    if isinstance(value, str | int | float | Decimal | timedelta):
+        with suppress(ValueError):  # half of a surrogate pair, or thousands of digits
+            return str(int(value) if isinstance(value, bool) else value).encode()
+    raise UnreadableError("no text")
+
+
+def integer_of(value: Any, encoding: IdEncoding) -> int:
+    """An integer, exactly: to a column of integers 12, 12.0, " 12", "012" and "1.2e1" are 12.
+
+    From 2^63 up in two's complement, if `encoding` is uint64.
+    """
+    number: int | None = None
+    if isinstance(value, str | bytes | Decimal):
+        text = as_text(value).strip()
+        if encoding == "hex" and not isinstance(value, Decimal):
+            number = int(text, 16) if re.fullmatch(HEX, text) else None
+        elif re.fullmatch(INTEGER, text, re.ASCII):
+            number = int(text) if len(text) <= MAX_DIGITS else None
+        elif re.fullmatch(NUMBER, text, re.ASCII):
+            number = _whole(text)
+    elif isinstance(value, float):
+        number = int(value) if value.is_integer() and abs(value) < MAX_EXACT_FLOAT else None
+    elif isinstance(value, int):
+        number = int(value)
+    low, high = (0, 2**64) if encoding == "uint64" else (-(2**63), 2**63)
+    if number is None or not low <= number < high:
+        raise UnreadableError("no integer")
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _whole(text: str) -> int | None:
+    with suppress(InvalidOperation):  # an exponent of 19 digits
+        decimal = Decimal(text)
+        if decimal.adjusted() < MAX_DIGITS and decimal == decimal.to_integral_value():
+            return int(decimal)
+    return None
+
+
+def as_text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def list_of(value: Any, separator: str | None) -> list[Any]:
+    """The values in a cell of lists; text is cut. Raises UnreadableError if it is to be a JSON array, and is none."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [*value]
+    value = single(value)
+    if value is None or value == "":
+        return []
+    if not isinstance(value, str) or separator is None:
+        return [value]
+    return json_list(value) if separator == JSON_LISTS else value.split(separator)
+
+
+def json_list(text: str) -> list[str | None]:
+    """The ids in a JSON array. Raises UnreadableError if it is no such array."""
+    try:
+        found = _JSON.decode(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(item is None or isinstance(item, str) for item in found):
+        raise UnreadableError("no JSON array of ids")
+    return found
+
+
+def json_float(literal: str) -> float | str:
+    """A number in JSON that has a fraction or an exponent: as written if a float need not hold it exactly."""
+    number = float(literal)
+    return number if abs(number) < MAX_EXACT_FLOAT else literal
+
+
+def json_text(literal: str) -> str:
+    """The text of such a number."""
+    number = json_float(literal)
+    return number if isinstance(number, str) else text_of(number).decode()
+
+
+_JSON = json.JSONDecoder(parse_int=str, parse_float=json_text)
+
+
+def seconds_of(value: Any) -> Any:
+    """A time or a date as unix seconds, rounded down to microseconds; any other value as it is."""
+    if not isinstance(value, date) or type(value).__name__ == "NaTType":
+        return value
+    if not isinstance(value, datetime):
+        value = datetime(value.year, value.month, value.day)
+    return (value - datetime(1970, 1, 1, tzinfo=value.tzinfo and UTC)) // timedelta(microseconds=1) / 1e6
+
+
+# ---- columns
+
+
+def column_of(cells: Any) -> Column:
+    """Values as an Arrow array if they are of one plain type, else as a list."""
+    if not isinstance(cells, list | tuple) and getattr(cells, "dtype", None) != np.dtype("O"):
+        with suppress(pa.ArrowException, TypeError, OverflowError, ValueError):
+            return _in_one(pa.array(cells, from_pandas=True))
+    cells = [*cells]
+    kinds = {*map(type, cells)} - {type(None)}
+    if kinds == {list}:
+        kinds = {*map(type, chain.from_iterable(filter(None, cells)))} - {type(None)}
+    if len(kinds) < 2 and kinds <= {bool, int, float, str}:
+        with suppress(pa.ArrowException, OverflowError, ValueError):
+            return pa.array(cells, from_pandas=True)
+    return cells
+
+
+def _in_one(array: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Returns `array` without dictionaries, views and half floats, as one of the few types that converters know."""
+    """`array` without dictionaries, views and half floats, as one of the few types that are known here."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         return plain(array.dictionary).take(array.indices)
@@ -86,51 +301,74 @@ def plain(array: pa.Array) -> pa.Array:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Returns whether a type is UTF-8 text in any layout."""
+    """Whether a type is UTF-8 text in any layout."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Returns whether a type is a list in any layout."""
+    """Whether a type is a list in any layout."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
+def is_binary(kind: pa.DataType) -> bool:
+    """Whether a type is bytes in any layout."""
+    is_wide = pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+    return bool(is_wide or pa.types.is_binary(kind) or pa.types.is_binary_view(kind))
+
+
+def is_time(kind: pa.DataType) -> bool:
+    """Whether a type is a timestamp, a date or a time of day, in any unit."""
+    is_span = pa.types.is_duration(kind) or pa.types.is_interval(kind)
+    return bool(pa.types.is_temporal(kind) and not is_span)
+
+
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """Returns the type of the values inside dictionaries and lists."""
+    """The type of the values inside dictionaries and lists."""
     while is_list(kind) or pa.types.is_dictionary(kind):
         kind = kind.value_type
     return kind
 
 
-def without_missing(array: pa.Array, missing: Sequence[str], *, is_read: bool = False) -> pa.Array:
-    """Returns `array` with null for each text, also within lists, that is one of `missing` but for blanks around it.
+def without_missing(column: Column, missing: Sequence[str], *, is_read: bool = False) -> Column:
+    """`column` with null for each text, also within lists, that is one of `missing` but for blanks around it.
 
     is_read: the reader has made null of texts without blanks. An array of another type, or without such a text, comes
     back as it is.
     """
+    if isinstance(column, list):
+        return [_with_null(value, missing) for value in column]
     if not missing:
-        return array
-    if is_list(array.type):
-        return _list_without_missing(array, missing, is_read=is_read)
-    if not is_text(value_type(array.type)):
-        return array
-    array = plain(array)
+        return column
+    if is_list(column.type):
+        return _list_without_missing(column, missing, is_read=is_read)
+    if not is_text(value_type(column.type)):
+        return column
+    array = plain(column)
     found = _means_missing(array, missing, is_read=is_read)
     return array if found is None else pc.if_else(found, pa.scalar(None, array.type), array)
 
 
+def _with_null(value: Any, missing: Sequence[str]) -> Any:
+    if isinstance(value, list | tuple):
+        return [_with_null(item, missing) for item in value]
+    return None if isinstance(value, str) and value.strip(" ") in missing else value
+
+
 def _list_without_missing(array: pa.Array, missing: Sequence[str], *, is_read: bool) -> pa.Array:
     values = pc.list_flatten(array)
-    kept = without_missing(values, missing, is_read=is_read)
+    kept: Any = without_missing(values, missing, is_read=is_read)
     if kept.null_count == values.null_count:
         return array
+    return pa.LargeListArray.from_arrays(pa.array(_splits(array)), kept, mask=array.is_null())
+
+
+def _splits(array: pa.Array) -> NDArray[np.int64]:
     lengths = filled(pc.list_value_length(array), 0)
-    splits = pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
-    return pa.LargeListArray.from_arrays(splits, kept, mask=array.is_null())
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def _has_blank(array: pa.Array) -> bool:
-    """Returns whether there is a blank anywhere in text."""
+    """Whether there is a blank anywhere in text."""
     _, offsets, data = array.buffers()
     if data is None or not len(array):
         return False
@@ -140,7 +378,7 @@ def _has_blank(array: pa.Array) -> bool:
 
 
 def _means_missing(array: pa.Array, missing: Sequence[str], *, is_read: bool) -> pa.Array | None:
-    """Returns a mask of the texts that mean a missing value; None if there is none."""
+    """A mask of the texts that mean a missing value; None if there is none."""
     wanted = pa.array(list(missing), array.type)
     if _has_blank(array):
         found = pc.is_in(pc.utf8_trim(array, " "), value_set=wanted)
@@ -149,150 +387,261 @@ def _means_missing(array: pa.Array, missing: Sequence[str], *, is_read: bool) ->
     return found if found is not None and pc.any(found).as_py() else None
 
 
-def to_numbers(
-    array: pa.Array, column: str, spec: NumberSpec | None = None
-) -> tuple[NDArray[np.float64], Fault | None]:
-    """Returns float64 per row, NaN = missing. Text is parsed. Faults: infinity in the data, and text that is not a
-    number; a NaN that is not text is a missing value.
+def _each(column: Column, read: Callable[[Any], Any], kind: pa.DataType) -> tuple[pa.Array, Mask]:
+    """What `read` makes of each cell, null if it raises UnreadableError, and a mask of where it does."""
+    if isinstance(column, pa.Array) and not pa.types.is_nested(column.type) and not pa.types.is_null(column.type):
+        encoded = column.dictionary_encode()  # each different value once
+        made, lost = _each(encoded.dictionary.to_pylist(), read, kind)
+        rows = filled(encoded.indices, 0)
+        return made.take(encoded.indices), lost[rows] & valid(column) if len(lost) else np.zeros(len(rows), np.bool_)
+    cells = column.to_pylist() if isinstance(column, pa.Array) else column
+    found, bad = [None] * len(cells), np.zeros(len(cells), np.bool_)
+    for row, value in enumerate(cells):
+        try:
+            found[row] = read(value)
+        except UnreadableError:
+            bad[row] = True
+    return pa.array(found, kind), bad
 
-    spec: how numbers are written in text; if None, plainly. Raises ValueError for a column of another type (time, list,
-    struct).
-    """
-    source = array = plain(array)
-    if is_text(array.type):
-        array, bad = _parse_numbers(array) if spec is None or is_plain(spec) else parse_written(array, spec)
+
+def numbers(column: Column, written: Any = PLAIN) -> tuple[NDArray[np.float64], Mask]:
+    """Numbers [n], NaN if a cell is missing or no finite float32, and a mask [n] of the latter."""
+    array = plain(column) if isinstance(column, pa.Array) else None
+    if array is not None and is_text(array.type):
+        made = _plain_numbers(array) if is_plain(written) else written_numbers(array, written)[0]
+    elif array is not None and is_number(array.type):
+        made = array.cast(pa.uint8()) if pa.types.is_boolean(array.type) else array
+        made = made.cast(pa.float64(), safe=False)
     else:
-        array, bad = _as_float64(array, column), np.zeros(0, np.bool_)
-    values = filled(array, np.nan)
-    with np.errstate(over="ignore"):
-        infinite = ~np.isfinite(values.astype(np.float32))
-    if infinite.any():
-        infinite &= mask_of(array.is_valid()) if is_text(source.type) else ~np.isnan(values)
+        made, bad = _each(column if array is None else array, lambda value: number_of(value, written), pa.float64())
+        return filled(made, np.nan), bad
+    values = filled(made, np.nan)
+    bad = ~(np.abs(values) < FLOAT32_END)
     if bad.any():
-        infinite |= bad
-    if infinite.any():
-        values = np.where(infinite, np.nan, values)
-    return values, _fault(column, infinite, source, "is not a finite float32 number; correct the row or leave it empty")
+        bad &= valid(array) if is_text(array.type) else ~np.isnan(values)
+        values = np.where(bad, np.nan, values)
+    return values, bad
 
 
-def as_seconds(array: pa.Array) -> pa.Array:
-    """Returns times and dates as unix seconds, rounded down to microseconds; any other array as it is."""
-    kind = array.type
-    if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
-        return array
-    ticks = array.cast(pa.timestamp("ms") if pa.types.is_date(kind) else kind).cast(pa.int64())
-    unit = kind.unit if pa.types.is_timestamp(kind) else "ms"
-    numbers = filled(ticks, 0) // (1000 if unit == "ns" else 1)
-    return pa.array(numbers / {"s": 1, "ms": 1e3}.get(unit, 1e6), mask=~mask_of(array.is_valid()))
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a type holds numbers that a float64 is near to."""
+    is_other = pa.types.is_boolean(kind) or pa.types.is_null(kind)
+    return bool(is_other or pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
-def _as_float64(array: pa.Array, column: str) -> pa.Array:
-    kind = array.type
-    if pa.types.is_boolean(kind):
-        return array.cast(pa.uint8()).cast(pa.float64())
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
-        return array.cast(pa.float64(), safe=False)
-    raise ValueError(f"column {column!r} has type {kind}, which is not a number; list it under categorical")
+def check_number(kind: pa.DataType, name: str) -> None:
+    """Raises ValueError if a column of this type holds neither numbers nor text."""
+    kind = value_type(kind) if pa.types.is_dictionary(kind) else kind
+    if not (is_number(kind) or is_text(kind) or pa.types.is_decimal(kind)):
+        raise ValueError(f"column {name!r} has type {kind}, which is not a number; list it under categorical")
 
 
-def _parse_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Returns text as float64, and a mask of what is not a number; the mask is empty if all text is."""
+def _plain_numbers(array: pa.Array) -> pa.Array:
+    """Text as float64, null if it is no number."""
     try:
-        return pc.cast(array, pa.float64()), np.zeros(0, np.bool_)
+        return pc.cast(array, pa.float64())
     except pa.ArrowInvalid:
         array = pc.utf8_trim_whitespace(array)
         good = pc.match_substring_regex(array, NUMBER)
-        numbers = pc.cast(pc.if_else(good, array, pa.scalar(None, array.type)), pa.float64())
-        return numbers, mask_of(pc.invert(good))
+        return pc.cast(pc.if_else(good, array, pa.scalar(None, array.type)), pa.float64())
 
 
-def is_plain(spec: NumberSpec) -> bool:
-    """Returns whether numbers in text have neither another decimal sign than the point, nor groups, nor a unit."""
-    return spec.decimal == "." and spec.thousands is None and spec.unit is None
-
-
-def written_pattern(spec: NumberSpec) -> str:
-    """Returns the regular expression of numbers that are written as `spec` says, without blanks around them.
-
-    Groups of digits and a unit may be absent, except "%": 12 among percentages may be a share.
-    """
-    digits = r"\d+"
-    if spec.thousands is not None:
-        sign = re.escape(spec.thousands)
-        digits = rf"(?:\d{{1,3}}(?:{sign}\d{{2,3}})*{sign}\d{{3}}|\d+)"
-    decimal = re.escape(spec.decimal)
-    number = rf"(?:{digits}(?:{decimal}\d*)?|{decimal}\d+)(?:[eE][+-]?\d+)?"
-    if spec.unit is None:
-        return rf"^[+-]?{number}$"
-    unit = re.escape(spec.unit)
-    before, after = rf"^[+-]? ?{unit} ?[+-]?{number}$", rf"^[+-]?{number} ?{unit}$"
-    return f"{before}|{after}" if spec.unit == "%" else f"{before}|{after}|^[+-]?{number}$"
+def written_numbers(array: pa.Array, written: Any) -> tuple[pa.Array, Mask]:
+    """Text that is written so as float64, and a mask of what is not."""
+    array = with_plain_blanks(array)
+    good = pc.match_substring_regex(array, pattern_of(written))
+    array = pc.if_else(good, array, pa.scalar(None, array.type))
+    for sign in (written.unit, " ", written.thousands):
+        array = array if sign is None else pc.replace_substring(array, sign, "")
+    return pc.cast(pc.replace_substring(array, written.decimal, "."), pa.float64()), mask_of(pc.invert(good))
 
 
 def with_plain_blanks(array: pa.Array) -> pa.Array:
-    """Returns text without blanks around it, and with the ordinary blank for others."""
+    """Text without blanks around it, and with the ordinary blank for others."""
     for blank in OTHER_BLANKS:
         array = pc.replace_substring(array, blank, " ")
     return pc.utf8_trim_whitespace(array)
 
 
-def parse_written(array: pa.Array, spec: NumberSpec) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Returns text that is written as `spec` says as float64, and a mask of what is not."""
-    array = with_plain_blanks(array)
-    good = pc.match_substring_regex(array, written_pattern(spec))
-    array = pc.if_else(good, array, pa.scalar(None, array.type))
-    for sign in (spec.unit, " ", spec.thousands):
-        array = array if sign is None else pc.replace_substring(array, sign, "")
-    numbers = pc.cast(pc.replace_substring(array, spec.decimal, "."), pa.float64())
-    return numbers, mask_of(pc.invert(good))
+def as_seconds(column: Column) -> Column:
+    """Times and dates as unix seconds, rounded down to microseconds; any other column as it is."""
+    if isinstance(column, list):
+        return [seconds_of(value) for value in column]
+    kind = column.type
+    if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
+        return column
+    ticks = column.cast(pa.timestamp("ms") if pa.types.is_date(kind) else kind).cast(pa.int64())
+    unit = kind.unit if pa.types.is_timestamp(kind) else "ms"
+    whole = filled(ticks, 0) // (1000 if unit == "ns" else 1)
+    return pa.array(whole / {"s": 1, "ms": 1e3}.get(unit, 1e6), mask=~valid(column))
 
 
-def to_label(array: pa.Array, spec: LabelRule) -> tuple[NDArray[np.float32], Fault | None]:
-    """Returns a float32 per row, 0 or 1 unless `spec.kind` is number.
+def ids(column: Column, encoding: IdEncoding) -> tuple[pa.Array, Mask]:
+    """Ids [n] as int64 or large binary, null if a cell is missing or no id, and a mask [n] of the latter."""
+    kind = pa.large_binary() if encoding == "bytes" else pa.int64()
+    if isinstance(column, list):
+        return _each(column, lambda value: id_of(value, encoding), kind)
+    array = plain(column)
+    if encoding == "bytes" and (is_text(array.type) or is_binary(array.type)):
+        return array.cast(kind), np.zeros(len(array), np.bool_)
+    if encoding == "bytes" and _is_integer(array.type):
+        array = array.cast(pa.uint8()) if pa.types.is_boolean(array.type) else array
+        return array.cast(pa.large_string()).cast(kind), np.zeros(len(array), np.bool_)
+    if encoding == "int" and is_text(array.type):
+        with suppress(pa.ArrowInvalid):
+            found = pc.cast(array, pa.int64())
+            padded = pc.and_(pc.starts_with(array, "0"), pc.greater(pc.binary_length(array), 1))
+            if not pc.any(padded).as_py():  # Arrow also reads 0x1f
+                return found, np.zeros(len(array), np.bool_)
+    if encoding != "bytes" and pa.types.is_floating(array.type):
+        array, bad = _whole_numbers(array)
+        more = _integers(array, encoding)
+        return more[0], bad | more[1]
+    if encoding != "bytes" and _is_integer(array.type):
+        return _integers(array, encoding)
+    return _each(array, lambda value: id_of(value, encoding), kind)
+
+
+def _is_integer(kind: pa.DataType) -> bool:
+    """Whether every value of a type is an integer, or missing."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind) or is_time(kind))
+
+
+def _integers(array: pa.Array, encoding: IdEncoding) -> tuple[pa.Array, Mask]:
+    """Integers, booleans, times and dates as int64, and a mask of those beyond the ids of `encoding`."""
+    kind = array.type
+    if pa.types.is_null(kind):
+        array = array.cast(pa.int64())
+    elif pa.types.is_boolean(kind):
+        array = array.cast(pa.uint8())
+    elif pa.types.is_temporal(kind):
+        array = array.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
+    values = filled(array, 0)
+    bad = np.zeros(len(values), np.bool_)
+    if (values.dtype == np.uint64) != (encoding == "uint64"):
+        bad = values > np.iinfo(np.int64).max if values.dtype == np.uint64 else values < 0
+    values = values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64, copy=False)
+    missing = bad | ~valid(array) if array.null_count else bad
+    return pa.array(values, mask=missing if missing.any() else None), bad
+
+
+def _whole_numbers(array: pa.Array) -> tuple[pa.Array, Mask]:
+    """Floats as int64, NaN as missing (as pandas writes missing integers), and a mask of inexact ones."""
+    values = filled(array, np.nan).astype(np.float64)
+    missing = np.isnan(values)
+    bad = ~missing & ~((np.floor(values) == values) & (np.abs(values) < MAX_EXACT_FLOAT))
+    return pa.array(np.where(missing | bad, 0, values).astype(np.int64), mask=missing | bad), bad
+
+
+def no_id(column: Column) -> str:
+    """Why cells of a column are no ids, and the cure."""
+    kind = column.type if isinstance(column, pa.Array) else pa.null()
+    if pa.types.is_floating(kind):
+        cure = "an id must be a whole number below 2^53; correct the file, or list the column under dense"
+    elif pa.types.is_integer(kind):  # only in prediction
+        cure = "the data set was prepared from integers of another signedness; cast the column"
+    else:
+        cure = "set type: text for this column"
+    return f"is not an exact integer id; {cure}"
+
+
+class Lists(NamedTuple):
+    """A column of lists."""
+
+    items: Column
+    splits: NDArray[np.int64]
+    """[n + 1] where each cell's items begin."""
+    bad: Mask
+    """[n] cells that are no lists; they have no items."""
+
+
+def lists(column: Column, separator: str | None) -> Lists:
+    """The items of each cell: of a list, of text that is cut at `separator`, or the cell itself."""
+    array = plain(column) if isinstance(column, pa.Array) else None
+    if array is not None and separator not in (None, JSON_LISTS) and is_text(array.type):
+        array = pc.split_pattern(pc.if_else(pc.equal(array, ""), pa.scalar(None, array.type), array), separator)
+    if array is not None and is_list(array.type):
+        return Lists(plain(pc.list_flatten(array)), _splits(array), np.zeros(len(array), np.bool_))
+    if array is not None and not is_text(array.type):
+        array = pc.if_else(pc.is_nan(array), None, array) if pa.types.is_floating(array.type) else array
+        return Lists(array.drop_null(), np.cumsum([0, *valid(array)]), np.zeros(len(array), np.bool_))
+    cells = column if isinstance(column, list) else column.to_pylist()
+    found, bad = [list[Any]()] * len(cells), np.zeros(len(cells), np.bool_)
+    for row, value in enumerate(cells):
+        try:
+            found[row] = list_of(value, separator)
+        except UnreadableError:
+            bad[row] = True
+    return Lists(column_of([*chain.from_iterable(found)]), np.cumsum([0, *map(len, found)], dtype=np.int64), bad)
+
+
+def fault_of(column: str, bad: Mask, cells: Column, reason: str) -> Fault | None:
+    """A fault whose sentence shows the value as it was found; None if no cell is bad."""
+    if not bad.any():
+        return None
+    return Fault(column, bad, int(bad.sum()), lambda row: f"{shown(cells, row)} {reason}")
+
+
+def shown(cells: Column, row: int) -> str:
+    value = cells[row] if isinstance(cells, list) else cells[row].as_py()
+    text = "an empty value" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# ---- labels, weights and times, of rows that train or are judged
+
+
+def to_label(column: Column, spec: LabelRule) -> tuple[NDArray[np.float32], Fault | None]:
+    """A float32 per row, 0 or 1 unless `spec.kind` is number.
 
     Faults: a missing label; a number that is not finite; of a binary label without a rule in `spec`, any value but 0
     and 1, and in text "true" and "false" in any case.
     """
-    array = plain(array)
+    array = plain(in_arrow(column))
     if spec.positive is not None:
         return _label_by_value(array, spec)
-    numbers, fault = to_numbers(array, spec.column)
-    if fault is not None and spec.kind == "binary" and spec.at_least is None and is_text(array.type):
-        numbers, fault = to_numbers(_with_digits(array), spec.column)
-    bad = np.isnan(numbers) if fault is None else np.isnan(numbers) | fault.rows
+    check_number(array.type, spec.column)
+    found, bad = numbers(array)
+    if bad.any() and spec.kind == "binary" and spec.at_least is None and is_text(array.type):
+        found, bad = numbers(_with_digits(array))
+    bad |= np.isnan(found)
     if spec.at_least is not None:
         with np.errstate(invalid="ignore"):
-            label = (numbers >= spec.at_least).astype(np.float32)
-        return label, _fault(spec.column, bad, array, "is not a number to compare with 'at_least'")
-    with np.errstate(invalid="ignore", over="ignore"):
-        label = numbers.astype(np.float32)
+            label = (found >= spec.at_least).astype(np.float32)
+        return label, fault_of(spec.column, bad, array, "is not a number to compare with 'at_least'")
+    label = found.astype(np.float32)
     if spec.kind == "number":
-        reason = "is not a finite number; every row needs a label"
-        return label, _fault(spec.column, bad | ~np.isfinite(label), array, reason)
+        return label, fault_of(spec.column, bad, array, "is not a finite number; every row needs a label")
     bad |= ~((label == 0) | (label == 1))
     reason = "is not a label; it must be 0 or 1 (or set label.positive or label.at_least)"
-    return label, _fault(spec.column, bad, array, reason)
+    return label, fault_of(spec.column, bad, array, reason)
 
 
-def to_weight(array: pa.Array, column: str) -> tuple[NDArray[np.float32], Fault | None]:
-    """Returns the weight of each row. Faults: a missing one, one that is no finite number, and one below 0."""
-    array = plain(array)
-    numbers, fault = to_numbers(array, column)
-    bad = ~((numbers >= 0) & (numbers <= np.finfo(np.float32).max))
-    bad = bad if fault is None else bad | fault.rows
+def in_arrow(column: Column) -> pa.Array:
+    """A column as an array, as text if its values are of several types."""
+    if isinstance(column, pa.Array):
+        return column
+    return _each(column, lambda value: as_text(text_of(single(value))), pa.string())[0]
+
+
+def to_weight(column: Column, name: str) -> tuple[NDArray[np.float32], Fault | None]:
+    """The weight of each row. Faults: a missing one, one that is no finite number, and one below 0."""
+    column = in_arrow(column)
+    check_number(column.type, name)
+    found, bad = numbers(column)
+    bad |= ~((found >= 0) & (found <= np.finfo(np.float32).max))
     reason = "is not a weight; it must be a finite number, 0 or more"
-    return np.where(bad, 0, numbers).astype(np.float32), _fault(column, bad, array, reason)
+    return np.where(bad, 0, found).astype(np.float32), fault_of(name, bad, column, reason)
 
 
 def _with_digits(array: pa.Array) -> pa.Array:
-    """Returns text with 1 for "true" and 0 for "false"."""
+    """Text with 1 for "true" and 0 for "false"."""
     words = pc.utf8_lower(pc.utf8_trim_whitespace(array))
     one, zero = (pa.scalar(digit, array.type) for digit in "10")
     return pc.if_else(pc.equal(words, "true"), one, pc.if_else(pc.equal(words, "false"), zero, array))
 
 
 def _label_by_value(array: pa.Array, spec: LabelRule) -> tuple[NDArray[np.float32], Fault | None]:
-    assert spec.positive is not None
     if not is_text(array.type) and not pa.types.is_integer(array.type):
         raise ValueError(f"label column {spec.column!r} has type {array.type}; 'positive' needs text or integers")
     positive = _is_one_of(array, spec, "positive", spec.positive)
@@ -300,11 +649,11 @@ def _label_by_value(array: pa.Array, spec: LabelRule) -> tuple[NDArray[np.float3
     if spec.negative is not None:
         known = positive | _is_one_of(array, spec, "negative", spec.negative)
         allowed = ", ".join(str(value) for value in (*spec.positive, *spec.negative))
-        return label, _fault(spec.column, ~known, array, f"is not a label; it must be one of {allowed}")
-    return label, _fault(spec.column, mask_of(array.is_null()), array, "is missing; every row needs a label")
+        return label, fault_of(spec.column, ~known, array, f"is not a label; it must be one of {allowed}")
+    return label, fault_of(spec.column, ~valid(array), array, "is missing; every row needs a label")
 
 
-def _is_one_of(array: pa.Array, spec: LabelRule, name: str, values: Sequence[str | int]) -> NDArray[np.bool_]:
+def _is_one_of(array: pa.Array, spec: LabelRule, name: str, values: Sequence[str | int]) -> Mask:
     try:
         wanted = pa.array([str(v) if is_text(array.type) else v for v in values], type=array.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
@@ -314,8 +663,7 @@ def _is_one_of(array: pa.Array, spec: LabelRule, name: str, values: Sequence[str
     return mask_of(pc.is_in(array, value_set=wanted))
 
 
-@dataclass(frozen=True)
-class TimeReader:
+class TimeReader(NamedTuple):
     """How text times of a column are read; decided once from the first rows, so that every chunk is read the same
     way."""
 
@@ -324,7 +672,7 @@ class TimeReader:
 
     @staticmethod
     def for_column(sample: pa.Array, format: str | None) -> TimeReader:
-        """Returns a reader for numbers as they are, else for `format`, else for ISO 8601, zoned if most values are."""
+        """A reader for numbers as they are, else for `format`, else for ISO 8601, zoned if most values are."""
         sample = plain(sample).drop_null()
         if not is_text(sample.type) or format is not None or not len(sample):
             return TimeReader(format=format)
@@ -335,7 +683,7 @@ class TimeReader:
         return TimeReader(targets[counts.index(max(counts))] if max(counts) else pa.timestamp("us"))
 
     def __call__(self, array: pa.Array, column: str) -> tuple[NDArray[np.int64], Fault | None]:
-        """Returns int64 that rises with time: the unit of timestamps and integers, microseconds for float seconds."""
+        """An int64 that rises with time: the unit of timestamps and integers, microseconds for float seconds."""
         source = array = plain(array)
         if is_text(array.type):
             array = self._parse(array)
@@ -351,12 +699,12 @@ class TimeReader:
             raise ValueError(
                 f"time column {column!r} has type {array.type}; it must be a timestamp, date, number or text"
             )
-        missing = mask_of(array.is_null())
+        missing = ~valid(array)
         values = filled(array.cast(pa.int64(), safe=False), 0)
         return values, self._fault(column, missing, source)
 
     def ticks_per_s(self, sample: pa.Array, column: str) -> float | None:
-        """Returns how many units of the times that are read a second has; None if they are numbers, and those of
+        """How many units of the times that are read a second has; None if they are numbers, and those of
         `sample`, its first cells, are no unix times of seconds (whole ones also of thousandths, millionths or
         billionths), or are whole and all look like dates that digits write."""
         sample = plain(sample).drop_null()
@@ -386,182 +734,9 @@ class TimeReader:
             return cast_each(pc.utf8_trim_whitespace(array), target)
 
     @staticmethod
-    def _fault(column: str, bad: NDArray[np.bool_], source: pa.Array) -> Fault | None:
+    def _fault(column: str, bad: Mask, source: pa.Array) -> Fault | None:
         cure = "correct the row, or give its format (time.format, --time-format)"
-        return _fault(column, bad, source, f"is not a time like the others; {cure}")
-
-
-def to_keys(
-    array: pa.Array,
-    spec: IdSpec,
-    encoding: IdEncoding,
-    *,
-    flat: FlatKeys | None = None,
-) -> tuple[Keys, Fault | None]:
-    """Returns the keys of one feature. A missing value is a missing key; a missing list is an empty one.
-
-    flat: reads the values, without lists; if None, `flat_keys` does. Raises ValueError if the column's shape does not
-    fit `spec.kind`.
-    """
-    source = array = plain(array)
-    flat, no_list = flat or flat_keys, None
-    if spec.separator == JSON_LISTS and is_text(array.type):
-        array, bad = json_lists(array)
-        no_list = _fault(spec.column, bad, source, "is not a JSON array of ids; correct the row")
-    elif spec.separator is not None and is_text(array.type):
-        array = pc.split_pattern(pc.if_else(pc.equal(array, ""), pa.scalar(None, array.type), array), spec.separator)
-    if is_list(array.type) == (spec.kind == "one_hot"):
-        cure = "set kind: multi_hot or sequence" if spec.kind == "one_hot" else "give a separator, or set kind: one_hot"
-        raise ValueError(f"column {spec.column!r} has type {array.type}, which does not fit kind {spec.kind}; {cure}")
-    if spec.kind == "one_hot":
-        return flat(array, spec.column, encoding)
-    lengths = filled(pc.list_value_length(array), 0)
-    row_splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    keys, fault = flat(plain(pc.list_flatten(array)), spec.column, encoding)
-    keys = replace(keys, row_splits=row_splits)
-    if fault is not None:
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        bad_rows, first_keys = np.unique(rows[fault.rows], return_index=True)
-        first = dict(zip(bad_rows.tolist(), np.flatnonzero(fault.rows)[first_keys].tolist(), strict=True))
-        bad, describe = np.isin(np.arange(len(lengths)), bad_rows), fault.describe
-        fault = Fault(spec.column, bad, lambda row: describe(first[row]))
-    return keys, _either(no_list, fault)
-
-
-def _either(one: Fault | None, other: Fault | None) -> Fault | None:
-    """Returns the fault of the rows of two faults in one column."""
-    if one is None or other is None:
-        return one or other
-    return Fault(one.column, one.rows | other.rows, lambda row: (one if one.rows[row] else other).describe(row))
-
-
-def json_lists(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Returns the lists of text in JSON arrays, numbers as they are written, and a mask of what is no such array."""
-    lists: list[list[str | None] | None] = []
-    bad = np.zeros(len(array), np.bool_)
-    decode = json.JSONDecoder(parse_int=str, parse_float=str).decode
-    for row, text in enumerate(array.to_pylist()):
-        try:
-            found = decode(text) if text else None
-        except (ValueError, RecursionError):
-            found = ""
-        is_list = isinstance(found, list) and all(item is None or isinstance(item, str) for item in found)
-        bad[row] = found is not None and not is_list
-        lists.append(None if bad[row] else found)
-    return pa.array(lists, pa.list_(pa.string())), bad
-
-
-def default_encoding(kind: pa.DataType, spec: IdSpec) -> IdEncoding:
-    """Returns how ids of an Arrow type are held if `spec.type` does not say so.
-
-    Raises ValueError for types that cannot be ids: structs, maps, intervals.
-    """
-    kind = value_type(kind)
-    if spec.type == "text":
-        return "bytes"
-    if pa.types.is_uint64(kind):
-        return "uint64"
-    if pa.types.is_decimal(kind):
-        return "int" if kind.scale == 0 and kind.precision <= 18 else "bytes"
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
-        return "int"
-    if pa.types.is_temporal(kind) and not pa.types.is_duration(kind) and not pa.types.is_interval(kind):
-        return "int"
-    if is_text(kind) and spec.type == "int":
-        return "int"
-    if is_text(kind) or pa.types.is_null(kind) or _is_binary(kind):
-        return "bytes"
-    raise ValueError(f"column {spec.column!r} has type {kind}, which cannot be an id; make it text or integers first")
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-        or pa.types.is_binary_view(kind)
-        or pa.types.is_fixed_size_binary(kind)
-    )
-
-
-def flat_keys(array: pa.Array, column: str, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
-    """Returns a key for each value of an array without lists."""
-    source, bad = array, np.zeros(len(array), dtype=bool)
-    cure = "set type: text for this column"
-    if pa.types.is_floating(array.type):
-        array, bad = _whole_numbers(array)
-        cure = "an id must be a whole number below 2^53; correct the file, or list the column under dense"
-    if encoding == "bytes":
-        array = pc.if_else(pa.array(bad), pa.scalar(None, array.type), array) if bad.any() else array
-        return text_keys(array), _fault(column, bad, source, f"is not an exact id; {cure}")
-    if is_text(array.type):
-        array, bad = _integers_in(array, encoding)
-    valid = None if array.null_count == 0 else mask_of(array.is_valid())
-    values = _integers(array)
-    if (values.dtype == np.uint64) != (encoding == "uint64"):
-        # Only in prediction: values on one side of zero or of 2^63 have no counterpart in the data set's integers.
-        bad = bad | (values > np.iinfo(np.int64).max if values.dtype == np.uint64 else values < 0)
-        cure = "the data set was prepared from integers of another signedness; cast the column"
-    values = values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64, copy=False)
-    if bad.any():
-        valid = ~bad if valid is None else valid & ~bad
-    return Keys(values, None, valid), _fault(column, bad, source, f"is not an exact integer id; {cure}")
-
-
-def _integers(array: pa.Array) -> NDArray[Any]:
-    """Returns integers of any width, booleans, whole decimals, times and dates as NumPy integers; null as 0."""
-    if pa.types.is_null(array.type) or pa.types.is_decimal(array.type):
-        array = array.cast(pa.int64())
-    elif pa.types.is_boolean(array.type):
-        array = array.cast(pa.uint8())
-    elif pa.types.is_temporal(array.type):
-        array = array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64())
-    return filled(array, 0)
-
-
-def text_keys(array: pa.Array) -> Keys:
-    """Returns the bytes of text or binary values; integers, decimals and times as their text."""
-    if not _is_binary(array.type):
-        array = array.cast(pa.large_string())
-    return keys_from_arrow(array.cast(pa.large_binary()))
-
-
-def _integers_in(array: pa.Array, encoding: IdEncoding) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Returns text as integers, and a mask of text that means none."""
-    if encoding == "int":
-        with suppress(pa.ArrowInvalid):
-            numbers = pc.cast(array, pa.int64())
-            padded = pc.and_(pc.starts_with(array, "0"), pc.greater(pc.binary_length(array), 1))
-            if not pc.any(padded).as_py():  # Arrow also reads 0x1f
-                return numbers, np.zeros(len(array), np.bool_)
-    encoded = array.dictionary_encode()
-    found = [integer_of(text.as_py(), encoding) for text in encoded.dictionary]
-    numbers = pa.array(found, pa.uint64() if encoding == "uint64" else pa.int64()).take(encoded.indices)
-    return numbers, mask_of(array.is_valid()) & mask_of(numbers.is_null())
-
-
-def integer_of(text: str, encoding: IdEncoding) -> int | None:
-    """Returns the integer id that a text means beyond doubt, to training as to scoring: to a column of integers " 12",
-    "012" and "12.0" are 12. None if it means none, or one that has too many bits."""
-    text = text.strip()
-    if encoding == "hex":
-        return int(text, 16) if re.fullmatch(HEX, text) else None
-    if re.fullmatch(INTEGER, text):
-        number = int(text) if len(text) <= MAX_DIGITS else None
-    elif re.fullmatch(NUMBER, text, re.ASCII) and (decimal := Decimal(text)).adjusted() < MAX_DIGITS:
-        number = int(decimal) if decimal == decimal.to_integral_value() else None
-    else:
-        return None
-    low, high = (0, 2**64) if encoding == "uint64" else (-(2**63), 2**63)
-    return number if number is not None and low <= number < high else None
-
-
-def _whole_numbers(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Returns floats as int64, NaN as missing (as pandas writes missing integers), and a mask of inexact ones."""
-    values = filled(array, np.nan).astype(np.float64)
-    missing = np.isnan(values)
-    bad = ~missing & ~((np.floor(values) == values) & (np.abs(values) < MAX_EXACT_FLOAT))
-    whole = np.where(missing | bad, 0, values).astype(np.int64)
-    return pa.array(whole, mask=missing), bad
+        return fault_of(column, bad, source, f"is not a time like the others; {cure}")
 
 
 def cast_each(array: pa.Array, target: pa.DataType) -> pa.Array:
@@ -590,23 +765,16 @@ def _castable(array: pa.Array, target: pa.DataType) -> bool:
 
 
 def filled(array: pa.Array, value: float) -> NDArray[Any]:
-    """Returns numbers as NumPy, null as `value`. Without nulls it makes no copy, which `fill_null` would."""
+    """Numbers as NumPy, null as `value`. Without nulls it makes no copy, which `fill_null` would."""
     numbers: NDArray[Any] = (array.fill_null(value) if array.null_count else array).to_numpy(zero_copy_only=False)
     return numbers
 
 
-def mask_of(array: Any) -> NDArray[np.bool_]:
-    """Returns a boolean Arrow array as a NumPy mask of its own memory, null as False."""
+def mask_of(array: Any) -> Mask:
+    """A boolean Arrow array as a NumPy mask of its own memory, null as False."""
     return np.array(pc.coalesce(array, pa.scalar(value=False)).to_numpy(zero_copy_only=False), dtype=bool)
 
 
-def _fault(column: str, bad: NDArray[np.bool_], source: pa.Array, reason: str) -> Fault | None:
-    """Returns a fault whose sentence shows the value as it was found."""
-    if not bad.any():
-        return None
-    return Fault(column, bad, lambda row: f"{_shown(source[row].as_py())} {reason}")
-
-
-def _shown(value: Any) -> str:
-    text = "an empty value" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def valid(array: pa.Array) -> Mask:
+    """A mask of the cells that are not null."""
+    return mask_of(array.is_valid())

@@ -1,21 +1,106 @@
-"""Ids by code: text columns as Parquet's dictionary pages and the categories of pandas and polars have them.
+"""Ids of a feature as `Keys`, or by code, as Parquet's dictionary pages and categories of pandas and polars have them.
 
-`DictionaryReader` makes them of Arrow's dictionary arrays; `key_hashes` and `column_of` take columns coded or not.
+`cells.py` says which ids cells mean; here they get row splits, and a sentence of what is wrong. `DictionaryReader`
+makes coded keys of Arrow's dictionary arrays; `key_hashes` and `column_of` take columns coded or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hotrow.data.cells import filled, is_text, mask_of, plain, text_keys, without_missing
-from hotrow.data.chunk import Keys, take_keys
+from hotrow.data.cells import (
+    NO_LIST,
+    Column,
+    Fault,
+    IdEncoding,
+    fault_of,
+    filled,
+    ids,
+    is_binary,
+    is_list,
+    is_text,
+    is_time,
+    lists,
+    no_id,
+    plain,
+    shown,
+    valid,
+    value_type,
+    without_missing,
+)
+from hotrow.data.chunk import KeyKind, Keys, keys_from_arrow, take_keys
 from hotrow.data.native import GOLDEN, count_codes, hash_keys
+
+IdSpec: TypeAlias = Any
+"""How a column holds ids: a schema's `CategoricalSpec`."""
+
+
+def to_keys(column: Column, spec: IdSpec, encoding: IdEncoding) -> tuple[Keys, Fault | None]:
+    """Returns the keys of one feature, and which of its cells are no ids. A missing value is a missing key; a missing
+    list is an empty one."""
+    if spec.kind == "one_hot":
+        found, bad = ids(column, encoding)
+        return keys_from_arrow(found), fault_of(spec.column, bad, column, no_id(column))
+    items, splits, no_list = lists(column, spec.separator)
+    found, bad = ids(items, encoding)
+    keys = replace(keys_from_arrow(found), row_splits=splits)
+    if not (bad.any() or no_list.any()):
+        return keys, None
+    places = np.flatnonzero(bad)
+    of_items = np.searchsorted(splits, places, side="right") - 1
+    rows = no_list.copy()
+    rows[of_items] = True
+
+    def describe(row: int) -> str:
+        if no_list[row]:
+            return f"{shown(column, row)} {NO_LIST}"
+        return f"{shown(items, int(places[np.searchsorted(of_items, row)]))} {no_id(items)}"
+
+    return keys, Fault(spec.column, rows, len(places) + int(no_list.sum()), describe)
+
+
+def text_keys(array: pa.Array) -> Keys:
+    """Returns the bytes of text or binary values."""
+    return keys_from_arrow(ids(array, "bytes")[0])
+
+
+def kind_of(encoding: IdEncoding) -> KeyKind:
+    return "bytes" if encoding == "bytes" else "int"
+
+
+def check_shape(kind: pa.DataType, spec: IdSpec) -> None:
+    """Raises ValueError if a column of this type does not fit `spec.kind`."""
+    if (is_list(kind) or (spec.separator is not None and is_text(kind))) == (spec.kind == "one_hot"):
+        cure = "set kind: multi_hot or sequence" if spec.kind == "one_hot" else "give a separator, or set kind: one_hot"
+        raise ValueError(f"column {spec.column!r} has type {kind}, which does not fit kind {spec.kind}; {cure}")
+
+
+def default_encoding(kind: pa.DataType, spec: IdSpec) -> IdEncoding:
+    """Returns how ids of an Arrow type are held if `spec.type` does not say so.
+
+    Raises ValueError for types that cannot be ids: structs, maps, intervals.
+    """
+    kind = value_type(kind)
+    if spec.type == "text":
+        return "bytes"
+    if pa.types.is_uint64(kind):
+        return "uint64"
+    if pa.types.is_decimal(kind):
+        return "int" if kind.scale == 0 and kind.precision <= 18 else "bytes"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or is_time(kind):
+        return "int"
+    if is_text(kind) and spec.type == "int":
+        return "int"
+    if is_text(kind) or pa.types.is_null(kind) or is_binary(kind):
+        return "bytes"
+    raise ValueError(f"column {spec.column!r} has type {kind}, which cannot be an id; make it text or integers first")
+
 
 MAX_ENTRIES_PER_ROW = 4
 """A dictionary with more entries per row than this is written out, because most of it would be looked up in vain."""
@@ -118,8 +203,8 @@ class DictionaryReader:
         # The last dictionary is kept alive, so nothing else can have its address.
         if seen is None or _addresses(seen.dictionary) != _addresses(dictionary):
             keys = text_keys(pa.concat_arrays([dictionary, pa.nulls(1, dictionary.type)]))
-            kept = without_missing(dictionary, self._missing)
-            lost = mask_of(kept.is_null()) if kept.null_count else None
+            kept: Any = without_missing(dictionary, self._missing)
+            lost = ~valid(kept) if kept.null_count else None
             self._seen[name] = seen = _Seen(dictionary, keys, lost)
         codes = filled(array.indices.cast(pa.int64()), len(dictionary))
         if seen.lost is not None:

@@ -47,8 +47,8 @@ from hotrow.base.files import (
 )
 from hotrow.base.records import STRICT, Count, Document, short
 from hotrow.base.version import __version__
-from hotrow.data.cells import text_keys
 from hotrow.data.chunk import Keys
+from hotrow.data.coded import text_keys
 from hotrow.data.native import hash_keys
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.export import export as whole

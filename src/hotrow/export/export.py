@@ -8,11 +8,11 @@
       model.py                       the network, in plain torch
       dense.onnx                     if asked for: the network, in ONNX (dense.py)
       transforms/<name>.py           the transforms that compute inputs from raw values
-      score.py  seen.py  README.md   raw rows -> scores, with torch and pyarrow alone; how to use it
+      score.py  cells.py  seen.py  README.md   raw rows -> scores, with torch and pyarrow alone; how to use it
 
 It is made from a checkpoint and the vocabularies beside it, all in pieces: memory does not grow with tables or
 vocabularies. The folder appears when it is complete, and follows the umask, since it is made to be given away.
-docs/export.md is its specification. score.py here, data/seen.py and the files of data/transforms are copied as they
+docs/export.md is its specification. score.py here, cells.py, seen.py and the transforms in data/ are copied as they
 are, README.md is made of guide.md, and model.py is plain.py followed by the model's own file and by the `scores` of its
 objective. delta.py beside this file writes what changed since an earlier export.
 """
@@ -52,7 +52,8 @@ from hotrow.base.progress import ProgressCallback, ProgressMeter
 from hotrow.base.records import STRICT, Count, Document, short
 from hotrow.base.version import __version__
 from hotrow.config.schema import Config
-from hotrow.data.cells import OTHER_BLANKS, is_plain, written_pattern
+from hotrow.data import cells
+from hotrow.data.cells import PLAIN, Written, is_plain
 from hotrow.data.chunk import Keys
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.reader import PackedDataset
@@ -60,7 +61,7 @@ from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.prepare import RawRows, raw_rows
 from hotrow.data.prepare.statistics import Statistics
 from hotrow.data.seen import Seen
-from hotrow.data.sources.schema import DenseSpec, Schema
+from hotrow.data.sources.schema import Schema
 from hotrow.data.transforms import Transform, source_of
 from hotrow.export.dense import DENSE, check_packages, write_dense
 from hotrow.export.rows import FORMATS, RowFormat, StoredRows
@@ -91,9 +92,9 @@ from hotrow.tables import TableConfig
 FORMAT_VERSION = 1
 EXPORT, WEIGHTS, NETWORK, SCORE, README = "export.json", "model.safetensors", "model.py", "score.py", "README.md"
 STATISTICS = "statistics.safetensors"
-SEEN, CHAIN = "seen.py", "chain.json"
+SEEN, CELLS, CHAIN = "seen.py", "cells.py", "chain.json"
 FOLDERS = ("tables", "vocab", "transforms")
-_OWN_FILES = (EXPORT, WEIGHTS, NETWORK, DENSE, SCORE, SEEN, README, STATISTICS, CHAIN)
+_OWN_FILES = (EXPORT, WEIGHTS, NETWORK, DENSE, SCORE, SEEN, CELLS, README, STATISTICS, CHAIN)
 OWN_NAMES = (*_OWN_FILES, *FOLDERS)
 """What an interrupted export may have left. export.json is written last and makes the export complete."""
 ALIGNMENT = 4096
@@ -407,12 +408,13 @@ def _to_arrow(keys: Keys) -> pa.Array:
 
 
 def _write_guide(folder: Path, name: str, model: ModelSpec) -> dict[str, FileRecord]:
-    """Writes model.py, score.py, seen.py and README.md; returns their sizes and checksums."""
+    """Writes model.py, score.py, seen.py, cells.py and README.md; returns their sizes and checksums."""
     guide = Path(__file__).with_name("guide.md").read_text("utf-8")
     texts = {
         NETWORK: network_source(model.name, model.trained_for),
         SCORE: Path(__file__).with_name("score.py").read_text("utf-8"),
         SEEN: inspect.getsource(sys.modules[Seen.__module__]),
+        CELLS: inspect.getsource(cells),
         README: guide.format(name=name, model=model.name.upper(), version=__version__, score=model.trained_for.score),
     }
     return _write_texts(folder, texts)
@@ -544,18 +546,8 @@ def _computed(made: RawRows) -> tuple[dict[str, Any], ...]:
 def _written(column: str, made: RawRows | None) -> dict[str, Any]:
     """Returns how numbers of a column are written in text; nothing if plainly."""
     specs = () if made is None else made.schema.dense
-    spec = next((spec for spec in specs if spec.column == column), DenseSpec(column=column))
-    if is_plain(spec):
-        return {}
-    signs = [sign for sign in (spec.unit, " ", spec.thousands) if sign is not None]
-    return {
-        "written": {
-            "pattern": written_pattern(spec),
-            "blanks": list(OTHER_BLANKS),
-            "remove": signs,
-            "decimal": spec.decimal,
-        }
-    }
+    spec = next((spec for spec in specs if spec.column == column), PLAIN)
+    return {} if is_plain(spec) else {"written": {name: getattr(spec, name) for name in Written._fields}}
 
 
 def _usual(seen: Seen | None) -> dict[str, Any] | None:
@@ -578,10 +570,9 @@ def _feature(feature: Feature, made: RawRows | None) -> dict[str, Any]:
 
 def _ids(column: str, made: RawRows) -> dict[str, Any]:
     """Returns how raw values of a column become ids."""
-    encoding = made.encodings[column]
+    encoding = "hex" if made.source == "criteo" else made.encodings[column]
     spec = next(each for each in made.schema.id_columns if each.column == column)
-    base = 16 if made.source == "criteo" else 10
-    found: dict[str, Any] = {"keys": encoding, **({} if encoding == "bytes" else {"base": base})}
+    found: dict[str, Any] = {"keys": encoding}
     found |= {} if spec.kind == "one_hot" else {"kind": spec.kind, "separator": spec.separator}
     return found if spec.buckets is None else found | {"buckets": list(spec.buckets), **_written(column, made)}
 

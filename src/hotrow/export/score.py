@@ -4,9 +4,9 @@
     python FOLDER/score.py ROWS.parquet                                     # prints one score per row
 
 FOLDER is what `hotrow export` wrote, and this file is its score.py: how raw values become rows and scores. model.py
-beside it is the network, transforms/ are functions of numbers, and seen.py counts what the rows hold. All are meant to
-be read and to be taken over into other systems. They read export.json, the weights and the vocabularies, and nothing
-else, and hold whole tables and vocabularies in memory.
+beside it is the network, cells.py says what a cell means, transforms/ are functions of numbers, and seen.py counts what
+the rows hold. All are meant to be read and to be taken over into other systems. They read export.json, the weights and
+the vocabularies, and nothing else, and hold whole tables and vocabularies in memory.
 
 Any value gets a score: what is no id or number of its column is missing. A table without a vocabulary takes row
 numbers, and refuses anything else.
@@ -18,12 +18,10 @@ import hashlib
 import importlib.util
 import json
 import math
-import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from datetime import UTC, date, datetime, timedelta
-from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +35,12 @@ Rows = dict[str, tuple[Tensor, Tensor]]
 """By feature: row numbers of all samples, one after another, and where each sample's begin, [B + 1]."""
 
 
-NUMBER = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
-HEX = r"[0-9a-fA-F]{1,8}"
-MAX_DIGITS = 20
-"""No id of 64 bits has more."""
-MAX_EXACT_FLOAT = 2**53
-
-
 ABOUT_DENSE = ("name", "transform", "missing", "written")
 """What export.json says of a dense column besides the options of its transform."""
 
 
 STORED = {"float32": (torch.float32, 0), "bf16": (torch.bfloat16, 0), "int8": (torch.uint8, 8)}
 """By `stored_as` of a table: the type of its tensor, and how many columns this has besides those of the table."""
-
-
-class UnreadableError(ValueError):
-    """A value that is not of its column's kind."""
 
 
 class Scorer:
@@ -76,7 +63,7 @@ class Scorer:
                 columns = pyarrow.parquet.read_table(folder / vocabulary["file"])
                 pairs = zip(columns["key"].to_pylist(), columns["row"].to_pylist(), strict=True)
                 self.vocabularies[name] = dict(pairs)
-        self._counting = load_module(folder / "seen.py")
+        self._counting, self._cells = load_module(folder / "seen.py"), load_module(folder / "cells.py")
         self._counts = Counts(self.about["statistics"], folder / "statistics.safetensors")
         paths = (folder / "transforms").glob("*.py")
         self._transforms = {path.stem: getattr(load_module(path), path.stem) for path in paths}
@@ -119,7 +106,8 @@ class Scorer:
                 raise ValueError(f"column {name!r} is missing; pass it, with None for each missing value")
             if len(columns[name]) != (num_rows := len(columns[self.columns[0]])):
                 raise ValueError(f"column {name!r} has {len(columns[name])} rows, {self.columns[0]!r} has {num_rows}")
-        columns = {name: [self._with_null(value) for value in values] for name, values in columns.items()}
+        missing = self.about.get("missing", ())
+        columns = {name: self._cells.without_missing([*columns[name]], missing) for name in self.columns}
         usual = self.about["usual"] or {"of": "val", "columns": None, "ranges": {}}
         self.seen = self._counting.Seen(usual["columns"], usual["ranges"], of=usual["of"])
         unreadable: dict[str, int] = {}
@@ -139,12 +127,6 @@ class Scorer:
         num_rows = len(next(iter(rows.values()))[1]) - 1
         return torch.stack(dense, 1) if dense else torch.empty(num_rows, 0), self._look(rows)
 
-    def _with_null(self, value: Any) -> Any:
-        """Returns None for text that means a missing value, also within lists; any other value as it is."""
-        if isinstance(value, list):
-            return [self._with_null(item) for item in value]
-        return None if isinstance(value, str) and value.strip(" ") in self.about.get("missing", ()) else value
-
     def _computed(self, made: dict[str, Any], columns: Mapping[str, Sequence[Any]]) -> tuple[list[Any], int]:
         """Returns a column that is computed from others, None where it is missing, and how many of their values could
         not be read."""
@@ -154,14 +136,14 @@ class Scorer:
         for column in made["columns"]:
             values = columns[column["name"]]
             if "keys" not in column:
-                argument, count = numbers_of(column, [*map(seconds_of, values)])
+                argument, count = self._numbers(column, self._cells.as_seconds(values))
             elif "kind" not in column:
                 argument, count = self._hashes(column, values)
             else:
-                bags, count = readable_lists(column, values)
-                lists.append(bags)
-                hashes, _ = self._hashes(column, [value for bag in bags for value in bag])
-                argument = hashes, np.cumsum([0, *map(len, bags)])
+                items, splits, no_list = self._cells.lists(values, column.get("separator"))
+                keys, count = self._keys(column, items)
+                lists.append([keys[first:end] for first, end in pairwise(splits.tolist())])
+                argument, count = (hashes_of(keys), splits), count + int(no_list.sum())
             arguments.append(argument)
             unreadable += count
         found = self._transforms[made["transform"]](*arguments, **made["options"])
@@ -175,7 +157,7 @@ class Scorer:
     def _dense(self, column: dict[str, Any], values: Sequence[Any], unreadable: int) -> Tensor:
         """Returns the inputs of a dense column. unreadable: how many values of what it is computed from were not
         read."""
-        numbers, more = numbers_of(column, values)
+        numbers, more = self._numbers(column, values)
         # Rounded to float32 before and after the transform, not between.
         options = {name: value for name, value in column.items() if name not in ABOUT_DENSE}
         x = self._transforms[column["transform"]](numbers.astype(np.float32).astype(np.float64), **options)
@@ -199,58 +181,50 @@ class Scorer:
         """Returns the 64-bit hash of each value of a column of single ids, uint64 [n], and how many of them could not
         be read."""
         values, unreadable = self._in_buckets(feature, values)
-        keys, more = keys_of(feature, values)
-        hashes = [HASH_OF_MISSING if key is None else hash_of(key) for key in keys]
-        return np.array(hashes, np.uint64), unreadable + more
+        keys, more = self._keys(feature, values)
+        return hashes_of(keys), unreadable + more
+
+    def _numbers(self, column: dict[str, Any], values: Sequence[Any]) -> tuple[Any, int]:
+        """Returns values as float64 [n], NaN if one is missing or no number, and how many are no numbers."""
+        numbers, bad = self._cells.numbers(values, self._cells.Written(**column.get("written", {})))
+        return numbers, int(bad.sum())
+
+    def _keys(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[list[bytes | int | None], int]:
+        """Returns the ids that values mean, None if one is missing or none, and how many mean none."""
+        keys, bad = self._cells.ids(values, feature["keys"])
+        return keys.to_pylist(), int(bad.sum())
 
     def _in_buckets(self, feature: dict[str, Any], values: Sequence[Any]) -> tuple[Sequence[Any], int]:
         """Returns the ids of a feature of buckets, and how many values could not be read; of others, their values."""
         if feature.get("buckets") is None:
             return values, 0
-        numbers, unreadable = numbers_of(feature, values)
+        numbers, unreadable = self._numbers(feature, values)
         return self._transforms["bucketize"](numbers, boundaries=feature["buckets"]).tolist(), unreadable
 
     def _rows(self, feature: dict[str, Any], values: Sequence[Any], unreadable: int) -> tuple[Tensor, Tensor]:
         """Returns the row numbers of a feature, and where each sample's begin. unreadable: as for `_dense`."""
-        rows, missing = [], []
         values, more = self._in_buckets(feature, values)
-        unreadable += more
-        bags: list[list[Any]] = []
-        for value in values:
-            try:
-                bags.append([value] if feature["kind"] == "one_hot" else list_of(feature, value))
-            except UnreadableError:
-                unreadable += 1
-                bags.append([])
-        for i, value in ((i, value) for i, bag in enumerate(bags) for value in bag):
-            try:
-                rows.append(self._row(feature, value, i))
-            except UnreadableError:
-                unreadable, value = unreadable + 1, None
-                rows.append(self._row(feature, None, i))
-            missing.append(is_missing(value))
-        if self.tables[feature["table"]]["vocabulary"] is not None:  # else row 0 is a row like any other
-            self.seen.add_ids(feature["name"], np.array(rows), np.array(missing, bool), unreadable=unreadable)
-        offsets = np.cumsum([0, *map(len, bags)])
-        return torch.tensor(rows, dtype=torch.int64), torch.from_numpy(offsets)
-
-    def _row(self, feature: dict[str, Any], value: Any, i: int) -> int:
-        """Returns the row of a value in row i of a feature."""
+        items, splits, no_list = values, np.arange(len(values) + 1), np.zeros(0)
+        if feature["kind"] != "one_hot":
+            items, splits, no_list = self._cells.lists(values, feature.get("separator"))
         table = self.tables[feature["table"]]
-        about, num_rows = table["vocabulary"], table["num_embeddings"]
-        if about is None:
-            (number,), _ = keys_of({**feature, "keys": "int"}, [value])
-            if not isinstance(number, int) or not 0 <= number < num_rows:
-                where = f"column {feature['name']!r}, row {i}: {value!r}"
-                raise ValueError(f"{where} is no row of its table; pass an integer from 0 to {num_rows - 1}")
-            return number
-        if is_missing(value):
+        keys, bad = self._keys({"keys": "int", **feature}, items)
+        if (about := table["vocabulary"]) is None:
+            rows = [row_number(feature, table, key, items[i], i, splits) for i, key in enumerate(keys)]
+        else:
+            rows = [self._row(feature["table"], about, key) for key in keys]
+            missing = np.array([key is None for key in keys], bool)
+            unreadable += more + bad + int(no_list.sum())
+            self.seen.add_ids(feature["name"], np.array(rows), missing, unreadable=unreadable)
+        return torch.tensor(rows, dtype=torch.int64), torch.from_numpy(splits)
+
+    def _row(self, table: str, about: dict[str, Any], key: bytes | int | None) -> int:
+        """Returns the row of an id."""
+        if key is None:
             return int(about["missing_row"])
-        key = key_of(feature, value)
         if (cap := about["hash_cap"]) is not None:
             key = (key if isinstance(key, int) else hash_of(key)) % cap
-        row: int = self.vocabularies[feature["table"]].get(key, about["unknown_row"])
-        return row
+        return int(self.vocabularies[table].get(key, about["unknown_row"]))
 
     def _look(self, rows: Rows) -> Any:
         """Returns pooled rows [B, sum of D]; for a network that takes every id's row ([all, D], offsets) by feature."""
@@ -334,179 +308,24 @@ def read_about(path: Path) -> dict[str, Any]:
     return about
 
 
-def plain_number(column: dict[str, Any], value: Any) -> Any:
-    """Returns text that is written as the column's numbers are ("$1,234.50") as a plain number ("1234.50").
-
-    Other text becomes "?", which is no number; what is not text, and text of columns of plain numbers, stays as it is.
-    """
-    written = column.get("written")
-    if written is None or not isinstance(value, str):
-        return value
-    for blank in written["blanks"]:
-        value = value.replace(blank, " ")
-    value = value.strip()
-    if re.fullmatch(written["pattern"], value, re.ASCII) is None:
-        return "?"
-    for sign in written["remove"]:
-        value = value.replace(sign, "")
-    return value.replace(written["decimal"], ".")
-
-
-def is_missing(value: Any) -> bool:
-    """Returns whether a value is None, a NaN, or an empty list in a column of single values."""
-    is_nan = isinstance(value, float | np.floating) and bool(np.isnan(value))
-    return value is None or is_nan or (isinstance(value, list) and not value)
-
-
-def number_of(value: Any) -> float | None:
-    """Returns the number that a value means, NaN if it is missing; None if it is no finite float32."""
-    value = single(value)
-    if is_missing(value):
-        return math.nan
-    if isinstance(value, str):
-        value = value.strip() if re.fullmatch(NUMBER, value.strip()) else None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    with np.errstate(over="ignore"):
-        return number if np.isfinite(np.float32(number)) else None
-
-
-def numbers_of(column: dict[str, Any], values: Sequence[Any]) -> tuple[Any, int]:
-    """Returns values as float64 [n], NaN if one is missing or no number, and how many are no numbers."""
-    numbers = [number_of(plain_number(column, value)) for value in values]
-    found = np.array([math.nan if number is None else number for number in numbers], np.float64)
-    return found, numbers.count(None)
-
-
-def seconds_of(value: Any) -> Any:
-    """Returns a time or a date as unix seconds, rounded down to microseconds; any other value as it is."""
-    if not isinstance(value, date):
-        return value
-    if not isinstance(value, datetime):
-        value = datetime(value.year, value.month, value.day)
-    return (value - datetime(1970, 1, 1, tzinfo=value.tzinfo and UTC)) // timedelta(microseconds=1) / 1e6
-
-
-def list_of(feature: dict[str, Any], value: Any) -> list[Any]:
-    """Returns the ids in one value of a list feature."""
-    if is_missing(value) or (isinstance(value, str) and not value):
-        return []
-    if isinstance(value, str):
-        if feature.get("separator") == "json":
-            return json_list(value)
-        return [value] if feature.get("separator") is None else value.split(feature["separator"])
-    return [*value] if isinstance(value, Sequence) or hasattr(value, "__len__") else [value]
-
-
-def json_list(text: str) -> list[Any]:
-    """Returns the ids in a JSON array, numbers as they are written. Raises UnreadableError if it is no such array."""
-    try:
-        found = json.loads(text, parse_int=str, parse_float=str)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, list) or not all(item is None or isinstance(item, str) for item in found):
-        raise UnreadableError(f"{text!r} is not a JSON array of ids")
-    return found
-
-
-def readable_lists(feature: dict[str, Any], values: Sequence[Any]) -> tuple[list[list[Any]], int]:
-    """Returns the lists of a column, with None for ids that cannot be read, and how many ids and lists cannot."""
-    bags: list[list[Any]] = []
-    unreadable = 0
-    for value in values:
-        try:
-            bags.append(list_of(feature, value))
-        except UnreadableError:
-            unreadable += 1
-            bags.append([])
-        keys, more = keys_of(feature, bags[-1])
-        bags[-1] = [None if key is None else each for key, each in zip(keys, bags[-1], strict=True)]
-        unreadable += more
-    return bags, unreadable
-
-
-def single(value: Any) -> Any:
-    """Returns the value in a list of one, None for an empty list, and a longer list as text."""
-    if not isinstance(value, list):
-        return value
-    return None if not value else single(value[0]) if len(value) == 1 else str(value)
-
-
-def text_of(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-
-
-def integer_of(value: Any, feature: dict[str, Any]) -> int:
-    """Returns the integer id that a value means: 12, 12.0, " 12" and "012" are 12. Raises UnreadableError if none."""
-    if isinstance(value, str | bytes | Decimal):
-        text = text_of(value).strip()
-        if feature.get("base") == 16:
-            if re.fullmatch(HEX, text):
-                return int(text, 16)
-        elif re.fullmatch(r"0|-?[1-9][0-9]*", text):
-            if len(text) <= MAX_DIGITS:
-                return int(text)
-        elif re.fullmatch(NUMBER, text) and is_whole(number := Decimal(text)):
-            return int(number)
-    elif isinstance(value, float | np.floating):
-        if float(value).is_integer() and abs(float(value)) < MAX_EXACT_FLOAT:
-            return int(value)
-    elif hasattr(value, "__index__"):
-        return int(value)
-    raise UnreadableError(f"{value!r} is not an integer id")
-
-
-def is_whole(number: Decimal) -> bool:
-    """Returns whether a number is whole and short enough to be an id."""
-    return number.adjusted() < MAX_DIGITS and number == number.to_integral_value()
-
-
-def integer_key(value: Any, feature: dict[str, Any]) -> int:
-    """Returns the id as an int64; from 2^63 up in two's complement. Raises UnreadableError if it has more bits."""
-    number = integer_of(single(value), feature)
-    low, high = (0, 2**64) if feature["keys"] == "uint64" else (-(2**63), 2**63)
-    if not low <= number < high:
-        raise UnreadableError(f"{value!r} is beyond the ids of {feature['name']}")
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def text_key(value: Any) -> bytes:
-    """Returns the UTF-8 of a text, the decimal digits of a whole number, the name of a boolean, others as text."""
-    value = single(value)
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, bool):
-        return str(value).lower().encode()
-    if isinstance(value, float | np.floating) and float(value).is_integer() and abs(float(value)) < MAX_EXACT_FLOAT:
-        return str(int(value)).encode()
-    return str(value).encode()
-
-
-def key_of(feature: dict[str, Any], value: Any) -> bytes | int:
-    """Returns the id that a value means, as its column holds ids. Raises UnreadableError if it means none."""
-    return text_key(value) if feature["keys"] == "bytes" else integer_key(value, feature)
-
-
-def keys_of(feature: dict[str, Any], values: Sequence[Any]) -> tuple[list[bytes | int | None], int]:
-    """Returns the ids that values mean, None if one is missing or none, and how many mean none."""
-    keys: list[bytes | int | None] = []
-    unreadable = 0
-    for value in values:
-        try:
-            keys.append(None if is_missing(single(value)) else key_of(feature, value))
-        except UnreadableError:
-            unreadable += 1
-            keys.append(None)
-    return keys, unreadable
+def row_number(feature: dict[str, Any], table: dict[str, Any], key: Any, value: Any, at: int, splits: Any) -> int:
+    """Returns an id that is a row of its table already. Raises ValueError if it is none."""
+    if key is None or not 0 <= key < table["num_embeddings"]:
+        where = f"column {feature['name']!r}, row {int(np.searchsorted(splits, at, side='right')) - 1}: {value!r}"
+        raise ValueError(f"{where} is no row of its table; pass an integer from 0 to {table['num_embeddings'] - 1}")
+    return int(key)
 
 
 HASH_OF_MISSING = 0x9E3779B97F4A7C15
 
 
+def hashes_of(keys: Sequence[bytes | int | None]) -> Any:
+    """Returns the 64-bit hashes of ids, uint64 [n]."""
+    return np.array([HASH_OF_MISSING if key is None else hash_of(key) for key in keys], np.uint64)
+
+
 def hash_of(key: bytes | int) -> int:
-    """Returns the 64-bit hash of an id, as integer_key or text_key gives it."""
+    """Returns the 64-bit hash of an id, an int64 or bytes."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from hotrow.base.records import describe
-from hotrow.data.cells import IdEncoding, written_pattern
+from hotrow.data.cells import IdEncoding
 from hotrow.data.prepare.prepare import Reading
 from hotrow.data.prepare.statistics import Statistics
 from hotrow.data.seen import Seen
@@ -88,9 +88,10 @@ def reading_of(export: Path, about: Description, work: Path) -> Reading:
 
 def schema_of(export: Path, about: Description) -> Schema:
     """Returns the schema of raw rows, with what scoring needs of it. Raises ValueError, which names the field."""
+    dense: Any = about.dense
     value: dict[str, Any] = {
         "label": [{"column": name} for name in about.labels or (f"label of {about.run}",)],
-        "dense": [{"column": own["name"], **_written(own.get("written"))} for own in about.dense],
+        "dense": [{"column": own["name"], **own.get("written", {})} for own in dense],
         "categorical": [
             {
                 **{"column": own["name"], "kind": own["kind"], "table": own["table"]},
@@ -105,24 +106,7 @@ def schema_of(export: Path, about: Description) -> Schema:
         ],
         "csv": {"null_values": list(about.missing)},
     }
-    schema = parse_schema(value, where=str(export / EXPORT))
-    for spec, own in zip(schema.dense, about.dense, strict=True):
-        written: Any = own.get("written")
-        if written is not None and written["pattern"] != written_pattern(spec):
-            raise ValueError(
-                f"{export / EXPORT}: dense: numbers of {spec.column!r} are written in an unknown way; {CURE}"
-            )
-    return schema
-
-
-def _written(written: Any) -> dict[str, Any]:
-    """Returns the fields of a `DenseSpec` of what is taken out of numbers in text: a unit, blanks, a thousands sign."""
-    if written is None:
-        return {}
-    signs = written["remove"]
-    blank = signs.index(" ")
-    found = {"unit": signs[:blank], "thousands": signs[blank + 1 :]}
-    return {"decimal": written["decimal"], **{name: own[0] for name, own in found.items() if own}}
+    return parse_schema(value, where=str(export / EXPORT))
 
 
 def _computed(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +123,7 @@ def _encodings(about: Description) -> Iterator[tuple[str, IdEncoding]]:
     taken: list[Any] = [column for own in about.transforms for column in own["columns"]]  # type: ignore[union-attr]
     for own in (*about.features, *taken):
         if "keys" in own:
-            yield own["name"], "hex" if own.get("base") == 16 else own["keys"]
+            yield own["name"], own["keys"]
 
 
 def tables_of(about: Description) -> list[TableConfig]:

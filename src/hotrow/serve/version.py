@@ -24,7 +24,7 @@ from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.chunk import RowError
 from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.seen import Seen
-from hotrow.data.sources.tabular import frame_to_arrow
+from hotrow.data.sources.tabular import Mixed, frame_to_arrow
 from hotrow.embedding import EmbeddingCollection
 from hotrow.export.delta import checksum_of
 from hotrow.export.export import DOCUMENT, EXPORT, WEIGHTS, verify_export
@@ -76,7 +76,8 @@ class Version:
         """Scores a row, so that all that is made at first use is there when threads come."""
         if (cells := self._cells) is not None and (found := cells.read({}, [{}], 1)) is not None:
             cells.counts(cells.tally(found))
-        (row,) = self._batches(pa.table({name: pa.nulls(1) for name in self.columns}), Seen(), strict=False)
+        nothing = Mixed(pa.table({name: pa.nulls(1) for name in self.columns}), {})
+        (row,) = self._batches(nothing, Seen(), strict=False)
         # Some models refuse a row without ids, so each feature has one.
         self._outputs(row.dense, KeyedJaggedTensor(names, torch.zeros(len(names), dtype=torch.int64)))
 
@@ -110,26 +111,28 @@ class Version:
 
     def score_frame(self, frame: Any, *, strict: bool) -> tuple[NDArray[np.float32], Seen]:
         """As `score`, of a frame or a dict of columns."""
-        table, seen = frame_to_arrow(frame, values="any"), Seen(None, self.usual.ranges)
+        given, seen = frame_to_arrow(frame, values="any"), Seen(None, self.usual.ranges)
+        found = given if isinstance(given, Mixed) else Mixed(given, {})
+        num_rows, there = len(found), {*found.table.column_names}
         if strict:
-            self._check_columns({*table.column_names})
-        num_rows, there = len(table), {*table.column_names}
-        table = pa.table({name: table[name] if name in there else pa.nulls(num_rows) for name in self.columns})
-        found = [np.empty(self._shape, np.float32)]
+            self._check_columns(there)
+        columns = {name: found.table[name] if name in there else pa.nulls(num_rows) for name in self.columns}
+        table = Mixed(pa.table(columns), {name: own for name, own in found.cells.items() if name in columns})
+        scores = [np.empty(self._shape, np.float32)]
         try:
             for batch in self._batches(table, seen, strict=strict):
-                found.append(self._outputs(batch.dense, batch.sparse))
+                scores.append(self._outputs(batch.dense, batch.sparse))
         except RowError as error:
             said = error.reason.partition("; ")[0]
             raise ValueError(f"column {error.name!r}, row {error.line - 1}: {said}; correct it") from None
         except SampleError as error:
-            raise SampleError(sum(map(len, found)) + error.sample, error.feature, error.reason) from None
+            raise SampleError(sum(map(len, scores)) + error.sample, error.feature, error.reason) from None
         if strict and (unknown := next((name for name, own in seen.columns.items() if own.get("unknown")), None)):
             row = self._first_unknown(table, unknown)
             raise ValueError(f"column {unknown!r}, row {row}: {UNKNOWN}; check how it is written")
-        return np.concatenate(found), seen
+        return np.concatenate(scores), seen
 
-    def _batches(self, table: pa.Table, seen: Seen, *, strict: bool) -> Iterator[Batch]:
+    def _batches(self, table: Mixed, seen: Seen, *, strict: bool) -> Iterator[Batch]:
         if not len(table):
             return iter(())
         values: Any = "strict" if strict else "any"
@@ -140,7 +143,7 @@ class Version:
         if absent := [name for name in self.columns if name not in there]:
             raise ValueError(f"column {absent[0]!r} is missing{nearest(absent[0], sorted(there))}; add it to the rows")
 
-    def _first_unknown(self, table: pa.Table, name: str) -> int:
+    def _first_unknown(self, table: Mixed, name: str) -> int:
         """Returns the first row with an unknown id in a column."""
         low, high = 0, len(table)
         while high - low > 1:

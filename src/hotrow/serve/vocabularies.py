@@ -21,8 +21,9 @@ import pyarrow.parquet
 
 from hotrow.base.door import make_folder, open_file
 from hotrow.base.files import claim
-from hotrow.data.cells import IdEncoding, kind_of, text_keys
+from hotrow.data.cells import IdEncoding
 from hotrow.data.chunk import Keys
+from hotrow.data.coded import kind_of, text_keys
 from hotrow.data.native import hash_keys
 from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, write_vocabulary
 from hotrow.export.export import Description

@@ -381,7 +381,8 @@ class KeptColumns:
         self._left = pa.table({})
         if not columns:
             return
-        reader = open_table(data, schema.csv)
+        # An empty text alone is missing: "NA" may be Namibia.
+        reader = open_table(data, schema.csv.model_copy(update={"null_values": ("",)}), values="any")
         for name in columns:
             if name in scores or name not in reader.schema.names:
                 there = ", ".join(reader.schema.names)

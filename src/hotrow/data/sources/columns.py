@@ -21,16 +21,18 @@ from numpy.typing import NDArray
 
 from hotrow.base.records import nearest
 from hotrow.data.cells import (
+    NO_NUMBER,
+    PLAIN,
+    Column,
     Fault,
     IdEncoding,
     TimeReader,
     as_seconds,
-    default_encoding,
+    check_number,
+    fault_of,
     is_text,
-    kind_of,
-    to_keys,
+    numbers,
     to_label,
-    to_numbers,
     to_weight,
     without_missing,
 )
@@ -48,12 +50,20 @@ from hotrow.data.chunk import (
     most_odd,
     some_keys,
 )
-from hotrow.data.coded import CodedKeys, DictionaryReader, KeyColumns, key_hashes
+from hotrow.data.coded import (
+    CodedKeys,
+    DictionaryReader,
+    KeyColumns,
+    check_shape,
+    default_encoding,
+    key_hashes,
+    kind_of,
+    to_keys,
+)
 from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFormat
 from hotrow.data.sources.inputs import InputFile, find_files, prefetch
 from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
 from hotrow.data.sources.jsonlines import JsonReader, is_json_lines
-from hotrow.data.sources.lenient import lenient_keys, lenient_numbers
 from hotrow.data.sources.schema import CsvSpec, Schema
 from hotrow.data.sources.tabular import (
     TEXT_SUFFIXES,
@@ -84,7 +94,7 @@ class ColumnsSource:
     read with the weight and without the time; "ignored": for rows to predict, whose label, weight and time may be
     absent or hold anything. encodings: how ids were held when a data set was prepared (feature -> `IdEncoding`); if
     None, the columns' types decide. values: "any": a value that is not of its column's kind is missing and no fault,
-    for rows to score (`lenient.py`). skip_bad_rows: how many bad rows may be skipped before one is an error.
+    for rows to score. skip_bad_rows: how many bad rows may be skipped before one is an error.
 
     Raises ValueError naming file and column if a column is missing, differs between files or has a type that does not
     fit its use.
@@ -260,17 +270,18 @@ class ColumnsSource:
             )
         return math.ceil(seconds * per_s)
 
-    def _cells(self, array: pa.Array) -> pa.Array:
+    def _cells(self, column: Column) -> Column:
         """Returns a column with null for each text that means a missing value."""
         is_read = isinstance(self._reader, TextReader | JsonReader)
-        return without_missing(array, self.schema.missing, is_read=is_read)
+        return without_missing(column, self.schema.missing, is_read=is_read)
 
     def _convert(self, file_index: int, rows: Rows, dictionaries: DictionaryReader) -> Chunk:
         for error in rows.bad:
             self._skip(error, file_index)
         batch, lines = rows.batch, rows.lines
+        stored: dict[str, Column] = {n: rows.mixed.get(n, batch.column(i)) for i, n in enumerate(self._columns)}
         with self._naming(file_index):
-            parts, faults = self._columns_of(batch, dictionaries)
+            parts, faults = self._columns_of(stored, dictionaries)
         exact = {*self.schema.label_names, *self.schema.weight_names}
         cells = {f.column: f for f in reversed(faults) if self._share > 0 and f.column not in exact}
         odd = tuple(self._odd_cells(fault, lines, file_index) for fault in cells.values())
@@ -279,7 +290,7 @@ class ColumnsSource:
             kept[found.rows if found.is_row else []] = False
         if not kept.all():
             with self._naming(file_index):
-                parts, _ = self._columns_of(batch.filter(pa.array(kept)), dictionaries)
+                parts, _ = self._columns_of({n: _filtered(own, kept) for n, own in stored.items()}, dictionaries)
             odd = tuple(found.of(kept) for found in odd)
         label, weight, time, dense, keys, unreadable = parts
         position = Position(file_index, rows.end, rows.end, self.skipped.num_rows)
@@ -310,9 +321,10 @@ class ColumnsSource:
         return most_odd(num_rows if is_exact or num_rows < MANY_ROWS else 2 * num_rows, self._share)
 
     def _columns_of(
-        self, batch: pa.RecordBatch, dictionaries: DictionaryReader
+        self, stored: dict[str, Column], dictionaries: DictionaryReader
     ) -> tuple[tuple[Any, Any, Any, Any, KeyColumns, dict[str, int]], list[Fault]]:
-        stored = {name: batch.column(i) for i, name in enumerate(self._columns)}
+        num_rows = len(next(iter(stored.values())))
+        stored = {**stored}
         faults: list[Fault | None] = []
         unreadable: dict[str, int] = {}
         of_inputs = Counter[str]()
@@ -340,9 +352,9 @@ class ColumnsSource:
             arguments: list[Any] = []
             for column, kind in zip(inputs, transform.takes(len(inputs)), strict=True):
                 if kind == "number":
-                    numbers, fault, num_unreadable = self._numbers(as_seconds(stored[column]), column)
+                    found, fault, num_unreadable = self._numbers(as_seconds(stored[column]), column)
                     faults.append(fault)
-                    arguments.append(numbers)
+                    arguments.append(found)
                 else:
                     read, _, num_unreadable = ids_of(column)
                     hashes = key_hashes(read)
@@ -355,11 +367,9 @@ class ColumnsSource:
                 ids[name] = some_keys(lists, made), [], 0
             else:
                 stored[name] = pa.array(made.view(np.int64) if transform.makes == "id" else made, from_pandas=True)
-        dense = np.empty((len(batch), len(self.schema.dense)), dtype=np.float32)
+        dense = np.empty((num_rows, len(self.schema.dense)), dtype=np.float32)
         for i, name in enumerate(self.schema.dense_names):
-            numbers, fault, num_unreadable = self._numbers(stored[name], name)
-            with np.errstate(over="ignore"):
-                dense[:, i] = numbers
+            dense[:, i], fault, num_unreadable = self._numbers(stored[name], name)
             faults.append(fault)
             unreadable[name] = of_inputs[name] + num_unreadable
         keys: dict[str, Keys | CodedKeys] = {}
@@ -369,36 +379,40 @@ class ColumnsSource:
         return (label, weight, time, dense, KeyColumns(keys), unreadable), [f for f in faults if f is not None]
 
     def _ids(
-        self, array: pa.Array, name: str, dictionaries: DictionaryReader
+        self, column: Column, name: str, dictionaries: DictionaryReader
     ) -> tuple[Keys | CodedKeys, list[Fault | None], int]:
         """Returns a column as ids, what is wrong with it, and how many of its values could not be read."""
         feature, encoding = self._id_columns[name], self.encodings[name]
-        if encoding == "bytes" and feature.kind == "one_hot" and pa.types.is_dictionary(array.type):
-            coded = dictionaries(name, array)
+        coding = isinstance(column, pa.Array) and pa.types.is_dictionary(column.type)
+        if encoding == "bytes" and feature.kind == "one_hot" and coding:
+            coded = dictionaries(name, column)
             if coded is not None:
                 return coded, [], 0
-        cells, cut_fault, num_unreadable = self._cells(array), None, 0
+        cells, cut_fault, num_unreadable = self._cells(column), None, 0
         if name in self._cuts:
-            numbers, cut_fault, num_unreadable = self._numbers(array, name)
-            cells = pa.array(self._cuts[name](numbers), from_pandas=True)
-        if self._values == "any":
-            keys, more = lenient_keys(cells, feature, encoding)
-            return keys, [cut_fault], num_unreadable + more
+            found, cut_fault, num_unreadable = self._numbers(column, name)
+            cells = pa.array(self._cuts[name](found), from_pandas=True)
+        elif self._values == "strict" and isinstance(cells, pa.Array):
+            check_shape(cells.type, feature)
         keys, fault = to_keys(cells, feature, encoding)
-        return keys, [cut_fault, fault], num_unreadable
-
-    def _numbers(self, array: pa.Array, column: str) -> tuple[NDArray[np.float64], Fault | None, int]:
-        """Returns a column as numbers, what is wrong with it, and how many of its values could not be read."""
-        spec = next((spec for spec in self.schema.dense if spec.column == column), None)
-        if self._is_quick and is_text(array.type):
-            numbers, fault = to_numbers(array, column, spec)
-            if fault is None:
-                return numbers, None, 0
-        cells = self._cells(array)
         if self._values == "any":
-            numbers, num_unreadable = lenient_numbers(cells, column, spec)
-            return numbers, None, num_unreadable
-        return *to_numbers(cells, column, spec), 0
+            return keys, [], num_unreadable + (0 if fault is None else fault.num_cells)
+        return keys, [cut_fault, fault], 0
+
+    def _numbers(self, column: Column, name: str) -> tuple[NDArray[np.float64], Fault | None, int]:
+        """Returns a column as numbers, what is wrong with it, and how many of its values could not be read."""
+        written = next((spec for spec in self.schema.dense if spec.column == name), PLAIN)
+        if self._is_quick and isinstance(column, pa.Array) and is_text(column.type):
+            found, bad = numbers(column, written)
+            if not bad.any():
+                return found, None, 0
+        cells = self._cells(column)
+        if self._values == "strict" and isinstance(cells, pa.Array):
+            check_number(cells.type, name)
+        found, bad = numbers(cells, written)
+        if self._values == "any":
+            return found, None, int(bad.sum())
+        return found, fault_of(name, bad, cells, NO_NUMBER), 0
 
     def _skipped(
         self, faults: Sequence[Fault], lines: NDArray[np.int64], file_index: int, num_rows: int
@@ -422,6 +436,12 @@ class ColumnsSource:
         self.skipped.add(error)
         if is_last:
             raise with_cure(error)
+
+
+def _filtered(column: Column, kept: NDArray[np.bool_]) -> Column:
+    if isinstance(column, pa.Array):
+        return column.filter(pa.array(kept))
+    return [column[row] for row in np.flatnonzero(kept)]
 
 
 def with_cure(error: RowError) -> RowError:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hotrow.base.machine import usable_cores
 from hotrow.base.records import nearest
-from hotrow.data.cells import JSON_LISTS, MISSING, NUMBER, to_numbers, without_missing
+from hotrow.data.cells import JSON_LISTS, MISSING, NUMBER, numbers, without_missing
 from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.facts import KEEP, ColumnFacts, Guess, is_like, look_at, shown
 from hotrow.data.sources.guess_label import LABEL_RULE, MOSTLY, Labels, find_label, labels_of, other_labels
@@ -365,7 +365,7 @@ def _kind_of_numbers(f: ColumnFacts, column: pa.ChunkedArray, labels: Labels | N
 
 def _numbers(f: ColumnFacts, column: pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Returns the numbers of a column, NaN if a row has none."""
-    return to_numbers(column.combine_chunks(), f.name, DenseSpec.model_validate({"column": f.name, **f.written}))[0]
+    return numbers(column.combine_chunks(), DenseSpec.model_validate({"column": f.name, **f.written}))[0]
 
 
 def _names_rows(f: ColumnFacts, kind: Kind | None, column: pa.ChunkedArray) -> bool:

@@ -1,8 +1,8 @@
 """Reads JSON Lines as a table: one object per line, its members are columns.
 
-Values are text exactly as written, so that no number is rounded on its way (`data/cells.py` parses them); arrays become
-lists of text, members of nested objects become columns named `outer.inner`. A member that a line lacks is a missing
-value. The first lines of the first file, and lines from all over all files, decide which columns there are.
+Values become text, so that no number is rounded on its way (`data/cells.py` reads them); arrays become lists of text,
+members of nested objects become columns named `outer.inner`. A member that a line lacks is a missing value. The first
+lines of the first file, and lines from all over all files, decide which columns there are.
 
 pyarrow.json is not used: it reads 18446744073709551617 and 7.0 as floats, and refuses a number in a column of text.
 """
@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hotrow.data.cells import Column, in_arrow, json_text
 from hotrow.data.chunk import RowError
 from hotrow.data.sources.excerpts import excerpt
 from hotrow.data.sources.inputs import InputFile
@@ -51,7 +52,7 @@ class JsonReader(TableReader):
     """Reads files of JSON Lines, with hive partition columns from their folders.
 
     null_values: texts that mean a missing value, as in delimited text. values: "any": an array in a column of single
-    values is its JSON text, and no fault, as in rows to score.
+    values, one within another and half of a surrogate pair are no faults of a line, as in rows to score.
 
     Raises ValueError naming a file that holds no objects, or one array instead of a line for each row.
     """
@@ -63,7 +64,7 @@ class JsonReader(TableReader):
         *,
         values: Literal["strict", "any"] = "strict",
     ) -> None:
-        self._files, self._values_may_be = files, values
+        self._files, self._halves = files, values == "any"
         self._missing = dict.fromkeys(null_values)
         self.files = tuple(f.info for f in files)
         self._kinds = _columns_of(files)
@@ -80,28 +81,37 @@ class JsonReader(TableReader):
                 if read is None:
                     records, lines, bad = parsed(file, block, self._parse)
                     read = [self._column([record.get(name) for record in records], name) for name in stored]
-                batch = pa.RecordBatch.from_arrays(read, names=stored) if stored else _no_columns(len(lines))
+                arrays = [in_arrow(column) for column in read]
+                batch = pa.RecordBatch.from_arrays(arrays, names=stored) if stored else _no_columns(len(lines))
                 batch = with_partition(batch, file, columns, self._partition_types)
-                yield Rows(batch, np.array(lines, dtype=np.int64), block[-1][0], bad)
+                mixed = {name: own for name, own in zip(stored, read, strict=True) if isinstance(own, list)}
+                yield Rows(batch, np.array(lines, dtype=np.int64), block[-1][0], bad, mixed)
 
-    def _read_alike(self, texts: Sequence[bytes], names: Sequence[str]) -> list[pa.Array] | None:
+    def _read_alike(self, texts: Sequence[bytes], names: Sequence[str]) -> list[Column] | None:
         """Returns the columns of lines if all are good, and quick to see so; else None, and `_parse` must tell."""
         is_plain = _is_plain(texts[0])
         try:
-            records = [_members(text, is_plain=is_plain) for text in texts]
+            records = [_members(text, is_plain=is_plain, halves=self._halves) for text in texts]
             return [self._column([record.get(name) for record in records], name) for name in names]
         except (ValueError, pa.ArrowTypeError):
             return None
 
-    def _column(self, values: list[Any], name: str) -> pa.Array:
-        """Returns one column of members as they were parsed. Raises ArrowTypeError if one does not fit."""
+    def _column(self, values: list[Any], name: str) -> Column:
+        """Returns one column of members as they were parsed, and as they are if values are "any" and one does not fit.
+        Raises ArrowTypeError if they are not."""
         kind = self.schema.field(name).type
         if pa.types.is_list(kind):  # one value is a list of it; Arrow would take text for a list of letters
             values = [[value] if isinstance(value, str | bool) else value for value in values]
         try:
             array = pa.array(values, kind)
-        except pa.ArrowTypeError:
-            array = pa.array([value if value is None else _text(value) for value in values], kind)
+        except (pa.ArrowTypeError, UnicodeEncodeError):
+            values = [_text(value) for value in values]
+            try:
+                array = pa.array(values, kind)
+            except (pa.ArrowTypeError, UnicodeEncodeError):
+                if not self._halves:
+                    raise
+                return values
         if pa.types.is_list(kind) or not self._missing:
             return array
         missing = pc.is_in(array, value_set=pa.array([*self._missing], pa.string()))
@@ -111,15 +121,16 @@ class JsonReader(TableReader):
 
     def _parse(self, text: bytes) -> dict[str, Any]:
         """Returns the values of one line by column. Raises ValueError saying what is wrong with the line."""
-        record = _flat(_load(text))
+        record = _flat(_load(text, halves=self._halves))
         for name, value in record.items():
             is_list = pa.types.is_list(self._kinds.get(name, pa.null()))
             if is_list and not isinstance(value, list) and value is not None:
                 record[name] = [value]
-            elif isinstance(value, list) and not is_list and name in self._kinds:
-                if self._values_may_be == "strict":
+            elif isinstance(value, list) and name in self._kinds and not self._halves:
+                if not is_list:
                     raise ValueError(f"member {name!r} is an array here, and one value in the first lines")
-                record[name] = json.dumps(value, ensure_ascii=False)
+                if any(isinstance(item, list | dict) for item in value):
+                    raise ValueError(f"member {name!r} has an array or an object within its array")
         return record
 
 
@@ -209,29 +220,29 @@ def _note_members(file: InputFile, kinds: dict[str, type[str] | type[list[str]] 
     return "" if good else f"is not JSON Lines: {fault}" if fault else "is empty"
 
 
-def _members(text: bytes, *, is_plain: bool) -> dict[str, Any]:
+def _members(text: bytes, *, is_plain: bool, halves: bool = False) -> dict[str, Any]:
     """Returns the members of one line, those of nested objects under `outer.inner`; some as text, some as parsed.
 
-    is_plain: expects as many colons as members, so that none came twice, and the quicker decoder is enough. Raises
-    ValueError saying what is wrong with the line.
+    is_plain: expects as many colons as members, so that none came twice, and the quicker decoder is enough. halves:
+    text may hold half of a surrogate pair. Raises ValueError saying what is wrong with the line.
     """
     try:
         line = text.decode()
         record, end = (_QUICK_SCAN if is_plain else _DECODER.raw_decode)(line, 0)
-        if end == len(line) and type(record) is dict and not (b"\\u" in text and _has_surrogates(text)):
+        if end == len(line) and type(record) is dict and (halves or not (b"\\u" in text and _has_surrogates(text))):
             if is_plain and text.count(b":") != len(record):
                 record = _DECODER.decode(line)
             return record if text.count(b"{") == 1 else _flat(record)
     except (ValueError, RecursionError, StopIteration):
         pass  # the slow way has the reason
-    return _flat(_load(text))
+    return _flat(_load(text, halves=halves))
 
 
-def _load(text: bytes) -> dict[str, Any]:
+def _load(text: bytes, *, halves: bool = False) -> dict[str, Any]:
     try:
         line = text.decode()
         value = _DECODER.decode(line)
-        if _has_surrogates(text):
+        if not halves and _has_surrogates(text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start + 1} of the line is not UTF-8") from None
@@ -264,9 +275,9 @@ def _constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON; leave a missing number out or write null")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=str, parse_float=str, parse_constant=_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=str, parse_float=json_text, parse_constant=_constant)
 _QUICK_SCAN: Callable[[str, int], tuple[Any, int]] = make_scanner(
-    json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_constant)  # type: ignore[arg-type]  # typeshed
+    json.JSONDecoder(parse_int=str, parse_float=json_text, parse_constant=_constant)  # type: ignore[arg-type]  # typeshed
 )
 """Returns the value that begins at a place in a text, and where it ends; keeps the last of members of one name."""
 
@@ -293,10 +304,6 @@ def _flat(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
     if isinstance(value, list):
-        return [
-            _text(item) if not isinstance(item, dict | list) else json.dumps(item, ensure_ascii=False) for item in value
-        ]
-    return _TEXT_OF[value]
+        return [*map(_text, value)]
+    return value if isinstance(value, str | dict) else _TEXT_OF[value]

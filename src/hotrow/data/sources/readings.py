@@ -24,9 +24,9 @@ from hotrow.data.cells import (
     WHOLE_FLOAT,
     is_text,
     mask_of,
-    parse_written,
+    pattern_of,
     with_plain_blanks,
-    written_pattern,
+    written_numbers,
 )
 from hotrow.data.chunk import most_odd
 from hotrow.data.sources.schema import DenseSpec, Schema
@@ -121,7 +121,7 @@ def _read_text(values: pa.Array, counts: Counts, most: int) -> Reading:
             return Reading("text")
         return reading("float", is_number, _as_numbers(values, is_number))
     for spec in _ways_to_write(with_plain_blanks(values)):
-        numbers, bad = parse_written(values, spec)
+        numbers, bad = written_numbers(values, spec)
         if most_are(~bad):
             signs = {name: sign for name, sign in spec.model_dump(exclude_defaults=True).items() if name != "column"}
             return replace(reading("float", ~bad, numbers.to_numpy(zero_copy_only=False)), written=signs)
@@ -156,7 +156,7 @@ def _ways_to_write(values: pa.Array) -> list[DenseSpec]:
     if num_fit < MOSTLY_FIT * len(texts) or any(re.match(r"[+-]?0\d", text) for text in texts):
         return []
     specs = [DenseSpec(column="", decimal=d, thousands=t, unit=unit) for d, t in WRITTEN_SIGNS]  # type: ignore[arg-type]
-    fits = [(sum(re.fullmatch(written_pattern(spec), text) is not None for text in texts), spec) for spec in specs]
+    fits = [(sum(re.fullmatch(pattern_of(spec), text) is not None for text in texts), spec) for spec in specs]
     fits = [(count, spec) for count, spec in fits if unit or not _is_list(texts, spec)]
     return [spec for _, spec in sorted(fits, key=lambda fit: -fit[0])][:3]
 

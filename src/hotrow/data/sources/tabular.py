@@ -15,7 +15,7 @@ import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -23,11 +23,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from hotrow.data.cells import is_text, value_type
+from hotrow.data.cells import Column, column_of, in_arrow, is_text, value_type
 from hotrow.data.chunk import FileInfo, RowError
 from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFile, ColumnarFormat, open_columnar, told_by_bytes
 from hotrow.data.sources.inputs import InputFile, prefetch
-from hotrow.data.sources.lenient import text_of
 from hotrow.data.sources.schema import CsvSpec
 
 TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".data", ".dat")
@@ -51,6 +50,8 @@ class Rows:
     """Position after these rows: rows of the file consumed, bad lines included."""
     bad: tuple[RowError, ...] = ()
     """Lines before `end` that could not be split into columns."""
+    mixed: Mapping[str, list[Any]] = field(default_factory=dict)
+    """Columns of values of several types, as rows to score may have; `batch` has text for them."""
 
 
 class TableReader:
@@ -98,8 +99,11 @@ class FrameReader(TableReader):
     """
 
     def __init__(self, frame: Any, *, values: Literal["strict", "any"] = "strict") -> None:
-        table = frame_to_arrow(frame, values=values)
-        self.table = table.rename_columns(column_names(table.column_names))
+        found = frame if isinstance(frame, Mixed) else frame_to_arrow(frame, values=values)
+        table = found.table if isinstance(found, Mixed) else found
+        names = column_names(table.column_names)
+        self.table, by_name = table.rename_columns(names), found.cells if isinstance(found, Mixed) else {}
+        self._mixed = {new: by_name[old] for new, old in zip(names, table.column_names, strict=True) if old in by_name}
         self.schema = self.table.schema
         digest = 0
         for column in self.table.columns:
@@ -114,34 +118,51 @@ class FrameReader(TableReader):
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         for batch in self.table.select(list(columns)).slice(first).to_batches(max_chunksize=rows_per_batch):
-            yield Rows(batch, np.arange(first + 1, first + 1 + len(batch)), first := first + len(batch))
+            end = first + len(batch)
+            mixed = {name: own[first:end] for name, own in self._mixed.items() if name in columns}
+            yield Rows(batch, np.arange(first + 1, end + 1), end, mixed=mixed)
+            first = end
 
 
-def frame_to_arrow(frame: Any, *, values: Literal["strict", "any"] = "strict") -> pa.Table:
+@dataclass(frozen=True)
+class Mixed:
+    """A frame with columns of values of several types, by name; `table` has text for them."""
+
+    table: pa.Table
+    cells: Mapping[str, list[Any]]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def slice(self, first: int, num_rows: int) -> Mixed:
+        cells = {name: own[first : first + num_rows] for name, own in self.cells.items()}
+        return Mixed(self.table.slice(first, num_rows), cells)
+
+    @staticmethod
+    def of(columns: Mapping[str, Column]) -> Mixed:
+        cells = {name: own for name, own in columns.items() if isinstance(own, list)}
+        return Mixed(pa.table({name: in_arrow(own) for name, own in columns.items()}), cells)
+
+
+def frame_to_arrow(frame: Any, *, values: Literal["strict", "any"] = "strict") -> pa.Table | Mixed:
     """Returns `frame` as an Arrow table. Raises ValueError for objects without Arrow data and for one-shot readers.
 
     frame: an Arrow-capable frame, a polars LazyFrame, a mapping of columns, or a list of mappings, one for each row.
-    values: "any": a column of Python objects of several types is read as text, as for rows to score.
+    values: "any": its columns may hold Python objects of several types, as rows to score.
     """
+    if isinstance(frame, Mixed):
+        return frame
     if isinstance(frame, list) and frame and all(isinstance(row, Mapping) for row in frame):
         names = dict.fromkeys(name for row in frame for name in row)
         frame = {name: [row.get(name) for row in frame] for name in names}
+    if values == "any" and (isinstance(frame, Mapping) or type(frame).__module__.startswith("pandas.")):
+        return Mixed.of({str(name): column_of(frame[name]) for name in frame})
     try:
         return _to_table(frame)
     except (pa.ArrowException, TypeError, OverflowError) as error:
-        if values == "any" and (isinstance(frame, Mapping) or type(frame).__module__.startswith("pandas.")):
-            return pa.table({str(name): _any_column(frame[name]) for name in frame})
         # pandas passes on columns of Python objects, which may be of several types; Arrow then names the column.
         text = "; ".join(str(argument) for argument in error.args)
         raise ValueError(f"{type(frame).__name__} cannot be read as an Arrow table: {text}; convert it first") from None
-
-
-def _any_column(column: Any) -> pa.Array:
-    """Returns a column as Arrow reads it, or as text if its values are of several types."""
-    try:
-        return pa.array(column, from_pandas=True)
-    except (pa.ArrowException, TypeError, OverflowError):
-        return pa.array([text_of(value) for value in column], pa.string())
 
 
 def _to_table(frame: Any) -> pa.Table:
@@ -242,11 +263,11 @@ class ColumnarReader(TableReader):
 
         pandas writes a column of integers with gaps as floats. A time is in seconds then, in every file.
         """
-        for index, field in enumerate(batch.schema):
-            kind = self.schema.field(field.name).type
-            if pa.types.is_integer(field.type) and pa.types.is_floating(kind):
+        for index, own in enumerate(batch.schema):
+            kind = self.schema.field(own.name).type
+            if pa.types.is_integer(own.type) and pa.types.is_floating(kind):
                 with suppress(pa.ArrowInvalid):  # an id above 2^53 stays as it is
-                    batch = batch.set_column(index, field.name, batch.column(index).cast(pa.float64()))
+                    batch = batch.set_column(index, own.name, batch.column(index).cast(pa.float64()))
         return batch
 
 
