@@ -21,6 +21,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
+import hotrow
 from benchmarks.criteo_text import write_criteo
 from benchmarks.synthetic_config import criteo_kaggle
 from forked import run_forked
@@ -533,6 +534,17 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         return total
 
     return taken
+
+
+def test_fit_reads_text_once(tmp_path: Path, bytes_read: Callable[[], int]) -> None:
+    """The guess, the run that chooses the steps, and the run that trains on validation rows too."""
+    lines = (f"{i % 2},{1_700_000_000 + i},u{i % 97},{i % 13}.5" for i in range(60_000))
+    text = ("click,ts,user,price\n" + "\n".join(lines) + "\n").encode()
+    (tmp_path / "clicks.csv").write_bytes(text)
+    small = {"train.epochs": 1, "train.batch_size": 8192}
+    hotrow.fit(tmp_path / "clicks.csv", label="click", time="ts", run=tmp_path / "run", quiet=True, **small)
+    assert (tmp_path / "run" / "selection").is_dir()
+    assert bytes_read() <= 1.3 * len(text)
 
 
 @pytest.mark.parametrize("suffix", [".tsv", ".tsv.gz", ".csv"])

@@ -13,7 +13,6 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from hotrow.data.sources import excerpts
 from hotrow.data.sources import sample as sampling
 from hotrow.data.sources.guess import guess_columns
 from hotrow.data.sources.schema import Schema, SplitSpec
@@ -88,7 +87,6 @@ def held_out(table: pa.Table, split: SplitSpec, rows: int = ROWS) -> np.ndarray[
 
 def sample_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "SAMPLE_ROWS", 5000)
-    monkeypatch.setattr(excerpts, "HEAD_BYTES", 1 << 14)
 
 
 RANDOM, BY_TIME = (False, SplitSpec()), (True, SplitSpec())

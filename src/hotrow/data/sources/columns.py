@@ -64,6 +64,7 @@ from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFormat
 from hotrow.data.sources.inputs import InputFile, find_files, prefetch
 from hotrow.data.sources.jsonlines import SUFFIXES as JSON_SUFFIXES
 from hotrow.data.sources.jsonlines import JsonReader, is_json_lines
+from hotrow.data.sources.kept import KeptReader
 from hotrow.data.sources.schema import CsvSpec, Schema
 from hotrow.data.sources.tabular import (
     TEXT_SUFFIXES,
@@ -110,6 +111,7 @@ class ColumnsSource:
         encodings: Mapping[str, IdEncoding] | None = None,
         values: Literal["strict", "any"] = "strict",
         skip_bad_rows: int = 0,
+        reader: TableReader | None = None,
     ) -> None:
         self.name, self.schema, self._values = name, schema, values
         self.skipped = SkippedRows()
@@ -117,9 +119,11 @@ class ColumnsSource:
         self._share = schema.odd_share if labels == "required" and not skip_bad_rows else 0.0
         """Share of a column's cells that may be odd; bad rows that may be skipped take their place."""
         self._num_odd = Counter[str]()
-        self._reader = open_table(data, schema.csv, values=values)
+        self._reader = reader or open_table(data, schema.csv, values=values)
+        if isinstance(self._reader, JsonReader) and values == "strict":
+            self._reader = KeptReader(self._reader)  # members may come late
         # Text whose nulls the reader has made is looked at again only if it holds what is no number.
-        is_read = isinstance(self._reader, TextReader | JsonReader)
+        is_read = isinstance(self._reader, TextReader | JsonReader | KeptReader)
         self._is_quick = is_read and not any(character.isdigit() for text in schema.missing for character in text)
         self._has_label = labels in ("required", "alone")
         self._has_time = schema.time is not None and labels == "required"
@@ -162,15 +166,19 @@ class ColumnsSource:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was found out and not given, for the user to check."""
-        if not isinstance(self._reader, TextReader):
-            return ()
-        path = self._reader.files[0].path
-        found = [
+        path, reader = self._reader.files[0].path, getattr(self._reader, "inner", self._reader)
+        lacking = {file: [n for n in names if n in self._columns] for file, names in self._reader.lacking.items()}
+        found = [f"{file} lacks {', '.join(names)}: missing in its rows" for file, names in lacking.items() if names]
+        if len(found) > 3:
+            found = [*found[:3], f"{len(found) - 3:,} more files lack columns"]
+        if not isinstance(reader, TextReader):
+            return tuple(found)
+        found += [
             f"{path}: the header names column {stored!r} more than once; this one is called {name!r} here"
-            for name, stored in self._reader.renamed().items()
+            for name, stored in reader.renamed().items()
         ]
         if self.schema.csv.delimiter is None:
-            found.append(f"columns are cut at {self._reader.delimiter!r} (found in {path})")
+            found.append(f"columns are cut at {reader.delimiter!r} (found in {path})")
         return tuple(found)
 
     def scout(self) -> SourceInfo:
@@ -216,6 +224,8 @@ class ColumnsSource:
         if self.schema.time is not None and not self._has_time:
             absent.add(self.schema.time.column)
         wanted = [c for c in self.schema.column_names if c not in absent or c in self.schema.input_names]
+        if isinstance(self._reader, JsonReader) and {*wanted} - {*self._reader.schema.names}:
+            self._reader.look_at_all()
         if not isinstance(self._reader, TextReader):
             there = self._reader.schema.names
             for column in wanted:
@@ -301,9 +311,7 @@ class ColumnsSource:
         rows = np.flatnonzero(fault.rows)
 
         def error(row: int) -> RowError:
-            line = int(lines[row])
-            if isinstance(self._reader, TextReader):
-                line = self._reader.line_of(file_index, line)
+            line = self._reader.line_of(file_index, int(lines[row]))
             reason = fault.describe(row)
             return RowError(file=self._reader.files[file_index].path, line=line, name=fault.column, reason=reason)
 
@@ -431,7 +439,7 @@ class ColumnsSource:
     def _skip(self, error: RowError, file_index: int) -> None:
         """Counts a bad row, or raises its error; looks up the line number only if somebody will read it."""
         is_last = self.skipped.num_rows >= self.skip_bad_rows
-        if isinstance(self._reader, TextReader) and (is_last or self.skipped.wants_examples):
+        if is_last or self.skipped.wants_examples:
             error = error.but(line=self._reader.line_of(file_index, error.line))
         self.skipped.add(error)
         if is_last:

@@ -26,6 +26,8 @@ from hotrow.data.sources.columns import open_table
 from hotrow.data.sources.facts import KEEP, ColumnFacts, Guess, is_like, look_at, shown
 from hotrow.data.sources.guess_label import LABEL_RULE, MOSTLY, Labels, find_label, labels_of, other_labels
 from hotrow.data.sources.guess_time import find_time, holds_unix_times
+from hotrow.data.sources.jsonlines import JsonReader
+from hotrow.data.sources.kept import KeptReader
 from hotrow.data.sources.kinds import Kind, tell_kind
 from hotrow.data.sources.leaks import find_leaks
 from hotrow.data.sources.options import ReadOptions, Role, with_read_options
@@ -71,6 +73,8 @@ class SchemaGuess:
     """Whether the label is 0 or 1, so that statistics can count the positive ones."""
     pairs: tuple[tuple[str, str], ...] = ()
     """Columns whose statistics are taken together as well."""
+    reader: TableReader | None = None
+    """The table, of which text has been read."""
 
     def of(self, role: str) -> list[Guess]:
         return [guess for guess in self.guesses if guess.role == role]
@@ -150,7 +154,7 @@ def guess_columns(
         if name is not None and name not in names:
             columns = ", ".join(map(shown, names))
             raise ValueError(f"{what} column {name!r} is not there{nearest(name, names)}; columns: {columns}")
-    found = sample_rows(source, reader, CsvSpec.model_validate_json(json.dumps(csv)))
+    found = sample_rows(reader)
     sample, facts = _look_at_all(found.rows, names, csv.get("null_values", MISSING))
     found = replace(found, rows=sample)
     if any(f.num_missing for f in facts):
@@ -180,7 +184,8 @@ def guess_columns(
     num_rows = max(reader.count_rows()[0], sample.num_rows)
     features = _features([f for f in facts if f.name not in taken], sample, labels)
     guesses = [g for f in facts for g in ([taken[f.name]] if f.name in taken else features[f.name])]
-    guess = SchemaGuess(guesses, csv, found.origin, notes, question, num_rows=num_rows, is_binary=labels is not None)
+    more: dict[str, Any] = {"num_rows": num_rows, "is_binary": labels is not None, "reader": reader}
+    guess = SchemaGuess(guesses, csv, found.origin, notes, question, **more)
     if labels is None:
         return guess
     guess = _without_leaks(guess, facts, sample.filter(pa.array(labels.good)), roles)
@@ -267,12 +272,15 @@ def _open(source: Any, told: Sequence[str | None], null_values: Sequence[str]) -
     """
     missing = {"null_values": list(dict.fromkeys([*CsvSpec().null_values, *null_values]))} if null_values else {}
     reader = open_table(source, CsvSpec.model_validate_json(json.dumps(missing)))
+    if isinstance(reader, JsonReader):
+        return KeptReader(reader), missing
     if not isinstance(reader, TextReader):
         return reader, missing
     csv: dict[str, Any] = {"delimiter": reader.delimiter, **missing}
     if not any(name in reader.names for name in told) and not _is_header(*reader.first_records()):
         csv["column_names"] = [f"c{i}" for i in range(len(reader.names))]
-    return open_table(source, CsvSpec.model_validate_json(json.dumps(csv))), csv
+        reader = TextReader(reader._files, CsvSpec.model_validate_json(json.dumps(csv)))
+    return KeptReader(reader), csv
 
 
 def _is_header(first: list[str], *rows: list[str]) -> bool:

@@ -2,7 +2,7 @@
 
 Values become text, so that no number is rounded on its way (`data/cells.py` reads them); arrays become lists of text,
 members of nested objects become columns named `outer.inner`. A member that a line lacks is a missing value. The first
-lines of the first file, and lines from all over all files, decide which columns there are.
+lines of the files decide which columns there are; `kept.py` reads all lines, with all their members.
 
 pyarrow.json is not used: it reads 18446744073709551617 and 7.0 as floats, and refuses a number in a column of text.
 """
@@ -21,7 +21,6 @@ import pyarrow.compute as pc
 
 from hotrow.data.cells import Column, in_arrow, json_text
 from hotrow.data.chunk import RowError
-from hotrow.data.sources.excerpts import excerpt
 from hotrow.data.sources.inputs import InputFile
 from hotrow.data.sources.tabular import (
     CSV_BLOCK_BYTES,
@@ -35,8 +34,8 @@ from hotrow.data.sources.tabular import (
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 READ_BYTES = 1 << 20
-MANY_LINES, MAX_FILES = 1000, 200
-"""Lines, and files, in which columns are looked for beside the first lines of the first file."""
+MAX_FILES = 200
+"""Files in whose first lines columns are looked for beside the first file."""
 ROWS_AT_ONCE = 8192
 """Lines, bad ones included, held as Python objects at a time: some tens of MB."""
 Record = TypeVar("Record")
@@ -80,7 +79,7 @@ class JsonReader(TableReader):
                 lines = [number for number, _ in block]
                 if read is None:
                     records, lines, bad = parsed(file, block, self._parse)
-                    read = [self._column([record.get(name) for record in records], name) for name in stored]
+                    read = self._columns(records, stored)
                 arrays = [in_arrow(column) for column in read]
                 batch = pa.RecordBatch.from_arrays(arrays, names=stored) if stored else _no_columns(len(lines))
                 batch = with_partition(batch, file, columns, self._partition_types)
@@ -92,14 +91,52 @@ class JsonReader(TableReader):
         is_plain = _is_plain(texts[0])
         try:
             records = [_members(text, is_plain=is_plain, halves=self._halves) for text in texts]
-            return [self._column([record.get(name) for record in records], name) for name in names]
+            return self._columns(records, names)
         except (ValueError, pa.ArrowTypeError):
             return None
 
-    def _column(self, values: list[Any], name: str) -> Column:
+    def read_all(self, file_index: int) -> Iterator[Rows]:
+        """Yields the rows of one file with all members that they have. What a member is, the first lines say, or else
+        the first in which it comes."""
+        file = self._files[file_index]
+        with naming(file):
+            for block in blocks_of_lines(file, 0, ROWS_AT_ONCE):
+                records, lines, bad = parsed(file, block, lambda text: _members(text, is_plain=False))
+                for record in records:
+                    for name in record.keys() - self._kinds.keys():
+                        if (value := record[name]) is not None:
+                            self._kinds[name] = pa.list_(pa.string()) if isinstance(value, list) else pa.string()
+                good, more = list[int](), list[RowError]()
+                for i, record in enumerate(records):
+                    try:
+                        self._check(record)
+                        good.append(i)
+                    except ValueError as error:
+                        more.append(RowError(file=file.name, line=lines[i], reason=str(error)))
+                self.schema = pa.schema([*self._kinds.items(), *self._partition_types.items()])
+                columns = self._columns([records[i] for i in good], [*self._kinds])
+                batch = pa.RecordBatch.from_arrays([in_arrow(own) for own in columns], names=[*self._kinds])
+                batch = with_partition(batch, file, self.schema.names, self._partition_types)
+                numbers = np.array([lines[i] for i in good], dtype=np.int64)
+                yield Rows(batch, numbers, block[-1][0], tuple(sorted([*bad, *more], key=lambda error: error.line)))
+
+    header_lines = 0
+
+    def check_names(self, columns: Sequence[str]) -> None:
+        """All members of all lines are columns."""
+
+    def look_at_all(self) -> None:
+        """Looks for members in all lines of all files."""
+        self._kinds = _columns_of(self._files, most_bytes=1 << 62)
+        self.schema = pa.schema([*self._kinds.items(), *self._partition_types.items()])
+
+    def _columns(self, records: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Column]:
+        kinds = {name: self.schema.field(name).type for name in names}
+        return [self._column([record.get(name) for record in records], kind) for name, kind in kinds.items()]
+
+    def _column(self, values: list[Any], kind: pa.DataType) -> Column:
         """Returns one column of members as they were parsed, and as they are if values are "any" and one does not fit.
         Raises ArrowTypeError if they are not."""
-        kind = self.schema.field(name).type
         if pa.types.is_list(kind):  # one value is a list of it; Arrow would take text for a list of letters
             values = [[value] if isinstance(value, str | bool) else value for value in values]
         try:
@@ -121,7 +158,10 @@ class JsonReader(TableReader):
 
     def _parse(self, text: bytes) -> dict[str, Any]:
         """Returns the values of one line by column. Raises ValueError saying what is wrong with the line."""
-        record = _flat(_load(text, halves=self._halves))
+        return self._check(_flat(_load(text, halves=self._halves)))
+
+    def _check(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Returns the values of one line, those of lists as lists. Raises ValueError for arrays where none fits."""
         for name, value in record.items():
             is_list = pa.types.is_list(self._kinds.get(name, pa.null()))
             if is_list and not isinstance(value, list) and value is not None:
@@ -186,21 +226,19 @@ def text_lines(file: InputFile, first: int = 0) -> Iterator[tuple[int, bytes]]:
                 raise ValueError(f"{file.name}: line {number + 1} is longer than {limit}; write one object a line")
 
 
-def _columns_of(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
-    """Returns names and types of the members in the first file's first lines and in lines from all over all files, by
-    first appearance."""
+def _columns_of(files: Sequence[InputFile], most_bytes: int | None = None) -> dict[str, pa.DataType]:
+    """Names and types of the members in the first lines of the files, by first appearance."""
+    most_bytes = ESTIMATE_BYTES if most_bytes is None else most_bytes
     kinds: dict[str, type[str] | type[list[str]] | None] = {}
-    if fault := _note_members(files[0], kinds):
+    if fault := _note_members(files[0], kinds, most_bytes):
         raise ValueError(f"{files[0].name} {fault}; write one object a line, as jq -c '.[]' does from an array")
-    chosen = [files[i] for i in np.linspace(0, len(files) - 1, min(len(files), MAX_FILES)).astype(int).tolist()]
-    for file in chosen:
-        most_bytes = ESTIMATE_BYTES // len(chosen)
-        part, _ = excerpt(file, num_rows=MANY_LINES, num_places=8, most_bytes=most_bytes)
-        _note_members(part, kinds)
+    chosen = range(1, len(files)) if most_bytes > ESTIMATE_BYTES else np.linspace(1, len(files), MAX_FILES).astype(int)
+    for i in sorted({*chosen} - {len(files)}):
+        _note_members(files[i], kinds, max(most_bytes // len(files), READ_BYTES // 16))
     return {name: pa.list_(pa.string()) if kind is list else pa.string() for name, kind in kinds.items()}
 
 
-def _note_members(file: InputFile, kinds: dict[str, type[str] | type[list[str]] | None]) -> str:
+def _note_members(file: InputFile, kinds: dict[str, type[str] | type[list[str]] | None], most_bytes: int) -> str:
     """Adds names and types of the members in a file's first lines to `kinds`; returns why there are none, or ""."""
     good, fault, num_bytes = False, "", 0
     with naming(file):
@@ -215,7 +253,7 @@ def _note_members(file: InputFile, kinds: dict[str, type[str] | type[list[str]] 
             except ValueError as error:
                 fault = fault or str(error)  # a bad row, which `read` counts
             num_bytes += len(text)
-            if num_bytes > ESTIMATE_BYTES:
+            if num_bytes > most_bytes:
                 break
     return "" if good else f"is not JSON Lines: {fault}" if fault else "is empty"
 

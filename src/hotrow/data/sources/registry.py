@@ -262,16 +262,17 @@ def open_source(
     reasons: dict[str, str] = {}
     options: dict[str, Any] = {"labels": labels, "encodings": encodings, "skip_bad_rows": read.skip_bad_rows}
     options |= {} if values == "strict" else {"values": values}
+    reader = None
     if name == "movielens":
         source = open_movielens(data, schema, **options)
     else:
         schema = schema or OWN_SCHEMAS.get(name)
         if schema is None:
             guess = guess_columns(data, split=split, rows=rows, **vars(read))
-            schema, warnings, choices = guess.schema(), guess.warnings, guess.notes
+            schema, warnings, choices, reader = guess.schema(), guess.warnings, guess.notes, guess.reader
             reasons = {each.column: each.reason for each in guess.of("")}
             notes = (*notes, guess.summary())
-        source = ColumnsSource(data, schema, name=name, **options)
+        source = ColumnsSource(data, schema, name=name, reader=reader, **options)
     used = {*source.schema.column_names}
     unused = [column for column in source.column_names if column not in used]
     unread = {column: reasons.get(column, "the schema does not list it") for column in unused}

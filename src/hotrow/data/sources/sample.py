@@ -1,16 +1,14 @@
 """A bounded sample of a table: rows from the start, the middle and the end of every file.
 
 Columns that fill late, files sorted by a column and types that change on the way show only in rows from all over the
-files. Of text the lines of an excerpt are read (`excerpts.py`), of Parquet, Feather and ORC rows from all over their
-groups, of frames runs of rows. If the table is small, the sample is the whole table.
+files. Of text, which `kept.py` has read, and of frames runs of rows are taken; of Parquet, Feather and ORC rows from
+all over their groups. If the table is small, the sample is the whole table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,16 +16,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from hotrow.data.chunk import NoRowsError
-from hotrow.data.sources.columnar import COLUMNAR_SUFFIXES, ColumnarFile, open_columnar
-from hotrow.data.sources.columns import format_of, input_files, open_files
-from hotrow.data.sources.excerpts import Lines, RecordCut, excerpt
+from hotrow.data.sources.columnar import ColumnarFile, open_columnar
+from hotrow.data.sources.columns import format_of
 from hotrow.data.sources.inputs import InputFile
-from hotrow.data.sources.schema import CsvSpec
-from hotrow.data.sources.tabular import FrameReader, TableReader, TextReader, naming, partition_types, with_partition
+from hotrow.data.sources.kept import KeptReader
+from hotrow.data.sources.tabular import FrameReader, TableReader, naming, partition_types, with_partition
 
 SAMPLE_ROWS = 60_000
-SAMPLE_BYTES = 64 << 20
-"""Most text that is read of all files, and most that is decompressed."""
 NUM_PLACES = 16
 """Places in all files from which rows are taken; in each file there are three or more."""
 NUM_RUNS = 256
@@ -51,17 +46,15 @@ class Sample:
     """The number of each row in the table, from 0; -1 if it is not known."""
 
 
-def sample_rows(data: Any, reader: TableReader, spec: CsvSpec) -> Sample:
-    """Returns up to SAMPLE_ROWS rows of `data`, which `reader` reads, and of text files as `spec` says.
+def sample_rows(reader: TableReader) -> Sample:
+    """Up to SAMPLE_ROWS rows of the table that `reader` reads.
 
     Values here may be bad; preparation finds those. Raises ValueError if no file has a row.
     """
-    files = input_files(data)
-    if files is None:
-        assert isinstance(reader, FrameReader), "only a frame has no files"
+    if isinstance(reader, FrameReader):
         rows, is_whole = _spread(reader.table), reader.table.num_rows <= SAMPLE_ROWS
     else:
-        rows, is_whole = _of_files(files, reader, spec)
+        rows, is_whole = _of_files(reader._files, reader)
     if not len(rows):
         raise NoRowsError(f"{reader.files[0].path} has no rows to look at; give a file that has some")
     where = reader.files[0].path if len(reader.files) == 1 else f"{len(reader.files):,} files"
@@ -76,64 +69,35 @@ def _numbered(rows: pa.Table, numbers: NDArray[np.int64] | None = None) -> pa.Ta
     return rows.append_column(NUMBER, pa.array(np.arange(len(rows)) if numbers is None else numbers))
 
 
-def _of_files(files: Sequence[InputFile], reader: TableReader, spec: CsvSpec) -> tuple[pa.Table, bool]:
+def _of_files(files: Sequence[InputFile], reader: TableReader) -> tuple[pa.Table, bool]:
     """Returns rows of all files, or of MAX_FILES of them, and whether they are all rows."""
-    numbers = np.linspace(0, len(files) - 1, min(len(files), MAX_FILES)).round().astype(int)
-    chosen = [files[i] for i in numbers.tolist()]
-    num_bytes = max(sum(file.num_bytes for file in chosen), 1)
+    chosen = np.linspace(0, len(files) - 1, min(len(files), MAX_FILES)).round().astype(int).tolist()
+    num_bytes = max(sum(files[i].num_bytes for i in chosen), 1)
     num_places = max(3, NUM_PLACES // len(chosen))
     parts: list[pa.Table] = []
     are_whole, first = True, 0
-    for file in chosen:
-        share = max(file.num_bytes / num_bytes, 0.1 / len(chosen))
-        part, num_rows, is_whole = _of_file(file, reader, spec, share, num_places)
-        numbers = part.column(NUMBER).to_numpy()
-        known = (numbers >= 0) & (first >= 0)
-        parts.append(_numbered(part.drop_columns(NUMBER), np.where(known, numbers + first, -1)))
-        first = first + num_rows if min(first, num_rows) >= 0 and len(chosen) == len(files) else -1
+    for i in chosen:
+        share = max(files[i].num_bytes / num_bytes, 0.1 / len(chosen))
+        num_wanted = int(share * SAMPLE_ROWS) + 1
+        if isinstance(reader, KeptReader):
+            part, num_rows, is_whole = _of_text(reader, i, num_wanted)
+        else:
+            part, num_rows, is_whole = _of_groups(files[i], reader, num_wanted, num_places, int(share * SKIPPED_VALUES))
+        numbers = part.column(NUMBER).to_numpy() + first if first >= 0 else np.full(len(part), -1)
+        parts.append(_numbered(part.drop_columns(NUMBER), numbers))
+        first = first + num_rows if first >= 0 and len(chosen) == len(files) else -1
         are_whole &= is_whole
     rows = _joined(parts, reader.schema)
     return _spread(rows), len(chosen) == len(files) and len(rows) <= SAMPLE_ROWS and are_whole
 
 
-def _of_file(
-    file: InputFile, reader: TableReader, spec: CsvSpec, share: float, num_places: int
-) -> tuple[pa.Table, int, bool]:
-    """Returns rows of one file with their numbers in it, `share` of what is wanted of all; how many rows the file has,
-    -1 if that is not known; and whether these are all."""
-    num_rows = int(share * SAMPLE_ROWS) + 1
-    if format_of(file) in COLUMNAR_SUFFIXES:
-        return _of_groups(file, reader, num_rows, num_places, int(share * SKIPPED_VALUES))
-    cut = RecordCut(reader.delimiter.encode(), len(reader.names)) if isinstance(reader, TextReader) else None
-    part, lines = excerpt(file, num_rows=num_rows, num_places=num_places, most_bytes=int(share * SAMPLE_BYTES), cut=cut)
-    if part is not file:
-        with suppress(ValueError):
-            return *_with_numbers(_read(open_files([part], spec), reader), lines, reader, spec), False
-        # What is wrong in the excerpt does not lie in the first rows, or is found again, with its line in the file.
-        return _numbered(_read(open_files([file], spec), reader, num_rows)), -1, False
-    rows = _numbered(_read(open_files([file], spec), reader))
-    return rows, len(rows), True
-
-
-def _with_numbers(rows: pa.Table, lines: Lines, reader: TableReader, spec: CsvSpec) -> tuple[pa.Table, int]:
-    """Returns the rows of an excerpt with their numbers in its file, and how many rows the file has, or -1."""
-    header = int(isinstance(reader, TextReader) and spec.column_names is None)
-    numbers = lines.numbers[header:]
-    if len(numbers) != len(rows):  # a line was no record, or half a one: its place is not known
-        return _numbered(rows, np.full(len(rows), -1)), -1
-    return _numbered(rows, np.where(numbers < 0, -1, numbers - header)), max(lines.num_lines - header, -1)
-
-
-def _read(own: TableReader, reader: TableReader, num_rows: int | None = None) -> pa.Table:
-    """Returns the first rows of a file that its `own` reader reads, None: all; only columns that all files have."""
-    columns = [name for name in own.schema.names if name in reader.schema.names]
-    batches, count = [], 0
-    for rows in own.read(0, 0, columns, num_rows or 1 << 20):
-        batches.append(rows.batch)
-        count += len(rows.batch)
-        if num_rows is not None and count >= num_rows:
-            break
-    return pa.Table.from_batches(batches, own.schema.empty_table().select(columns).schema)
+def _of_text(reader: KeptReader, file_index: int, num_wanted: int) -> tuple[pa.Table, int, bool]:
+    """Runs of rows of one file with their numbers in it; how many rows the file has, and whether these are all."""
+    num_rows = reader.rows_in(file_index)
+    length = num_rows if num_rows <= num_wanted else -(-num_wanted // NUM_PLACES)
+    starts = [0] if num_rows <= num_wanted else np.linspace(0, num_rows - length, NUM_PLACES).astype(int).tolist()
+    runs = [_numbered(reader.some(file_index, start, length), start + np.arange(length)) for start in starts]
+    return pa.concat_tables(runs), num_rows, num_rows <= num_wanted
 
 
 def _spread(table: pa.Table) -> pa.Table:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ ESTIMATE_BYTES = 1 << 20
 CSV_BLOCK_BYTES = 4 << 20
 LINE_END = re.compile(rb"\r\n|\n|\r(?!$)")
 FRAME_NAME = "<frame>"
+ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,15 @@ class TableReader:
     """Name and type of every column, partition columns included."""
     _files: Sequence[InputFile]
 
+    lacking: Mapping[str, Sequence[str]] = MappingProxyType({})
+    """Columns that some files lack, by file; they are missing in its rows."""
+
     def check_drift(self, columns: Sequence[str]) -> None:
-        """Raises ValueError naming file and column if a file lacks one of `columns` or has another type for it."""
+        """Raises ValueError naming file and column if files have types for one of `columns` that do not go together."""
+
+    def line_of(self, file_index: int, record: int) -> int:
+        """The line on which a record of a file begins; both count from 1."""
+        return record
 
     def count_rows(self) -> tuple[int, bool]:
         """Returns the number of rows, and whether it is exact; else it is estimated from the first lines of files."""
@@ -196,7 +205,7 @@ class ColumnarReader(TableReader):
         self._files = files
         self.files = tuple(f.info for f in files)
         self._partition_types = partition_types(files)
-        self.schema = self._file_schema(0)
+        self.schema, self.lacking = united([self._file_schema(i) for i in range(len(files))], self.files)
 
     def _opened(self, file_index: int, *, text_columns: Sequence[str] = ()) -> ColumnarFile:
         """Opens one file; `text_columns` are read as dictionaries, as they are stored."""
@@ -219,20 +228,17 @@ class ColumnarReader(TableReader):
     def check_drift(self, columns: Sequence[str]) -> None:
         for index in range(len(self._files)):
             schema = self._file_schema(index)
-            for name in columns:
+            for name in schema.names:
+                if name not in columns:
+                    continue
                 path = self.files[index].path
-                if name not in schema.names:
-                    raise ValueError(
-                        f"{path}: column {name!r} is missing, {self.files[0].path} has it; its columns: "
-                        f"{', '.join(schema.names)}"
-                    )
                 got, want = schema.field(name).type, self.schema.field(name).type
                 wider = pa.types.is_integer(want) and pa.types.is_floating(got)
                 if pa.types.is_null(want) or wider:  # null: no value so far, the next file decides
                     self.schema = self.schema.set(self.schema.get_field_index(name), schema.field(name))
                 elif not _same_meaning(got, want):
                     raise ValueError(
-                        f"{path}: column {name!r} has type {got}, {self.files[0].path} has {want}; rewrite one of them"
+                        f"{path}: column {name!r} has type {got}, {self._first_with(name)} has {want}; rewrite one"
                     )
 
     def count_rows(self) -> tuple[int, bool]:
@@ -241,7 +247,8 @@ class ColumnarReader(TableReader):
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """Yields the rows of one file after position `first`."""
-        text = [c for c in columns if c not in self._partition_types and is_text(self.schema.field(c).type)]
+        absent = {*self._partition_types, *self.lacking.get(self.files[file_index].path, ())}
+        text = [c for c in columns if c not in absent and is_text(self.schema.field(c).type)]
         file, opened = self._files[file_index], self._opened(file_index, text_columns=text)
         with naming(file):
             sizes = opened.sizes
@@ -251,12 +258,17 @@ class ColumnarReader(TableReader):
         stored = [c for c in columns if c in opened.schema.names]
         with naming(file):
             for batch in prefetch(opened.batches(group, stored, rows_per_batch)):
-                batch = self._as_in_others(with_partition(batch, file, columns, self._partition_types))
+                kinds = {name: self.schema.field(name).type for name in columns} | self._partition_types
+                batch = self._as_in_others(with_partition(batch, file, columns, kinds))
                 for start in range(max(0, first - row), len(batch), rows_per_batch):
                     part = batch.slice(start, rows_per_batch)
                     end = row + start + len(part)
                     yield Rows(part, np.arange(end - len(part) + 1, end + 1), end)
                 row += len(batch)
+
+    def _first_with(self, name: str) -> str:
+        """The first file that has a column."""
+        return next(info.path for info in self.files if name not in self.lacking.get(info.path, ()))
 
     def _as_in_others(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Returns rows with integers as floats if another file has floats, and an integer is exact as one.
@@ -269,6 +281,18 @@ class ColumnarReader(TableReader):
                 with suppress(pa.ArrowInvalid):  # an id above 2^53 stays as it is
                     batch = batch.set_column(index, own.name, batch.column(index).cast(pa.float64()))
         return batch
+
+
+def united(schemas: Sequence[pa.Schema], files: Sequence[FileInfo]) -> tuple[pa.Schema, dict[str, list[str]]]:
+    """The columns of all files, by first appearance, in the type of the first file; and what a file lacks of them."""
+    kinds = {field.name: field.type for schema in reversed(schemas) for field in schema}
+    names = dict.fromkeys(name for schema in schemas for name in schema.names)
+    lacking = {
+        info.path: absent
+        for info, schema in zip(files, schemas, strict=True)
+        if (absent := [name for name in names if name not in schema.names])
+    }
+    return pa.schema([(name, kinds[name]) for name in names]), lacking
 
 
 def partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
@@ -285,7 +309,7 @@ def partition_types(files: Sequence[InputFile]) -> dict[str, pa.DataType]:
 def with_partition(
     batch: pa.RecordBatch, file: InputFile, columns: Sequence[str], types: dict[str, pa.DataType]
 ) -> pa.RecordBatch:
-    """Returns `columns` of a file; columns that are not in `batch` get the values of its folders."""
+    """Returns `columns` of a file; columns that are not in `batch` get the values of its folders, or are missing."""
     values = dict(file.partition)
     places = {name: place for place, name in enumerate(batch.schema.names)}
     arrays = []
@@ -293,7 +317,7 @@ def with_partition(
         if name in places:
             arrays.append(batch.column(places[name]))
         else:
-            arrays.append(pa.repeat(pa.scalar(values.get(name)).cast(types[name]), len(batch)))
+            arrays.append(pa.repeat(pa.scalar(values.get(name)).cast(types.get(name, pa.string())), len(batch)))
     return pa.RecordBatch.from_arrays(arrays, names=list(columns))
 
 
@@ -321,11 +345,15 @@ class TextReader(TableReader):
         self._files, self._spec = files, spec
         self.files = tuple(f.info for f in files)
         self._heads: dict[int, _Head] = {}
+        self.header_lines = int(spec.column_names is None)
         self.delimiter, _, self.names = self._head(0)
         """`names`: the columns in the first file's lines, without partition columns."""
-        partition = (name for name in partition_types(files) if name not in self.names)
+        heads = [pa.schema([(name, pa.string()) for name in self._head(i).names]) for i in range(len(files))]
+        self.schema, self.lacking = united(heads, self.files)
+        partition = (name for name in partition_types(files) if name not in self.schema.names)
         self._partition_types = dict.fromkeys(partition, pa.string())
-        self.schema = pa.schema([(name, pa.string()) for name in (*self.names, *self._partition_types)])
+        for name in self._partition_types:
+            self.schema = self.schema.append(pa.field(name, pa.string()))
 
     def _head(self, file_index: int) -> _Head:
         """Returns the delimiter and the names in the first line of one file."""
@@ -389,34 +417,35 @@ class TextReader(TableReader):
             raise ValueError(f"{file.name}: the first {len(raw):,} bytes have {cure}")
         return lines
 
-    def _stored(self, columns: Sequence[str]) -> list[str]:
-        """Returns the columns among `columns` that are in the files' lines."""
-        return [name for name in columns if name not in self._partition_types]
+    def check_names(self, columns: Sequence[str]) -> None:
+        """Raises ValueError naming the first file and a column that no file's header has."""
+        found = {name for index in range(len(self.files)) for name in self._names(index, columns)}
+        for name in columns:
+            if name not in found and name not in self._partition_types:
+                raise ValueError(
+                    f"{self.files[0].path}: the header, split at {self.delimiter!r}, lacks column {name!r}; columns "
+                    f"found: {', '.join(self.names[:20])}; set csv.delimiter or csv.column_names if this split is wrong"
+                )
 
     def check_drift(self, columns: Sequence[str]) -> None:
-        """Raises ValueError naming file and column if a file's header lacks a column or names it twice."""
-        for index, info in enumerate(self.files):
-            delimiter, names = self._head(index).delimiter, self._names(index, columns)
-            for name in self._stored(columns):
-                if names.count(name) != 1:
-                    fault = "lacks" if name not in names else "names twice"
-                    raise ValueError(
-                        f"{info.path}: the header, split at {delimiter!r}, {fault} column {name!r}; columns found: "
-                        f"{', '.join(names[:20])}; set csv.delimiter or csv.column_names if this split is wrong"
-                    )
+        """Raises ValueError naming a column that no file's header has."""
+        self.check_names(columns)
         for name in columns:
             if name not in self.schema.names:  # asked for as it is stored
                 self.schema = self.schema.append(pa.field(name, pa.string()))
 
     def count_rows(self) -> tuple[int, bool]:
         """Estimates the number from the first lines of each file and its stored size, without headers."""
-        has_header = self._spec.column_names is None
-        return sum(max(0, estimate_lines(file) - has_header) for file in self._files), False
+        return sum(max(0, estimate_lines(file) - self.header_lines) for file in self._files), False
+
+    def read_all(self, file_index: int) -> Iterator[Rows]:
+        """Yields the rows of one file with all columns that it has."""
+        return self.read(file_index, 0, [*self._head(file_index).names, *self._partition_types], ROWS_AT_ONCE)
 
     def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
         """Yields the rows of one file after position `first`, which counts lines after the header."""
         file = self._files[file_index]
-        header_lines = int(self._spec.column_names is None)
+        header_lines = self.header_lines
         places = _LinePlaces(file.name, header_lines)
         with naming(file), file.open_stream() as stream:
             for block in self._blocks(stream, file_index, columns, places):
@@ -494,7 +523,7 @@ class TextReader(TableReader):
         names = self._names(file_index, columns)
         renamed = bool(header) and names != header
         # For Arrow an empty list means all columns; to count rows, one column is read.
-        stored = self._stored(columns) or names[:1]
+        stored = [name for name in columns if name in names] or names[:1]
         return {
             # Only with one thread does Arrow say which line is bad; preparation reads in the background anyway.
             "read_options": pa.csv.ReadOptions(

@@ -1,0 +1,135 @@
+"""Text that is read once: its rows lie in a file without a name, and any of them can be read again, column by column.
+
+A guess looks at a text several times, and preparation reads it afterwards. Files of a text may have different columns,
+and so may lines of JSON: the table has all of them, and a column that a file lacks is missing in its rows.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hotrow.base.files import explain_full_disk
+from hotrow.data.chunk import RowError
+from hotrow.data.sources.inputs import prefetch
+from hotrow.data.sources.jsonlines import JsonReader
+from hotrow.data.sources.tabular import Rows, TableReader, TextReader
+
+IN_MEMORY_BYTES = 64 << 20
+"""Rows that take more go to disk."""
+LINE = "\0line"
+"""The column of lines; no file has one called so."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Consecutive rows of a file, and where they lie."""
+
+    begin: int
+    stop: int
+    num_rows: int
+    end: int
+    bad: tuple[RowError, ...]
+
+
+class KeptReader(TableReader):
+    """The rows of `inner`, which are read here, once. folder: for the file; if None, that for temporary files."""
+
+    def __init__(self, inner: TextReader | JsonReader, folder: Path | None = None) -> None:
+        self.inner, self._files, self.files = inner, inner._files, inner.files
+        self._blocks: list[list[_Block]] = [[] for _ in self.files]
+        kinds = dict[str, pa.DataType]()
+        where = Path(tempfile.gettempdir()) if folder is None else folder
+        with (
+            explain_full_disk(where, "reading text", "Nothing was kept.", "start again"),
+            tempfile.SpooledTemporaryFile(IN_MEMORY_BYTES, dir=str(where)) as file,
+        ):
+            for index in range(len(self.files)):
+                for rows in prefetch(inner.read_all(index)):
+                    self._blocks[index].append(_written(rows, file))
+                    kinds |= {field.name: field.type for field in rows.batch.schema}
+            self._bytes = _mapped(file)
+        self.schema, self.lacking = pa.schema(list(kinds.items())), inner.lacking
+
+    def check_drift(self, columns: Sequence[str]) -> None:
+        self.inner.check_names(columns)
+
+    def count_rows(self) -> tuple[int, bool]:
+        return sum(map(self.rows_in, range(len(self.files)))), True
+
+    def rows_in(self, file_index: int) -> int:
+        """How many rows a file has, without lines that are none."""
+        return sum(block.num_rows for block in self._blocks[file_index])
+
+    def line_of(self, file_index: int, record: int) -> int:
+        return self.inner.line_of(file_index, record)
+
+    def read(self, file_index: int, first: int, columns: Sequence[str], rows_per_batch: int) -> Iterator[Rows]:
+        header_lines = self.inner.header_lines
+        for block in self._blocks[file_index]:
+            if block.end <= first:
+                continue
+            batch, lines = self._read(block, columns)
+            keep = int(np.searchsorted(lines, first + header_lines, side="right"))
+            batch, lines = batch.slice(keep), lines[keep:]
+            bad = [error for error in block.bad if error.line > first + header_lines]
+            starts = range(0, len(batch), rows_per_batch) or ([0] if bad else [])
+            for start in starts:
+                part = lines[start : start + rows_per_batch]
+                is_last = start + rows_per_batch >= len(batch)
+                end = block.end if is_last else int(part[-1]) - header_lines
+                own = bad if is_last else [error for error in bad if error.line <= part[-1]]
+                bad = bad[len(own) :]
+                yield Rows(batch.slice(start, rows_per_batch), part, end, tuple(own))
+
+    def some(self, file_index: int, first: int, num_rows: int) -> pa.Table:
+        """`num_rows` rows of a file after the first ones, with all columns."""
+        parts, row = list[pa.RecordBatch](), 0
+        for block in self._blocks[file_index]:
+            if first < row + block.num_rows and row < first + num_rows:
+                batch, _ = self._read(block, self.schema.names)
+                parts.append(batch.slice(max(first - row, 0), first + num_rows - max(first, row)))
+            row += block.num_rows
+        return pa.Table.from_batches(parts, self.schema)
+
+    def _read(self, block: _Block, columns: Sequence[str]) -> tuple[pa.RecordBatch, np.ndarray[Any, Any]]:
+        """Columns of a block, and the lines of its rows."""
+        stored = self._bytes.slice(block.begin, block.stop - block.begin)
+        names = pa.ipc.open_stream(stored).schema.names
+        wanted = [i for i, name in enumerate(names) if name in columns or name == LINE]
+        options = pa.ipc.IpcReadOptions(included_fields=wanted)
+        found = pa.ipc.open_stream(stored, options=options).read_next_batch()
+        has = {*found.schema.names}
+        arrays = [
+            found.column(name) if name in has else pa.nulls(len(found), self.schema.field(name).type)
+            for name in columns
+        ]
+        lines = found.column(LINE).to_numpy()
+        if not columns:
+            return pa.RecordBatch.from_arrays([pa.nulls(len(lines))], names=[""]), lines
+        return pa.RecordBatch.from_arrays(arrays, names=list(columns)), lines
+
+
+def _written(rows: Rows, file: Any) -> _Block:
+    """Writes a block, compressed: text is three times smaller so, and a column is read alone."""
+    begin, batch = file.tell(), rows.batch.append_column(LINE, pa.array(rows.lines))
+    with pa.ipc.new_stream(file, batch.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as stream:
+        stream.write_batch(batch)
+    return _Block(begin, file.tell(), len(rows.batch), rows.end, rows.bad)
+
+
+def _mapped(file: Any) -> pa.Buffer:
+    """The bytes of a file, whose space is free when they are dropped, however the process ends."""
+    file.flush()
+    if not file.tell():
+        return pa.py_buffer(b"")
+    if not file._rolled:
+        return pa.py_buffer(file._file.getvalue())
+    return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
