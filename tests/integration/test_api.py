@@ -68,6 +68,7 @@ def test_fit_on_a_frame_learns(run: hotrow.Run) -> None:
     assert run.summary()["auc"] == run.metrics["auc"]
 
 
+@pytest.mark.slow
 def test_fit_learns_from_few_rows_with_its_own_defaults(tmp_path: Path) -> None:
     """3,200 training rows, an item's six or so: nobody would tune for these, so the defaults must find the effect."""
     generator = np.random.default_rng(0)

@@ -69,6 +69,7 @@ def test_interrupted_on_three_ranks_and_resumed_on_two(data: Path, tmp_path: Pat
     same(tmp_path / "run", outcome(tmp_path / "one"))
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_messages_arrive_whole_and_in_order(tmp_path: Path) -> None:
     process = ranks("exchange", 2, tmp_path)
@@ -79,7 +80,8 @@ def test_messages_arrive_whole_and_in_order(tmp_path: Path) -> None:
 
 
 @needs_mpi
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_is_named_and_mpiexec_ends_all(tmp_path: Path, number: signal.Signals) -> None:
     process, pids = ranks("lost", 3, tmp_path), [tmp_path / f"pid-{rank}" for rank in range(3)]
     until_s = time.monotonic() + LIMIT_S

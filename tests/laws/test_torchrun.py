@@ -163,7 +163,7 @@ def refused(comm: Communicator, function: Callable[..., Any], *arguments: Any) -
     return "nothing was refused"
 
 
-@pytest.mark.slow_but("float16-4-5", "hot phases of vectors-3-4", "copies of hot rows-3-4")
+@pytest.mark.slow_but("split-2-2", "copies of hot rows-3-4")
 @pytest.mark.parametrize(
     ("variant", "num_ranks", "micro_batches"),
     [

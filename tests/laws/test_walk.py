@@ -161,11 +161,14 @@ PLACES = [
 ]
 
 
-def test_a_chain_that_is_killed_anywhere_ends_in_the_same_bits(logs: Path, chain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_chain_that_is_killed_anywhere_ends_in_the_same_bits(
+    logs: Path, chain: Path, tmp_path: Path, every: int
+) -> None:
     """One chain, killed at one place after another: each call goes on from what the one before it left."""
     out = tmp_path / "chain"
     words = ("days", logs, "--out", out, "--recipe", logs.parent / "recipe.yaml", "--keep", 9, *FLAGS)
-    for home, *place in PLACES:
+    for home, *place in PLACES[::every]:
         done = run_forked(KILLED, f"hotrow.{home}", *place, *words)
         assert done.returncode == -signal.SIGKILL, (home, place, done.stdout, done.stderr)
     go(logs, out, keep=9)
