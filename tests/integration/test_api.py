@@ -35,7 +35,7 @@ from loops import looped
 from prepare_data import file_hashes
 from sampled import sampled
 
-OPTIONS = {"batch_size": 32, "epochs": 6, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
+OPTIONS = {"batch_size": 64, "epochs": 6, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
 OPTIONS |= {"refit": False}
 
 
