@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ import sklearn.metrics
 from test_from_run import ids_of
 
 import hotrow
+import mutate
 from browser import Browser
 from expanded import expanded
-from forked import COMMAND, run_forked
+from forked import run_forked
 from hotrow.base.files import claim
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
@@ -90,9 +91,9 @@ def bits(chain: Path) -> dict[str, Any]:
 
 
 def hotrow_in(folder: Path, *words: object) -> None:
-    program = f"import os; os.chdir({str(folder)!r})\n{COMMAND}"
-    done = run_forked(program, *words)
-    assert done.returncode == 0, done.stderr
+    with chdir(folder):
+        done = mutate.run_command([*map(str, words)])
+    assert done.code == 0, done.err
 
 
 def test_the_one_command_is_the_commands_by_hand(logs: Path, chain: Path, tmp_path: Path) -> None:

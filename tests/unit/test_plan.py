@@ -119,7 +119,7 @@ def test_against_brute_force(seed: int) -> None:
         assert expected_hits(uses, solve(uses, budget + pieces)) >= best - 1e-9
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(k, marks=pytest.mark.slow) for k in range(10, 20))])
 def test_the_bound_is_above_every_plan_and_close(seed: int) -> None:
     rng = np.random.default_rng(seed)
     uses = draw_uses(rng, most_rows=20000)
@@ -132,7 +132,7 @@ def test_the_bound_is_above_every_plan_and_close(seed: int) -> None:
     assert most_hits(uses, whole + 1) == pytest.approx(rows)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(25), *(pytest.param(k, marks=pytest.mark.slow) for k in range(25, 60))])
 def test_within_the_budget_and_never_worse_than_equal_shares(seed: int) -> None:
     """Than equal shares that keep as many slots for batches in flight, where the budget has so many."""
     rng = np.random.default_rng(seed)
