@@ -507,8 +507,8 @@ def _whole_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_whole_evaluations")
 def test_torchrun(data: Path, tmp_path: Path) -> None:
-    process = torchrun(2, config_file(data, tmp_path, []), "--json")
-    runs.train(make_config(raw_config(data, tmp_path / "one", [])), quiet=True)
+    process = torchrun(2, config_file(data, tmp_path, ["train.epochs=1"]), "--json")
+    runs.train(make_config(raw_config(data, tmp_path / "one", ["train.epochs=1"])), quiet=True)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     same(tmp_path / "run", outcome(tmp_path / "one"))

@@ -163,9 +163,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_chain_that_is_killed_anywhere_ends_in_the_same_bits(
-    logs: Path, chain: Path, tmp_path: Path, every: int
-) -> None:
+def test_a_chain_killed_anywhere_ends_in_the_same_bits(logs: Path, chain: Path, tmp_path: Path, every: int) -> None:
     """One chain, killed at one place after another: each call goes on from what the one before it left."""
     out = tmp_path / "chain"
     words = ("days", logs, "--out", out, "--recipe", logs.parent / "recipe.yaml", "--keep", 9, *FLAGS)
