@@ -44,11 +44,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(2, min(usable_cores(), 4))
 
 
-LONGEST = (
-    "test_device_rows", "test_placement", "test_torchrun", "test_tune", "test_faults_of_ranks", "test_export",
-    "test_api", "test_plan", "test_store_law", "test_tiers", "test_kernels", "test_cli", "test_sweeps", "test_bench",
-    "test_prepare", "test_scoring", "test_hot_placement", "test_three_tiers", "test_worlds", "test_resume",
-)  # fmt: skip
+LONGEST = ("test_torchrun", "test_walk", "test_mpi", "test_model_laws", "test_export", "test_worlds", "test_placement")
 """Test files that take longest; they go first, so that what workers take from each other at the end is short."""
 
 

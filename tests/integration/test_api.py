@@ -35,7 +35,7 @@ from loops import looped
 from prepare_data import file_hashes
 from sampled import sampled
 
-OPTIONS = {"batch_size": 32, "epochs": 6, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
+OPTIONS = {"batch_size": 64, "epochs": 6, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1}
 OPTIONS |= {"refit": False}
 
 
@@ -68,6 +68,7 @@ def test_fit_on_a_frame_learns(run: hotrow.Run) -> None:
     assert run.summary()["auc"] == run.metrics["auc"]
 
 
+@pytest.mark.slow
 def test_fit_learns_from_few_rows_with_its_own_defaults(tmp_path: Path) -> None:
     """3,200 training rows, an item's six or so: nobody would tune for these, so the defaults must find the effect."""
     generator = np.random.default_rng(0)

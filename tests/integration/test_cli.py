@@ -133,6 +133,7 @@ def test_fit_takes_what_prepare_and_train_take(
     assert len(list(Path("runs").iterdir())) == 2, "a wrong option began a run"
 
 
+@pytest.mark.slow
 def test_demo_repeats(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs, "NUM_ROWS", 600)
     monkeypatch.setattr(verbs, "TABLE_SCALE", 0.001)

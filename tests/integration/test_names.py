@@ -78,14 +78,6 @@ def test_any_names_from_raw_file_to_scores(tmp_path: Path, rows: dict[str, list[
     assert "<script>alert" not in page and html.escape("<script>alert(1)</script>") in page
 
 
-def test_a_frame_gives_what_the_file_gives(tmp_path: Path, rows: dict[str, list[str]]) -> None:
-    raw = write(tmp_path / "raw.csv", [*NAMES, LABEL], list(rows.values()))
-    frame = pa.table([pa.array(values) for values in rows.values()], names=[*NAMES, LABEL])
-    by_path = hotrow.fit(raw, label=LABEL, run=tmp_path / "path", quiet=True, **OPTIONS)
-    by_frame = hotrow.fit(frame, label=LABEL, run=tmp_path / "frame", quiet=True, **OPTIONS)
-    np.testing.assert_array_equal(by_path.predict(raw), by_frame.predict(frame))
-
-
 def test_a_header_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / "raw.csv").write_bytes(b"click,caf\xe9\n" + b"0,a\n1,b\n" * 50)
     with pytest.raises(ValueError, match=r"raw\.csv:1: byte 9 is not UTF-8; convert it \(iconv -t UTF-8\)"):

@@ -24,7 +24,7 @@ from hotrow.run.folder import RunFolder
 from rank_pool import RankPool
 
 OPTIONS: dict[str, Any] = {
-    "batch_size": 32, "epochs": 3, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "quiet": True,
+    "batch_size": 64, "epochs": 3, "embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "quiet": True,
 }  # fmt: skip
 
 

@@ -170,7 +170,9 @@ def test_fit_names_a_split_that_does_not_fit(
     data, late = rows(seed=3), rows(N // 10, seed=4)
     change(late)
     table = pa.table({name: [*values[: N - N // 10], *late[name]] for name, values in data.items()} | {"ts": range(N)})
-    run = hotrow.fit(table, schema={**SCHEMA, "time": "ts", "split": {"kind": "time"}}, run=tmp_path / "run", **OPTIONS)
+    run = hotrow.fit(
+        table, schema={**SCHEMA, "time": "ts", "split": {"kind": "time"}}, run=tmp_path / "run", epochs=3, **OPTIONS
+    )
     counts, num = run.metrics["columns"][column], run.metrics["num_rows"]
     kind = "missing_or_zero" if kind == "missing" else kind  # a packed dataset keeps both as 0
     assert num == pytest.approx(N / 10, abs=2) and counts[kind] > 0.4 * num

@@ -216,10 +216,11 @@ def hostile(rng: random.Random) -> bytes | dict[str, Any]:
     return rng.choice(kinds)
 
 
-def test_hostile_requests_get_an_error_each(served: tuple[Client, hotrow.Scorer]) -> None:
+@pytest.mark.parametrize("num_requests", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_hostile_requests_get_an_error_each(served: tuple[Client, hotrow.Scorer], num_requests: int) -> None:
     ask, scorer = served
     rng, expected = random.Random(5), scorer.score(user=USER, items=ITEMS)
-    for _ in range(200):
+    for _ in range(num_requests):
         body = hostile(rng)
         code, found = ask("POST", "/score", body)
         assert code == 400 and found.keys() == {"error"}, body

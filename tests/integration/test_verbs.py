@@ -239,6 +239,7 @@ def test_a_verb_that_is_interrupted_says_so(
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough(run: hotrow.Run) -> None:
     line = f"{shlex.quote(sys.executable)} -m hotrow doctor | head -1"
     done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)

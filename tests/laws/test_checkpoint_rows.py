@@ -75,7 +75,7 @@ def make(folder: Path | None, optimizer: str, dtype: str = "float32", *, seed: i
 QUICK = [*((name, "float32") for name in OPTIMIZERS), ("adam", "float16"), ("sgd", "bfloat16")]
 
 
-@pytest.mark.slow_but("sgd-bfloat16", "adam-float32", "ftrl-float32")
+@pytest.mark.slow_but("sgd-bfloat16", "adam-float32")
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
     [

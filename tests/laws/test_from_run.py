@@ -486,7 +486,7 @@ def test_rows_outside_the_table_are_refused(expiring: list[Path], tmp_path: Path
 # ---- interrupted
 
 
-@pytest.mark.slow_but("adam-9", "tiers-1")
+@pytest.mark.slow_but("adam-9")
 @pytest.mark.parametrize("stop", [1, 9])
 @pytest.mark.parametrize("changes", [ADAM, TIERS], ids=["adam", "tiers"])
 def test_an_interrupted_start_ends_in_the_same_bits(

@@ -90,7 +90,12 @@ def sample_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RANDOM, BY_TIME = (False, SplitSpec()), (True, SplitSpec())
-CASES = [(kind, sampled, *split) for kind in KINDS for sampled in (False, True) for split in (RANDOM, BY_TIME)]
+CASES: list[Any] = [
+    pytest.param(kind, sampled, *split, marks=[] if sampled == (number % 2 > 0) else pytest.mark.slow)
+    for number, kind in enumerate(KINDS)
+    for sampled in (False, True)
+    for split in (RANDOM, BY_TIME)
+]
 CASES += [("csv", True, True, SplitSpec(kind="random", seed=5))]
 CASES += [("frame", False, False, SplitSpec(fractions=(0.5, 0.2, 0.3), seed=3))]
 
@@ -143,6 +148,7 @@ def test_rows_beyond_the_first_that_are_prepared_decide_nothing(
     check(guessed, held_out(clicks(np.zeros(ROWS, np.bool_), with_time=True), split, 7000))
 
 
+@pytest.mark.slow_but("click-1-True", "number-1-False", "ts-1-True", "ts-0-False", "other-2-True")
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize(("column", "skip"), [("click", 1), ("number", 1), ("ts", 1), ("ts", 0), ("other", 2)])
 def test_a_row_that_is_left_out_moves_the_split_of_the_rows_after_it(

@@ -227,6 +227,7 @@ def differing(comm: Communicator, data: Path, options: dict[str, Any]) -> list[s
     return told
 
 
+@pytest.mark.slow_but("dlrm-False", "tbsm-False", "din-False", "finalmlp-False")
 @each_value_or_pair
 @pytest.mark.parametrize("model", MODELS)
 def test_addresses_and_threads_change_no_bit(pool: RankPool, data: Path, model: str, pairs: bool) -> None:
@@ -285,7 +286,7 @@ def check_ranks(pool: RankPool, data: Path, options: dict[str, Any], V: int, R: 
         assert not told, (options, V, R, threads, rank, told)
 
 
-@pytest.mark.slow_but("dlrm-False", "tbsm-False", "mmoe-False")
+@pytest.mark.slow_but("dlrm-False")
 @each_value_or_pair
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_change_no_bit(pool: RankPool, data: Path, model: str, pairs: bool) -> None:
@@ -293,7 +294,7 @@ def test_ranks_change_no_bit(pool: RankPool, data: Path, model: str, pairs: bool
         check_ranks(pool, data, *case)
 
 
-@pytest.mark.slow_but("dlrm-False", "mmoe-False")
+@pytest.mark.slow_but("mmoe-False")
 @each_value_or_pair
 @pytest.mark.parametrize("model", [name for name in MODELS if takes_labels(name)])
 def test_neither_ranks_nor_addresses_change_a_bit_of_several_labels(
@@ -328,6 +329,7 @@ def on_disk(setup: Setup, folder: Path) -> Setup:
     return Setup.decide(config, setup.dataset, folder)
 
 
+@pytest.mark.slow_but("dlrm-False", "din-False")
 @each_value_or_pair
 @pytest.mark.parametrize("model", MODELS)
 def test_rows_on_disk_and_a_stop_change_no_bit(
@@ -343,10 +345,11 @@ def test_rows_on_disk_and_a_stop_change_no_bit(
 # ---- samples, and exports
 
 
+@each_value_or_pair
 @pytest.mark.parametrize("model", MODELS)
-def test_a_sample_depends_on_no_other(data: Path, model: str) -> None:
+def test_a_sample_depends_on_no_other(data: Path, model: str, pairs: bool) -> None:
     """So a batch may be cut anywhere, in a training step too."""
-    for (options,) in cases(model):
+    for (options,) in cases(model, pairs=pairs):
         setup = Setup.decide(config_of(data, options, 1), PackedDataset.open(data), data)
         parts, batch, found = build(setup), batch_of(data, 61), []
         for edges in ((0, 61), (0, 1, 30, 61)):
@@ -358,10 +361,11 @@ def test_a_sample_depends_on_no_other(data: Path, model: str) -> None:
         torch.testing.assert_close(cut, whole, rtol=0, atol=1e-5 * float(whole.abs().max()) + 1e-6, msg=str(options))
 
 
+@each_value_or_pair
 @pytest.mark.parametrize("model", MODELS)
-def test_an_export_computes_the_same(data: Path, tmp_path: Path, model: str) -> None:
+def test_an_export_computes_the_same(data: Path, tmp_path: Path, model: str, pairs: bool) -> None:
     """Its file of the network is in plain torch; test_export.py has whole exports."""
-    for number, (options,) in enumerate(cases(model)):
+    for number, (options,) in enumerate(cases(model, pairs=pairs)):
         setup = Setup.decide(config_of(data, options, 1), PackedDataset.open(data), data)
         parts, batch = build(setup), batch_of(data, 61)
         (tmp_path / f"{number}.py").write_text(network_source(model, parts.objective))

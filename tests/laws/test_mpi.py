@@ -38,8 +38,8 @@ def data(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., P
 @needs_mpi
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_number_of_ranks_is_invisible(data: Path, tmp_path: Path, num_ranks: int) -> None:
-    process = mpiexec(num_ranks, "hotrow", "train", config_file(data, tmp_path, []), "--json")
-    runs.train(make_config(raw_config(data, tmp_path / "one", [])), quiet=True)
+    process = mpiexec(num_ranks, "hotrow", "train", config_file(data, tmp_path, ["train.epochs=1"]), "--json")
+    runs.train(make_config(raw_config(data, tmp_path / "one", ["train.epochs=1"])), quiet=True)
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     same(tmp_path / "run", outcome(tmp_path / "one"))
@@ -69,6 +69,7 @@ def test_interrupted_on_three_ranks_and_resumed_on_two(data: Path, tmp_path: Pat
     same(tmp_path / "run", outcome(tmp_path / "one"))
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_messages_arrive_whole_and_in_order(tmp_path: Path) -> None:
     process = ranks("exchange", 2, tmp_path)
@@ -79,7 +80,8 @@ def test_messages_arrive_whole_and_in_order(tmp_path: Path) -> None:
 
 
 @needs_mpi
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_is_named_and_mpiexec_ends_all(tmp_path: Path, number: signal.Signals) -> None:
     process, pids = ranks("lost", 3, tmp_path), [tmp_path / f"pid-{rank}" for rank in range(3)]
     until_s = time.monotonic() + LIMIT_S

@@ -74,7 +74,7 @@ else:
 """
 
 
-@pytest.mark.slow_but("evict-100000")
+@pytest.mark.slow_but("release-1000")
 @needs_native
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the process's memory")
 @pytest.mark.parametrize(("move", "cached"), [("evict", 100_000), ("release", 1000), ("write_back", 100_000)])

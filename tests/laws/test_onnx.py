@@ -95,7 +95,6 @@ CASES: list[Any] = [
 
 
 @pytest.mark.slow_but(
-    "('dlrm', 3, ['a'], 'none')",
     "('two_tower', 3, ['a'], 'none')",
     "('dlrm', 2, ['a', 'b', 'c'], 'none')",
     "('dcn', 2, ['a'], 'isotonic')",
@@ -163,18 +162,18 @@ def alone(export: Path, rows: Path) -> list[float]:
     return [float(line) for line in done.stdout.split()]
 
 
-def test_numpy_and_onnxruntime_score_as_predict_does(logs: Path, tmp_path: Path) -> None:
+@pytest.mark.slow_but("float32")
+@pytest.mark.parametrize("form", FORMATS)
+def test_numpy_and_onnxruntime_score_as_predict_does(logs: Path, tmp_path: Path, form: str) -> None:
     """At the command line, for all rows, and with rows of every format as score.py of the export does."""
-    truth = hotrow.load(logs / "run").predict(str(logs / "new.parquet"))
+    truth, out = hotrow.load(logs / "run").predict(str(logs / "new.parquet")), tmp_path / "out"
     assert truth.std() > 0.02
-    for form in FORMATS:
-        out = tmp_path / form
-        outcome = mutate.run_command(["export", str(logs / "run"), "--out", str(out), "--onnx", "--rows", form])
-        assert outcome.code == 0 and "torch" not in outcome.err, outcome.err
-        assert tools.check(out)["ok"]
-        if form != "float32":
-            truth = scorer_of(out).score(pq.read_table(logs / "new.parquet").to_pydict()).numpy()
-        np.testing.assert_allclose(alone(out, logs / "new.parquet"), truth, rtol=0, atol=1e-5)
+    outcome = mutate.run_command(["export", str(logs / "run"), "--out", str(out), "--onnx", "--rows", form])
+    assert outcome.code == 0 and "torch" not in outcome.err, outcome.err
+    assert tools.check(out)["ok"]
+    if form != "float32":
+        truth = scorer_of(out).score(pq.read_table(logs / "new.parquet").to_pydict()).numpy()
+    np.testing.assert_allclose(alone(out, logs / "new.parquet"), truth, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

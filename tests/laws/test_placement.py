@@ -306,6 +306,7 @@ runs.train(load_config(sys.argv[1]), quiet=True)
 """
 
 
+@pytest.mark.slow_but("write_tensors-19-14", "link_or_copy-3-7", "clear_changed-3-21")
 @pytest.mark.parametrize(
     ("what", "call", "newest"),
     [

@@ -182,17 +182,17 @@ def compare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], st
     return check
 
 
-IN_THE_INTERPRETER = [number for number in range(20) if "hbm" in drawn(number, Path()).get("memory", "")]
+IN_THE_INTERPRETER = [number for number in range(10) if "hbm" in drawn(number, Path()).get("memory", "")]
 """Train with slots on a device, which Triton's interpreter stands in for here: each takes as long as fifty others."""
 
 
-@pytest.mark.parametrize("number", [number for number in range(20) if number not in IN_THE_INTERPRETER])
+@pytest.mark.parametrize("number", [number for number in range(10) if number not in IN_THE_INTERPRETER])
 def test_the_same_is_refused(compare: Callable[[int], str | None], number: int) -> None:
     assert (found := compare(number)) is None, found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tens", range(2, 20))
+@pytest.mark.parametrize("tens", range(1, 20))
 def test_the_same_is_refused_of_many(compare: Callable[[int], str | None], tens: int) -> None:
     found = [each for number in range(10 * tens, 10 * tens + 10) if (each := compare(number)) is not None]
     assert not found, "\n\n".join(found)

@@ -168,7 +168,7 @@ def train_rank(comm: Communicator, data: Path, run: Path) -> None:
     runs.train(tbsm(data, run), quiet=True, comm=comm)
 
 
-@pytest.mark.slow_but("tbsm")
+@pytest.mark.slow_but("dcn")
 @pytest.mark.parametrize("name", ["tbsm", "dcn"])
 def test_histories_tiers_and_ranks_give_the_same(tmp_path: Path, name: str) -> None:
     data = prepared(tmp_path / "data", num_events=2600)

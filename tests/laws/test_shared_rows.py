@@ -51,6 +51,7 @@ def every_way() -> Iterator[tuple[str, object]]:
         yield str(where), ops.distinct_rows
 
 
+@pytest.mark.slow_but("0-2-dtype0", "2-3-dtype1")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 2), (1, 2), (2, 3), (1, 5)])
 def test_distinct_rows_by_who_holds_them(rank: int, num_ranks: int, dtype: torch.dtype) -> None:

@@ -183,7 +183,7 @@ def test_against_dictionaries(split: str, tmp_path: Path) -> None:
     assert [column.transform for column in dataset.info.dense][4] == "target_stat(prior=2.0)"
 
 
-@pytest.mark.slow_but("time-dict", "random-dict")
+@pytest.mark.slow_but("time-dict")
 @pytest.mark.parametrize(("split", "in_file"), [("time", dict), ("random", dict), ("time", shuffled)])
 def test_no_training_row_knows_its_own_label_or_a_later_row(
     split: str, in_file: Callable[[Rows], Rows], tmp_path: Path

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ import sklearn.metrics
 from test_from_run import ids_of
 
 import hotrow
+import mutate
 from browser import Browser
 from expanded import expanded
-from forked import COMMAND, run_forked
+from forked import run_forked
 from hotrow.base.files import claim
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
@@ -90,9 +91,9 @@ def bits(chain: Path) -> dict[str, Any]:
 
 
 def hotrow_in(folder: Path, *words: object) -> None:
-    program = f"import os; os.chdir({str(folder)!r})\n{COMMAND}"
-    done = run_forked(program, *words)
-    assert done.returncode == 0, done.stderr
+    with chdir(folder):
+        done = mutate.run_command([*map(str, words)])
+    assert done.code == 0, done.err
 
 
 def test_the_one_command_is_the_commands_by_hand(logs: Path, chain: Path, tmp_path: Path) -> None:
@@ -161,11 +162,12 @@ PLACES = [
 ]
 
 
-def test_a_chain_that_is_killed_anywhere_ends_in_the_same_bits(logs: Path, chain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_chain_killed_anywhere_ends_in_the_same_bits(logs: Path, chain: Path, tmp_path: Path, every: int) -> None:
     """One chain, killed at one place after another: each call goes on from what the one before it left."""
     out = tmp_path / "chain"
     words = ("days", logs, "--out", out, "--recipe", logs.parent / "recipe.yaml", "--keep", 9, *FLAGS)
-    for home, *place in PLACES:
+    for home, *place in PLACES[::every]:
         done = run_forked(KILLED, f"hotrow.{home}", *place, *words)
         assert done.returncode == -signal.SIGKILL, (home, place, done.stdout, done.stderr)
     go(logs, out, keep=9)

@@ -217,6 +217,7 @@ def through_descriptor(path: Path, content: bytes) -> Path:
 
 
 @pytest.mark.skipif(not Path("/dev/fd").exists(), reason="there are no pipes with names here")
+@pytest.mark.slow_but("plain-through_fifo", "gzip-through_descriptor")
 @pytest.mark.parametrize("through", [through_fifo, through_descriptor])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
 def test_a_pipe_is_read(
@@ -269,7 +270,7 @@ JOINED: dict[str, Callable[[list[str]], str]] = {
 
 
 @pytest.mark.parametrize("separator", JOINED)
-@pytest.mark.parametrize("prefix", ["", "i"])
+@pytest.mark.parametrize("prefix", ["i", pytest.param("", marks=pytest.mark.slow)])
 def test_joined_lists_are_told_from_ids(separator: str, prefix: str, tmp_path: Path) -> None:
     lists = [[prefix + item for item in ids] for ids in LISTS]
     quoted = [[f'"{item}"' for item in ids] if prefix and separator == "json" else ids for ids in lists]

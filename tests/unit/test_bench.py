@@ -310,14 +310,6 @@ def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
 # ---- whole steps
 
 
-def test_every_promise_names_a_peer() -> None:
-    assert kernels.TARGETS.keys() | kernels.MIN_SHARES.keys() <= {
-        cell.name for cell in kernels.kernel_cells(quick=True)
-    }
-    names = {peer.name for peer in step_peers.peers(None)}
-    assert {name for shape in step_shapes.SHAPES.values() for name in shape.targets} <= names
-
-
 def test_columns_in_torchrecs_order_give_the_same_products() -> None:
     """Its pairs are (0, 1), (0, 2), ...; ours (1, 0), (2, 0), (2, 1), ..."""
     dim, num_features, batch = 3, 4, 5
@@ -501,11 +493,6 @@ def test_pages_show_the_range_over_known_processors() -> None:
     with_it = {"kernels": {**named, "AMD EPYC, family 25 model 49, avx2": disturbed}}
     assert results.over_processors(with_it) == cells
     assert any("model 49, avx2: 1 of 1 cells not measured: all" in line for line in results.missing(with_it))
-
-
-def test_a_share_above_the_limit_is_marked() -> None:
-    assert claims.share({"share_of_limit": 0.9}) == "90%"
-    assert claims.share({"share_of_limit": 1.14}).startswith("114% (limit not reached")
 
 
 def test_pages_say_whether_a_promise_is_held() -> None:

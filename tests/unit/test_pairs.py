@@ -94,6 +94,7 @@ def test_gains_are_those_of_a_loop_over_rows() -> None:
     np.testing.assert_allclose(gains_of(slots, residual, curvature, fold), want, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_of_many_columns_fewer_rows_are_looked_at() -> None:
     """And a pair that acts strongly is found among 1,770."""
     codes, draw = columns(30_000, 5, num_columns=60)

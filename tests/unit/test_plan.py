@@ -111,7 +111,7 @@ def test_against_brute_force(seed: int) -> None:
         assert expected_hits(uses, solve(uses, budget + pieces)) >= best - 1e-9
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(k, marks=pytest.mark.slow) for k in range(10, 20))])
 def test_the_bound_is_above_every_plan_and_close(seed: int) -> None:
     rng = np.random.default_rng(seed)
     uses = draw_uses(rng, most_rows=20000)
@@ -124,7 +124,7 @@ def test_the_bound_is_above_every_plan_and_close(seed: int) -> None:
     assert most_hits(uses, whole + 1) == pytest.approx(rows)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(25), *(pytest.param(k, marks=pytest.mark.slow) for k in range(25, 60))])
 def test_within_the_budget_and_never_worse_than_equal_shares(seed: int) -> None:
     """Than equal shares that keep as many slots for batches in flight, where the budget has so many."""
     rng = np.random.default_rng(seed)
@@ -147,7 +147,7 @@ def test_within_the_budget_and_never_worse_than_equal_shares(seed: int) -> None:
     except ValueError:
         return
     if all(use.keeps(slots, floor) for use, floor, slots in zip(uses, floors, equal, strict=True)):
-        assert expected_hits(uses, found) >= expected_hits(uses, equal)
+        assert expected_hits(uses, found) >= expected_hits(uses, equal) - 1e-9
 
 
 def zipf_counts(num_rows: int, exponent: float, total: float) -> np.ndarray:
@@ -202,7 +202,7 @@ def test_expected_hits_of_batches_in_flight_against_a_simulation(pinned: int, ca
             slots.pop(leaving, None)
             slots[row] = None
         batches.append(batch)
-    found = use.hits_in_flight(TableSlots(pinned, cached))
+    found = use.hits(TableSlots(pinned, cached), in_flight=True)
     assert found / use.rows_per_step == pytest.approx(1 + hits / rows, abs=0.02)
     assert (use.hits(TableSlots(pinned, cached)) < 0.9 * found) == (cached < 900)
 
@@ -218,7 +218,7 @@ def test_without_room_for_batches_in_flight_equal_shares_hit_no_more() -> None:
     ours, equal, most_batches = plan(demands, budget), plan_slots(demands, budget), solve(uses, budget)
 
     def misses(slots: Sequence[TableSlots]) -> float:
-        return sum(use.rows_per_step - use.hits_in_flight(own) for use, own in zip(uses, slots, strict=True))
+        return sum(use.rows_per_step - use.hits(own, in_flight=True) for use, own in zip(uses, slots, strict=True))
 
     assert misses(equal) < misses(most_batches)
     assert misses(ours) <= misses(equal) and cost(uses, ours) <= budget

@@ -49,13 +49,13 @@ def test_init_writes_the_recipe_that_fit_uses(tmp_path: Path) -> None:
     clicks = generator.random(3000) < np.where(users % 3 == 0, 0.7, 0.2)
     lines = [f"{int(click)},u{user}" for click, user in zip(clicks, users, strict=True)]
     (tmp_path / "x.csv").write_text("\n".join(["click,user", *lines]) + "\n")
-    run = hotrow.fit(tmp_path / "x.csv", run=tmp_path / "run", quiet=True, threads=1, refit=False)
+    run = hotrow.fit(tmp_path / "x.csv", run=tmp_path / "run", quiet=True, threads=1, refit=False, max_steps=4)
     run_init(tmp_path / "run" / "data", out=tmp_path / "init")
     written = hotrow.load_config(tmp_path / "init" / "recipe.yaml")
     used = hotrow.load_config(run.path / "config.yaml")
     for section in ("model", "optimizer"):
         assert getattr(written, section) == getattr(used, section)
-    decided = {name: getattr(written.train, name) for name in ("threads", "micro_batches")}  # by the run, for here
+    decided = {name: getattr(written.train, name) for name in ("threads", "micro_batches", "max_steps")}
     assert written.train == used.train.model_copy(update=decided)
     about = make_config({"data": "x"} | _parsed(render_recipe("x", 3000, exact=False)))
     assert about.train.batch_size == written.train.batch_size

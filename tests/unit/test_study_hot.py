@@ -131,6 +131,7 @@ def test_the_model_is_that_which_fae_trains_on_such_data(dataset: PackedDataset,
     assert row["auc_difference"] == pytest.approx(row["auc_fae"] - row["auc_baseline"])
 
 
+@pytest.mark.slow
 def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def small(raw: dict[str, Any], *, origin: str) -> Config:
         model, options = {"bottom_mlp": [4], "top_mlp": [4]}, {"threads": 1}

@@ -146,11 +146,6 @@ def test_written_rows_keep_their_initial_values(tmp_path: Path, pinned: int) -> 
     assert counts["created_rows"] == 4000 - pinned and counts["written_rows"] == counts["evicted_rows"] > 1000
 
 
-def test_io_is_chosen_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="io is 'aio'; choose one of auto, io_uring, threads"):
-        Memory(dram="1GiB", ssd=tmp_path, io="aio")  # type: ignore[arg-type]
-
-
 def test_lru_of_arrays_against_lru_of_a_dictionary() -> None:
     lru, plain, g = RowLru(300, 40), OrderedDict[int, int](), np.random.default_rng(2)
     for _ in range(400):

@@ -191,18 +191,13 @@ def test_a_figure_is_the_median_of_passes_without_the_first() -> None:
     assert found["samples_per_s"] == pytest.approx(10 / 0.002) and found["spread"] == pytest.approx([2500, 10000])
     assert (found["rounds"], found["clean_rounds"], found["taken_rounds"]) == (3, 3, 3)
 
-
-def test_passes_that_warm_do_not_count() -> None:
     found = passes(lambda step: 0.5 if step < 8 else 0.001, rounds=3, warm=2).figures()
-    assert found["spread_ms"] == pytest.approx([1, 1]) and found["taken_rounds"] == 3
+    assert found["spread_ms"] == pytest.approx([1, 1]) and found["taken_rounds"] == 3, "passes that warm do not count"
 
 
 def test_a_busy_machine_yields_a_figure_too_and_says_so() -> None:
     found = passes(lambda step: 0.001, rounds=9, share=0.9).figures()
     assert found["step_ms"] == pytest.approx(1) and found["clean_rounds"] == 0 < found["rounds"]
-
-
-def test_one_clean_round_is_not_a_figure() -> None:
     meter = passes(lambda step: 0.001, rounds=3)
     meter.taken = [(share, one) for share, (_, one) in zip([0.0, 0.9, 0.9], meter.taken, strict=True)]
     found = meter.figures()

@@ -94,6 +94,8 @@ def test_one_folder_is_named_or_three_tiers(folders: dict[str, str]) -> None:
 def test_a_middle_tier_has_a_size(size: Any) -> None:
     with pytest.raises(ValueError, match=r"file_bytes is .*; it must be a positive number of bytes"):
         Memory(dram="1GiB", ssd="a", file="b", file_bytes=size)
+    with pytest.raises(ValueError, match="io is 'aio'; choose one of auto, io_uring, threads"):
+        Memory(dram="1GiB", ssd="a", io="aio")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("memory", ["disk", 3, {"dram": "1GiB"}])

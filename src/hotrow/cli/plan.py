@@ -76,12 +76,8 @@ def lines_of(found: Plan) -> Iterator[str]:
 
 def _decision(found: Decision) -> Iterator[str]:
     where = "all in DRAM" if found.disk is None else f"{size(found.dram_bytes)} of DRAM, the rest in {found.disk}"
-    whose = f"rank 0 of {found.num_ranks} holds {size(found.needed_bytes)} of" if found.num_ranks > 1 else ""
-    yield (
-        f"{whose} tables and optimizer state: {where}".strip()
-        if whose
-        else (f"tables and optimizer state take {size(found.needed_bytes)}: {where}")
-    )
+    whose = f"rank 0 of {found.num_ranks} holds {size(found.needed_bytes)} of " if found.num_ranks > 1 else ""
+    yield f"{whose}tables and optimizer state{'' if whose else f' take {size(found.needed_bytes)}'}: {where}"
     for owner in dict.fromkeys(found.owners.values()):
         own = [name for name, each in found.owners.items() if each == owner]
         words = {"row": "dealt out row by row", "replicated": "on every rank"}.get(owner, owner)

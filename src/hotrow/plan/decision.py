@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotrow.placement.budget import MIN_ROWS, TableSlots
@@ -46,7 +45,8 @@ class Decision:
 def decision_of(setup: Setup) -> Decision:
     """Returns what `setup` decided."""
     memory, planner = setup.below, setup.planner
-    slots = None if memory is None else planner.slots_in(memory)[1]
+    whole = [TableSlots(table.num_embeddings, 0) for table in setup.held]
+    slots = whole if memory is None else planner.slots_in(memory)[1]
     demands = demands_of(setup.config, setup.held, training=True)
     needed = sum(own.num_rows * own.record_bytes for own in demands)
     return Decision(
@@ -66,13 +66,9 @@ def decision_of(setup: Setup) -> Decision:
                 on_disk=own.num_rows - pinned - cached,
                 why=_why(setup, table, TableSlots(pinned, cached)),
             )
-            for own, table, (pinned, cached) in zip(demands, setup.held, _slots(setup, slots), strict=True)
+            for own, table, (pinned, cached) in zip(demands, setup.held, slots, strict=True)
         ],
     )
-
-
-def _slots(setup: Setup, slots: Sequence[TableSlots] | None) -> Sequence[TableSlots]:
-    return [TableSlots(table.num_embeddings, 0) for table in setup.held] if slots is None else slots
 
 
 def _why(setup: Setup, table: TableConfig, slots: TableSlots) -> str:

@@ -19,6 +19,7 @@ from hotrow import optim
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
+from hotrow.data.packed.groups import Groups
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.embedding import EmbeddingCollection
 from hotrow.models.layers import Network
@@ -179,4 +180,9 @@ def read_model(checkpoint: Path, manifest: Manifest, vocabulary: PackedDataset) 
             f"{where}: tables and config do not fit the features and ids in {vocabulary.path}; copy that folder from "
             f"the dataset the run used, or {CURE}"
         )
+    if config.metrics.by is not None:
+        try:
+            Groups(vocabulary.info, config.metrics.by)
+        except ValueError as error:
+            raise ValueError(f"{where}: config: {error}") from None
     return config, extra.tables

@@ -7,6 +7,7 @@ the sum from a budget, before anything is made.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -28,6 +29,8 @@ EVAL_BATCH_SIZE = 4096
 FIXED_BYTES = 48 << 20
 """What the smallest model takes: thread pools, buffers of files, checksums. 20 MiB were measured on two cores; the rest
 is for what the kernel holds for a process, and for pages of libraries that it cannot drop."""
+COMPILER_BYTES = 80 << 20
+"""torch's compiler, which the first optimizer imports: 74 MiB were measured."""
 WEIGHT_COPIES = {True: 5, False: 2}
 """Copies of the dense layers' weights: with gradients, two states of the optimizer, and one on its way to a file."""
 LOOKUP_BYTES = 64
@@ -47,8 +50,8 @@ def beside_bytes(
     """Returns about how many bytes this process will take beside its tables and what it holds now.
 
     dataset: what is trained on, or the vocabularies of a run that scores. tables: all of the run's. training: if False,
-    the model only scores. Ask before you ask the system what is available: building a model imports 75 MB of modules,
-    which the process then holds.
+    the model only scores. Ask before you ask the system what is available: building a model imports modules, which the
+    process then holds.
     """
     dims = {name: table.embedding_dim for table in tables for name in table.feature_names}
     num_dense = len(dataset.info.dense)
@@ -60,6 +63,7 @@ def beside_bytes(
     total += _sample_bytes(model, num_dense, dims, lengths, training=False) * min(EVAL_BATCH_SIZE, scored)
     total += _METRIC_BYTES * len(dataset.info.labels) * scored + _METRIC_PIECE[1] * min(scored, _METRIC_PIECE[0])
     if training:
+        total += 0 if "torch._dynamo" in sys.modules else COMPILER_BYTES
         batch_size = min(config.train.batch_size, rows.get("train", 0))
         total += _sample_bytes(model, num_dense, dims, lengths, training=True) * batch_size
         total += math.ceil(TIERS_COPIES * 4 * sum(dims.values()) * batch_size)
@@ -100,37 +104,29 @@ def _sample_bytes(
 
     What is freed on the way counts too: the allocator seldom gives it back, and cannot always use it again.
     """
-    few, many = (_allocated(model, number, num_dense, dims, lengths, training=training) for number in _SAMPLES)
+
+    def allocated(num_samples: int) -> int:
+        """Bytes of the rows of a batch, and of what the model allocates for it."""
+        seen = _Allocations()
+        with torch.set_grad_enabled(training), seen:
+            rows: Any = torch.zeros(num_samples, sum(dims.values()), requires_grad=training)
+            if model.lookup == "sequence":
+                per_sample = {name: math.ceil(lengths[name]) for name in dims}
+                rows = {
+                    name: (
+                        torch.zeros(num_samples * per_sample[name], dim, requires_grad=training),
+                        torch.arange(num_samples + 1) * per_sample[name],
+                    )
+                    for name, dim in dims.items()
+                }
+            logits_B: Tensor = model(torch.zeros(num_samples, num_dense), rows)
+            if training:
+                logits_B.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return seen.num_bytes
+
+    few, many = map(allocated, _SAMPLES)
     ids = sum(lengths[name] for name in dims)
     return (many - few) // (_SAMPLES[1] - _SAMPLES[0]) + math.ceil(LOOKUP_BYTES * ids + 8 * num_dense)
-
-
-def _allocated(
-    model: Network,
-    num_samples: int,
-    num_dense: int,
-    dims: Mapping[str, int],
-    lengths: Mapping[str, float],
-    *,
-    training: bool,
-) -> int:
-    """Returns the bytes of the rows of a batch, and of what the model allocates for it."""
-    seen = _Allocations()
-    with torch.set_grad_enabled(training), seen:
-        rows: Any = torch.zeros(num_samples, sum(dims.values()), requires_grad=training)
-        if model.lookup == "sequence":
-            per_sample = {name: math.ceil(lengths[name]) for name in dims}
-            rows = {
-                name: (
-                    torch.zeros(num_samples * per_sample[name], dim, requires_grad=training),
-                    torch.arange(num_samples + 1) * per_sample[name],
-                )
-                for name, dim in dims.items()
-            }
-        logits_B: Tensor = model(torch.zeros(num_samples, num_dense), rows)
-        if training:
-            logits_B.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    return seen.num_bytes
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it unannotated
@@ -139,6 +135,11 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, because nothing compiles this; otherwise torch imports its compiler here, which takes a second."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

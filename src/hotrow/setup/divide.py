@@ -13,7 +13,7 @@ costs the same: weights of what a miss of each table costs on a disk changed no 
 (docs/measurements/tried.md). placement/budget.py plans without counts.
 
 Rows of batches that are fetched ahead stay until they are trained, beside the cache if it has no slots for them all. A
-batch finds them there, so a cache hits no less than one of their rows would: `TableUse.hits_in_flight`.
+batch finds them there, so a cache hits no less than one of their rows would: `TableUse.hits`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ CUTS_PER_OCTAVE = 64
 WINDOWS = 160
 """Lengths of stay in a cache that are computed: about 5 per doubling, linear between them."""
 RATES_PER_OCTAVE, MIN_RATE, MAX_RATE = 16, 2.0**-60, 2.0**40
+NUM_KINDS = 2 + round(math.log2(MAX_RATE / MIN_RATE)) * RATES_PER_OCTAVE
+FEW = 1 << 10
+"""Whole counts below this are told apart before they become rates."""
 MAX_RATES = 2048
 """In tables of up to this many rows every rate is kept; larger tables have RATES_PER_OCTAVE rates per doubling."""
 PIECE_ROWS = 1 << 20
@@ -74,7 +77,7 @@ class Counted:
     def of(cls, name: str, counts: NDArray[Any], num_steps: float) -> Counted:
         """Reads accesses of each row in `num_steps` steps. Raises ValueError if some are negative or not finite."""
         cuts = _cuts(len(counts))
-        rates, rows = _rates(name, counts, num_steps, cuts)
+        rates, rows = rates_of(name, counts, num_steps, cuts)
         places = np.flatnonzero(rows)
         return cls(len(counts), num_steps, rates, cuts, (places, rows.ravel()[places]))
 
@@ -174,18 +177,11 @@ class TableUse:
             for b, (k, enough) in enumerate(zip(best.tolist(), given >= self.whole_bytes, strict=True))
         ]
 
-    def hits(self, slots: TableSlots) -> float:
-        """Returns the hits that are expected per step of the rows that have slots."""
-        return self._hits(slots, np.zeros_like(self._ahead))
-
-    def hits_in_flight(self, slots: TableSlots) -> float:
-        """Returns the hits that are expected per step, those of rows beside the cache included."""
-        return self._hits(slots, self._ahead)
-
-    def _hits(self, slots: TableSlots, ahead: Array) -> float:
+    def hits(self, slots: TableSlots, *, in_flight: bool = False) -> float:
+        """Expected hits per step of the rows that have slots; in_flight: of rows beside the cache too."""
         k = min(int(np.searchsorted(self._cuts, slots.pinned)), len(self._cuts) - 1)
         near = range(max(k - 1, 0), k + 1)
-        cached = np.maximum(slots.cached, ahead)
+        cached = np.maximum(slots.cached, self._ahead if in_flight else 0 * self._ahead)
         hits = [self._pinned[j] + np.interp(cached[j], self._resident[j], self._cached[j]) for j in near]
         return float(np.interp(slots.pinned, self._cuts[near.start : near.stop], hits))
 
@@ -206,8 +202,9 @@ def _cuts(num_rows: int) -> NDArray[np.int64]:
     return np.unique(np.concatenate([[0], np.round(powers).astype(np.int64), [num_rows]]))
 
 
-def _rates(name: str, counts: NDArray[Any], num_steps: float, cuts: NDArray[np.int64]) -> tuple[Array, Array]:
-    """Returns the different rates [K], and how many rows between two cuts have each, [len(cuts) - 1, K]."""
+def rates_of(name: str, counts: NDArray[Any], num_steps: float, cuts: NDArray[np.int64]) -> tuple[Array, Array]:
+    """The different rates at which rows are looked up, per step [K], and how many rows between two cuts have each,
+    [len(cuts) - 1, K]."""
     if len(counts) <= MAX_RATES:
         _check(name, counts)
         place = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
@@ -215,36 +212,42 @@ def _rates(name: str, counts: NDArray[Any], num_steps: float, cuts: NDArray[np.i
         rows = np.zeros((len(cuts) - 1, len(rates)))
         np.add.at(rows, (place, kind), 1.0)
         return rates / num_steps, rows
-    num_kinds = 2 + round(math.log2(MAX_RATE / MIN_RATE)) * RATES_PER_OCTAVE
-    rows, sums = np.zeros((len(cuts) - 1, num_kinds)), np.zeros(num_kinds)
+    rows, sums = np.zeros((len(cuts) - 1, NUM_KINDS)), np.zeros(NUM_KINDS)
+    small = np.arange(FEW if counts.dtype.kind in "iu" else 0)  # of most rows: they are counted before their logarithm
+    kind = _kinds(small, num_steps)
+    begins = np.flatnonzero(np.diff(kind, prepend=-1))
     for start in range(0, len(counts), PIECE_ROWS):
         piece = counts[start : start + PIECE_ROWS]
         _check(name, piece)
         own = np.clip(cuts, start, start + len(piece))
         first = int(np.searchsorted(cuts, start, "right")) - 1
         last = int(np.searchsorted(cuts, start + len(piece), "left"))
-        rate = piece / num_steps
-        octaves = np.log2(np.maximum(rate, MIN_RATE / 2)) - math.log2(MIN_RATE)
-        kind = np.clip(np.ceil(octaves * RATES_PER_OCTAVE), 0, num_kinds - 1).astype(np.int64)
-        sums += np.bincount(kind, weights=rate, minlength=num_kinds)
-        kind += np.repeat(np.arange(last - first) * num_kinds, np.diff(own)[first:last])
-        found = np.bincount(kind, minlength=(last - first) * num_kinds)
-        rows[first:last] += found.reshape(last - first, num_kinds)
+        stretch = np.repeat(np.arange(last - first), np.diff(own)[first:last])
+        large = np.flatnonzero(piece >= len(small))
+        kind_of_large = _kinds(piece[large], num_steps)
+        np.add.at(rows[first:last], (stretch[large], kind_of_large), 1.0)
+        sums += np.bincount(kind_of_large, weights=piece[large], minlength=NUM_KINDS)
+        if len(small):
+            stretch *= FEW + 1
+            stretch += np.minimum(piece, FEW).astype(np.int64)
+            found = np.bincount(stretch, minlength=(last - first) * (FEW + 1)).reshape(last - first, FEW + 1)[:, :FEW]
+            sums += np.bincount(kind, weights=small * found.sum(axis=0), minlength=NUM_KINDS)
+            rows[first:last, kind[begins]] += np.add.reduceat(found, begins, axis=1)
     num = rows.sum(axis=0)
     seen = num > 0
-    return sums[seen] / num[seen], rows[:, seen]
+    return sums[seen] / num_steps / num[seen], rows[:, seen]
+
+
+def _kinds(counts: NDArray[Any], num_steps: float) -> NDArray[np.int64]:
+    """The kind of each row: its rate's octave, in RATES_PER_OCTAVE parts."""
+    octaves = np.log2(np.maximum(counts / num_steps, MIN_RATE / 2)) - math.log2(MIN_RATE)
+    return np.clip(np.ceil(octaves * RATES_PER_OCTAVE), 0, NUM_KINDS - 1).astype(np.int64)
 
 
 def _check(name: str, counts: NDArray[Any]) -> None:
     good = counts.dtype.kind in "iuf" and bool(np.isfinite(counts).all()) and not (counts < 0).any()
     if not good:
         raise ValueError(f"table {name!r}: counts must be finite numbers from 0 up")
-
-
-def rates_of(name: str, counts: NDArray[Any], num_steps: float) -> tuple[Array, Array]:
-    """Returns the different rates at which rows of a table are looked up, per step, and how many rows have each."""
-    rates, rows = _rates(name, counts, num_steps, np.array([0, len(counts)]))
-    return rates, rows[0]
 
 
 def _windows(rates: Array, rows: Array) -> Array:
@@ -283,7 +286,8 @@ def solve(tables: Sequence[TableUse], budget_bytes: float) -> list[TableSlots]:
     if found is None:
         return equal
     keeps = all(table.keeps(slots, floor) for table, slots, floor in zip(tables, equal, floors, strict=True))
-    return equal if keeps and expected_hits(tables, equal) > expected_hits(tables, found) else found
+    more = expected_hits(tables, equal) > expected_hits(tables, found) + MIN_HITS
+    return equal if keeps and more else found
 
 
 def plan_tables(tables: Sequence[TableUse], budget_bytes: float) -> list[TableSlots]:
@@ -310,15 +314,11 @@ def plan_tables(tables: Sequence[TableUse], budget_bytes: float) -> list[TableSl
         if _beside(tables, plan) <= most
         and all(table.keeps(own, floor) for table, own, floor in zip(tables, plan, least, strict=True))
     ]
-    return max(fit, key=lambda plan: _hits_in_flight(tables, plan), default=found)
+    return max(fit, key=lambda plan: expected_hits(tables, plan, in_flight=True), default=found)
 
 
 def _beside(tables: Sequence[TableUse], slots: Sequence[TableSlots]) -> float:
     return sum(table.bytes_beside(own) for table, own in zip(tables, slots, strict=True))
-
-
-def _hits_in_flight(tables: Sequence[TableUse], slots: Sequence[TableSlots]) -> float:
-    return sum(table.hits_in_flight(own) for table, own in zip(tables, slots, strict=True))
 
 
 def flight_floors(tables: Sequence[TableUse], budget_bytes: float) -> list[Array]:
@@ -399,9 +399,9 @@ def _is_below(a: tuple[float, float, int], b: tuple[float, float, int], x: float
     return (b[1] - a[1]) * (x - a[0]) <= (y - a[1]) * (b[0] - a[0])
 
 
-def expected_hits(tables: Sequence[TableUse], slots: Sequence[TableSlots]) -> float:
-    """Returns the hits expected per step over all tables."""
-    return float(sum(table.hits(s) for table, s in zip(tables, slots, strict=True)))
+def expected_hits(tables: Sequence[TableUse], slots: Sequence[TableSlots], *, in_flight: bool = False) -> float:
+    """Hits expected per step over all tables."""
+    return float(sum(table.hits(s, in_flight=in_flight) for table, s in zip(tables, slots, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ def wire_of(config: Config, table: TableConfig, dataset: PackedDataset, num_rank
     num_samples, batch_size = dataset.split("train").num_rows, config.train.batch_size
     if dataset.has_counts and num_samples:
         steps = max(1.0, num_samples / batch_size)
-        rates, rows = rates_of(table.name, dataset.counts(table.name), steps)
+        rates, (rows,) = rates_of(table.name, dataset.counts(table.name), steps, np.array([0, table.num_embeddings]))
         accesses = Accesses(rates[::-1], rows[::-1], steps)
         lookups_per_bag = float(rates @ rows) * steps / num_samples / len(table.feature_names)
         jagged = not math.isclose(lookups_per_bag, 1.0, rel_tol=1e-6)  # bags of several ids are of any length
