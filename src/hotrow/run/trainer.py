@@ -278,7 +278,7 @@ class Training:
         self.turns.attach(self.parts.embedding, self.parts.sparse_optimizer, device=setup.copies_on)
         embedding = self.parts.embedding
         self.lookahead = config.tiers.lookahead if embedding.placement.looks_ahead else 0
-        most = checkpoint_bytes(config, setup.tables, self.parts.model, in_tiers=setup.in_tiers)
+        most = checkpoint_bytes(config, setup.tables, self.parts.model, with_ids=setup.in_tiers or bool(setup.shards))
         dtype = config.parallel.wire_dtype
         wire = [WireMeter(self.comm, self.session, wire_dtype=dtype)] if self.comm.size > 1 else []
         self.clock = StepClock(self.session, wire)
