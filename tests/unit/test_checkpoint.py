@@ -254,31 +254,13 @@ def test_a_file_system_that_cannot_map_files_is_named(tmp_path: Path) -> None:
         open_tensors(tmp_path / "empty")
 
 
-def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def full(path: Path, tensors: object) -> object:
-        calls.append(path)
-        if len(calls) == 3:
-            raise OSError(28, "No space left on device")
-        return write_tensors(path, tensors)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("hotrow.run.checkpoint.write_tensors", full)
-    with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(tmp_path / "step-1", make_parts(1))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.base.files.disk_free_bytes", lambda path: 10)
-    with pytest.raises(ValueError, match=r"step-1 needs 1 MiB more than the disk has free"):
-        save_checkpoint(tmp_path / "step-1", make_parts(1))
-
-
-def test_never_overwritten(tmp_path: Path) -> None:
+def test_a_full_disk_and_a_folder_that_is_taken_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(tmp_path / "step-1", make_parts(1))
     with pytest.raises(ValueError, match="exists already"):
         save_checkpoint(tmp_path / "step-1", make_parts(1))
+    monkeypatch.setattr("hotrow.base.files.disk_free_bytes", lambda path: 10)
+    with pytest.raises(ValueError, match=r"step-2 needs 1 MiB more than the disk has free"):
+        save_checkpoint(tmp_path / "step-2", make_parts(1))
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
