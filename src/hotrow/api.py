@@ -17,7 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -63,19 +63,18 @@ from hotrow.objectives.calibration import Calibration, calibrated, for_all_negat
 from hotrow.objectives.objective import Metrics, Objective
 from hotrow.objectives.several import for_labels
 from hotrow.parallel.agreement import on_every_rank
-from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.launch import joined
 from hotrow.report.page import NAME as REPORT
 from hotrow.run.build import build_network, look_up, read_model
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
+from hotrow.run.evaluate import evaluate
 from hotrow.run.folder import CONFIG, RUN, RunFolder, check_free, resume_command
 from hotrow.run.items import Items
 from hotrow.run.record import RunRecord, off_by
 from hotrow.run.runs import config_of, make_folder, train
 from hotrow.run.selection import step_to_stop_at
 from hotrow.run.storage import close_tiers
-from hotrow.run.trainer import evaluate
 from hotrow.run.usual import count_split, seen_of
 from hotrow.setup.beside import EVAL_BATCH_SIZE
 from hotrow.setup.device import DenseDevice
@@ -593,7 +592,9 @@ def fit(
         if packed:
             dataset = on_every_rank(comm, lambda: PackedDataset.open(data))
             folder = make_folder(comm, lambda: RunFolder.create(run, name=name))
-            return _train_on(dataset, folder, recipe, changes, quiet=quiet, comm=comm)
+            quiet = quiet or comm.rank > 0
+            decided = _config_for(dataset, folder, recipe, changes, quiet=quiet)
+            return Run(train(decided, folder=folder, quiet=quiet, comm=comm).path)
         if comm.size > 1:
             raise ValueError(
                 f"training with {comm.size} processes needs a packed dataset: run hotrow prepare on {_name_of(data)} "
@@ -608,15 +609,18 @@ def fit(
         with RunFolder.begin(run, name=name, preparation=fingerprint(opened)) as folder:
             with folder:
                 if refit and _can_refit(opened, checked):
-                    selection = _select(opened, folder, recipe, changes, quiet=quiet)
+                    with _selection(opened, folder) as own:
+                        if own.record.status != "finished":
+                            train(_prepared(own, opened, recipe, changes, quiet=quiet), folder=own, quiet=quiet)
+                    selection = Run(own.path)
                     if selection.record.status != "finished":
                         folder.update(status=selection.record.status)
                         return selection
                     opened, recipe, changes = _with_validation_rows(opened, selection)
                     _announce(folder, _selection_line(selection, changes), quiet=quiet)
-                dataset = _prepare_into(folder, opened, quiet=quiet)
+            decided = _prepared(folder, opened, recipe, changes, quiet=quiet)
             spool.close()  # training reads packed rows alone
-            return _train_on(dataset, folder, recipe, changes, quiet=quiet)
+            return Run(train(decided, folder=folder, quiet=quiet).path)
 
 
 def _can_refit(opened: OpenedSource, config: Config) -> bool:
@@ -626,19 +630,17 @@ def _can_refit(opened: OpenedSource, config: Config) -> bool:
     return has_parts and config.hot.schedule != "fae"  # which follows the loss on validation rows
 
 
-def _select(
-    opened: OpenedSource, folder: RunFolder, recipe: Mapping[str, Any] | None, changes: list[str], *, quiet: bool
-) -> Run:
-    """Returns the run in `folder` that finds the best step by its validation rows; trains it if it has not finished."""
+@contextmanager
+def _selection(opened: OpenedSource, folder: RunFolder) -> Iterator[RunFolder]:
+    """The run in `folder` that finds the best step by its validation rows: one that has finished, or one to train."""
     path = folder.path / SELECTION
     if is_taken(path / CONFIG):
-        if (found := Run(path)).record.status == "finished":
-            return found
+        if (found := RunFolder.open(path)).record.status == "finished":
+            yield found
+            return
         remove(path, within=folder.path)
     with RunFolder.begin(path, name=SELECTION, preparation=fingerprint(opened)) as own:
-        with own:
-            dataset = _prepare_into(own, opened, quiet=quiet)
-        return _train_on(dataset, own, recipe, changes, quiet=quiet)
+        yield own
 
 
 def _with_validation_rows(opened: OpenedSource, selection: Run) -> tuple[OpenedSource, dict[str, Any], list[str]]:
@@ -685,35 +687,37 @@ def _selection_line(selection: Run, changes: Sequence[str]) -> str:
     )
 
 
-def _train_on(
-    dataset: PackedDataset,
-    folder: RunFolder,
-    recipe: Mapping[str, Any] | None,
-    changes: list[str],
-    *,
-    quiet: bool,
-    comm: Communicator | None = None,
-) -> Run:
-    quiet = quiet or (comm is not None and comm.rank > 0)
+def _prepared(
+    folder: RunFolder, opened: OpenedSource, recipe: Mapping[str, Any] | None, changes: list[str], *, quiet: bool
+) -> Config:
+    """Packs the raw rows into the run's folder; returns the config of a run on them."""
     with folder:
-        raw = {**(recipe or {}), "data": str(dataset.path), "run": str(folder.path)}
-        if recipe is None:
-            given = [change.partition("=")[0] for change in changes]
-            defaults = _defaults(dataset, make_config(apply_overrides(raw, changes), origin="fit"), given)
-            config = make_config(apply_overrides(raw, [*defaults, *changes]), origin="fit")
-            folder.log(f"recipe for {dataset.split('train').num_rows:,} training rows: {', '.join(defaults)}")
-            if not quiet:
-                rows = f"{dataset.split('train').num_rows:,} training rows"
-                epochs = num_of(config.train.epochs, "epoch")
-                size = f"batches of {config.train.batch_size}, {epochs}"
-                print(
-                    f"recipe for {rows}: {size}, dim {config.model.embedding_dim} "
-                    f"(all of it: {folder.path}/config.yaml; change it: --set train.batch_size=...)",
-                    file=sys.stderr,
-                )
-        else:
-            config = make_config(apply_overrides(raw, changes), origin="fit")
-    return Run(train(config, folder=folder, quiet=quiet, comm=comm).path)
+        dataset = _prepare_into(folder, opened, quiet=quiet)
+    return _config_for(dataset, folder, recipe, changes, quiet=quiet)
+
+
+def _config_for(
+    dataset: PackedDataset, folder: RunFolder, recipe: Mapping[str, Any] | None, changes: list[str], *, quiet: bool
+) -> Config:
+    """The config of a run on a dataset; without a recipe, one is chosen for its number of rows, and said."""
+    raw = {**(recipe or {}), "data": str(dataset.path), "run": str(folder.path)}
+    with folder:
+        config = make_config(apply_overrides(raw, changes), origin="fit")
+        if recipe is not None:
+            return config
+        given = [change.partition("=")[0] for change in changes]
+        defaults = _defaults(dataset, config, given)
+        config = make_config(apply_overrides(raw, [*defaults, *changes]), origin="fit")
+        rows = f"{dataset.split('train').num_rows:,} training rows"
+        folder.log(f"recipe for {rows}: {', '.join(defaults)}")
+        if not quiet:
+            size = f"batches of {config.train.batch_size}, {num_of(config.train.epochs, 'epoch')}"
+            print(
+                f"recipe for {rows}: {size}, dim {config.model.embedding_dim} "
+                f"(all of it: {folder.path}/config.yaml; change it: --set train.batch_size=...)",
+                file=sys.stderr,
+            )
+    return config
 
 
 def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> PackedDataset:

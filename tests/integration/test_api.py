@@ -28,7 +28,7 @@ from hotrow.data.chunk import RowError
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import run_prepare
-from hotrow.run import runs
+from hotrow.run import runs, said
 from hotrow.run.folder import RunFolder
 from hotrow.run.runs import resume
 from loops import looped
@@ -393,7 +393,7 @@ def test_what_the_terminal_says_is_in_the_run(tmp_path: Path, monkeypatch: pytes
     decide, shown = staticmethod(warning("of the machine", runs.Setup.decide)), warnings.showwarning
     monkeypatch.setattr(runs.Setup, "decide", decide)
     monkeypatch.setattr(runs, "_begin", warning("of the start", runs._begin))
-    monkeypatch.setattr(runs, "_warn_of_tiers", warning("from beside", runs._warn_of_tiers, thread=True))
+    monkeypatch.setattr(said, "_of_disks", warning("from beside", said._of_disks, thread=True))
     with pytest.warns(UserWarning, match="of the machine"):
         run = hotrow.fit(clicks(1500), label="click", run=tmp_path / "run", quiet=True, **OPTIONS, max_steps=5)
     assert run.record.warnings["shown_warning"] == {"count": 3, "text": "of the machine"}

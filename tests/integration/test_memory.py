@@ -23,7 +23,8 @@ from hotrow.kernels import ops
 from hotrow.placement.store_file import SUFFIX, OwnFolder
 from hotrow.placement.stores import Engines, StoreError
 from hotrow.placement.tiers import Tiers
-from hotrow.run import runs, storage, trainer
+from hotrow.run import parts as loop_parts
+from hotrow.run import runs, said, storage, trainer
 from hotrow.run.checkpoint import list_checkpoints, verify
 from hotrow.run.folder import RunFolder
 
@@ -120,7 +121,7 @@ def test_stores_that_run_on_threads_are_a_counted_warning(
 
 @pytest.mark.parametrize(
     ("asks", "code"),
-    [(storage, "disk_may_become_full"), (runs, "disk_may_be_too_small_for_a_checkpoint")],
+    [(storage, "disk_may_become_full"), (said, "disk_may_be_too_small_for_a_checkpoint")],
     ids=["rows", "a checkpoint"],
 )
 def test_a_disk_that_may_become_full_is_said_before(
@@ -166,7 +167,7 @@ def test_a_disk_that_fails(dataset: PackedDataset, tmp_path: Path, monkeypatch: 
 def test_a_disk_that_fails_while_a_checkpoint_is_written(
     dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = trainer.save_checkpoint
+    plain = loop_parts.save_checkpoint
 
     def save(path: Path, parts: Any, **options: Any) -> Path:
         if path.name == "step-21":
@@ -174,7 +175,7 @@ def test_a_disk_that_fails_while_a_checkpoint_is_written(
         return plain(path, parts, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "save_checkpoint", save)
+        patch.setattr(loop_parts, "save_checkpoint", save)
         stops_and_goes_on(dataset, tmp_path / "run", "reading", mend=patch.undo)
 
 

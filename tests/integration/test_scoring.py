@@ -478,7 +478,7 @@ def test_a_run_is_not_lost_if_its_splits_cannot_be_counted(tmp_path: Path, monke
     def damaged(*_: Any) -> Any:
         raise ValueError("part-00000.arrow: the checksum differs")
 
-    monkeypatch.setattr("hotrow.run.trainer.usual_of", damaged)
+    monkeypatch.setattr("hotrow.run.ending.usual_of", damaged)
     run = hotrow.fit(pa.table(rows()), schema=SCHEMA, run=tmp_path / "run", quiet=True, max_steps=2, **OPTIONS)
     assert run.record.status == "finished" and run.record.columns is None
     assert "part-00000.arrow" in run.record.warnings["columns_not_counted"]["text"]

@@ -29,9 +29,10 @@ from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
 from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.sources.registry import open_source
 from hotrow.kernels.ops import backend
-from hotrow.run import runs
+from hotrow.run import ending, parts, runs
 from hotrow.run.folder import RunFolder
-from hotrow.run.trainer import Interrupt, Training
+from hotrow.run.interrupt import Interrupt
+from hotrow.run.trainer import Training
 from hotrow.setup.setup import Setup
 from mutate_sealed import Change, changed, changes
 from prepare_data import SCHEMA, make_rows, to_table
@@ -119,8 +120,8 @@ def restore(run: Path) -> None:
     dataset = PackedDataset.open(config.data)
     setup, folder = Setup.decide(config, dataset, run), RunFolder.open(run)
     with closing(Training(setup, folder, Interrupt(), ProgressLine(quiet=True))) as training:
-        training.restore(newest(run))
-        training.finish()
+        parts.restore(training, newest(run))
+        ending.finish(training)
 
 
 def scorer(folder: Path) -> None:

@@ -23,7 +23,6 @@ from hotrow.parallel import sharded_rows
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.sharded import Sharded, ShardedMemory
 from hotrow.parallel.shards import Shard
-from hotrow.run import checkpoint_together
 from hotrow.run.checkpoint import verify
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.checkpoint_rows import InStep
@@ -73,18 +72,14 @@ class Kept(NamedTuple):
     """The folder of rows that lie mostly in files."""
     in_dram: int = -1
     """A rank that keeps its rows in DRAM while others have tiers."""
-    machines: int = 1
     seed: int = 3
 
 
 def collection(comm: Communicator, kept: Kept) -> EmbeddingCollection:
     below = hotrow.Memory(dram="256KiB", plan=few_slots, file=kept.tiers, force=True) if kept.tiers else None
     below = None if comm.rank == kept.in_dram else below
-    with pytest.MonkeyPatch.context() as patch:
-        if kept.machines > 1:
-            patch.setattr("hotrow.parallel.sharded.namespace_id", lambda _: str(comm.rank % kept.machines))
-        memory = ShardedMemory(comm=comm, shards=shards_of(comm.size), below=below)
-        return EmbeddingCollection(TABLES, memory=memory, seed=kept.seed)
+    memory = ShardedMemory(comm=comm, shards=shards_of(comm.size), below=below)
+    return EmbeddingCollection(TABLES, memory=memory, seed=kept.seed)
 
 
 def train(emb: EmbeddingCollection, optimizer: str, depth: int, comm: Communicator | None) -> dict[str, Any]:
@@ -178,7 +173,7 @@ def test_a_rank_holds_its_columns_alone(threads: ThreadPool) -> None:
 
 def saved_of(comm: Communicator | None, kept: Kept) -> Saved:
     """A model of a rank; writes go in small pieces, so that there are several of them."""
-    sharded_rows.PIECE_BYTES, checkpoint_together.STRIDE_BYTES = 256, 600
+    sharded_rows.PIECE_BYTES = 256
     emb = alone(kept.seed, TABLES) if comm is None else collection(comm, kept)
     return Saved(emb, hotrow.Adam(emb, lr=0.02))
 
@@ -207,7 +202,7 @@ def go_on(comm: Communicator, folder: Path, kept: Kept, first: int, last: int) -
     saved.emb.placement.close()
 
 
-@pytest.mark.parametrize("num_turns", [3, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_turns", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, tmp_path: Path, num_turns: int) -> None:
     plain, tiers, folder, number = saved_of(None, Kept()), str(tmp_path / "tiers"), tmp_path / "saved", 0
     hotrow.save_checkpoint(folder / "0", plain.parts)
@@ -217,7 +212,6 @@ def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, 
         (3, Kept(tiers, seed=7), 2),
         (3, Kept(tiers, in_dram=0), 1),
         (3, Kept(tiers, in_dram=1), 1),
-        (2, Kept(machines=2), 1),
         (2, Kept(), 1),
     ]
     for num_ranks, kept, steps in turns[:num_turns]:
@@ -228,9 +222,6 @@ def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, 
             truth = hotrow.save_checkpoint(tmp_path / f"truth-{number}", plain.parts)
             assert expanded(folder / str(number)) == expanded(truth), (num_ranks, kept, number)
             verify(folder / str(number))
-            if kept == Kept():
-                for name in (path.relative_to(truth) for path in truth.rglob("*.safetensors")):
-                    assert (folder / str(number) / name).read_bytes() == (truth / name).read_bytes(), (number, name)
     chains = read_manifest(folder / "3").parts["embedding"].chains
     assert chains is not None and len(chains["wide"].links) > 1, "a save writes what changed"
 

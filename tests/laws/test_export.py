@@ -580,11 +580,11 @@ def test_damage_is_found(run: hotrow.Run, tmp_path: Path, change: str) -> None:
 
 def test_a_damaged_checkpoint_is_refused(data: Path, tmp_path: Path) -> None:
     run = train(data, tmp_path / "run", "train.max_steps=3")
-    path = run.checkpoint / "embedding" / "item.safetensors"
+    path = run.checkpoint / "embedding" / "item" / "000.safetensors"
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(ValueError, match=r"item.safetensors has crc32 .* it is damaged"):
+    with pytest.raises(ValueError, match=r"item/000.safetensors has crc32 .* it is damaged"):
         run.export(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

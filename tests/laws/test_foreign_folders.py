@@ -35,10 +35,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("foreign")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("TORCHELASTIC_RUN_ID", "none")  # for a launch.json
         make_artifacts()
         (Path("run") / ".lock").touch()
-        patch.delenv("TORCHELASTIC_RUN_ID")
         yield folder
 
 

@@ -21,14 +21,16 @@ from expanded import expanded
 from forked import run_forked
 from hotrow.base.machine import lacks_bfloat16_products
 from hotrow.config.load import apply_overrides, make_config
+from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
 from hotrow.run import runs, trainer
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from hotrow.run.folder import RunFolder
-from hotrow.setup import divide, room, setup
+from hotrow.setup import divide, setup
 from hotrow.setup import memory as placement
+from hotrow.setup import memory as room
 from packed_data import OF_TOY_ROWS
 from sampled import sampled
 
@@ -164,7 +166,7 @@ def test_checkpoints_say_the_same_and_fit_everywhere(data: Path, tmp_path: Path,
     changes = [f"train.precision={precision}", "optimizer.sparse.name=adam"]
     run = config(data, tmp_path / "run", changes, tiers(data, changes))
     decided = setup.Setup.decide(run, PackedDataset.open(data), tmp_path / "run")
-    loader = trainer.Loader(PackedDataset.open(data).split("train"), 37, shuffle_seed=1)
+    loader = Loader(PackedDataset.open(data).split("train"), 37, shuffle_seed=1)
     clock = trainer.StepClock()
 
     def steps(parts: trainer.Parts, epoch: int) -> None:
@@ -289,10 +291,10 @@ KILLED_AT = """
 import os, signal, sys
 from hotrow.run import checkpoint
 from hotrow.run import runs
-from hotrow.run import trainer
+from hotrow.run import parts
 from hotrow.config.load import load_config
 from hotrow.placement.tiers import Tiers
-owners = {"clear_changed": Tiers, "prune_checkpoints": trainer, "write": checkpoint.DOCUMENT}
+owners = {"clear_changed": Tiers, "prune_checkpoints": parts, "write": checkpoint.DOCUMENT}
 owner = owners.get(sys.argv[2], checkpoint)
 plain, left = getattr(owner, sys.argv[2]), int(sys.argv[3])
 def killed(*args, **options):

@@ -15,7 +15,7 @@ from test_tbsm_law import BASE, prepared
 import hotrow
 from hotrow.config.load import make_config
 from hotrow.parallel.communicator import Communicator
-from hotrow.run import runs, scores, trainer
+from hotrow.run import ending, runs, scores
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
 from rank_pool import RankPool
@@ -139,7 +139,7 @@ def test_the_page_answers_a_modeller_first(run: hotrow.Run, tmp_path: Path) -> N
 
 
 def test_looking_at_scores_changes_nothing(run: hotrow.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.Training, "_look_at_scores", lambda *_: None)
+    monkeypatch.setattr(ending, "_look_at_scores", lambda *_: None)
     plain = hotrow.fit(clicks(), schema=SCHEMA, run=tmp_path / "run", quiet=True, **OPTIONS)
     assert plain.record.scores is None and plain.record.metrics == run.record.metrics
     (one, *_), (other, *_) = (

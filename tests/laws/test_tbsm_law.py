@@ -25,7 +25,8 @@ from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
 from hotrow.run import runs
 from hotrow.setup import memory as placement
-from hotrow.setup import room, setup
+from hotrow.setup import memory as room
+from hotrow.setup import setup
 
 native = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
 BASE: dict[str, Any] = {

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,11 +31,12 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.agreement import checksum_of
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.sharded import Sharded
-from hotrow.run import runs, together, trainer
+from hotrow.run import evaluate, micro, runs, trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.folder import RunFolder
-from hotrow.run.meters import Meter
+from hotrow.run.meters import LoopPart, Notice
+from hotrow.run.parts import parts_of
 from rank_pool import RankPool
 
 NOT_COMPARED = {"seconds", "samples_per_s", "step_ms", "window_ms", "stall_s", "stall_share", "drive_written_bytes"}
@@ -86,7 +87,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture(autouse=True)
 def _small_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "EVAL_BATCH_SIZE", EVAL_BATCH_SIZE)
+    monkeypatch.setattr(evaluate, "EVAL_BATCH_SIZE", EVAL_BATCH_SIZE)
 
 
 def raw_config(data: Path, run: Path, changes: list[str], *, micro_batches: int = 4) -> dict[str, Any]:
@@ -120,7 +121,7 @@ Stop = tuple[int, int] | None
 
 @contextmanager
 def stopping(comm: Communicator, stop: Stop, sent: signal.Signals = signal.SIGTERM) -> Iterator[None]:
-    trainer.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
+    evaluate.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
     plain = trainer.train_step
 
     def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
@@ -253,8 +254,8 @@ def test_one_process_four_ranks_two_and_three_go_on_with_one_chain(pool: RankPoo
 
 def skipping(comm: Communicator | None, raw: dict[str, Any], steps: list[int]) -> int | None:
     """Trains; on the last rank gradients of these steps, from 1, seem to be infinite. Returns the steps skipped."""
-    trainer.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
-    module, number = (trainer if comm is None else together), [0]
+    evaluate.EVAL_BATCH_SIZE = EVAL_BATCH_SIZE
+    module, number = (trainer if comm is None else micro), [0]
     plain = module.nonfinite_gradient  # type: ignore[attr-defined]
 
     def found(embedding: Any) -> str | None:
@@ -421,15 +422,19 @@ def test_what_cannot_be_merged_is_refused(
     assert len(set(texts)) == 1 and text in texts[0] and not (tmp_path / "run").exists()
 
 
-class _Slow(Meter):
+class _Slow(LoopPart):
     """Lets other ranks wait for this one between two steps."""
 
-    def end_step(self, batch: Batch) -> None:
+    def after_step(self, batch: Batch, loss: float | None) -> Iterable[Notice]:
         time.sleep(0.05)
+        return ()
 
 
 def slow_between_steps(comm: Communicator, raw: dict[str, Any]) -> None:
-    runs.train(make_config(raw), quiet=True, comm=comm, also=None if comm.rank else lambda _: _Slow())
+    slow = [] if comm.rank else [_Slow()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "parts_of", lambda training: [*slow, *parts_of(training)])
+        runs.train(make_config(raw), quiet=True, comm=comm)
 
 
 def test_what_ranks_sent_and_who_was_slowest_is_recorded(pool: RankPool, data: Path, tmp_path: Path) -> None:
@@ -502,7 +507,7 @@ def config_file(data: Path, folder: Path, changes: list[str]) -> str:
 @pytest.fixture
 def _whole_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the command line evaluates."""
-    monkeypatch.setattr(trainer, "EVAL_BATCH_SIZE", 4096)
+    monkeypatch.setattr(evaluate, "EVAL_BATCH_SIZE", 4096)
 
 
 @pytest.mark.usefixtures("_whole_evaluations")

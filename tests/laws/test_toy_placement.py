@@ -209,7 +209,7 @@ def test_rows_in_dicts_train_save_and_load_to_the_same_bits(optimizer: str, dtyp
     assert any(weight.any() for weight in plain.emb.weights.values())
     paths = [hotrow.save_checkpoint(tmp_path / str(k), side.parts) for k, side in enumerate((toy, plain))]
     names = sorted(path.relative_to(paths[0]) for path in paths[0].rglob("*.safetensors"))
-    assert len(names) > 3
+    assert len(names) >= 3
     for name in names:
         assert (paths[0] / name).read_bytes() == (paths[1] / name).read_bytes(), name
     again = [Side(dtype, optimizer, InDicts(), seed=4), Side(dtype, optimizer, None, seed=4)]

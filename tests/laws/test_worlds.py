@@ -32,7 +32,7 @@ from hotrow.parallel.shards import Shard
 from hotrow.placement.base import Attached
 from hotrow.placement.budget import TableDemand, TableSlots
 from hotrow.placement.tiers import Tiers
-from hotrow.run import checkpoint, checkpoint_rows, checkpoint_together
+from hotrow.run import checkpoint, checkpoint_rows
 from hotrow.run.checkpoint import list_checkpoints, verify
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.tables import Uniform
@@ -352,28 +352,16 @@ class Kept(NamedTuple):
 
     tiers: str | None = None
     first_in_dram: bool = False
-    machines: int = 1
     pooled: bool = False
     seed: int = 0
-
-    @property
-    def whole(self) -> bool:
-        """Whether checkpoints have whole tables."""
-        return self.tiers is None and self.machines == 1
 
 
 def placed(comm: Communicator, kept: Kept) -> Saved:
     """A model of a rank; writes go in small pieces, so that there are several of them."""
-    sharded_rows.PIECE_BYTES, checkpoint_together.STRIDE_BYTES = 256, 600
-    plain, sharded.namespace_id = sharded.namespace_id, lambda _: str(comm.rank % kept.machines)
+    sharded_rows.PIECE_BYTES = 256
     case = Case("adam", 4, kept.tiers, first_in_dram=kept.first_in_dram)
-    try:
-        memory = ShardedMemory(
-            comm=comm, shards=shards_of(comm.size, pooled=kept.pooled), below=memory_of(case, comm.rank)
-        )
-        emb = EmbeddingCollection(TABLES, memory=memory, seed=kept.seed)
-    finally:
-        sharded.namespace_id = plain
+    memory = ShardedMemory(comm=comm, shards=shards_of(comm.size, pooled=kept.pooled), below=memory_of(case, comm.rank))
+    emb = EmbeddingCollection(TABLES, memory=memory, seed=kept.seed)
     return Saved(emb, hotrow.Adam(emb, lr=0.02))
 
 
@@ -400,8 +388,7 @@ def links(path: Path) -> dict[str, list[int]]:
 
 def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, tmp_path: Path) -> None:
     """1 -> 4 -> 2 -> 3 -> 4 -> 3 -> 2 ranks and at each turn 1, in every sharding and exchange, against one process
-    throughout. Ranks in DRAM write the bytes of its files; in tiers, or on several machines, files of what changed that
-    say the same.
+    throughout. Each rank writes files of its own rows, in tiers of what changed; together they say the same.
     """
     plain, tiers = make(None, seed=0), str(tmp_path / "tiers")
     folder, number = tmp_path / "saved", 0
@@ -411,7 +398,7 @@ def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, 
         (2, Kept(tiers, pooled=True), 2),
         (3, Kept(tiers), 2),
         (4, Kept(tiers, first_in_dram=True, seed=7), 1),
-        (3, Kept(machines=2), 1),
+        (3, Kept(), 1),
         (2, Kept(pooled=True), 1),
     ]:
         sent = pool.run(go_on, folder, kept, number, number + steps, num_ranks=num_ranks, micro_batches=4)
@@ -422,10 +409,6 @@ def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, 
             truth = hotrow.save_checkpoint(tmp_path / f"truth-{number}", plain.parts)
             assert expanded(folder / str(number)) == expanded(truth), (num_ranks, kept, number)
             verify(folder / str(number))
-            assert bool(links(folder / str(number))) == (not kept.whole)
-            if kept.whole:
-                for name in (path.relative_to(truth) for path in truth.rglob("*.safetensors")):
-                    assert (folder / str(number) / name).read_bytes() == (truth / name).read_bytes(), (number, name)
         alone = make(None, seed=9)
         hotrow.load_checkpoint(folder / str(number), alone.parts)
         for table in TABLES:
@@ -447,8 +430,8 @@ def fail_to_save(comm: Communicator, folder: Path, tiers: str | None) -> list[To
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        if comm.rank == (1 if tiers else 2):
-            patch.setattr(checkpoint if tiers else checkpoint_together, "write_tensors" if tiers else "_put", full)
+        if comm.rank == 1:
+            patch.setattr(checkpoint, "write_tensors", full)
         found = [told(lambda: hotrow.save_checkpoint(folder / "step-1", saved.parts))]
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank == 0:  # for the manifest
@@ -470,7 +453,7 @@ def test_a_save_that_one_rank_cannot_finish_leaves_the_one_before(
     folder = tmp_path / "saved"
     found = pool.run(fail_to_save, folder, str(tmp_path / "tiers") if in_tiers else None, num_ranks=3, micro_batches=4)
     for full, manifest, elsewhere in found:
-        for rank, told_of in ((1 if in_tiers else 2, full), (0, manifest)):
+        for rank, told_of in ((1, full), (0, manifest)):
             assert told_of.text.startswith(f"rank {rank} (")
             assert "disk full while saving a checkpoint in " in told_of.text
             assert "Earlier checkpoints are kept." in told_of.text

@@ -17,7 +17,7 @@ from hotrow.config.load import apply_overrides, make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.tiers import Tiers
-from hotrow.run import runs, trainer, wear
+from hotrow.run import parts, runs, trainer, wear
 from hotrow.run.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="tiers need the native module")
@@ -42,7 +42,7 @@ def config(data: Path, run: Path, budget: str | None, *changes: str, **memory: A
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets the bytes of rows when stores are closed, and those of each checkpoint."""
     written: list[int] = []
-    close, save = trainer.close_tiers, trainer.save_checkpoint
+    close, save = trainer.close_tiers, parts.save_checkpoint
 
     def closing(embedding: Any, run: Path) -> None:
         tiers = embedding.placement.find(Tiers)
@@ -55,7 +55,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return made
 
     monkeypatch.setattr(trainer, "close_tiers", closing)
-    monkeypatch.setattr(trainer, "save_checkpoint", saving)
+    monkeypatch.setattr(parts, "save_checkpoint", saving)
     return written
 
 

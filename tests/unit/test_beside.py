@@ -20,7 +20,7 @@ from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.run import runs
 from hotrow.run.folder import RunFolder
-from hotrow.setup import room
+from hotrow.setup import memory as room
 from hotrow.setup.beside import FIXED_BYTES, beside_bytes
 from hotrow.setup.demand import required_bytes, tables_of
 from hotrow.setup.memory import choose, shortage

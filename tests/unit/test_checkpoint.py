@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import mmap
 import stat
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from hotrow.run.checkpoint import (
     verify,
 )
 from hotrow.run.checkpoint_files import open_tensors, read_tensors, write_held, write_tensors
-from hotrow.run.checkpoint_together import _put
 from hotrow.tables import TableConfig
 from loops import looped
 from resealed import reseal
@@ -131,7 +128,7 @@ def test_a_split_table_is_written_as_the_float32_it_is(tmp_path: Path, monkeypat
     }
     make["bfloat16"].load_state_dict(make["float32"].state_dict())
     paths = {dtype: save_checkpoint(tmp_path / dtype, {"embedding": emb}) for dtype, emb in make.items()}
-    files = {dtype: path / "embedding" / "a.safetensors" for dtype, path in paths.items()}
+    files = {dtype: path / "embedding" / "a" / "000.safetensors" for dtype, path in paths.items()}
     assert files["float32"].read_bytes() == files["bfloat16"].read_bytes()
     assert load_file(files["float16"])["weight"].dtype == torch.float16
     expected = make["float32"].weights["a"].clone()
@@ -150,7 +147,7 @@ def test_nothing_is_pickled_and_files_are_private(tmp_path: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
 
 
-@pytest.mark.parametrize("name", ["embedding/a.safetensors", "model.safetensors", "sparse.safetensors"])
+@pytest.mark.parametrize("name", ["embedding/a/000.safetensors", "model.safetensors", "sparse/a/000.safetensors"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     parts = make_parts(1)
     path = save_checkpoint(tmp_path / "step-1", parts)
@@ -249,46 +246,21 @@ MAPS_NOTHING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.skipif(not MAPS_NOTHING.exists(), reason=f"this machine has no {MAPS_NOTHING}")
-def test_a_file_system_that_cannot_map_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_cannot_map_files_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"enabled cannot be read: its file system cannot map .*copy the run to"):
         open_tensors(MAPS_NOTHING)
     (tmp_path / "empty").touch()
     with pytest.raises(ValueError, match=r"empty cannot be read: (?!its file system)"):
         open_tensors(tmp_path / "empty")
 
-    def refused(*_: object, **__: object) -> None:
-        raise OSError(errno.ENODEV, "No such device")
 
-    monkeypatch.setattr(mmap, "mmap", refused)
-    with (tmp_path / "whole").open("w+b") as file, pytest.raises(ValueError, match=r"whole together: .* set `run` to"):
-        _put(file, 0, torch.ones(1, 2), torch.arange(1), slice(None))
-
-
-def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def full(path: Path, tensors: object) -> object:
-        calls.append(path)
-        if len(calls) == 3:
-            raise OSError(28, "No space left on device")
-        return write_tensors(path, tensors)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("hotrow.run.checkpoint.write_tensors", full)
-    with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(tmp_path / "step-1", make_parts(1))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.base.files.disk_free_bytes", lambda path: 10)
-    with pytest.raises(ValueError, match=r"step-1 needs 1 MiB more than the disk has free"):
-        save_checkpoint(tmp_path / "step-1", make_parts(1))
-
-
-def test_never_overwritten(tmp_path: Path) -> None:
+def test_a_full_disk_and_a_folder_that_is_taken_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(tmp_path / "step-1", make_parts(1))
     with pytest.raises(ValueError, match="exists already"):
         save_checkpoint(tmp_path / "step-1", make_parts(1))
+    monkeypatch.setattr("hotrow.base.files.disk_free_bytes", lambda path: 10)
+    with pytest.raises(ValueError, match=r"step-2 needs 1 MiB more than the disk has free"):
+        save_checkpoint(tmp_path / "step-2", make_parts(1))
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import Memory, TableDemand, plan_slots
 from hotrow.placement.store_file import no_disk
 from hotrow.setup import memory as placement
-from hotrow.setup import room
+from hotrow.setup import memory as room
 from hotrow.setup.demand import accesses_of, demands_of, required_bytes
 from hotrow.tables import WHOLE, Births, TableConfig
 

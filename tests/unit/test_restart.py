@@ -9,7 +9,8 @@ import pytest
 
 from hotrow.config.load import make_config
 from hotrow.run import restart
-from hotrow.run.restart import LAUNCH, how_to_go_on, mark_launch, restart_folder
+from hotrow.run.folder import RUN, RunFolder
+from hotrow.run.restart import how_to_go_on, launch_of, restart_folder
 
 CONFIG = make_config({"data": "data/criteo"})
 
@@ -41,14 +42,16 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> Torchrun:
 
 
 def made(name: str, config: object = CONFIG) -> Path:
-    (path := Path("runs") / name).mkdir(parents=True)
-    mark_launch(path, config)  # type: ignore[arg-type]
-    return path
+    folder = RunFolder.create(Path("runs") / name, name=name)
+    folder.update(launch=launch_of(config), started=f"2026-01-0{1 + len(list(Path('runs').iterdir()))}")  # type: ignore[arg-type]
+    return folder.path
 
 
 def test_without_torchrun_nothing_is_marked_or_found() -> None:
-    assert not (made("a") / LAUNCH).exists()
+    assert RunFolder.open(made("a")).record.launch is None
     assert restart_folder(CONFIG) is None
+    own = restart._process(os.getpid())
+    assert own == restart._process(os.getpid()) != restart._process(os.getppid())
 
 
 def test_a_restarted_process_finds_the_run_it_stands_in_for(torchrun: Torchrun) -> None:
@@ -79,19 +82,18 @@ def test_another_launch_begins_a_run_of_its_own(torchrun: Torchrun) -> None:
 def test_a_named_folder_and_damaged_marks(torchrun: Torchrun) -> None:
     named = make_config({"data": "data/criteo", "run": "my/run"})
     torchrun.starts(worker=10)
-    Path("my/run").mkdir(parents=True)
-    mark_launch(Path("my/run"), named)
+    RunFolder.create("my/run", name="x").update(launch=launch_of(named))
     made("a", named)
     torchrun.starts(worker=11)
     assert restart_folder(named) == Path("my/run")
-    (Path("my/run") / LAUNCH).write_text("{}")
+    (Path("my/run") / RUN).write_text("{}")
     assert restart_folder(named) is None
 
 
 def test_the_newest_of_several_runs_goes_on(torchrun: Torchrun) -> None:
     torchrun.starts(worker=10)
-    for age, name in enumerate("cab"):
-        os.utime(made(name) / LAUNCH, (age, age))
+    for name in "cab":
+        made(name)
     torchrun.starts(worker=11)
     assert restart_folder(CONFIG) == Path("runs/b")
 
@@ -104,8 +106,3 @@ def test_how_to_go_on(torchrun: Torchrun, monkeypatch: pytest.MonkeyPatch) -> No
     assert how_to_go_on(Path("runs/a")) == "torchrun starts the run again, from that checkpoint (restart 2 of 2)"
     torchrun.starts(worker=1, restarts=2)
     assert how_to_go_on(Path("runs/a")) == command
-
-
-def test_a_process_is_told_from_others() -> None:
-    own = restart._process(os.getpid())
-    assert own == restart._process(os.getpid()) != restart._process(os.getppid())

@@ -19,7 +19,7 @@ from hotrow.base.machine import _cgroup_quota, default_threads, usable_cores
 from hotrow.base.records import write_sealed
 from hotrow.kernels import ops
 from hotrow.run.folder import RunFolder, _new_folder, resume_command
-from hotrow.run.runs import describe_threads
+from hotrow.run.said import describe_threads
 
 
 def test_cpu_quotas_of_both_versions_and_of_parents(tmp_path: Path) -> None:
@@ -65,7 +65,8 @@ import os, sys, torch
 if len(sys.argv) > 1:
     torch.set_num_threads(int(sys.argv[1]))
 import hotrow
-from hotrow.run.runs import describe_threads, threads
+from hotrow.run.runs import threads
+from hotrow.run.said import describe_threads
 from hotrow.cli.tools import doctor
 before = len(os.listdir("/proc/self/task"))
 with threads("auto") as used:
@@ -117,7 +118,7 @@ def test_a_short_region_wakes_no_other_thread() -> None:
 
 
 def test_the_first_line_says_how_to_use_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.run.runs.usable_cores", lambda: 4)
+    monkeypatch.setattr("hotrow.run.said.usable_cores", lambda: 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert describe_threads() == "1 thread of 4 cores (train.threads: 4 uses all)"
     assert describe_threads(4) == "1 thread", "each of four processes has a core"

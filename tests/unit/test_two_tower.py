@@ -20,7 +20,7 @@ from hotrow.data.sources.schema import parse_schema
 from hotrow.export.score import Scorer
 from hotrow.models.two_tower import TwoTowerSpec
 from hotrow.parallel.communicator import Communicator
-from hotrow.run import runs, trainer
+from hotrow.run import evaluate, runs, trainer
 from hotrow.run.build import look_up
 from hotrow.run.items import Items
 from hotrow.setup.setup import Setup
@@ -123,7 +123,7 @@ def test_many_rows_are_judged_by_some_that_lie_evenly(
 ) -> None:
     places, labels, *_ = run.judged("val").rows()
     assert len(places) == dataset.split("val").num_rows == 600
-    monkeypatch.setattr(trainer, "MAX_JUDGED", 200)
+    monkeypatch.setattr(evaluate, "MAX_JUDGED", 200)
     fewer, own, *_ = run.judged("val").rows()
     assert fewer.tolist() == places[::3].tolist() and own.tolist() == labels[::3].tolist()
 

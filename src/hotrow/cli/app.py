@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields
 from importlib import import_module
-from inspect import Parameter, signature
+from inspect import Parameter, signature, unwrap
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any, TypeAlias
@@ -30,7 +31,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from hotrow.base.version import __version__
-from hotrow.data.sources.options import NAMES, ReadOptions, spread, with_read_options
+from hotrow.data.sources.options import NAMES, ReadOptions, spread
 from hotrow.parallel.environment import size_variable
 
 app = typer.Typer(
@@ -70,14 +71,16 @@ def verb(name: str, *, home: str, example: str) -> Callable[[Callable[..., Answe
 
     def register(function: Callable[..., Answer]) -> Callable[..., None]:
         plain = signature(function, eval_str=True)
-        if "read" in plain.parameters:
-            plain, function = spread(plain, _read_flags()), with_read_options(function)
+        if reads := "read" in plain.parameters:
+            plain = spread(plain, _read_flags())
 
         @functools.wraps(function)
         def run(*arguments: Any, json_: bool, **options: Any) -> None:
             import_module(home)
             with saying_interruptions():
                 _check_processes(name)
+                if reads:
+                    options["read"] = ReadOptions.taken_from(options)
                 answer = function(*arguments, **options)
                 result, show = answer if isinstance(answer, tuple) else (answer, None)
                 if json_:
@@ -179,15 +182,20 @@ def fit(
     set_: Set = None,
 ) -> Answer:
     """Guess what the columns of raw logs are, prepare them, train a model and score it on rows it has not seen."""
-    from hotrow.cli.tools import fit_on
+    from hotrow.api import fit
+    from hotrow.cli.tools import result_of
     from hotrow.config.load import overrides_of
 
+    began_s, rows = monotonic(), paths[0] if len(paths) == 1 else f"{len(paths)} files"
     shares = {} if fractions is None else {"fractions": _fractions(fractions)}
     overrides = overrides_of(set_ or ())
     if own := [name for name in overrides if name in NOT_OF_A_CONFIG]:
         raise ValueError(f"--set {own[0]}: not an option of a config; docs/config.md lists them")
     how = {"schema": schema, "split": {"kind": split, **shares} if split or shares else None}
-    result = fit_on(paths, **vars(read), **how, refit=not no_refit, **overrides)
+    data = paths if len(paths) > 1 else paths[0]
+    run = unwrap(fit)(data, read=read, **how, refit=not no_refit, **overrides)
+    commands = run.next_commands(*([] if len(paths) > 1 else [shlex.quote(rows)]))
+    result = result_of(run, rows, monotonic() - began_s, commands)
     return result, lambda: print(result["text"])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hotrow.api import Run, fit
+from hotrow.api import Run
 from hotrow.base.door import is_taken, is_there, remove
 from hotrow.base.files import crc32, disk_free_bytes, file_system, folder_bytes, parse_bytes
 from hotrow.base.machine import available_memory_bytes, host_facts, isa_limit, versions
@@ -47,7 +47,6 @@ from hotrow.run.checkpoint import check_chains, list_checkpoints, prune_checkpoi
 from hotrow.run.checkpoint_files import MANIFEST, read_manifest
 from hotrow.run.folder import CONFIG, METRICS, RUN, RunFolder
 from hotrow.run.record import read_extra
-from hotrow.run.restart import LAUNCH, read_launch
 from hotrow.run.runs import remove_left_rows, train
 from hotrow.setup.memory import FOLDER
 
@@ -177,9 +176,6 @@ def _check_notes(run: RunFolder) -> int:
     if is_taken(run.path / CONFIG):
         load_config(run.path / CONFIG)
         notes.append(run.path / CONFIG)
-    if is_taken(run.path / LAUNCH):
-        read_launch(run.path)
-        notes.append(run.path / LAUNCH)
     num_bytes = sum(path.stat().st_size for path in notes)
     if is_taken(run.path / "data" / DATASET):
         PackedDataset.open(run.path / "data", verify="full")
@@ -349,22 +345,11 @@ def demo_on_synthetic(folder: Path) -> dict[str, Any]:
     config = make_config(apply_overrides({"data": str(packed), **memory}, as_overrides(recipe)), origin="demo")
     run = Run(train(config, folder=RunFolder.create(None, name=f"demo-{config.model.name}")).path)
     commands = ["hotrow fit YOUR_LOGS --label CLICK_COLUMN"]
-    return _result_of(run, f"{NUM_ROWS:,} synthetic rows", time.monotonic() - started, commands)
+    return result_of(run, f"{NUM_ROWS:,} synthetic rows", time.monotonic() - started, commands)
 
 
-def fit_on(paths: Sequence[str], **options: Any) -> dict[str, Any]:
-    """Guesses the schema of the user's logs, packs them, trains and evaluates. options: as for `fit`."""
-    started = time.monotonic()
-    if len(paths) > 1:
-        run = fit(list(paths), **options)
-        rows, commands = f"{len(paths)} files", run.next_commands()
-    else:
-        run, rows = fit(paths[0], **options), paths[0]
-        commands = run.next_commands(shlex.quote(rows))
-    return _result_of(run, rows, time.monotonic() - started, commands)
-
-
-def _result_of(run: Run, rows: str, seconds: float, commands: list[str]) -> dict[str, Any]:
+def result_of(run: Run, rows: str, seconds: float, commands: list[str]) -> dict[str, Any]:
+    """What `fit` and `demo` print of a run on `rows`, with the commands that come next."""
     model = type(load_config(run.path / CONFIG).model).__name__.removesuffix("Spec")
     return {
         **run.summary(),

@@ -78,8 +78,6 @@ from hotrow.run.checkpoint_files import (
     FileRecord,
     Manifest,
     Pieces,
-    check_like,
-    check_names,
     crc32,
     open_tensors,
     read_manifest,
@@ -642,9 +640,8 @@ class LookedUpRows:
         dtype = torch.float16 if table.dtype == "float16" else torch.float32
         chain = manifest.chain(PART, table.name)
         if chain is None:
-            self._rows = _whole(path / PART / f"{file_name(table.name)}.safetensors", self.shape, dtype)
-        else:
-            self._rows = _merged(path, chain, self.shape, dtype)
+            raise ValueError(f"{path} has no table {table.name!r}; take another step")
+        self._rows = _merged(path, chain, self.shape, dtype)
 
     def pieces(self) -> Iterator[Tensor]:
         """Returns the rows as they are stored, in order."""
@@ -663,15 +660,6 @@ def _ranges(shape: torch.Size) -> Iterator[slice]:
     return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
 
 
-def _whole(path: Path, shape: torch.Size, dtype: torch.dtype) -> Iterator[Tensor]:
-    for rows in _ranges(shape):
-        with open_tensors(path) as file:  # opened again, so that pages read before do not stay mapped
-            check_names(path, file.keys(), [WEIGHT])
-            stored = file.get_slice(WEIGHT)
-            check_like(path, WEIGHT, stored, dtype, shape)
-            yield stored[rows]
-
-
 def _merged(path: Path, chain: Chain, shape: torch.Size, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yields the initial rows, replaced by those of each link in turn.
 
@@ -681,12 +669,17 @@ def _merged(path: Path, chain: Chain, shape: torch.Size, dtype: torch.dtype) -> 
         raise ValueError(
             f"{path / chain.stem} has {chain.record.num_rows:,} rows, its table {shape[0]:,}; take another step"
         )
-    if (dtype == torch.float16) != (chain.record.initial.dtype == "float16"):
-        raise ValueError(f"{path / chain.stem} is made of {chain.record.initial.dtype}, its table of {dtype}; {CURE}")
+    initial = chain.record.initial
+    if initial is not None and (dtype == torch.float16) != (initial.dtype == "float16"):
+        raise ValueError(f"{path / chain.stem} is made of {initial.dtype}, its table of {dtype}; {CURE}")
     check_chain(path, chain, {WEIGHT: (dtype, tuple(shape[1:]))})
     places = [0] * len(chain.record.links)
     for rows in _ranges(shape):
-        piece = chain.record.initial.read(WEIGHT, rows, shape)
+        if initial is None:  # opened again, so that pages read before do not stay mapped
+            with open_tensors(path / chain.files[0]) as file:
+                yield file.get_slice(WEIGHT)[rows]
+            continue
+        piece = initial.read(WEIGHT, rows, shape)
         for k, (file, num_rows) in enumerate(zip(chain.files, chain.record.links, strict=True)):
             places[k] = _overlay(piece, rows, path / file, places[k], num_rows)
         yield piece

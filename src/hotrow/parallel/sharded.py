@@ -32,7 +32,6 @@ from hotrow.kernels.types import ComingSums, Distinct, Layout, Pieces, Rule
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.buffers import Buffers, ShardLease
 from hotrow.parallel.communicator import Arriving, Communicator
-from hotrow.parallel.hosts import namespace_id
 from hotrow.parallel.local_steps import LocalSteps
 from hotrow.parallel.messages import Keys, WireDtype, recast, row_type
 from hotrow.parallel.pooled import Pooled, Served, only
@@ -188,13 +187,9 @@ class Sharded(Placement):
         self.layout = Layout.of(self.tables)
         self.kernels = ops.KernelSet(self.layout)
         self.weights, self.low = below.weights, below.low
-        ranks = everyone(comm, [below.looks_ahead, below.changes is not None, namespace_id("net")])
-        looks_ahead, knows_changes, where = zip(*ranks, strict=True)
         # Ranks announce together, also if the rows of some fit in DRAM.
-        self.looks_ahead = any(looks_ahead)
-        # Whole tables are written by several ranks into one file, whose pages only processes of one machine share.
-        whole = not any(knows_changes) and len(set(where)) == 1
-        self._changes = None if whole else ShardedChanges(comm, tables, shards, below.changes, seed=seed)
+        self.looks_ahead = any(everyone(comm, below.looks_ahead))
+        self._changes = ShardedChanges(comm, tables, shards, below.changes, seed=seed)
         self._homes = Homes(shards, comm.size).of_rank(comm.rank)
         self._prefix = [shard.prefix for shard in shards]
         self._num_rows = [table.num_embeddings for table in tables]
@@ -232,8 +227,7 @@ class Sharded(Placement):
         return {table.name: shard.prefix for table, shard in zip(self.tables, self.shards, strict=True)}
 
     @property
-    def changes(self) -> ShardedChanges | None:
-        """See Placement. None, so that checkpoints write whole tables, if all ranks are in DRAM of one machine."""
+    def changes(self) -> ShardedChanges:
         return self._changes
 
     @property
@@ -708,8 +702,7 @@ class Sharded(Placement):
         return self.below.new_state(table, self.weights[table].shape[1:])
 
     def attach(self, states: dict[str, Sequence[TableState]]) -> Attached:
-        if self._changes is not None:
-            self._changes.states = states
+        self._changes.states = states
         return self.below.attach(states)
 
     def rows(self, table: str, state: TableState | None = None) -> Rows:

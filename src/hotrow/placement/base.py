@@ -60,8 +60,6 @@ class Rows(Protocol):
     """The type that `read` returns: float32, or float16 if the table is float16. Split weights are joined."""
     piece_rows: int
     """How many rows to read or write at once."""
-    columns: slice = slice(None)
-    """Which numbers of a row `own` returns."""
 
     def read(self, rows: RowIds, /) -> Tensor:
         """Returns these rows [n, ...], exactly; for rows in memory it may be a view."""

@@ -28,15 +28,18 @@ from typing_extensions import override
 from hotrow.base.files import disk_free_bytes, explain_full_disk, size
 from hotrow.base.machine import Disturbance
 from hotrow.base.progress import ProgressLine
+from hotrow.batch import Batch
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
 from hotrow.placement.tiers import Tiers
 from hotrow.run.folder import SilentFolder
-from hotrow.run.meters import sum_of
+from hotrow.run.interrupt import Interrupt
+from hotrow.run.meters import LoopPart, sum_of
+from hotrow.run.parts import Exactness
 from hotrow.run.record import PHASES, Tried
 from hotrow.run.runs import threads
 from hotrow.run.storage import disk_bytes, dram_bytes
-from hotrow.run.trainer import Interrupt, Training
+from hotrow.run.trainer import Training
 from hotrow.run.trial_record import keep_trial
 from hotrow.setup.memory import FOLDER
 from hotrow.setup.setup import Setup
@@ -103,11 +106,7 @@ class Trial:
 
 
 def trial(
-    setup: Setup,
-    *,
-    steps: int = STEPS,
-    comm: Communicator | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    setup: Setup, *, steps: int = STEPS, comm: Communicator | None = None, tell: Callable[[str], None] = lambda _: None
 ) -> Trial:
     """Tries `setup`: builds it, takes a warm-up and about `steps` real steps, and removes all that it made.
 
@@ -115,16 +114,15 @@ def trial(
     this; if None, this process alone. tell: is called with what begins. Raises ValueError as a run of the setup does. A
     signal that asks to stop acts after the step, when all is removed.
     """
-    comm = (comm or Communicator(setup.ranks)).with_micro_batches(setup.ranks.micro_batches)
-    interrupt, runs = Interrupt(quiet=True), setup.folder
+    comm, interrupt, runs = comm or Communicator(setup.ranks), Interrupt(quiet=True), setup.folder
     full = explain_full_disk(runs, "trying steps", "Nothing is kept of it.", "try again, or choose another disk")
-    team, quiet = threads(setup.config.train.threads, ranks=comm.ranks), ProgressLine(quiet=True)
+    team, quiet = threads(setup.config.train.threads, ranks=setup.ranks), ProgressLine(quiet=True)
     left = _removing([runs / FOLDER, *setup.config.tiers.folders])
     try:
         with left, full, _explain_full_memory(), team as num_threads, interrupt, quiet as progress:
             tell("making tables")
             trying = _Trying(setup, interrupt, progress, comm)
-            with closing(trying):
+            with closing(trying.training):
                 found = trying.all(steps, tell)
             return trying.result(found, num_threads)
     except KeyboardInterrupt:
@@ -156,13 +154,15 @@ def _explain_full_memory() -> Iterator[None]:
         raise MemoryError(f"memory ran out while trying steps ({str(error).strip()[:200]}): {cure}") from error
 
 
-class _Trying(Training):
-    """A run's loop that notes what each step took, and does nothing else between steps."""
+class _Trying(LoopPart):
+    """The part of a loop that notes what each step took; there is no other between the steps of a trial."""
 
     def __init__(self, setup: Setup, interrupt: Interrupt, progress: ProgressLine, comm: Communicator) -> None:
-        super().__init__(setup, SilentFolder.at(setup.folder), interrupt, progress, None, comm)
-        self.num_steps = math.inf  # no number of steps ends a trial
-        self.tiers = self.parts.embedding.placement.find(Tiers)
+        self.training = training = Training(setup, SilentFolder.at(setup.folder), interrupt, progress, comm)
+        training.num_steps = math.inf  # no number of steps ends a trial
+        training.loop_parts += [Exactness(training), self]
+        self.comm, self.state, self.turns = training.comm, training.state, training.turns
+        self.tiers = training.parts.embedding.placement.find(Tiers)
         self.made_share, self.made_bytes = 1.0, 0
         self.dram_bytes: int | None = None
         self._taken: list[_Step] = []
@@ -199,7 +199,7 @@ class _Trying(Training):
 
     def _write(self, share: float) -> None:
         if self.tiers is not None:
-            with self._aside():
+            with self.training.aside():
                 self.tiers.write_every_row(share=share)
 
     def _disk_bytes(self) -> int:
@@ -225,11 +225,14 @@ class _Trying(Training):
     def _take(self, name: str, steps: int) -> None:
         """Takes a warm-up and about `steps` steps on batches of the class `name`."""
         self._taken, self._wanted, self._asked, self.state.ended = [self._now()], WARM_UP + 1, steps, None
+        self.training.loop(self._batches(name))
+        if self.training.signal is not None:
+            raise KeyboardInterrupt
+
+    def _batches(self, name: str) -> Iterator[Batch]:
         while self.state.ended is None:
             self.turns.order.begin(name)
-            self._phase()
-            if self.signal is not None:
-                raise KeyboardInterrupt
+            yield from self.training.phase()
 
     def _now(self) -> _Step:
         counted = Counter[str]() if self.tiers is None else sum_of(map(Counter, self.tiers.counters().values()))
@@ -237,7 +240,7 @@ class _Trying(Training):
         return _Step(dict(self.state.seconds), self.state.stall_s, self.state.num_samples, gathered_s, counted)
 
     @override
-    def _do_what_is_due(self, *, stop: bool) -> None:
+    def after_step(self, batch: Batch, loss: float | None) -> None:
         """Notes the step that has ended; after the warm-up decides how many more there are."""
         self._taken.append(self._now())
         if len(self._taken) == WARM_UP + 1:
@@ -280,16 +283,17 @@ class _Trying(Training):
 
     def result(self, found: Sequence[Steps], num_threads: int) -> Trial:
         """Returns the trial, and keeps what a run of the setup will compare itself with."""
-        per_epoch, options = self.steps_per_epoch, self.config.train
+        setup, per_epoch = self.training.setup, self.training.steps_per_epoch
+        options = setup.config.train
         first = per_epoch / min(per_epoch * options.epochs, options.max_steps or math.inf)
-        first = 0.0 if self.config.from_run is not None else min(1.0, first)  # another run has made its rows
+        first = 0.0 if setup.config.from_run is not None else min(1.0, first)  # another run has made its rows
         weights = {FIRST_EPOCH: first, LATER: 1 - first}
         of_kind = {own.kind: weights.get(own.kind.partition(",")[0], 1.0) * own.share for own in found}
         step_ms = {phase: round(sum(of_kind[own.kind] * own.step_ms[phase] for own in found), 4) for phase in PHASES}
         io = {name: round(sum(of_kind[own.kind] * own.io.get(name, 0.0) for own in found), 1) for name in IO}
         samples = sum(loader.num_rows for loader in self.turns.order.loaders.values()) / per_epoch
         if self.comm.rank == 0:
-            keep_trial(self.setup, Tried(date=time.strftime("%Y-%m-%d %H:%M"), step_ms=step_ms))
+            keep_trial(setup, Tried(date=time.strftime("%Y-%m-%d %H:%M"), step_ms=step_ms))
         return Trial(
             steps=[*found],
             samples_per_s=round(1e3 * samples / sum(step_ms.values()), 1),
@@ -305,8 +309,8 @@ class _Trying(Training):
 
     def _warnings(self) -> list[str]:
         """What a run would warn of, and what the steps showed."""
-        found = [own["text"] for code, own in self.folder.record.warnings.items() if code != "no_validation"]
-        found += [] if self.setup.short_of_memory is None else [self.setup.short_of_memory]
+        found, short = [own["text"] for own in self.training.folder.record.warnings.values()], self.training.setup
+        found += [] if short.short_of_memory is None else [short.short_of_memory]
         if self.turns.device is not None:
             found.append("copying hot rows to the GPU and back, between phases, is not part of these steps")
         if self.state.skipped:

@@ -5,7 +5,7 @@ All random draws are functions of `config.train.seed`. `read_model` says what a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from hotrow.objectives import DEFAULT, OBJECTIVES
 from hotrow.objectives.objective import Objective
 from hotrow.objectives.several import for_labels
 from hotrow.parallel.communicator import Communicator
-from hotrow.parallel.dense import DenseExchange
+from hotrow.parallel.dense import DenseExchange, OverRanks
 from hotrow.parallel.ranks import Ranks
 from hotrow.parallel.sharded import ShardedMemory
 from hotrow.placement import AnyMemory
@@ -119,13 +119,18 @@ def build_network(setup: Setup, comm: Communicator | None = None) -> tuple[Embed
     return EmbeddingCollection(tables, memory=memory, seed=seed), model.to(setup.dense.device)
 
 
-def build(setup: Setup, comm: Communicator | None = None) -> Parts:
-    """Returns what a step works on, before the first step. comm: as for `build_network`."""
+def build(setup: Setup, comm: Communicator | None = None, *, stop: Callable[[], int | None] = lambda: None) -> Parts:
+    """What a step works on, before the first step. comm: as for `build_network`. stop: returns the signal that asks
+    this process to stop, of which the ranks tell each other at every step."""
+    comm = comm or Communicator(setup.ranks)
     embedding, model = build_network(setup, comm)
     named: dict[str, Any] = {**embedding.switches, "dense": model, "tables": embedding}
     for name in setup.config.train.freeze:
         named[name].requires_grad_(requires_grad=False)
     dense_optimizer, sparse_optimizer = build_optimizers(setup.config, embedding, model)
+    exchange = DenseExchange(setup.ranks, stop)
+    if comm.size > 1:
+        exchange = OverRanks(comm, stop, length=sum(own.numel() for own in model.parameters() if own.requires_grad))
     schedule = Schedule([dense_optimizer, sparse_optimizer], **setup.config.optimizer.schedule.model_dump())
     return Parts(
         embedding,
@@ -136,6 +141,7 @@ def build(setup: Setup, comm: Communicator | None = None) -> Parts:
         setup.dense,
         objective=for_labels(setup.config.objective, [label.name for label in setup.dataset.info.labels]),
         ranks=setup.ranks,
+        exchange=exchange,
         clip_norm=setup.config.train.clip_norm,
         items=Items.of(setup.dataset, model.item_features) if model.retrieves else None,
         mean=None if setup.config.train.ema is None else Mean(model, setup.config.train.ema),

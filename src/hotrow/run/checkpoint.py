@@ -3,20 +3,19 @@
     step-1200/
       manifest.json                      format version, size and crc32 of every file, bytes of the new files, and what
                                          the caller adds
-      embedding/<table>.safetensors      one file per table; a table in tiers has a chain of files (checkpoint_rows.py):
-      embedding/<table>/000.safetensors  rows that were ever written to; 001: rows that changed since then, and so on
-      model.safetensors  dense_optimizer.safetensors  sparse_optimizer.safetensors (in tiers <table>/000.safetensors)
+      embedding/<table>/000.safetensors  the rows of a table (checkpoint_rows.py): all of them, or those that were ever
+      embedding/<table>/001.safetensors  written to; 001: rows that changed since then, and so on
+      sparse_optimizer/<table>/000.safetensors
+      model.safetensors  dense_optimizer.safetensors
 
 A checkpoint is made of named parts: an EmbeddingCollection, any nn.Module, any torch optimizer. Tensors are written
 from the memory they live in, and read into it, in pieces (checkpoint_files.py), so that saving a table of any size
-needs no second copy. Tables in DRAM are written whole. If tables are in tiers, a checkpoint writes the rows that
-changed since the previous one. Each kind loads into the other. A table in split storage (bfloat16 and lower halves) is
-joined for the file, which is the same as for a float32 table. Nothing is pickled. trainer.py decides what to save, and
-when.
+needs no second copy. Wherever rows lie, and on however many ranks, they load into any other place. A table in split
+storage (bfloat16 and lower halves) is joined for the file, which is the same as for a float32 table. Nothing is
+pickled. parts.py decides what to save, and when.
 
-If several ranks share the tables, each writes its own rows into the one folder: whole tables into the files of one
-process (checkpoint_together.py), changed rows into a file of its own. The first rank writes the rest, and the manifest
-when all others are done. Each rank reads what it holds.
+If several ranks share the tables, each writes its own rows into files of its own in the one folder. The first rank
+writes the rest, and the manifest when all others are done. Each rank reads what it holds.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,6 +36,7 @@ from hotrow.base.files import (
     PARTIAL_SUFFIX,
     check_name,
     check_room,
+    explain_full_disk,
     file_name,
     is_seen,
     join_crc32,
@@ -59,7 +59,6 @@ from hotrow.run.checkpoint_files import (
     PartRecord,
     Pieces,
     Stored,
-    Target,
     num_bytes,
     open_tensors,
     read_manifest,
@@ -73,11 +72,12 @@ from hotrow.run.checkpoint_rows import (
     link_or_copy,
     load_chain,
     next_chain,
+    to_go_on,
     write_in_step,
 )
-from hotrow.run.checkpoint_together import explained, write_together, writing
 
 Part: TypeAlias = EmbeddingCollection | nn.Module | Optimizer
+T = TypeVar("T")
 
 
 def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mapping[str, Any] | None = None) -> Path:
@@ -85,15 +85,15 @@ def save_checkpoint(path: Path | str, parts: Mapping[str, Part], *, extra: Mappi
 
     parts: by name, which becomes a file name. Of tables in tiers, only the rows are written that changed since the last
     checkpoint, saved or loaded, if that one held all tables and their optimizer under the same names and is still in
-    its folder; otherwise all rows that were ever written to. If ranks share the tables, all of them call this with the
-    same `path`, a folder that they all see; `extra` and what no rank shares are those of the first.
+    its folder; otherwise all rows that were ever written to. Tables in DRAM are written whole. If ranks share the
+    tables, all of them call this with the same `path`, a folder that they all see; `extra` and what no rank shares are
+    those of the first.
     Raises ValueError if `path` exists (checkpoints are never overwritten), if the disk has too little room, saying how
     much is missing, or if another rank failed, naming it; OSError as the disk gives it.
     """
     path, comm = Path(path), _comm_of(parts.values())
     contents = _contents(parts, comm)
-    shared = [*contents.together.values(), *(arrays for _, arrays in contents.in_step.values())]
-    own = [*contents.new.values(), *(shared if comm.rank == 0 else ())]
+    own = [*contents.new.values(), *(arrays for writer, arrays in contents.in_step.values() if writer == comm.rank)]
     needed = sum(everyone(comm, sum(num_bytes(tensor) for tensors in own for tensor in tensors.values())))
     on_first_rank(comm, lambda: _check_room(path, needed))
     manifest = _write(path, contents, extra or {}, comm)
@@ -121,24 +121,39 @@ def _write(path: Path, contents: _Contents, extra: Mapping[str, Any], comm: Comm
         sync_folder(path.parent)
 
     try:
-        on_first_rank(comm, explained(comm, partial, lambda: _make_folders(partial, contents)))
+        on_first_rank(comm, _explained(comm, partial, lambda: _make_folders(partial, contents)))
         on_every_rank(comm, lambda: _check_seen(partial))
-        files = {file: write_together(partial / file, arrays, comm) for file, arrays in contents.together.items()}
-        num_written = sum(record.num_bytes for record in files.values()) if comm.rank == 0 else 0
-        own, num_own = writing(comm, partial, lambda: _write_files(partial, contents))
+        files: dict[str, FileRecord] = {}
+        own, num_own = _writing(comm, partial, lambda: _write_files(partial, contents))
         for file, (writer, arrays) in contents.in_step.items():
             write = functools.partial(write_in_step, partial / file, arrays, writes=comm.rank == writer)
-            if (record := writing(comm, partial, write)) is not None:
+            if (record := _writing(comm, partial, write)) is not None:
                 own[file], num_own = record, num_own + record.num_bytes
         for each in everyone(comm, {file: [record.num_bytes, record.crc32] for file, record in own.items()}):
             files |= {file: FileRecord(*record) for file, record in each.items()}
-        manifest = Manifest(contents.parts, files, sum(everyone(comm, num_written + num_own)), {})
-        on_first_rank(comm, explained(comm, partial, complete))
+        manifest = Manifest(contents.parts, files, sum(everyone(comm, num_own)), {})
+        on_first_rank(comm, _explained(comm, partial, complete))
     except BaseException:
         if comm.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return manifest
+
+
+def _writing(comm: Communicator, folder: Path, function: Callable[[], T]) -> T:
+    """What `function` returns, which writes to `folder`, on every rank. See `on_every_rank` and `_explained`."""
+    return on_every_rank(comm, _explained(comm, folder, function))
+
+
+def _explained(comm: Communicator, folder: Path, function: Callable[[], T]) -> Callable[[], T]:
+    """`function`, which writes to `folder`, with an error that says what is kept if the disk of a rank is full. Alone,
+    the caller says it."""
+
+    def explaining() -> T:
+        with explain_full_disk(folder, "saving a checkpoint", "Earlier checkpoints are kept.", "resume the run"):
+            return function()
+
+    return function if comm.size == 1 else explaining
 
 
 SHARED = "all ranks must save to one folder, on a file system that all of them see"
@@ -180,13 +195,16 @@ def _load(path: Path, manifest: Manifest, parts: Mapping[str, Part], *, anew: bo
     for name, part in parts.items():
         if name not in manifest.parts:
             raise ValueError(f"checkpoint {path} has no part {name!r}; it has {', '.join(manifest.parts)}")
+        has_tables = isinstance(part, EmbeddingCollection | SparseOptimizer)
+        if has_tables != (manifest.parts[name].chains is not None):
+            holds = "no embedding tables" if has_tables else "embedding tables"
+            raise ValueError(f"checkpoint {path}: part {name!r} holds {holds}; this is a {type(part).__name__}")
         if isinstance(part, Optimizer):
             _restore_optimizer(part, path, name, manifest, there, anew=anew)
-        elif manifest.parts[name].chains is not None:
+        elif isinstance(part, EmbeddingCollection):
             _load_chains(path, manifest, name, part, there, grown=anew)
         else:
-            for file, tensors in _describe(name, part)[0].items():
-                read_tensors(path / file, tensors, grown=anew)
+            read_tensors(path / f"{name}.safetensors", dict(part.state_dict()))
 
 
 def _begin_with(path: Path, manifest: Manifest, parts: Mapping[str, Part], *, grown: bool) -> set[tuple[str, str]]:
@@ -194,19 +212,14 @@ def _begin_with(path: Path, manifest: Manifest, parts: Mapping[str, Part], *, gr
     whose rows are there now."""
     there: set[tuple[str, str]] = set()
     for emb in (part for part in parts.values() if isinstance(part, EmbeddingCollection)):
-        if (changes := emb.placement.changes) is None:
-            continue
-        tables = {name: _tables(part) for name, part in parts.items() if _changes(part) is changes}
-        for table, wanted in changes.arrays_by_table().items():
-            chains = {
-                name: chain
-                for name, own in tables.items()
-                if table in own and (chain := manifest.chain(name, table)) is not None
-            }
-            held = [(chain, tables[name][table]) for name, chain in chains.items()]
-            has_all = sorted(array for _, arrays in held for array in arrays) == sorted(wanted)
+        changes = emb.placement.changes
+        for table, wanted in {} if changes is None else changes.arrays_by_table().items():
+            chains = {name: chain for name in parts if (chain := manifest.chain(name, table)) is not None}
+            tables = {name: own for name in chains if (own := _tables(parts[name], changes).get(table)) is not None}
+            held = [(chains[name], arrays) for name, arrays in tables.items()]
+            has_all = sorted(array for arrays in tables.values() for array in arrays) == sorted(wanted)
             if has_all and begins_with(path, table, held, emb.placement, grown=grown):
-                there |= {(name, table) for name in chains}
+                there |= {(name, table) for name in tables}
     return there
 
 
@@ -287,8 +300,6 @@ class _Contents:
     parts: dict[str, PartRecord] = field(default_factory=dict)
     new: dict[str, Mapping[str, Stored]] = field(default_factory=dict)
     """Files that this rank writes alone, and their tensors."""
-    together: dict[str, dict[str, Rows]] = field(default_factory=dict)
-    """Files that all ranks write."""
     in_step: dict[str, tuple[int, Mapping[str, Pieces]]] = field(default_factory=dict)
     """Files that one rank writes, which it is, while all read the rows together."""
     kept: dict[str, Saved] = field(default_factory=dict)
@@ -300,40 +311,44 @@ class _Contents:
 def _contents(parts: Mapping[str, Part], comm: Communicator) -> _Contents:
     contents = _Contents()
     for name, part in parts.items():
-        files, contents.parts[name] = _describe(name, part)
-        contents.folders |= {folder for file in files for folder in Path(file).parents}
-        if (changes := _changes(part)) is not None:
-            chains = _add_chains(contents, name, part, changes, rank=comm.rank)
+        check_name(name, what="checkpoint part")
+        tensors, contents.parts[name] = _describe(part)
+        if isinstance(part, EmbeddingCollection | SparseOptimizer):
+            contents.folders.add(Path(name))
+            chains = _add_chains(contents, name, part, comm)
             contents.parts[name] = replace(contents.parts[name], chains=chains)
-        elif _comm_of([part]).size > 1:
-            contents.together |= files
         elif comm.rank == 0:
-            contents.new |= files
+            contents.new[f"{name}.safetensors"] = tensors
     return contents
 
 
-def _add_chains(contents: _Contents, name: str, part: Part, changes: Changes, *, rank: int) -> dict[str, ChainRecord]:
-    """Adds the files of a part in tiers; returns its chains by table."""
-    comm, tables = _comm_of([part]), _tables(part)
-    before = _last_one(changes, comm)
+def _add_chains(contents: _Contents, name: str, part: Part, comm: Communicator) -> dict[str, ChainRecord]:
+    """Adds the files of a part's tables; returns their chains."""
+    known, tables = _changes(part), _tables(part)
+    saved = {changes: _last_one(changes, comm) for changes in dict.fromkeys(known.values()) if changes is not None}
 
     def of(table: str, arrays: Mapping[str, Rows]) -> NumRows:
-        chain = None if before is None else before.manifest.chain(name, table)
-        return NumRows.of(changes, table, chain, next(iter(arrays.values())).shape[0])
+        changes, num_rows = known[table], next(iter(arrays.values())).shape[0]
+        return (
+            NumRows(0, 0)
+            if changes is None
+            else NumRows.of(changes, table, to_go_on(saved[changes], name, table), num_rows)
+        )
 
     own = on_every_rank(comm, lambda: {table: of(table, arrays) for table, arrays in tables.items()})
     ranks = everyone(comm, own)
     chains: dict[str, ChainRecord] = {}
     for table, arrays in tables.items():
-        to_write = [NumRows(*each[table]) for each in ranks]
+        changes, to_write = known[table], [NumRows(*each[table]) for each in ranks]
+        before = None if changes is None else saved[changes]
         found = next_chain(name, table, arrays, changes, before, to_write, comm.rank)
         chains[table] = found.record
-        contents.folders |= {Path(name), Path(name, file_name(table))}
-        if (writer := changes.writer(table)) is not None:
+        contents.folders.add(Path(name, file_name(table)))
+        if changes is not None and (writer := changes.writer(table)) is not None:
             contents.in_step |= {file: (writer, tensors) for file, tensors in found.new.items()}
-        elif comm.size > 1 or rank == 0:
+        else:
             contents.new |= found.new
-        if before is not None and rank == 0:
+        if before is not None and comm.rank == 0:
             contents.kept |= dict.fromkeys(found.kept, before)
     return chains
 
@@ -374,91 +389,72 @@ def _write_files(folder: Path, contents: _Contents) -> tuple[dict[str, FileRecor
 
 
 def _load_chains(
-    path: Path,
-    manifest: Manifest,
-    name: str,
-    part: Part,
-    there: Collection[tuple[str, str]],
-    *,
-    grown: bool,
+    path: Path, manifest: Manifest, name: str, part: Part, there: Collection[tuple[str, str]], *, grown: bool
 ) -> None:
-    """Fills a part in tiers. there: part and table of chains whose rows it has already."""
-    if not isinstance(part, EmbeddingCollection | SparseOptimizer):
-        raise ValueError(f"checkpoint {path}: part {name!r} holds embedding tables; this is a {type(part).__name__}")
+    """Fills the tables of a part. there: part and table of chains whose rows it has already."""
+    known = _changes(part)
     for table, arrays in _tables(part).items():
         if (chain := manifest.chain(name, table)) is None:
             raise ValueError(
                 f"checkpoint {path} has no table {table!r} in its part {name!r}; load it into the same model"
             )
-        load_chain(path, chain, table, arrays, _changes(part), grown=grown, is_there=(name, table) in there)
+        load_chain(path, chain, table, arrays, known[table], grown=grown, is_there=(name, table) in there)
 
 
 def _continue_from(path: Path, manifest: Manifest, parts: Mapping[str, Part]) -> None:
     """Notes which tables in tiers this checkpoint holds completely: the next one writes only their changed rows."""
-    tables = {name: _tables(part) for name, part in parts.items() if _changes(part) is not None}
-    for changes in {changes for part in parts.values() if (changes := _changes(part)) is not None}:
+    saved = Saved(path.absolute(), manifest)
+    for changes in {changes for part in parts.values() for changes in _changes(part).values() if changes is not None}:
         held = {
             (table, array)
-            for name, own in tables.items()
-            if _changes(parts[name]) is changes
-            for table, arrays in own.items()
+            for name, part in parts.items()
+            for table, arrays in _tables(part, changes).items()
             for array in arrays
-            if manifest.chain(name, table) is not None
+            if to_go_on(saved, name, table) is not None
         }
         if held == {(table, array) for table, arrays in changes.arrays_by_table().items() for array in arrays}:
             # In this order: if it is cut short in between, the next checkpoint has rows that did not change.
-            changes.saved = Saved(path.absolute(), manifest)
+            changes.saved = saved
             changes.clear_changed()
 
 
-def _describe(name: str, part: Part) -> tuple[dict[str, dict[str, Any]], PartRecord]:
-    """Returns a part as `({file: {tensor name: tensor}}, the rest)`, with whole tables."""
-    check_name(name, what="checkpoint part")
+def _describe(part: Part) -> tuple[dict[str, Tensor], PartRecord]:
+    """The tensors of a part, apart from those of its tables, and the rest of it. Of an optimizer of dense weights the
+    tensors are named `<parameter index>.<name>`."""
     if isinstance(part, EmbeddingCollection):
-        return {
-            f"{name}/{file_name(table)}.safetensors": arrays for table, arrays in _tables(part).items()
-        }, PartRecord()
-    if isinstance(part, Optimizer):
-        tensors, rest = _flatten_optimizer(part)
-        return {f"{name}.safetensors": {**tensors}}, rest
-    return {f"{name}.safetensors": dict(part.state_dict())}, PartRecord()
-
-
-def _tables(part: Part) -> dict[str, dict[str, Rows]]:
-    """Returns by table the arrays of rows of a collection (the weights) or of its optimizer (each state)."""
-    if isinstance(part, EmbeddingCollection):
-        return {table.name: {"weight": part.rows(table.name)} for table in part.tables}
-    assert isinstance(part, SparseOptimizer)
-    found: dict[str, dict[str, Rows]] = {}
-    for key, rows in part.state_rows().items():
-        index, _, state = key.partition(".")
-        found.setdefault(part.param_groups[int(index)]["name"], {})[state] = rows
-    return found
-
-
-def _changes(part: Part) -> Changes | None:
-    """Returns what is known of the changed rows of a collection, or of its optimizer; None if tables are saved whole.
-
-    Raises ValueError for an optimizer of several collections if some of them know their changed rows.
-    """
+        return {}, PartRecord()
     if isinstance(part, SparseOptimizer):
-        known = any(emb.placement.changes is not None for emb in part.collections)
-        return part.emb.placement.changes if known else None
-    return part.placement.changes if isinstance(part, EmbeddingCollection) else None
-
-
-def _flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Target], PartRecord]:
-    """Returns an optimizer's state as tensors named `<parameter index>.<name>`, and the rest of the state."""
-    if isinstance(optimizer, SparseOptimizer):
-        groups = Optimizer.state_dict(optimizer)["param_groups"]
-        return {**optimizer.state_rows()}, PartRecord(param_groups=_plain(groups))
-    state = optimizer.state_dict()
-    tensors: dict[str, Target] = {}
+        return {}, PartRecord(param_groups=_plain(Optimizer.state_dict(part)["param_groups"]))
+    if not isinstance(part, Optimizer):
+        return dict(part.state_dict()), PartRecord()
+    state = part.state_dict()
+    tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for index, entries in state["state"].items():
         for name, value in entries.items():
             (tensors if isinstance(value, Tensor) else values)[f"{index}.{name}"] = value
     return tensors, PartRecord(values=values, param_groups=_plain(state["param_groups"]))
+
+
+def _tables(part: Part, known: Changes | None = None) -> dict[str, dict[str, Rows]]:
+    """By table the arrays of rows of a collection (the weights), or of its optimizer (each state); none of other parts.
+    known: only the tables of which it knows the changes."""
+    found: dict[str, dict[str, Rows]] = {}
+    if isinstance(part, EmbeddingCollection):
+        found = {table.name: {"weight": part.rows(table.name)} for table in part.tables}
+    if isinstance(part, SparseOptimizer):
+        for key, rows in part.state_rows().items():
+            index, _, state = key.partition(".")
+            found.setdefault(part.param_groups[int(index)]["name"], {})[state] = rows
+    changes = _changes(part)
+    return {table: arrays for table, arrays in found.items() if known is None or changes[table] is known}
+
+
+def _changes(part: Part) -> dict[str, Changes | None]:
+    """By table what is known of its changed rows; None for one that is saved whole."""
+    own = (part,) if isinstance(part, EmbeddingCollection) else ()
+    collections = part.collections if isinstance(part, SparseOptimizer) else own
+    return {table.name: emb.placement.changes for emb in collections for table in emb.tables}
 
 
 def _plain(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -468,20 +464,13 @@ def _plain(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
 
 
 def _restore_optimizer(
-    optimizer: Optimizer,
-    path: Path,
-    name: str,
-    manifest: Manifest,
-    there: Collection[tuple[str, str]],
-    *,
-    anew: bool,
+    optimizer: Optimizer, path: Path, name: str, manifest: Manifest, there: Collection[tuple[str, str]], *, anew: bool
 ) -> None:
-    """Puts back what `_flatten_optimizer` took apart; state that exists already is filled in place. there: as for
+    """Puts back what `_describe` took apart; state that exists already is filled in place. there: as for
     `_load_chains`. anew: the options of its groups stay, apart from the steps that they count."""
-    rest, file = manifest.parts[name], path / f"{name}.safetensors"
-    tensors, own = _flatten_optimizer(optimizer)
-    found = []
-    if rest.chains is None:
+    rest, (tensors, own) = manifest.parts[name], _describe(optimizer)
+    file, has_tables, found = path / f"{name}.safetensors", isinstance(optimizer, SparseOptimizer), []
+    if not has_tables:
         with open_tensors(file) as opened:
             found = sorted(opened.keys())
     if any(key.endswith(".low") for key in found) and not isinstance(optimizer, SplitSGDBF16):
@@ -497,16 +486,15 @@ def _restore_optimizer(
             {key: theirs[key] if key == "steps" else value for key, value in mine.items()}
             for theirs, mine in zip(groups, own.param_groups, strict=True)
         ]
-    if rest.chains is not None:
+    if isinstance(optimizer, SparseOptimizer):
         _load_chains(path, manifest, name, optimizer, there, grown=anew)
-    elif isinstance(optimizer, SparseOptimizer) or found == sorted(tensors):
-        read_tensors(file, tensors, grown=anew)
+        optimizer.load_rates({"param_groups": groups})
+        return
+    if found == sorted(tensors):
+        read_tensors(file, tensors)
     else:  # torch's Adam and SGD make their state at the first step
         with open_tensors(file) as opened:
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # it is not a mapping
-    if isinstance(optimizer, SparseOptimizer):
-        optimizer.load_rates({"param_groups": groups})
-        return
     state: dict[int, dict[str, Any]] = {}
     for key, value in {**tensors, **rest.values}.items():
         index, _, entry = key.partition(".")

@@ -65,8 +65,6 @@ class Pieces(Protocol):
 
 Stored: TypeAlias = Tensor | Pieces
 """What becomes a tensor of a file."""
-Target: TypeAlias = Tensor | Rows
-"""What is filled from a tensor of a file."""
 
 
 def num_bytes(tensor: Stored) -> int:
@@ -159,25 +157,19 @@ class FirstRows(Rows):
         return self._array.held(rows)
 
 
-def read_tensors(path: Path, into: Mapping[str, Target], *, grown: bool = False) -> None:
-    """Copies the tensors of a safetensors file into existing ones, in pieces. grown: tables may have more rows than the
-    file, which stay as they are. Raises ValueError if tensors do not fit."""
+def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
+    """Copies the tensors of a safetensors file into existing ones, in pieces. Raises ValueError if they do not fit."""
     with open_tensors(path) as file:
         check_names(path, file.keys(), into)
         for name, tensor in into.items():
             stored = file.get_slice(name)
-            if grown and not isinstance(tensor, Tensor):
-                tensor = FirstRows(tensor, stored.get_shape()[0])
             check_like(path, name, stored, tensor.dtype, tensor.shape)
-            if not isinstance(tensor, Tensor):
-                for piece in tensor.pieces():
-                    write_held(tensor, piece, stored, piece.start)
-            elif not tensor.shape:
+            if not tensor.shape:
                 tensor.data.copy_(file.get_tensor(name))
-            else:
-                step = max(1, CHUNK_BYTES // max(1, num_bytes(tensor) // max(1, len(tensor))))
-                for start in range(0, len(tensor), step):
-                    tensor.data[start : start + step] = stored[start : start + step]
+                continue
+            step = max(1, CHUNK_BYTES // max(1, num_bytes(tensor) // max(1, len(tensor))))
+            for start in range(0, len(tensor), step):
+                tensor.data[start : start + step] = stored[start : start + step]
 
 
 def held_rows(array: Rows, rows: RowIds) -> RowIds:
@@ -264,13 +256,18 @@ _Entry = Annotated[str, Field(pattern=r"^[0-9]{1,9}\..+$")]
 
 @dataclass(frozen=True, config=STRICT)
 class ChainRecord:
-    """The files of a table in tiers in one part."""
+    """The files of a table in one part."""
 
     num_rows: Count
     """Rows of the table."""
-    initial: InitialRows
+    initial: InitialRows | None
+    """What rows in no file are; None if the one file has all rows in their order, without their ids."""
     links: tuple[Count, ...]
     """The number of rows in each file."""
+
+    def __post_init__(self) -> None:
+        if self.initial is None and self.links != (self.num_rows,):
+            raise ValueError(f"links is {[*self.links]}; without `initial` it must be one file of {self.num_rows} rows")
 
 
 class Chain(NamedTuple):
@@ -291,7 +288,7 @@ class PartRecord:
     """What a part is made of, apart from its tensors."""
 
     chains: dict[str, ChainRecord] | None = None
-    """By table; None if the part was not in tiers."""
+    """By table; None for a part without tables."""
     values: dict[_Entry, Plain] = Field(default_factory=dict)
     """State of an optimizer that is not a tensor, by `<parameter index>.<name>`."""
     param_groups: tuple[dict[str, Plain | tuple[Plain, ...]], ...] = ()
@@ -299,7 +296,7 @@ class PartRecord:
 
     def __post_init__(self) -> None:
         for table, chain in (self.chains or {}).items():
-            if chain.initial.table != table:
+            if chain.initial is not None and chain.initial.table != table:
                 raise ValueError(f"chains.{table}.initial.table is {chain.initial.table!r}; it must be {table!r}")
 
 

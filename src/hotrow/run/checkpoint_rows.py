@@ -1,15 +1,17 @@
-"""Checkpoints of tables in tiers: each table has a chain of files, and a save writes only what changed.
+"""Rows of tables in a checkpoint: each table has a chain of files, and a save writes only what changed.
 
-    embedding/<table>/000.safetensors          rows that were ever written to: rows int64 [n], rising; weight [n, D]
-    embedding/<table>/001.safetensors          rows that changed since 000, in the same form; and so on
+    embedding/<table>/000.safetensors          all rows in their order: weight [N, D]; or rows that were ever written
+                                               to: rows int64 [n], rising; weight [n, D]
+    embedding/<table>/001.safetensors          rows that changed since 000, in the second form; and so on
     sparse_optimizer/<table>/000.safetensors   the same rows, and each optimizer state in them
 
-If several files of a chain (its links) hold a row, the last one counts; a row that is in none is as it was made, which
-the manifest describes. A save writes the rows that changed since the previous checkpoint, and takes over that
-checkpoint's files as hard links: each folder is complete, and the disk holds every file once. A new chain begins before
-the files together hold more than twice the rows that were ever written to. So a chain takes the disk space of two
-tables at most, and all saves together write at most twice the rows that changed. A new chain also begins after
-MAX_LINKS files.
+A table in the DRAM of one process, which does not know what changed, is one file with all rows. For all others a file
+names its rows. If several files of a chain (its links) hold a row, the last one counts; a row that is in none is as it
+was made, which the manifest describes. A save writes the rows that changed since the previous checkpoint, and takes
+over that checkpoint's files as hard links: each folder is complete, and the disk holds every file once. A new chain
+begins before the files together hold more than twice the rows that were ever written to. So a chain takes the disk
+space of two tables at most, and all saves together write at most twice the rows that changed. A new chain also begins
+after MAX_LINKS files.
 
 If several ranks share the tables, a save adds a file for each rank that has rows to write: those of which it is the
 home. Any number of ranks can read them, because a file names its rows. If ranks share the columns of a table, one of
@@ -80,7 +82,7 @@ class NextChain(NamedTuple):
     record: ChainRecord
     kept: list[str]
     """Files that the previous checkpoint has."""
-    new: dict[str, dict[str, Pieces]]
+    new: dict[str, Mapping[str, Pieces]]
     """The file that this rank writes, and its tensors; empty if it has none."""
 
 
@@ -143,23 +145,26 @@ def next_chain(
     part: str,
     table: str,
     arrays: Mapping[str, Rows],
-    changes: Changes,
+    changes: Changes | None,
     before: Saved | None,
     to_write: Sequence[NumRows],
     rank: int = 0,
 ) -> NextChain:
     """Returns the chain of a table's arrays, by name, after the checkpoint `before`.
 
-    to_write: of each rank that shares the table; rank: the number of this one. If the table has a `Changes.writer`,
-    this is collective, and the new file is that of the writer.
+    changes: if None, the file has all rows. to_write: of each rank that shares the table; rank: the number of this one.
+    If the table has a `Changes.writer`, this is collective, and the new file is that of the writer.
     """
+    num_rows = next(iter(arrays.values())).shape[0]
+    if changes is None:
+        whole = Chain(f"{part}/{file_name(table)}", ChainRecord(num_rows, None, (num_rows,)))
+        return NextChain(whole.record, [], {whole.files[0]: arrays})
     writer = changes.writer(table)
     if writer is not None:
         most = NumRows(*map(max, zip(*to_write, strict=True)))
         rank, to_write = writer, [most if k == writer else NumRows(0, 0) for k in range(len(to_write))]
-    num_rows = next(iter(arrays.values())).shape[0]
     num_changed, num_ever, num_added = (sum(each) for each in zip(*to_write, strict=True))
-    chain = None if before is None else before.manifest.chain(part, table)
+    chain = to_go_on(before, part, table)
     if chain is not None:
         links = chain.record.links
         costs_the_same = 0 < num_changed == num_ever
@@ -181,12 +186,18 @@ def next_chain(
         num_rows=num_rows,  # the table may have grown
         links=(*chain.record.links, *(counts[k] for k in writers)),
     )
-    new: dict[str, dict[str, Pieces]] = {}
+    new: dict[str, Mapping[str, Pieces]] = {}
     if rank in writers:
         stored = {**arrays, ROWS: None}
         file = chain._replace(record=record).files[len(chain.files) + writers.index(rank)]
         new[file] = {n: ChangedRows(changes, table, rows, counts[rank], ever=ever) for n, rows in stored.items()}
     return NextChain(record, chain.files, new)
+
+
+def to_go_on(before: Saved | None, part: str, table: str) -> Chain | None:
+    """The chain of a table in the checkpoint `before` that the next one may go on with; None if there is none."""
+    chain = None if before is None else before.manifest.chain(part, table)
+    return None if chain is None or chain.record.initial is None else chain
 
 
 def _added(changes: Changes, table: str, chain: Chain | None, num_rows: int) -> range:
@@ -242,16 +253,17 @@ def load_chain(
         _check_fits(path, chain, arrays, grown=grown)
     if grown:
         arrays = {name: FirstRows(array, record.num_rows) for name, array in arrays.items()}
-    for name, array in arrays.items():
-        for rows in _rows_to_reset(name, table, array, path, chain, changes, is_new=is_there):
-            held = held_rows(array, rows)
-            array.write(held, record.initial.read(name, held, array.shape))
+    if (initial := record.initial) is not None:
+        for name, array in arrays.items():
+            for rows in _rows_to_reset(name, table, array, path, chain, changes, is_new=is_there):
+                held = held_rows(array, rows)
+                array.write(held, initial.read(name, held, array.shape))
     if is_there:
         return
     step = min(array.piece_rows for array in arrays.values())
     for file, num_rows in zip(chain.files, record.links, strict=True):
         with open_tensors(path / file) as link:
-            for piece, rows in _pieces(link, num_rows, step):
+            for piece, rows in _pieces(link, num_rows, step, has_ids=initial is not None):
                 for name, array in arrays.items():
                     write_held(array, rows, link.get_slice(name), piece.start)
 
@@ -267,7 +279,7 @@ def begins_with(
     for chain, arrays in held:
         _check_fits(path, chain, arrays, grown=grown)
     first = held[0][0]
-    if any(not _have_same_rows(path, first, other) for other, _ in held[1:]):
+    if first.record.initial is None or any(not _have_same_rows(path, first, other) for other, _ in held[1:]):
         return False
     links = []
     for number, num_rows in enumerate(first.record.links):
@@ -308,33 +320,39 @@ def check_chain(
     Whoever reads a chain calls this first: what follows may then index the table by these ids. arrays: dtype and shape
     of a row of what a link holds beside the ids; if None, that is not known.
     """
+    ids = [] if chain.record.initial is None else [ROWS]
     for name, num_rows in zip(chain.files, chain.record.links, strict=True):
         file, table_rows, last = path / name, chain.record.num_rows, -1
         with open_tensors(file) as link:
-            if ROWS not in link.keys():  # noqa: SIM118  # it is not a mapping
+            if ids and ROWS not in link.keys():  # noqa: SIM118  # it is not a mapping
                 raise ValueError(f"{file} has no {ROWS!r}, the ids of its rows; {CURE}")
             if arrays is not None:
-                check_names(file, link.keys(), [ROWS, *arrays])
-            check_like(file, ROWS, link.get_slice(ROWS), torch.int64, (num_rows,))
+                check_names(file, link.keys(), [*ids, *arrays])
             for name, (dtype, shape) in (arrays or {}).items():
                 check_like(file, name, link.get_slice(name), dtype, (num_rows, *shape))
+            if not ids:
+                continue
+            check_like(file, ROWS, link.get_slice(ROWS), torch.int64, (num_rows,))
             for _, rows in _pieces(link, num_rows, ID_PIECE):
                 if int(rows[0]) <= last or bool((rows.diff() <= 0).any()) or int(rows[-1]) >= table_rows:
                     raise ValueError(f"{file}: its rows do not rise within the table's {table_rows:,}; {CURE}")
                 last = int(rows[-1])
 
 
-def _pieces(link: Any, num_rows: int, step: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields ranges of a link of at most `step` rows, and the row ids in each."""
+def _pieces(link: Any, num_rows: int, step: int, *, has_ids: bool = True) -> Iterator[tuple[slice, Any]]:
+    """Yields ranges of a link of at most `step` rows, and the row ids in each; without ids, the ranges themselves."""
     ranges = (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
-    return ((piece, link.get_slice(ROWS)[piece]) for piece in ranges)
+    return ((piece, link.get_slice(ROWS)[piece] if has_ids else piece) for piece in ranges)
 
 
 def _rows_to_reset(
     name: str, table: str, array: Rows, path: Path, chain: Chain, changes: Changes | None, *, is_new: bool
 ) -> Iterator[RowIds]:
     """Yields the rows that may differ from what the chain says of rows in no link. is_new: none of them was touched."""
-    if changes is not None and changes.initial(table).formula(name) == chain.record.initial.formula(name):
+    record = chain.record
+    assert record.initial is not None, "a file with all rows leaves none"
+    is_short = sum(record.links) < record.num_rows  # else rows in no link are few, if there are any
+    if changes is not None and is_short and changes.initial(table).formula(name) == record.initial.formula(name):
         return iter(()) if is_new else changes.touched_rows(table)
     return _rows_in_no_link(path, chain, array.pieces())
 

@@ -11,7 +11,6 @@ runs/criteo-dlrm-001/
   data/           the dataset, if the run prepared its own (hotrow.fit)
   memory/         while it trains: rows of tables that do not fit in DRAM (hotrow.placement)
   tensorboard/    event files, if tensorboard is installed
-  launch.json     which torchrun began the run, so that its restart goes on here (restart.py)
   .lock           on a network file system: locked while a process trains here
 """
 
@@ -29,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import override
@@ -49,7 +47,7 @@ from hotrow.run.record import ALL_DONE, Counted, RunRecord
 from hotrow.setup.setup import SELECTION
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
-_FILES = (RUN, CONFIG, METRICS, LOG, REPORT, "launch.json", LOCK)
+_FILES = (RUN, CONFIG, METRICS, LOG, REPORT, LOCK)
 _FOLDERS = ("checkpoints", "vocab", "data", "memory", "tensorboard", SELECTION)
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """What could end a line of log.txt, or change how a terminal shows it."""
@@ -383,9 +381,7 @@ class RunFolder:
                 self.warn("shown_warning", self._shown_warnings[0])
                 del self._shown_warnings[0]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             self._noting.close()
@@ -434,29 +430,12 @@ class SilentFolder(RunFolder):
         self.record = replace(self.record, **values)
 
     @override
-    def write_config(self, config_yaml: str) -> None: ...
-
-    @override
-    def log(self, text: str) -> None: ...
-
-    @override
-    def report(self) -> None: ...
-
-    @override
-    def measure(self, kind: str, *, step: int, **values: Any) -> None: ...
-
-    @override
     def measurements(self) -> list[dict[str, Any]]:
         return []
 
-    @override
-    def rewind(self, step: int) -> None: ...
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    @override
-    def open_tensorboard(self, *, step: int) -> None: ...
-
-    @override
-    def keep_vocabulary(self, dataset: Path) -> None: ...
+    write_config = log = report = measure = rewind = open_tensorboard = keep_vocabulary = _nothing
 
 
 def resume_command(path: Path) -> str:

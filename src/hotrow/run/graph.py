@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from hotrow.batch import Batch
 from hotrow.models.layers import Dropout, Network
-from hotrow.run.meters import Meter, Notice
+from hotrow.run.meters import LoopPart, Told, warning
 from hotrow.setup.device import DenseDevice
 
 Outputs: TypeAlias = tuple[Tensor, list[Any]]
@@ -45,8 +45,8 @@ def on_cuda(work: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
     return found, graph.replay
 
 
-class DenseGraph(Meter):
-    """Replays forward, loss and backward of `model` on `device`; as a meter it warns if they cannot be captured."""
+class DenseGraph(LoopPart):
+    """Replays forward, loss and backward of `model` on `device`; warns if they cannot be captured."""
 
     def __init__(self, model: nn.Module, device: torch.device, capture: Capture = on_cuda) -> None:
         self._model, self._device, self._capture = model, device, capture
@@ -111,12 +111,12 @@ class DenseGraph(Meter):
         return True
 
     @override
-    def notices(self) -> Iterable[Notice]:
+    def after_step(self, batch: Batch, loss: float | None) -> Told:
         if not self.refused or self._is_said:
-            return ()
+            return None
         self._is_said = True
         text = f"dense layers are launched one by one, which is slower: a CUDA graph of them failed ({self.refused})"
-        return Notice(f"warning: {text}"), Notice(text, "dense_not_in_a_graph")
+        return warning(text, "dense_not_in_a_graph")
 
 
 def _apart(grads: Iterable[Any], wanted: Iterable[Tensor]) -> list[Any]:

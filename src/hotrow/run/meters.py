@@ -1,7 +1,8 @@
-"""Meters: what a run counts and times as it trains. docs/runs.md and docs/gpu.md say what each figure means.
+"""Parts of the training loop, and those among them that count and time: meters.
 
-The training loop holds a list of meters and treats them all alike. Rows are counted where they move (row_cache.h,
-store.h); here counts become shares, sizes and rates. The meter of bytes written to a drive is in wear.py.
+`LoopPart` says at which moments the loop calls its parts. docs/runs.md and docs/gpu.md say what each figure of a meter
+means. Rows are counted where they move (row_cache.h, store.h); here counts become shares, sizes and rates. The meter of
+bytes written to a drive is in wear.py. What else a run does between its steps is in parts.py.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from typing_extensions import override
 
@@ -59,20 +60,33 @@ class Notice(NamedTuple):
     """How often it occurred so far; if None, once more than was counted."""
 
 
-class Meter(Protocol):
-    """What the training loop asks of a meter. Each method does nothing unless the meter defines it."""
+Told: TypeAlias = Iterable[Notice] | None
 
-    def end_step(self, batch: Batch) -> None:
-        """Counts a step on `batch`."""
+
+def warning(text: str, code: str, times: int | None = None) -> Iterable[Notice]:
+    """A warning that is shown, and counted."""
+    return Notice(f"warning: {text}"), Notice(text, code, times)
+
+
+class LoopPart(Protocol):
+    """What counts or acts between the steps of a run, at these moments. Each method does nothing unless a part defines
+    it."""
+
+    def after_step(self, batch: Batch, loss: float | None) -> Told:
+        """Counts or acts after a step on `batch`; returns what the user should know. loss: None if it was skipped."""
+        return None
+
+    def after_eval(self, *, is_best: bool) -> None:
+        """Acts after an evaluation. is_best: of all so far."""
+        return
+
+    def at_end(self) -> None:
+        """Acts once the run has ended, after its last step."""
         return
 
     def aside(self) -> AbstractContextManager[None]:
         """Inside the block the run evaluates, saves or loads, which does not count as training."""
         return nullcontext()
-
-    def notices(self) -> Iterable[Notice]:
-        """Returns what the user should know after this step."""
-        return ()
 
     def window(self) -> dict[str, Any]:
         """Returns fields for the next `train` line of metrics.jsonl."""
@@ -98,7 +112,7 @@ class Spans(Protocol):
         """Notes that `phase` took the time from `start` to `end`, in seconds of `time.perf_counter`."""
 
 
-class StepClock(Meter):
+class StepClock(LoopPart):
     """Seconds spent in each of PHASES: `lap(phase)` adds the time since the last lap, and tells `listeners` of it."""
 
     def __init__(self, session: Session | None = None, listeners: Sequence[Spans] = ()) -> None:
@@ -116,7 +130,7 @@ class StepClock(Meter):
         self._last = now
 
     @override
-    def end_step(self, batch: Batch) -> None:
+    def after_step(self, batch: Batch, loss: float | None) -> None:
         self._session.state.num_samples += batch.num_samples
 
     @override
@@ -151,7 +165,7 @@ MOST_SWAPS = 0.05
 """Share of the time that swaps of hot rows may take without a warning."""
 
 
-class HotMeter(Meter):
+class HotMeter(LoopPart):
     """What a schedule of hot rows came to.
 
     measurements: returns the lines of metrics.jsonl, which has the swaps of all sessions. loss_figure: the name of the
@@ -159,11 +173,7 @@ class HotMeter(Meter):
     """
 
     def __init__(
-        self,
-        turns: Turns,
-        session: Session,
-        measurements: Callable[[], Iterable[Mapping[str, Any]]],
-        loss_figure: str,
+        self, turns: Turns, session: Session, measurements: Callable[[], Iterable[Mapping[str, Any]]], loss_figure: str
     ) -> None:
         self._turns, self._session = turns, session
         self._measurements, self._loss_figure = measurements, loss_figure
@@ -191,12 +201,12 @@ class HotMeter(Meter):
             f"copying hot rows between the tables and the GPU took {share:.1%} of the time: set hot.schedule to fixed "
             "with a higher hot.rate, or lower hot.budget"
         )
-        return [Notice(f"warning: {text}"), Notice(text, "slow_swaps", 1)]
+        return warning(text, "slow_swaps", 1)
 
 
 def meters_of_rows(
     embedding: EmbeddingCollection, session: Session, *, drive_written_bytes: Callable[[], int]
-) -> list[Meter]:
+) -> list[LoopPart]:
     """Returns the meters for rows that do not all lie in DRAM; none if all do.
 
     drive_written_bytes: returns what the run has written to its drive, over all sessions.
@@ -204,19 +214,19 @@ def meters_of_rows(
     placement = embedding.placement
     tiers, on_device = placement.find(Tiers), placement.find(Device)
     slots = placement if placement.looks_ahead else None
-    meters: list[Meter] = [] if slots is None else [StallMeter(slots, session, drive_written_bytes)]
+    meters: list[LoopPart] = [] if slots is None else [StallMeter(slots, session, drive_written_bytes)]
     meters += [] if tiers is None else [TierMeter(tiers, session)]
     return meters + ([] if on_device is None else [DeviceMeter(on_device)])
 
 
-class StallMeter(Meter):
+class StallMeter(LoopPart):
     """How long steps waited for rows, and what went to the drive, over all sessions."""
 
     def __init__(self, slots: Placement, session: Session, drive_written_bytes: Callable[[], int]) -> None:
         self._slots, self._session, self._drive_written_bytes = slots, session, drive_written_bytes
 
     @override
-    def end_step(self, batch: Batch) -> None:
+    def after_step(self, batch: Batch, loss: float | None) -> None:
         self._session.state.stall_s = round(self._session.before.stall_s + self._slots.stall_s, 6)
 
     @override
@@ -240,19 +250,13 @@ class StallMeter(Meter):
 FILES = {"mapped": "file", "block": "ssd", "gathered": "ssd"}
 """The tier behind DRAM, as `Memory` names it, by the kind of a table's store."""
 GAUGES = (
-    "num_bytes",
-    "map_bytes",
-    "waiting_bytes",
-    "middle_rows",
-    "middle_map_bytes",
-    "places_bytes",
-    "held_bytes",
-    "saved_index_bytes",
+    *("num_bytes", "map_bytes", "waiting_bytes", "middle_rows", "middle_map_bytes"),
+    *("places_bytes", "held_bytes", "saved_index_bytes"),
 )
 """Counters of caches and stores that may also fall."""
 
 
-class CountsApart(Meter):
+class CountsApart(LoopPart):
     """Counters by table, which keeps training apart from evaluations and checkpoints.
 
     counters: returns what was counted so far, by table.

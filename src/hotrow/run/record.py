@@ -1,6 +1,6 @@
 """The typed records of a run: what run.json says, and what the run adds to its checkpoints.
 
-folder.py writes run.json, trainer.py takes up the state of a checkpoint, build.py builds the model that one describes.
+folder.py writes run.json, parts.py takes up the state of a checkpoint, build.py builds the model that one describes.
 """
 
 from __future__ import annotations
@@ -145,6 +145,20 @@ class Parent:
 
 
 @record(config=STRICT)
+class Launch:
+    """Which processes of torchrun a run's first rank belongs to: hashes, without names of hosts or users."""
+
+    run_id: str
+    """torchrun's --rdzv-id, or what it uses instead."""
+    agent: str
+    """The process of torchrun that started the first rank."""
+    worker: str
+    """The process of the first rank."""
+    config: str
+    """The config as it was given: one program may train several runs."""
+
+
+@record(config=STRICT)
 class RunRecord:
     """What run.json says of a run. The closing lines, `--json` and studies are made of it.
 
@@ -158,6 +172,8 @@ class RunRecord:
     host: dict[str, JsonValue]
     warnings: dict[str, Counted]
     preparation: str | None = None
+    launch: Launch | None = None
+    """None if torchrun did not begin the run."""
     error: str | None = None
     dataset: _Dataset | None = None
     parent: Parent | None = None

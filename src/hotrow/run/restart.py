@@ -1,8 +1,8 @@
 """Runs that torchrun starts again: `torchrun --max-restarts N` begins all ranks anew, by the same command, if one ends.
 
-The first rank marks the folder of its run with the launch that it belongs to (`mark_launch`, launch.json). Begun anew,
-it finds the folder by that mark (`restart_folder`), and the run goes on there from its newest checkpoint. The same
-command, given by a person once more, is another launch and makes a run of its own.
+The run.json of a run says which launch its first rank belongs to. Begun anew, that rank finds the folder by it
+(`restart_folder`), and the run goes on there from its newest checkpoint. The same command, given by a person once more,
+is another launch and makes a run of its own.
 """
 
 from __future__ import annotations
@@ -13,62 +13,31 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic.dataclasses import dataclass as record
-
-from hotrow.base.records import STRICT, Document
 from hotrow.config.schema import Config
 from hotrow.parallel.environment import size_variable
-from hotrow.run.folder import resume_command
-
-LAUNCH = "launch.json"
-
-
-@record(config=STRICT)
-class Launch:
-    """What launch.json says: which processes a run's first rank belongs to. Hashes, without names of hosts or users."""
-
-    run_id: str
-    """torchrun's --rdzv-id, or what it uses instead."""
-    agent: str
-    """The process of torchrun that started this one."""
-    worker: str
-    """This process."""
-    config: str
-    """The config as it was given: one program may train several runs."""
-
-
-_DOCUMENT = Document(Launch, marks={"hotrow_launch": 1}, cure="remove it: a restart then begins a new run")
-
-
-def mark_launch(folder: Path, config: Config) -> None:
-    """Writes launch.json into the folder of a new run of `config`, if torchrun started this process."""
-    if (launch := _own(config)) is not None:
-        _DOCUMENT.write(folder / LAUNCH, launch)
-
-
-def read_launch(folder: Path) -> Launch:
-    """Returns what the launch.json of a run says. Raises ValueError naming the file, the field and the cure."""
-    return _DOCUMENT.read(folder / LAUNCH)
+from hotrow.run.folder import RUN, RunFolder, resume_command
+from hotrow.run.record import Launch
 
 
 def restart_folder(config: Config) -> Path | None:
-    """Returns the folder in which a run of `config` goes on, if torchrun started this process in place of an earlier
-    one that had made it; otherwise None.
+    """The folder in which a run of `config` goes on, if torchrun started this process in place of an earlier one that
+    had made it; otherwise None.
 
     The folder's run may have ended before its first step, without a config.yaml; then it begins in that folder.
     """
-    if (own := _own(config)) is None:
+    if (own := launch_of(config)) is None:
         return None
     named = os.environ["TORCHELASTIC_RUN_ID"] not in ("", "none")  # torchrun's default is no name of one launch
     again = named and was_restarted()
     found = []
-    for path in [Path(config.run)] if config.run else [file.parent for file in Path("runs").glob(f"*/{LAUNCH}")]:
+    for path in [Path(config.run)] if config.run else [file.parent for file in Path("runs").glob(f"*/{RUN}")]:
         with suppress(ValueError, OSError):
-            mark = read_launch(path)
-            same = mark.agent == own.agent or (again and mark.run_id == own.run_id)
-            if same and mark.config == own.config and mark.worker != own.worker:
-                found.append(path)
-    return max(found, key=lambda path: (path / LAUNCH).stat().st_mtime_ns, default=None)
+            record = RunFolder.open(path).record
+            if (mark := record.launch) is None or mark.config != own.config or mark.worker == own.worker:
+                continue
+            if mark.agent == own.agent or (again and mark.run_id == own.run_id):
+                found.append((record.started, path))
+    return max(found)[1] if found else None
 
 
 def was_restarted() -> bool:
@@ -87,8 +56,8 @@ def how_to_go_on(folder: Path) -> str:
     return f"Continue with: {launcher} {resume_command(folder)} (or on fewer ranks)"
 
 
-def _own(config: Config) -> Launch | None:
-    """Returns the launch of this process; None if torchrun did not start it."""
+def launch_of(config: Config) -> Launch | None:
+    """The launch of this process that trains `config`; None if torchrun did not start it."""
     if (run_id := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
         return None
     text = json.dumps(config.model_dump(mode="json"), sort_keys=True)

@@ -19,43 +19,33 @@ import numpy as np
 import torch
 
 from hotrow.base.door import is_taken, read_file
-from hotrow.base.files import disk_free_bytes, explain_full_disk, is_seen, size
-from hotrow.base.machine import default_threads, lacks_bfloat16_products, usable_cores
-from hotrow.base.progress import ProgressLine, num_of
+from hotrow.base.files import explain_full_disk, is_seen
+from hotrow.base.machine import default_threads
+from hotrow.base.progress import ProgressLine
 from hotrow.config.load import apply_overrides, make_config, parse_yaml
 from hotrow.config.schema import Config
 from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.hot.hot_set import HotSet
-from hotrow.kernels import ops
-from hotrow.parallel.agreement import (
-    check_same,
-    everyone,
-    facts_of,
-    on_every_rank,
-    on_first_rank,
-)
+from hotrow.parallel.agreement import check_same, everyone, facts_of, on_every_rank, on_first_rank
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.gloo import unnamed_interface
 from hotrow.parallel.heartbeat import Heartbeat
 from hotrow.parallel.ranks import Ranks
-from hotrow.parallel.shards import pooled_tables
 from hotrow.placement.store_file import remove_left_folders
 from hotrow.placement.stores import StoreError
 from hotrow.placement.tiers import Tiers
 from hotrow.run.checkpoint import list_checkpoints, steps_without_manifest
 from hotrow.run.folder import CONFIG, RunFolder, SilentFolder, noting, resume_command
+from hotrow.run.interrupt import Interrupt
+from hotrow.run.parts import parts_of, restore
 from hotrow.run.record import Part
-from hotrow.run.restart import how_to_go_on, mark_launch, restart_folder, was_restarted
+from hotrow.run.restart import how_to_go_on, launch_of, restart_folder, was_restarted
+from hotrow.run.said import say_what_was_decided
 from hotrow.run.start import Start, start_of, unknown_shares
-from hotrow.run.storage import describe, disk_shortfall, full_device
-from hotrow.run.trainer import Interrupt, MakeMeter, Training
-from hotrow.run.trial_record import kept_trial
-from hotrow.setup.demand import required_bytes
-from hotrow.setup.device import storage_line
+from hotrow.run.storage import full_device
+from hotrow.run.trainer import Training
 from hotrow.setup.memory import FOLDER
 from hotrow.setup.setup import Setup
-from hotrow.setup.shards import shards_line
 
 TENTHS, MOST_UNKNOWN = 10, 3
 """Parts of new rows whose hours are not known, and tables that are named for their unknown ids."""
@@ -66,63 +56,49 @@ def train(
     *,
     folder: RunFolder | None = None,
     quiet: bool = False,
-    also: MakeMeter | None = None,
     comm: Communicator | None = None,
     until_s: float = math.inf,
     hidden: Collection[str] = (),
 ) -> RunFolder:
     """Trains a new run of `config`; returns its folder, whose run.json has the status "finished" or "interrupted".
 
-    folder: a run folder that was made beforehand; if None, the folder that `config.run` names is made. also: makes one
-    more meter, for who measures training. comm: the ranks that train together; all call this, and the first one alone
-    writes the folder, which it returns; others return what they know of it. If None, this process alone. until_s: the
-    `time.monotonic()` at which the run stops as by SIGUSR1. hidden: splits that the run does not look at.
+    folder: a run folder that was made beforehand; if None, the folder that `config.run` names is made. comm: the
+    ranks that train together; all call this, and the first one alone writes the folder, which it returns; others return
+    what they know of it. If None, this process alone. until_s: the `time.monotonic()` at which the run stops as by
+    SIGUSR1. hidden: splits that the run does not look at.
 
     On SIGINT, SIGTERM or SIGUSR1 the run finishes the step, saves a checkpoint and returns; a second signal aborts it.
     Raises ValueError if the config or the data is wrong, before the folder is made if that can be known by then.
     """
     comm = comm or Communicator()
     interrupt = Interrupt(quiet=quiet or comm.rank > 0, until_s=until_s)
-    with Heartbeat(comm, cure="Start it again") as heartbeat:
+    with Heartbeat(comm, cure="Start it again") as heartbeat, ExitStack() as claims:
         if folder is None and (begun := everyone(comm, str(restart_folder(config) or ""))[0]):
             # torchrun started these processes again; the run may have ended before its first step.
             if everyone(comm, (Path(begun) / CONFIG).is_file())[0]:
                 return _resume(Path(begun), (), heartbeat, interrupt, hidden)
             folder = on_every_rank(comm, lambda: RunFolder.open(begun))
-        return _train_new(config, folder, heartbeat, interrupt, also, hidden)
-
-
-def _train_new(
-    config: Config,
-    folder: RunFolder | None,
-    heartbeat: Heartbeat,
-    interrupt: Interrupt,
-    also: MakeMeter | None,
-    hidden: Collection[str],
-) -> RunFolder:
-    comm, runs = heartbeat.comm, folder.path if folder else Path(config.run or "runs")
-    shown: list[str] = []
-
-    def decide() -> tuple[Setup, Start | None]:
-        """What cannot work is refused before a folder is made."""
-        dataset = PackedDataset.open(config.data, verify="sizes", hidden=hidden)
-        paths = {"data": str(dataset.path.resolve())}
-        if config.from_run is not None:
-            paths["from_run"] = str(Path(config.from_run).resolve())
-        setup = Setup.decide(config.model_copy(update=paths), dataset, runs, ranks=comm.ranks)
-        return setup, start_of(setup)
-
-    with noting(shown.append):  # there is no folder yet
-        setup, start = on_every_rank(comm, decide)
-    check_same_setup(comm, setup)
-    name = f"{setup.dataset.path.resolve().name}-{config.model.name}"
-    made = folder or make_folder(comm, lambda: RunFolder.create(config.run, name=name))
-    with _claimed(comm, made) as folder:
+        shown: list[str] = []
+        with noting(shown.append):  # there is no folder yet, and what cannot work is refused before there is one
+            where = folder.path if folder else Path(config.run or "runs")
+            setup, start = on_every_rank(comm, lambda: _decide(config, where, comm.ranks, hidden))
+        check_same_setup(comm, setup)
+        name = f"{setup.dataset.path.resolve().name}-{config.model.name}"
+        made = folder or make_folder(comm, lambda: RunFolder.create(config.run, name=name))
+        folder = claims.enter_context(_claimed(comm, made))
         folder.count_shown(shown)
-        if comm.rank == 0:
-            mark_launch(folder.path, config)
+        folder.update(launch=launch_of(config))
         folder.keep_vocabulary(setup.dataset.path)
-        return _run(setup.in_folder(folder.path), folder, start, heartbeat, interrupt, also)
+        return _run(setup.in_folder(folder.path), folder, start, heartbeat, interrupt)
+
+
+def _decide(config: Config, where: Path, ranks: Ranks, hidden: Collection[str]) -> tuple[Setup, Start | None]:
+    dataset = PackedDataset.open(config.data, verify="sizes", hidden=hidden)
+    paths = {"data": str(dataset.path.resolve())}
+    if config.from_run is not None:
+        paths["from_run"] = str(Path(config.from_run).resolve())
+    setup = Setup.decide(config.model_copy(update=paths), dataset, where, ranks=ranks)
+    return setup, start_of(setup)
 
 
 def make_folder(comm: Communicator, make: Callable[[], RunFolder]) -> RunFolder:
@@ -160,17 +136,8 @@ def check_same_setup(comm: Communicator, setup: Setup) -> None:
 
 
 RESUMABLE = (
-    "train.threads",
-    "train.epochs",
-    "train.max_steps",
-    "train.nonfinite",
-    "calibration.method",
-    "calibration.negatives_kept",
-    "checkpoint.every",
-    "checkpoint.keep_last",
-    "data",
-    "memory",
-    "parallel",
+    *("train.threads", "train.epochs", "train.max_steps", "train.nonfinite", "calibration.method"),
+    *("calibration.negatives_kept", "checkpoint.every", "checkpoint.keep_last", "data", "memory", "parallel"),
 )
 """Options that may change when a run is resumed. Any other change would make it another run."""
 
@@ -266,7 +233,7 @@ def _resumed_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
             f"parallel.wire_dtype is {config.parallel.wire_dtype!r}, but the run began with {before!r}: it changes "
             "results, so a resumed run keeps it"
         )
-    return config.with_micro_batches(config.train.micro_batches or 1)  # a run of before there were any has one
+    return config
 
 
 def _check_is_there(config: Config, folder: RunFolder) -> None:
@@ -312,34 +279,29 @@ def _start_again(folder: RunFolder) -> str:
 
 
 def _run(
-    setup: Setup,
-    folder: RunFolder,
-    found: Path | Start | None,
-    heartbeat: Heartbeat,
-    interrupt: Interrupt,
-    also: MakeMeter | None = None,
+    setup: Setup, folder: RunFolder, found: Path | Start | None, heartbeat: Heartbeat, interrupt: Interrupt
 ) -> RunFolder:
     """Builds, trains and finishes what was decided, from the checkpoint `found` on; otherwise from the first
     step, with the weights of another run or, if None, with random ones."""
-    comm = heartbeat.comm.with_micro_batches(setup.ranks.micro_batches)
     heartbeat.cure, heartbeat.last_words = how_to_go_on(folder.path), folder.fail
-    with _surroundings(setup, folder, interrupt, comm) as progress:
-        training = Training(setup, folder, interrupt, progress, also, comm)
+    with _surroundings(setup, folder, interrupt) as progress:
+        training = Training(setup, folder, interrupt, progress, heartbeat.comm)
+        training.loop_parts += parts_of(training)
         heartbeat.step = lambda: training.state.step
         with closing(training):
             _begin(training, found)
-            training.loop()
+            training.loop(training.batches())
             _end(training)
     return folder
 
 
 @contextmanager
-def _surroundings(setup: Setup, folder: RunFolder, interrupt: Interrupt, comm: Communicator) -> Iterator[ProgressLine]:
+def _surroundings(setup: Setup, folder: RunFolder, interrupt: Interrupt) -> Iterator[ProgressLine]:
     """Inside the block threads are as the config says, signals are noted, and a failure says how to go on."""
     full = explain_full_disk(
         folder.path, "training", "The checkpoints there are kept.", f"continue with: {resume_command(folder.path)}"
     )
-    team, progress = threads(setup.config.train.threads, ranks=comm.ranks), ProgressLine(quiet=interrupt.quiet)
+    team, progress = threads(setup.config.train.threads, ranks=setup.ranks), ProgressLine(quiet=interrupt.quiet)
     # `full` is outermost: on a full disk the folder cannot record the failure either.
     with full, folder, _explain_failure(setup, folder), team, interrupt, progress:
         yield progress
@@ -348,16 +310,17 @@ def _surroundings(setup: Setup, folder: RunFolder, interrupt: Interrupt, comm: C
 def _begin(training: Training, found: Path | Start | None) -> None:
     """Takes up what was found, and says and records what was decided."""
     if isinstance(found, Start):
-        training.start(found)
+        with training.aside():
+            found.load(training.parts)
     elif found is not None:
-        training.restore(found)
+        restore(training, found)
     config, kept = training.config, training.config.calibration.negatives_kept
     labels = [label.name for label in training.setup.dataset.info.labels]
     judged: dict[str, object] = {"objective": config.model.objective, "metrics_by": config.metrics.by}
     judged |= {"labels": labels} if len(labels) > 1 else {}
     training.folder.update(**judged, negatives_kept=None if kept == 1 else kept)  # on all ranks, which check metrics
     if training.writes_files:
-        _say_what_was_decided(training)
+        say_what_was_decided(training)
     if isinstance(found, Start):
         _look_back(training, found)
     if guessed := unnamed_interface(training.comm):
@@ -430,7 +393,8 @@ def _lines_of_parts(columns: Mapping[str, Sequence[Any]], titles: Mapping[str, s
 def _end(training: Training) -> None:
     """Scores and records a run that has ended, or records by which signal it was stopped."""
     if training.state.ended:
-        training.finish()
+        for part in training.loop_parts:
+            part.at_end()
         return
     training.folder.update(status="interrupted", signal=training.signal, **training.figures())
     why = ", because its time is over" if training.signal == Interrupt.TIME_IS_OVER else ""
@@ -465,63 +429,6 @@ def _explain_failure(setup: Setup, folder: RunFolder) -> Iterator[None]:
         raise MemoryError(f"memory ran out while training ({str(error).strip()[:200]}): {cure}. {kept()}") from error
 
 
-def _say_what_was_decided(training: Training) -> None:
-    folder, config, dataset, backend = training.folder, training.setup.config, training.setup.dataset, ops.backend()
-    emb = training.parts.embedding
-    where = training.turns.device
-    on_device = "" if where is None else f"; copies of hot rows on {where}, up to {config.hot.budget}"
-    where_rows_lie = (
-        describe(emb, required_bytes(config, training.setup.held)) + training.parts.dense.line() + on_device
-    )
-    if training.setup.shards:
-        training.say(f"{shards_line(emb.tables, training.setup.shards, training.comm.size)}; of rank 0:")
-        if (wire_dtype := config.parallel.wire_dtype) != "fp32":
-            text = f"rows and gradients of tables travel as {wire_dtype}, which rounds them: results are inexact, and "
-            training.warn("inexact_wire", f"{text}depend on the number of ranks (parallel.wire_dtype)")
-    training.say(f"{describe_threads(training.comm.ranks.local_size)}; {where_rows_lie}")
-    folder.write_config(config.to_yaml())  # only now, when all of it is known to fit: a later resume starts from it
-    folder.rewind(training.state.step)
-    folder.open_tensorboard(step=training.state.step)
-    if backend.reason is not None:
-        folder.warn("reference_backend", backend.reason)
-    if backend.threads < torch.get_num_threads():
-        folder.warn("forked_process", "this process was forked after hotrow's kernels were loaded: they use one thread")
-    if training.turns.found is not None and not dataset.has_counts:
-        text = f"{config.data} carries no counts: its training split was counted to find hot rows"
-        folder.warn("counted_to_find_hot_rows", text)
-    _say_what_is_hot(training)
-    _warn_of_preparation(training)
-    _warn_of_few_rows(training)
-    if unused := config.hot.unused():
-        text = f"hot.schedule is {config.hot.schedule}, which does not use {', '.join(unused)}"
-        training.warn("unused_hot_options", text)
-    if training.setup.short_of_memory is not None:
-        training.warn("memory_may_run_out", training.setup.short_of_memory)
-    _warn_of_tiers(training)
-    _warn_of_little_disk(training)
-    _warn_of_slow_products(training)
-    folder.update(
-        status="running",
-        error=None,  # these are of a session before
-        signal=None,
-        write_budget=None,
-        dataset={"path": config.data, "checksum": dataset.checksum, "name": dataset.info.name},
-        rows={name: split.num_rows for name, split in dataset.splits.items()},
-        seeds={"train.seed": config.train.seed},
-        trial=kept_trial(training.setup),
-        backend=asdict(backend),
-        tables_bytes=sum(table.num_bytes for table in training.parts.embedding.tables),
-        batches_dropped=0,
-    )
-    verb = "resumed at" if training.state.step else "training from"
-    if config.train.precision != "fp32":
-        training.say(f"train.precision {config.train.precision}: {storage_line(config, training.parts.dense)}")
-    training.say(
-        f"{folder.path}: {verb} step {training.state.step} of {training.num_steps}, {backend.name} kernels "
-        f"({backend.isa}, {num_of(backend.threads, 'thread')})"
-    )
-
-
 @contextmanager
 def threads(number: int | Literal["auto"], *, ranks: Ranks | None = None) -> Iterator[int]:
     """Makes torch and the kernels use `number` threads inside the block; "auto": `default_threads`.
@@ -534,108 +441,3 @@ def threads(number: int | Literal["auto"], *, ranks: Ranks | None = None) -> Ite
         yield torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
-
-
-def describe_threads(num_processes: int = 1) -> str:
-    """Returns how many threads torch and the kernels use, and how to use all cores, for the first line of a run.
-
-    num_processes: processes of the run that share these cores.
-    """
-    used, cores = torch.get_num_threads(), usable_cores() // num_processes
-    if used >= cores:
-        return num_of(used, "thread")
-    return f"{num_of(used, 'thread')} of {cores} cores (train.threads: {cores} uses all)"
-
-
-def _say_what_is_hot(training: Training) -> None:
-    """Says which rows are hot, if that is known when the session begins."""
-    if (found := training.turns.found) is None:
-        return
-    facts, seconds = found.to_json(), found.calibration.seconds + found.classify_s
-    training.say(
-        f"hot: {facts['hot_rows']:,} rows ({facts['name']}) in {facts['hot_bytes']:,} of {facts['budget_bytes']:,} "
-        f"bytes, {facts['hot_samples']:.1%} of the samples; found in {seconds:.2f} s"
-    )
-    if text := training.turns.nothing_hot:
-        training.warn("no_hot_samples", text)
-    if training.setup.shards and training.config.hot.takes_turns:
-        _say_what_ranks_do(training, found.rows)
-
-
-def _say_what_ranks_do(training: Training, hot: HotSet) -> None:
-    """Says what in the phases of several ranks is not as it should be: rows that they ask for, and inexact sums."""
-    config = training.config.hot
-    if beyond := hot.num_beyond({name: shard.prefix for name, shard in training.setup.shards.items()}):
-        pooled = pooled_tables(training.setup.shards)
-        why = (
-            f"parallel.exchange is pooled for {', '.join(pooled)}: {beyond:,} hot rows are not on every rank"
-            if pooled
-            else f"hot.rows is {config.rows}: {beyond:,} hot rows are not among the first of their tables, which every "
-            "rank holds"
-        )
-        text = f"{why}, so that hot batches ask other ranks for them, as cold ones do"
-        training.warn("hot_rows_not_on_every_rank", text)
-    if config.merge_every > 1:
-        text = (
-            f"hot.merge_every is {config.merge_every}: in hot phases each rank updates hot rows alone for so many "
-            "steps, which is not exact: weights depend on the number of ranks and on when the run saves and evaluates"
-        )
-        training.warn("inexact_merging", text)
-
-
-def _warn_of_preparation(training: Training) -> None:
-    """Counts what was said when the data was prepared: it was said then, and a run's reader may not have seen it."""
-    summary = training.setup.dataset.info.summary
-    if skipped := summary.get("rows_skipped"):
-        text = f"{skipped} bad rows were left out when {training.config.data} was prepared"
-        training.folder.warn("rows_skipped", text, count=1)
-    notes = summary.get("notes")
-    for code, texts in notes.items() if isinstance(notes, dict) else ():
-        if isinstance(texts, list):
-            training.folder.warn(code, "; ".join(map(str, texts)), count=len(texts))
-
-
-def _warn_of_few_rows(training: Training) -> None:
-    """Warns of splits that have too few rows to judge a model by."""
-    for name in ("val", "test"):
-        split = training.setup.dataset.splits.get(name)
-        if split is not None and split.num_rows:
-            for place, label in enumerate(split.info.labels):
-                labels = (split.block(i).labels[place] for i in range(split.num_blocks))
-                for code, text in training.parts.objective.too_few(labels, name).items():
-                    more = place > 0
-                    training.warn(
-                        f"{code}_of_{label.name}" if more else code, f"{label.name}: {text}" if more else text, count=1
-                    )
-
-
-def _warn_of_slow_products(training: Training) -> None:
-    dense = training.parts.dense
-    if dense.dtype == "bf16" and dense.device.type == "cpu" and lacks_bfloat16_products():
-        text = (
-            "train.dense_dtype is 'bf16', but this processor has no products of bfloat16: torch converts instead, "
-            "which is slower than float32, without AVX-512 many times; fp32 in a new run is faster and more exact"
-        )
-        training.warn("slow_bfloat16", text)
-
-
-def _warn_of_little_disk(training: Training) -> None:
-    path, most = training.folder.path, training.writes.checkpoint_bytes
-    if most > (free := disk_free_bytes(path)):
-        text = (
-            f"a checkpoint may take {size(most)}, and {size(free)} are free in {path}: training ends at the first "
-            "checkpoint that does not fit; free some space, or stop and start the run elsewhere"
-        )
-        training.warn("disk_may_be_too_small_for_a_checkpoint", text)
-
-
-def _warn_of_tiers(training: Training) -> None:
-    tiers, folder = training.parts.embedding.placement.find(Tiers), training.folder
-    if tiers is None:
-        return
-    fallbacks = [store.fallback for store in tiers.stores if store.fallback]
-    if fallbacks:
-        text = f"tables on disk are read and written by threads, which takes more of the processor: {fallbacks[0]}"
-        folder.warn("stores_without_io_uring", text, count=len(fallbacks))
-    if short := disk_shortfall(tiers):
-        training.warn("disk_may_become_full", short)

@@ -14,10 +14,11 @@ from torch import nn
 from typing_extensions import override
 
 from hotrow.base.files import ByteRate, folder_bytes, size
+from hotrow.batch import Batch
 from hotrow.config.schema import Config
 from hotrow.kernels.types import NUM_STATES
 from hotrow.placement.tiers import Tiers
-from hotrow.run.meters import Meter, Notice, Session
+from hotrow.run.meters import LoopPart, Notice, Session, Told, warning
 from hotrow.setup.demand import required_bytes
 from hotrow.tables import TableConfig
 
@@ -27,7 +28,7 @@ WARM_UP_STEPS = 200
 """Steps after the first write before the rate is judged, because caches that are filling up write less."""
 
 
-class WriteMeter(Meter):
+class WriteMeter(LoopPart):
     """What one session of a run writes to its drive: rows of tables in tiers, and checkpoints.
 
     checkpoint_bytes: the most that one checkpoint takes.
@@ -63,7 +64,7 @@ class WriteMeter(Meter):
         self._checkpoints += folder_bytes(path)
 
     @override
-    def notices(self) -> Iterable[Notice]:
+    def after_step(self, batch: Batch, loss: float | None) -> Told:
         return () if self._session.state.step % CHECK_STEPS else self._warning()
 
     @override
@@ -91,7 +92,7 @@ class WriteMeter(Meter):
         self._is_said = True
         cure = "fewer bytes are written with a larger memory.dram, fewer checkpoints, or, in a new run, fp16"
         text = f"memory.write_budget is {self.budget.text}, but {text}: {cure}"
-        return Notice(f"warning: {text}"), Notice(text, "write_budget_exceeded")
+        return warning(text, "write_budget_exceeded")
 
     @override
     def record(self) -> dict[str, Any]:
@@ -114,13 +115,13 @@ class WriteMeter(Meter):
         }
 
 
-def checkpoint_bytes(config: Config, tables: Sequence[TableConfig], model: nn.Module, *, in_tiers: bool) -> int:
+def checkpoint_bytes(config: Config, tables: Sequence[TableConfig], model: nn.Module, *, with_ids: bool) -> int:
     """Returns the most that a checkpoint takes: tables and states, MLPs with two states per weight, maybe a mean, and
     its manifest.
 
-    Tables in tiers add the number of each row, beside the weights and beside each state.
+    with_ids: tables in tiers and those of several ranks add the number of each row, beside the weights and each state.
     """
     dense = sum(parameter.nbytes for parameter in model.parameters())
-    num_rows = in_tiers * sum(table.num_embeddings for table in tables)
+    num_rows = with_ids * sum(table.num_embeddings for table in tables)
     rows = required_bytes(config, tables) + 8 * num_rows * (1 + NUM_STATES[config.optimizer.sparse.name])
     return rows + (3 if config.train.ema is None else 4) * dense + (len(tables) + 16 << 10)

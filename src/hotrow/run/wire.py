@@ -14,11 +14,11 @@ from typing_extensions import override
 
 from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
-from hotrow.run.meters import Meter, Session
+from hotrow.run.meters import LoopPart, Session
 from hotrow.run.record import PHASES, State
 
 
-class WireMeter(Meter):
+class WireMeter(LoopPart):
     """Bytes that ranks send in training steps, by purpose, and their seconds by phase. `window` and `record` are
     collective: the ranks tell each other theirs, and the first rank's record has them all.
 
@@ -68,11 +68,7 @@ class WireMeter(Meter):
         means = {name: round(sum(each.get(name, 0) for each in found) / len(found) / steps) for name in sent}
         of_ranks = [_times(each, steps) for each in found]
         busy = [each["step_ms"] - each["exchange_ms"] for each in of_ranks]
-        return {
-            "wire_bytes_per_step": means,
-            "of_ranks": of_ranks,
-            "slowest_rank": busy.index(max(busy)),
-        }
+        return {"wire_bytes_per_step": means, "of_ranks": of_ranks, "slowest_rank": busy.index(max(busy))}
 
 
 def _steps(state: State) -> Counter[str]:

@@ -7,16 +7,16 @@ moves rows, and run/meters.py says what the tiers did. What tables take is count
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hotrow.base.files import size
+from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config, MemoryConfig
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.placement.store_file import no_disk, takes_no_files
 from hotrow.setup.demand import demands_of, most_rows, required_bytes
-from hotrow.setup.room import Room
 from hotrow.setup.slots import SlotPlanner, without_pieces
 from hotrow.tables import TableConfig
 
@@ -31,6 +31,25 @@ _CURES = (
     "lower model.embedding_dim, use optimizer.sparse.name row_wise_adagrad or sgd, set train.precision to fp16, or "
     "prepare the data with a higher --min-count"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """The room of one process; `Room.here()` is what there is on this machine now."""
+
+    dram_bytes: int
+    """DRAM that the process may take, for tables and beside them."""
+    local_size: int = 1
+    """Processes of the run on the machine, which share its memory equally."""
+
+    @classmethod
+    def here(cls, local_size: int = 1) -> Room:
+        return cls(dram_bytes=available_memory_bytes() // local_size, local_size=local_size)
+
+    @property
+    def owner(self) -> str:
+        """Whose room it is, in words for an error."""
+        return "this process" if self.local_size == 1 else f"each of the {self.local_size} processes on this machine"
 
 
 def choose(
@@ -191,13 +210,7 @@ def place_tables(
     slots cannot hold the rows of a step, with the bytes that would do.
     """
     below, planner = choose(
-        config,
-        tables,
-        run,
-        room=room,
-        dataset=dataset,
-        training=training,
-        beside_bytes=beside_bytes,
+        config, tables, run, room=room, dataset=dataset, training=training, beside_bytes=beside_bytes
     )
     if config.hbm is None:
         return below, planner

@@ -25,8 +25,7 @@ from hotrow.placement.budget import DeviceMemory, Memory
 from hotrow.setup.beside import beside_bytes
 from hotrow.setup.demand import demands_of, tables_of
 from hotrow.setup.device import DenseDevice, device_of_copies
-from hotrow.setup.memory import moved, place_tables, shortage
-from hotrow.setup.room import Room
+from hotrow.setup.memory import Room, moved, place_tables, shortage
 from hotrow.setup.shards import shards_of
 from hotrow.setup.slots import SlotPlanner
 from hotrow.tables import TableConfig
@@ -99,14 +98,7 @@ class Setup:
         room = room or Room.here(ranks.local_size)
         held = _held(tables, shards, ranks)
         memory, planner = place_tables(
-            config,
-            held,
-            folder,
-            str(dense.device),
-            room=room,
-            dataset=dataset,
-            training=training,
-            beside_bytes=beside,
+            config, held, folder, str(dense.device), room=room, dataset=dataset, training=training, beside_bytes=beside
         )
         short = shortage(config, held, room, beside_bytes=beside) if training else None
         return cls(config, dataset, tables, dense, memory, planner, copies_on, folder, ranks, shards, hot, short)

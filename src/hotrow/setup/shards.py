@@ -25,7 +25,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.parallel.shards import Shard, block_ends, most_owners
 from hotrow.setup.demand import record_bytes
 from hotrow.setup.divide import rates_of
-from hotrow.setup.wire import Accesses, Wire, wire_of_table
+from hotrow.setup.wire import Accesses, Wire
 from hotrow.tables import TableConfig
 
 SMALL_SHARE = 0.01
@@ -248,8 +248,17 @@ def wire_of(config: Config, table: TableConfig, dataset: PackedDataset, num_rank
     else:
         rate = batch_size * len(table.feature_names) / table.num_embeddings
         accesses, jagged = Accesses(np.array([rate]), np.array([float(table.num_embeddings)]), None), False
-    dtype = config.parallel.wire_dtype
-    return wire_of_table(table, accesses, batch_size, num_ranks, jagged=jagged, wire_dtype=dtype)
+    of_all, of_one = (accesses.distinct(share, num_ranks) for share in (1.0, 1 / num_ranks))
+    return Wire.of(
+        table,
+        batch_size,
+        num_ranks,
+        of_one=of_one,
+        of_all=of_all,
+        lookups=float(accesses.rates @ accesses.rows),
+        jagged=jagged,
+        wire_dtype=config.parallel.wire_dtype,
+    )
 
 
 def _small(tables: Sequence[TableConfig], wires: Mapping[str, Wire], sizes: Mapping[str, int]) -> set[str]:

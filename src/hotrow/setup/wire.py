@@ -111,53 +111,16 @@ class Wire(NamedTuple):
         """Returns what ranks send that hold a micro-batch each. of_one, of_all: the different rows that one of them
         looks up, and all together. jagged: bags differ in length."""
         own, others = Bytes.of(table, wire_dtype), num_ranks - 1
-        bags = _Bags.of(table, batch_size, lookups, wire_dtype, jagged=jagged)
+        num_bags = batch_size * len(table.feature_names)
+        # Of all bags of a step, if none of them is pooled where its sample is; each rank sends a head before its own.
+        head_bytes, vector_bytes = float(bytes_of_bag_heads(len(table.feature_names))), own.sum * num_bags
+        id_bytes = bytes_of_bags(table, lookups, num_bags, jagged=jagged)
         large_bytes = 2 * LARGE_GAP_BYTES * of_one.large_gaps
         return cls(
             split_bytes=others * (of_one.split * (2 * GAP_BYTES + own.row + own.sum) + large_bytes),
             replicated_bytes=others * (of_one.split + of_all.split) * (GAP_BYTES + own.sum),
             rows=of_all.split,
-            pooled_bytes=others * (bags.head_bytes + (bags.id_bytes + 2 * bags.vector_bytes) / num_ranks),
-            owner_bytes=others * (bags.head_bytes + bags.id_bytes / num_ranks),
+            pooled_bytes=others * (head_bytes + (id_bytes + 2 * vector_bytes) / num_ranks),
+            owner_bytes=others * (head_bytes + id_bytes / num_ranks),
             lookups=lookups,
         )
-
-
-class _Bags(NamedTuple):
-    """Bytes of all bags of a step in one table, if none of them is pooled where its sample is."""
-
-    head_bytes: float
-    """What each rank that sends bags sends before them."""
-    id_bytes: float
-    vector_bytes: float
-    """One way."""
-
-    @classmethod
-    def of(cls, table: TableConfig, batch_size: int, lookups: float, wire_dtype: WireDtype, *, jagged: bool) -> _Bags:
-        num_features, own = len(table.feature_names), Bytes.of(table, wire_dtype)
-        num_bags = batch_size * num_features
-        ids = bytes_of_bags(table, lookups, num_bags, jagged=jagged)
-        return cls(float(bytes_of_bag_heads(num_features)), ids, own.sum * num_bags)
-
-
-def wire_of_table(
-    table: TableConfig,
-    accesses: Accesses,
-    batch_size: int,
-    num_ranks: int,
-    *,
-    jagged: bool = False,
-    wire_dtype: WireDtype = "fp32",
-) -> Wire:
-    """Returns what a table is expected to send in a step of ranks that hold a micro-batch each."""
-    of_all, of_one = (accesses.distinct(share, num_ranks) for share in (1.0, 1 / num_ranks))
-    return Wire.of(
-        table,
-        batch_size,
-        num_ranks,
-        of_one=of_one,
-        of_all=of_all,
-        lookups=float(accesses.rates @ accesses.rows),
-        jagged=jagged,
-        wire_dtype=wire_dtype,
-    )

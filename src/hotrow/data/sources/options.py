@@ -59,6 +59,12 @@ class ReadOptions:
             raise ValueError(f"skip_bad_rows is {self.skip_bad_rows!r}; give a whole number, at least 0")
         self.roles  # noqa: B018  # a column that is listed twice is refused before files are looked at
 
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> ReadOptions:
+        """Those among `options`, which loses them."""
+        given = {name: options.pop(name) for name in NAMES if name in options}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
     @staticmethod
     def _check_list(name: str, given: Any) -> None:
         what = "texts" if name == "null_values" else "the names of columns"
@@ -100,9 +106,7 @@ def with_read_options(function: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Result:
-        given = {name: options.pop(name) for name in NAMES if name in options}
-        read = ReadOptions(**{name: value for name, value in given.items() if value is not None})
-        return function(*arguments, read=read, **options)
+        return function(*arguments, read=ReadOptions.taken_from(options), **options)
 
     told = {option.name: option.metadata["help"] for option in fields(ReadOptions)}
     lines = "\n    ".join(f"{name}: {text[:1].lower() + text[1:]}" for name, text in told.items())
