@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hotrow.data.cells import Column, in_arrow, json_text
+from hotrow.data.cells import Column, as_texts, json_text, lists
 from hotrow.data.chunk import RowError
 from hotrow.data.sources.excerpts import excerpt
 from hotrow.data.sources.inputs import InputFile
@@ -81,7 +81,7 @@ class JsonReader(TableReader):
                 if read is None:
                     records, lines, bad = parsed(file, block, self._parse)
                     read = [self._column([record.get(name) for record in records], name) for name in stored]
-                arrays = [in_arrow(column) for column in read]
+                arrays = [self._in_batch(own, name) for own, name in zip(read, stored, strict=True)]
                 batch = pa.RecordBatch.from_arrays(arrays, names=stored) if stored else _no_columns(len(lines))
                 batch = with_partition(batch, file, columns, self._partition_types)
                 mixed = {name: own for name, own in zip(stored, read, strict=True) if isinstance(own, list)}
@@ -97,11 +97,11 @@ class JsonReader(TableReader):
             return None
 
     def _column(self, values: list[Any], name: str) -> Column:
-        """Returns one column of members as they were parsed, and as they are if values are "any" and one does not fit.
-        Raises ArrowTypeError if they are not."""
+        """Returns one column of members as they were parsed; as they are if it has text beside arrays, which a schema
+        may cut, and if values are "any" and one does not fit. Raises ArrowTypeError if they are not."""
         kind = self.schema.field(name).type
-        if pa.types.is_list(kind):  # one value is a list of it; Arrow would take text for a list of letters
-            values = [[value] if isinstance(value, str | bool) else value for value in values]
+        if pa.types.is_list(kind) and any(isinstance(value, str | bool) for value in values):
+            return [_text(value) for value in values]
         try:
             array = pa.array(values, kind)
         except (pa.ArrowTypeError, UnicodeEncodeError):
@@ -119,15 +119,21 @@ class JsonReader(TableReader):
             return array
         return pc.if_else(missing, pa.scalar(None, kind), array)
 
+    def _in_batch(self, column: Column, name: str) -> pa.Array:
+        """Returns a column for those who keep it as text, or as lists of text."""
+        if isinstance(column, pa.Array):
+            return column
+        if not pa.types.is_list(self.schema.field(name).type):
+            return as_texts(column)
+        items, splits, _ = lists(column, None)
+        return pa.ListArray.from_arrays(pa.array(splits, pa.int32()), as_texts(items))
+
     def _parse(self, text: bytes) -> dict[str, Any]:
         """Returns the values of one line by column. Raises ValueError saying what is wrong with the line."""
         record = _flat(_load(text, halves=self._halves))
         for name, value in record.items():
-            is_list = pa.types.is_list(self._kinds.get(name, pa.null()))
-            if is_list and not isinstance(value, list) and value is not None:
-                record[name] = [value]
-            elif isinstance(value, list) and name in self._kinds and not self._halves:
-                if not is_list:
+            if isinstance(value, list) and name in self._kinds and not self._halves:
+                if not pa.types.is_list(self._kinds[name]):
                     raise ValueError(f"member {name!r} is an array here, and one value in the first lines")
                 if any(isinstance(item, list | dict) for item in value):
                     raise ValueError(f"member {name!r} has an array or an object within its array")
@@ -206,7 +212,7 @@ def _note_members(file: InputFile, kinds: dict[str, type[str] | type[list[str]] 
     with naming(file):
         for _, text in text_lines(file):
             try:
-                for name, value in _members(text, is_plain=True).items():
+                for name, value in _members(text, is_plain=True, halves=True).items():
                     if kinds.get(name) is None:
                         kinds[name] = None if value is None else str
                     if isinstance(value, list):
