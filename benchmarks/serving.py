@@ -94,7 +94,7 @@ def ids_of(
     keys = stored["key"].take(pa.array(by_rank[ranks])).to_pylist()
     if feature["keys"] == "bytes":
         made: list[Any] = [key.decode() if isinstance(key, bytes) else str(key) for key in keys]
-    elif feature.get("base") == 16:
+    elif feature["keys"] == "hex":
         made = [format(key % 2**32, "x") for key in keys]
     else:
         made = keys

@@ -85,7 +85,7 @@ def write(to: Whole, num_rows: int, day: int = 0) -> Description:
     names, numbers = [f"C{k + 1}" for k in range(26)], [f"I{k + 1}" for k in range(13)]
     network = spec.build(num_dense=13, dims=dict.fromkeys(names, DIM), generator=torch.Generator().manual_seed(day))
     model = {**spec.model_dump(mode="json"), "num_dense": 13}
-    one_hot = {"kind": "one_hot", "separator": None, "keys": "int", "base": 16}
+    one_hot = {"kind": "one_hot", "separator": None, "keys": "hex"}
     description = Description(
         created_by="benchmarks.serving",
         run="made",

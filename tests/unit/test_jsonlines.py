@@ -218,7 +218,8 @@ def test_good_lines_are_read_together_with_exact_values(tmp_path: Path, monkeypa
     assert found["id"] == [*(str(2**64 + i) for i in range(50)), "7", "7"]
     assert found["price"][:2] == ["7", "7.01"]
     assert found["ok"][0] == "1" and found["at"][3] == "2024-01-01 10:03:00"
-    assert found["l"][0] == ["1", "x"] and found["l"][-2:] == [["abc"], None]
+    assert found["l"][0] == ["1", "x"] and found["l"][-2:] == [["abc"], []]
+    assert rows.mixed["l"][-2:] == ["abc", None]
 
 
 @pytest.mark.parametrize("end", ["\r", "\r\n", "\n"], ids=["CR", "CRLF", "LF"])

@@ -60,6 +60,7 @@ NUMBER = r"^[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$"
 INTEGER = r"^(0|-?[1-9]\d*)$"
 WHOLE_FLOAT = r"^(0|-?[1-9]\d*)\.0+$"
 """A whole number as text of floats has it: pandas writes integers with gaps so."""
+ISO_DATE = r"^\s*\d{4}-\d\d-\d\d"
 HEX = r"^[0-9a-fA-F]{1,8}$"
 OTHER_BLANKS = ("\u00a0", "\u202f", "\u2009")
 """Blanks that stand between groups of digits besides the ordinary one."""
@@ -107,6 +108,8 @@ def number_of(value: Any, written: Any = PLAIN) -> float:
         return math.nan
     if isinstance(value, str | bytes):
         value = plain_number(as_text(value), written)
+    elif written.unit == "%":
+        raise UnreadableError("perhaps a share")
     if isinstance(value, int | float | Decimal):
         with suppress(OverflowError):
             if abs(number := float(value)) < FLOAT32_END:
@@ -135,7 +138,7 @@ def is_plain(written: Any) -> bool:
 def pattern_of(written: Any) -> str:
     """The regular expression of numbers that are written so, without blanks around them.
 
-    Groups of digits and a unit may be absent, except "%": 12 among percentages may be a share.
+    Groups of digits and a unit may be absent, except "%": 12 among percentages, and a number, may be a share.
     """
     return _pattern(written.decimal, written.thousands, written.unit)
 
@@ -256,7 +259,11 @@ _JSON = json.JSONDecoder(parse_int=str, parse_float=json_text)
 
 
 def seconds_of(value: Any) -> Any:
-    """A time or a date as unix seconds, rounded down to microseconds; any other value as it is."""
+    """A time or a date, also in text of ISO 8601, as unix seconds, rounded down to microseconds; any other value as it
+    is."""
+    if isinstance(value, str) and re.match(ISO_DATE, value):
+        with suppress(ValueError):
+            value = datetime.fromisoformat(value.strip())
     if not isinstance(value, date) or type(value).__name__ == "NaTType":
         return value
     if not isinstance(value, datetime):
@@ -332,15 +339,15 @@ def value_type(kind: pa.DataType) -> pa.DataType:
 def without_missing(column: Column, missing: Sequence[str], *, is_read: bool = False) -> Column:
     """`column` with null for each text, also within lists, that is one of `missing` but for blanks around it.
 
-    is_read: the reader has made null of texts without blanks. An array of another type, or without such a text, comes
-    back as it is.
+    is_read: the reader has made null of texts without blanks, but for those in lists. An array of another type, or
+    without such a text, comes back as it is.
     """
     if isinstance(column, list):
         return [_with_null(value, missing) for value in column]
     if not missing:
         return column
     if is_list(column.type):
-        return _list_without_missing(column, missing, is_read=is_read)
+        return _list_without_missing(column, missing)
     if not is_text(value_type(column.type)):
         return column
     array = plain(column)
@@ -354,9 +361,9 @@ def _with_null(value: Any, missing: Sequence[str]) -> Any:
     return None if isinstance(value, str) and value.strip(" ") in missing else value
 
 
-def _list_without_missing(array: pa.Array, missing: Sequence[str], *, is_read: bool) -> pa.Array:
+def _list_without_missing(array: pa.Array, missing: Sequence[str]) -> pa.Array:
     values = pc.list_flatten(array)
-    kept: Any = without_missing(values, missing, is_read=is_read)
+    kept: Any = without_missing(values, missing)
     if kept.null_count == values.null_count:
         return array
     return pa.LargeListArray.from_arrays(pa.array(_splits(array)), kept, mask=array.is_null())
@@ -409,7 +416,7 @@ def numbers(column: Column, written: Any = PLAIN) -> tuple[NDArray[np.float64], 
     array = plain(column) if isinstance(column, pa.Array) else None
     if array is not None and is_text(array.type):
         made = _plain_numbers(array) if is_plain(written) else written_numbers(array, written)[0]
-    elif array is not None and is_number(array.type):
+    elif array is not None and is_number(array.type) and written.unit != "%":
         made = array.cast(pa.uint8()) if pa.types.is_boolean(array.type) else array
         made = made.cast(pa.float64(), safe=False)
     else:
@@ -468,6 +475,9 @@ def as_seconds(column: Column) -> Column:
     if isinstance(column, list):
         return [seconds_of(value) for value in column]
     kind = column.type
+    is_coded = pa.types.is_dictionary(kind) and is_text(kind.value_type)
+    if (is_coded or is_text(kind)) and pc.any(pc.match_substring_regex(plain(column), ISO_DATE)).as_py():
+        return as_seconds(column.to_pylist())
     if not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)):
         return column
     ticks = column.cast(pa.timestamp("ms") if pa.types.is_date(kind) else kind).cast(pa.int64())
@@ -619,8 +629,11 @@ def to_label(column: Column, spec: LabelRule) -> tuple[NDArray[np.float32], Faul
 
 def in_arrow(column: Column) -> pa.Array:
     """A column as an array, as text if its values are of several types."""
-    if isinstance(column, pa.Array):
-        return column
+    return column if isinstance(column, pa.Array) else as_texts(column)
+
+
+def as_texts(column: Column) -> pa.Array:
+    """Text ids as text, null if a cell is none."""
     return _each(column, lambda value: as_text(text_of(single(value))), pa.string())[0]
 
 

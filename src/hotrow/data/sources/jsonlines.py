@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hotrow.data.cells import Column, in_arrow, json_text
+from hotrow.data.cells import Column, as_texts, json_text, lists
 from hotrow.data.chunk import RowError
 from hotrow.data.sources.inputs import InputFile
 from hotrow.data.sources.tabular import (
@@ -80,7 +80,7 @@ class JsonReader(TableReader):
                 if read is None:
                     records, lines, bad = parsed(file, block, self._parse)
                     read = self._columns(records, stored)
-                arrays = [in_arrow(column) for column in read]
+                arrays = [self._in_batch(own, name) for own, name in zip(read, stored, strict=True)]
                 batch = pa.RecordBatch.from_arrays(arrays, names=stored) if stored else _no_columns(len(lines))
                 batch = with_partition(batch, file, columns, self._partition_types)
                 mixed = {name: own for name, own in zip(stored, read, strict=True) if isinstance(own, list)}
@@ -115,10 +115,13 @@ class JsonReader(TableReader):
                         more.append(RowError(file=file.name, line=lines[i], reason=str(error)))
                 self.schema = pa.schema([*self._kinds.items(), *self._partition_types.items()])
                 columns = self._columns([records[i] for i in good], [*self._kinds])
-                batch = pa.RecordBatch.from_arrays([in_arrow(own) for own in columns], names=[*self._kinds])
+                arrays = [self._in_batch(own, name) for own, name in zip(columns, self._kinds, strict=True)]
+                batch = pa.RecordBatch.from_arrays(arrays, names=[*self._kinds])
                 batch = with_partition(batch, file, self.schema.names, self._partition_types)
                 numbers = np.array([lines[i] for i in good], dtype=np.int64)
-                yield Rows(batch, numbers, block[-1][0], tuple(sorted([*bad, *more], key=lambda error: error.line)))
+                mixed = {name: own for name, own in zip(self._kinds, columns, strict=True) if isinstance(own, list)}
+                faults = tuple(sorted([*bad, *more], key=lambda error: error.line))
+                yield Rows(batch, numbers, block[-1][0], faults, mixed)
 
     header_lines = 0
 
@@ -135,10 +138,10 @@ class JsonReader(TableReader):
         return [self._column([record.get(name) for record in records], kind) for name, kind in kinds.items()]
 
     def _column(self, values: list[Any], kind: pa.DataType) -> Column:
-        """Returns one column of members as they were parsed, and as they are if values are "any" and one does not fit.
-        Raises ArrowTypeError if they are not."""
-        if pa.types.is_list(kind):  # one value is a list of it; Arrow would take text for a list of letters
-            values = [[value] if isinstance(value, str | bool) else value for value in values]
+        """Returns one column of members as they were parsed; as they are if it has text beside arrays, which a schema
+        may cut, and if values are "any" and one does not fit. Raises ArrowTypeError if they are not."""
+        if pa.types.is_list(kind) and any(isinstance(value, str | bool) for value in values):
+            return [_text(value) for value in values]
         try:
             array = pa.array(values, kind)
         except (pa.ArrowTypeError, UnicodeEncodeError):
@@ -156,6 +159,15 @@ class JsonReader(TableReader):
             return array
         return pc.if_else(missing, pa.scalar(None, kind), array)
 
+    def _in_batch(self, column: Column, name: str) -> pa.Array:
+        """Returns a column for those who keep it as text, or as lists of text."""
+        if isinstance(column, pa.Array):
+            return column
+        if not pa.types.is_list(self.schema.field(name).type):
+            return as_texts(column)
+        items, splits, _ = lists(column, None)
+        return pa.ListArray.from_arrays(pa.array(splits, pa.int32()), as_texts(items))
+
     def _parse(self, text: bytes) -> dict[str, Any]:
         """Returns the values of one line by column. Raises ValueError saying what is wrong with the line."""
         return self._check(_flat(_load(text, halves=self._halves)))
@@ -163,11 +175,8 @@ class JsonReader(TableReader):
     def _check(self, record: dict[str, Any]) -> dict[str, Any]:
         """Returns the values of one line, those of lists as lists. Raises ValueError for arrays where none fits."""
         for name, value in record.items():
-            is_list = pa.types.is_list(self._kinds.get(name, pa.null()))
-            if is_list and not isinstance(value, list) and value is not None:
-                record[name] = [value]
-            elif isinstance(value, list) and name in self._kinds and not self._halves:
-                if not is_list:
+            if isinstance(value, list) and name in self._kinds and not self._halves:
+                if not pa.types.is_list(self._kinds[name]):
                     raise ValueError(f"member {name!r} is an array here, and one value in the first lines")
                 if any(isinstance(item, list | dict) for item in value):
                     raise ValueError(f"member {name!r} has an array or an object within its array")
@@ -244,7 +253,7 @@ def _note_members(file: InputFile, kinds: dict[str, type[str] | type[list[str]] 
     with naming(file):
         for _, text in text_lines(file):
             try:
-                for name, value in _members(text, is_plain=True).items():
+                for name, value in _members(text, is_plain=True, halves=True).items():
                     if kinds.get(name) is None:
                         kinds[name] = None if value is None else str
                     if isinstance(value, list):

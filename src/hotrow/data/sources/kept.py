@@ -6,6 +6,7 @@ and so may lines of JSON: the table has all of them, and a column that a file la
 
 from __future__ import annotations
 
+import json
 import mmap
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -24,8 +25,8 @@ from hotrow.data.sources.tabular import Rows, TableReader, TextReader
 
 IN_MEMORY_BYTES = 64 << 20
 """Rows that take more go to disk."""
-LINE = "\0line"
-"""The column of lines; no file has one called so."""
+LINE, MIXED = "\0line", "\0mixed "
+"""Names that no file has: of the column of lines, and, with a name behind, of columns of several types, in JSON."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class KeptReader(TableReader):
         for block in self._blocks[file_index]:
             if block.end <= first:
                 continue
-            batch, lines = self._read(block, columns)
+            batch, lines, mixed = self._read(block, columns)
             keep = int(np.searchsorted(lines, first + header_lines, side="right"))
             batch, lines = batch.slice(keep), lines[keep:]
             bad = [error for error in block.bad if error.line > first + header_lines]
@@ -87,39 +88,44 @@ class KeptReader(TableReader):
                 end = block.end if is_last else int(part[-1]) - header_lines
                 own = bad if is_last else [error for error in bad if error.line <= part[-1]]
                 bad = bad[len(own) :]
-                yield Rows(batch.slice(start, rows_per_batch), part, end, tuple(own))
+                values = {
+                    name: json.loads(f"[{','.join(each.slice(keep + start, len(part)).to_pylist())}]")
+                    for name, each in mixed.items()
+                }
+                yield Rows(batch.slice(start, rows_per_batch), part, end, tuple(own), values)
 
     def some(self, file_index: int, first: int, num_rows: int) -> pa.Table:
         """`num_rows` rows of a file after the first ones, with all columns."""
         parts, row = list[pa.RecordBatch](), 0
         for block in self._blocks[file_index]:
             if first < row + block.num_rows and row < first + num_rows:
-                batch, _ = self._read(block, self.schema.names)
+                batch, _, _ = self._read(block, self.schema.names)
                 parts.append(batch.slice(max(first - row, 0), first + num_rows - max(first, row)))
             row += block.num_rows
         return pa.Table.from_batches(parts, self.schema)
 
-    def _read(self, block: _Block, columns: Sequence[str]) -> tuple[pa.RecordBatch, np.ndarray[Any, Any]]:
-        """Columns of a block, and the lines of its rows."""
+    def _read(
+        self, block: _Block, columns: Sequence[str]
+    ) -> tuple[pa.RecordBatch, np.ndarray[Any, Any], dict[str, pa.Array]]:
+        """Columns of a block, the lines of its rows, and those columns that are of several types as JSON."""
         stored = self._bytes.slice(block.begin, block.stop - block.begin)
-        names = pa.ipc.open_stream(stored).schema.names
-        wanted = [i for i, name in enumerate(names) if name in columns or name == LINE]
-        options = pa.ipc.IpcReadOptions(included_fields=wanted)
-        found = pa.ipc.open_stream(stored, options=options).read_next_batch()
-        has = {*found.schema.names}
-        arrays = [
-            found.column(name) if name in has else pa.nulls(len(found), self.schema.field(name).type)
-            for name in columns
-        ]
-        lines = found.column(LINE).to_numpy()
-        if not columns:
-            return pa.RecordBatch.from_arrays([pa.nulls(len(lines))], names=[""]), lines
-        return pa.RecordBatch.from_arrays(arrays, names=list(columns)), lines
+        wanted = {LINE, *columns, *(MIXED + name for name in columns)}
+        places = [i for i, name in enumerate(pa.ipc.open_stream(stored).schema.names) if name in wanted]
+        options = pa.ipc.IpcReadOptions(included_fields=places)
+        batch = pa.ipc.open_stream(stored, options=options).read_next_batch()
+        found = dict(zip(batch.schema.names, batch.columns, strict=True))
+        lines = found[LINE].to_numpy()
+        mixed = {name: found[MIXED + name] for name in columns if MIXED + name in found}
+        nothing = pa.nulls(len(lines))
+        arrays = [found[n] if n in found else nothing.cast(self.schema.field(n).type) for n in columns]
+        return pa.RecordBatch.from_arrays(arrays or [nothing], names=list(columns) or [""]), lines, mixed
 
 
 def _written(rows: Rows, file: Any) -> _Block:
     """Writes a block, compressed: text is three times smaller so, and a column is read alone."""
     begin, batch = file.tell(), rows.batch.append_column(LINE, pa.array(rows.lines))
+    for name, values in rows.mixed.items():
+        batch = batch.append_column(MIXED + name, pa.array(map(json.dumps, values)))
     with pa.ipc.new_stream(file, batch.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as stream:
         stream.write_batch(batch)
     return _Block(begin, file.tell(), len(rows.batch), rows.end, rows.bad)
