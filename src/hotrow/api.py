@@ -69,7 +69,7 @@ from hotrow.run.build import build_network, look_up, read_model
 from hotrow.run.checkpoint import list_checkpoints, load_checkpoint, steps_without_manifest
 from hotrow.run.checkpoint_files import read_manifest
 from hotrow.run.evaluate import evaluate
-from hotrow.run.folder import CONFIG, RUN, RunFolder, check_free, resume_command
+from hotrow.run.folder import CONFIG, ROWS, RUN, RunFolder, check_free, resume_command
 from hotrow.run.items import Items
 from hotrow.run.record import RunRecord, off_by
 from hotrow.run.runs import config_of, make_folder, train
@@ -611,14 +611,16 @@ def fit(
                 if refit and _can_refit(opened, checked):
                     with _selection(opened, folder) as own:
                         if own.record.status != "finished":
-                            train(_prepared(own, opened, recipe, changes, quiet=quiet), folder=own, quiet=quiet)
+                            decided = _prepared(own, opened, recipe, changes, quiet=quiet, rows=folder.path / ROWS)
+                            train(decided, folder=own, quiet=quiet)
                     selection = Run(own.path)
                     if selection.record.status != "finished":
                         folder.update(status=selection.record.status)
                         return selection
                     opened, recipe, changes = _with_validation_rows(opened, selection)
                     _announce(folder, _selection_line(selection, changes), quiet=quiet)
-            decided = _prepared(folder, opened, recipe, changes, quiet=quiet)
+            decided = _prepared(folder, opened, recipe, changes, quiet=quiet, rows=folder.path / ROWS)
+            remove(folder.path / ROWS, within=folder.path)
             spool.close()  # training reads packed rows alone
             return Run(train(decided, folder=folder, quiet=quiet).path)
 
@@ -688,11 +690,17 @@ def _selection_line(selection: Run, changes: Sequence[str]) -> str:
 
 
 def _prepared(
-    folder: RunFolder, opened: OpenedSource, recipe: Mapping[str, Any] | None, changes: list[str], *, quiet: bool
+    folder: RunFolder,
+    opened: OpenedSource,
+    recipe: Mapping[str, Any] | None,
+    changes: list[str],
+    *,
+    quiet: bool,
+    rows: Path,
 ) -> Config:
-    """Packs the raw rows into the run's folder; returns the config of a run on them."""
+    """Packs the raw rows into the run's folder; returns the config of a run on them. rows: where they lie as read."""
     with folder:
-        dataset = _prepare_into(folder, opened, quiet=quiet)
+        dataset = _prepare_into(folder, opened, quiet=quiet, rows=rows)
     return _config_for(dataset, folder, recipe, changes, quiet=quiet)
 
 
@@ -720,7 +728,7 @@ def _config_for(
     return config
 
 
-def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> PackedDataset:
+def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool, rows: Path) -> PackedDataset:
     """Returns the raw rows packed in the run's folder, packing them if need be; says and logs what was found."""
 
     # What was found of these rows has been said when the validation rows were left out.
@@ -730,7 +738,7 @@ def _prepare_into(folder: RunFolder, opened: OpenedSource, *, quiet: bool) -> Pa
         announce(f"{out} is prepared already")
         return PackedDataset.open(out)
     with nullcontext() if quiet else progress_bar() as progress:
-        return prepare(opened, out, progress=progress, announce=announce)
+        return prepare(opened, out, progress=progress, announce=announce, rows=rows)
 
 
 def _announce(folder: RunFolder, line: str, *, quiet: bool) -> None:

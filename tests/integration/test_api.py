@@ -444,3 +444,18 @@ def test_a_published_layout_has_the_defaults_too(tmp_path: Path) -> None:
     assert names[:13] == packed.info.dense_names
     assert len(names) == 13 + 3 * 26
     assert len(run.predict(tmp_path / "train.txt")) == 300
+
+
+def test_a_fit_that_failed_on_a_bad_row_goes_on_once_the_row_is_corrected(tmp_path: Path) -> None:
+    """Under the same name; a run that was stopped, or has trained, is never taken for other rows."""
+    lines = ["click,user", *(f"{i % 2},u{i % 9}" for i in range(400))]
+    logs, run, told = tmp_path / "x.csv", tmp_path / "run", {"label": "click", "epochs": 1, "quiet": True}
+    logs.write_text("\n".join([*lines[:200], "7,u1", *lines[200:]]) + "\n")
+    with pytest.raises(ValueError, match=r"x\.csv:201 .*'7' is not a label"):
+        hotrow.fit(logs, run=run, **told)
+    assert not (run / "rows").exists() and not (run / "data").exists(), "nothing is left of the rows"
+    logs.write_text("\n".join(lines) + "\n")
+    assert hotrow.fit(logs, run=run, **told).record.status == "finished"
+    assert not (run / "rows").exists()
+    with pytest.raises(ValueError, match="exists already and is never overwritten"):
+        hotrow.fit(logs, run=run, **told)

@@ -48,7 +48,9 @@ from hotrow.setup.setup import SELECTION
 
 RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt"
 _FILES = (RUN, CONFIG, METRICS, LOG, REPORT, LOCK)
-_FOLDERS = ("checkpoints", "vocab", "data", "memory", "tensorboard", SELECTION)
+ROWS = "rows"
+"""Rows as they were read, while a run and the one that chooses its steps are prepared."""
+_FOLDERS = ("checkpoints", "vocab", "data", "memory", "tensorboard", ROWS, SELECTION)
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """What could end a line of log.txt, or change how a terminal shows it."""
 
@@ -108,17 +110,21 @@ class RunFolder:
         """Returns the folder of a run that prepares its own data. Inside the block no other process may use it.
 
         preparation: identifies what is prepared. If a run at `path`, or of that name, began with the same preparation
-        and was stopped before its first step, its folder is used; otherwise `create` makes a new one.
+        and was stopped before its first step, its folder is used; also one at `path` whose preparation failed, as rows
+        that were wrong may have been corrected. Otherwise `create` makes a new one.
         """
         for found in [Path(path)] if path else _numbered(Path("runs"), name).values():
-            if not _stopped_before_training(found, preparation):
+            if not _stopped_before_training(found, preparation, is_named=path is not None):
                 continue
             with claim(found) as claimed:
                 # The process that owned it may have taken its first step meanwhile.
-                if claimed is not False and _stopped_before_training(found, preparation):
+                if claimed is not False and _stopped_before_training(found, preparation, is_named=path is not None):
                     folder = cls.open(found)
                     folder._is_claimed = True
-                    folder.update(status="running", command=sys.argv, error=None)
+                    if folder.record.preparation != preparation:
+                        for other in ("data", ROWS, SELECTION):
+                            remove(found / other)
+                    folder.update(status="running", command=sys.argv, error=None, preparation=preparation)
                     try:
                         yield folder
                     finally:
@@ -503,12 +509,14 @@ def _safe(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
 
 
-def _stopped_before_training(path: Path, preparation: str) -> bool:
-    """Returns whether a run was to prepare this and has not trained: the first step writes its config."""
+def _stopped_before_training(path: Path, preparation: str, *, is_named: bool) -> bool:
+    """Returns whether a run was to prepare this, or failed to prepare something else and is named, and has not trained:
+    the first step writes its config."""
     if not is_taken(path / RUN) or is_taken(path / CONFIG):
         return False
     try:
-        return _DOCUMENT.read(path / RUN).preparation == preparation
+        record = _DOCUMENT.read(path / RUN)
+        return record.preparation == preparation or (is_named and record.status == "failed")
     except ValueError:  # a run.json that cannot be read is not continued
         return False
 

@@ -52,7 +52,7 @@ from hotrow.data.prepare.encoder import EncoderPool, RowEncoder
 from hotrow.data.prepare.extend import Counted
 from hotrow.data.prepare.lag import Lagged
 from hotrow.data.prepare.moments import Moments
-from hotrow.data.prepare.rows import CURE, Rows, ingest
+from hotrow.data.prepare.rows import CURE, Rows, ingest, may_go_on
 from hotrow.data.prepare.spill import CounterPool
 from hotrow.data.prepare.statistics import Statistics, folds_of, num_folds, raw_transforms
 from hotrow.data.prepare.workfolder import COUNTS, ROWS, STATE, WorkFolder
@@ -253,9 +253,12 @@ class _Stages:
         try:
             yield
         except ValueError:
-            if not self._work.abandon():
-                folder = self._work.folder
-                self._say(f"what was read is kept in {folder}: the same command, also with --skip-bad-rows, continues")
+            if may_go_on(self._rows_folder):
+                where = self._rows_folder
+                self._say(f"what was read is kept in {where}: the same command, also with --skip-bad-rows, continues")
+            else:
+                remove(self._rows_folder)
+                self._work.abandon()
             raise
 
     def run(self, stop: threading.Event) -> PackedDataset:

@@ -20,7 +20,7 @@ from hotrow.base.door import check_folder, is_taken, make_folder, remove
 from hotrow.base.files import check_writable
 from hotrow.base.records import STRICT, Document
 from hotrow.data.packed.format import MANIFEST, RESERVED_SPLITS, WORK_FOLDER, Table
-from hotrow.data.prepare.rows import CURE, may_go_on
+from hotrow.data.prepare.rows import CURE
 from hotrow.data.sources.schema import SPLITS
 from hotrow.data.transforms import Transform
 
@@ -112,14 +112,11 @@ class WorkFolder:
         remove(self.folder / name, within=self.out)
         return self.folder / name
 
-    def abandon(self) -> bool:
-        """Removes the folder after an error in the data, unless it holds rows to continue from; returns whether."""
-        if may_go_on(self.folder / ROWS):
-            return False
+    def abandon(self) -> None:
+        """Removes the folder, and what was made for it."""
         remove(self.folder)
         if self._made_out and not any(self.out.iterdir()):
             self.out.rmdir()
-        return True
 
     def remove(self) -> None:
         """Removes the folder when the dataset is complete."""
