@@ -163,9 +163,8 @@ def main() -> None:
     for cell, sides in measured.items():
         ratios = [a / b for a, b in zip(sides["this"], sides["other"], strict=True)]
         this, other = (statistics.median(sides[side]) for side in ("this", "other"))
-        print(
-            f"{cell}: {this:.4g}, other {other:.4g}; {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        )
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        print(f"{cell}: {this:.4g}, other {other:.4g}; {statistics.median(ratios):.2f} ({spread})")
 
 
 if __name__ == "__main__":
