@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, SupportsIndex
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -129,8 +129,8 @@ class TableConfig:
             )
 
     def _checked_count(self, field: str) -> int:
-        value: object = getattr(self, field)
-        if not isinstance(value, SupportsIndex) or isinstance(value, bool):
+        value = getattr(self, field)
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise ValueError(f"table {self.name!r}: {field} is {value!r}; it must be an integer, at least 1")
         if not 1 <= (count := operator.index(value)) < 1 << 63:
             raise ValueError(f"table {self.name!r}: {field} is {count:,}; it must be at least 1 and below 2^63")

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hotrow.base.machine import available_memory_bytes
 from hotrow.config.schema import Config
 from hotrow.data.packed.groups import Groups
 from hotrow.data.packed.reader import PackedDataset
@@ -32,6 +33,8 @@ from hotrow.tables import TableConfig
 
 SELECTION = "selection"
 """The run in a run's folder that found how many steps to train, if `fit` trained again with the validation rows."""
+FEW = 8
+"""Tables that take this part of the free memory lie in it, whatever a scoring model takes beside them."""
 MERGED = ("sgd", "adagrad", "row_wise_adagrad")
 """Optimizers whose states are sums over steps, so that the changes of several ranks may be added up."""
 
@@ -94,7 +97,9 @@ class Setup:
         hot = hot_rows_of(config, tables, dataset, device=copies_on) if training else None
         shards = _shards(config, tables, dataset, ranks.size, hot) if ranks.size > 1 else {}
         # This comes before the room is measured: it imports modules, whose memory this process then holds.
-        beside = beside_bytes(config, dataset, tables, training=training) if room is None else 0
+        is_small = not training and FEW * sum(table.num_bytes for table in tables) <= available_memory_bytes()
+        known = room is not None or is_small
+        beside = 0 if known else beside_bytes(config, dataset, tables, training=training)
         room = room or Room.here(ranks.local_size)
         held = _held(tables, shards, ranks)
         memory, planner = place_tables(
