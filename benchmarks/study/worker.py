@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from pydantic.dataclasses import dataclass as record
 from typing_extensions import override
@@ -33,9 +34,12 @@ from hotrow.parallel.agreement import everyone
 from hotrow.parallel.communicator import Communicator
 from hotrow.parallel.environment import rank_of
 from hotrow.parallel.launch import joined
+from hotrow.run import runs
 from hotrow.run.folder import RunFolder
-from hotrow.run.meters import Meter, Session
+from hotrow.run.meters import LoopPart, Session
+from hotrow.run.parts import parts_of
 from hotrow.run.runs import train
+from hotrow.run.trainer import Training
 
 PHASES = ("data", "lookup", "dense", "update")
 """What a run's seconds are kept by."""
@@ -66,7 +70,7 @@ class MeasuredEnough(SystemExit):  # not an error
     """
 
 
-class Passes(Meter):
+class Passes(LoopPart):
     """Times rounds of training: passes over the data, after some that warm caches and slots."""
 
     def __init__(
@@ -103,7 +107,7 @@ class Passes(Meter):
         return decided
 
     @override
-    def end_step(self, batch: Batch) -> None:
+    def after_step(self, batch: Batch, loss: float | None) -> None:
         """Ends a round with the pass that makes it long enough. Raises MeasuredEnough after the last one."""
         state, now = self._session.state, time.perf_counter()
         if state.batch:
@@ -175,9 +179,9 @@ def measure(spec: Spec) -> dict[str, Any]:
         # The run's own communicator counts its exchanges.
         comm = joined_comm.with_micro_batches(config.train.micro_batches or joined_comm.size)
 
-        def passes(session: Session) -> Meter:
+        def with_passes(training: Training) -> list[LoopPart]:
             made = Passes(
-                session,
+                training.session,
                 warm_passes=spec.warm_passes,
                 rounds=spec.rounds,
                 most_s=spec.most_s,
@@ -185,10 +189,10 @@ def measure(spec: Spec) -> dict[str, Any]:
                 comm=comm,
             )
             meters.append(made)
-            return made
+            return [made, *parts_of(training)]
 
-        with suppress(MeasuredEnough):
-            train(config, quiet=True, also=passes, comm=comm)
+        with suppress(MeasuredEnough), patch.object(runs, "parts_of", with_passes):
+            train(config, quiet=True, comm=comm)
     lines = [line for line in RunFolder.open(spec.run).measurements() if line["kind"] == "train"]
     hits = lines[-1].get("hits_per_lookup") if lines else None
     return {**meters[0].figures(), **({} if hits is None else {"hits_per_lookup": hits})}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import hotrow
+from at_step import at_step
 from expanded import expanded
 from hotrow.cli.tools import clean
 from hotrow.config.load import apply_overrides, make_config
@@ -22,9 +23,8 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.kernels import ops
 from hotrow.placement.store_file import SUFFIX, OwnFolder
 from hotrow.placement.stores import Engines, StoreError
-from hotrow.placement.tiers import Tiers
 from hotrow.run import parts as loop_parts
-from hotrow.run import runs, said, storage, trainer
+from hotrow.run import runs, said, storage
 from hotrow.run.checkpoint import list_checkpoints, verify
 from hotrow.run.folder import RunFolder
 
@@ -54,18 +54,6 @@ def newest(run: Path) -> tuple[int, dict[str, bytes]]:
     step, path = max(list_checkpoints(run / "checkpoints").items())
     verify(path)
     return step, expanded(path)
-
-
-def at_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[Tiers], None]) -> None:
-    """Call `act` with the tables' tiers before step `number`."""
-    plain = trainer.train_step
-
-    def step(parts: Any, batch: Any, step: int, clock: Any) -> Any:
-        if step + 1 == number:
-            act(parts.embedding.placement)
-        return plain(parts, batch, step, clock)
-
-    monkeypatch.setattr(trainer, "train_step", step)
 
 
 # ---- what it says and counts
@@ -160,7 +148,7 @@ def stops_and_goes_on(dataset: PackedDataset, run: Path, what: str, *, mend: Cal
 @pytest.mark.parametrize("what", ["reading", "writing"])
 def test_a_disk_that_fails(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     with monkeypatch.context() as patch:
-        at_step(patch, 16, lambda tiers: tiers.stores[2].native.inject(what == "writing", 1, errno.EIO))
+        at_step(patch, 15, lambda own: own.embedding.placement.stores[2].native.inject(what == "writing", 1, errno.EIO))
         stops_and_goes_on(dataset, tmp_path / "run", what, mend=patch.undo)
 
 
@@ -190,7 +178,7 @@ def test_a_disk_that_becomes_full(
     dataset = make_dataset(tmp_path / "data", table_rows=(600, 20, 100_000))  # rows far apart: each write needs space
     filler, run = folder / "filler", tmp_path / "run"
 
-    def fill(_: Tiers) -> None:
+    def fill(_: object) -> None:
         with filler.open("wb", buffering=0) as file:
             try:
                 while file.write(bytes(4096)):
@@ -199,7 +187,7 @@ def test_a_disk_that_becomes_full(
                 assert error.errno == errno.ENOSPC
 
     with monkeypatch.context() as patch:
-        at_step(patch, 9, fill)
+        at_step(patch, 8, fill)
         message = (
             r"writing row.* of table 't[02]' in .*\.rows: No space left on device.*free some space.*step 7 is whole"
         )

@@ -222,8 +222,8 @@ def test_checkpoints_go_from_one_process_to_any_number_of_ranks(pool: RankPool, 
             truth = hotrow.save_checkpoint(tmp_path / f"truth-{number}", plain.parts)
             assert expanded(folder / str(number)) == expanded(truth), (num_ranks, kept, number)
             verify(folder / str(number))
-    chains = read_manifest(folder / "3").parts["embedding"].chains
-    assert chains is not None and len(chains["wide"].links) > 1, "a save writes what changed"
+    chains = [read_manifest(folder / name).parts["embedding"].chains or {} for name in ("2", "3")]
+    assert any(len(own["wide"].links) > 1 for own in chains), "a save writes what changed"
 
 
 def states_of(comm: Communicator) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -18,6 +18,7 @@ from gpu_device import HAS_GPU, slow_interpreted
 from test_resume import signal_at
 
 import hotrow
+from at_step import raise_at
 from expanded import expanded
 from hotrow.base import machine as host
 from hotrow.config.load import apply_overrides, make_config
@@ -116,15 +117,8 @@ def test_a_full_device_keeps_the_checkpoint_and_names_a_budget(
 ) -> None:
     """Raised by a stand-in for step 4; with the budget that the message names the run ends as one without slots."""
     plain = runs.train(make_config({**config(data, tmp_path / "plain").model_dump(), "device": "cpu"}))
-    step = trainer.train_step
-
-    def full(parts: Any, batch: Any, number: int, clock: Any) -> Any:
-        if number == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines")
-        return step(parts, batch, number, clock)
-
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", full)
+        raise_at(patch, 3, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines"))
         with pytest.raises(ValueError, match=r"memory is full \(CUDA out of memory.*GiB.\): slots take") as refused:
             runs.train(config(data, tmp_path / "run", "checkpoint.every=2", hbm=2900))
     text = str(refused.value)

@@ -21,6 +21,7 @@ import sklearn.metrics
 import torch
 
 import hotrow
+from at_step import at_step, raise_at
 from expanded import expanded
 from hotrow.base.files import crc32
 from hotrow.config.load import apply_overrides, make_config
@@ -28,7 +29,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import write_counts
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.parallel.communicator import Communicator
-from hotrow.run import runs, trainer
+from hotrow.run import runs
 from hotrow.run.checkpoint import list_checkpoints, verify
 from hotrow.run.folder import RunFolder
 from hotrow.run.start import Start
@@ -334,14 +335,7 @@ def test_a_start_in_tiers_does_without_links(
 ) -> None:
     """The other run's folder goes while the new one trains, or its files can have no second name."""
     whole = newest(runs.train(config(grown, tmp_path / "whole", *TIERS, f"from_run={parent}")).path)
-    plain = trainer.train_step
-
-    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
-        if number == 1 and what == "removed":
-            shutil.rmtree(parent)
-        return plain(parts, batch, number, clock)
-
-    monkeypatch.setattr(trainer, "train_step", step)
+    at_step(monkeypatch, 1, lambda _: shutil.rmtree(parent) if what == "removed" else None)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         if what != "removed":
             parent = shutil.copytree(parent, Path(folder) / "parent")
@@ -446,16 +440,9 @@ def test_an_interrupted_start_on_rows_of_expired_ids_ends_in_the_same_bits(
     parent = runs.train(config(expiring[0], tmp_path / "parent", *OF_IDS, *memory)).path
     wanted = [*OF_IDS, *memory, f"from_run={parent}", "checkpoint.every=2"]
     whole = runs.train(config(expiring[1], tmp_path / "whole", *wanted))
-    plain = trainer.train_step
-
-    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
-        if number == stop:
-            raise KeyboardInterrupt
-        return plain(parts, batch, number, clock)
-
     for stop in (1, 5):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(trainer, "train_step", step)
+            raise_at(patch, stop, KeyboardInterrupt)
             runs.train(config(expiring[1], tmp_path / str(stop), *wanted))
         assert newest(runs.resume(tmp_path / str(stop)).path) == newest(whole.path)
 
@@ -497,17 +484,9 @@ def test_an_interrupted_start_ends_in_the_same_bits(
     wanted = [*changes, f"from_run={parent}", "optimizer.dense.lr=0.01", "train.pos_weight=2"]
     wanted += ["checkpoint.every=4", "train.freeze=[t1]"]
     whole = runs.train(config(grown, tmp_path / "whole", *wanted))
-    plain = trainer.train_step
-
-    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
-        if number == stop:
-            raise KeyboardInterrupt
-        return plain(parts, batch, number, clock)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", step)
-        with pytest.raises(KeyboardInterrupt):
-            runs.train(config(grown, tmp_path / "run", *wanted))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        raise_at(patch, stop, KeyboardInterrupt)
+        runs.train(config(grown, tmp_path / "run", *wanted))
     run = runs.resume(tmp_path / "run")
     assert newest(run.path) == newest(whole.path)
     assert run.record.metrics == whole.record.metrics
@@ -522,29 +501,19 @@ def test_it_needs_the_other_run_only_until_its_first_checkpoint(
 ) -> None:
     parent = shutil.copytree(trained(), tmp_path / "parent")
     wanted = config(other, tmp_path / "run", f"from_run={parent}", "checkpoint.every=4")
-    plain = trainer.train_step
-
-    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
-        if number == limit:
-            raise KeyboardInterrupt
-        return plain(parts, batch, number, clock)
-
-    monkeypatch.setattr(trainer, "train_step", step)
-    limit = 2
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        raise_at(patch, 2, KeyboardInterrupt)
         runs.train(wanted)
     kept = shutil.copytree(parent, tmp_path / "kept")
-    limit = 99
     runs.resume(parent, ["train.epochs=2"])
     with pytest.raises(ValueError, match="are not those that this run started from"):
         runs.resume(tmp_path / "run")
     shutil.rmtree(parent)
     kept.rename(parent)
-    limit = 6
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        raise_at(patch, 6, KeyboardInterrupt)
         runs.resume(tmp_path / "run")
     shutil.rmtree(parent)
-    limit = 99
     assert runs.resume(tmp_path / "run").record.status == "finished"
 
 
@@ -655,15 +624,9 @@ def test_rows_beside_the_cpu_are_frozen_together_or_not_at_all(data: Path, tmp_p
 def test_an_unfinished_run_is_refused(
     trained: Trained, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent, plain = tmp_path / "parent", trainer.train_step
-
-    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
-        if number == 1:
-            signal.raise_signal(signal.SIGTERM)
-        return plain(parts, batch, number, clock)
-
+    parent = tmp_path / "parent"
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", step)
+        at_step(patch, 1, lambda _: signal.raise_signal(signal.SIGTERM))
         runs.train(config(data, parent))
     with pytest.raises(ValueError, match=r"is interrupted, .*: finish it with hotrow train --resume .*parent"):
         runs.train(config(data, tmp_path / "run", f"from_run={parent}"))

@@ -21,6 +21,7 @@ import torch
 from test_resume import BASE, outcome, signal_at
 
 import hotrow
+from at_step import raise_at
 from hot_rig import InDram, copies_in_dram
 from hotrow import KeyedJaggedTensor, TableConfig
 from hotrow.config.load import apply_overrides, make_config
@@ -29,7 +30,7 @@ from hotrow.hot import turns
 from hotrow.hot.hot_set import HotRows, HotSet
 from hotrow.hot.turns import HotCopies
 from hotrow.placement import copies as copies_module
-from hotrow.run import runs, trainer
+from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 from hotrow.setup import setup
 from sampled import sampled
@@ -667,14 +668,7 @@ def test_killed_right_after_a_swap(
     changes = ["checkpoint.every=1"]
     whole = trained(data, tmp_path / "whole", *changes)
     swap = [line["step"] for line in whole.measurements() if line["kind"] == "swap"][1]
-    plain = trainer.train_step
-
-    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
-        if number == swap:
-            raise RuntimeError("killed")
-        return plain(parts, batch, number, clock)
-
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr(trainer, "train_step", step)
+        raise_at(patch, swap, RuntimeError("killed"))
         trained(data, tmp_path / "killed", *changes)
     assert without_cost(outcome(runs.resume(tmp_path / "killed", quiet=True))) == without_cost(outcome(whole))

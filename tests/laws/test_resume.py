@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from at_step import at_step, raise_at
 from expanded import expanded
 from forked import run_forked
 from hotrow.config.load import apply_overrides, make_config
@@ -80,17 +81,8 @@ def outcome(run: RunFolder) -> dict[str, Any]:
 
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, step_number: int, number: signal.Signals) -> None:
-    """Send this process `number` while it takes step `step_number`, once."""
-    plain = trainer.train_step
-    sent: list[int] = []
-
-    def step(parts: Any, batch: Any, step: int, clock: Any) -> Any:
-        if step + 1 == step_number and not sent:
-            sent.append(step)
-            os.kill(os.getpid(), number)
-        return plain(parts, batch, step, clock)
-
-    monkeypatch.setattr(trainer, "train_step", step)
+    """Send this process `number` while it takes step `step_number`, from 1."""
+    at_step(monkeypatch, step_number - 1, lambda _: os.kill(os.getpid(), number))
 
 
 @pytest.fixture(scope="module")
@@ -263,17 +255,9 @@ def test_failed_before_the_first_checkpoint(
 ) -> None:
     changes = VARIANTS["sgd"]
     expected = truth(changes)
-    plain = trainer.train_step
-
-    def step(parts: Any, batch: Any, step: int, clock: Any) -> Any:
-        if step == 4:
-            raise MemoryError
-        return plain(parts, batch, step, clock)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", step)
-        with pytest.raises(MemoryError):
-            runs.train(config(data, tmp_path / "run", changes))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        raise_at(patch, 4, MemoryError)
+        runs.train(config(data, tmp_path / "run", changes))
     assert RunFolder.open(tmp_path / "run").record.status == "failed"
     assert list_checkpoints(tmp_path / "run" / "checkpoints") == {}
     assert outcome(runs.resume(tmp_path / "run")) == expected
@@ -308,14 +292,7 @@ def test_step_times_are_those_of_all_sessions(data: Path, tmp_path: Path, monkey
 
 
 def test_second_signal_aborts(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = trainer.train_step
-
-    def step(parts: Any, batch: Any, step: int, clock: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        return plain(parts, batch, step, clock)
-
-    monkeypatch.setattr(trainer, "train_step", step)
+    at_step(monkeypatch, None, lambda _: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
     with pytest.raises(KeyboardInterrupt):
         runs.train(config(data, tmp_path / "run", []))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"

@@ -20,6 +20,7 @@ from test_from_run import ids_of
 
 import hotrow
 import mutate
+from at_step import at_step
 from browser import Browser
 from expanded import expanded
 from forked import run_forked
@@ -28,7 +29,6 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.days import walk
 from hotrow.days.walk import walk_days
-from hotrow.run import trainer
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder
 from prepare_data import file_hashes
@@ -178,15 +178,8 @@ def test_a_chain_killed_anywhere_ends_in_the_same_bits(logs: Path, chain: Path, 
 def test_a_signal_saves_a_checkpoint_and_ends_the_call(
     logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = trainer.train_step
-
-    def step(parts: Any, batch: Any, number: int, clock: Any) -> Any:
-        if number == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return plain(parts, batch, number, clock)
-
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train_step", step)
+        at_step(patch, 2, lambda _: signal.raise_signal(signal.SIGTERM))
         found = go(logs, tmp_path / "chain")
     assert (found["status"], found["signal"], found["days"], found["newest"]) == ("interrupted", 15, 0, {})
     assert list_checkpoints(tmp_path / "chain" / "runs" / "day_1" / "checkpoints").keys() == {3}

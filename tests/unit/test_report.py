@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from at_step import raise_at
 from browser import Browser
 from forked import COMMAND, run_forked
 from hotrow import draw
@@ -22,7 +23,7 @@ from hotrow.data.packed.reader import PackedDataset
 from hotrow.report.facts import MAX_POINTS, RunFacts, coverage, phase_points, points, read_lines, thin
 from hotrow.report.page import report_page, sentences, summary
 from hotrow.run import folder as run_folder
-from hotrow.run import runs, trainer
+from hotrow.run import runs
 from hotrow.run.folder import RunFolder
 
 HOSTILE = "<script>alert(1)</script><b>&\"'"
@@ -215,10 +216,7 @@ def test_every_end_of_a_run_leaves_a_page(
     assert f"{auc:.4f}" in Elements((whole.path / "report.html").read_text()).text
     assert (whole.path / "report.html").stat().st_mode & 0o777 == 0o600
 
-    def fail(*_: Any) -> None:
-        raise ValueError("the model is on fire")
-
-    monkeypatch.setattr(trainer, "train_step", fail)
+    raise_at(monkeypatch, None, ValueError("the model is on fire"))
     with pytest.raises(ValueError, match="on fire"):
         runs.train(config_for(dataset, tmp_path / "failed"), quiet=True)
     assert "the model is on fire" in Elements((tmp_path / "failed" / "report.html").read_text()).text

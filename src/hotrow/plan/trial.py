@@ -39,7 +39,7 @@ from hotrow.run.parts import Exactness
 from hotrow.run.record import PHASES, Tried
 from hotrow.run.runs import threads
 from hotrow.run.storage import disk_bytes, dram_bytes
-from hotrow.run.trainer import Training
+from hotrow.run.trainer import Batches, Training
 from hotrow.run.trial_record import keep_trial
 from hotrow.setup.memory import FOLDER
 from hotrow.setup.setup import Setup
@@ -229,7 +229,7 @@ class _Trying(LoopPart):
         if self.training.signal is not None:
             raise KeyboardInterrupt
 
-    def _batches(self, name: str) -> Iterator[Batch]:
+    def _batches(self, name: str) -> Batches:
         while self.state.ended is None:
             self.turns.order.begin(name)
             yield from self.training.phase()

@@ -166,36 +166,30 @@ def resume(
 def _resume(
     path: Path, overrides: Sequence[str], heartbeat: Heartbeat, interrupt: Interrupt, hidden: Collection[str]
 ) -> RunFolder:
-    found = on_every_rank(heartbeat.comm, lambda: RunFolder.open(path))
-    with _claimed(heartbeat.comm, found) as folder:
-        # What it says may have changed until it was claimed.
-        folder.record = on_every_rank(heartbeat.comm, lambda: RunFolder.open(folder.path).record)
-        return _go_on(folder, overrides, heartbeat, interrupt, hidden)
-
-
-def _go_on(
-    folder: RunFolder, overrides: Sequence[str], heartbeat: Heartbeat, interrupt: Interrupt, hidden: Collection[str]
-) -> RunFolder:
     comm = heartbeat.comm
-    if folder.record.status == "interrupted" and everyone(comm, was_restarted())[0]:
-        return folder  # it was asked to stop, and torchrun takes that for a failure
-    config = on_every_rank(comm, lambda: _resumed_config(folder, overrides))
-    if folder.record.status == "finished" and not overrides:
-        return folder
-    newest = _newest_checkpoint(folder, comm)
-    if comm.ranks.local_rank == 0:
-        remove_left_rows(folder)  # the run may go on with its rows elsewhere, and nobody would look there again
+    found = on_every_rank(comm, lambda: RunFolder.open(path))
+    with _claimed(comm, found) as folder:
+        # What it says may have changed until it was claimed.
+        folder.record = on_every_rank(comm, lambda: RunFolder.open(folder.path).record)
+        if folder.record.status == "interrupted" and everyone(comm, was_restarted())[0]:
+            return folder  # it was asked to stop, and torchrun takes that for a failure
+        config = on_every_rank(comm, lambda: _resumed_config(folder, overrides))
+        if folder.record.status == "finished" and not overrides:
+            return folder
+        newest = _newest_checkpoint(folder, comm)
+        if comm.ranks.local_rank == 0:
+            remove_left_rows(folder)  # the run may go on with its rows elsewhere, and nobody would look there again
 
-    def decide() -> tuple[Setup, Start | None]:
-        _check_is_there(config, folder)
-        dataset = PackedDataset.open(config.data, verify="sizes", hidden=hidden)
-        setup = Setup.decide(config, dataset, folder.path, ranks=comm.ranks)
-        return setup, None if newest is not None else start_of(setup, folder.record.parent)
+        def decide() -> tuple[Setup, Start | None]:
+            _check_is_there(config, folder)
+            dataset = PackedDataset.open(config.data, verify="sizes", hidden=hidden)
+            setup = Setup.decide(config, dataset, folder.path, ranks=comm.ranks)
+            return setup, None if newest is not None else start_of(setup, folder.record.parent)
 
-    with noting(lambda text: folder.count_shown([text])):
-        setup, start = on_every_rank(comm, decide)
-    check_same_setup(comm, setup)
-    return _run(setup, folder, newest or start, heartbeat, interrupt)
+        with noting(lambda text: folder.count_shown([text])):
+            setup, start = on_every_rank(comm, decide)
+        check_same_setup(comm, setup)
+        return _run(setup, folder, newest or start, heartbeat, interrupt)
 
 
 def config_of(run: Path | str) -> Path:
@@ -286,9 +280,9 @@ def _run(
     heartbeat.cure, heartbeat.last_words = how_to_go_on(folder.path), folder.fail
     with _surroundings(setup, folder, interrupt) as progress:
         training = Training(setup, folder, interrupt, progress, heartbeat.comm)
-        training.loop_parts += parts_of(training)
         heartbeat.step = lambda: training.state.step
         with closing(training):
+            training.loop_parts += parts_of(training)
             _begin(training, found)
             training.loop(training.batches())
             _end(training)

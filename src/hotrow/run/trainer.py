@@ -8,9 +8,9 @@ only on its config, its dataset and its seed. Runs start and resume in runs.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ from hotrow.run.wear import WriteMeter, checkpoint_bytes
 from hotrow.run.wire import WireMeter
 from hotrow.setup.setup import SELECTION, Setup
 
+Batches: TypeAlias = Generator[Batch, None, None]
 MAX_SKIPPED = 100
 """A run ends after this many skipped steps in a row: weights that have overflowed do not recover."""
 TURN_BATCHES = 16
@@ -157,9 +158,9 @@ class Training:
         """The signal by which the run is to stop; the same on all ranks, as the last step told them."""
         return self.parts.exchange.stop
 
-    def loop(self, batches: Iterator[Batch]) -> None:
+    def loop(self, batches: Batches) -> None:
         """Trains on batches until the run has ended, a signal asks to stop, or there are no more."""
-        with closing(batches):  # type: ignore[type-var]  # a generator
+        with closing(batches):
             for batch in batches:
                 self.clock.lap("data")
                 try:
@@ -175,7 +176,7 @@ class Training:
                 self.clock.lap(None)
         self.turns.close()
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Batches:
         """The batches from where the run stands to its end. Between phases, hot rows change sides."""
         while self.state.ended is None:
             yield from self.phase()
@@ -185,7 +186,7 @@ class Training:
                     rates = f"{swap['next_rate']:g} % of a class, not {swap['rate']:g}"
                     self.say(f"step {self.state.step}: turns of {rates}")
 
-    def phase(self) -> Iterator[Batch]:
+    def phase(self) -> Batches:
         """The rest of a phase, without a hot schedule of an epoch; rows of the next batches are on their way."""
         self.clock.lap(None)
         batches, placement = self.turns.batches(self.state.epoch), self.parts.embedding.placement
