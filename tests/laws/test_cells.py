@@ -249,6 +249,7 @@ def test_generated_cells_mean_the_same_in_arrow_as_by_themselves(share: str) -> 
 SCHEMA = parse_schema(
     {
         "label": "y",
+        "csv": {"delimiter": ","},
         "dense": ["n", {"column": "p", "unit": "%"}],
         "categorical": [
             "t",
