@@ -135,27 +135,22 @@ def is_plain(written: Any) -> bool:
     return (written.decimal, written.thousands, written.unit) == PLAIN
 
 
+@lru_cache
 def pattern_of(written: Any) -> str:
     """The regular expression of numbers that are written so, without blanks around them.
 
     Groups of digits and a unit may be absent, except "%": 12 among percentages, and a number, may be a share.
     """
-    return _pattern(written.decimal, written.thousands, written.unit)
-
-
-@lru_cache
-def _pattern(decimal: str, thousands: str | None, unit: str | None) -> str:
-    digits = r"\d+"
-    if thousands is not None:
-        sign = re.escape(thousands)
+    digits, decimal = r"\d+", re.escape(written.decimal)
+    if written.thousands is not None:
+        sign = re.escape(written.thousands)
         digits = rf"(?:\d{{1,3}}(?:{sign}\d{{2,3}})*{sign}\d{{3}}|\d+)"
-    decimal = re.escape(decimal)
     number = rf"(?:{digits}(?:{decimal}\d*)?|{decimal}\d+)(?:[eE][+-]?\d+)?"
-    if unit is None:
+    if written.unit is None:
         return rf"^[+-]?{number}$"
-    is_share, unit = unit == "%", re.escape(unit)
+    unit = re.escape(written.unit)
     before, after = rf"^[+-]? ?{unit} ?[+-]?{number}$", rf"^[+-]?{number} ?{unit}$"
-    return f"{before}|{after}" if is_share else f"{before}|{after}|^[+-]?{number}$"
+    return f"{before}|{after}" if unit == "%" else f"{before}|{after}|^[+-]?{number}$"
 
 
 def id_of(value: Any, encoding: IdEncoding) -> int | bytes | None:
@@ -250,7 +245,9 @@ def json_float(literal: str) -> float | str:
 
 
 def json_text(literal: str) -> str:
-    """The text of such a number."""
+    """The text of such a number, often as it is written."""
+    if len(literal) < 16 and literal[-1] != "0" and "0.000" not in literal and "e" not in literal.lower():
+        return literal
     number = json_float(literal)
     return number if isinstance(number, str) else text_of(number).decode()
 
