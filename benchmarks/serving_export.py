@@ -119,7 +119,7 @@ def write(to: Whole, num_rows: int, day: int = 0) -> Description:
         })  # fmt: skip
     texts = {"model.py": network_source("dlrm", spec.trained_for)}
     root = Path(__file__).resolve().parents[1] / "src" / "hotrow"
-    for name, path in (("score.py", "export/score.py"), ("seen.py", "data/seen.py")):
+    for name, path in (("score.py", "export/score.py"), ("seen.py", "data/seen.py"), ("cells.py", "data/cells.py")):
         texts[name] = (root / path).read_text()
     texts["transforms/log1p_clip0.py"] = (root / "data/transforms/log1p_clip0.py").read_text()
     for name, text in texts.items():

@@ -152,15 +152,10 @@ BAD_FIELDS = [
     ({"I3": "inf"}, 4, "I3", "'inf' is not a number"),
     ({"I3": "-inf"}, 4, "I3", "'-inf' is not a number"),
     ({"I4": "0x10"}, 5, "I4", "is not a number"),
-    ({"I5": "1 "}, 6, "I5", "is not a number"),
-    ({"I5": "+1"}, 6, "I5", "is not a number"),
     ({"I5": "1e"}, 6, "I5", "is not a number"),
-    ({"I13": "9223372036854775808"}, 14, "I13", "too large; an integer must fit 64 bits"),
-    ({"I13": "-9223372036854775809"}, 14, "I13", "too large"),
     ({"I13": "1e39"}, 14, "I13", "too large"),
     ({"I13": "1e999"}, 14, "I13", "too large"),
     ({"C1": "0123456g"}, 15, "C1", "'0123456g' is not a category; it must be 1 to 8 hex digits"),
-    ({"C1": "68fd1e64\r"}, 15, "C1", "is not a category"),
     ({"C2": "123456789"}, 16, "C2", "has more than 8 hex digits"),
     ({"C2": "12345678x"}, 16, "C2", "is not a category"),
     ({"C3": "é"}, 17, "C3", "'é' is not a category"),
@@ -179,6 +174,12 @@ def test_a_bad_field_is_named(
         read(path)
     assert reason in str(caught.value)
     assert (caught.value.line, caught.value.column) == (7, column)
+
+
+def test_what_other_files_read_is_no_bad_field(either: ModuleType, tmp_path: Path) -> None:
+    fields = {"I5": " 1 ", "I6": "+1", "I13": "-9223372036854775809", "I12": "9223372036854775808", "C1": "68fd1e64\r"}
+    (tmp_path / "rows.txt").write_bytes(text([*ROWS, row(9, **fields)]))
+    assert flat(read(tmp_path / "rows.txt")) == expected([*ROWS, row(9, **fields)])
 
 
 @pytest.mark.parametrize(
@@ -426,12 +427,10 @@ def slow_fault(line: str, delimiter: str) -> int | None:
     if len(fields) != 40:
         return 0
     for column, written in enumerate(fields, start=1):
-        field = unless_blank(written)
-        number = re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", field)
+        field = unless_blank(written).strip() if column > 1 else written
+        number = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", field)
         if column == 1:
             good = re.fullmatch(r"[01](\.0*)?", field) is not None
-        elif column <= 14 and re.fullmatch(r"-?[0-9]+", field):
-            good = -(2**63) <= int(field) < 2**63
         elif column <= 14:
             good = field == "" or (number is not None and abs(float(field)) < 3.4028236e38)
         else:

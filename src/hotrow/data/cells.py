@@ -135,27 +135,22 @@ def is_plain(written: Any) -> bool:
     return (written.decimal, written.thousands, written.unit) == PLAIN
 
 
+@lru_cache
 def pattern_of(written: Any) -> str:
     """The regular expression of numbers that are written so, without blanks around them.
 
     Groups of digits and a unit may be absent, except "%": 12 among percentages, and a number, may be a share.
     """
-    return _pattern(written.decimal, written.thousands, written.unit)
-
-
-@lru_cache
-def _pattern(decimal: str, thousands: str | None, unit: str | None) -> str:
-    digits = r"\d+"
-    if thousands is not None:
-        sign = re.escape(thousands)
+    digits, decimal = r"\d+", re.escape(written.decimal)
+    if written.thousands is not None:
+        sign = re.escape(written.thousands)
         digits = rf"(?:\d{{1,3}}(?:{sign}\d{{2,3}})*{sign}\d{{3}}|\d+)"
-    decimal = re.escape(decimal)
     number = rf"(?:{digits}(?:{decimal}\d*)?|{decimal}\d+)(?:[eE][+-]?\d+)?"
-    if unit is None:
+    if written.unit is None:
         return rf"^[+-]?{number}$"
-    is_share, unit = unit == "%", re.escape(unit)
+    unit = re.escape(written.unit)
     before, after = rf"^[+-]? ?{unit} ?[+-]?{number}$", rf"^[+-]?{number} ?{unit}$"
-    return f"{before}|{after}" if is_share else f"{before}|{after}|^[+-]?{number}$"
+    return f"{before}|{after}" if unit == "%" else f"{before}|{after}|^[+-]?{number}$"
 
 
 def id_of(value: Any, encoding: IdEncoding) -> int | bytes | None:
@@ -250,7 +245,9 @@ def json_float(literal: str) -> float | str:
 
 
 def json_text(literal: str) -> str:
-    """The text of such a number."""
+    """The text of such a number, often as it is written."""
+    if len(literal) < 16 and literal[-1] != "0" and "0.000" not in literal and "e" not in literal.lower():
+        return literal
     number = json_float(literal)
     return number if isinstance(number, str) else text_of(number).decode()
 
@@ -278,7 +275,8 @@ def column_of(cells: Any) -> Column:
     """Values as an Arrow array if they are of one plain type, else as a list."""
     if not isinstance(cells, list | tuple) and getattr(cells, "dtype", None) != np.dtype("O"):
         with suppress(pa.ArrowException, TypeError, OverflowError, ValueError):
-            return _in_one(pa.array(cells, from_pandas=True))
+            array = pa.array(cells, from_pandas=True)
+            return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     cells = [*cells]
     kinds = {*map(type, cells)} - {type(None)}
     if kinds == {list}:
@@ -287,10 +285,6 @@ def column_of(cells: Any) -> Column:
         with suppress(pa.ArrowException, OverflowError, ValueError):
             return pa.array(cells, from_pandas=True)
     return cells
-
-
-def _in_one(array: pa.Array | pa.ChunkedArray) -> pa.Array:
-    return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
 
 
 def plain(array: pa.Array) -> pa.Array:
@@ -401,6 +395,11 @@ def _each(column: Column, read: Callable[[Any], Any], kind: pa.DataType) -> tupl
         made, lost = _each(encoded.dictionary.to_pylist(), read, kind)
         rows = filled(encoded.indices, 0)
         return made.take(encoded.indices), lost[rows] & valid(column) if len(lost) else np.zeros(len(rows), np.bool_)
+    found, bad = _read(column, read)
+    return pa.array(found, kind), bad
+
+
+def _read(column: Column, read: Callable[[Any], Any]) -> tuple[list[Any], Mask]:
     cells = column.to_pylist() if isinstance(column, pa.Array) else column
     found, bad = [None] * len(cells), np.zeros(len(cells), np.bool_)
     for row, value in enumerate(cells):
@@ -408,7 +407,7 @@ def _each(column: Column, read: Callable[[Any], Any], kind: pa.DataType) -> tupl
             found[row] = read(value)
         except UnreadableError:
             bad[row] = True
-    return pa.array(found, kind), bad
+    return found, bad
 
 
 def numbers(column: Column, written: Any = PLAIN) -> tuple[NDArray[np.float64], Mask]:
@@ -489,58 +488,46 @@ def as_seconds(column: Column) -> Column:
 def ids(column: Column, encoding: IdEncoding) -> tuple[pa.Array, Mask]:
     """Ids [n] as int64 or large binary, null if a cell is missing or no id, and a mask [n] of the latter."""
     kind = pa.large_binary() if encoding == "bytes" else pa.int64()
-    if isinstance(column, list):
-        return _each(column, lambda value: id_of(value, encoding), kind)
-    array = plain(column)
-    if encoding == "bytes" and (is_text(array.type) or is_binary(array.type)):
-        return array.cast(kind), np.zeros(len(array), np.bool_)
-    if encoding == "bytes" and _is_integer(array.type):
-        array = array.cast(pa.uint8()) if pa.types.is_boolean(array.type) else array
-        return array.cast(pa.large_string()).cast(kind), np.zeros(len(array), np.bool_)
+    array = plain(column) if isinstance(column, pa.Array) else column
+    if isinstance(array, list) or pa.types.is_decimal(array.type):
+        return _each(array, lambda value: id_of(value, encoding), kind)
+    none = np.zeros(len(array), np.bool_)
+    if pa.types.is_boolean(array.type):
+        array = array.cast(pa.uint8())
+    is_whole = pa.types.is_integer(array.type) or pa.types.is_null(array.type) or is_time(array.type)
+    if encoding == "bytes" and (is_whole or is_text(array.type) or is_binary(array.type)):
+        return (array if is_binary(array.type) else array.cast(pa.large_string())).cast(kind), none
     if encoding == "int" and is_text(array.type):
         with suppress(pa.ArrowInvalid):
-            found = pc.cast(array, pa.int64())
+            found = pc.cast(array, kind)
             padded = pc.and_(pc.starts_with(array, "0"), pc.greater(pc.binary_length(array), 1))
             if not pc.any(padded).as_py():  # Arrow also reads 0x1f
-                return found, np.zeros(len(array), np.bool_)
-    if encoding != "bytes" and pa.types.is_floating(array.type):
-        array, bad = _whole_numbers(array)
-        more = _integers(array, encoding)
-        return more[0], bad | more[1]
-    if encoding != "bytes" and _is_integer(array.type):
+                return found, none
+    if encoding != "bytes" and (is_whole or pa.types.is_floating(array.type)):
         return _integers(array, encoding)
     return _each(array, lambda value: id_of(value, encoding), kind)
 
 
-def _is_integer(kind: pa.DataType) -> bool:
-    """Whether every value of a type is an integer, or missing."""
-    return bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind) or is_time(kind))
-
-
 def _integers(array: pa.Array, encoding: IdEncoding) -> tuple[pa.Array, Mask]:
-    """Integers, booleans, times and dates as int64, and a mask of those beyond the ids of `encoding`."""
-    kind = array.type
-    if pa.types.is_null(kind):
-        array = array.cast(pa.int64())
-    elif pa.types.is_boolean(kind):
-        array = array.cast(pa.uint8())
-    elif pa.types.is_temporal(kind):
-        array = array.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
-    values = filled(array, 0)
-    bad = np.zeros(len(values), np.bool_)
+    """Integers, whole floats, times and dates as int64, and a mask of what is no id of `encoding`.
+
+    A NaN is missing, as pandas writes missing integers.
+    """
+    kind, missing = array.type, ~valid(array) if array.null_count else np.zeros(len(array), np.bool_)
+    if pa.types.is_floating(kind):
+        values = filled(array, np.nan).astype(np.float64)
+        missing = np.isnan(values)
+        bad = ~missing & ~((np.floor(values) == values) & (np.abs(values) < MAX_EXACT_FLOAT))
+        values = np.where(missing | bad, 0, values).astype(np.int64)
+    else:
+        if not pa.types.is_integer(kind):
+            array = array.cast(pa.int32() if is_time(kind) and kind.bit_width == 32 else pa.int64())
+        values, bad = filled(array, 0), np.zeros(len(array), np.bool_)
     if (values.dtype == np.uint64) != (encoding == "uint64"):
-        bad = values > np.iinfo(np.int64).max if values.dtype == np.uint64 else values < 0
+        bad |= values > np.iinfo(np.int64).max if values.dtype == np.uint64 else values < 0
     values = values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64, copy=False)
-    missing = bad | ~valid(array) if array.null_count else bad
+    missing |= bad
     return pa.array(values, mask=missing if missing.any() else None), bad
-
-
-def _whole_numbers(array: pa.Array) -> tuple[pa.Array, Mask]:
-    """Floats as int64, NaN as missing (as pandas writes missing integers), and a mask of inexact ones."""
-    values = filled(array, np.nan).astype(np.float64)
-    missing = np.isnan(values)
-    bad = ~missing & ~((np.floor(values) == values) & (np.abs(values) < MAX_EXACT_FLOAT))
-    return pa.array(np.where(missing | bad, 0, values).astype(np.int64), mask=missing | bad), bad
 
 
 def no_id(column: Column) -> str:
@@ -555,41 +542,26 @@ def no_id(column: Column) -> str:
     return f"is not an exact integer id; {cure}"
 
 
-class Lists(NamedTuple):
-    """A column of lists."""
-
-    items: Column
-    splits: NDArray[np.int64]
-    """[n + 1] where each cell's items begin."""
-    bad: Mask
-    """[n] cells that are no lists; they have no items."""
-
-
-def lists(column: Column, separator: str | None) -> Lists:
-    """The items of each cell: of a list, of text that is cut at `separator`, or the cell itself."""
+def lists(column: Column, separator: str | None) -> tuple[Column, NDArray[np.int64], Mask]:
+    """The items of all cells: of lists, of text that is cut at `separator`, or the cells themselves; where each cell's
+    begin [n + 1]; and a mask [n] of cells that are no lists, which have none."""
     array = plain(column) if isinstance(column, pa.Array) else None
     if array is not None and separator not in (None, JSON_LISTS) and is_text(array.type):
         array = pc.split_pattern(pc.if_else(pc.equal(array, ""), pa.scalar(None, array.type), array), separator)
     if array is not None and is_list(array.type):
-        return Lists(plain(pc.list_flatten(array)), _splits(array), np.zeros(len(array), np.bool_))
+        return plain(pc.list_flatten(array)), _splits(array), np.zeros(len(array), np.bool_)
     if array is not None and not is_text(array.type):
         array = pc.if_else(pc.is_nan(array), None, array) if pa.types.is_floating(array.type) else array
-        return Lists(array.drop_null(), np.cumsum([0, *valid(array)]), np.zeros(len(array), np.bool_))
-    cells = column if isinstance(column, list) else column.to_pylist()
-    found, bad = [list[Any]()] * len(cells), np.zeros(len(cells), np.bool_)
-    for row, value in enumerate(cells):
-        try:
-            found[row] = list_of(value, separator)
-        except UnreadableError:
-            bad[row] = True
-    return Lists(column_of([*chain.from_iterable(found)]), np.cumsum([0, *map(len, found)], dtype=np.int64), bad)
+        return array.drop_null(), np.cumsum([0, *valid(array)]), np.zeros(len(array), np.bool_)
+    read, bad = _read(column, lambda value: list_of(value, separator))
+    found = [items or [] for items in read]
+    return column_of([*chain.from_iterable(found)]), np.cumsum([0, *map(len, found)], dtype=np.int64), bad
 
 
 def fault_of(column: str, bad: Mask, cells: Column, reason: str) -> Fault | None:
     """A fault whose sentence shows the value as it was found; None if no cell is bad."""
-    if not bad.any():
-        return None
-    return Fault(column, bad, int(bad.sum()), lambda row: f"{shown(cells, row)} {reason}")
+    found = Fault(column, bad, int(bad.sum()), lambda row: f"{shown(cells, row)} {reason}")
+    return found if found.num_cells else None
 
 
 def shown(cells: Column, row: int) -> str:

@@ -26,6 +26,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from hotrow.base.machine import usable_cores
 from hotrow.base.version import __version__
+from hotrow.data.cells import json_float
 from hotrow.serve.scorer import Scorer
 
 MAX_BYTES = 4 << 20
@@ -201,7 +202,7 @@ def _parsed(body: bytes, fields: dict[str, Any]) -> dict[str, Any]:
 
     known = ", ".join(fields) or "none"
     try:
-        found = json.loads(body or b"{}", parse_constant=refuse)
+        found = json.loads(body or b"{}", parse_constant=refuse, parse_float=json_float)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):

@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.cells import MISSING
+from hotrow.data.cells import MISSING, UnreadableError, integer_of, number_of
 from hotrow.data.chunk import (
     SKIP_CURE,
     Chunk,
@@ -36,7 +36,7 @@ from hotrow.data.chunk import (
     SourceInfo,
     file_starts,
 )
-from hotrow.data.native import Fault, RowColumns, RowLayout, parse_rows
+from hotrow.data.native import Fault, ParseResult, RowColumns, RowLayout, parse_rows
 from hotrow.data.sources.inputs import ByteStream, InputFile, find_files, prefetch
 from hotrow.data.sources.tabular import estimate_lines
 
@@ -151,11 +151,11 @@ class CriteoSource:
                         raw = _first_line(text[at:])
                         at, line = at + len(raw), line + 1
                         found = _mend(raw, layout, columns, row, lenient=self._values == "any")
-                        if found is not None:
+                        if isinstance(found, list):
                             mended += [(row, column) for column in found]
                             row += 1
                         else:
-                            self._skip(_row_error(file, line, raw, layout, result.fault, result.column))
+                            self._skip(_row_error(file, line, raw, layout, found))
                     if row == rows_per_chunk:
                         end = min(offset + at, stream.offset)
                         after = Position(start.file_index, end, line, self.skipped.num_rows)
@@ -190,28 +190,34 @@ def _chunk(
     return Chunk(num_rows, label, columns.dense[:num_rows], keys, position, unreadable=unreadable)
 
 
-def _mend(raw: bytes, layout: RowLayout, columns: RowColumns, row: int, *, lenient: bool) -> list[int] | None:
-    """Parses a faulty line into row `row`, with texts that mean missing as empty.
+def _mend(raw: bytes, layout: RowLayout, columns: RowColumns, row: int, *, lenient: bool) -> list[int] | ParseResult:
+    """Parses a faulty line into row `row`, with values as `data/cells.py` reads them.
 
-    lenient: values that cannot be read are empty too. Returns their columns; None if the line cannot be mended, or if
-    its label is wrong, or if it has another number of columns: then nobody can say which value is which.
+    lenient: values that cannot be read are empty. Returns their columns; what is wrong if the line cannot be mended, or
+    if its label is wrong, or if it has another number of columns: then nobody can say which value is which.
     """
     fields, unreadable = raw.rstrip(b"\r\n").split(layout.delimiter.encode()), list[int]()
-    if len(fields) != len(layout.column_names):
-        return None
-    fields = [b"" if field.strip() in MISSING_BYTES else field for field in fields]
+    first_category, mended = len(layout.column_names) - len(layout.category_names), set[int]()
+    is_whole = len(fields) == len(layout.column_names)
+    fields = [b"" if is_whole and field.strip() in MISSING_BYTES else field for field in fields]
     while True:
         text = np.frombuffer(layout.delimiter.encode().join(fields) + b"\n", np.uint8)
         result = parse_rows(text, layout, columns, first_row=row, num_rows=row + 1)
         if result.fault is None:
             return unreadable
         column = result.column
-        if not lenient or result.fault is Fault.LABEL or not fields[column]:
-            return None
-        if (stripped := fields[column].strip()) == fields[column]:
+        if not is_whole or result.fault is Fault.LABEL or column in mended:
+            return result
+        mended.add(column)
+        try:
+            is_category = column >= first_category
+            read = f"{integer_of(fields[column], 'hex'):x}" if is_category else repr(number_of(fields[column]))
+        except UnreadableError:
+            if not lenient:
+                return result
             unreadable.append(column)
-            stripped = b""
-        fields[column] = stripped
+            read = ""
+        fields[column] = read.encode()
 
 
 def _line_blocks(stream: ByteStream, num_bytes: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
@@ -245,9 +251,9 @@ def _first_line(text: NDArray[np.uint8]) -> bytes:
     return head[: head.index(b"\n") + 1] if b"\n" in head else text.tobytes().split(b"\n", 1)[0] + b"\n"
 
 
-def _row_error(file: InputFile, line: int, raw: bytes, layout: RowLayout, fault: Fault, column: int) -> RowError:
+def _row_error(file: InputFile, line: int, raw: bytes, layout: RowLayout, found: ParseResult) -> RowError:
     """Returns the error of a faulty line; looks first at the number of columns, which explains every other fault."""
-    raw = raw.rstrip(b"\r\n")
+    raw, column = raw.rstrip(b"\r\n"), found.column
     names = layout.column_names
     fields = raw.split(layout.delimiter.encode())
     if len(fields) != len(names):
@@ -263,7 +269,13 @@ def _row_error(file: InputFile, line: int, raw: bytes, layout: RowLayout, fault:
         Fault.COLUMN_COUNT: "the line ends early",
     }
     cure = f"; correct the line, or {SKIP_CURE}"
-    return RowError(file=file.name, line=line, column=column + 1, name=names[column], reason=reasons[fault] + cure)
+    return RowError(
+        file=file.name,
+        line=line,
+        column=column + 1,
+        name=names[column],
+        reason=reasons[found.fault or Fault.COLUMN_COUNT] + cure,
+    )
 
 
 def _explain_columns(raw: bytes, delimiter: str, wanted: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hotrow.data.cells import JSON_LISTS, is_list, is_text, mask_of, plain, to_label
+from hotrow.data.cells import JSON_LISTS, is_list, is_number, is_text, mask_of, plain, to_label
 from hotrow.data.chunk import most_odd
 from hotrow.data.sources.readings import ODD_SHARE, Counts, read_as, time_formats
 from hotrow.data.sources.schema import LabelSpec
@@ -151,12 +151,10 @@ def _distinct(array: pa.Array) -> tuple[pa.Array, Counts]:
 
 def _is_binary(values: pa.Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Returns which values are 0 or 1, or in text true or false."""
-    kind = values.type
-    if is_text(kind):
-        return mask_of(pc.match_substring_regex(values, r"^\s*([01](\.0+)?|(?i:true|false))\s*$"))
-    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return mask_of(pc.is_in(values.cast(pa.float64(), safe=False), pa.array([0.0, 1.0])))
-    return np.zeros(len(values), np.bool_)
+    if not (is_text(values.type) or is_number(values.type)):
+        return np.zeros(len(values), np.bool_)
+    fault = to_label(values, LabelSpec(column=""))[1]
+    return np.ones(len(values), np.bool_) if fault is None else ~fault.rows
 
 
 def _separator(values: pa.Array, counts: Counts) -> str | None:

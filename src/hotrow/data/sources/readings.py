@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from hotrow.data.cells import (
     INTEGER,
-    NUMBER,
     WHOLE_FLOAT,
     is_text,
     mask_of,
+    numbers,
     pattern_of,
     with_plain_blanks,
     written_numbers,
@@ -107,24 +107,25 @@ def _read_text(values: pa.Array, counts: Counts, most: int) -> Reading:
         return Reading(kind, of_rows, int(counts[~good].sum()), odd[0].as_py() if len(odd) else "")
 
     is_whole = _fit(values, WHOLE_FLOAT, _fit(values, INTEGER))
-    whole = _as_numbers(values, is_whole)
+    found, _ = numbers(values)
+    whole = np.where(is_whole, found, np.nan)
     # More digits than 64 bits hold: no number, and an id only as text.
     is_integer = is_whole & (np.abs(whole) < 2.0**63)
     if counts[is_whole & ~is_integer].sum() > most:
         return Reading("text")
     if most_are(is_integer):
         return reading("int", is_integer, whole)
-    is_word, is_number = _fit(values, NO_NUMBERS), _fit(values, NUMBER, is_whole)
+    is_word, is_number = _fit(values, NO_NUMBERS), ~np.isnan(found)
     if is_number.any() and counts[is_word | is_number].sum() >= counts.sum() - most:
         is_padded = counts[_fit(values, r"^0\d")].sum() > most
         if is_padded or (is_integer | is_word).all():
             return Reading("text")
-        return reading("float", is_number, _as_numbers(values, is_number))
+        return reading("float", is_number, found)
     for spec in _ways_to_write(with_plain_blanks(values)):
-        numbers, bad = written_numbers(values, spec)
+        made, bad = written_numbers(values, spec)
         if most_are(~bad):
             signs = {name: sign for name, sign in spec.model_dump(exclude_defaults=True).items() if name != "column"}
-            return replace(reading("float", ~bad, numbers.to_numpy(zero_copy_only=False)), written=signs)
+            return replace(reading("float", ~bad, made.to_numpy(zero_copy_only=False)), written=signs)
     if most_are(is_time := _fit(values, r"^\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")):
         return reading("time", is_time)
     return Reading("time" if time_formats(values, most) else "text")
@@ -137,13 +138,6 @@ def _fit(values: pa.Array, pattern: str, known: Mask | None = None) -> Mask:
     known = known.copy()
     known[~known] = _fit(values.filter(pa.array(~known)), pattern)
     return known
-
-
-def _as_numbers(values: pa.Array, good: Mask) -> NDArray[np.float64]:
-    """Returns texts as numbers, those that are not `good` as NaN."""
-    numbers = np.full(len(values), np.nan)
-    numbers[good] = pc.cast(values.filter(pa.array(good)), pa.float64()).to_numpy()
-    return numbers
 
 
 def _ways_to_write(values: pa.Array) -> list[DenseSpec]:
