@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib
-import json
 import os
 import signal
 import subprocess
@@ -43,7 +41,6 @@ from benchmarks import (
     updates,
 )
 from benchmarks.study import figures as study_figures
-from benchmarks.study import sentences as study_sentences
 from hotrow.base import machine
 from hotrow.kernels import ops
 
@@ -137,22 +134,6 @@ def test_waiting_for_our_own_threads_disturbs_nobody(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench.Disturbance, "_now", lambda self: next(looks))
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
     assert bench.Disturbance().share() == 0.001
-
-
-def test_kernel_threads_and_interrupts_serve_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 ticks, interrupts had 18; processes had those by their number, with their ended children's."""
-    monkeypatch.setattr(machine.os, "sysconf", lambda _: 100)
-    (tmp_path / "stat").write_text("cpu  50 2 30 900 90 7 11 5 0 0\ncpu0 50 2 30 900 90 7 11 5 0 0\n")
-    kernel, user = 0x0020_8040, 0x0040_4040
-    for number, flags, ticks in ((2, kernel, "0 30 0 0"), (7, user, "31 4 3 2"), (8, user, "9 1 2 0")):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "stat").write_text(
-            f"{number} (a) name) S 1 1 1 0 -1 {flags} 0 0 0 0 {ticks} 20 0 1\n"
-        )
-    assert machine.others_s([7], proc=tmp_path) == pytest.approx(0.6), "all but ours"
-    assert machine.others_s([7], of_disk=True, proc=tmp_path) == pytest.approx(0.12), "what the other process had"
-    assert machine.others_s([7, 8], of_disk=True, proc=tmp_path) == 0
-    assert machine.others_s([7], of_disk=True, proc=tmp_path / "absent") == 0
 
 
 @pytest.mark.slow
@@ -285,16 +266,6 @@ def test_what_studies_say_of_claims_against_their_rows() -> None:
     assert told == "of the bytes, 2% serve 12.5%, 20% serve 50.0%"
 
 
-def test_what_sweeps_say_of_claims() -> None:
-    def row(speed: float | None, status: str = "measured", **axes: str) -> dict[str, object]:
-        return {"group": "dense", "axes": axes, "status": status} | ({"samples_per_s": speed} if speed else {})
-
-    rows = [row(8000, point="m1", dense="16"), row(2000, point="m1", dense="64"), {**row(1, dense="9"), "group": "x"}]
-    rows += [row(500, point="m2", dense="16"), row(None, "out of memory", point="m2", dense="64")]
-    told = study_sentences.speeds_told("dense", {"cells": rows})
-    assert told == "m1: 16 8,000 samples/s, 64 25%; m2: 16 500 samples/s, 64 out of memory"
-
-
 def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
     plain = precision.row_of("fp32_rowwise", [(0.742, 0.2), (0.762, 0.1)], None)
     row = precision.row_of("bf16_rowwise", [(0.74, 0.2), (0.76, 0.1)], plain)
@@ -308,41 +279,6 @@ def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
 
 
 # ---- whole steps
-
-
-def test_columns_in_torchrecs_order_give_the_same_products() -> None:
-    """Its pairs are (0, 1), (0, 2), ...; ours (1, 0), (2, 0), (2, 1), ..."""
-    dim, num_features, batch = 3, 4, 5
-    layer = torch.nn.Linear(dim + 10, 2)
-    vectors = torch.randn(batch, num_features + 1, dim, generator=torch.Generator().manual_seed(0))
-    dots = torch.bmm(vectors, vectors.transpose(1, 2))
-    rows, columns = torch.triu_indices(num_features + 1, num_features + 1, offset=1)
-    theirs = torch.cat([vectors[:, 0], dots[:, rows, columns]], 1)
-    ours = dense_cells.interact_in_torch(num_features)(vectors[:, 0], vectors[:, 1:])
-    (moved,) = step_peers.in_order_of_torchrec([layer], dim, num_features)
-    torch.testing.assert_close(moved(theirs), layer(ours))
-    assert not torch.equal(moved.weight, layer.weight)
-
-
-def test_floor_counts_every_id_row_and_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = step_shapes.StepShape(
-        name="made_up", title="", rows=(7, 9), embedding_dim=4, num_dense=3, bottom_mlp=(5,), top_mlp=(6,),
-        batch_size=8, lookups=2,
-    )  # fmt: skip
-    seen: list[tuple[object, ...]] = []
-
-    def rows_limit(walks: list[Tensor], *, num_rows: int, dim: int, part: str, optimizer: str, threads: int) -> float:
-        ids = walks[0]
-        assert int(ids[: 8 * 2].max()) < 7 <= int(ids[8 * 2 :].min()) and int(ids.max()) < 16
-        seen.append((len(ids), num_rows, dim, part))
-        return 1.0
-
-    monkeypatch.setattr(bench, "rows_limit_s", rows_limit)
-    monkeypatch.setattr(step_shapes, "interaction_limit_s", lambda *sizes: 10.0)
-    monkeypatch.setattr(step_shapes, "products_flops_per_s", lambda threads: 2.0 * threads)
-    multiply_adds = 8 * (2 * 3 * 5 + 3 * 5 * 4 + 3 * (7 * 6 + 6 * 1))  # 4 + 3 inputs on top; no gradient of the first
-    assert step_shapes.floor_s(shape, "sgd", 1) == 12.0 + multiply_adds
-    assert seen == [(32, 16, 4, "lookup"), (32, 16, 4, "update")]
 
 
 # ---- steps part by part
@@ -382,24 +318,6 @@ def test_a_step_taken_apart_is_the_step() -> None:
     assert all(map(torch.equal, side.outputs(), alone.outputs()))
 
 
-@pytest.mark.skipif(not ops.isas(), reason="times calls of the native module, which is not built")
-def test_what_lies_outside_kernels_is_the_step_less_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    native = importlib.import_module("hotrow._native")
-    before = {name: getattr(native, name) for name in step_profile.KERNELS}
-    side = step_profile.Training(step_shapes.SHAPES["kaggle"].small())
-    side.step.prepare(0)
-    with step_profile.timed_kernels() as seconds:
-        for run in side.parts().values():
-            run()
-    assert len(seconds) == 9  # each once, but the two passes of the two MLPs
-    monkeypatch.setattr(bench, "clean_rounds", lambda one_round, n: bench.Rounds([*map(one_round, range(n))], n, n))
-    clock = iter([0.0, 1.0, 4.0, 10.0, 20.0, 21.0, 24.0, 30.0, 40.0, 41.0, 44.0, 50.0])
-    monkeypatch.setattr(step_profile.time, "perf_counter", lambda: next(clock))
-    parts = {"finite": lambda: ops.first_nonfinite(torch.zeros(2, 2))}
-    assert step_profile.outside_kernels_s(parts, lambda number: None, num_rounds=3) == 10.0 - 3.0
-    assert all(getattr(native, name) is kernel for name, kernel in before.items())
-
-
 # ---- other ways to update
 
 
@@ -409,19 +327,6 @@ def test_every_way_to_update_that_is_right_agrees() -> None:
         bench.check_agreement(cell.name, *cell.build(), batch=1)
     right = [cell for cell in cells if "unprotected" not in cell.name]
     assert len(right) >= 8 and all(list(side.outputs()) for side in right[0].build())
-
-
-def test_update_variants_against_a_loop() -> None:
-    shape = bench.Shape(num_tables=1, num_embeddings=6, embedding_dim=3, batch_size=4, lookups=3)
-    ours = bench.Ours(shape, "update", "sgd")
-    side = updates.Variant(shape, updates.by_index_add, ours)
-    expected = [row.tolist() for row in side.tables[0]]
-    for i, row in enumerate(shape.ids(seed=0).tolist()):
-        for d in range(3):
-            expected[row][d] -= bench.LR * float(side.gradients[0][i // 3, d])
-    side.prepare(0)
-    side.run()
-    torch.testing.assert_close(side.tables[0], torch.tensor(expected))
 
 
 # ---- peak memory
@@ -465,18 +370,6 @@ def report_of(model: int, ratio: float, *names: str, **more: object) -> dict[str
     return {**report, "versions": {"torch": "2"}, "commit": "abc", "command": "make it", "date": "2026-01-02", **more}
 
 
-def test_every_processor_keeps_its_report(tmp_path: Path) -> None:
-    out = tmp_path / "results.json"
-    for report in (report_of(1, 1.4, "a", "b"), report_of(17, 2.7, "a"), report_of(1, 1.3, "a")):
-        results.record("kernels", report, str(out))
-    found = json.loads(out.read_text())["kernels"]
-    one, other = (f"AMD EPYC, family 25 model {model}, avx2" for model in (1, 17))
-    assert {p: {c["name"]: c["ratio"] for c in r["cells"]} for p, r in found.items()} == {
-        one: {"a": 1.3, "b": 1.4},
-        other: {"a": 2.7},
-    }
-
-
 def test_pages_show_the_range_over_known_processors() -> None:
     name = next(iter(set(claims.README_CELLS) & set(claims.SUMMARY_CELLS)))
     reports = {"kernels": {str(m): report_of(m, ratio, name) for m, ratio in ((1, 1.36), (17, 2.72))}}
@@ -506,15 +399,6 @@ def test_pages_say_whether_a_promise_is_held() -> None:
     assert "| 1.70x: held | 1.26x (at most 1.25x: **not held**) |" in page
     rows = [line for line in claims.step_tables([{**cell, "clean_rounds": 3}]) if "3 of 31 (disturbed)" in line]
     assert len(rows) == 1 and "held" not in rows[0]
-
-
-def test_mkl_is_told_that_it_is_on_intel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LD_PRELOAD", "")
-    ask = "import ctypes; print(ctypes.CDLL(None).mkl_serv_intel_cpu_true())"
-    with end_to_end.mkl_as_intel():
-        found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
-        assert found.stdout == "1\n"
-    assert not os.environ.get("LD_PRELOAD")
 
 
 def test_operations_of_a_step_are_those_that_torch_counts() -> None:

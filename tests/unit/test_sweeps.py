@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import pytest
 import yaml
 
 from benchmarks import mpi_start
-from benchmarks.study import cells, rows, sentences, worker
+from benchmarks.study import cells, rows, worker
 from benchmarks.study.__main__ import run_yaml
 from benchmarks.study.group import GroupError, MemoryGroup
 from benchmarks.study.rows import SyntheticRows
@@ -85,17 +84,6 @@ def test_a_grid_has_every_combination_of_its_points(tmp_path: Path) -> None:
     assert len({cell.key for cell in found}) == len(found) == 6
 
 
-def test_a_cell_is_another_if_anything_of_it_changes(tmp_path: Path) -> None:
-    first, *_ = cells_of(tmp_path)
-    other, *_ = cells_of(tmp_path, base={**TINY["base"], "optimizer": {"dense": {"lr": 0.2}}})
-    assert first.name == other.name and first.key != other.key
-
-
-def test_memory_may_be_a_share_of_the_tables(tmp_path: Path) -> None:
-    (cell,) = cells_of(tmp_path, groups={"g": {"axes": {"memory": {"half": {"memory.dram": "50%"}}}}})
-    assert cell.resolved(data="d", tables_bytes=5000).memory.dram == 2500  # type: ignore[union-attr]
-
-
 def test_the_points_that_docs_quote_are_in_the_sweep() -> None:
     """PreSto's points and two batch sizes had another shape when they were measured."""
     docs = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "efficiency-study.json"
@@ -126,17 +114,6 @@ def test_rows_are_as_the_study_says(lookups: float, tmp_path: Path) -> None:
     assert rows.prepared(drawn, tmp_path).path == dataset.path
 
 
-def test_generated_features_fall_into_all_buckets_alike(tmp_path: Path) -> None:
-    drawn = SyntheticRows(
-        tables=5, rows=90, spread=3.0, dense=1, lookups=4, zipf=1.1, samples=4000, generated=2, buckets=8
-    )
-    dataset = rows.prepared(drawn, tmp_path)
-    assert [table.num_embeddings for table in dataset.info.tables] == [30, 90, 270, 9, 9]
-    assert [feature.kind for feature in dataset.info.features] == ["multi_hot"] * 3 + ["one_hot"] * 2
-    for ids in dataset.split("train").block(0).ids[3:]:
-        assert np.all(np.abs(np.bincount(ids, minlength=9)[1:] / 500 - 1) < 0.25)  # type: ignore[arg-type]
-
-
 def test_the_models_of_presto_are_as_published() -> None:
     sweep = read_sweep(SWEEPS["efficiency"])
     points = {cell.labels["point"]: cell for cell in expand(sweep, origin="") if cell.group == "models"}
@@ -146,15 +123,6 @@ def test_the_models_of_presto_are_as_published() -> None:
     ]  # fmt: skip
     assert [own.buckets for own in shapes[1:]] == [1024, 1024, 2048, 4096]  # type: ignore[union-attr]
     assert len({json.dumps(points[f"rm{k}"].config) for k in range(1, 6)}) == 1, "the same model and batches"
-
-
-def test_rows_half_written_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = SyntheticRows(tables=1, rows=20, dense=0, samples=10)
-    with monkeypatch.context() as patch:
-        patch.setattr(rows, "write_counts", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            rows.prepared(drawn, tmp_path)
-    assert rows.prepared(drawn, tmp_path).split("train").num_rows == 10
 
 
 # ---- rounds
@@ -306,26 +274,3 @@ def test_table_bytes_count_weights_and_state(tmp_path: Path) -> None:
 
 
 # ---- what they say
-
-
-def test_quality_takes_the_rate_that_validation_chose() -> None:
-    def row(batch: int, rate: str, val: float | None, test: float, seed: str = "1") -> dict[str, Any]:
-        axes = {"train.seed": seed, "lr": rate, "train.batch_size": str(batch)}
-        own = {"axes": axes, "batch_size": batch, "test_ne": test, "test_auc": 0.7, "samples_per_s": 1.0}
-        return own if val is None else {**own, "val_ne": val}
-
-    found = [
-        row(64, "1", 0.80, 0.82), row(64, "1", 0.80, 0.84, "2"), row(64, "0.5", 0.9, 0.9),
-        row(64, "2", 0.79, 0.70), row(64, "2", None, 0.70, "2"),  # one of its seeds diverged
-        row(256, "1", 0.9, 0.9), row(256, "2", 0.85, 0.861), row(256, "2", 0.86, 0.84, "2"),
-    ]  # fmt: skip
-    small, large = sentences.quality_by_batch(found)
-    assert (small["point"], large["point"], small["seeds"]) == ("lr 1", "lr 2", 2)
-    assert small["test_ne"] == pytest.approx(0.83) and small["test_ne_sd"] == pytest.approx(0.02 / math.sqrt(2))
-    gaps = [0.861 / 0.82 - 1, 0.84 / 0.84 - 1]
-    assert large["ne_gap"] == pytest.approx(sum(gaps) / 2)
-    assert large["ne_gap_sd"] == pytest.approx(gaps[0] / math.sqrt(2))
-    assert (small["at_the_edge"], large["at_the_edge"]) == (False, True)
-    assert sentences.quality_by_batch(found[2:3])[0]["ne_gap_sd"] is None
-    told = sentences.quality_told({"cells": found, "quick": False}) or ""
-    assert "256 +2.50% ± 3.54%" in told and "at 256 the best rate is the last that was tried" in told
