@@ -471,7 +471,7 @@ def check_scores(cells: list[Any], run: hotrow.Run, export: Path, work: Path) ->
     )
     expected = run.predict(rows)
     assert run.seen is not None
-    np.testing.assert_array_equal(whole.score(rows), expected, err_msg=str(cells)[:200])
+    np.testing.assert_array_equal(whole.score(rows), expected, err_msg=" ".join(type(cell).__name__ for cell in cells))
     np.testing.assert_array_equal([alone.score([row])[0] for row in rows], expected)
     plain = scorer_of(export)
     np.testing.assert_allclose(plain.score(frame_of(cells)).numpy(), expected, rtol=0, atol=TOLERANCE)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal, InvalidOperation
@@ -256,8 +256,7 @@ _JSON = json.JSONDecoder(parse_int=str, parse_float=json_text)
 
 
 def seconds_of(value: Any) -> Any:
-    """A time or a date, also in text of ISO 8601, as unix seconds, rounded down to microseconds; any other value as it
-    is."""
+    """A time or date, also in ISO 8601, as unix seconds, rounded down to microseconds; any other value as it is."""
     if isinstance(value, str) and re.match(ISO_DATE, value):
         with suppress(ValueError):
             value = datetime.fromisoformat(value.strip())
@@ -272,7 +271,9 @@ def seconds_of(value: Any) -> Any:
 
 
 def column_of(cells: Any) -> Column:
-    """Values as an Arrow array if they are of one plain type, else as a list."""
+    """Values as an Arrow array if they are of one plain type, else as a list. Raises TypeError for no column."""
+    if isinstance(cells, str | bytes | Mapping):
+        raise TypeError(f"{type(cells).__name__} is no column of cells; pass a list of them")
     if not isinstance(cells, list | tuple) and getattr(cells, "dtype", None) != np.dtype("O"):
         with suppress(pa.ArrowException, TypeError, OverflowError, ValueError):
             array = pa.array(cells, from_pandas=True)

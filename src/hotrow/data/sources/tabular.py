@@ -164,10 +164,9 @@ def frame_to_arrow(frame: Any, *, values: Literal["strict", "any"] = "strict") -
     if isinstance(frame, list) and frame and all(isinstance(row, Mapping) for row in frame):
         names = dict.fromkeys(name for row in frame for name in row)
         frame = {name: [row.get(name) for row in frame] for name in names}
-    if values == "any" and (isinstance(frame, Mapping) or type(frame).__module__.startswith("pandas.")):
-        return Mixed.of({str(name): column_of(frame[name]) for name in frame})
+    is_any = values == "any" and (isinstance(frame, Mapping) or type(frame).__module__.startswith("pandas."))
     try:
-        return _to_table(frame)
+        return Mixed.of({str(name): column_of(frame[name]) for name in frame}) if is_any else _to_table(frame)
     except (pa.ArrowException, TypeError, OverflowError) as error:
         # pandas passes on columns of Python objects, which may be of several types; Arrow then names the column.
         text = "; ".join(str(argument) for argument in error.args)
