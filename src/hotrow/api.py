@@ -44,7 +44,7 @@ from hotrow.data.packed.format import MANIFEST
 from hotrow.data.packed.groups import Groups
 from hotrow.data.packed.reader import PackedDataset, Split
 from hotrow.data.prepare.pipeline import fingerprint, prepare
-from hotrow.data.prepare.prepare import RawEncoder, score_names
+from hotrow.data.prepare.prepare import Encoder, score_names
 from hotrow.data.seen import Seen
 from hotrow.data.sources.columns import is_paths
 from hotrow.data.sources.criteo import CriteoSource
@@ -277,7 +277,7 @@ class Run:
         not times."""
         embedding, model, dense, _ = self._network
         kept = self.record.negatives_kept
-        first_row, seen, raw = 0, seen_of(self.record), RawEncoder(self.folder.vocabulary)
+        first_row, seen, raw = 0, seen_of(self.record), Encoder.of(self.folder.vocabulary)
         values: Literal["strict", "any"] = "strict" if strict else "any"
         with _readable(data, strict=strict) as rows:
             for batch in raw.batches(rows, batch_size=EVAL_BATCH_SIZE, labels=labels, values=values, seen=seen):
@@ -332,7 +332,7 @@ class Run:
         num_rows = 0
         with (
             _readable(data, strict=strict) as rows,
-            closing(RawEncoder(self.folder.vocabulary).kept(rows, keep)) as kept,
+            closing(Encoder.of(self.folder.vocabulary).kept(rows, keep)) as kept,
         ):
             names = score_names(self._labels)
             schema = pa.schema([*kept.schema, *(pa.field(name, pa.float32(), nullable=False) for name in names)])
@@ -361,7 +361,7 @@ class Run:
         with _readable(data, strict=strict) as rows:
             others = None
             if groups is not None and known != self.folder.vocabulary:
-                others = RawEncoder(known).batches(rows, batch_size=EVAL_BATCH_SIZE, labels="alone")
+                others = Encoder.of(known).batches(rows, batch_size=EVAL_BATCH_SIZE, labels="alone")
             for outputs_B, batch in self._outputs(rows, labels="alone", strict=strict):
                 by_B = None if groups is None else groups.of(batch if others is None else next(others))
                 metrics.update(outputs_B, batch.label, batch.weight, by_B)

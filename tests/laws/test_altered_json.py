@@ -26,7 +26,7 @@ from hotrow.cli import tools
 from hotrow.config.load import load_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
-from hotrow.data.prepare.prepare import RawEncoder
+from hotrow.data.prepare.prepare import Encoder
 from hotrow.data.sources.registry import open_source
 from hotrow.kernels.ops import backend
 from hotrow.run import ending, parts, runs
@@ -146,7 +146,7 @@ def go_on_from(export: Path, run: Path, out: Path) -> None:
 
 def read_dataset(folder: Path) -> None:
     tools.check(folder)
-    for _ in RawEncoder(folder).batches(NEW_ROWS):
+    for _ in Encoder.of(folder).batches(NEW_ROWS):
         pass
 
 

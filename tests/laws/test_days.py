@@ -29,7 +29,7 @@ from hotrow.data.prepare import extend, pipeline, rows
 from hotrow.data.prepare.days import Base
 from hotrow.data.prepare.extend import Counted, Extension, Uses
 from hotrow.data.prepare.pipeline import Interrupted, Options, prepare
-from hotrow.data.prepare.prepare import RawEncoder, _Earlier, run_prepare
+from hotrow.data.prepare.prepare import Encoder, _Earlier, run_prepare
 from hotrow.data.prepare.statistics import NUM_FOLDS, PAGE_BITS, Statistics
 from hotrow.data.sources.options import ReadOptions
 from hotrow.data.sources.registry import open_source
@@ -188,7 +188,7 @@ def stored_ids(dataset: PackedDataset, feature: str) -> list[Any]:
 
 def rows_to_score(path: Path, rows: Rows) -> list[int]:
     """Feature by feature."""
-    found: list[int] = next(RawEncoder(path).batches(to_table(rows))).sparse.values.tolist()
+    found: list[int] = next(Encoder.of(path).batches(to_table(rows))).sparse.values.tolist()
     return found
 
 

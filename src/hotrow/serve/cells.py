@@ -1,7 +1,7 @@
 """The short way from the cells of a request to a model's inputs: all columns in one native call.
 
 It reads columns of single ids, buckets and plain numbers, in Python lists or dicts, whose cells are what they should
-be beyond doubt: text, whole numbers, floats or None. Everything else goes the long way, by `RawEncoder`, which defines
+be beyond doubt: text, whole numbers, floats or None. Everything else goes the long way, by `Encoder`, which defines
 what a cell means; tests/laws/test_serve.py compares the two.
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hotrow.data.cells import is_plain
 from hotrow.data.native import backend
-from hotrow.data.prepare.prepare import Reading
+from hotrow.data.prepare.prepare import Encoder
 from hotrow.data.seen import Seen
 
 ENCODINGS = ("int", "uint64", "hex", "bytes")
@@ -34,27 +34,27 @@ class Inputs(NamedTuple):
     """[I, n] where there is no number; without the statistics."""
 
 
-def cells_of(reading: Reading, usual: Seen) -> Cells | None:
+def cells_of(encoder: Encoder, usual: Seen) -> Cells | None:
     """Returns what reads requests for these columns in one call; None if some of them need more, or it is not built."""
-    schema = reading.schema
+    schema = encoder.schema
     simple = all(own.kind == "one_hot" for own in schema.categorical) and all(map(is_plain, schema.dense))
     simple = simple and not schema.computed
     reader = getattr(backend(), "CellReader", None)
-    return Cells(reading, usual, reader) if simple and reader is not None else None
+    return Cells(encoder, usual, reader) if simple and reader is not None else None
 
 
 class Cells:
     """Reads requests. usual: knows the usual ranges of numbers."""
 
-    def __init__(self, reading: Reading, usual: Seen, reader: Any) -> None:
-        schema = reading.schema
+    def __init__(self, encoder: Encoder, usual: Seen, reader: Any) -> None:
+        schema = encoder.schema
         self.names, self._numbers = schema.feature_names, schema.dense_names
-        self._statistics = reading.statistics
+        self._statistics = encoder.statistics
         self._of_statistics = {name for spec in schema.statistics for name in spec.columns}
         groups: dict[str, list[int]] = {}
-        for place, transform in enumerate(reading.transforms[: len(self._numbers)]):
+        for place, transform in enumerate(encoder.transforms[: len(self._numbers)]):
             groups.setdefault(str(transform), []).append(place)
-        self._groups = [(reading.transforms[places[0]], places) for places in groups.values()]
+        self._groups = [(encoder.transforms[places[0]], places) for places in groups.values()]
         self._lows, self._highs = (
             np.array([usual.ranges.get(name, (-np.inf, np.inf))[end] for name in self._numbers])[:, None]
             for end in (0, 1)
@@ -63,10 +63,10 @@ class Cells:
         for name in self._numbers:
             self._native.add_numbers(name)
         for spec in schema.categorical:
-            own = reading.vocabularies[spec.table_name]
+            own = encoder.vocabularies[spec.table_name]
             header, table = own.header, own.table
             arrays = table.directory, table.hashes, table.rows, table.key_offsets, table.key_bytes
-            encoding, buckets = ENCODINGS.index(reading.encodings[spec.column]), list(spec.buckets or ())
+            encoding, buckets = ENCODINGS.index(encoder.encodings[spec.column]), list(spec.buckets or ())
             of_table = header.hash_cap, header.missing_row, table.directory_bits, *arrays
             self._native.add_ids(spec.column, encoding, buckets, *of_table)
         # Ids of a column that is a number too count under another name, as in `Seen`.

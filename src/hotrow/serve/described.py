@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from hotrow.base.records import describe
 from hotrow.data.cells import IdEncoding
-from hotrow.data.prepare.prepare import Reading
+from hotrow.data.prepare.prepare import Encoder
 from hotrow.data.prepare.statistics import Statistics
 from hotrow.data.seen import Seen
 from hotrow.data.sources.schema import Schema, parse_schema
@@ -61,8 +61,8 @@ def explaining(path: Path) -> Iterator[None]:
         ) from None
 
 
-def reading_of(export: Path, about: Description, work: Path) -> Reading:
-    """Returns how raw rows are read, as `Reading.of` does of a dataset. work: where vocabularies are kept.
+def encoder_of(export: Path, about: Description, work: Path) -> Encoder:
+    """The encoder of an export. work: where vocabularies are kept.
 
     Raises ValueError, which names the file, if ids are row numbers already, or if something does not fit.
     """
@@ -83,7 +83,7 @@ def reading_of(export: Path, about: Description, work: Path) -> Reading:
         raise ValueError(f"{export / EXPORT}: statistics.bits are not those of this hotrow; {CURE}")
     transforms = [_transform(own) for own in about.dense]
     transforms += [Transform("identity")] * (len(schema.dense_inputs) - len(transforms))
-    return Reading("frame", schema, encodings, transforms, statistics, vocabularies)
+    return Encoder("frame", schema, encodings, transforms, statistics, vocabularies, threads=1)
 
 
 def schema_of(export: Path, about: Description) -> Schema:

@@ -1,6 +1,6 @@
 """One version of an export, opened without loading its tables: raw rows in, scores out.
 
-Rows are read as in preparation, by `RawEncoder` or the short way of cells.py, and scored by the network that trained,
+Rows are read as in preparation, by `Encoder` or the short way of cells.py, and scored by the network that trained,
 so that scores are those of `Run.predict`.
 """
 
@@ -22,7 +22,6 @@ from hotrow.base.door import read_file
 from hotrow.base.records import nearest
 from hotrow.batch import Batch, KeyedJaggedTensor
 from hotrow.data.chunk import RowError
-from hotrow.data.prepare.prepare import RawEncoder
 from hotrow.data.seen import Seen
 from hotrow.data.sources.tabular import Mixed, frame_to_arrow
 from hotrow.embedding import EmbeddingCollection
@@ -32,7 +31,7 @@ from hotrow.kernels import ops
 from hotrow.models.spec import SampleError
 from hotrow.run.build import look_up
 from hotrow.serve.cells import cells_of
-from hotrow.serve.described import explaining, network_of, reading_of, seen_of, tables_of
+from hotrow.serve.described import encoder_of, explaining, network_of, seen_of, tables_of
 from hotrow.serve.mapped import Budget, MappedTables, SmallLookups
 
 ROWS_AT_ONCE = 1 << 16
@@ -52,25 +51,25 @@ class Version:
         self.path, self.name = path, checksum_of(path)[:NAME_DIGITS]
         about = DOCUMENT.read(path / EXPORT)
         with explaining(path):
-            reading = reading_of(path, about, work)
+            encoder = encoder_of(path, about, work)
             self._shape = (0, len(about.labels)) if len(about.labels) > 1 else (0,)
-            self.columns = reading.schema.input_names
+            self.columns = encoder.schema.input_names
             self.mapped = MappedTables(path, about.tables, budget)
-            self.made = {vocabulary.path for vocabulary in reading.vocabularies.values()}
-            for vocabulary in reading.vocabularies.values():
+            self.made = {vocabulary.path for vocabulary in encoder.vocabularies.values()}
+            for vocabulary in encoder.vocabularies.values():
                 self.mapped.bound(vocabulary.mapped)
             tables = tables_of(about)
             self._embedding: Any = SmallLookups(tables, self.mapped, about.form)
             if about.form == "float32":
                 self._embedding = EmbeddingCollection(tables, memory=self.mapped)
-            if self._embedding.feature_names != reading.schema.feature_names:
+            if self._embedding.feature_names != encoder.schema.feature_names:
                 raise ValueError("features are not in the order of the tables")
             self._model, self._scores = network_of(about)
             self._model.load_state_dict(load(read_file(path / WEIGHTS)))
             self._packed = ops.Packed(self._model.parameters())
             self.usual = seen_of(about)
-            self._encoder, self._cells = RawEncoder(reading, threads=1), cells_of(reading, self.usual)
-            self._call_once(reading.schema.feature_names)
+            self._encoder, self._cells = encoder, cells_of(encoder, self.usual)
+            self._call_once(encoder.schema.feature_names)
 
     def _call_once(self, names: Sequence[str]) -> None:
         """Scores a row, so that all that is made at first use is there when threads come."""

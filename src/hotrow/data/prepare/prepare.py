@@ -1,7 +1,7 @@
 """Preparation as users call it, with plain arguments, and its counterpart for new rows: raw rows in, batches out.
 
     run_prepare("criteo", "train.txt", "data/criteo")            # hotrow prepare
-    for batch in RawEncoder("data/criteo").batches("new.txt"):   # hotrow predict
+    for batch in Encoder.of("data/criteo").batches("new.txt"):   # hotrow predict
 
 `pipeline.py` does the work, `sources/registry.py` opens the sources; docs/prepare.md is for users.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -232,11 +232,16 @@ def statistics_of(dataset: PackedDataset, schema: Schema) -> Statistics | None:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """All that rows to score are read and encoded by, without the rows that trained."""
+class Encoder:
+    """Reads and encodes raw rows as preparation did, by what training rows taught: for prediction, evaluation, serving.
+
+    Ids that no training row had, and ids too rare for a row of their own, become row 0; so do missing values, unless
+    training rows had missing values too, which then have a row. Missing dense values are 0 after the transform. A value
+    that is no id or number of its column is missing, so that every row has inputs.
+    """
 
     source: str
-    """What the rows to score are; "auto" is decided by their form."""
+    """What the rows are; "auto" is decided by their form."""
     schema: Schema
     encodings: Mapping[str, IdEncoding]
     transforms: Sequence[Transform]
@@ -244,11 +249,13 @@ class Reading:
     statistics: Statistics | None
     vocabularies: Mapping[str, Vocabulary]
     """By table."""
+    threads: int = field(default_factory=lambda: min(8, usable_cores()))
 
     @staticmethod
-    def of(dataset: PackedDataset) -> Reading:
-        """Returns that of a dataset. Vocabularies are loaded if they take at most half of the free memory, else
-        searched on disk."""
+    def of(dataset: PackedDataset | Path | str) -> Encoder:
+        """The encoder of a dataset, of which only dataset.json, vocab/ and statistics/ are needed. Vocabularies are
+        loaded if they take at most half of the free memory, else searched on disk."""
+        dataset = dataset if isinstance(dataset, PackedDataset) else PackedDataset.open(dataset)
         made = raw_rows(dataset)
         if made is None:
             raise ValueError(
@@ -266,26 +273,7 @@ class Reading:
             # Loading reads every byte, so it checks them; vocabularies searched on disk were checked in preparation.
             vocabularies = {name: Vocabulary.open(own.path).load() for name, own in vocabularies.items()}
         statistics = statistics_of(dataset, made.schema)
-        return Reading(source, made.schema, encodings, made.transforms, statistics, vocabularies)
-
-
-class RawEncoder:
-    """Encodes raw rows for prediction, with the columns, transforms and vocabularies of a prepared dataset.
-
-    dataset: a packed dataset or its folder, of which only dataset.json, vocab/ and statistics/ are needed; or a
-    `Reading`.
-
-    Ids that no training row had, and ids too rare for a row of their own, become row 0; so do missing values, unless
-    training rows had missing values too, which then have a row. Missing dense values are 0 after the transform. A value
-    that is no id or number of its column is missing, so that every row has inputs.
-    """
-
-    def __init__(self, dataset: PackedDataset | Path | str | Reading, *, threads: int | None = None) -> None:
-        if not isinstance(dataset, Reading):
-            dataset = Reading.of(dataset if isinstance(dataset, PackedDataset) else PackedDataset.open(dataset))
-        self.schema, self._source, self._by = dataset.schema, dataset.source, dataset
-        self._transforms = raw_transforms(dataset.schema, dataset.transforms)
-        self._threads = threads or min(8, usable_cores())
+        return Encoder(source, made.schema, encodings, made.transforms, statistics, vocabularies)
 
     def kept(self, data: Any, columns: Sequence[str]) -> KeptColumns:
         """Returns these columns of `data`, to read in step with `batches`. Raises ValueError if one is absent."""
@@ -313,16 +301,17 @@ class RawEncoder:
             data,
             schema=self.schema,
             labels=labels,
-            encodings=self._by.encodings,
+            encodings=self.encodings,
             values=values,
         )
-        pool = _Here() if self._threads == 1 else ThreadPoolExecutor(self._threads, thread_name_prefix="hotrow-encode")
+        pool = _Here() if self.threads == 1 else ThreadPoolExecutor(self.threads, thread_name_prefix="hotrow-encode")
         with pool as executor:
-            tables = {name: TableEncoder(vocabulary) for name, vocabulary in self._by.vocabularies.items()}
-            encode = RowEncoder(self.schema, self._transforms, tables, executor)
+            tables = {name: TableEncoder(vocabulary) for name, vocabulary in self.vocabularies.items()}
+            transforms = raw_transforms(self.schema, self.transforms)
+            encode = RowEncoder(self.schema, transforms, tables, executor)
             for chunk in _none_left_out(opened.source.chunks(rows_per_chunk=batch_size)):
-                if self._by.statistics is not None:
-                    chunk = self._by.statistics.of_rows_to_score(chunk)
+                if self.statistics is not None:
+                    chunk = self.statistics.of_rows_to_score(chunk)
                 dense, ids = encode(chunk)
                 if seen is not None:
                     _count(seen, self.schema, chunk, dense, ids)
@@ -334,8 +323,8 @@ class RawEncoder:
     def _source_of(self, data: Any) -> str:
         """Returns the source that reads `data`: for rows of Criteo's columns in another form, the source of that
         form."""
-        if self._source != "criteo":
-            return self._source
+        if self.source != "criteo":
+            return self.source
         if not is_paths(data):
             return "frame"
         paths = [data] if isinstance(data, str | Path) else data
