@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reuse_truth
-from benchmarks import hot_tracker as tracker_module
 from benchmarks import hot_trackers
 from benchmarks.hot_tracker import HotTracker
 from benchmarks.locality.reuse import native
@@ -51,26 +49,6 @@ def test_the_sketch_against_its_readable_twin(num_buckets: int, dtype: Any) -> N
                 module.sketch_add(own, seed, first_key, 4000, ids)
             assert slots[0].tolist() == slots[1].tolist()
     assert (slots[0] != 0).all()
-
-
-def test_a_score_stops_at_the_highest() -> None:
-    slots = np.array([0, 0, 0, 2 << 24 | (1 << 24) - 3], np.uint64)
-    native().sketch_add(slots, 0, 1, 2, np.array([0, 1, 0, 1, 1, 1]))  # row 0 is passed over
-    assert slots.tolist() == [0, 0, 0, 2 << 24 | (1 << 24) - 1], "it neither wraps nor runs into the key"
-
-
-@pytest.mark.parametrize("module_of", [native, lambda: reuse_truth], ids=["native", "readable"])
-def test_what_the_sketch_refuses(module_of: Callable[[], Any]) -> None:
-    module = module_of()
-    ids = np.array([1], np.int64)
-    with pytest.raises(ValueError, match="four for each"):
-        module.sketch_add(np.zeros(6, np.uint64), 0, 1, 2, ids)
-    with pytest.raises(ValueError, match="below num_rows"):
-        module.sketch_add(np.zeros(4, np.uint64), 0, 1, 1, ids)
-    with pytest.raises(ValueError, match="below num_rows"):
-        module.sketch_add(np.zeros(4, np.uint64), 0, 1, 2, -ids)
-    with pytest.raises(ValueError, match=r"below 2\^40"):
-        module.sketch_add(np.zeros(4, np.uint64), 0, 1 << 39, 1 << 40, ids)
 
 
 # ---- the tracker
@@ -137,57 +115,6 @@ def test_scores_never_exceed_the_accesses() -> None:
     assert all((slot & 0xFFFFFF) <= counts[(slot >> 24) - 1] for slot in slots)
     top = [row for row, _ in counts.most_common(400) if row]
     assert len(set(top) & rows_of(tracker.hot_set().rows["a"])) > 0.9 * len(top)
-
-
-def test_what_was_hot_gives_way() -> None:
-    """Ten thousand accesses of old rows, then other rows: these take over within a few halvings."""
-    tracker = HotTracker({"a": 50_000}, {"a": 64}, 64 * 101)
-    tracker.observe({"a": np.tile(np.arange(1, 101), 100)})
-    assert rows_of(tracker.hot_set().rows["a"]) >= set(range(1, 90))
-    for _ in range(30):
-        tracker.observe({"a": np.tile(np.arange(1001, 1101), 20)})
-    assert len(rows_of(tracker.hot_set().rows["a"]) & set(range(1001, 1101))) > 90
-
-
-def test_a_budget_for_everything_takes_everything() -> None:
-    tracker = HotTracker(SIZES, RECORD, sum(SIZES[t] * RECORD[t] for t in SIZES))
-    assert [rows.prefix for rows in tracker.hot_set().rows.values()] == list(SIZES.values())
-    small = HotTracker({"s": 10}, {"s": 64}, 640)
-    small.observe({"s": np.arange(10)})
-    assert small.hot_set().num_bytes == 640
-
-
-def test_the_same_batches_and_seed_give_the_same_set() -> None:
-    batches = [{"a": skewed(50_000, 4000, k), "b": skewed(30_000, 4000, 100 + k)} for k in range(8)]
-    made = [HotTracker(SIZES, RECORD, LEAST + 64 * 300, seed=5) for _ in range(2)]
-    for batch in batches:
-        made[0].observe(batch)
-        made[1].observe({name: torch.from_numpy(ids) for name, ids in batch.items()})
-    assert torch.equal(made[0].slots, made[1].slots)
-    assert made[0].num_observed == 8 * 8000
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="raise the budget by 1 bytes"):
-        HotTracker(SIZES, RECORD, LEAST - 1)
-    tracker = HotTracker(SIZES, RECORD, LEAST)
-    with pytest.raises(ValueError, match="no table is called 'c'; the tracker has small, a, b"):
-        tracker.observe({"c": np.arange(3)})
-    with pytest.raises(ValueError, match="table 'b' has 30,000 rows, an id is 30000"):
-        tracker.observe({"b": np.array([1, 30_000])})
-    with pytest.raises(ValueError, match="ids of table 'a' are float64"):
-        tracker.observe({"a": np.zeros(3)})
-    tracker.observe({"a": np.empty(0, np.int64)})
-    assert tracker.num_observed == 0 and tracker.hot_set().num_bytes == LEAST
-
-
-def test_halving_keeps_keys_and_halves_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    tracker = HotTracker({"a": 50_000}, {"a": 64}, 64 * 101)
-    tracker.observe({"a": np.repeat([5, 6], [9, 4])})
-    monkeypatch.setattr(tracker_module, "HALVING", 0)
-    tracker.observe({})
-    found = {(int(slot) >> 24) - 1: int(slot) & 0xFFFFFF for slot in tracker._slots if slot}
-    assert found == {5: 4, 6: 2}
 
 
 def test_the_tracker_finds_more_than_the_ways_not_taken(real_data: Callable[[str], Path]) -> None:

@@ -21,7 +21,6 @@ from benchmarks.synthetic_config import (
     criteo_terabyte,
 )
 from hotrow.data.chunk import Chunk, Position
-from hotrow.objectives.binary import auc
 
 pytestmark = pytest.mark.package
 
@@ -45,17 +44,6 @@ def teacher_logits(source: SyntheticSource, start: int, stop: int) -> NDArray[np
     """The true logits of rows [start, stop)."""
     cells = [(source._generator.cell(i), slice(a, b)) for i, a, b in _cell_spans(start, stop)]
     return np.concatenate([source.teacher.logits(cell)[rows] for cell, rows in cells])
-
-
-def additive_logits(source: SyntheticSource, start: int, stop: int) -> NDArray[np.float64]:
-    """The true logits without the pairwise part: the most that a model of single columns can learn."""
-    teacher, found = source.teacher, []
-    (main_scale, main_mean), _, (dense_scale, dense_mean) = teacher._scales
-    for i, a, b in _cell_spans(start, stop):
-        parts = teacher._parts(source._generator.cell(i))
-        added = main_scale * (parts.main - main_mean) + dense_scale * (parts.dense - dense_mean)
-        found.append((teacher.bias + added)[a:b])
-    return np.concatenate(found)
 
 
 @pytest.fixture(scope="module")
@@ -142,20 +130,6 @@ def test_drift_exchanges_the_stated_share_and_stays_one_to_one(num_embeddings: i
         assert changed[1] == pytest.approx(0.2, abs=0.06) and changed[2] == pytest.approx(0.4, abs=0.08)
 
 
-def test_without_drift_the_popular_stay_popular_and_with_it_they_do_not() -> None:
-    def overlap(drift: float) -> float:
-        table = SyntheticTable(name="t", num_embeddings=2_000, drift=drift)
-        (chunk,) = read(SyntheticSource(SyntheticConfig(num_rows=60_000, tables=(table,))))
-        tops = []
-        for part in (chunk.keys["t"].values[:20_000], chunk.keys["t"].values[40_000:]):
-            keys, counts = np.unique(part, return_counts=True)
-            tops.append(set(keys[np.argsort(-counts)[:50]]))
-        return len(tops[0] & tops[1]) / 50
-
-    assert overlap(0.0) > 0.85
-    assert overlap(1.0) < 0.5
-
-
 def test_missing_values_and_lengths(whole: Chunk) -> None:
     assert (~whole.keys["site"].valid).mean() == pytest.approx(0.2, abs=0.02)
     assert np.isnan(whole.dense).mean(axis=0) == pytest.approx([0.3, 0.0], abs=0.02)
@@ -179,43 +153,11 @@ def test_labels_follow_the_teacher(whole: Chunk) -> None:
         assert whole.label[tenth].mean() == pytest.approx(expected, abs=0.04)
 
 
-def test_teacher_logits_of_any_span() -> None:
-    source = SyntheticSource(make_config())
-    whole = teacher_logits(source, 0, 40_000)
-    np.testing.assert_array_equal(teacher_logits(source, 16_000, 33_000), whole[16_000:33_000])
-    np.testing.assert_array_equal(teacher_logits(source, 39_999, 40_000), whole[39_999:])
-
-
 def test_fewer_rows_are_the_first_of_more() -> None:
     few, many = (SyntheticSource(criteo_kaggle(num_rows, scale=0.001)) for num_rows in (1_000, 20_000))
     np.testing.assert_array_equal(teacher_logits(few, 0, 1_000), teacher_logits(many, 0, 1_000))
     (chunk,) = read(few)
     np.testing.assert_array_equal(chunk.label, next(many.chunks(rows_per_chunk=1_000)).label)
-
-
-def test_interactions_carry_what_single_columns_cannot() -> None:
-    config = criteo_kaggle(60_000, scale=0.01)
-    source = SyntheticSource(config)
-    (chunk,) = read(source)
-    logits, additive = teacher_logits(source, 0, 60_000), additive_logits(source, 0, 60_000)
-    positive = chunk.label == 1
-    best, single = auc(logits.astype(np.float32), positive), auc(additive.astype(np.float32), positive)
-    assert best > 0.8 and 0.66 < single < best - 0.08
-    assert (logits - additive).std() == pytest.approx(config.pair_strength, rel=0.1)
-    assert abs(np.corrcoef(logits - additive, additive)[0, 1]) < 0.15
-
-
-def test_no_single_column_explains_the_interactions() -> None:
-    source = SyntheticSource(criteo_kaggle(60_000, scale=0.01))
-    (chunk,) = read(source)
-    pairs = teacher_logits(source, 0, 60_000) - additive_logits(source, 0, 60_000)
-    explained = 0.0
-    for name in ("C5", "C6", "C9", "C14", "C17", "C20", "C22", "C23", "C25"):  # at most 305 items each
-        _, group = np.unique(chunk.keys[name].values, return_inverse=True)
-        means = np.bincount(group, pairs) / np.bincount(group)
-        explained += means[group].var() / pairs.var()
-    # 0.02 is what 500 groups explain of 60,000 rows by chance, with room.
-    assert explained < 0.06
 
 
 def test_strengths_may_be_zero() -> None:
