@@ -215,10 +215,8 @@ def test_only_some_verbs_run_under_torchrun(
     monkeypatch.setenv("WORLD_SIZE", "2")
     err = hotrow("predict", "run", "clicks.csv", "--out", "scores.csv", code=2, capsys=capsys, monkeypatch=monkeypatch)
     assert "hotrow predict runs in one process, but WORLD_SIZE is 2: start it without torchrun" in err
-    for verb in ("train", "prepare"):
-        given = ["x.yaml"] if verb == "train" else ["csv", "x.csv", "--out", "x"]
-        err = hotrow(verb, *given, code=2, capsys=capsys, monkeypatch=monkeypatch)
-        assert "WORLD_SIZE is 2 in the environment, but RANK, MASTER_ADDR, MASTER_PORT not" in err
+    err = hotrow("train", "x.yaml", code=2, capsys=capsys, monkeypatch=monkeypatch)
+    assert "WORLD_SIZE is 2 in the environment, but RANK, MASTER_ADDR, MASTER_PORT not" in err
 
 
 @looped(

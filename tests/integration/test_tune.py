@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import yaml
 
+from at_step import at_step
 from hotrow.api import load
 from hotrow.config.load import load_config
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.objectives.objective import Measure
-from hotrow.run import runs
 from hotrow.tune import tune as tuning
 from hotrow.tune.space import Axis, Trial, load_optuna, next_values, own_values
 from hotrow.tune.tune import RUNGS, steps_at, tune
@@ -256,15 +256,8 @@ def test_a_signal_ends_a_search_in_good_order(
     searched: tuple[Path, dict[str, Any], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, whole, _ = searched
-    real = runs.Training._count  # type: ignore[attr-defined]
-
-    def counted(self: Any, batch: Any, loss: float | None) -> None:
-        real(self, batch, loss)
-        if self.state.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     with monkeypatch.context() as patch:
-        patch.setattr(runs.Training, "_count", counted)  # type: ignore[attr-defined]
+        at_step(patch, 3, lambda _: os.kill(os.getpid(), signal.SIGTERM))
         found = tune(path, trials=3, out=tmp_path / "out")
     assert (found["status"], found["signal"]) == ("interrupted", signal.SIGTERM)
     tune(path, trials=3, out=tmp_path / "out")

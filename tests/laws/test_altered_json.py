@@ -179,7 +179,7 @@ def cases(made: Path) -> dict[str, Case]:
         "export": Case(export, export / "export.json", lambda: tools.check(export)),
         "delta": Case(delta, delta / "delta.json", lambda: bring_forward(export, delta, out)),
         "chain": Case(forward, forward / "chain.json", lambda: go_on_from(forward, plain, out)),
-        "counters": Case(count, count / ".prepare/counts/counters.json", lambda: go_on(made, "count")),
+        "rows": Case(count, count / ".prepare/rows/rows.json", lambda: go_on(made, "count")),
         "work, counting": Case(count, count / work, lambda: go_on(made, "count")),
         "work, encoding": Case(encode, encode / work, lambda: go_on(made, "encode")),
         "parts": Case(encode, encode / ".prepare/parts.json", lambda: go_on(made, "encode")),
@@ -188,7 +188,7 @@ def cases(made: Path) -> dict[str, Case]:
 
 NAMES = [
     *("dataset", "vocabulary", "manifest", "manifest, resumed", "chains", "chains, resumed", "run", "run in tiers"),
-    *("export", "delta", "chain", "counters", "work, counting", "work, encoding", "parts"),
+    *("export", "delta", "chain", "rows", "work, counting", "work, encoding", "parts"),
 ]
 
 

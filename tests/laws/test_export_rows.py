@@ -121,7 +121,7 @@ def test_an_export_says_what_its_scores_lose(logs: Path, tmp_path: Path, form: A
     run = train(logs / "data", tmp_path / "run", f"train.precision={precision}")
     cost = run.export(tmp_path / "out", rows=form)["row_cost"]
     rows = read_csv(logs / "rows.csv")
-    at = np.flatnonzero(RandomPlan(0, (0.8, 0.1, 0.1)).of_rows(np.arange(1500)) == 2)
+    at = np.flatnonzero(RandomPlan(0, (0.8, 0.1, 0.1)).assign(np.arange(1500)) == 2)
     labels = [int(rows["click"][i]) for i in at]  # type: ignore[arg-type]
     columns = {name: [own[i] for i in at] for name, own in rows.items()}
     scores = scorer_of(tmp_path / "out").score(columns).numpy()

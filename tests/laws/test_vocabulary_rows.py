@@ -94,7 +94,7 @@ class Case:
             for chunk in self.chunks:
                 rows.append(encoders["t"].encode("f", self.keys(chunk), first_key=first).tolist())
                 first += len(chunk)
-        assert list((folder / "tmp").iterdir()) == []
+        assert list((folder / "tmp").glob("*")) == []
         return rows, open_counts(folder / "c").tolist(), (folder / "v").read_bytes(), (folder / "c").read_bytes()
 
 

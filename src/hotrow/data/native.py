@@ -95,6 +95,12 @@ class RowColumns:
             np.empty((num_categories, stride), np.bool_),
         )
 
+    def put(self, first_row: int, rows: RowColumns, num_rows: int) -> None:
+        """Copies the first rows of other columns."""
+        place = slice(first_row, first_row + num_rows)
+        self.label[place], self.dense[place] = rows.label[:num_rows], rows.dense[:num_rows]
+        self.keys[:, place], self.valid[:, place] = rows.keys[:, :num_rows], rows.valid[:, :num_rows]
+
 
 class ParseResult(NamedTuple):
     """How far `parse_rows` got."""

@@ -208,9 +208,9 @@ def ingest(
         position = replace(kept.position, num_skipped=max(kept.position.num_skipped, source.skipped.num_rows))
         kept = save(replace(kept, position=position))
     if not kept.num_rows:
-        bad = f"has no good row, and {position.num_skipped:,} bad ones; see what changed in it"
-        nothing = bad if position.num_skipped else "has no rows; there is nothing to prepare"
-        raise NoRowsError(f"{info.files[0].path} {nothing}")
+        if num_bad := position.num_skipped:
+            raise ValueError(f"{info.files[0].path} has no good row, and {num_bad:,} bad ones; see what changed in it")
+        raise NoRowsError(f"{info.files[0].path} has no rows; there is nothing to prepare")
     if by_time and not kept.is_rising:
         say("the rows do not come in the order of time: they were sorted by it, as `statistics` need it")
         kept = _merged(folder, kept, check_stop)

@@ -16,14 +16,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hotrow.base.machine import usable_cores
 from hotrow.data.cells import MISSING, UnreadableError, integer_of, number_of
 from hotrow.data.chunk import (
     SKIP_CURE,
@@ -48,6 +50,8 @@ BUFFER_BYTES = 1 << 23
 HEAD_BYTES = 1 << 20
 """Bytes of text used to find a file's layout."""
 HEAD_LINES = 100
+BESIDE_ROWS = 1 << 12
+"""Smaller chunks are parsed on one thread."""
 FILE_NAME = re.compile(r"(.*\.(txt|tsv|csv)|day_\d+)(\.gz|\.zst)?", re.IGNORECASE)
 FILE_WORDS = "*.txt, *.tsv, *.csv or day_N, also with .gz or .zst"
 MISSING_BYTES = frozenset(text.encode() for text in MISSING)
@@ -138,14 +142,14 @@ class CriteoSource:
     def _read_file(self, start: Position, layout: RowLayout, rows_per_chunk: int) -> Iterator[Chunk]:
         file, line, row = self.files[start.file_index], start.num_lines, 0
         columns, mended = RowColumns.empty(layout, rows_per_chunk), list[tuple[int, int]]()
-        with ByteStream(file, start.offset) as stream:
+        with ByteStream(file, start.offset) as stream, _TwoParsers(layout, rows_per_chunk) as parse:
             for offset, text in _line_blocks(stream, self._buffer_bytes):
                 if len(text) == 0:
                     reason = f"the line is longer than {self._buffer_bytes:,} bytes; check that the file is a click log"
                     raise RowError(file=file.name, line=line + 1, reason=reason)
                 at = 0
                 while at < len(text):
-                    result = parse_rows(text[at:], layout, columns, first_row=row, num_rows=rows_per_chunk)
+                    result = parse(text[at:], columns, first_row=row)
                     at, line, row = at + result.num_bytes, line + result.num_rows, row + result.num_rows
                     if result.fault is not None:
                         raw = _first_line(text[at:])
@@ -175,6 +179,46 @@ class CriteoSource:
                 )
             raise error
         self.skipped.add(error)
+
+
+class _TwoParsers:
+    """Parses whole lines, the second half of a large text on a thread beside: a text is parsed more slowly than it is
+    read."""
+
+    def __init__(self, layout: RowLayout, num_rows: int) -> None:
+        self._layout, self._num_rows, self._bytes_of_row = layout, num_rows, 1.0
+        self._beside = ThreadPoolExecutor(1, "hotrow-parse") if num_rows >= BESIDE_ROWS and usable_cores() > 1 else None
+        self._scratch = RowColumns.empty(layout, num_rows if self._beside else 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._beside is not None:
+            self._beside.shutdown()
+
+    def __call__(self, text: NDArray[np.uint8], columns: RowColumns, *, first_row: int) -> ParseResult:
+        """What `parse_rows` returns. Behind a first half that has a fault, or whose rows do not fit, nothing is
+        parsed."""
+        place: dict[str, Any] = {"first_row": first_row, "num_rows": self._num_rows}
+        half = len(text) // 2
+        middle = half + 1 + text[half : half + HEAD_BYTES].tobytes().find(b"\n")
+        fits = first_row + 1.05 * len(text) / self._bytes_of_row < self._num_rows
+        if self._beside is None or not fits or middle == half:
+            result = parse_rows(text, self._layout, columns, **place)
+            self._bytes_of_row = max(result.num_bytes, 1) / max(result.num_rows, 1)
+            return result
+        given = text[middle:], self._layout, self._scratch
+        later = self._beside.submit(parse_rows, *given, first_row=0, num_rows=self._num_rows)
+        one, other = parse_rows(text[:middle], self._layout, columns, **place), later.result()
+        if (
+            one.fault is not None
+            or one.num_bytes < middle
+            or first_row + one.num_rows + other.num_rows > self._num_rows
+        ):
+            return one
+        columns.put(first_row + one.num_rows, self._scratch, other.num_rows)
+        return other._replace(num_rows=one.num_rows + other.num_rows, num_bytes=middle + other.num_bytes)
 
 
 def _chunk(
