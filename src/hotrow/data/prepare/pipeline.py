@@ -16,7 +16,7 @@ import hashlib
 import json
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -39,6 +39,7 @@ from hotrow.data.packed.format import (
     DatasetInfo,
     DenseColumn,
     Feature,
+    Ids,
     Label,
     SourceFile,
     Table,
@@ -483,8 +484,10 @@ class _Stages:
             pieces = self._pieces(plan, "encode", first)
             if self._schema.statistics:
                 pieces = self._with_statistics(pieces, plan, first)
-            for piece in _behind(pieces, left_out):
-                self._write_piece(piece, encode, writer)
+            # The next rows are encoded while these are written.
+            encoded = prefetch((piece, *encode(piece.chunk)) for piece in _behind(pieces, left_out))
+            for piece, dense, ids in self._open.enter_context(closing(encoded)):
+                self._write_piece(piece, dense, ids, writer)
             self._check_files_unchanged()
             self._say_left_out()
             unknown = {} if self._base is None else self._base.unknown(self._work.out, info.tables, self._say)
@@ -549,9 +552,8 @@ class _Stages:
         return counts | {name: value for name, value in kept.items() if value}
 
     @staticmethod
-    def _write_piece(piece: Piece, encode: RowEncoder, writer: PackedWriter) -> None:
-        """Appends the rows of a piece to their splits."""
-        dense, ids = encode(piece.chunk)
+    def _write_piece(piece: Piece, dense: NDArray[np.float32], ids: Mapping[str, Ids], writer: PackedWriter) -> None:
+        """Appends the rows of a piece, which were encoded, to their splits."""
         label, weight = piece.chunk.label, piece.chunk.weight
         assert label is not None, "a source for preparation has labels"
         for code, split in enumerate(SPLITS):
