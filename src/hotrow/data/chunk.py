@@ -333,7 +333,9 @@ def keys_from_arrow(array: pa.Array) -> Keys:
         row_splits = splits - splits[0]
     valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
     if pa.types.is_integer(array.type):
-        keys = Keys((array.fill_null(0) if array.null_count else array).to_numpy())
+        # As they lie there: nobody looks at the number of a missing value.
+        numbers = np.frombuffer(array.buffers()[1] or b"", array.type.to_pandas_dtype())
+        keys = Keys(numbers[array.offset : array.offset + len(array)])
     else:
         keys = _from_arrow(array if valid is None else array.fill_null(b""))
     return replace(keys, valid=valid, row_splits=row_splits)
