@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.metrics import log_loss, roc_auc_score
+from sklearn.metrics import roc_auc_score
 
 from benchmarks import days, days_kills, days_size
 from benchmarks.days_chain import cut, labels_of, prepare_day, scores_of, train_day, without_warnings
-from benchmarks.days_quality import against_retraining, apart, drift, entropy, gains, made_up, stream
-from benchmarks.quality_peers import logloss
+from benchmarks.days_quality import drift, gains, made_up, stream
 from benchmarks.rank_runs import differing
 
 pytestmark = [pytest.mark.package, pytest.mark.filterwarnings("ignore")]
@@ -49,20 +48,6 @@ def test_gains_are_those_of_scikit_learn() -> None:
     assert found["pooled_gain"] == pytest.approx(100 * (pooled[0] - pooled[1]))
 
 
-def test_ne_is_relative_to_the_best_constant() -> None:
-    label = RANDOM.integers(2, size=50).astype(float)
-    assert entropy(label) == pytest.approx(log_loss(label, np.full(50, label.mean())))
-
-
-def test_costs_and_distance_of_days() -> None:
-    spent = {"train_day": 3.0, "train_alone": 2.0, "steps_day": 2.0, "steps_alone": 2.0, "retrain": 40.0}
-    spent |= {"prepare_day": 2.0, "prepare_alone": 1.0}
-    found = against_retraining([(0.9, 0.8), (0.6, 0.8)], spent)
-    assert found["ne_above"] == pytest.approx((0.125 - 0.25) / 2)
-    costs = [found[name] for name in ("training_cost", "steps_cost", "preparing_cost", "retraining_cost")]
-    assert costs == pytest.approx([1.5, 1.0, 2.0, 8.0])
-
-
 def test_online_scores_are_those_of_the_frozen_model_until_it_has_trained_on_a_shard(tmp_path: Path) -> None:
     rows = made_up(tmp_path / "rows.tsv", 1500, 0.5)
     files = cut(rows, [900, 300, 300], tmp_path / "days")
@@ -84,18 +69,6 @@ def test_a_day_is_scored_frozen_daily_and_hourly(tmp_path: Path) -> None:
     assert [cell["rows"] for cell in cells] == [300, 300, 600]
     assert cells[0]["daily_ne"] == cells[0]["frozen_ne"] != cells[0]["hourly_ne"], "it has not trained again yet"
     assert cells[1]["daily_ne"] != cells[1]["frozen_ne"]
-
-
-def test_how_far_models_are_apart_is_that_of_the_same_rows() -> None:
-    label = RANDOM.integers(2, size=90).astype(float)
-    scores = {name: RANDOM.uniform(0.1, 0.9, 90) for name in ("frozen", "daily", "hourly")}
-    found = apart(label, {name: logloss(label, each) for name, each in scores.items()})
-    best = log_loss(label, np.full(90, label.mean()))
-    ne = {name: log_loss(label, each) / best for name, each in scores.items()}
-    assert {name: found[f"{name}_ne"] for name in scores} == pytest.approx(ne)
-    assert found["hourly_below"] == pytest.approx(ne["daily"] - ne["hourly"])
-    difference = (logloss(label, scores["frozen"]) - logloss(label, scores["daily"])) / best
-    assert found["daily_below_se"] == pytest.approx(np.std(difference, ddof=1) / np.sqrt(90))
 
 
 def test_a_measurement_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,12 +103,6 @@ def test_a_stream_has_the_tables_of_yambda(tmp_path: Path) -> None:
     config = days_size.yambda_shaped(20_000, 1e-3)
     assert cell["prepared"]["num_embeddings"] <= sum(table.num_embeddings + 1 for table in config.tables)
     assert cell["tiers"]["memory"]["disk_bytes"] > 0
-
-
-def test_the_second_half_of_a_run_is_what_is_sustained() -> None:
-    batch = days_size.BATCH_SIZE
-    lines = [{"step": s, "samples_per_s": s * batch / t} for s, t in ((10, 1.0), (20, 2.0), (30, 6.0), (40, 10.0))]
-    assert days_size.sustained(lines) == pytest.approx(20 * batch / 8)
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.locality import __main__ as locality
 from benchmarks.locality import traces
-from benchmarks.locality.reuse import measure_locality, sampling_rate
-from benchmarks.locality.traces import RowCounts, open_accesses, trace_accesses
+from benchmarks.locality.reuse import measure_locality
+from benchmarks.locality.traces import open_accesses, trace_accesses
 from hotrow.inspect.accesses import Accesses, TableAccesses
 from hotrow.kernels import ops
 
@@ -63,16 +63,6 @@ def test_all_tables_together_against_adding_up() -> None:
     assert found.overlap(100) is None
 
 
-def test_a_sample_says_so_and_repeats() -> None:
-    assert sampling_rate(1 << 22, None) == 0.25
-    assert sampling_rate(1000, 0.01) == 1.0 and sampling_rate(1 << 20, 0.001) == 1 / 128
-    own = table("t", 200_000, np.random.default_rng(5).integers(0, 200_000, 12_000))
-    runs = [measure_locality(own, num_samples=12_000, batch_size=100, sample=0.05, seed=s) for s in (1, 1, 2)]
-    curves = [run.by_row.to_json() for run in runs]
-    assert curves[0] == curves[1] != curves[2]
-    assert runs[0].rate == 0.05 and 400 < runs[0].rows_followed < 800  # of 11,650 different rows
-
-
 # ---- traces
 
 
@@ -110,17 +100,6 @@ def test_a_cut_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"cut\.gz.*(truncated|damaged)"):
         trace_accesses(tmp_path / "cut.gz")
-
-
-def test_row_counts_against_one_count_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.locality.traces.MIN_WAITING", 50)
-    ids = np.random.default_rng(0).integers(0, 300, 2000)
-    found = RowCounts()
-    for piece in np.array_split(ids, 37):
-        found.add(piece)
-    rows, counts = np.unique(ids, return_counts=True)
-    for have, want in zip(found.sums(), (rows, counts), strict=True):
-        assert have.tolist() == want.tolist()
 
 
 def test_the_real_trace_is_what_its_readme_says(real_data: Any) -> None:

@@ -201,7 +201,7 @@ class DictionaryReader:
             return None
         seen = self._seen.get(name)
         # The last dictionary is kept alive, so nothing else can have its address.
-        if seen is None or _addresses(seen.dictionary) != _addresses(dictionary):
+        if seen is None or addresses(seen.dictionary) != addresses(dictionary):
             keys = text_keys(pa.concat_arrays([dictionary, pa.nulls(1, dictionary.type)]))
             kept: Any = without_missing(dictionary, self._missing)
             lost = ~valid(kept) if kept.null_count else None
@@ -212,5 +212,5 @@ class DictionaryReader:
         return CodedKeys(seen.entries, codes)
 
 
-def _addresses(array: pa.Array) -> tuple[int, ...]:
+def addresses(array: pa.Array) -> tuple[int, ...]:
     return (len(array), array.offset, *(0 if buffer is None else buffer.address for buffer in array.buffers()))

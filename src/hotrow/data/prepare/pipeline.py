@@ -486,8 +486,9 @@ class _Stages:
                 pieces = self._with_statistics(pieces, plan, first)
             # The next rows are encoded while these are written.
             encoded = prefetch((piece, *encode(piece.chunk)) for piece in _behind(pieces, left_out))
-            for piece, dense, ids in self._open.enter_context(closing(encoded)):
-                self._write_piece(piece, dense, ids, writer)
+            with closing(encoded):
+                for piece, dense, ids in encoded:
+                    self._write_piece(piece, dense, ids, writer)
             self._check_files_unchanged()
             self._say_left_out()
             unknown = {} if self._base is None else self._base.unknown(self._work.out, info.tables, self._say)

@@ -40,7 +40,7 @@ from hotrow.data.chunk import (
     keys_to_arrow,
     select_rows,
 )
-from hotrow.data.coded import CodedKeys, KeyColumns, column_of
+from hotrow.data.coded import CodedKeys, KeyColumns, addresses, column_of
 from hotrow.data.prepare.cells import CellCounts
 from hotrow.data.sources.registry import OpenedSource
 from hotrow.data.sources.schema import Schema
@@ -450,15 +450,11 @@ def _keys(array: pa.Array, name: str, entries: dict[str, tuple[pa.Array, Keys]])
         return keys_from_arrow(array)
     known = entries.get(name)
     # The last dictionary is kept alive, so that nothing else can have its address.
-    if known is None or _address(known[0]) != _address(array.dictionary):
+    if known is None or addresses(known[0]) != addresses(array.dictionary):
         with_missing = pa.concat_arrays([array.dictionary, pa.nulls(1, array.dictionary.type)])
         known = entries[name] = array.dictionary, keys_from_arrow(with_missing)
     codes = array.indices.cast(pa.int64()).fill_null(len(array.dictionary)).to_numpy()
     return CodedKeys(known[1], codes)
-
-
-def _address(array: pa.Array) -> tuple[int, ...]:
-    return (len(array), array.offset, *(0 if buffer is None else buffer.address for buffer in array.buffers()))
 
 
 def _read(path: Path, part: Part) -> Iterator[pa.RecordBatch]:
