@@ -286,11 +286,8 @@ def united(schemas: Sequence[pa.Schema], files: Sequence[FileInfo]) -> tuple[pa.
     """The columns of all files, by first appearance, in the type of the first file; and what a file lacks of them."""
     kinds = {field.name: field.type for schema in reversed(schemas) for field in schema}
     names = dict.fromkeys(name for schema in schemas for name in schema.names)
-    lacking = {
-        info.path: absent
-        for info, schema in zip(files, schemas, strict=True)
-        if (absent := [name for name in names if name not in schema.names])
-    }
+    of_files = [(info.path, {*schema.names}) for info, schema in zip(files, schemas, strict=True)]
+    lacking = {path: [name for name in names if name not in has] for path, has in of_files if names.keys() - has}
     return pa.schema([(name, kinds[name]) for name in names]), lacking
 
 
@@ -522,7 +519,8 @@ class TextReader(TableReader):
         names = self._names(file_index, columns)
         renamed = bool(header) and names != header
         # For Arrow an empty list means all columns; to count rows, one column is read.
-        stored = [name for name in columns if name in names] or names[:1]
+        has = {*names}
+        stored = [name for name in columns if name in has] or names[:1]
         return {
             # Only with one thread does Arrow say which line is bad; preparation reads in the background anyway.
             "read_options": pa.csv.ReadOptions(
