@@ -148,7 +148,7 @@ def passes(
                 session.state.num_samples += 10
                 session.state.step, session.state.epoch = step + 1, (step + 1) // steps_per_pass
                 session.state.batch = (step + 1) % steps_per_pass
-                meter.end_step(None)  # type: ignore[arg-type]
+                meter.after_step(None, None)  # type: ignore[arg-type]
     return meter
 
 
