@@ -3,7 +3,7 @@
     python -m benchmarks.ingest TREE [--rows 10000000] [--rounds 3] [--folder DIR] [prepare] [fit] [predict]
 
 Each checkout works in processes of its own, by TREE/.venv/bin/python, on the same files; the one that goes first
-alternates. A line a cell: medians, and the ratio this / other with its range.
+alternates, and packed bytes must be equal. A line a cell: medians, and the ratio this / other with its range.
 
 prepare: Criteo text of that many rows, two threads: seconds, peak memory, and the most that lies in the work folder,
 over the bytes of the packed rows. fit: seconds outside training steps, on clicks of 6,000, 30,000 and 140,000 rows;
@@ -29,6 +29,7 @@ import numpy as np
 
 from benchmarks.criteo_text import write_criteo
 from benchmarks.synthetic_config import criteo_kaggle
+from hotrow.base.files import crc32
 
 FIT_ROWS = (6_000, 30_000, 140_000)
 WORKER = """
@@ -75,8 +76,9 @@ def clicks(path: Path, num_rows: int) -> Path:
     return path
 
 
-def prepare(tree: Path, text: Path, out: Path) -> dict[str, float]:
-    """Seconds, peak memory, and the most bytes in the work folder over those of the packed rows."""
+def prepare(tree: Path, text: Path, out: Path) -> tuple[dict[str, float], str]:
+    """Seconds, peak memory, and the most bytes in the work folder over those of the packed rows; and what tells the
+    bytes of the parts and vocabularies from others."""
     shutil.rmtree(out, ignore_errors=True)
     most, over = 0, threading.Event()
 
@@ -98,8 +100,10 @@ def prepare(tree: Path, text: Path, out: Path) -> dict[str, float]:
     if status:
         raise SystemExit(f"{' '.join(map(str, command))} ended with {os.waitstatus_to_exitcode(status)}")
     packed = sum(_size(path) for split in ("train", "val", "test") for path in (out / split).glob("*"))
+    made = [path for folder in ("train", "val", "test", "vocab") for path in sorted((out / folder).glob("*"))]
+    digest = " ".join(f"{crc32(path):08x}" for path in made)
     shutil.rmtree(out)
-    return {"s": seconds, "MB": usage.ru_maxrss / 1e3, "temporary / packed": most / packed}
+    return {"s": seconds, "MB": usage.ru_maxrss / 1e3, "temporary / packed": most / packed}, digest
 
 
 def _size(path: Path) -> int:
@@ -131,6 +135,7 @@ def main() -> None:
     trees = {"this": Path(__file__).parents[1], "other": given.tree.absolute()}
     folder = Path(tempfile.mkdtemp(dir=given.folder))
     measured: dict[str, dict[str, list[float]]] = {}
+    digests = set[str]()
 
     def note(cell: str, side: str, value: float) -> None:
         measured.setdefault(cell, {name: [] for name in trees})[side].append(value)
@@ -150,7 +155,11 @@ def main() -> None:
             for cell, file in files.items():
                 for side in sorted(trees, reverse=bool(turn % 2)):
                     if cell == "prepare":
-                        for name, value in prepare(trees[side], file, folder / "out").items():
+                        figures, digest = prepare(trees[side], file, folder / "out")
+                        digests.add(digest)
+                        if len(digests) > 1:
+                            raise SystemExit("the two checkouts make other bytes of the same rows: nothing to compare")
+                        for name, value in figures.items():
                             note(f"prepare, {name}", side, value)
                     else:
                         note(cell, side, worker(trees[side], cell.partition(" ")[0], file, folder / "runs"))

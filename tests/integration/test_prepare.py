@@ -444,6 +444,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"part-0\.parquet changed while it was being prepared"):
         prepare(open_source("parquet", logs, schema=SCHEMA), tmp_path / "out", progress=touch)
     assert not (tmp_path / "out" / "dataset.json").exists()
+    assert prepare(open_source("parquet", logs, schema=SCHEMA), tmp_path / "out", Options(overwrite=True)).info.splits
 
 
 @pytest.mark.parametrize("num_kills", [3, pytest.param(7, marks=pytest.mark.slow)])

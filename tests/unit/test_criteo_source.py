@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from hotrow.data import native, reference
 from hotrow.data.chunk import Chunk, RowError
+from hotrow.data.sources import criteo
 from hotrow.data.sources.criteo import CATEGORY_NAMES, DENSE_NAMES, CriteoSource
 from hotrow.data.sources.inputs import ByteStream, find_files, prefetch
 from loops import looped
@@ -505,3 +506,19 @@ def test_prefetch_ends_its_thread_when_dropped() -> None:
     assert next(iterator) == 0
     iterator.close()  # type: ignore[attr-defined]
     assert closed == [True]
+
+
+@looped("bad", [(), (7,), (4990,), (7, 4990), (2499, 2500, 2501)])
+def test_two_parsers_read_what_one_reads(bad: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that are bad in the first half of a text, in the second, and where they meet."""
+    lines = [row(i % 3, I1=str(i), C1=f"{i:x}") for i in range(5000)]
+    for i in bad:
+        lines[i] = row(i % 3, C1="?")
+    (tmp_path / "rows.txt").write_bytes(text(lines))
+    found = []
+    for beside_rows in (1 << 40, 16):
+        monkeypatch.setattr(criteo, "BESIDE_ROWS", beside_rows)
+        monkeypatch.setattr(criteo, "usable_cores", lambda: 2)
+        chunks = read(tmp_path / "rows.txt", rows_per_chunk=4096, buffer_bytes=1 << 17, skip_bad_rows=len(bad))
+        found.append((flat(chunks), [(chunk.num_rows, chunk.position) for chunk in chunks]))
+    assert found[0] == found[1] and len(found[0][0]) > 0

@@ -70,24 +70,6 @@ def test_what_fits_is_counted_exactly() -> None:
         assert rows_of(hot.rows[name]) == {0} | {row for own, row in counts if own == name}
 
 
-def test_the_budget_takes_the_rows_of_most_accesses_per_byte() -> None:
-    tracker = HotTracker(SIZES, RECORD, LEAST + 40 * 64)
-    ids = {name: np.arange(1, 40).repeat(np.arange(1, 40)) for name in ("a", "b")}
-    tracker._slots = np.zeros(1 << 14, np.uint64)  # room for all of them: what is asked is the choice
-    tracker.observe(ids)
-    hot = tracker.hot_set()
-    order = sorted((-row / RECORD[name], name, row) for name in ("a", "b") for row in range(1, 40))
-    expected: dict[str, set[int]] = {"a": {0}, "b": {0}}
-    room = 40 * 64
-    for _, name, row in order:
-        room -= RECORD[name]
-        if room < 0:
-            break
-        expected[name].add(row)
-    assert {name: rows_of(hot.rows[name]) for name in ("a", "b")} == expected
-    assert hot.how == "tracked" and LEAST < hot.num_bytes <= tracker.budget_bytes
-
-
 @settings(max_examples=25, deadline=None)
 @given(budget=st.integers(LEAST, 4_000_000), seed=st.integers(0, 3), num_batches=st.integers(0, 4))
 def test_never_over_the_budget_nor_over_its_memory(budget: int, seed: int, num_batches: int) -> None:

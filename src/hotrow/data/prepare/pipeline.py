@@ -250,14 +250,14 @@ class _Stages:
 
     @contextmanager
     def cleaning(self) -> Iterator[None]:
-        """Removes the work folder after an error in the data, if there is nothing in it to continue from."""
+        """Removes what was made after an error in the data, if there is nothing in it to continue from."""
         try:
             yield
         except ValueError:
             if may_go_on(self._rows_folder):
                 where = self._rows_folder
                 self._say(f"what was read is kept in {where}: the same command, also with --skip-bad-rows, continues")
-            else:
+            elif self._work.results.tables is None:
                 remove(self._rows_folder)
                 self._work.abandon()
             raise

@@ -101,10 +101,6 @@ class Rows:
     def __len__(self) -> int:
         return sum(part.num_rows for part in self.known.parts)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.known.parts)
-
     def chunks(
         self, first: int = 0, stop: int | None = None, *, rows_per_chunk: int = ROWS_PER_BATCH
     ) -> Iterator[tuple[Chunk, NDArray[np.int64]]]:

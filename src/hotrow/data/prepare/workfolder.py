@@ -113,7 +113,9 @@ class WorkFolder:
         return self.folder / name
 
     def abandon(self) -> None:
-        """Removes the folder, and what was made for it."""
+        """Removes all that this work has made."""
+        for name in (*RESERVED_SPLITS, *SPLITS):
+            remove(self.out / name)
         remove(self.folder)
         if self._made_out and not any(self.out.iterdir()):
             self.out.rmdir()

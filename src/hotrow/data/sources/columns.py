@@ -156,7 +156,7 @@ class ColumnsSource:
     @property
     def files(self) -> Sequence[InputFile]:
         """The files that are read; none of a frame."""
-        return getattr(self._reader, "_files", ())
+        return self._reader._files
 
     @property
     def column_names(self) -> tuple[str, ...]:

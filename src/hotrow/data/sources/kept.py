@@ -41,16 +41,16 @@ class _Block:
 
 
 class KeptReader(TableReader):
-    """The rows of `inner`, which are read here, once. folder: for the file; if None, that for temporary files."""
+    """The rows of `inner`, which are read here, once; the file lies in the folder for temporary files ($TMPDIR)."""
 
-    def __init__(self, inner: TextReader | JsonReader, folder: Path | None = None) -> None:
+    def __init__(self, inner: TextReader | JsonReader) -> None:
         self.inner, self._files, self.files = inner, inner._files, inner.files
         self._blocks: list[list[_Block]] = [[] for _ in self.files]
         kinds = dict[str, pa.DataType]()
-        where = Path(tempfile.gettempdir()) if folder is None else folder
+        cure = "set TMPDIR to a larger disk and start again"
         with (
-            explain_full_disk(where, "reading text", "Nothing was kept.", "start again"),
-            tempfile.SpooledTemporaryFile(IN_MEMORY_BYTES, dir=str(where)) as file,
+            explain_full_disk(Path(tempfile.gettempdir()), "reading text", "Nothing was kept.", cure),
+            tempfile.SpooledTemporaryFile(IN_MEMORY_BYTES) as file,
         ):
             for index in range(len(self.files)):
                 for rows in prefetch(inner.read_all(index)):

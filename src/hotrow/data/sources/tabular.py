@@ -63,7 +63,7 @@ class TableReader:
     """The files as they are now."""
     schema: pa.Schema
     """Name and type of every column, partition columns included."""
-    _files: Sequence[InputFile]
+    _files: Sequence[InputFile] = ()
 
     lacking: Mapping[str, Sequence[str]] = MappingProxyType({})
     """Columns that some files lack, by file; they are missing in its rows."""
