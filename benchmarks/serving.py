@@ -47,7 +47,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 
@@ -56,6 +55,8 @@ from benchmarks.serving_export import DIM, make, write
 from hotrow.base.files import parse_bytes
 from hotrow.base.machine import host_facts
 from hotrow.base.records import read_sealed
+from hotrow.data.chunk import keys_to_arrow
+from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.export.delta import apply_delta, checksum_of, write_delta
 from hotrow.export.dense import write_dense
 from hotrow.export.score import build_network, load_module
@@ -84,14 +85,15 @@ def ids_of(
 ) -> list[Any]:
     """Raw ids of a feature, as JSON has them. spread: all rows alike, not frequent ones more often."""
     vocabulary = tables[feature["table"]]["vocabulary"]
-    stored = pq.read_table(export / vocabulary["file"])
-    if not len(stored):
+    stored = [*Vocabulary.open(export / vocabulary["file"]).entries()]
+    if not stored:
         return [None] * n
-    ranks = rng.integers(len(stored), size=n)
+    by_rank = np.argsort(np.concatenate([rows for _, rows in stored]), kind="stable")
+    ranks = rng.integers(len(by_rank), size=n)
     if not spread:
-        ranks = np.exp(rng.random(n) * np.log(len(stored))).astype(np.int64) - 1
-    by_rank = np.argsort(stored["row"].to_numpy(), kind="stable")
-    keys = stored["key"].take(pa.array(by_rank[ranks])).to_pylist()
+        ranks = np.exp(rng.random(n) * np.log(len(by_rank))).astype(np.int64) - 1
+    known = pa.concat_arrays([keys_to_arrow(keys) for keys, _ in stored])
+    keys = known.take(pa.array(by_rank[ranks])).to_pylist()
     if feature["keys"] == "bytes":
         made: list[Any] = [key.decode() if isinstance(key, bytes) else str(key) for key in keys]
     elif feature["keys"] == "hex":
@@ -401,7 +403,6 @@ def measure_memory(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     with (work / "requests.jsonl").open("w") as file:
         for request in requests_of(options.export, options.items[0], SPREAD_REQUESTS, spread=True):
             file.write(json.dumps(request) + "\n")
-    Scorer(options.export, work=work)  # makes the vocabularies
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
         found = executor.submit(most_memory, options.export, work, work / "requests.jsonl", options.memory)
         tables = sum(path.stat().st_size for path in (options.export / "tables").iterdir())
@@ -452,12 +453,11 @@ def measure_deltas(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             ended = time.perf_counter()
             done.set()
         asking.result()
-    wrong, others = 0, work / "others"
+    wrong = 0
     for version, folder in folders.items():
-        again = Scorer(folder, work=others)
+        again = Scorer(folder)
         expected = [again.score(user=user, items=items).tobytes() for user, items in requests]
         wrong += sum(own[4] != expected[own[3]] for own in found if own[2] == version)
-        shutil.rmtree(others)
     files = {path.relative_to(work / "whole") for path in (work / "whole").rglob("*") if path.is_file()}
     quiet, under = (
         [taken for at, taken, *_ in found if at < began],

@@ -7,16 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 
 from hotrow.config.load import make_config
 from hotrow.data.chunk import Keys
 from hotrow.data.native import hash_keys
+from hotrow.data.packed.format import MANIFEST, DatasetInfo, DenseColumn, Feature, Table, write_info
+from hotrow.data.packed.format import FileRecord as PackedRecord
+from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, write_vocabulary
+from hotrow.data.sources.schema import parse_schema
+from hotrow.data.sources.split import RandomPlan, plan_to_json
 from hotrow.export.export import (
     ALIGNMENT,
     DOCUMENT,
+    ENCODER,
     FOLDERS,
     OWN_NAMES,
     Description,
@@ -24,7 +29,6 @@ from hotrow.export.export import (
     becoming,
     file_record,
     network_source,
-    write_keys,
 )
 from hotrow.run.checkpoint_files import FileRecord, Pieces, head_of, write_tensors
 
@@ -92,7 +96,6 @@ def write(to: Whole, num_rows: int, day: int = 0) -> Description:
         step=day,
         dataset={},
         model=model,
-        csv=None,
         dense=tuple({"name": name, "transform": "log1p_clip0", "missing": 0.0} for name in numbers),
         features=tuple({"name": name, "table": name, **one_hot} for name in names),
         tables=(),
@@ -102,21 +105,46 @@ def write(to: Whole, num_rows: int, day: int = 0) -> Description:
     )
     to.begin(description, 0)
     files = {"model.safetensors": write_tensors(to.folder / "model.safetensors", dict(network.state_dict()))}
-    described = []
+    described, tables, stored = [], list[Table](), dict[str, PackedRecord]()
     for k, (name, size) in enumerate(zip(names, sizes, strict=True)):
-        file, own = f"tables/{name}.safetensors", f"vocab/{name}.parquet"
+        file, own = f"tables/{name}.safetensors", f"{ENCODER}/vocab/{name}"
         files[file] = to.table(file, f"{name}.weight", Random(size, day))
         rows = np.arange(1, size, every)
         keys = key_of(rows, k)
-        order = np.argsort(hash_keys(Keys(keys)), kind="stable")
-        write_keys(to.folder / own, pa.int64(), [pa.table({"key": keys[order], "row": rows[order]})])
+        hashes = hash_keys(Keys(keys))
+        order = np.argsort(hashes, kind="stable")
+        summary = TableSummary(size, len(rows), 0, len(rows), len(rows))
+        write_vocabulary(to.folder / own, [Entries(hashes[order], rows[order], None)], summary, key_kind="int")
         files[own] = file_record(to.folder / own)
+        stored[f"vocab/{name}"] = PackedRecord(files[own].num_bytes, int(files[own].crc32, 16))
+        tables.append(Table(name, size, len(rows), vocabulary=Vocabulary.open(to.folder / own).id))
         vocabulary = {"file": own, "num_keys": len(rows), "unknown_row": 0, "missing_row": 0, "hash_cap": None}
         described.append({
             "name": name, "num_embeddings": size, "embedding_dim": DIM, "pooling": "sum", "features": [name],
             "file": file, "tensor": f"{name}.weight", "trained_as": "float32", "stored_as": "float32",
             "vocabulary": {**vocabulary, "min_count": 1, "num_dropped": 0},
         })  # fmt: skip
+    schema = parse_schema(
+        {"label": "label", "dense": [{"column": name, "transform": "log1p_clip0"} for name in numbers],
+         "categorical": [*names]}, where="benchmarks.serving",
+    )  # fmt: skip
+    info = DatasetInfo(
+        name="made",
+        dense=tuple(DenseColumn(name, "log1p_clip0") for name in numbers),
+        features=tuple(Feature(name, name) for name in names),
+        tables=tuple(tables),
+        files=stored,
+        ids={
+            "source": "frame",
+            "schema": schema.to_json(),
+            "encodings": dict.fromkeys(names, "hex"),
+            "split": plan_to_json(RandomPlan(0, (1.0, 0.0, 0.0))),
+            "rows": None,
+            "sample": 1.0,
+        },
+    )
+    write_info(to.folder / ENCODER, info)
+    files[f"{ENCODER}/{MANIFEST}"] = file_record(to.folder / ENCODER / MANIFEST)
     texts = {"model.py": network_source("dlrm", spec.trained_for)}
     root = Path(__file__).resolve().parents[1] / "src" / "hotrow"
     for name, path in (("score.py", "export/score.py"), ("seen.py", "data/seen.py"), ("cells.py", "data/cells.py")):

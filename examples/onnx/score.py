@@ -9,8 +9,10 @@ hashed: score.py in the export takes these, and any value. docs/export.md says w
 """
 
 import json
+import struct
 import sys
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,27 @@ def rows_at(path: Path, places: np.ndarray) -> np.ndarray:
     return (rows.astype(np.uint32) << 16).view(np.float32) if tensor["dtype"] == "BF16" else rows
 
 
+def vocabulary_at(path: Path) -> dict[bytes | int | None, int]:
+    """Returns the row of each id: of text by its bytes, of a number by its hash (docs/vocabulary.md)."""
+    stored = path.read_bytes()
+    index_bytes, num_keys = struct.unpack_from("<24xI4xQ", stored)
+    _, hashes, rows, begins, texts = [place for place, _ in struct.iter_unpack("<QQ8x", stored[72:192])]
+    found = np.frombuffer(stored, f"<u{index_bytes}", num_keys, rows).tolist()
+    if begins == texts:
+        return dict(zip(np.frombuffer(stored, "<u8", num_keys, hashes).tolist(), found, strict=True))
+    ends = [texts + end for end in np.frombuffer(stored, "<u8", num_keys + 1, begins).tolist()]
+    return {stored[first:end]: row for (first, end), row in zip(pairwise(ends), found, strict=True)}
+
+
 def key_of(feature: dict[str, Any], value: Any) -> bytes | int:
-    """Returns an id as the vocabulary has it."""
+    """Returns an id as `vocabulary_at` has it."""
     if feature["keys"] == "bytes":
         return str(value).encode()
-    number = int(value, feature["base"]) if isinstance(value, str) else int(value)
-    return (number + 2**63) % 2**64 - 2**63
+    base = 16 if feature["keys"] == "hex" else 10
+    x = (int(value, base) if isinstance(value, str) else int(value)) % 2**64
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        x = (x ^ x >> 33) * factor % 2**64
+    return x ^ x >> 33
 
 
 def pooled(folder: Path, table: dict[str, Any], feature: dict[str, Any], values: list[Any]) -> np.ndarray:
@@ -46,8 +63,7 @@ def pooled(folder: Path, table: dict[str, Any], feature: dict[str, Any], values:
     ids, one = table["vocabulary"], feature["kind"] == "one_hot"
     if "buckets" in feature:
         values = [None if v is None else int(np.searchsorted(feature["buckets"], v, "right")) for v in values]
-    keys, rows = pq.read_table(folder / ids["file"]).to_pydict().values()
-    known = dict(zip(keys, rows, strict=True)) | {None: ids["missing_row"]}
+    known = vocabulary_at(folder / ids["file"]) | {None: ids["missing_row"]}
     bags = [[v] if one else v.split(feature["separator"]) if isinstance(v, str) else v or [] for v in values]
     keys = [None if v is None else key_of(feature, v) for bag in bags for v in bag]
     places, lengths = [known.get(key, ids["unknown_row"]) for key in keys], [*map(len, bags)]

@@ -180,7 +180,7 @@ class Run:
             kept = ", ".join(map(str, checkpoints)) or "none"
             raise ValueError(f"run {self.path} has no checkpoint of step {step}; it keeps {kept}")
         checkpoint = self.checkpoint if step is None else checkpoints[step]
-        vocabulary, seen = self.folder.vocabulary, seen_of(self.record)
+        vocabulary, seen = self.folder.encoder, seen_of(self.record)
         layers = [calibration.layer] if (calibration := self._calibration(checkpoint)) else []
         layers += [for_all_negatives(self.record.negatives_kept)] if self.record.negatives_kept else []
         cost_of = functools.partial(self._row_cost, None if step is None else checkpoint)
@@ -230,7 +230,7 @@ class Run:
 
     def _loaded(self, checkpoint: Path) -> _Loaded:
         """Returns what a checkpoint scores with."""
-        kept = PackedDataset.open(self.folder.vocabulary)
+        kept = PackedDataset.open(self.folder.encoder)
         config, _ = read_model(checkpoint, read_manifest(checkpoint), kept)
         setup = Setup.decide(_on_this_machine(config), kept, self.path, training=False)
         embedding, model = build_network(setup)
@@ -262,7 +262,7 @@ class Run:
     @cached_property
     def _labels(self) -> list[str]:
         """Names of the labels that the model was trained for."""
-        return [label.name for label in PackedDataset.open(self.folder.vocabulary).info.labels]
+        return [label.name for label in PackedDataset.open(self.folder.encoder).info.labels]
 
     def predict_batches(self, data: Any, *, strict: bool = False) -> Iterator[NDArray[np.float32]]:
         """Yields what `predict` returns, piece by piece, in bounded memory."""
@@ -277,7 +277,7 @@ class Run:
         not times."""
         embedding, model, dense, _ = self._network
         kept = self.record.negatives_kept
-        first_row, seen, raw = 0, seen_of(self.record), Encoder.of(self.folder.vocabulary)
+        first_row, seen, raw = 0, seen_of(self.record), Encoder.load(self.folder.encoder)
         values: Literal["strict", "any"] = "strict" if strict else "any"
         with _readable(data, strict=strict) as rows:
             for batch in raw.batches(rows, batch_size=EVAL_BATCH_SIZE, labels=labels, values=values, seen=seen):
@@ -332,7 +332,7 @@ class Run:
         num_rows = 0
         with (
             _readable(data, strict=strict) as rows,
-            closing(Encoder.of(self.folder.vocabulary).kept(rows, keep)) as kept,
+            closing(Encoder.load(self.folder.encoder).kept(rows, keep)) as kept,
         ):
             names = score_names(self._labels)
             schema = pa.schema([*kept.schema, *(pa.field(name, pa.float32(), nullable=False) for name in names)])
@@ -356,12 +356,12 @@ class Run:
                 "the training rows, and pass --data FOLDER"
             )
         metrics, by = (objective := self._network.objective).metrics(), objective.by
-        known = (groups_of or self).folder.vocabulary
+        known = (groups_of or self).folder.encoder
         groups = None if by is None else Groups(PackedDataset.open(known).info, by)
         with _readable(data, strict=strict) as rows:
             others = None
-            if groups is not None and known != self.folder.vocabulary:
-                others = Encoder.of(known).batches(rows, batch_size=EVAL_BATCH_SIZE, labels="alone")
+            if groups is not None and known != self.folder.encoder:
+                others = Encoder.load(known).batches(rows, batch_size=EVAL_BATCH_SIZE, labels="alone")
             for outputs_B, batch in self._outputs(rows, labels="alone", strict=strict):
                 by_B = None if groups is None else groups.of(batch if others is None else next(others))
                 metrics.update(outputs_B, batch.label, batch.weight, by_B)
@@ -407,7 +407,7 @@ class Run:
                     f"dataset, but {type(given).__name__} was given; raw rows go to evaluate_rows"
                 )
         dataset = PackedDataset.open(self._dataset_path() if data is None else data)
-        own = PackedDataset.open(self.folder.vocabulary)
+        own = PackedDataset.open(self.folder.encoder)
         for table in dataset.info.tables:
             mine = own.info.table_by_name.get(table.name)
             if mine is None or (mine.vocabulary, mine.num_embeddings) != (table.vocabulary, table.num_embeddings):

@@ -302,7 +302,7 @@ def test_a_damaged_vocabulary_is_found_by_check(
     tools = {"capsys": capsys, "monkeypatch": monkeypatch}
     hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
     run = hotrow("train", "small.yaml", "--set", "train.max_steps=1", "--json", **tools)["run_dir"]
-    vocabulary = Path(run, "vocab", "vocab", "C3")
+    vocabulary = Path(run, "encoder", "vocab", "C3")
     data = vocabulary.read_bytes()
     vocabulary.unlink()  # it is a hard link to the dataset's
     vocabulary.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

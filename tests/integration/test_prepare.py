@@ -152,7 +152,7 @@ def test_new_rows_meet_the_vocabularies_of_training(tmp_path: Path) -> None:
         "parquet", write_parquet(tmp_path / "logs", rows), tmp_path / "out", schema=SCHEMA, split="random"
     )
     codes = plan_of(dataset.info.ids["split"]).assign(np.arange(800))
-    encoder = Encoder.of(dataset)
+    encoder = Encoder.load(dataset)
     test = to_table(rows).filter(pa.array(codes == 2))
     (batch,) = encoder.batches(test)
     stored = rows_of(dataset, "test")
@@ -165,7 +165,7 @@ def test_new_rows_meet_the_vocabularies_of_training(tmp_path: Path) -> None:
     small = list(encoder.batches(test, batch_size=7))
     assert sum(len(b) for b in small) == len(test) and max(len(b) for b in small) == 7
     unlabelled = pl.from_arrow(test).drop("click", "ts").with_columns(user=pl.lit("never seen"))  # type: ignore[union-attr]
-    (batch,) = Encoder.of(tmp_path / "out").batches(unlabelled)
+    (batch,) = Encoder.load(tmp_path / "out").batches(unlabelled)
     assert batch.label.isnan().all()
     assert set(batch.sparse.bags("user")[0].tolist()) == {0}
     with pytest.raises(ValueError, match="no column 'item'"):
@@ -183,7 +183,7 @@ def test_new_rows_are_encoded_whatever_stands_in_label_and_time(kind: str, tmp_p
         return path
 
     old = write("old", [0, 1, 1] * 20, list(range(60)))
-    encoder = Encoder.of(run_prepare(kind, old, tmp_path / "out", schema=parse_schema(schema, where="test")))
+    encoder = Encoder.load(run_prepare(kind, old, tmp_path / "out", schema=parse_schema(schema, where="test")))
     (want,) = encoder.batches(old)
     for name, click, ts in (("empty", [None] * 60, [None] * 60), ("words", ["?"] * 60, ["soon"] * 60)):
         (batch,) = encoder.batches(write(name, click, ts))
@@ -202,8 +202,8 @@ def test_a_bad_row_to_predict_is_not_offered_to_be_skipped(source: str, tmp_path
     (tmp_path / "new.csv").write_text(header + good + bad)
     run_prepare(source, tmp_path / "old.csv", tmp_path / "out", split="random")
     with pytest.raises(RowError, match=r"new\.csv:\d.*; correct the (line|row)( or leave it empty)?$"):
-        list(Encoder.of(tmp_path / "out").batches(tmp_path / "new.csv", values="strict"))
-    assert sum(map(len, Encoder.of(tmp_path / "out").batches(tmp_path / "new.csv"))) == good.count("\n") + 1
+        list(Encoder.load(tmp_path / "out").batches(tmp_path / "new.csv", values="strict"))
+    assert sum(map(len, Encoder.load(tmp_path / "out").batches(tmp_path / "new.csv"))) == good.count("\n") + 1
 
 
 def test_a_flipped_byte_of_a_vocabulary_is_refused_before_a_row_is_encoded(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_flipped_byte_of_a_vocabulary_is_refused_before_a_row_is_encoded(tmp_p
     raw[-5] ^= 1
     path.write_bytes(raw)
     with pytest.raises(ValueError, match=r"vocab/user.*altered"):
-        Encoder.of(tmp_path / "out")
+        Encoder.load(tmp_path / "out")
 
 
 def test_a_vocabulary_that_is_not_the_datasets_is_refused(tmp_path: Path) -> None:
@@ -221,11 +221,11 @@ def test_a_vocabulary_that_is_not_the_datasets_is_refused(tmp_path: Path) -> Non
         prepare(open_source("frame", to_table(make_rows(300, seed)), schema=SCHEMA), tmp_path / str(seed))
     (tmp_path / "0" / "vocab" / "user").write_bytes((tmp_path / "1" / "vocab" / "user").read_bytes())
     with pytest.raises(ValueError, match=r"vocab/user has \d+ bytes, dataset\.json says"):
-        Encoder.of(tmp_path / "0")
+        Encoder.load(tmp_path / "0")
     other = json.loads((tmp_path / "1" / "dataset.json").read_text())["files"]["vocab/user"]
     reseal(tmp_path / "0" / "dataset.json", lambda own: own["files"].update({"vocab/user": other}))
     with pytest.raises(ValueError, match=r"vocab/user has id .* dataset\.json names"):
-        Encoder.of(tmp_path / "0")
+        Encoder.load(tmp_path / "0")
 
 
 def test_criteo_kaggle_takes_the_reference_split(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_criteo_kaggle_takes_the_reference_split(tmp_path: Path) -> None:
     assert rows_of(dataset, "train")["label"] == labels[:86]
     assert rows_of(dataset, "test")["label"] == labels[86:93]
     assert rows_of(dataset, "val")["label"] == labels[93:]
-    (batch,) = Encoder.of(dataset).batches(path)
+    (batch,) = Encoder.load(dataset).batches(path)
     assert batch.sparse.bags("C7")[0].tolist()[:86] == rows_of(dataset, "train")["C7"]
 
 
@@ -285,7 +285,7 @@ def test_other_published_layouts(tmp_path: Path, source: str) -> None:
     assert dataset.info.name == source and dataset.info.ids["split"]["kind"] == "time"  # type: ignore[index, call-overload]
     assert sum(dataset.split(s).num_rows for s in dataset.splits) == n
     assert 0 < np.mean(rows_of(dataset, "train")[dataset.info.labels[0].name]) < 1
-    assert sum(len(batch) for batch in Encoder.of(dataset).batches(path)) == n
+    assert sum(len(batch) for batch in Encoder.load(dataset).batches(path)) == n
 
 
 def test_real_criteo_rows(real_data: Any, tmp_path: Path) -> None:

@@ -262,10 +262,10 @@ def test_an_odd_id_uses_the_row_in_scoring_that_it_used_in_training(tmp_path: Pa
     dataset = run_prepare("csv", tmp_path / "x.csv", tmp_path / "out", schema=parse_schema(schema, where="test"))
     assert dataset.info.summary["odd"]["user"]["cells"] == 2  # type: ignore[call-overload, index]
     packed = [row for split in dataset.splits for row in rows_of(dataset, split)["user"]]
-    (batch,) = Encoder.of(dataset).batches(tmp_path / "x.csv")
+    (batch,) = Encoder.load(dataset).batches(tmp_path / "x.csv")
     assert sorted(packed) == sorted(batch.sparse.values.tolist())
     cells = ["guest", "12.5", "", " 7", "7", "012", "12"]
-    (odd,) = Encoder.of(dataset).batches(pa.table({"user": cells, "price": [1.0] * len(cells)}))
+    (odd,) = Encoder.load(dataset).batches(pa.table({"user": cells, "price": [1.0] * len(cells)}))
     found = odd.sparse.values.tolist()
     assert 0 != found[0] == found[1] == found[2] and found[3] == found[4] and found[5] == found[6]
 

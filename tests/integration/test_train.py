@@ -74,7 +74,7 @@ def test_learns_and_fills_its_folder(dataset: PackedDataset, tmp_path: Path) -> 
         )
         assert total / 384 == pytest.approx(mean, abs=2e-4)
     assert [line["step"] for line in lines if line.get("split") == "val"] == list(range(32, 385, 32))
-    for name in ("config.yaml", "log.txt", "vocab/dataset.json"):
+    for name in ("config.yaml", "log.txt", "encoder/dataset.json"):
         assert (run.path / name).is_file()
     files = [path for path in run.path.rglob("*") if path.is_file() and "tensorboard" not in path.parts]
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}

@@ -146,7 +146,7 @@ def go_on_from(export: Path, run: Path, out: Path) -> None:
 
 def read_dataset(folder: Path) -> None:
     tools.check(folder)
-    for _ in Encoder.of(folder).batches(NEW_ROWS):
+    for _ in Encoder.load(folder).batches(NEW_ROWS):
         pass
 
 
@@ -169,7 +169,7 @@ def cases(made: Path) -> dict[str, Case]:
     work = ".prepare/prepare.json"
     return {
         "dataset": Case(data, data / "dataset.json", lambda: read_dataset(data)),
-        "vocabulary": Case(plain, plain / "vocab/dataset.json", lambda: use(plain, out)),
+        "vocabulary": Case(plain, plain / "encoder/dataset.json", lambda: use(plain, out)),
         "manifest": Case(plain, newest(plain) / "manifest.json", lambda: use(plain, out)),
         "manifest, resumed": Case(plain, newest(plain) / "manifest.json", lambda: restore(plain)),
         "chains": Case(tiered, newest(tiered) / "manifest.json", lambda: use(tiered, out)),

@@ -141,7 +141,7 @@ def test_the_same_keys_everywhere(tmp_path: Path, suffix: str) -> None:
         found = packed.vocabulary(name).lookup(Keys(np.array(keys[: len(train.label)], np.int64)))
         np.testing.assert_array_equal(train.ids[at[name]], found)
         assert found.min() > 0
-    (batch,) = Encoder.of(packed).batches(save(new, tmp_path / f"new{suffix}"))
+    (batch,) = Encoder.load(packed).batches(save(new, tmp_path / f"new{suffix}"))
     ids = batch.sparse.values.reshape(len(at), -1)
     for name, keys in truth(new).items():
         np.testing.assert_array_equal(ids[at[name]], packed.vocabulary(name).lookup(Keys(np.array(keys, np.int64))))
@@ -152,7 +152,7 @@ def test_the_same_keys_everywhere(tmp_path: Path, suffix: str) -> None:
 
     without = {name: values for name, values in new.items() if name not in ("click", "ts")}
     with pytest.raises(ValueError, match="'ts'"):
-        next(Encoder.of(packed).batches(save(without, tmp_path / f"without{suffix}")))
+        next(Encoder.load(packed).batches(save(without, tmp_path / f"without{suffix}")))
     options = {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "batch_size": 64}
     run = hotrow.fit(tmp_path / "packed", run=tmp_path / "run", quiet=True, epochs=2, **options)
     scores = run.predict(str(tmp_path / f"new{suffix}"))
@@ -233,7 +233,7 @@ def test_lists_are_the_same_everywhere(tmp_path: Path, suffix: str) -> None:
     schema = parse_schema(HISTORIES | {"categorical": categorical}, where="test")
     source = suffix.removeprefix(".")
     packed = run_prepare(source, as_file(rows, tmp_path / f"old{suffix}"), tmp_path / "packed", schema=schema)
-    (batch,) = Encoder.of(packed).batches(as_file(new, tmp_path / f"new{suffix}"))
+    (batch,) = Encoder.load(packed).batches(as_file(new, tmp_path / f"new{suffix}"))
     train, wanted = packed.split("train").block(0), truth_of_lists(rows)
     at = {feature.name: i for i, feature in enumerate(packed.info.features)}
     num_train = len(train.label)

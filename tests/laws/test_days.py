@@ -188,7 +188,7 @@ def stored_ids(dataset: PackedDataset, feature: str) -> list[Any]:
 
 def rows_to_score(path: Path, rows: Rows) -> list[int]:
     """Feature by feature."""
-    found: list[int] = next(Encoder.of(path).batches(to_table(rows))).sparse.values.tolist()
+    found: list[int] = next(Encoder.load(path).batches(to_table(rows))).sparse.values.tolist()
     return found
 
 

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,9 @@ from torch import Tensor
 
 import mutate
 from hotrow.cli import tools
-from hotrow.data.chunk import Keys
+from hotrow.data.chunk import Keys, keys_to_arrow
 from hotrow.data.native import hash_keys
+from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, write_vocabulary
 from hotrow.export import delta as deltas
 from hotrow.export import export as exports
 from hotrow.export.delta import apply_delta, write_delta
@@ -63,17 +64,36 @@ def keys_of(ids: list[Any]) -> Keys:
     return Keys(np.frombuffer(b"".join(ids), np.uint8), np.cumsum([0, *map(len, ids)]))
 
 
-def as_vocabulary(rows: dict[Any, int], kind: str) -> Any:
-    """What an export reads of a vocabulary: ids by their hashes, in two pieces."""
-    ids = list(rows)
-    hashes = hash_keys(keys_of(ids)).tolist() if ids else []
-    order = [key for _, key in sorted(zip(hashes, ids, strict=True))]
+def as_vocabulary(path: Path, rows: dict[Any, int], kind: Any, num_rows: int, accesses: int) -> Vocabulary:
+    """A vocabulary of these ids in `path`, written in two pieces."""
+    hashes = hash_keys(keys_of([*rows])).tolist() if rows else []
+    order = [key for _, key in sorted(zip(hashes, rows, strict=True))]
     halves = [half for half in (order[: len(order) // 2], order[len(order) // 2 :]) if half]
-    entries = [(keys_of(half), np.array([rows[key] for key in half], np.uint32)) for half in halves]
-    return SimpleNamespace(key_kind=kind, header=SimpleNamespace(hash_cap=0), entries=lambda: iter(entries))
+    pieces = [
+        Entries(hash_keys(keys_of(half)), np.array([rows[key] for key in half], np.int64), keys_of(half))
+        for half in halves
+    ]
+    pieces = [each if kind == "bytes" else each._replace(strings=None) for each in pieces]
+    summary = TableSummary(num_rows, len(rows), 0, len(rows), accesses * len(rows))
+    write_vocabulary(path, pieces, summary, key_kind=kind)
+    return Vocabulary.open(path)
 
 
-def write(to: Whole, day: Day, number: int, **changes: Any) -> Description:
+def ids_of(path: Path) -> dict[Any, int]:
+    """The row of each id in a vocabulary."""
+    found = {}
+    for keys, rows in Vocabulary.open(path).entries():
+        found |= dict(zip(keys_to_arrow(keys).to_pylist(), rows.tolist(), strict=True))
+    return found
+
+
+def described(to: Whole, name: str, rows: dict[Any, int], weights: Any) -> dict[str, Any]:
+    """What export.json says of a table, as far as a delta needs it."""
+    ids = {"file": f"encoder/vocab/{name}", "num_keys": len(rows), "missing_row": 0}
+    return {"stored_as": to.form, "num_embeddings": len(weights), "vocabulary": None if name == "plain" else ids}
+
+
+def write(to: Whole, day: Day, number: int, *, accesses: int = 3, **changes: Any) -> Description:
     """An export of `day`: a table of text ids, one of integers and one without a vocabulary."""
     description = Description(
         created_by="a test",
@@ -81,10 +101,9 @@ def write(to: Whole, day: Day, number: int, **changes: Any) -> Description:
         step=number,
         dataset={},
         model={**MODEL, **changes},
-        csv=None,
         dense=(),
         features=tuple({"name": name} for name in day),
-        tables=({"stored_as": to.form},),
+        tables=tuple(described(to, name, *own) for name, own in day.items()),
         files={},
     )
     to.begin(description, 0)
@@ -98,9 +117,9 @@ def write(to: Whole, day: Day, number: int, **changes: Any) -> Description:
         files[file] = to.table(file, f"{name}.weight", stored)
         if name != "plain":
             kind = "bytes" if name == "text" else "int"
-            files[f"vocab/{name}.parquet"] = to.vocabulary(
-                f"vocab/{name}.parquet", as_vocabulary(rows, kind), lambda _: None
-            )
+            with TemporaryDirectory() as folder:
+                own = as_vocabulary(Path(folder) / name, rows, kind, len(weights), accesses)
+                files[f"encoder/vocab/{name}"] = to.vocabulary(f"encoder/vocab/{name}", own)
     texts = {"README.md": "the same", f"transforms/of_{number % 2}.py": "x"}
     for name, text in texts.items():
         (to.folder / name).write_text(text)
@@ -149,7 +168,6 @@ def days(count: int, seed: int = 0) -> list[Day]:
 def small_pieces() -> Iterator[None]:
     """Everything goes through in several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exports, "KEYS_PER_GROUP", 4)
         patch.setattr(deltas, "IDS_AT_ONCE", 3)
         patch.setattr(deltas, "BYTES_AT_ONCE", 4 * DIM * 2)
         yield
@@ -231,8 +249,7 @@ def test_a_delta_holds_what_differs_and_nothing_else(made: Chain) -> None:
             assert dict(zip(found["row"], found["weight"], strict=True)) == differ
             assert described["tables"][name]["rows"] == len(differ)
         for name in ("text", "int"):
-            sides = [pq.read_table(each / f"vocab/{name}.parquet").to_pydict() for each in (before, after)]
-            old_ids, new_ids = ({*zip(each["key"], each["row"], strict=True)} for each in sides)
+            old_ids, new_ids = ({*ids_of(each / f"encoder/vocab/{name}").items()} for each in (before, after))
             path = delta / f"ids/{name}.parquet"
             ids = pq.read_table(path).to_pydict() if path.exists() else {"key": [], "row": [], "gone": []}
             found = {*zip(ids["key"], ids["row"], ids["gone"], strict=True)}
@@ -255,21 +272,19 @@ def test_one_id_goes_and_two_come(tmp_path: Path) -> None:
         {"key": b"new", "row": 7, "gone": False},
         {"key": b"newer", "row": 1000, "gone": False},
     ]
-    assert not (tmp_path / "delta/files/vocab/text.parquet").exists()
+    assert not (tmp_path / "delta/files/encoder/vocab/text").exists()
     apply_delta(base, tmp_path / "delta")
     assert files_of(base) == files_of(whole)
 
 
-@pytest.mark.parametrize("same_ids", [False, True])
-def test_vocabularies_in_other_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, same_ids: bool) -> None:
+def test_a_vocabulary_that_counts_other_accesses_comes_whole(tmp_path: Path) -> None:
+    """Its ids and their rows are the same."""
     one, two = days(3)[1:]
-    two = {name: (one[name][0], two[name][1]) for name in two} if same_ids else two
-    with monkeypatch.context() as patch:
-        patch.setattr(exports, "KEYS_PER_GROUP", 8)
-        base = write_whole(tmp_path / "base", one, 0)
-    write_delta(base, tmp_path / "delta", lambda to: write(to, two, 1))
+    two = {name: (one[name][0], two[name][1][: len(one[name][1])]) for name in two}
+    base, whole = write_whole(tmp_path / "base", one, 0), write_whole(tmp_path / "whole", two, 1, accesses=7)
+    write_delta(base, tmp_path / "delta", lambda to: write(to, two, 1, accesses=7))
     apply_delta(base, tmp_path / "delta")
-    assert files_of(base) == files_of(write_whole(tmp_path / "whole", two, 1))
+    assert files_of(base) == files_of(whole)
 
 
 def test_rows_at_another_place_in_their_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,9 +341,7 @@ def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
     for number in (1, 2):
         changes = json.loads(Path(f"delta{number}/delta.json").read_text())["tables"]
         assert changes["user"]["ids"] > 50 and changes["item"]["ids"] > 20
-        first, last = (
-            {*pq.read_table(f"whole{day}/vocab/user.parquet")["key"].to_pylist()} for day in (number, number + 1)
-        )
+        first, last = ({*ids_of(Path(f"whole{day}/encoder/vocab/user"))} for day in (number, number + 1))
         told = pq.read_table(f"delta{number}/ids/user.parquet").to_pydict()
         gone = {key for key, is_gone in zip(told["key"], told["gone"], strict=True) if is_gone}
         assert gone == first - last and len(gone) > 50
@@ -588,7 +601,7 @@ def test_no_link_is_followed(made: Chain, base: Path, tmp_path: Path, *, is_half
     for folder, name in (
         (base, "tables"),
         (base, "tables/int.safetensors"),
-        (base, "vocab/int.parquet"),
+        (base, "encoder/vocab/int"),
         (delta, "rows"),
         (delta, "files/export.json"),
     ):
@@ -619,17 +632,17 @@ def test_a_forged_delta_is_refused_by_field(
     refused(base, delta, said)
 
 
-def test_another_pyarrow_that_writes_other_bytes_is_named(
-    made: Chain, base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    rows = {i: i for i in range(1, 1000)}
-    weights = np.zeros((1002, DIM), np.float32)
-    export = write_whole(tmp_path / "export", {"int": (rows, weights)}, 0)
-    write_delta(export, tmp_path / "delta", lambda to: write(to, {"int": (rows | {-5: 1000}, weights)}, 2))
-    monkeypatch.setattr(exports, "KEYS_PER_GROUP", 9)
-    with pytest.raises(ValueError, match=r"int.parquet comes out otherwise .* install what wrote the delta, hotrow"):
-        apply_delta(export, tmp_path / "delta")
-    assert exports.verify_export(export)
+def test_a_vocabulary_that_comes_out_otherwise_is_refused(made: Chain, base: Path, tmp_path: Path) -> None:
+    delta = Path(shutil.copytree(made[1][0], tmp_path / "delta"))
+
+    def forge(fields: dict[str, Any]) -> None:
+        (changed, *_) = (own for own in fields["tables"].values() if own["ids"])
+        changed["accesses"] += 1
+
+    reseal(delta / "delta.json", forge)
+    with pytest.raises(ValueError, match="comes out otherwise than in the new export"):
+        apply_delta(base, delta)
+    assert exports.verify_export(base)
 
 
 # ---- made to be given away

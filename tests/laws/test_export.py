@@ -530,11 +530,11 @@ def test_an_interrupted_export_leaves_nothing(run: hotrow.Run, tmp_path: Path, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("hotrow.export.export.write_keys", stop)
+        patch.setattr("hotrow.export.export.write_info", stop)
         run.export(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # as a kill would leave it
-        patch.setattr("hotrow.export.export.write_keys", stop)
+        patch.setattr("hotrow.export.export.write_info", stop)
         patch.setattr("hotrow.export.export.shutil.rmtree", lambda *_, **__: None)
         run.export(tmp_path / "out")
     left = tmp_path / "out.partial"

@@ -31,7 +31,6 @@ from typing import IO, Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
@@ -42,7 +41,9 @@ from benchmarks.serving_export import make, write
 from forked import run_as_another
 from hotrow.base.records import write_sealed
 from hotrow.config.load import make_config
-from hotrow.data.native import backend
+from hotrow.data.chunk import take_keys
+from hotrow.data.native import backend, hash_keys
+from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, write_vocabulary
 from hotrow.data.prepare.prepare import run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.export.delta import write_delta
@@ -200,7 +201,6 @@ def test_lists_and_the_like_go_the_long_way(folder: Path, tmp_path: Path) -> Non
     rows = rows_of(read_csv(folder / "new.csv"))
     found = hotrow.Scorer(tmp_path / "out").score(rows)
     np.testing.assert_array_equal(found, run.predict(str(folder / "new.csv")))
-    assert (tmp_path / "out.serve").is_dir()
 
 
 MODELS: list[dict[str, Any]] = [
@@ -351,25 +351,6 @@ def test_threads_do_not_disturb_each_other(scorer: hotrow.Scorer) -> None:
         np.testing.assert_array_equal(own, wanted)
 
 
-def test_scorers_may_open_an_export_at_once(export: Path, tmp_path: Path) -> None:
-    """As processes of one server do: each finds the vocabularies, or waits until they are made."""
-    with ThreadPoolExecutor(6) as executor:
-        found = list(executor.map(lambda _: hotrow.Scorer(export, work=tmp_path / "work").score(some()), range(6)))
-    for scores in found[1:]:
-        np.testing.assert_array_equal(scores, found[0])
-
-
-@pytest.mark.parametrize("num_bytes", [0, 100, -1])
-def test_a_searchable_file_that_is_damaged_is_made_again(export: Path, tmp_path: Path, num_bytes: int) -> None:
-    work = tmp_path / "work"
-    expected = hotrow.Scorer(export, work=work).score(some())
-    made = {path: path.read_bytes() for path in (work / "vocab").iterdir()}
-    for path, own in made.items():
-        path.write_bytes(own[:num_bytes])
-    np.testing.assert_array_equal(hotrow.Scorer(export, work=work).score(some()), expected)
-    assert {path: path.read_bytes() for path in (work / "vocab").iterdir()} == made
-
-
 def test_memory_is_let_go_of(days: Days, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files stay what they were, and so do scores, if every page is let go of all the time; a version that no
     longer scores has none in memory."""
@@ -518,7 +499,7 @@ def test_memory_stays_near_its_budget(tmp_path: Path) -> None:
     """Tables have 256 MB, and requests ask for rows all over them."""
     make(tmp_path / "out", 4_000_000)
     rng, found = np.random.default_rng(0), dict[str | None, int]()
-    sizes = {name: pq.read_metadata(tmp_path / "out" / "vocab" / f"{name}.parquet").num_rows for name in LARGE}
+    sizes = {name: Vocabulary.open(tmp_path / "out/encoder/vocab" / name).num_keys for name in LARGE}
     for memory in ("32MiB", None):
         scorer = hotrow.Scorer(tmp_path / "out", memory=memory)
         before, most = mapped.mapped_bytes(), 0
@@ -582,9 +563,6 @@ def test_deltas_bring_it_forward_and_back(days: Days, tmp_path: Path) -> None:
         scorer.rollback()
     assert scorer.apply(deltas[-1]) == versions[-1], "it is there already, and only opened"
     assert len([*(tmp_path / "work" / "versions").iterdir()]) == 2, "older ones go"
-    assert {path for each in scorer._versions if each for path in each.made} == {
-        *(tmp_path / "work" / "vocab").iterdir()
-    }
     assert {path: path.read_bytes() for path in base.rglob("*") if path.is_file()} == before
 
 
@@ -598,9 +576,6 @@ def test_a_version_that_was_left_goes_if_another_one_follows(days: Days, run: ho
     assert scorer.apply(tmp_path / "better") != bad
     (left,) = (tmp_path / "work" / "versions").iterdir()
     assert left == scorer.path
-    assert {path for each in scorer._versions if each for path in each.made} == {
-        *(tmp_path / "work" / "vocab").iterdir()
-    }
 
 
 def test_a_damaged_delta_is_refused_and_the_version_before_scores_on(days: Days, tmp_path: Path) -> None:
@@ -640,7 +615,7 @@ def test_applying_leaves_profilers_as_they_were(days: Days, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["export.json", "tables/item.safetensors", "vocab/user.parquet", "model.safetensors", "."]
+    "name", ["export.json", "tables/item.safetensors", "encoder/vocab/user", "model.safetensors", "."]
 )
 def test_a_kept_version_that_was_removed_in_half_is_made_again(days: Days, tmp_path: Path, name: str) -> None:
     base, (delta, *_), (whole, *_) = days
@@ -687,22 +662,32 @@ def test_every_answer_under_load_is_of_one_version(packed: Path, tmp_path: Path,
 
 def test_rows_may_stand_for_no_id(export: Path, tmp_path: Path) -> None:
     """As in a chain of days after ids have expired; the truth is the script of the export."""
-    other, name = tmp_path / "other", "vocab/item.parquet"
+    other, name = tmp_path / "other", "encoder/vocab/item"
     shutil.copytree(export, other)
-    ids = pq.read_table(other / name)
-    kept = ids.filter(pa.array(ids["row"].to_numpy() % 3 > 0))
-    pq.write_table(kept, other / name)
-    record = asdict(file_record(other / name))
+    own, kept = Vocabulary.open(other / name), list[Entries]()
+    for keys, rows in own.entries():
+        stays = rows % 3 > 0
+        kept.append(
+            Entries(hash_keys(keys)[stays], rows[stays].astype(np.int64), take_keys(keys, np.flatnonzero(stays)))
+        )
+    kept = [each if own.key_kind == "bytes" else each._replace(strings=None) for each in kept]
+    summary = TableSummary(own.num_embeddings, sum(len(each.rows) for each in kept), own.missing_row, 0, 0)
+    write_vocabulary(other / name, kept, summary, key_kind=own.key_kind)
+    record, found = file_record(other / name), Vocabulary.open(other / name)
+
+    def change_encoder(info: dict[str, Any]) -> None:
+        info["files"]["vocab/item"] = {"num_bytes": record.num_bytes, "crc32": int(record.crc32, 16)}
+        table = next(table for table in info["tables"] if table["name"] == "item")
+        table.update(vocabulary=found.id, num_keys=found.num_keys)
 
     def change(about: dict[str, Any]) -> None:
-        about["files"][name] = record
-        table = next(table for table in about["tables"] if table["name"] == "item")
-        table["vocabulary"]["num_keys"] = len(kept)
+        about["files"] |= {each: asdict(file_record(other / each)) for each in (name, "encoder/dataset.json")}
 
+    reseal(other / "encoder/dataset.json", change_encoder)
     reseal(other / "export.json", change)
     scorer = hotrow.Scorer(other)
-    found = scorer.score(some())
-    np.testing.assert_allclose(found, scorer_of(other).score(some()).numpy(), rtol=0, atol=TOLERANCE)
+    scores = scorer.score(some())
+    np.testing.assert_allclose(scores, scorer_of(other).score(some()).numpy(), rtol=0, atol=TOLERANCE)
     assert scorer.seen.columns["item"]["unknown"] > 60
 
 
@@ -719,21 +704,42 @@ def test_an_export_that_was_altered_is_refused(export: Path, tmp_path: Path) -> 
     def described(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
         return lambda path: reseal(path / "export.json", change)
 
+    def encoder(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+        """The encoder's dataset.json is changed, and export.json says so."""
+        name = "encoder/dataset.json"
+
+        def both(path: Path) -> None:
+            reseal(path / name, change)
+            reseal(path / "export.json", lambda about: about["files"].update({name: asdict(file_record(path / name))}))
+
+        return both
+
     for other in (
-        changed("gone", lambda path: (path / "vocab" / "user.parquet").unlink()),
+        changed("gone", lambda path: (path / "encoder/vocab/user").unlink()),
         changed("cut", lambda path: os.truncate(path / "tables" / "user.safetensors", 5000)),
         changed("no", lambda path: (path / "export.json").unlink()),
         changed("model", described(lambda about: about["model"].update(name="other"))),
         changed("dims", described(lambda about: about["tables"][0].update(embedding_dim=5))),
         changed("rows", described(lambda about: about["tables"][0].update(num_embeddings=10**9))),
-        changed("few", described(lambda about: about["tables"][0]["vocabulary"].update(num_keys=3))),
-        changed("keys", described(lambda about: about["features"][0].update(keys="int"))),
-        changed("field", described(lambda about: about["features"][0].pop("kind"))),
-        changed("transform", described(lambda about: about["dense"][0].update(transform="../../evil"))),
+        changed("field", described(lambda about: about["tables"][0].pop("features"))),
+        changed("schema", encoder(lambda info: info["ids"]["schema"]["categorical"].pop())),
+        changed("keys", encoder(lambda info: info["ids"]["encodings"].popitem())),
+        changed("transform", encoder(lambda info: info["dense"][0].update(transform="../../evil"))),
+        changed("vocabulary", encoder(lambda info: info["tables"][0].update(vocabulary="0" * 32))),
+        changed("link", encoder(lambda info: info["files"].update({"../x": {"num_bytes": 1, "crc32": 1}}))),
         changed("file", described(lambda about: about["tables"][0].update(file="../new.csv"))),
     ):
         with pytest.raises(ValueError, match=str(other.name)):
             print(other.name, hotrow.Scorer(other).version, "is taken")
+
+
+def test_scoring_writes_nothing(export: Path, tmp_path: Path) -> None:
+    def contents(folder: Path) -> dict[Path, bytes]:
+        return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    other = Path(shutil.copytree(export, tmp_path / "other"))
+    hotrow.Scorer(other).score(some())
+    assert [*tmp_path.iterdir()] == [other] and contents(other) == contents(export)
 
 
 def test_a_folder_that_is_no_export_gets_no_company(tmp_path: Path) -> None:
@@ -744,9 +750,12 @@ def test_a_folder_that_is_no_export_gets_no_company(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of /sys, where even root makes no folder")
 @pytest.mark.parametrize("work", ["/sys", "/sys/none/work"])
-def test_a_work_folder_that_others_own_is_named_with_a_cure(export: Path, work: str) -> None:
+def test_a_work_folder_that_others_own_is_named_with_a_cure(days: Days, work: str) -> None:
+    base, (delta, *_), _ = days
+    scorer = hotrow.Scorer(base, work=work)
     with pytest.raises(ValueError, match=rf"{work} cannot be written: .*; pass .*work="):
-        hotrow.Scorer(export, work=work)
+        scorer.apply(delta)
+    assert len(scorer.score(some(3))) == 3
 
 
 def test_a_limit_of_memory_that_a_system_cannot_keep_is_refused(
@@ -770,8 +779,8 @@ with tempfile.TemporaryDirectory() as name:
     shutil.copytree(export, out)
     for path in (out, *out.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    (own / "vocab").mkdir(parents=True)
-    hotrow.Scorer(out, work=Path(name) / "other")  # loads all modules, from a folder that only root may be able to read
+    own.mkdir()
+    hotrow.Scorer(out)  # loads all modules, from a folder that only root may be able to read
     os.chmod(Path(name) / change, int(mode, 8))
     become(65534, os.seteuid)
     for _ in range(2):
@@ -792,8 +801,6 @@ with tempfile.TemporaryDirectory() as name:
         ("out/export.json", "600", "/out/export.json", "chmod"),
         ("out/tables", "700", "/out/tables", "chmod"),
         ("out/tables/user.safetensors", "600", "/out/tables/user.safetensors", "chmod"),
-        ("own/vocab", "700", "/own/vocab", "--work"),
-        ("own/vocab", "755", "/own/vocab", "--work"),
     ],
 )
 def test_what_a_server_may_not_read_or_write_is_named_with_a_cure(

@@ -219,7 +219,7 @@ def test_rows_to_score_have_the_bits_of_the_test_split(split: str, tmp_path: Pat
     dataset = prepared(rows, tmp_path, split=split)
     later = [row for row, code in enumerate(codes(500, split)) if code == 2]
     new = {name: [values[row] for row in later] for name, values in rows.items() if name not in ("click", "time")}
-    (batch,) = Encoder.of(dataset).batches(pa.table({**new, "item": pa.array(new["item"], pa.int64())}))
+    (batch,) = Encoder.load(dataset).batches(pa.table({**new, "item": pa.array(new["item"], pa.int64())}))
     wanted = dataset.split("test").block(0)
     np.testing.assert_array_equal(batch.dense.numpy(), np.stack(wanted.dense, 1))
 
@@ -482,7 +482,7 @@ def test_with_a_lag_other_rows_see_all_that_are_older(split: str, lag: str, lag_
     train, without = (np.stack(each.split("train").block(0).dense) for each in (dataset, frozen))
     np.testing.assert_array_equal(train, without)  # no training byte knows of the lag
     new = {name: [values[-1]] for name, values in rows.items() if name not in ("click", "time")}
-    (batch,) = Encoder.of(dataset).batches(pa.table({**new, "item": pa.array(new["item"], pa.int64())}))
+    (batch,) = Encoder.load(dataset).batches(pa.table({**new, "item": pa.array(new["item"], pa.int64())}))
     later = {name: [*values, values[-1]] for name, values in rows.items()}
     later["time"][-1] += 10**6
     at_the_end = truth_with_lag(later, [*of_rows, 2], lag_s)[-1]
@@ -620,4 +620,4 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"counts\.safetensors"):
-        Encoder.of(dataset)
+        Encoder.load(dataset)

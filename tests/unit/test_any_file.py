@@ -102,7 +102,7 @@ def test_scoring_finds_columns_with_other_blanks(header: str, new: str, tmp_path
     rows = [f"{y},{item},{i % 40}" for i, (y, item) in enumerate(zip(LABELS, ITEMS, strict=True))]
     (tmp_path / "old.csv").write_text("\n".join([header, *rows, ""]))
     (tmp_path / "new.csv").write_text("\n".join([new, *rows, ""]))
-    encoder = Encoder.of(run_prepare("csv", tmp_path / "old.csv", tmp_path / "out", label="y", dense=["price"]))
+    encoder = Encoder.load(run_prepare("csv", tmp_path / "old.csv", tmp_path / "out", label="y", dense=["price"]))
     (want,), (found,) = encoder.batches(tmp_path / "old.csv"), encoder.batches(tmp_path / "new.csv")
     assert found.sparse.bags("item")[0].tolist() == want.sparse.bags("item")[0].tolist()
     (frame,) = encoder.batches(pa.csv.read_csv(tmp_path / "new.csv"))

@@ -64,7 +64,7 @@ def test_from_raw_rows_to_an_export(tmp_path: Path) -> None:
     assert packed.info.table_by_name["age_bucket"].num_embeddings == 1 + len(BOUNDARIES) + 2
 
     text = {**rows, "age": [None if age is None else repr(age) for age in rows["age"]]}
-    (batch,) = Encoder.of(packed).batches(pa.table(text))
+    (batch,) = Encoder.load(packed).batches(pa.table(text))
     np.testing.assert_array_equal(batch.sparse.values[2000:], ids)
 
     options = {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "batch_size": 64}
@@ -93,7 +93,7 @@ def test_a_stored_column_is_not_replaced(tmp_path: Path) -> None:
     double = pa.table({**rows, "age_bucket": [7] * 200})
     with pytest.raises(ValueError, match=r"<frame>: column 'age_bucket' is also the `into`"):
         run_prepare("frame", double, tmp_path / "other", schema=parse_schema(SCHEMA, where="test"))
-    batches = [next(Encoder.of(packed).batches(data)) for data in (pa.table(rows), double)]
+    batches = [next(Encoder.load(packed).batches(data)) for data in (pa.table(rows), double)]
     np.testing.assert_array_equal(*(batch.sparse.values for batch in batches))
 
 

@@ -214,7 +214,7 @@ def test_one_cell_does_not_change_a_column(cell: str, tmp_path: Path) -> None:
     path = write(tmp_path / "x.csv", {**columns, "price": with_cell(columns["price"], _77=cell)})
     said: list[str] = []
     dataset = run_prepare("csv", path, tmp_path / "out", announce=said.append)
-    assert Encoder.of(dataset).schema.dense_names == ("price",)
+    assert Encoder.load(dataset).schema.dense_names == ("price",)
     summary = dataset.info.summary
     assert summary["missing"] == {"price": 1} and summary["rows_skipped"] == 0
     assert any("price 1 " in line for line in said)
@@ -363,7 +363,7 @@ def test_predict_reads_cells_as_prepare_does(suffix: str, tmp_path: Path) -> Non
     path = write(tmp_path / f"x{suffix}", columns)
     dataset = run_prepare("auto", path, tmp_path / "out")
     assert dataset.info.summary["missing"] == {"price": 300, "user": 300, "item": 300}
-    raw = Encoder.of(dataset)
+    raw = Encoder.load(dataset)
     (batch,) = raw.batches(path)
     train = dataset.split("train")
     first = train.block(0)

@@ -184,7 +184,7 @@ def _check_notes(run: RunFolder) -> int:
 
 
 def _check_vocabularies(run: RunFolder) -> int:
-    kept = PackedDataset.open(run.vocabulary)
+    kept = PackedDataset.open(run.encoder)
     total = 0
     for name, record in kept.info.files.items():
         if name.startswith(("vocab/", "statistics/")):

@@ -47,13 +47,12 @@ from hotrow.base.files import (
 )
 from hotrow.base.records import STRICT, Count, Document, short
 from hotrow.base.version import __version__
-from hotrow.data.chunk import Keys
-from hotrow.data.coded import text_keys
-from hotrow.data.native import hash_keys
-from hotrow.data.packed.vocabulary import Vocabulary
+from hotrow.data.chunk import Keys, keys_from_arrow, keys_to_arrow
+from hotrow.data.native import hash_keys, stores_bytes
+from hotrow.data.packed.vocabulary import Entries, TableSummary, Vocabulary, write_vocabulary
 from hotrow.export import export as whole
 from hotrow.export.dense import DENSE
-from hotrow.export.export import CHAIN, DOCUMENT, EXPORT, FOLDERS, Description, file_record, verify_files
+from hotrow.export.export import CHAIN, DOCUMENT, EXPORT, FOLDERS, Description, copy_file, file_record, verify_files
 from hotrow.run.checkpoint_files import FileRecord, Pieces, head_of
 
 DELTA = "delta.json"
@@ -79,6 +78,10 @@ class TableChange:
     """Rows that are new or differ."""
     ids: Count = 0
     """Ids that are new or gone; one whose row is another is both."""
+    accesses: Count = 0
+    """What the header of the new vocabulary counts, if ids changed."""
+    vocabulary: str = ""
+    """Content id of the new vocabulary, if ids changed."""
     dtype: Literal["F32", "BF16", "U8"] = "F32"
     """The type of the tensor, as safetensors names it."""
 
@@ -163,7 +166,7 @@ def write_delta(since: Path | str, out: Path | str, write: Callable[[whole.Whole
                 same.unlink()
         files = sorted(path for path in partial.rglob("*") if path.is_file())
         delta = Delta(
-            created_by=f"hotrow {__version__} and pyarrow {pa.__version__}",
+            created_by=f"hotrow {__version__}",
             number=len(exports),
             exports=exports,
             result=result,
@@ -223,23 +226,27 @@ class Changes(whole.Whole):
         self.tables[Path(name).stem] = replace(change, rows=found)
         return FileRecord(len(head) + num_bytes, f"{checksum:08x}")
 
-    def vocabulary(self, name: str, keys: Vocabulary, done: Callable[[int], None]) -> FileRecord:
-        """Writes the ids that differ; returns size and checksum of the whole file."""
-        entire, own, old = super().vocabulary(name, keys, done), self.folder / name, self._since / name
-        schema = _schema_of(own)
-        if name in self._before.files and _schema_of(old) == schema:
-            changes = _id_changes(old, own, schema)
-            found = _write(self._delta / _IDS / _parquet(name), _ids_schema(schema), changes)
-            self.tables[own.stem] = replace(self.tables[own.stem], ids=found)
-            if found:  # else the file is the same
-                own.unlink()
-        return entire
+    def vocabulary(self, name: str, own: Vocabulary) -> FileRecord:
+        """Writes the ids that differ, or the file if it is of other ids; returns size and checksum of the whole
+        file."""
+        if name not in self._before.files:
+            return super().vocabulary(name, own)
+        old = Vocabulary.open(self._since / name, verify="header")
+        if (old.key_kind, old.header.hash_cap) != (own.key_kind, own.header.hash_cap):
+            return super().vocabulary(name, own)
+        stem = Path(name).name
+        found = _write(self._delta / _IDS / f"{stem}.parquet", _ids_schema(own), _id_changes(old, own))
+        if not found:  # rows may have come that no id has
+            return super().vocabulary(name, own)
+        accesses = own.header.num_accesses
+        self.tables[stem] = replace(self.tables[stem], ids=found, accesses=accesses, vocabulary=own.id)
+        return file_record(own.path)
 
 
-def _id_changes(old: Path, new: Path, schema: pa.Schema) -> Iterator[pa.Table]:
+def _id_changes(old: Vocabulary, new: Vocabulary) -> Iterator[pa.Table]:
     """Yields which ids of the vocabulary `new` are not in `old` with the same row, and which of `old` not in `new`."""
-    before = _Rising(_hashed(old, schema))
-    for table in chain(_hashed(new, schema), [None]):
+    before = _Rising(_entries(old))
+    for table in chain(_entries(new), [None]):
         others = before.up_to(table)
         come, go = (others[:0], others) if table is None else (_without(table, others), _without(others, table))
         gone = np.arange(len(come) + len(go)) >= len(come)
@@ -255,12 +262,21 @@ def _without(table: pa.Table, others: pa.Table) -> pa.Table:
     return table.filter(pa.array(stays))
 
 
-def _hashed(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
-    """Yields ids as `_tables` does, with the hashes of their keys, by which they rise."""
-    for table in _tables(path, schema):
-        keys = table["key"].combine_chunks()
-        found = Keys(keys.to_numpy()) if pa.types.is_integer(keys.type) else text_keys(keys)
-        yield table.append_column("hash", pa.array(hash_keys(found)))
+def _entries(own: Vocabulary) -> Iterator[pa.Table]:
+    """Yields an empty table, and then key, row and hash of a vocabulary's ids, by rising hash, some at a time."""
+    schema = _ids_schema(own).remove(2)
+    yield _hashed(schema.empty_table())
+    for keys, rows in own.entries():
+        yield _hashed(pa.table([keys_to_arrow(keys), pa.array(rows.astype(np.int64))], schema=schema))
+
+
+def _hashed(table: pa.Table) -> pa.Table:
+    """Returns the ids of a table with the hashes of their keys."""
+    return table.append_column("hash", pa.array(hash_keys(_keys(table))))
+
+
+def _keys(table: pa.Table) -> Keys:
+    return keys_from_arrow(table["key"].combine_chunks())
 
 
 class _Rising:
@@ -291,13 +307,11 @@ def _parquet(name: str) -> str:
     return f"{Path(name).stem}.parquet"
 
 
-def _ids_schema(keys: pa.Schema) -> pa.Schema:
-    return keys.append(pa.field("gone", pa.bool_(), nullable=False))
-
-
-def _schema_of(vocabulary: Path) -> pa.Schema:
-    with open_file(vocabulary) as file:
-        return pa.parquet.read_schema(file).remove_metadata()
+def _ids_schema(own: Vocabulary) -> pa.Schema:
+    """Returns the columns of the file of changed ids."""
+    key = pa.large_binary() if stores_bytes(own.key_kind, own.header.hash_cap) else pa.int64()
+    types = {"key": key, "row": pa.int64(), "gone": pa.bool_()}
+    return pa.schema([pa.field(name, each, nullable=False) for name, each in types.items()])
 
 
 def _at_once(schema: pa.Schema) -> int:
@@ -311,9 +325,9 @@ def _write(path: Path, schema: pa.Schema, tables: Iterator[pa.Table]) -> int:
     options = {"use_dictionary": False, "compression": "none", "write_statistics": False, "column_encoding": rising}
     num_rows = 0
     with atomic_write(path) as file, pa.parquet.ParquetWriter(file, schema, **options) as writer:
-        for group in whole.regrouped(tables, schema, _at_once(schema)):
-            writer.write_table(group)
-            num_rows += len(group)
+        for table in tables:
+            writer.write_table(table.select(schema.names).cast(schema), _at_once(schema))
+            num_rows += len(table)
     if not num_rows:
         path.unlink()
     return num_rows
@@ -456,7 +470,7 @@ def _bring_forward(folder: Path, path: Path, delta: Delta, exports: tuple[str, .
         with open_file(folder / name) as file:
             if 8 + int.from_bytes(file.read(8), "little") != len(head):
                 raise ValueError(f"{folder / name}: its rows are not at byte {len(head)}; take a whole export")
-    staged = [name for name in after.files if _stage(folder, path, name, after.files[name], is_half=is_half)]
+    staged = [name for name in after.files if _stage(folder, path, name, after, delta, is_half=is_half)]
     _CHAIN.write(folder / CHAIN, Chain((*exports, delta.result)))
     (folder / EXPORT).unlink(missing_ok=True)  # so that nobody reads it
     sync_folder(folder)
@@ -471,7 +485,7 @@ def _bring_forward(folder: Path, path: Path, delta: Delta, exports: tuple[str, .
         sync_folder(each)
     if is_half:  # what there was could not be verified before
         verify_files(folder, after.files, said_by=EXPORT, cure="take a whole export")
-    _copy(path / _FILES / EXPORT, folder / EXPORT)
+    copy_file(path / _FILES / EXPORT, folder / EXPORT)
     whole.give_away(folder, (*FOLDERS, *after.files, CHAIN, EXPORT))  # what else is there is the user's
 
 
@@ -479,39 +493,50 @@ def _beside(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL_SUFFIX)
 
 
-def _copy(source: Path, target: Path) -> None:
-    with open_file(source) as file, atomic_write(target) as copy:
-        shutil.copyfileobj(file, copy, 1 << 20)
-
-
-def _stage(folder: Path, delta: Path, name: str, wanted: FileRecord, *, is_half: bool) -> bool:
+def _stage(folder: Path, path: Path, name: str, after: Description, delta: Delta, *, is_half: bool) -> bool:
     """Makes a file of the new export beside its place; returns whether it changes. Tables change in their place.
 
     Raises ValueError if it comes out otherwise than it should.
     """
-    own, source, ids = folder / name, delta / _FILES / name, delta / _IDS / _parquet(name)
-    is_merged = name.startswith("vocab/") and is_there(ids)
+    own, source, wanted = folder / name, path / _FILES / name, after.files[name]
+    changed = {table["vocabulary"]["file"]: table for table in after.tables if table.get("vocabulary")}  # type: ignore[index, call-overload]
+    ids = path / _IDS / f"{own.name}.parquet"
+    is_merged = name in changed and is_there(ids)
     if not (is_merged or is_there(source)) or (is_half and is_there(own) and file_record(own) == wanted):
         return False
     make_folder(own.parent)
+    fits = True
     if is_merged:
-        whole.write_keys(_beside(own), _schema_of(own).field("key").type, _merged(own, ids))
+        # A checksum of bytes that hold their own, as a vocabulary's header does, does not see all of them.
+        fits = _merge(own, ids, changed[name], delta.tables[own.name])
     else:
-        _copy(source, _beside(own))
-    if file_record(_beside(own)) != wanted:
+        copy_file(source, _beside(own))
+    if not fits or file_record(_beside(own)) != wanted:
         _beside(own).unlink()
-        raise ValueError(
-            f"{own} comes out otherwise than in the new export with pyarrow {pa.__version__}: install what wrote the "
-            f"delta, {_DOCUMENT.read(delta / DELTA).created_by}, or take a whole export"
-        )
+        raise ValueError(f"{own} comes out otherwise than in the new export; {_CURE}, or take a whole export")
     return True
 
 
-def _merged(vocabulary: Path, ids: Path) -> Iterator[pa.Table]:
+def _merge(path: Path, ids: Path, table: Any, change: TableChange) -> bool:
+    """Writes the vocabulary in `path` beside it, without the ids that are gone and with those that are new; returns
+    whether it is the one that the delta names."""
+    own, about = Vocabulary.open(path), table["vocabulary"]
+    num_keys, missing_row = int(about["num_keys"]), int(about["missing_row"])
+    summary = TableSummary(int(table["num_embeddings"]), num_keys, missing_row, num_keys, change.accesses)
+    stored = stores_bytes(own.key_kind, own.header.hash_cap)
+    pieces = (
+        Entries(each["hash"].to_numpy(), each["row"].to_numpy(), _keys(each) if stored else None)
+        for each in _merged(own, ids)
+        if len(each)
+    )
+    write_vocabulary(_beside(path), pieces, summary, key_kind=own.key_kind, hash_cap=own.header.hash_cap)
+    return Vocabulary.open(_beside(path), verify="header").id == change.vocabulary
+
+
+def _merged(own: Vocabulary, ids: Path) -> Iterator[pa.Table]:
     """Yields the ids of a vocabulary without those that are gone and with those that are new, in their order."""
-    schema = _schema_of(vocabulary)
-    changes = _Rising(_hashed(ids, _ids_schema(schema)))
-    for table in chain(_hashed(vocabulary, schema), [None]):
+    changes = _Rising(map(_hashed, _tables(ids, _ids_schema(own))))
+    for table in chain(_entries(own), [None]):
         found = changes.up_to(table)
         come, gone = (found.filter(pa.array(found["gone"].to_numpy() == which)) for which in (False, True))
         come = come.drop_columns("gone")

@@ -4,7 +4,7 @@
       export.json                    format version, model, dense transforms, features, tables, size and crc32 of files
       model.safetensors              dense parameters, by their state_dict names
       tables/<table>.safetensors     `<table>.weight` [num_embeddings, embedding_dim], as lookups read it (rows.py)
-      vocab/<table>.parquet          key, row: of raw ids that have a row of their own
+      encoder/                       what makes inputs of raw rows, as in a dataset and a run (docs/format.md)
       model.py                       the network, in plain torch
       dense.onnx                     if asked for: the network, in ONNX (dense.py)
       transforms/<name>.py           the transforms that compute inputs from raw values
@@ -31,14 +31,12 @@ from pathlib import Path
 from stat import S_IMODE
 from typing import Any, cast
 
-import pyarrow as pa
-import pyarrow.parquet
 import torch
 from pydantic import JsonValue
 from pydantic.dataclasses import dataclass as record
 from torch import Tensor
 
-from hotrow.base.door import check_folder, check_real, is_taken, is_there, remove
+from hotrow.base.door import check_folder, check_real, is_taken, is_there, open_file, remove
 from hotrow.base.files import (
     PARTIAL_SUFFIX,
     atomic_write,
@@ -54,8 +52,7 @@ from hotrow.base.version import __version__
 from hotrow.config.schema import Config
 from hotrow.data import cells
 from hotrow.data.cells import PLAIN, Written, is_plain
-from hotrow.data.chunk import Keys
-from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
+from hotrow.data.packed.format import MANIFEST, STATISTICS, DatasetInfo, DenseColumn, Feature, Table, write_info
 from hotrow.data.packed.reader import PackedDataset
 from hotrow.data.packed.vocabulary import Vocabulary
 from hotrow.data.prepare.prepare import RawRows, raw_rows
@@ -89,16 +86,13 @@ from hotrow.tables import TableConfig
 
 FORMAT_VERSION = 1
 EXPORT, WEIGHTS, NETWORK, SCORE, README = "export.json", "model.safetensors", "model.py", "score.py", "README.md"
-STATISTICS = "statistics.safetensors"
-SEEN, CELLS, CHAIN = "seen.py", "cells.py", "chain.json"
-FOLDERS = ("tables", "vocab", "transforms")
-_OWN_FILES = (EXPORT, WEIGHTS, NETWORK, DENSE, SCORE, SEEN, CELLS, README, STATISTICS, CHAIN)
+SEEN, CELLS, CHAIN, ENCODER = "seen.py", "cells.py", "chain.json", "encoder"
+FOLDERS = ("tables", "transforms", ENCODER, f"{ENCODER}/vocab", f"{ENCODER}/statistics")
+_OWN_FILES = (EXPORT, WEIGHTS, NETWORK, DENSE, SCORE, SEEN, CELLS, README, CHAIN)
 OWN_NAMES = (*_OWN_FILES, *FOLDERS)
 """What an interrupted export may have left. export.json is written last and makes the export complete."""
 ALIGNMENT = 4096
 """The rows of a table begin at a multiple of this in its file: a page, so that a table that grows stays in place."""
-KEYS_PER_GROUP = 1 << 17
-"""Ids of a vocabulary in Parquet that are in memory at a time."""
 _WITHOUT_VALUE = 0.0
 """The value of a missing dense input, after the transform."""
 
@@ -112,7 +106,6 @@ class Description:
     step: Count
     dataset: dict[str, JsonValue]
     model: dict[str, JsonValue]
-    csv: dict[str, JsonValue] | None
     dense: tuple[dict[str, JsonValue], ...]
     features: tuple[dict[str, JsonValue], ...]
     tables: tuple[dict[str, JsonValue], ...]
@@ -180,10 +173,9 @@ class Whole:
         """Writes a table as file `name`; returns size and checksum of the file."""
         return write_tensors(self.folder / name, {tensor: rows}, alignment=ALIGNMENT)
 
-    def vocabulary(self, name: str, keys: Vocabulary, done: Callable[[int], None]) -> FileRecord:
+    def vocabulary(self, name: str, own: Vocabulary) -> FileRecord:
         """Writes a vocabulary as file `name`; returns size and checksum of the file."""
-        integers = keys.key_kind == "int" or keys.header.hash_cap != 0
-        write_keys(self.folder / name, pa.int64() if integers else pa.large_binary(), _entries(keys, done))
+        copy_file(own.path, self.folder / name)
         return file_record(self.folder / name)
 
 
@@ -196,7 +188,7 @@ def write_export(
     progress: ProgressCallback | None,
     cost_of: Callable[[RowFormat], dict[str, Any] | None],
 ) -> Description:
-    """Writes the files of an export from `checkpoint` and from the dataset.json and vocab/ in the folder `vocabulary`,
+    """Writes the files of an export from `checkpoint` and from the run's encoder in the folder `vocabulary`,
     export.json last; returns what it says.
 
     calibration: the arguments of `calibrated` for each layer of calibration that follows the network. seen: knows what
@@ -216,9 +208,8 @@ def write_export(
     files = _write_guide(to.folder, description.run, config.model)
     files |= _write_network(to, checkpoint, description)
     files |= _write_tables(to, checkpoint, manifest, tables, progress)
-    files |= _write_vocabularies(to, kept, progress)
+    files |= _write_encoder(to, kept, progress)
     files |= _write_transforms(to.folder, kept)
-    files |= _write_statistics(to.folder, kept)
     description = replace(description, files=files, row_cost=None if to.form == "float32" else cost_of(to.form))
     DOCUMENT.write(to.folder / EXPORT, description)
     return description
@@ -355,54 +346,26 @@ def _write_tables(
     return files
 
 
-def _write_vocabularies(to: Whole, kept: PackedDataset, progress: ProgressCallback | None) -> dict[str, FileRecord]:
-    """Writes the dataset's vocabularies as Parquet; returns sizes and checksums by file."""
+def _write_encoder(to: Whole, kept: PackedDataset, progress: ProgressCallback | None) -> dict[str, FileRecord]:
+    """Writes the dataset's encoder without what it says of the rows that it was made of, such as names of files;
+    returns sizes and checksums by file. Nothing if rows hold row numbers."""
     tables = [table for table in kept.info.tables if _has_vocabulary(kept, table)]
+    if not tables:
+        return {}
     counted = _Counted(progress, "keys", sum(table.num_keys for table in tables))
     files = {}
     for table in tables:
         kept.vocabulary(table.name)  # raises if it is not the one that dataset.json names
-        name = f"vocab/{file_name(table.name)}.parquet"
-        files[name] = to.vocabulary(name, Vocabulary.open(kept.vocabulary_path(table.name)), counted)
-    return files
-
-
-def write_keys(path: Path, kind: pa.DataType, tables: Iterable[pa.Table]) -> None:
-    """Writes `key`, of type `kind`, and `row` as Parquet, whose bytes do not depend on how keys are cut into tables."""
-    schema = pa.schema([pa.field("key", kind, nullable=False), pa.field("row", pa.int64(), nullable=False)])
-    with atomic_write(path) as file, pa.parquet.ParquetWriter(file, schema) as writer:
-        for group in regrouped(tables, schema, KEYS_PER_GROUP):
-            writer.write_table(group)
-
-
-def regrouped(tables: Iterable[pa.Table], schema: pa.Schema, num_rows: int) -> Iterator[pa.Table]:
-    """Yields the columns of `schema` in tables of `num_rows` rows, the last one of fewer."""
-    waiting, count = [schema.empty_table()], 0
-    for table in (table for table in tables if len(table)):
-        waiting.append(table.select(schema.names).cast(schema))
-        count += len(table)
-        if count > num_rows:
-            left = pa.concat_tables(waiting)
-            while len(left) > num_rows:
-                yield left[:num_rows].combine_chunks()
-                left = left[num_rows:]
-            waiting, count = [left], len(left)
-    if count:
-        yield pa.concat_tables(waiting).combine_chunks()
-
-
-def _entries(vocabulary: Vocabulary, done: Callable[[int], None]) -> Iterator[pa.Table]:
-    """Yields `key` and `row` of a vocabulary, in its order."""
-    for keys, rows in vocabulary.entries():
-        yield pa.table({"key": _to_arrow(keys), "row": rows.astype("int64")})
-        done(len(rows))
-
-
-def _to_arrow(keys: Keys) -> pa.Array:
-    if keys.offsets is None:
-        return pa.array(keys.values)
-    buffers = [None, pa.py_buffer(keys.offsets), pa.py_buffer(keys.values)]
-    return pa.Array.from_buffers(pa.large_binary(), keys.num_keys, buffers)
+        own = Vocabulary.open(kept.vocabulary_path(table.name))
+        files[table.vocabulary_file] = to.vocabulary(f"{ENCODER}/{table.vocabulary_file}", own)
+        counted(table.num_keys)
+    if STATISTICS in kept.info.files:
+        copy_file(kept.statistics_path(), to.folder / ENCODER / STATISTICS)
+        files[STATISTICS] = file_record(to.folder / ENCODER / STATISTICS)
+    records = {name: kept.info.files[name] for name in files}
+    write_info(to.folder / ENCODER, replace(kept.info, splits={}, sources=(), summary={}, files=records))
+    files[MANIFEST] = file_record(to.folder / ENCODER / MANIFEST)
+    return {f"{ENCODER}/{name}": record for name, record in files.items()}
 
 
 def _write_guide(folder: Path, name: str, model: ModelSpec) -> dict[str, FileRecord]:
@@ -430,15 +393,6 @@ def _write_transforms(folder: Path, kept: PackedDataset) -> dict[str, FileRecord
     return _write_texts(folder, {f"transforms/{name}.py": source_of(name) for name in sorted(names)})
 
 
-def _write_statistics(folder: Path, kept: PackedDataset) -> dict[str, FileRecord]:
-    """Copies the label's statistics by value; returns their size and checksum by file."""
-    made = raw_rows(kept)
-    if made is None or not made.schema.statistics:
-        return {}
-    shutil.copyfile(kept.statistics_path(), folder / STATISTICS)
-    return {STATISTICS: file_record(folder / STATISTICS)}
-
-
 def _write_texts(folder: Path, texts: Mapping[str, str]) -> dict[str, FileRecord]:
     for name, text in texts.items():
         with atomic_write(folder / name) as file:
@@ -458,6 +412,12 @@ def network_source(model: str, objective: Objective) -> str:
     plain = Path(__file__).with_name("plain.py").read_text("utf-8")
     scores = inspect.cleandoc(inspect.getsource(objective.scores)).removeprefix("@staticmethod\n")
     return "\n\n".join([plain, "".join(lines), inspect.getsource(calibrated), scores + "\n"])
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copies a file, whole or not at all."""
+    with open_file(source) as file, atomic_write(target) as copy:
+        shutil.copyfileobj(file, copy, 1 << 20)
 
 
 def file_record(path: Path) -> FileRecord:
@@ -483,7 +443,6 @@ def _describe(
         step=extra.state.step,
         dataset={"name": info.name, "checksum": extra.dataset, "licence": info.licence},
         model={**config.model.model_dump(mode="json"), "num_dense": extra.num_dense},
-        csv=None if made is None else made.schema.csv.model_dump(mode="json"),
         missing=() if made is None else made.schema.missing,
         transforms=() if made is None else _computed(made),
         statistics=() if made is None else _statistics(made.schema),
@@ -593,7 +552,7 @@ def _table(table: TableConfig, kept: PackedDataset, made: RawRows | None) -> dic
     spec = made.schema.table(table.name)
     return found | {
         "vocabulary": {
-            "file": f"vocab/{file_name(table.name)}.parquet",
+            "file": f"{ENCODER}/{stored.vocabulary_file}",
             "num_keys": stored.num_keys,
             "unknown_row": 0,
             "missing_row": stored.missing_row or 0,

@@ -18,6 +18,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import struct
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -55,16 +56,14 @@ class Scorer:
         self.about = read_about(folder / "export.json")
         self.tables = {table["name"]: table for table in self.about["tables"]}
         self.bags: dict[str, nn.EmbeddingBag] = {}
-        self.vocabularies: dict[str, dict[Any, int]] = {}
+        self.vocabularies: dict[str, dict[bytes | int, int]] = {}
         for name, table in self.tables.items():
             weight = rows_of(folder / table["file"], table)
             self.bags[name] = nn.EmbeddingBag.from_pretrained(weight, mode=table["pooling"], include_last_offset=True)
             if (vocabulary := table["vocabulary"]) is not None:
-                columns = pyarrow.parquet.read_table(folder / vocabulary["file"])
-                pairs = zip(columns["key"].to_pylist(), columns["row"].to_pylist(), strict=True)
-                self.vocabularies[name] = dict(pairs)
+                self.vocabularies[name] = vocabulary_of(folder / vocabulary["file"])
         self._counting, self._cells = load_module(folder / "seen.py"), load_module(folder / "cells.py")
-        self._counts = Counts(self.about["statistics"], folder / "statistics.safetensors")
+        self._counts = Counts(self.about["statistics"], folder / "encoder/statistics/counts.safetensors")
         paths = (folder / "transforms").glob("*.py")
         self._transforms = {path.stem: getattr(load_module(path), path.stem) for path in paths}
         self.seen: Any = None
@@ -224,6 +223,7 @@ class Scorer:
             return int(about["missing_row"])
         if (cap := about["hash_cap"]) is not None:
             key = (key if isinstance(key, int) else hash_of(key)) % cap
+        key = hash_of(key) if isinstance(key, int) else key
         return int(self.vocabularies[table].get(key, about["unknown_row"]))
 
     def _look(self, rows: Rows) -> Any:
@@ -235,7 +235,7 @@ class Scorer:
 
 
 class Counts:
-    """Rows and positives by value in the training rows, as statistics.safetensors has them."""
+    """Rows and positives by value in the training rows, as statistics/counts.safetensors has them."""
 
     def __init__(self, statistics: Sequence[Mapping[str, Any]], path: Path) -> None:
         arrays = load_file(path) if statistics else {}
@@ -250,6 +250,21 @@ class Counts:
         """Returns rows and positives of each value by statistic i, and rows and positives of all: four arrays [n]."""
         own = np.array([self._slots[i].get(h >> 64 - self._bits[i], [0, 0]) for h in hashes], np.float64).reshape(-1, 2)
         return *own.T, *(np.full(len(own), float(number)) for number in self._all)
+
+
+def vocabulary_of(path: Path) -> dict[bytes | int, int]:
+    """Returns the row of each id. An id that is text is its bytes; one that is a number is its 64-bit hash, by which a
+    vocabulary names it. The bytes of the file are those of docs/vocabulary.md: sections of a directory, which is for
+    searching the file, hashes, rows, and of text where each begins and all of it."""
+    stored = path.read_bytes()
+    index_bytes, num_keys = struct.unpack_from("<24xI4xQ", stored)
+    starts = [place for place, _ in struct.iter_unpack("<QQ8x", stored[72:192])]
+    hashes = np.frombuffer(stored, "<u8", num_keys, starts[1]).tolist()
+    rows = np.frombuffer(stored, f"<u{index_bytes}", num_keys, starts[2]).tolist()
+    if starts[3] == starts[4]:
+        return dict(zip(hashes, rows, strict=True))
+    ends = (np.frombuffer(stored, "<u8", num_keys + 1, starts[3]) + np.uint64(starts[4])).tolist()
+    return {stored[first:end]: row for (first, end), row in zip(pairwise(ends), rows, strict=True)}
 
 
 def rows_of(path: Path, table: dict[str, Any]) -> Tensor:

@@ -6,7 +6,7 @@ runs/criteo-dlrm-001/
   config.yaml     every option as it was used
   metrics.jsonl   one JSON object per line: training means, evaluations
   log.txt         what the user was told, with times
-  vocab/          dataset.json and vocabularies, to score raw rows without the dataset
+  encoder/        dataset.json, vocabularies and statistics, to score raw rows without the dataset
   checkpoints/    step-N folders (checkpoint.py)
   data/           the dataset, if the run prepared its own (hotrow.fit)
   memory/         while it trains: rows of tables that do not fit in DRAM (hotrow.placement)
@@ -50,7 +50,7 @@ RUN, CONFIG, METRICS, LOG = "run.json", "config.yaml", "metrics.jsonl", "log.txt
 _FILES = (RUN, CONFIG, METRICS, LOG, REPORT, LOCK)
 ROWS = "rows"
 """Rows as they were read, while a run and the one that chooses its steps are prepared."""
-_FOLDERS = ("checkpoints", "vocab", "data", "memory", "tensorboard", ROWS, SELECTION)
+_FOLDERS = ("checkpoints", "encoder", "data", "memory", "tensorboard", ROWS, SELECTION)
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """What could end a line of log.txt, or change how a terminal shows it."""
 
@@ -185,9 +185,9 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def vocabulary(self) -> Path:
-        """The folder with dataset.json and the vocabularies."""
-        return self.path / "vocab"
+    def encoder(self) -> Path:
+        """The encoder's folder: dataset.json, the vocabularies and statistics."""
+        return self.path / "encoder"
 
     def write_config(self, config_yaml: str) -> None:
         """Writes config.yaml: the options that the run uses from here on."""
@@ -261,7 +261,7 @@ class RunFolder:
         lines, left_out = read_lines(self.path / METRICS)
         record, info, selection = asdict(self.record), None, None
         with suppress(OSError, ValueError):  # before the run has its vocabularies
-            info = read_info(self.vocabulary)
+            info = read_info(self.encoder)
         if is_taken(self.path / SELECTION / RUN):
             with suppress(OSError, ValueError):  # the page is of this run, whatever became of that one
                 selection = asdict(_DOCUMENT.read(self.path / SELECTION / RUN))
@@ -347,7 +347,7 @@ class RunFolder:
             if path.is_file():
                 path.chmod(0o600)
 
-    def keep_vocabulary(self, dataset: Path) -> None:
+    def keep_encoder(self, dataset: Path) -> None:
         """Takes dataset.json, vocab/ and statistics/ of a packed dataset into the run, so that it can score raw rows by
         itself.
 
@@ -355,9 +355,9 @@ class RunFolder:
         """
         folders = [name for name in ("vocab", "statistics") if name == "vocab" or (dataset / name).is_dir()]
         for name in folders:
-            make_folder(self.vocabulary / name, within=self.path)
+            make_folder(self.encoder / name, within=self.path)
         for source in [dataset / "dataset.json", *(file for name in folders for file in (dataset / name).glob("*"))]:
-            target = self.vocabulary / source.relative_to(dataset)
+            target = self.encoder / source.relative_to(dataset)
             remove(target, within=self.path)
             link_or_copy(source, target)
 
@@ -441,7 +441,7 @@ class SilentFolder(RunFolder):
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    write_config = log = report = measure = rewind = open_tensorboard = keep_vocabulary = _nothing
+    write_config = log = report = measure = rewind = open_tensorboard = keep_encoder = _nothing
 
 
 def resume_command(path: Path) -> str:

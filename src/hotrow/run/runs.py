@@ -88,7 +88,7 @@ def train(
         folder = claims.enter_context(_claimed(comm, made))
         folder.count_shown(shown)
         folder.update(launch=launch_of(config))
-        folder.keep_vocabulary(setup.dataset.path)
+        folder.keep_encoder(setup.dataset.path)
         return _run(setup.in_folder(folder.path), folder, start, heartbeat, interrupt)
 
 

@@ -125,7 +125,7 @@ def start_of(setup: Setup, before: Parent | None = None) -> Start | None:
         )
     extra = read_extra(checkpoint, read_manifest(checkpoint))
     theirs = make_config(extra.config, origin=f"{checkpoint / MANIFEST}: extra: config")
-    trained_on = PackedDataset.open(folder.vocabulary).info
+    trained_on = PackedDataset.open(folder.encoder).info
     added, renewed = _rows_added(setup, extra.tables, trained_on, folder.path), _renewed(setup.dataset, trained_on)
     reborn = {table: rows for table in renewed if len(rows := setup.dataset.reborn(table))}
     _check_model(setup, theirs, extra, folder.path)

@@ -1,15 +1,16 @@
-"""What export.json says, as the objects that preparation, prediction and training have of the same.
+"""What an export says, as the objects that preparation, prediction and training have of the same.
 
 Nothing of an export is run: its score.py, model.py and transforms/ are for readers and other systems. Rows are read by
-the schema, transforms and statistics of preparation, and the network is the one that trained.
+the encoder that preparation fitted, and the network is the one that trained.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,15 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from hotrow.base.records import describe
-from hotrow.data.cells import IdEncoding
 from hotrow.data.prepare.prepare import Encoder
-from hotrow.data.prepare.statistics import Statistics
 from hotrow.data.seen import Seen
-from hotrow.data.sources.schema import Schema, parse_schema
-from hotrow.data.transforms import Transform
-from hotrow.export.export import EXPORT, STATISTICS, Description
+from hotrow.export.export import ENCODER, EXPORT, Description
 from hotrow.kernels import ops
 from hotrow.models import MODELS
 from hotrow.models.layers import Network
 from hotrow.objectives.calibration import calibrated
 from hotrow.objectives.objective import Objective
 from hotrow.objectives.several import for_labels
-from hotrow.serve.vocabularies import open_vocabulary
 from hotrow.tables import TableConfig
 
 CURE = "export the run again"
@@ -40,8 +36,6 @@ _ERRORS = (
     *(ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, MemoryError, OSError),
     *(SafetensorError, struct.error),
 )
-_OF_DENSE = ("name", "transform", "missing", "written")
-"""Fields of a dense column besides the options of its transform."""
 
 
 @contextmanager
@@ -61,69 +55,24 @@ def explaining(path: Path) -> Iterator[None]:
         ) from None
 
 
-def encoder_of(export: Path, about: Description, work: Path) -> Encoder:
-    """The encoder of an export. work: where vocabularies are kept.
-
-    Raises ValueError, which names the file, if ids are row numbers already, or if something does not fit.
-    """
+def encoder_of(export: Path, about: Description) -> Encoder:
+    """The encoder of an export, whose files were verified. Raises ValueError if ids are row numbers already, or if it
+    is not of the model's tables and inputs."""
     for own in about.tables:
         about.files[str(own["file"])]  # so it is a file of the export, and lies in its folder
-    if any(table["vocabulary"] is None for table in about.tables) or any("keys" not in own for own in about.features):
+    if any(table["vocabulary"] is None for table in about.tables):
         raise ValueError(
             f"{export}: its model was trained on row numbers, not on raw ids, so there are no raw rows to score; give "
             "row numbers to its own score.py"
         )
-    schema, encodings = schema_of(export, about), dict(_encodings(about))
-    tables: Any = about.tables
-    vocabularies = {
-        own["name"]: open_vocabulary(export, about, own, encodings[own["features"][0]], work) for own in tables
-    }
-    statistics = Statistics.load(schema, export / STATISTICS, cure=CURE) if about.statistics else None
-    if statistics is not None and any(own["bits"] != statistics.bits for own in about.statistics):
-        raise ValueError(f"{export / EXPORT}: statistics.bits are not those of this hotrow; {CURE}")
-    transforms = [_transform(own) for own in about.dense]
-    transforms += [Transform("identity")] * (len(schema.dense_inputs) - len(transforms))
-    return Encoder("frame", schema, encodings, transforms, statistics, vocabularies, threads=1)
-
-
-def schema_of(export: Path, about: Description) -> Schema:
-    """Returns the schema of raw rows, with what scoring needs of it. Raises ValueError, which names the field."""
-    dense: Any = about.dense
-    value: dict[str, Any] = {
-        "label": [{"column": name} for name in about.labels or (f"label of {about.run}",)],
-        "dense": [{"column": own["name"], **own.get("written", {})} for own in dense],
-        "categorical": [
-            {
-                **{"column": own["name"], "kind": own["kind"], "table": own["table"]},
-                **{name: own[name] for name in ("separator", "buckets") if own.get(name) is not None},
-            }
-            for own in about.features
-        ],
-        "transforms": [_computed(own) for own in about.transforms],
-        "statistics": [
-            {"columns": own["features"], "priors": own["priors"], "count": own.get("count", False)}
-            for own in about.statistics
-        ],
-        "csv": {"null_values": list(about.missing)},
-    }
-    return parse_schema(value, where=str(export / EXPORT))
-
-
-def _computed(own: Mapping[str, Any]) -> dict[str, Any]:
-    columns = [column["name"] for column in own["columns"]]
-    return {str(own["transform"]): {**own["options"], "columns": columns, "into": own["into"]}}
-
-
-def _transform(own: Mapping[str, Any]) -> Transform:
-    return Transform(own["transform"], {name: value for name, value in own.items() if name not in _OF_DENSE})
-
-
-def _encodings(about: Description) -> Iterator[tuple[str, IdEncoding]]:
-    """Yields how ids of each column are held."""
-    taken: list[Any] = [column for own in about.transforms for column in own["columns"]]  # type: ignore[union-attr]
-    for own in (*about.features, *taken):
-        if "keys" in own:
-            yield own["name"], own["keys"]
+    found = Encoder.load(export / ENCODER, mapped=True)
+    sizes = {str(table["name"]): table["num_embeddings"] for table in about.tables}
+    if sizes != {name: own.num_embeddings for name, own in found.vocabularies.items()}:
+        raise ValueError("its encoder has other tables")
+    num_dense, wanted = len(found.schema.dense_inputs), about.model["num_dense"]
+    if num_dense != wanted:
+        raise ValueError(f"its encoder makes {num_dense} numbers of a row, its model takes {wanted}")
+    return replace(found, source="frame", threads=1)
 
 
 def tables_of(about: Description) -> list[TableConfig]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +28,10 @@ from hotrow.base.door import is_taken, make_folder
 from hotrow.base.files import parse_bytes
 from hotrow.data.seen import Seen
 from hotrow.export.delta import apply_delta, checksum_of, read_delta
-from hotrow.export.export import EXPORT, verify_export
+from hotrow.export.export import verify_export
 from hotrow.models.spec import SampleError
 from hotrow.serve.mapped import Budget, mapped_bytes
 from hotrow.serve.version import NAME_DIGITS, Version
-from hotrow.serve.vocabularies import FOLDER as VOCABULARIES
 
 VERSIONS, SUFFIX = "versions", ".serve"
 TURN_S, PAUSE_S = 1e-4, 5e-5
@@ -55,34 +55,22 @@ class Scorer:
 
     export: its folder, which is never written to. memory: how much of its tables and vocabularies may be in this
     process's memory, as bytes or text such as "1GiB": half of it for the first rows of all tables, which stay there,
-    half for what else is looked up in the files. If None, the system decides. work: a folder for searchable
-    vocabularies and for versions that deltas make; by default EXPORT.serve beside the export. Several threads may score
-    at once; each call computes on its own thread.
+    half for what else is looked up in the files. If None, the system decides. work: a folder for versions that deltas
+    make; by default EXPORT.serve beside the export, made by the first delta. Several threads may score at once; each
+    call computes on its own thread.
 
     Raises ValueError, which names the file and says what to do, if the export is damaged or half brought forward.
     """
 
     def __init__(self, export: Path | str, *, memory: int | str | None = None, work: Path | str | None = None) -> None:
         path = Path(export)
-        if not is_taken(path / EXPORT):
-            verify_export(path)  # which says what is missing, before a folder is made beside it
         # Once, so that a version's limit does not count what the one before it had in memory.
         self._budget: Budget | None = None
         if memory is not None:
             num_bytes = parse_bytes(memory, what="memory")
             self._budget = Budget(mapped_bytes() + num_bytes, num_bytes // 2)
         self._work = path.resolve().with_name(path.resolve().name + SUFFIX) if work is None else Path(work)
-        try:
-            make_folder(self._work / VOCABULARIES)  # the folder itself may be there, and be another user's
-            opened = Version(path, self._work, self._budget)
-        except OSError as error:
-            at = Path(str(error.filename))
-            if not (at.is_relative_to(self._work) or self._work.is_relative_to(at)):
-                raise
-            reason = f"{(error.strerror or str(error)).lower()} ({error.filename})"
-            raise ValueError(
-                f"{self._work} cannot be written: {reason}; pass --work (in Python work=), a folder of your own"
-            ) from None
+        opened = Version(path, self._budget)
         opened.mapped.pin()
         self._versions: tuple[Version, Version | None] = opened, None
         """The version that scores, and the one before it."""
@@ -176,19 +164,17 @@ class Scorer:
             now, before = self._versions
             found = read_delta(Path(delta))
             path = self._work / VERSIONS / f"{found.number}-{found.result[:NAME_DIGITS]}"
-            make_folder(path.parent)
+            self._make_folder(path.parent)
             is_next = found.exports[-1] == checksum_of(now.path)
             if is_next and is_taken(path) and not _is_whole(path, found.result):
                 shutil.rmtree(path)  # an earlier process ended while it removed it
             if not (is_next and is_taken(path)):
                 apply_delta(now.path, delta, path)  # which says why, if it is not the next one
-            opened = Version(path, self._work, self._budget)
+            opened = Version(path, self._budget)
             self._versions = opened, now
             now.mapped.unpin()
             opened.mapped.pin()
             for old in (own for own in (before, self._undone) if own is not None):
-                for file in old.made - now.made - opened.made:
-                    file.unlink(missing_ok=True)
                 if old.path.parent == path.parent and old.path not in (path, now.path):
                     shutil.rmtree(old.path, ignore_errors=True)
             self._undone = None
@@ -205,6 +191,18 @@ class Scorer:
             now.mapped.unpin()
             before.mapped.pin()
             return before.name
+
+    def _make_folder(self, path: Path) -> None:
+        """Makes a folder in `work`. Raises ValueError, which says what to do, if this user may not."""
+        try:
+            make_folder(path)  # the folder itself may be there, and be another user's
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"{self._work} cannot be written: {(error.strerror or str(error)).lower()} ({path}); pass --work (in "
+                "Python work=), a folder of your own"
+            ) from None
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

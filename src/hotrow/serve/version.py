@@ -42,28 +42,27 @@ UNKNOWN = "an id that training never saw, or too rarely to give it a row"
 class Version:
     """One export, opened: it never changes, and several threads may score with it.
 
-    work: where searchable vocabularies are kept. budget: as of `MappedTables`. Raises ValueError, which names the
-    file, if the export is damaged, or not one that can be scored.
+    budget: as of `MappedTables`. Raises ValueError, which names the file, if the export is damaged, or not one that
+    can be scored.
     """
 
-    def __init__(self, path: Path, work: Path, budget: Budget | None) -> None:
+    def __init__(self, path: Path, budget: Budget | None) -> None:
         verify_export(path, unread=("tables/",))
         self.path, self.name = path, checksum_of(path)[:NAME_DIGITS]
         about = DOCUMENT.read(path / EXPORT)
         with explaining(path):
-            encoder = encoder_of(path, about, work)
+            encoder = encoder_of(path, about)
             self._shape = (0, len(about.labels)) if len(about.labels) > 1 else (0,)
             self.columns = encoder.schema.input_names
             self.mapped = MappedTables(path, about.tables, budget)
-            self.made = {vocabulary.path for vocabulary in encoder.vocabularies.values()}
             for vocabulary in encoder.vocabularies.values():
                 self.mapped.bound(vocabulary.mapped)
             tables = tables_of(about)
             self._embedding: Any = SmallLookups(tables, self.mapped, about.form)
             if about.form == "float32":
                 self._embedding = EmbeddingCollection(tables, memory=self.mapped)
-            if self._embedding.feature_names != encoder.schema.feature_names:
-                raise ValueError("features are not in the order of the tables")
+            if sorted(self._embedding.feature_names) != sorted(encoder.schema.feature_names):
+                raise ValueError("features of the tables are not those of the encoder")
             self._model, self._scores = network_of(about)
             self._model.load_state_dict(load(read_file(path / WEIGHTS)))
             self._packed = ops.Packed(self._model.parameters())

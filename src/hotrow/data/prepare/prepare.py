@@ -1,7 +1,7 @@
 """Preparation as users call it, with plain arguments, and its counterpart for new rows: raw rows in, batches out.
 
     run_prepare("criteo", "train.txt", "data/criteo")            # hotrow prepare
-    for batch in Encoder.of("data/criteo").batches("new.txt"):   # hotrow predict
+    for batch in Encoder.load("data/criteo").batches("new.txt"):   # hotrow predict
 
 `pipeline.py` does the work, `sources/registry.py` opens the sources; docs/prepare.md is for users.
 """
@@ -252,9 +252,9 @@ class Encoder:
     threads: int = field(default_factory=lambda: min(8, usable_cores()))
 
     @staticmethod
-    def of(dataset: PackedDataset | Path | str) -> Encoder:
-        """The encoder of a dataset, of which only dataset.json, vocab/ and statistics/ are needed. Vocabularies are
-        loaded if they take at most half of the free memory, else searched on disk."""
+    def load(dataset: PackedDataset | Path | str, *, mapped: bool = False) -> Encoder:
+        """The encoder in a dataset, a run's or an export's encoder folder; see docs/format.md. Vocabularies are loaded
+        if they take at most half of the free memory, else searched on disk; with `mapped` they always are."""
         dataset = dataset if isinstance(dataset, PackedDataset) else PackedDataset.open(dataset)
         made = raw_rows(dataset)
         if made is None:
@@ -269,9 +269,11 @@ class Encoder:
         if source == "criteo":
             encodings = dict.fromkeys(made.encodings, "hex")
         vocabularies = {table.name: dataset.vocabulary(table.name) for table in dataset.info.tables}
-        if sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2:
+        if mapped:  # an export comes from anywhere
+            vocabularies = {name: Vocabulary.open(own.path) for name, own in vocabularies.items()}
+        elif sum(v.num_bytes for v in vocabularies.values()) <= available_memory_bytes() // 2:
             # Loading reads every byte, so it checks them; vocabularies searched on disk were checked in preparation.
-            vocabularies = {name: Vocabulary.open(own.path).load() for name, own in vocabularies.items()}
+            vocabularies = {name: own.load() for name, own in vocabularies.items()}
         statistics = statistics_of(dataset, made.schema)
         return Encoder(source, made.schema, encodings, made.transforms, statistics, vocabularies)
 
