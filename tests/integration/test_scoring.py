@@ -18,7 +18,6 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from test_prepare import rows_of
-from test_verbs import command
 
 import hotrow
 from benchmarks.criteo_text import write_criteo
@@ -108,26 +107,17 @@ unfit = pytest.mark.parametrize(("change", "column", "kind", "code"), UNFIT)
 @unfit
 @pytest.mark.parametrize("name", ["eval", "predict"])
 def test_rows_that_do_not_fit_are_named(
-    run: hotrow.Run,
-    change: Change,
-    column: str,
-    kind: str,
-    code: str,
-    name: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: hotrow.Run, change: Change, column: str, kind: str, code: str, name: str, tmp_path: Path, command: Any
 ) -> None:
     data = rows(600, seed=1)
     change(data)
     pyarrow.csv.write_csv(pa.table(data), tmp_path / "new.csv")
     options = ["--out", tmp_path / "scores.csv"] if name == "predict" else []
-    out, err = command(name, run.path, tmp_path / "new.csv", *options, "--json", capfd=capfd, monkeypatch=monkeypatch)
-    found = json.loads(out)
+    found = command(name, run.path, tmp_path / "new.csv", *options, "--json")
     assert {n: c["stands_out"] for n, c in found["columns"].items() if c["stands_out"]} == {column: [kind]}
     assert found["columns"][column][kind] > 250 and found["columns"][column]["values"] == 600
     assert set(found["warnings"]) - {"worse_than_a_constant", "auc_below_half"} == {code}
-    for text in (found["warnings"][code]["text"], err):
+    for text in (found["warnings"][code]["text"], command.err):
         assert f"{column} " in text and "validation" in text
 
 
@@ -372,32 +362,26 @@ def test_hostile_rows_of_every_form_get_the_same_scores(run: hotrow.Run, tmp_pat
         np.testing.assert_allclose(run.predict(data), expected, rtol=1e-5)
 
 
-def test_strict_refuses_what_is_scored_otherwise(
-    run: hotrow.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strict_refuses_what_is_scored_otherwise(run: hotrow.Run, tmp_path: Path, command: Any) -> None:
     data = rows(20, seed=1)
     data["user"] = [str(user) for user in data["user"]]
     data["user"][4] = "guest"
     path, out = tmp_path / "new.csv", tmp_path / "scores.csv"
     pyarrow.csv.write_csv(pa.table(data), path)
     for arguments in (("eval", run.path, path), ("predict", run.path, path, "--out", out)):
-        _, err = command(*arguments, "--strict", capfd=capfd, monkeypatch=monkeypatch, code=2)
+        err = command(*arguments, "--strict", code=2)
         assert "new.csv:6 (user): 'guest'" in err and not out.exists()
-        shown, _ = command(*arguments, "--json", capfd=capfd, monkeypatch=monkeypatch)
-        assert json.loads(shown)["columns"]["user"]["unreadable"] == 1
-        assert "unreadable_values" in json.loads(shown)["warnings"]
+        shown = command(*arguments, "--json")
+        assert shown["columns"]["user"]["unreadable"] == 1
+        assert "unreadable_values" in shown["warnings"]
     with pytest.raises(RowError, match=r":5 \(user\)"):
         run.evaluate_rows(data, strict=True)
 
 
-def test_predict_writes_to_standard_output(
-    run: hotrow.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_predict_writes_to_standard_output(run: hotrow.Run, tmp_path: Path, command: Any) -> None:
     data = rows(50, seed=1)
     pyarrow.csv.write_csv(pa.table(data), tmp_path / "new.csv")
-    shown, _ = command(
-        "predict", run.path, tmp_path / "new.csv", "--keep", "user", "--out", "-", capfd=capfd, monkeypatch=monkeypatch
-    )
+    shown = command("predict", run.path, tmp_path / "new.csv", "--keep", "user", "--out", "-")
     found = pyarrow.csv.read_csv(io.BytesIO(shown.encode()))
     assert found.column_names == ["user", "score"] and found["user"].to_pylist() == data["user"]
     np.testing.assert_allclose(found["score"].to_numpy(), run.predict(data), rtol=1e-5)
