@@ -1,7 +1,5 @@
 """Every verb as a user types it: exit codes, the last line of stdout as JSON, and errors of one line with a cure."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

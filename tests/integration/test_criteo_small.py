@@ -4,8 +4,6 @@
 `test_against_..._regression` against sklearn's on hashed raw ids, which this file reads from the text by itself.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

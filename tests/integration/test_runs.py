@@ -1,7 +1,5 @@
 """`hotrow runs`, `train --seeds` and `Run.history`, as a user has them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -40,9 +38,6 @@ def work(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., P
     return folder
 
 
-# ---- the list
-
-
 def test_the_list_has_each_run_and_what_differs(work: Path) -> None:
     a, b = list_runs(work / "runs")
     assert (a["run"], b["run"]) == (str(work / "runs" / "a"), str(work / "runs" / "deep" / "b"))
@@ -69,9 +64,6 @@ def test_the_list_as_json(work: Path, monkeypatch: pytest.MonkeyPatch, command: 
     found = command("runs", "runs", "--json")
     assert [row["run"] for row in found["runs"]] == ["runs/a", "runs/deep/b"]
     assert "two runs" in command("runs", "a", "b", "c", code=2)
-
-
-# ---- two runs
 
 
 def test_two_runs_are_compared_on_their_test_rows(work: Path) -> None:
@@ -110,9 +102,6 @@ def test_runs_that_are_judged_by_group_are_compared_by_group_too(work: Path, tmp
         compare(a, other)
 
 
-# ---- removal
-
-
 def test_a_run_is_removed_after_a_question(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
@@ -142,9 +131,6 @@ def test_a_run_that_trains_is_not_removed(work: Path, tmp_path: Path) -> None:
     assert run.path.exists()
 
 
-# ---- seeds
-
-
 def test_train_with_seeds(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.chdir(tmp_path)
     model = "{embedding_dim: 4, bottom_mlp: [4], top_mlp: [4]}"
@@ -171,9 +157,6 @@ def test_seeds_start_from_another_run(
     assert found["runs"] == ["seeds/seed-1", "seeds/seed-2"]
     for run in map(load, found["runs"]):
         assert run.record.parent is not None and run.record.parent.path == str(first.path.resolve())
-
-
-# ---- the history
 
 
 def test_the_history_of_a_run_is_a_frame(work: Path) -> None:

@@ -1,7 +1,5 @@
 """Every row gets a score, and rows that do not fit the model are named by column: in text, in JSON and in the run."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -202,9 +200,6 @@ def test_impossible_counts_in_run_json_are_refused(run: hotrow.Run, tmp_path: Pa
         RunFolder.open(tmp_path / "run")
 
 
-# ---- a score for every row
-
-
 def scores_of(run: hotrow.Run, data: Any) -> np.ndarray[Any, Any]:
     found = run.predict(data)
     assert np.isfinite(found).all()
@@ -400,9 +395,6 @@ def test_every_way_to_hold_rows_scores_alike(run: hotrow.Run, tmp_path: Path) ->
         for i, same in enumerate((table, data, table.to_pylist(), pl.DataFrame(table).lazy()))
     ]
     assert again[1:] == again[:1] * 3
-
-
-# ---- Criteo's layout
 
 
 def test_a_run_on_criteo_scores_its_text_in_every_form(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 The truth is tests/plain_tbsm.py under torch's own optimizers: other code, other draws, the same task.
 """
 
-from __future__ import annotations
-
 import gzip
 from collections import Counter
 from collections.abc import Callable
@@ -60,13 +58,7 @@ def config(
             "run": str(folder),
             "model": {"name": "tbsm", "embedding_dim": DIM, "history_steps": history_steps, **MODEL},
             "optimizer": {"dense": {"name": "adam", "lr": DENSE_LR}, "sparse": {"name": "adagrad", "lr": SPARSE_LR}},
-            "train": {
-                "batch_size": BATCH_SIZE,
-                "max_steps": max_steps,
-                "eval_every": None,
-                "seed": seed,
-                "threads": 1,
-            },
+            "train": {"batch_size": BATCH_SIZE, "max_steps": max_steps, "eval_every": None, "seed": seed, "threads": 1},
             "hot": hot or {},
         }
     )

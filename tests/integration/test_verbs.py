@@ -1,7 +1,5 @@
 """What the verbs do at their edges: new labelled rows, kept columns, standard input, interruptions, closing lines."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """benchmarks/gpu.py: all modes train the same, hot rows are those of largest chance, without a GPU nothing is timed."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The bench measures what it says: outputs first, stolen rounds dropped, its own limits, pages made from its JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
@@ -226,9 +224,6 @@ def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
     assert found[2] == "validation AUC 0.7500 ± 0.0141 (-0.00200 ± 0.00000 beside float32)"
 
 
-# ---- whole steps
-
-
 # ---- steps part by part
 
 
@@ -266,18 +261,12 @@ def test_a_step_taken_apart_is_the_step() -> None:
     assert all(map(torch.equal, side.outputs(), alone.outputs()))
 
 
-# ---- other ways to update
-
-
 def test_every_way_to_update_that_is_right_agrees() -> None:
     cells = updates.update_cells(quick=True)
     for cell in cells:
         bench.check_agreement(cell.name, *cell.build(), batch=1)
     right = [cell for cell in cells if "unprotected" not in cell.name]
     assert len(right) >= 8 and all(list(side.outputs()) for side in right[0].build())
-
-
-# ---- peak memory
 
 
 # ---- results and pages

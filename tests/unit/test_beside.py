@@ -2,8 +2,6 @@
 of it.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

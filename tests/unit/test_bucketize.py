@@ -1,7 +1,5 @@
 """The transform `bucketize` against NumPy, from raw rows to a data set, to predictions and to an export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """examples/cluster: what can be tried of them without a cluster, with stand-ins for what a cluster has."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The measurements of days: what they cut, train, kill and compare, against scikit-learn and against themselves."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

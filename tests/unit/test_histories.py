@@ -1,7 +1,5 @@
 """examples/histories.py against a walk through the events with plain lists and dictionaries, and law 6."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -49,12 +47,7 @@ def make_events(num_events: int = 4000, *, num_users: int = 60, num_items: int =
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"length": 3, "negatives": 3, "seed": 8},
-        {"min_length": 0, "length": 50},
-        {"every": 4, "min_length": 2},
-    ],
+    [{}, {"length": 3, "negatives": 3, "seed": 8}, {"min_length": 0, "length": 50}, {"every": 4, "min_length": 2}],
     ids=str,
 )
 def test_against_plain_lists(options: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """The online tracker against dictionaries that count; its sketch and the caches against readable and brute ones."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -32,9 +30,6 @@ def skewed(num_rows: int, n: int, seed: int) -> np.ndarray[Any, np.dtype[np.int6
     return (num_rows * np.random.default_rng(seed).random(n) ** 6).astype(np.int64)
 
 
-# ---- the sketch and the caches against their twins
-
-
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("num_buckets", [1, 3, 64])
 def test_the_sketch_against_its_readable_twin(num_buckets: int, dtype: Any) -> None:
@@ -46,9 +41,6 @@ def test_the_sketch_against_its_readable_twin(num_buckets: int, dtype: Any) -> N
                 module.sketch_add(own, seed, first_key, 4000, ids)
             assert slots[0].tolist() == slots[1].tolist()
     assert (slots[0] != 0).all()
-
-
-# ---- the tracker
 
 
 def test_what_fits_is_counted_exactly() -> None:

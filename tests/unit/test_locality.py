@@ -1,7 +1,5 @@
 """Locality: plain traces, bad ones named by line; drift against sets; all tables against adding up; the page."""
 
-from __future__ import annotations
-
 import gzip
 from collections import Counter
 from pathlib import Path
@@ -61,9 +59,6 @@ def test_all_tables_together_against_adding_up() -> None:
         sum(own.overlap[1] * n for own, n in zip(alone, rows, strict=True)) / sum(rows)
     )
     assert found.overlap(100) is None
-
-
-# ---- traces
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", ""])

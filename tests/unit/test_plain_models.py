@@ -3,8 +3,6 @@
 Same weights and inputs, same logits and gradients, for rows of any width.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

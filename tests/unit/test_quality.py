@@ -1,7 +1,5 @@
 """The comparison with peers: what it reads, splits and judges, against loops that count."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The benchmark of several processes counts what is sent, and compares like with like."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 
@@ -9,15 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import rank_laws, ranks
-from benchmarks.rank_sides import (
-    RankWork,
-    Seat,
-    num_lacking,
-    owners,
-    part_of,
-    shards_of,
-    tables_of,
-)
+from benchmarks.rank_sides import RankWork, Seat, num_lacking, owners, part_of, shards_of, tables_of
 from benchmarks.step_shapes import make_setting
 from hotrow.parallel.ranks import Ranks
 from mpi_ranks import needs_mpi

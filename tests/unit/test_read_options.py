@@ -1,7 +1,5 @@
 """What users say about files without a schema: one list of options, which every way in takes, with the same effect."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """Studies, by the study `kernels`: sweeps that continue, files that are what they say, figures that add up."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import json
@@ -89,9 +87,6 @@ def test_every_cell_is_measured_once_and_a_second_run_measures_none(tmp_path: Pa
     assert json.loads((tmp_path / "kernels.json").read_text())["cells"] == result["cells"]
 
 
-# ---- the plan
-
-
 def test_what_does_not_fit_is_skipped_with_the_reason_or_cut() -> None:
     plan = study_runner.make_plan(studies.make_study("kernels"), quick=False, memory_bytes=1 << 30, cores=1)
     reasons = {cell["key"]: cell["reason"] for cell in plan.skipped}
@@ -102,9 +97,6 @@ def test_what_does_not_fit_is_skipped_with_the_reason_or_cut() -> None:
     assert all(cell.table_bytes <= 1 << 30 and cell.threads == 1 for cell in plan.cells)
     (rows,) = {cell.num_embeddings for cell in plan.cells if cell.group == "sc20-mlperf"}
     assert 0.95 * (1 << 30) < rows * 26 * 129 * 4 <= 1 << 30
-
-
-# ---- figures against brute force
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])

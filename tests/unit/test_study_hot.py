@@ -1,7 +1,5 @@
 """The study hot: its cells, what they say against counting by hand and against runs, and its page."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext

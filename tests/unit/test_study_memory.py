@@ -34,7 +34,7 @@ TINY: dict[str, Any] = {
             "fixed": {**FEW, "scale": 1e-4, "batch_size": 32, "threads": 1},
             "axes": {"zipf": [1.05], "dram_parts": [2]},
             "variants": [["tiers", 2], ["tiers", 0]],
-        },
+        }
     ],
     "quick": {"leave_out": [], "axes": {}},
 }
@@ -100,9 +100,6 @@ def losses(side: Side, *, ahead: int) -> list[str]:
     return list(side.train(batches, settle=2, steps=7, ahead=ahead)["losses"])
 
 
-# ---- sides
-
-
 @pytest.mark.parametrize(("kind", "ahead"), [(InTiers, 2), (InTiers, 0), (Mapped, 1), (Mapped, 0), (Rocks, 0)])
 def test_a_side_trains_to_the_losses_of_dram(kind: type[Side], ahead: int, tmp_path: Path) -> None:
     if kind is Rocks and importlib.util.find_spec("rocksdict") is None:
@@ -113,9 +110,6 @@ def test_a_side_trains_to_the_losses_of_dram(kind: type[Side], ahead: int, tmp_p
     assert side.facts()["rows_on_disk"] > 1000 and side.facts()["disk_bytes"] > 0
 
 
-# ---- losses and groups
-
-
 def test_a_loss_that_differs_in_a_bit_is_refused() -> None:
     same = [(0.5).hex(), (0.25).hex()]
     check_losses("cell", 0, same, same)
@@ -123,9 +117,6 @@ def test_a_loss_that_differs_in_a_bit_is_refused() -> None:
         check_losses("c", 10, same, [(0.5).hex(), np.nextafter(0.25, 1).hex()])
     with pytest.raises(LossError):
         check_losses("c", 0, [float("nan").hex()], [float("nan").hex()])
-
-
-# ---- the study
 
 
 def test_the_study_measures_once_and_holds_its_fields(

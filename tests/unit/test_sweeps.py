@@ -1,7 +1,5 @@
 """Sweeps in YAML: what they expand into, what a figure is made of, and what their files say."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable
@@ -41,7 +39,7 @@ TINY: dict[str, Any] = {
                     "thin": {"model.bottom_mlp": [2], "model.top_mlp": [3]},
                     "wide": {"model.bottom_mlp": [8, 8], "model.top_mlp": [8]},
                 },
-            },
+            }
         },
     },
 }
@@ -63,9 +61,6 @@ MEASURED |= {"taken_rounds": 3}
 """What a worker returns."""
 
 
-# ---- expansion
-
-
 def test_a_grid_has_every_combination_of_its_points(tmp_path: Path) -> None:
     found = cells_of(tmp_path)
     both = [cell for cell in found if cell.group == "both"]
@@ -77,9 +72,6 @@ def test_a_grid_has_every_combination_of_its_points(tmp_path: Path) -> None:
         assert isinstance(cell.rows, SyntheticRows) and (cell.rows.rows, cell.rows.tables) == (num_rows, 2)
         assert (config.model.bottom_mlp, config.model.top_mlp, config.train.batch_size) == (bottom, top, 16)  # type: ignore[attr-defined]
     assert len({cell.key for cell in found}) == len(found) == 6
-
-
-# ---- rows
 
 
 @pytest.mark.parametrize("lookups", [1, 3.5])
@@ -112,16 +104,8 @@ def test_the_models_of_presto_are_as_published() -> None:
     assert len({json.dumps(points[f"rm{k}"].config) for k in range(1, 6)}) == 1, "the same model and batches"
 
 
-# ---- rounds
-
-
 def passes(
-    step_s: Callable[[int], float],
-    *,
-    rounds: int,
-    steps_per_pass: int = 4,
-    share: float = 0.0,
-    warm: int = 1,
+    step_s: Callable[[int], float], *, rounds: int, steps_per_pass: int = 4, share: float = 0.0, warm: int = 1
 ) -> worker.Passes:
     """A meter that saw steps of 10 samples that took so long by their number, until it had enough."""
     session = Session(steps_per_pass)
@@ -148,9 +132,6 @@ def test_a_figure_is_the_median_of_passes_without_the_first() -> None:
 
     found = passes(lambda step: 0.5 if step < 8 else 0.001, rounds=3, warm=2).figures()
     assert found["spread_ms"] == pytest.approx([1, 1]) and found["taken_rounds"] == 3, "passes that warm do not count"
-
-
-# ---- running
 
 
 def test_rows_are_in_the_order_of_the_file_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

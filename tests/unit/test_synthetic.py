@@ -1,7 +1,5 @@
 """benchmarks/synthetic.py: the rows follow the stated laws, whatever the chunks, with the planted truth."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
