@@ -1,7 +1,5 @@
 """What a test does in the middle of a run: before a step of it, by the step's number from 0."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import gc
 import importlib
+import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -181,6 +183,25 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
     yield folder, resize
     # Lazy: a dataset that was opened there may still be mapped.
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """`command("train", "x.yaml", code=0)` in this process: its stdout, the JSON of its last line with --json, or else
+    its stderr if `code` is not 0."""
+
+    def run(*arguments: object, code: int = 0) -> Any:
+        words = [*map(str, arguments)]
+        capfd.readouterr()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setattr(sys, "argv", ["hotrow", *words])
+            importlib.import_module("hotrow.cli.app").main()
+        out, err = capfd.readouterr()
+        run.err = err  # type: ignore[attr-defined]
+        assert (ended.value.code or 0) == code, out + err
+        return err if code else json.loads(out.splitlines()[-1]) if "--json" in words else out
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """What a checkpoint says, read by the safetensors library and expanded by the readable formulas, whatever its files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ They are forked from the server of benchmarks.rank_runs. A test whose subject is
 end of an interpreter, or a variable that is read when a library is loaded starts an interpreter instead.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs whose hot rows have copies in DRAM, so that the laws of copies hold without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

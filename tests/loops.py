@@ -7,8 +7,6 @@ A case of its own costs each worker of pytest more than most of these cases take
 second test. Each case has an empty folder as `tmp_path`, and what it changes by `monkeypatch` is undone after it.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -3,8 +3,6 @@
 Such a function gets the communicator and the folder; what it returns is written to the file `said-RANK`, as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -42,9 +40,6 @@ def said(folder: Path, num_ranks: int) -> list[Any]:
     return [json.loads((folder / f"said-{rank}").read_text()) for rank in range(num_ranks)]
 
 
-# ---- what a rank does
-
-
 def exchange(comm: Any, folder: Path) -> dict[str, bool]:
     """Returns what held: messages of each type arrive, also in pieces, in the order of their tags, and errors too."""
     import torch
@@ -69,7 +64,7 @@ def exchange(comm: Any, folder: Path) -> dict[str, bool]:
         message.wait()
     held["tags"] = [int(each) for each in come] == [0, 1, 2, 3]
 
-    def fails() -> torch.Tensor:
+    def fails() -> Any:
         if comm.rank == 1:
             raise ValueError("no such row")
         return torch.arange(3)

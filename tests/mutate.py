@@ -11,8 +11,6 @@ bytes, or runs a verb with a strange option. `judge` says what is wrong with the
   files that only look different (line ends, quotes, compression) give the same rows and the same row numbers.
 """
 
-from __future__ import annotations
-
 import argparse
 import bz2
 import contextlib
@@ -90,9 +88,6 @@ class Outcome:
     out: str
     err: str
     faults: list[str] = field(default_factory=list)
-
-
-# ---------------------------------------------------------------------------------------------------- the plain files
 
 
 def rows(seed: int = 0, num_rows: int = NUM_ROWS) -> list[list[str]]:
@@ -250,9 +245,6 @@ def dump(path: str, value: Any) -> None:
     Path(path).write_text(yaml.safe_dump(value, sort_keys=False))
 
 
-# ----------------------------------------------------------------------------------------------------- running a case
-
-
 @contextlib.contextmanager
 def captured() -> Iterator[list[bytes]]:
     """What is written on the descriptors 1 and 2 inside, by Python or by native code: [out, err] afterwards."""
@@ -359,9 +351,6 @@ def faults_of(case: Case, outcome: Outcome) -> list[str]:
         if len(outcome.err) > 12_000:
             faults.append(f"writes {len(outcome.err)} characters")
     return faults
-
-
-# ------------------------------------------------------------------------------------------------ mutations of raw rows
 
 
 def prepare_case(path: str, what: str, plain: str, wanted: Wanted, *, skip: int = 0) -> Case:
@@ -807,9 +796,6 @@ def parquet_case(rng: random.Random, world: World) -> Case:
     return Case("hotrow.fit", what, [path, options], (path, *known), wanted)
 
 
-# --------------------------------------------------------------------------------- mutations of YAML, options, and fit
-
-
 NASTY: tuple[Any, ...] = (
     *(None, True, False, "", "x", "é", "\N{GRINNING FACE}", -1, 0, 1, 2, 3, 2**31, 2**63, 2**64, 10**30, -(10**18)),
     *(1.5, -0.5, 0.0, 1e-320, 1e308, float("nan"), float("inf"), -float("inf"), [], {}, [1], [[]], [None], {"a": 1}),
@@ -1074,10 +1060,7 @@ OPTIONS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "init": (["clicks.csv", "--out", "case/made"], ("--label", "--time", "--out")),
     "inspect": (
         ["packed"],
-        (
-            *("--split", "--batch-size", "--dim", "--batches", "--sample", "--seed", "--hot"),
-            *("--optimizer", "--out"),
-        ),
+        (*("--split", "--batch-size", "--dim", "--batches", "--sample", "--seed", "--hot"), *("--optimizer", "--out")),
     ),
     "train": (["config.yaml", "--set", "run=case/run"], ("--set", "--resume")),
     "eval": (["run"], ("--data", "--split")),

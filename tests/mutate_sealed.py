@@ -8,8 +8,6 @@ both `predict` and `export` take the run, the export scores rows as the run does
 read, or reads something else in it.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json
@@ -65,9 +63,6 @@ def make_artifacts() -> None:
         assert outcome.code == 0, outcome.err
 
 
-# ---- changes of JSON
-
-
 def changes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[Change]:
     """Every field removed, renamed, and changed to every one of VALUES and its neighbours."""
     if isinstance(value, dict | list):
@@ -108,9 +103,6 @@ def change_json(file: Path, rng: random.Random) -> str:
     return f"{'.'.join(map(str, change[0]))} {change[1]} {change[2]!r}"
 
 
-# ---- changes of tensors
-
-
 def change_tensors(file: Path, checkpoint: Path, rng: random.Random) -> str:
     """Changes a tensor of a checkpoint's file, and the size and checksum in its manifest; returns what was done."""
     tensors = load_file(file) or {"0.x": torch.zeros(2)}  # plain SGD has no state: one too many
@@ -145,9 +137,6 @@ def change_tensors(file: Path, checkpoint: Path, rng: random.Random) -> str:
     key = str(file.relative_to(checkpoint))
     reseal(checkpoint / MANIFEST, lambda manifest: manifest["files"].update({key: record}))
     return f"{name}: {what}"
-
-
-# ---- cases
 
 
 def newest(run: Path) -> Path:

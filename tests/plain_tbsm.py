@@ -1,7 +1,5 @@
 """TBSM in plain torch, one DLRM call per step over padded histories: what ours is held against."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Small raw logs with every sort of column, and the bytes of a prepared folder, for tests of preparation."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A JSON file of hotrow changed on purpose, its checksum made right again: only what it says can give it away."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 # ruff: noqa: D102, D103, FBT001, RUF100 - the native module's signatures, documented in its headers
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@
 The sample has every pair of values of any two axes (or, with pairs=False, every value), and is the same every time.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence

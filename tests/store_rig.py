@@ -1,7 +1,5 @@
 """What tests of stores share: a table of one part, and rows that all hold one value."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Datasets and models of the golden losses, made from integers alone, so that they are the same everywhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

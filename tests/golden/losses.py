@@ -7,8 +7,6 @@ there is none. HOTROW_ISA records for a narrower instruction set. Tables are sum
 checkpoint says, read without hotrow's code for checkpoints.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tempfile

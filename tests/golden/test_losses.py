@@ -1,7 +1,5 @@
 """Losses and tables of small runs stay as they were, to the bit: see losses.py."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

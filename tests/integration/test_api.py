@@ -1,7 +1,5 @@
 """fit, load, predict: raw rows in, a model and scores out, for paths and for frames."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Every verb as a user types it: exit codes, the last line of stdout as JSON, and errors of one line with a cure."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -33,19 +31,6 @@ from resealed import reseal
 SMALL = "{embedding_dim: 4, bottom_mlp: [8], top_mlp: [8]}"
 
 
-def hotrow(
-    *arguments: str | Path, code: int = 0, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Any:
-    """Run the command in this process; the JSON of its last line, or its stderr where `code` is not 0."""
-    monkeypatch.setattr(sys, "argv", ["hotrow", *map(str, arguments)])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert ended.value.code == code, out + err
-    return json.loads(out.splitlines()[-1]) if code == 0 else err
-
-
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to work in, holding clicks.txt: 3,000 synthetic rows in Criteo's layout."""
@@ -55,33 +40,30 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_from_raw_rows_to_scores(
-    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
-    hotrow("init", "clicks.txt", "--out", "recipe", "--json", **tools)
-    made = hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+def test_from_raw_rows_to_scores(work: Path, command: Any) -> None:
+    command("init", "clicks.txt", "--out", "recipe", "--json")
+    made = command("prepare", "criteo", "clicks.txt", "--out", "packed", "--json")
     assert sum(made["rows"].values()) == 3000
-    result = hotrow("train", "small.yaml", "--set", "train.epochs=2", "--json", **tools)
+    result = command("train", "small.yaml", "--set", "train.epochs=2", "--json")
     assert (result["status"], result["epochs"], result["run_dir"]) == ("finished", 2.0, "runs/packed-dlrm-001")
-    assert "is a run, and inspect reads data" in hotrow("inspect", result["run_dir"], code=2, **tools)
-    evaluated = hotrow("eval", result["run_dir"], "--json", **tools)
+    assert "is a run, and inspect reads data" in command("inspect", result["run_dir"], code=2)
+    evaluated = command("eval", result["run_dir"], "--json")
     assert evaluated["auc"] == result["auc"]
-    scored = hotrow("predict", result["run_dir"], "clicks.txt", "--out", "scores.parquet", "--json", **tools)
+    scored = command("predict", result["run_dir"], "clicks.txt", "--out", "scores.parquet", "--json")
     assert scored["rows"] == 3000
-    exported = hotrow("export", result["run_dir"], "--out", "exported", "--json", **tools)
+    exported = command("export", result["run_dir"], "--out", "exported", "--json")
     assert (exported["step"], exported["tables"]) == (result["steps"], 26)
-    assert "exported exists already" in hotrow("export", result["run_dir"], "--out", "exported", code=2, **tools)
-    assert hotrow("check", "exported", "--json", **tools)["kind"] == "export"
-    again = hotrow("train", "small.yaml", "--set", "train.epochs=3", "--json", **tools)
-    written = hotrow("export", again["run_dir"], "--since", "exported", "--out", "delta", "--json", **tools)
+    assert "exported exists already" in command("export", result["run_dir"], "--out", "exported", code=2)
+    assert command("check", "exported", "--json")["kind"] == "export"
+    again = command("train", "small.yaml", "--set", "train.epochs=3", "--json")
+    written = command("export", again["run_dir"], "--since", "exported", "--out", "delta", "--json")
     assert written["number"] == 1 and written["rows"] > 0
-    assert hotrow("check", "delta", "--json", **tools)["kind"] == "delta"
-    assert hotrow("apply", "exported", "delta", "--json", **tools)["rows"] == written["rows"]
-    assert "has it already" in hotrow("apply", "exported", "delta", code=2, **tools)
+    assert command("check", "delta", "--json")["kind"] == "delta"
+    assert command("apply", "exported", "delta", "--json")["rows"] == written["rows"]
+    assert "has it already" in command("apply", "exported", "delta", code=2)
     for artifact in ("packed", result["run_dir"], f"{result['run_dir']}/checkpoints/step-{result['steps']}"):
-        assert hotrow("check", artifact, "--json", **tools)["ok"]
-    assert hotrow("runs", "--clean", result["run_dir"], "--json", **tools)["bytes_freed"] >= 0
+        assert command("check", artifact, "--json")["ok"]
+    assert command("runs", "--clean", result["run_dir"], "--json")["bytes_freed"] >= 0
 
 
 def test_doctor_finds_one_openmp_runtime() -> None:
@@ -92,59 +74,51 @@ def test_doctor_finds_one_openmp_runtime() -> None:
     assert json.loads(done.stdout.splitlines()[-1])["openmp_shared"] is True
 
 
-def test_fit_names_logs_for_a_shell(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+def test_fit_names_logs_for_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.chdir(tmp_path)
     clicks = [{"click": i % 3 == 0, "user": f"u{i % 7}", "item": f"i{i % 3}"} for i in range(300)]
     pq.write_table(pa.Table.from_pylist(clicks), "my clicks.parquet")
-    result = hotrow("fit", "my *.parquet", "--label", "click", "--json", **tools)
+    result = command("fit", "my *.parquet", "--label", "click", "--json")
     prog, *arguments = shlex.split(result["next"])
-    assert prog == "hotrow" and hotrow(*arguments, "--json", **tools)["rows"] == 300
+    assert prog == "hotrow" and command(*arguments, "--json")["rows"] == 300
     pq.write_table(pa.Table.from_pylist(clicks[:100]), "more.parquet")
-    both = hotrow("fit", "my clicks.parquet", "more.parquet", "--label", "click", "--json", **tools)
+    both = command("fit", "my clicks.parquet", "more.parquet", "--label", "click", "--json")
     assert both["rows"] == "2 files" and "NEW_ROWS" in both["next"]
     splits = PackedDataset.open(Path(both["run_dir"], "data")).info.splits
     assert sum(split.num_rows for split in splits.values()) == 400
 
 
-def test_fit_takes_what_prepare_and_train_take(
-    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
+def test_fit_takes_what_prepare_and_train_take(work: Path, command: Any) -> None:
     columns = {"rating": [1, 2, 4, 5, 3] * 100, "user": [f"u{i // 3 % 17}" for i in range(500)]}
     columns["x"] = [i % 83 + 0.5 for i in range(500)]
     pq.write_table(pa.table(columns), "my.parquet")
     Path("schema.yaml").write_text("label: {column: rating, at_least: 4}\ncategorical: [user]\n")
-    assert "--label 'rating >= 4'" in hotrow("fit", "my.parquet", code=2, **tools)
+    assert "--label 'rating >= 4'" in command("fit", "my.parquet", code=2)
     common = ("my.parquet", "--set", "train.max_steps=3", "--set", "train.threads=1", "--json")
-    by_schema = hotrow("fit", *common, "--schema", "schema.yaml", "--fractions", "0.5,0.25,0.25", **tools)
+    by_schema = command("fit", *common, "--schema", "schema.yaml", "--fractions", "0.5,0.25,0.25")
     assert by_schema["steps"] == 3
     assert PackedDataset.open(Path(by_schema["run_dir"]) / "data").info.feature_names == ("user",)
     log = (Path(by_schema["run_dir"]) / "log.txt").read_text()
     assert "the test split has" in log and "too few to judge by" in log and "--fractions" in log
-    by_rule = hotrow("fit", *common, "--label", "rating >= 4", "--split", "random", "--no-refit", **tools)
+    by_rule = command("fit", *common, "--label", "rating >= 4", "--split", "random", "--no-refit")
     assert "x" in PackedDataset.open(Path(by_rule["run_dir"]) / "data").info.dense_names
     has_selection = [(Path(each["run_dir"]) / "selection").exists() for each in (by_schema, by_rule)]
     assert has_selection == [True, False]
-    wrong = hotrow("fit", "my.parquet", "--label", "rating >= 4", "--set", "train.epoch=1", code=2, **tools)
+    wrong = command("fit", "my.parquet", "--label", "rating >= 4", "--set", "train.epoch=1", code=2)
     assert "unknown option 'train.epoch'; did you mean 'train.epochs'" in wrong
     assert len(list(Path("runs").iterdir())) == 2, "a wrong option began a run"
 
 
 @pytest.mark.slow
-def test_demo_repeats(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_repeats(work: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.setattr(verbs, "NUM_ROWS", 600)
     monkeypatch.setattr(verbs, "TABLE_SCALE", 0.001)
-    results = [hotrow("demo", "--json", capsys=capsys, monkeypatch=monkeypatch) for _ in range(2)]
+    results = [command("demo", "--json") for _ in range(2)]
     assert [result["run_dir"] for result in results] == ["runs/demo-dlrm-001", "runs/demo-dlrm-002"]
     assert results[0]["auc"] == results[1]["auc"]
 
 
-def test_fit_on_the_users_own_logs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fit_on_the_users_own_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     """It learns which items are clicked, is scored on the last tenth by time, and the next step it names runs."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
@@ -152,13 +126,12 @@ def test_fit_on_the_users_own_logs(
     clicked = (rng.random(1000) < np.where(item % 2, 0.7, 0.1)).astype(int)
     rows = [f"{i},{u},{1_700_000_000 + 60 * t},{c}" for i, u, t, c in zip(item, user, minute, clicked, strict=True)]
     Path("file.csv").write_text("\n".join(["item,user,t,clicked", *rows]) + "\n")
-    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
-    result = hotrow("fit", "file.csv", "--label", "clicked", "--time", "t", "--json", **tools)
+    result = command("fit", "file.csv", "--label", "clicked", "--time", "t", "--json")
     assert result["status"] == "finished" and result["auc"] > 0.7
     test = PackedDataset.open(Path(result["run_dir"], "data")).split("test")
     labels = np.concatenate([test.block(b).label for b in range(test.num_blocks)])
     assert labels.sum() == clicked[minute >= 900].sum() != clicked[-100:].sum()
-    hotrow(*shlex.split(result["next"])[1:], "--json", **tools)
+    command(*shlex.split(result["next"])[1:], "--json")
     assert len(Path("scores.csv").read_text().splitlines()) == 1001
 
 
@@ -195,27 +168,22 @@ def disk_bytes(folder: Path) -> int:
     return total
 
 
-def test_inspect_writes_its_report(
-    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
-    hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+def test_inspect_writes_its_report(work: Path, command: Any) -> None:
+    command("prepare", "criteo", "clicks.txt", "--out", "packed", "--json")
     options = ["--batch-size", "100", "--dim", "32", "--split", "val"]
-    looked = hotrow("inspect", "packed", *options, "--out", "report", "--json", **tools)
+    looked = command("inspect", "packed", *options, "--out", "report", "--json")
     assert [Path(file).name for file in looked["files"]] == ["hotness.json", "hotness.csv", "hotness.html"]
     assert looked["demand"]["gross_bytes"] == 100 * 26 * 32 * 4
     assert (looked["split"], looked["samples"], looked["batch_size"]) == ("val", looked["rows"]["val"], 100)
     assert len(looked["tables"]) == 26 and looked["tables"][0]["num_dropped"] == 0
 
 
-def test_only_some_verbs_run_under_torchrun(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_some_verbs_run_under_torchrun(monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     """Processes that know nothing of each other would write the same file."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    err = hotrow("predict", "run", "clicks.csv", "--out", "scores.csv", code=2, capsys=capsys, monkeypatch=monkeypatch)
+    err = command("predict", "run", "clicks.csv", "--out", "scores.csv", code=2)
     assert "hotrow predict runs in one process, but WORLD_SIZE is 2: start it without torchrun" in err
-    err = hotrow("train", "x.yaml", code=2, capsys=capsys, monkeypatch=monkeypatch)
+    err = command("train", "x.yaml", code=2)
     assert "WORLD_SIZE is 2 in the environment, but RANK, MASTER_ADDR, MASTER_PORT not" in err
 
 
@@ -246,10 +214,8 @@ def test_only_some_verbs_run_under_torchrun(
         (["check", "\udcff"], r"an argument is '\\udcff'; it must be valid Unicode text: rename it"),
     ],
 )
-def test_bad_input_is_one_line_with_a_cure(
-    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
-    err = hotrow(*arguments, code=2, capsys=capsys, monkeypatch=monkeypatch)
+def test_bad_input_is_one_line_with_a_cure(work: Path, arguments: list[str], message: str, command: Any) -> None:
+    err = command(*arguments, code=2)
     last = err.strip().splitlines()[-1]
     assert last.startswith("hotrow: ")
     assert re.search(message, last), last
@@ -273,79 +239,63 @@ def test_bad_input_is_one_line_with_a_cure(
         (["prepare", "criteo", "clicks.txt", "--out", "x", "--time", "y"], "source criteo has its own schema"),
     ],
 )
-def test_options_are_judged_before_data_is_read(
-    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
+def test_options_are_judged_before_data_is_read(work: Path, arguments: list[str], message: str, command: Any) -> None:
     Path("made").mkdir(exist_ok=True)
     Path("made/recipe.yaml").touch()
     Path("s.yaml").write_text("label: c0\ncategorical: [c1]\n")
 
-    err = hotrow(*arguments, code=2, capsys=capsys, monkeypatch=monkeypatch)
+    err = command(*arguments, code=2)
     assert re.search(message, err) and "absent.csv" not in err, err
 
 
-def test_a_flipped_byte_is_found_by_check(
-    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
-    hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+def test_a_flipped_byte_is_found_by_check(work: Path, command: Any) -> None:
+    command("prepare", "criteo", "clicks.txt", "--out", "packed", "--json")
     part = next(Path("packed/train").glob("part-*.arrow"))
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
-    assert f"{part}, block" in hotrow("check", "packed", code=2, **tools)
+    assert f"{part}, block" in command("check", "packed", code=2)
 
 
-def test_a_damaged_vocabulary_is_found_by_check(
-    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
-    hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
-    run = hotrow("train", "small.yaml", "--set", "train.max_steps=1", "--json", **tools)["run_dir"]
+def test_a_damaged_vocabulary_is_found_by_check(work: Path, command: Any) -> None:
+    command("prepare", "criteo", "clicks.txt", "--out", "packed", "--json")
+    run = command("train", "small.yaml", "--set", "train.max_steps=1", "--json")["run_dir"]
     vocabulary = Path(run, "encoder", "vocab", "C3")
     data = vocabulary.read_bytes()
     vocabulary.unlink()  # it is a hard link to the dataset's
     vocabulary.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert "C3 is missing or damaged" in hotrow("check", run, code=2, **tools)
-    assert hotrow("check", "packed", "--json", **tools)["ok"]
+    assert "C3 is missing or damaged" in command("check", run, code=2)
+    assert command("check", "packed", "--json")["ok"]
 
 
 @pytest.mark.parametrize("damage", ["header", "other", "cut", "content"])
-def test_training_looks_at_the_vocabularies_it_takes(
-    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
+def test_training_looks_at_the_vocabularies_it_takes(work: Path, damage: str, command: Any) -> None:
     """At sizes and headers, before a folder is made: contents, which `check` reads, can be prepared again."""
-    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
-    hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+    command("prepare", "criteo", "clicks.txt", "--out", "packed", "--json")
     vocabulary = Path("packed", "vocab", "C3")
     data, other = vocabulary.read_bytes(), Path("packed", "vocab", "C9").read_bytes()
     header, content = (data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in (40, len(data) - 1))
     vocabulary.write_bytes({"header": header, "other": other, "cut": data[:-1], "content": content}[damage])
     train = ("train", "small.yaml", "--set", "train.max_steps=1", "--json")
     if damage == "content":
-        run = hotrow(*train, **tools)["run_dir"]
-        assert "C3 is missing or damaged" in hotrow("check", run, code=2, **tools)
+        run = command(*train)["run_dir"]
+        assert "C3 is missing or damaged" in command("check", run, code=2)
         return
     if damage == "other":  # as a manifest would have it that was made with the wrong file in place
         reseal(Path("packed", "dataset.json"), lambda own: own["files"].update({"vocab/C3": own["files"]["vocab/C9"]}))
     says = {"header": "its header", "other": "dataset.json names", "cut": "it was cut or altered"}[damage]
-    assert re.search(rf"vocab/C3.* {says}", hotrow(*train, code=2, **tools))
+    assert re.search(rf"vocab/C3.* {says}", command(*train, code=2))
     assert not Path("runs").exists()
 
 
-def test_debugging_shows_the_traceback(
-    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_debugging_shows_the_traceback(work: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.setenv("HOTROW_DEBUG", "1")
-    assert "Traceback" in hotrow("train", "absent.yaml", code=2, capsys=capsys, monkeypatch=monkeypatch)
+    assert "Traceback" in command("train", "absent.yaml", code=2)
 
 
-def test_a_signal_saves_says_how_to_go_on_and_resumes(
-    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_saves_says_how_to_go_on_and_resumes(work: Path, command: Any) -> None:
     """SIGUSR1, by which Slurm says that the time of a job is nearly over; then --max-minutes."""
-    tools = {"capsys": capsys, "monkeypatch": monkeypatch}
-    hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
+    command("prepare", "criteo", "clicks.txt", "--out", "packed", "--json")
     options = ["--set", "train.epochs=1000", "--set", "train.log_every=1", "--json"]
     metrics = Path("runs/packed-dlrm-001/metrics.jsonl")
     with start_forked(COMMAND, "train", "small.yaml", *options) as training:
@@ -361,13 +311,13 @@ def test_a_signal_saves_says_how_to_go_on_and_resumes(
     stopped = json.loads(out.splitlines()[-1])
     assert (stopped["status"], stopped["signal"]) == ("interrupted", signal.SIGUSR1)
     resume = ["train", "--resume", "runs/packed-dlrm-001"]
-    assert told in hotrow(*resume, "--max-minutes", "0.001", code=128 + signal.SIGUSR1, **tools)
-    assert "--max-minutes is 0; give a number above 0" in hotrow(*resume, "--max-minutes", "0", code=2, **tools)
+    assert told in command(*resume, "--max-minutes", "0.001", code=128 + signal.SIGUSR1)
+    assert "--max-minutes is 0; give a number above 0" in command(*resume, "--max-minutes", "0", code=2)
     reached = json.loads(Path("runs/packed-dlrm-001/run.json").read_text())["epochs"]
     assert reached >= stopped["epochs"]
     epochs = int(reached) + 2
     changes = ["--set", f"train.epochs={epochs}", "--json"]
-    result = hotrow(*resume, *changes, **tools)
+    result = command(*resume, *changes)
     assert (result["status"], result["epochs"]) == ("finished", epochs)
     assert set(result["warnings"]) <= {"reference_backend", *OF_TOY_ROWS}
 

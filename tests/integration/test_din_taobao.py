@@ -1,7 +1,5 @@
 """DIN on real rows by its recipe, and what a user meets whose data has no histories."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 from collections.abc import Callable

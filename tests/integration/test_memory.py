@@ -1,7 +1,5 @@
 """Training with tables in tiers: what it says and counts, and what happens when the disk fails it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -54,9 +52,6 @@ def newest(run: Path) -> tuple[int, dict[str, bytes]]:
     step, path = max(list_checkpoints(run / "checkpoints").items())
     verify(path)
     return step, expanded(path)
-
-
-# ---- what it says and counts
 
 
 def test_the_first_line_says_what_lies_where(dataset: PackedDataset, tmp_path: Path) -> None:
@@ -124,9 +119,6 @@ def test_too_little_memory_is_refused_before_a_folder_is_made(dataset: PackedDat
     with pytest.raises(ValueError, match=r"a step may look up 1,200? different|a step may look up .* more are needed"):
         runs.train(config(dataset, tmp_path / "run", "train.batch_size=512"), quiet=True)
     assert not (tmp_path / "run").exists()
-
-
-# ---- faults
 
 
 def stops_and_goes_on(dataset: PackedDataset, run: Path, what: str, *, mend: Callable[[], None] = lambda: None) -> None:

@@ -1,7 +1,5 @@
 """Mutated inputs over every verb (tests/mutate.py): no traceback, no silent acceptance of content that changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

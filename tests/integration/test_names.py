@@ -1,7 +1,5 @@
 """Columns may be called anything: forty names that break paths, YAML, HTML or modules, from raw file to scores."""
 
-from __future__ import annotations
-
 import csv
 import html
 import importlib.util

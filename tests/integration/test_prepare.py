@@ -1,7 +1,5 @@
 """Preparation end to end: every source to a dataset, new rows through its vocabularies, and what goes wrong."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import io

@@ -1,7 +1,5 @@
 """A run that is judged by group and calibrated: what it records, and that every way to a score gives the same one."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

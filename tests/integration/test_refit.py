@@ -1,7 +1,5 @@
 """fit trains again with the validation rows, for as many steps more as there are rows."""
 
-from __future__ import annotations
-
 import html
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A label that is a number: from a frame to a model, its metrics, its predictions and its export."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

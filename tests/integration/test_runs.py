@@ -1,10 +1,6 @@
 """`hotrow runs`, `train --seeds` and `Run.history`, as a user has them."""
 
-from __future__ import annotations
-
-import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,22 +38,6 @@ def work(tmp_path_factory: pytest.TempPathFactory, make_dataset: Callable[..., P
     return folder
 
 
-def hotrow(
-    *arguments: str | Path, code: int = 0, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> str:
-    """Run the command in this process; its stdout, or its stderr where `code` is not 0."""
-    monkeypatch.setattr(sys, "argv", ["hotrow", *map(str, arguments)])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert (ended.value.code or 0) == code, out + err
-    return err if code else out
-
-
-# ---- the list
-
-
 def test_the_list_has_each_run_and_what_differs(work: Path) -> None:
     a, b = list_runs(work / "runs")
     assert (a["run"], b["run"]) == (str(work / "runs" / "a"), str(work / "runs" / "deep" / "b"))
@@ -79,14 +59,11 @@ def test_a_run_that_was_killed_or_damaged_is_in_the_list(work: Path, tmp_path: P
         assert list_runs(tmp_path)[1]["status"] == "running"
 
 
-def test_the_list_as_json(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_as_json(work: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.chdir(work)
-    found = json.loads(hotrow("runs", "runs", "--json", capsys=capsys, monkeypatch=monkeypatch))
+    found = command("runs", "runs", "--json")
     assert [row["run"] for row in found["runs"]] == ["runs/a", "runs/deep/b"]
-    assert "two runs" in hotrow("runs", "a", "b", "c", code=2, capsys=capsys, monkeypatch=monkeypatch)
-
-
-# ---- two runs
+    assert "two runs" in command("runs", "a", "b", "c", code=2)
 
 
 def test_two_runs_are_compared_on_their_test_rows(work: Path) -> None:
@@ -125,31 +102,26 @@ def test_runs_that_are_judged_by_group_are_compared_by_group_too(work: Path, tmp
         compare(a, other)
 
 
-# ---- removal
-
-
 def test_a_run_is_removed_after_a_question(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     run = train(work / "data", tmp_path / "run", max_steps=2)
     monkeypatch.setattr("typer.confirm", lambda *_, **__: (_ for _ in ()).throw(cli.typer.Abort))
-    hotrow("runs", "--remove", run.path, code=1, capsys=capsys, monkeypatch=monkeypatch)
+    command("runs", "--remove", run.path, code=1)
     assert run.path.exists(), "the answer was no"
     monkeypatch.setattr("typer.confirm", lambda *_, **__: True)
-    hotrow("runs", "--remove", run.path, capsys=capsys, monkeypatch=monkeypatch)
+    command("runs", "--remove", run.path)
     assert not run.path.exists() and tmp_path.exists()
 
 
-def test_several_runs_are_removed_or_none(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_runs_are_removed_or_none(work: Path, tmp_path: Path, command: Any) -> None:
     a, b = (train(work / "data", tmp_path / name, max_steps=1).path for name in ("a", "b"))
-    said = hotrow("runs", "--remove", a, "--remove", work, "--yes", code=2, capsys=capsys, monkeypatch=monkeypatch)
+    said = command("runs", "--remove", a, "--remove", work, "--yes", code=2)
     assert f"{work} is not a run" in said and a.exists()
-    assert "leave out" in hotrow("runs", b, "--remove", a, code=2, capsys=capsys, monkeypatch=monkeypatch)
+    assert "leave out" in command("runs", b, "--remove", a, code=2)
     every = [word for path in (a, b, a) for word in ("--remove", path)]
-    found = hotrow("runs", *every, "--yes", "--json", capsys=capsys, monkeypatch=monkeypatch)
-    assert json.loads(found)["bytes_freed"] > 0 and not a.exists() and not b.exists()
+    found = command("runs", *every, "--yes", "--json")
+    assert found["bytes_freed"] > 0 and not a.exists() and not b.exists()
 
 
 def test_a_run_that_trains_is_not_removed(work: Path, tmp_path: Path) -> None:
@@ -159,17 +131,11 @@ def test_a_run_that_trains_is_not_removed(work: Path, tmp_path: Path) -> None:
     assert run.path.exists()
 
 
-# ---- seeds
-
-
-def test_train_with_seeds(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_with_seeds(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.chdir(tmp_path)
     model = "{embedding_dim: 4, bottom_mlp: [4], top_mlp: [4]}"
     Path("r.yaml").write_text(f"data: {work}/data\nmodel: {model}\ntrain: {{batch_size: 64, threads: 1}}\n")
-    tools: dict[str, Any] = {"capsys": capsys, "monkeypatch": monkeypatch}
-    found = json.loads(hotrow("train", "r.yaml", "--seeds", "3", "--json", **tools).splitlines()[-1])
+    found = command("train", "r.yaml", "--seeds", "3", "--json")
     assert found["runs"] == [f"runs/data-dlrm-00{k}" for k in (1, 2, 3)]
     own = [load(run) for run in found["runs"]]
     assert [run.record.seeds for run in own] == [{"train.seed": k} for k in (1, 2, 3)]
@@ -177,24 +143,20 @@ def test_train_with_seeds(
     mean = sum(figures) / 3
     error = (sum((figure - mean) ** 2 for figure in figures) / 6) ** 0.5
     assert found["metrics"]["logloss"] == {"mean": pytest.approx(mean), "error": pytest.approx(error)}
-    assert "--seeds is 0" in hotrow("train", "r.yaml", "--seeds", "0", code=2, **tools)
-    assert "--seeds" in hotrow("train", "--resume", "runs/data-dlrm-001", "--seeds", "2", code=2, **tools)
+    assert "--seeds is 0" in command("train", "r.yaml", "--seeds", "0", code=2)
+    assert "--seeds" in command("train", "--resume", "runs/data-dlrm-001", "--seeds", "2", code=2)
 
 
 def test_seeds_start_from_another_run(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     first = train(work / "data", tmp_path / "first", max_steps=1)
-    command = ["train", "--from", "first", "--set", "run=seeds", "--set", "train.max_steps=1"]
-    said = hotrow(*command, "--seeds", "2", "--json", capsys=capsys, monkeypatch=monkeypatch)
-    found = json.loads(said.splitlines()[-1])
+    line = ["train", "--from", "first", "--set", "run=seeds", "--set", "train.max_steps=1"]
+    found = command(*line, "--seeds", "2", "--json")
     assert found["runs"] == ["seeds/seed-1", "seeds/seed-2"]
     for run in map(load, found["runs"]):
         assert run.record.parent is not None and run.record.parent.path == str(first.path.resolve())
-
-
-# ---- the history
 
 
 def test_the_history_of_a_run_is_a_frame(work: Path) -> None:

@@ -1,7 +1,5 @@
 """Every row gets a score, and rows that do not fit the model are named by column: in text, in JSON and in the run."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -18,7 +16,6 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from test_prepare import rows_of
-from test_verbs import command
 
 import hotrow
 from benchmarks.criteo_text import write_criteo
@@ -108,26 +105,17 @@ unfit = pytest.mark.parametrize(("change", "column", "kind", "code"), UNFIT)
 @unfit
 @pytest.mark.parametrize("name", ["eval", "predict"])
 def test_rows_that_do_not_fit_are_named(
-    run: hotrow.Run,
-    change: Change,
-    column: str,
-    kind: str,
-    code: str,
-    name: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: hotrow.Run, change: Change, column: str, kind: str, code: str, name: str, tmp_path: Path, command: Any
 ) -> None:
     data = rows(600, seed=1)
     change(data)
     pyarrow.csv.write_csv(pa.table(data), tmp_path / "new.csv")
     options = ["--out", tmp_path / "scores.csv"] if name == "predict" else []
-    out, err = command(name, run.path, tmp_path / "new.csv", *options, "--json", capfd=capfd, monkeypatch=monkeypatch)
-    found = json.loads(out)
+    found = command(name, run.path, tmp_path / "new.csv", *options, "--json")
     assert {n: c["stands_out"] for n, c in found["columns"].items() if c["stands_out"]} == {column: [kind]}
     assert found["columns"][column][kind] > 250 and found["columns"][column]["values"] == 600
     assert set(found["warnings"]) - {"worse_than_a_constant", "auc_below_half"} == {code}
-    for text in (found["warnings"][code]["text"], err):
+    for text in (found["warnings"][code]["text"], command.err):
         assert f"{column} " in text and "validation" in text
 
 
@@ -210,9 +198,6 @@ def test_impossible_counts_in_run_json_are_refused(run: hotrow.Run, tmp_path: Pa
     with pytest.raises(ValueError, match="at most `values`"):
         folder.update(columns=columns)
         RunFolder.open(tmp_path / "run")
-
-
-# ---- a score for every row
 
 
 def scores_of(run: hotrow.Run, data: Any) -> np.ndarray[Any, Any]:
@@ -372,32 +357,26 @@ def test_hostile_rows_of_every_form_get_the_same_scores(run: hotrow.Run, tmp_pat
         np.testing.assert_allclose(run.predict(data), expected, rtol=1e-5)
 
 
-def test_strict_refuses_what_is_scored_otherwise(
-    run: hotrow.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strict_refuses_what_is_scored_otherwise(run: hotrow.Run, tmp_path: Path, command: Any) -> None:
     data = rows(20, seed=1)
     data["user"] = [str(user) for user in data["user"]]
     data["user"][4] = "guest"
     path, out = tmp_path / "new.csv", tmp_path / "scores.csv"
     pyarrow.csv.write_csv(pa.table(data), path)
     for arguments in (("eval", run.path, path), ("predict", run.path, path, "--out", out)):
-        _, err = command(*arguments, "--strict", capfd=capfd, monkeypatch=monkeypatch, code=2)
+        err = command(*arguments, "--strict", code=2)
         assert "new.csv:6 (user): 'guest'" in err and not out.exists()
-        shown, _ = command(*arguments, "--json", capfd=capfd, monkeypatch=monkeypatch)
-        assert json.loads(shown)["columns"]["user"]["unreadable"] == 1
-        assert "unreadable_values" in json.loads(shown)["warnings"]
+        shown = command(*arguments, "--json")
+        assert shown["columns"]["user"]["unreadable"] == 1
+        assert "unreadable_values" in shown["warnings"]
     with pytest.raises(RowError, match=r":5 \(user\)"):
         run.evaluate_rows(data, strict=True)
 
 
-def test_predict_writes_to_standard_output(
-    run: hotrow.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_predict_writes_to_standard_output(run: hotrow.Run, tmp_path: Path, command: Any) -> None:
     data = rows(50, seed=1)
     pyarrow.csv.write_csv(pa.table(data), tmp_path / "new.csv")
-    shown, _ = command(
-        "predict", run.path, tmp_path / "new.csv", "--keep", "user", "--out", "-", capfd=capfd, monkeypatch=monkeypatch
-    )
+    shown = command("predict", run.path, tmp_path / "new.csv", "--keep", "user", "--out", "-")
     found = pyarrow.csv.read_csv(io.BytesIO(shown.encode()))
     assert found.column_names == ["user", "score"] and found["user"].to_pylist() == data["user"]
     np.testing.assert_allclose(found["score"].to_numpy(), run.predict(data), rtol=1e-5)
@@ -416,9 +395,6 @@ def test_every_way_to_hold_rows_scores_alike(run: hotrow.Run, tmp_path: Path) ->
         for i, same in enumerate((table, data, table.to_pylist(), pl.DataFrame(table).lazy()))
     ]
     assert again[1:] == again[:1] * 3
-
-
-# ---- Criteo's layout
 
 
 def test_a_run_on_criteo_scores_its_text_in_every_form(tmp_path: Path) -> None:

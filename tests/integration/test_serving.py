@@ -1,7 +1,5 @@
 """`hotrow serve`: requests get the scores of the scorer, hostile ones an error each, and deltas come meanwhile."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import random
@@ -134,9 +132,6 @@ def test_requests_get_the_scores_of_the_scorer(served: tuple[Client, hotrow.Scor
     assert counts['hotrow_cells_total{column="item",kind="unknown"}'] == 3
     assert counts["hotrow_rows_total"] == 6 and counts['hotrow_request_seconds{quantile="0.99"}'] > 0
     assert ask("GET", "/nowhere")[0] == ask("GET", "/score")[0] == 404
-
-
-# ---- those who keep others waiting
 
 
 def test_others_are_answered_while_metrics_are_gathered(

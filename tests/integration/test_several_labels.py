@@ -1,7 +1,5 @@
 """Several labels: from a schema's list to the loss, the metrics, the scores and the export of each."""
 
-from __future__ import annotations
-
 import gzip
 import inspect
 import json
@@ -62,9 +60,6 @@ ORDERED = {"column": "action", "name": "ordered", "positive": ["order"]}
 SCHEMA = {"label": ["click", ORDERED], "categorical": ["user", "item"], "split": {"fractions": [0.6, 0.2, 0.2]}}
 
 
-# ---- the formulas
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if not objective.retrieves])
 def test_losses_and_metrics_are_those_of_each_label(name: str, weighted: bool) -> None:
@@ -108,9 +103,6 @@ def test_a_label_that_is_all_equal_is_named() -> None:
         metrics.update(np.eye(3), np.zeros((3, 2)))
 
 
-# ---- training
-
-
 @pytest.mark.parametrize("model", POOLED)
 def test_a_step_against_torch(model: str, tmp_path: Path) -> None:
     """The gradient of the loss by torch's own cross-entropy of all outputs, with SGD."""
@@ -129,9 +121,6 @@ def test_a_step_against_torch(model: str, tmp_path: Path) -> None:
     ours = trainer.train_step(parts, batch, 0, StepClock())
     torch.testing.assert_close(ours, theirs.detach())
     torch.testing.assert_close([weight.detach() for weight in weights], expected, rtol=1e-5, atol=1e-6)
-
-
-# ---- as a user has it
 
 
 @pytest.fixture(scope="module")
@@ -230,9 +219,6 @@ def test_rows_that_are_sorted_keep_all_labels(tmp_path: Path) -> None:
     clicks, orders = (np.concatenate([block.labels[k] for block in blocks]) for k in (0, 1))
     np.testing.assert_array_equal(clicks, rows["click"])
     np.testing.assert_array_equal(orders, [action == "order" for action in rows["action"]])
-
-
-# ---- what is refused
 
 
 def test_a_schema_of_several_labels_says_what_is_wrong() -> None:

@@ -3,8 +3,6 @@
 The truth is tests/plain_tbsm.py under torch's own optimizers: other code, other draws, the same task.
 """
 
-from __future__ import annotations
-
 import gzip
 from collections import Counter
 from collections.abc import Callable
@@ -13,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pytest
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from benchmarks.histories import prepare
-from hot_rig import copies_in_dram
 from hotrow.config.load import make_config
 from hotrow.config.schema import Config
 from hotrow.data.packed.loader import Loader
@@ -34,7 +30,6 @@ DIM, STEPS, BATCH_SIZE = 8, 6, 128
 LONG = 20
 """Steps of the published model's histories."""
 DENSE_LR, SPARSE_LR = 0.002, 0.1
-NUM_SEEDS = 12
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODEL: dict[str, Any] = {"bottom_mlp": [], "top_mlp": [15, 15], "attention_mlp": [15, 15], "final_mlp": [60]}
@@ -45,18 +40,6 @@ def dataset(real_data: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     """Every event of a user but the first is a target; two hours leave few of a user."""
     out = tmp_path_factory.mktemp("taobao") / "data"
     return prepare(real_data("taobao_userbehavior_110k.csv.gz"), out, length=STEPS)
-
-
-@pytest.fixture(scope="module")
-def long_histories(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    """Made up, because two real hours leave histories of 1 to 3: users who keep to two categories."""
-    rng = np.random.default_rng(1)
-    num_events = 20_000
-    user = rng.integers(0, 300, num_events)
-    category = (user + rng.integers(0, 2, num_events)) % 8
-    item = 8 * rng.integers(0, 60, num_events) + category
-    events = pl.DataFrame({"user": user, "item": item, "category": category, "time": np.arange(num_events)})
-    return prepare(events, tmp_path_factory.mktemp("long") / "data", length=LONG)
 
 
 def config(
@@ -75,13 +58,7 @@ def config(
             "run": str(folder),
             "model": {"name": "tbsm", "embedding_dim": DIM, "history_steps": history_steps, **MODEL},
             "optimizer": {"dense": {"name": "adam", "lr": DENSE_LR}, "sparse": {"name": "adagrad", "lr": SPARSE_LR}},
-            "train": {
-                "batch_size": BATCH_SIZE,
-                "max_steps": max_steps,
-                "eval_every": None,
-                "seed": seed,
-                "threads": 1,
-            },
+            "train": {"batch_size": BATCH_SIZE, "max_steps": max_steps, "eval_every": None, "seed": seed, "threads": 1},
             "hot": hot or {},
         }
     )
@@ -177,17 +154,6 @@ def test_quality_against_plain_torch_from_the_same_start(
     compare_from_the_same_start(dataset, tmp_path, seeds=seeds, history_steps=STEPS, within=0.01, at_least=0.6)
 
 
-@pytest.mark.slow
-def test_quality_at_long_histories(long_histories: PackedDataset, tmp_path: Path) -> None:
-    """As above with all LONG slots in use, and the shorter histories that each user begins with."""
-    loader = Loader(long_histories.split("train"), 4096, shuffle_seed=None)
-    lengths = torch.cat([batch.sparse.bags("item_history")[1].diff() for batch in loader.epoch(0)]).bincount()
-    assert len(lengths) == LONG + 1 and int(lengths[1:].min()) > 100
-    assert int(lengths[LONG]) > 0.5 * int(lengths.sum())
-    # Closer than above: so plain a task is soon learned, and rounding has no slope to grow on.
-    compare_from_the_same_start(long_histories, tmp_path, seeds=(1, 2), history_steps=LONG, within=0.001, at_least=0.8)
-
-
 def compare_from_the_same_start(
     dataset: PackedDataset, folder: Path, *, seeds: tuple[int, ...], history_steps: int, within: float, at_least: float
 ) -> None:
@@ -201,36 +167,3 @@ def compare_from_the_same_start(
         assert abs(mine["auc"] - theirs["auc"]) < within
         assert abs(mine["logloss"] - theirs["logloss"]) < within
     assert np.mean([mine["auc"] for mine, _ in found]) > at_least, "something was learned"
-
-
-@pytest.mark.slow
-def test_quality_against_plain_torch_from_starts_of_its_own(dataset: PackedDataset, tmp_path: Path) -> None:
-    """Starts are a lottery: from some nothing is learned in an epoch, in plain torch too. So means over many."""
-    mine, theirs = np.empty((2, NUM_SEEDS))
-    for seed in range(NUM_SEEDS):
-        mine[seed] = metrics_of(config(dataset, tmp_path / str(seed), seed=seed, max_steps=None))["auc"]
-        theirs[seed] = trained(fresh(dataset, seed=100 + seed), dataset, shuffle_seed=200 + seed, max_steps=None)["auc"]
-    error = float(np.sqrt((mine.var(ddof=1) + theirs.var(ddof=1)) / NUM_SEEDS))
-    print(f"test AUC: hotrow {mine.mean():.4f} {mine.round(4)}, plain {theirs.mean():.4f} {theirs.round(4)}")
-    print(f"difference {mine.mean() - theirs.mean():+.4f}, its standard error {error:.4f}")
-    assert abs(mine.mean() - theirs.mean()) < 3 * error
-    assert np.median(mine) > 0.65
-
-
-@pytest.mark.slow
-def test_copies_of_hot_rows_change_nothing(dataset: PackedDataset, tmp_path: Path) -> None:
-    """Turns whose hot batches train on copies are those that train on the tables: every loss, rate and score."""
-    turns = {"schedule": "fae", "rate": 10, "budget": "1500KiB", "rows": "covering", "small_table": "32KiB"}
-
-    def measured(name: str) -> Any:
-        run = runs.train(config(dataset, tmp_path / name, seed=1, max_steps=150, hot=turns), quiet=True)
-        lines = [
-            {key: line.get(key) for key in ("kind", "step", "loss", "logloss", "rate")} for line in run.measurements()
-        ]
-        return run.record.metrics, lines, run.record.hot
-
-    metrics, lines, _ = measured("plain")
-    with copies_in_dram() as steps:
-        copied_metrics, copied_lines, hot = measured("copied")
-    assert (copied_metrics, copied_lines) == (metrics, lines)
-    assert 20 < len(steps) < 130 and len(hot["swaps"]) >= 3

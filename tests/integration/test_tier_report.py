@@ -1,7 +1,5 @@
 """What a run reports of its tiers, against counts made by hand: a dictionary for the cache, arithmetic for the disk."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

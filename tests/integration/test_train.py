@@ -1,7 +1,5 @@
 """Training as a whole: it learns, it repeats, it says what went wrong, and its folder holds what it promises."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

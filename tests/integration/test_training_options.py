@@ -1,7 +1,5 @@
 """Options of training that PyTorch has too: a step with them is the step that torch takes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator

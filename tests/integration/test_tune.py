@@ -1,7 +1,5 @@
 """`hotrow tune`: what it refuses, how it halves, that a kill changes nothing, and that no trial sees test rows."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -60,9 +58,6 @@ def searched(
     folder, said = tmp_path_factory.mktemp("searched"), list[str]()
     path = recipe(dataset, folder)
     return path, tune(path, trials=12, out=folder / "out", say=said.append), said
-
-
-# ---- what it finds
 
 
 def test_a_search_finds_the_best_of_its_whole_trials(searched: tuple[Path, dict[str, Any], list[str]]) -> None:
@@ -147,9 +142,6 @@ def test_a_trial_that_diverges_is_a_result(dataset: PackedDataset, tmp_path: Pat
     assert found["best"]["values"] == {"optimizer.dense.lr": 0.01}
 
 
-# ---- test rows
-
-
 def test_no_trial_looks_at_test_rows(dataset: PackedDataset, tmp_path: Path) -> None:
     """They are damaged: the search does not notice, the comparison at its end does."""
     data, said = tmp_path / "data", list[str]()
@@ -163,9 +155,6 @@ def test_no_trial_looks_at_test_rows(dataset: PackedDataset, tmp_path: Path) -> 
         tune(path, trials=3, out=tmp_path / "out", say=said.append)
     assert [trial["status"] != "running" for trial in trials_in(tmp_path / "out")] == [True] * 3
     assert (tmp_path / "out" / "best.yaml").exists()
-
-
-# ---- halving
 
 
 def test_halving_against_optunas() -> None:
@@ -197,9 +186,6 @@ def test_rungs_are_shares_of_a_runs_steps(dataset: PackedDataset, tmp_path: Path
     assert [steps_at(config, share, 900) for share in RUNGS.values()] == [4, 10, None]
     longer = load_config(recipe(dataset, tmp_path, epochs=3, max_steps=45))
     assert [steps_at(longer, share, 900) for share in RUNGS.values()] == [5, 15, 45]
-
-
-# ---- a kill
 
 
 @pytest.mark.slow
@@ -264,9 +250,6 @@ def test_a_signal_ends_a_search_in_good_order(
     assert trials_in(tmp_path / "out") == trials_in(Path(whole["out"]))[:3]
 
 
-# ---- what is tried
-
-
 def test_what_is_tried_next_follows_from_the_trials_alone() -> None:
     space = {
         "a": Axis("log", low=1e-4, high=1e-2),
@@ -303,9 +286,6 @@ def test_the_search_comes_closer_to_the_best_value() -> None:
         trials.append(Trial(values, status="finished", figures=[figure] * 3))
     halves = [sum(trial.figures[0] for trial in half) for half in (trials[:20], trials[20:])]
     assert halves[1] < halves[0] / 2
-
-
-# ---- what is refused, before anything trains
 
 
 @looped(

@@ -1,7 +1,5 @@
 """The commands and the Python of docs/tutorial.md and docs/daily.md run as written, in the page's order."""
 
-from __future__ import annotations
-
 import random
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The recipe for two towers on real histories: it finds more of what came next than ItemCF does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

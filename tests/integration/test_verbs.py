@@ -1,7 +1,5 @@
 """What the verbs do at their edges: new labelled rows, kept columns, standard input, interruptions, closing lines."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -22,7 +20,6 @@ import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
 import hotrow
-from hotrow.cli import app as cli
 from hotrow.run import runs
 from hotrow.run.checkpoint import list_checkpoints
 from hotrow.run.folder import RunFolder, resume_command
@@ -52,26 +49,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> hotrow.Run:
     return hotrow.fit(rows(), schema=schema, run=folder, quiet=True, **stops, **OPTIONS)
 
 
-def command(
-    *arguments: object, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: int = 0
-) -> tuple[str, str]:
-    monkeypatch.setattr(sys, "argv", ["hotrow", *map(str, arguments)])
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    out, err = capfd.readouterr()
-    assert (ended.value.code or 0) == code, out + err
-    return out, err
-
-
-def test_eval_judges_new_labelled_rows(
-    run: hotrow.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eval_judges_new_labelled_rows(run: hotrow.Run, tmp_path: Path, command: Any) -> None:
     """Against scikit-learn on what predict says; times are not needed."""
     new = rows(1).drop_columns(["ts"])
     pyarrow.csv.write_csv(new, tmp_path / "new.csv")
-    out, _ = command("eval", run.path, tmp_path / "new.csv", "--json", capfd=capfd, monkeypatch=monkeypatch)
-    found = json.loads(out)
+    found = command("eval", run.path, tmp_path / "new.csv", "--json")
     scores, label = run.predict(new), new["click"].to_numpy()
     assert found["num_rows"] == N
     assert found["auc"] == pytest.approx(roc_auc_score(label, scores))
@@ -79,30 +61,28 @@ def test_eval_judges_new_labelled_rows(
     assert run.evaluate_rows(new)["auc"] == found["auc"]
     bad = new.set_column(0, "click", pa.array(["1"] * 7 + ["x"] + ["0"] * (N - 8)))
     pyarrow.csv.write_csv(bad, tmp_path / "bad.csv")
-    _, err = command("eval", run.path, tmp_path / "bad.csv", capfd=capfd, monkeypatch=monkeypatch, code=2)
+    err = command("eval", run.path, tmp_path / "bad.csv", code=2)
     assert "bad.csv:9 (click): 'x' is not a label" in err
     pyarrow.csv.write_csv(new.slice(0, 0), tmp_path / "empty.csv")
-    _, err = command("eval", run.path, tmp_path / "empty.csv", capfd=capfd, monkeypatch=monkeypatch, code=2)
+    err = command("eval", run.path, tmp_path / "empty.csv", code=2)
     assert "empty.csv'] has no rows" in err
     no_label = [run.path, tmp_path / "none.csv"]
     pyarrow.csv.write_csv(new.drop_columns(["click"]), tmp_path / "none.csv")
-    _, err = command("eval", *no_label, capfd=capfd, monkeypatch=monkeypatch, code=2)
+    err = command("eval", *no_label, code=2)
     assert "lacks column 'click'" in err
-    _, err = command("eval", *no_label, "--split", "val", capfd=capfd, monkeypatch=monkeypatch, code=2)
+    err = command("eval", *no_label, "--split", "val", code=2)
     assert "give one or the other" in err
 
 
-def test_eval_for_people_says_undefined_only_of_what_is(
-    run: hotrow.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eval_for_people_says_undefined_only_of_what_is(run: hotrow.Run, tmp_path: Path, command: Any) -> None:
     pyarrow.csv.write_csv(rows(1).set_column(0, "click", pa.array(["1"] * N)), tmp_path / "ones.csv")
-    shown, _ = command("eval", run.path, tmp_path / "ones.csv", capfd=capfd, monkeypatch=monkeypatch)
+    shown = command("eval", run.path, tmp_path / "ones.csv")
     assert re.search(r"^auc +undefined$", shown, re.MULTILINE) and re.search(r"^logloss +\d", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_predict_keeps_columns(
-    run: hotrow.Run, tmp_path: Path, suffix: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: hotrow.Run, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     """Ids to the last digit, in the rows' order, over batches and files of odd sizes."""
     monkeypatch.setattr("hotrow.api.EVAL_BATCH_SIZE", 97)
@@ -112,7 +92,7 @@ def test_predict_keeps_columns(
         pq.write_table(new.slice(start, {0: 400, 400: 600, 1000: 500}[start]), folder / f"part-{start:04}.parquet")
     out = tmp_path / f"scores.{suffix}"
     keep = ["--keep", "big, id", "--keep", "ts"]
-    command("predict", run.path, folder, "--out", out, *keep, capfd=capfd, monkeypatch=monkeypatch)
+    command("predict", run.path, folder, "--out", out, *keep)
     found = pq.read_table(out) if suffix == "parquet" else pyarrow.csv.read_csv(out)
     assert found.column_names == ["big, id", "ts", "score"]
     assert found["big, id"].to_pylist() == new["big, id"].to_pylist()
@@ -120,18 +100,18 @@ def test_predict_keeps_columns(
     np.testing.assert_allclose(found["score"].to_numpy(), run.predict(new), rtol=1e-6)
     for wrong, message in [("bigg", "column 'bigg' to keep is not there"), ("score", "has the name of the scores")]:
         options = ("--out", tmp_path / "x.csv", "--keep", wrong)
-        _, err = command("predict", run.path, folder, *options, capfd=capfd, monkeypatch=monkeypatch, code=2)
+        err = command("predict", run.path, folder, *options, code=2)
         assert message in err and not (tmp_path / "x.csv").exists()
 
 
 def test_predict_reads_standard_input(
-    run: hotrow.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: hotrow.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     buffer = io.BytesIO()
     pyarrow.csv.write_csv(rows(3), buffer)
     out = tmp_path / "scores.csv"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(buffer.getvalue())))
-    command("predict", run.path, "-", "--out", out, "--keep", "big, id", capfd=capfd, monkeypatch=monkeypatch)
+    command("predict", run.path, "-", "--out", out, "--keep", "big, id")
     found = pyarrow.csv.read_csv(out)
     assert found["big, id"].to_pylist() == rows(3)["big, id"].to_pylist()
     np.testing.assert_allclose(found["score"].to_numpy(), run.predict(rows(3)), rtol=1e-5)
@@ -230,11 +210,11 @@ def test_no_verb_imports_torch_with_pythons_handler_of_ctrl_c(tmp_path: Path) ->
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_verb_that_is_interrupted_says_so(
-    sent: signal.Signals, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    sent: signal.Signals, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     monkeypatch.setattr("hotrow.cli.tools.check", lambda path: os.kill(os.getpid(), sent))
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    _, err = command("check", "x", capfd=capfd, monkeypatch=monkeypatch, code=128 + sent)
+    err = command("check", "x", code=128 + sent)
     assert err == "hotrow: aborted\n"
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
@@ -246,16 +226,14 @@ def test_a_reader_that_has_seen_enough(run: hotrow.Run) -> None:
     assert done.stdout.count("\n") == 1 and "Traceback" not in done.stderr and "rror" not in done.stderr
 
 
-def test_an_error_of_ours_is_called_one(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, run: hotrow.Run
-) -> None:
+def test_an_error_of_ours_is_called_one(monkeypatch: pytest.MonkeyPatch, run: hotrow.Run, command: Any) -> None:
     def broken(path: object) -> object:
         raise KeyError("num_bytes")
 
     monkeypatch.setattr("hotrow.cli.tools.check", broken)
-    _, err = command("check", run.path, capfd=capfd, monkeypatch=monkeypatch, code=1)
+    err = command("check", run.path, code=1)
     assert "it is a bug in hotrow (KeyError: 'num_bytes')" in err and "Traceback" not in err
 
 
-def test_the_version(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command("--version", capfd=capfd, monkeypatch=monkeypatch)[0] == f"hotrow {hotrow.__version__}\n"
+def test_the_version(command: Any) -> None:
+    assert command("--version") == f"hotrow {hotrow.__version__}\n"

@@ -1,7 +1,5 @@
 """Sample weights: from a column of the rows to the loss, the metrics, the dataset and the run; copies are the truth."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -51,9 +49,6 @@ def clicks(num_rows: int, seed: int = 0) -> dict[str, Any]:
 
 
 SCHEMA = {"label": "click", "weight": "w", "dense": ["price"], "categorical": ["user", "item"]}
-
-
-# ---- the formulas
 
 
 @pytest.mark.parametrize(
@@ -132,9 +127,6 @@ def test_what_has_no_figures_is_said() -> None:
         metrics.compute()
 
 
-# ---- training
-
-
 def state_after(path: Path, rows: dict[str, Any], schema: dict[str, Any], *, batch_size: int, lr: float) -> Any:
     """Returns losses, weights and the rows of tables by value after one pass over `rows` in their order, with SGD."""
     own = {**schema, "split": {"kind": "random", "fractions": [1, 0, 0]}}
@@ -193,9 +185,6 @@ def test_equal_weights_are_a_larger_rate(tmp_path: Path) -> None:
     found = state_after(tmp_path / "weighted", rows, SCHEMA, batch_size=32, lr=0.025)
     found["losses"] = found["losses"] / 4
     assert_same(found, truth)
-
-
-# ---- as a user has it
 
 
 @pytest.fixture(scope="module")

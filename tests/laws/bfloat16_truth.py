@@ -3,8 +3,6 @@
 Shape legend: B batch, I inputs and O outputs of a layer; products are [M, K] by [K, N].
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

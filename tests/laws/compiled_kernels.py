@@ -8,8 +8,6 @@ without a map of slots, and each kernel also with pointers that are not divisibl
 instruction has to round to nearest, once: none is contracted, approximate or atomic.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from itertools import product

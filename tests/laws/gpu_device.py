@@ -3,8 +3,6 @@
 conftest.py asks for the interpreter, before anything imports Triton.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

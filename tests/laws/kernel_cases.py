@@ -1,7 +1,5 @@
 """Random batches and tables for the kernel tests, every one a function of a stated seed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

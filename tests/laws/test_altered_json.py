@@ -5,8 +5,6 @@ change may pass, or is a ValueError that names the file; no other error may leav
 another name, or holds something else.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

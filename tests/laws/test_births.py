@@ -3,8 +3,6 @@
 The truth is the whole table in DRAM, and its optimizer's states, indexed by `Births.of`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 What the caches bring and hold is test_tiers_property.py.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from cache_rig import Rig, Shape, needs_native, use

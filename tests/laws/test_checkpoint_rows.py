@@ -4,8 +4,6 @@ The truth is a collection whose rows all lie in DRAM, trained on the same batche
 that share no code with ours (tests/expanded.py).
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -115,9 +113,6 @@ def test_saved_pruned_and_resumed_again_and_again(
         verify(path)
         assert expanded(path) == truths[int(path.name.removeprefix("step-"))], f"{path.name} changed after it was saved"
     assert {1, 2, 3} <= lengths and max(lengths) <= 4, "chains did not grow"
-
-
-# ---- what a save costs
 
 
 @pytest.fixture
@@ -261,9 +256,6 @@ def test_a_part_loaded_alone_leaves_the_other_as_it_is(tmp_path: Path, name: str
     assert expanded(path) == expanded(save_checkpoint(tmp_path / "plain", plain.parts))
 
 
-# ---- rows that stay in a checkpoint's files
-
-
 def test_a_table_begins_without_a_copy_of_it(big: Model, tmp_path: Path) -> None:
     """Of 65,536 neighbours all, many, few or none are in a file, and some in two; they stay right as rows change."""
     few = [torch.arange(131_072, 196_608, 400), torch.arange(800_000, 800_003), torch.tensor([999_999])]
@@ -341,9 +333,6 @@ def test_a_file_that_is_cut_under_a_table_is_named(big: Model, tmp_path: Path) -
     cure = r"000\.safetensors: the file ends before .*; restore that checkpoint, then resume"
     with pytest.raises(StoreError, match=rf"reading row 19000 of table 't' in .*{cure}"):
         model.emb.rows("t").read(torch.tensor([19_000]))
-
-
-# ---- what a chain goes on from
 
 
 def saved_once(folder: Path) -> tuple[Model, Model]:
@@ -433,9 +422,6 @@ def test_files_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatc
     assert oct(files(two)[name].st_mode) == oct(files(one)[name].st_mode) == "0o100600"
     assert (one / name).read_bytes() == (two / name).read_bytes()
     verify(two)
-
-
-# ---- damage
 
 
 def damaged(tmp_path: Path) -> tuple[Model, Path]:

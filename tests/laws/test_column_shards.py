@@ -3,8 +3,6 @@
 The truth is a plain collection in DRAM on one process, whose updates are those of the readable reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -168,9 +166,6 @@ def test_a_rank_holds_its_columns_alone(threads: ThreadPool) -> None:
     assert (third["split"], first["split"], second["split"][0]) == ((50, 4), (50, 6), 1)
 
 
-# ---- checkpoints
-
-
 def saved_of(comm: Communicator | None, kept: Kept) -> Saved:
     """A model of a rank; writes go in small pieces, so that there are several of them."""
     sharded_rows.PIECE_BYTES = 256
@@ -267,9 +262,6 @@ def test_a_save_that_fails_is_an_error_on_all_ranks(pool: RankPool, tmp_path: Pa
     plain = saved_of(None, Kept())
     step(plain, None, 0)
     assert expanded(tmp_path / "0") == expanded(hotrow.save_checkpoint(tmp_path / "truth", plain.parts))
-
-
-# ---- what needs whole rows
 
 
 def phases(comm: Communicator | None) -> list[Tensor]:

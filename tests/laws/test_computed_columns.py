@@ -1,8 +1,6 @@
 """Law: columns that transforms compute, of ids and of other computed columns, are the same in preparation, in scoring
 and in exports; their values are those of plain Python."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from datetime import UTC, datetime
@@ -98,12 +96,7 @@ def truth(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
     price = [GOLDEN if p is None else of_integer(int(p >= 5)) for p in rows["price"]]
     pairs = [signed(crossed(u, of_integer(h))) for u, h in zip(user, hours, strict=True)]
     three = [signed(crossed(of_integer(p), i, b)) for p, i, b in zip(pairs, item, price, strict=True)]
-    return {
-        "hour": hours,
-        "user_hour": pairs,
-        "item_bucket": [in_bucket(i, 7, 3) for i in item],
-        "all_three": three,
-    }
+    return {"hour": hours, "user_hour": pairs, "item_bucket": [in_bucket(i, 7, 3) for i in item], "all_three": three}
 
 
 def load_scorer(folder: Path) -> Any:

@@ -298,15 +298,7 @@ def test_a_plain_dataset_is_a_base_that_has_forgotten_its_rare_ids(logs: list[Pa
     assert {name: part.num_rows for name, part in dataset.splits.items()} == {"train": 700}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"threads": 1},
-        {"rows_per_chunk": 61},
-        {"memory_bytes": 24_000},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"threads": 1}, {"rows_per_chunk": 61}, {"memory_bytes": 24_000}], ids=str)
 def test_how_it_runs_moves_no_byte(
     days: list[Path], logs: list[Path], tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,6 @@ The whole export of a day is that of a run, or a made-up one, with tables and id
 What a delta holds is compared with all rows and ids of both days, side by side.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -211,9 +209,6 @@ def base(made: Chain, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made[0][0], tmp_path / "base"))
 
 
-# ---- base + deltas = the whole export
-
-
 @pytest.mark.slow_but("0-float32", "1-bf16", "2-int8", "3-float32")
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("seed", range(5))
@@ -353,9 +348,6 @@ def test_three_days_at_the_command_line(tmp_path: Path, monkeypatch: pytest.Monk
     assert outcome.code == 2 and "its embedding_dim is 4, that of run other is 8" in outcome.err
 
 
-# ---- an apply that is interrupted
-
-
 class Stopped(BaseException):
     """As a kill: nobody expects it."""
 
@@ -469,9 +461,6 @@ def test_what_was_damaged_before_an_interrupted_apply_went_on_is_found(
     path.write_text("another")
     with pytest.raises(ValueError, match=r"README.md is missing, cut off or altered.*take a whole export"):
         apply_delta(base, made[1][0])
-
-
-# ---- what is refused
 
 
 def refused(export: Path, delta: Path, said: str) -> None:
@@ -643,9 +632,6 @@ def test_a_vocabulary_that_comes_out_otherwise_is_refused(made: Chain, base: Pat
     with pytest.raises(ValueError, match="comes out otherwise than in the new export"):
         apply_delta(base, delta)
     assert exports.verify_export(base)
-
-
-# ---- made to be given away
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])

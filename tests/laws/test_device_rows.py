@@ -4,8 +4,6 @@ To the bit where the kernels are interpreted, else within docs/numerics.md. Sche
 test_tiers.py; the truth is the same schedule on a collection whose lookups find every row in DRAM.
 """
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc

@@ -3,8 +3,6 @@
 By Triton's interpreter; where a GPU is, dense layers add up in another order, and what is compared is near.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable

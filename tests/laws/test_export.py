@@ -5,8 +5,6 @@ beside `predict` (vocabulary files, native kernels, tiers). They share the file 
 twin of its own in tests/unit. Raw rows hold ids that were rare, unseen and missing.
 """
 
-from __future__ import annotations
-
 import ast
 import csv
 import importlib.util
@@ -241,9 +239,6 @@ def long_tailed(logs: Path) -> Path:
     return run_prepare("csv", str(path), logs / "packed-long", schema=schema).path
 
 
-# ---- it scores as predict does
-
-
 @pytest.mark.slow_but("{'min_count': 3}")
 @pytest.mark.parametrize("options", [{}, {"min_count": 3}, {"hash_cap": 61}], ids=str)
 def test_criteo(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -437,9 +432,6 @@ def test_its_own_command_and_readme_work_where_hotrow_is_not(logs: Path, tmp_pat
     np.testing.assert_allclose(scores, run.predict(str(logs / "new.parquet")), rtol=0, atol=TOLERANCE)
 
 
-# ---- its weights are the checkpoint's
-
-
 @pytest.mark.slow_but("fp32-True", "fp16-False", "split_bf16-True")
 @native
 @pytest.mark.parametrize("tiers", [False, True])
@@ -513,9 +505,6 @@ def test_memory_does_not_grow_with_a_table(tmp_path: Path) -> None:
     assert int(done.stdout) < 80 << 20, f"{int(done.stdout) / 2**20:.0f} MiB for a table of 96"
 
 
-# ---- it is whole or not there
-
-
 @pytest.fixture(scope="module")
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> hotrow.Run:
     return train(data, tmp_path_factory.mktemp("whole") / "run")
@@ -587,9 +576,6 @@ def test_a_damaged_checkpoint_is_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"item/000.safetensors has crc32 .* it is damaged"):
         run.export(tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-# ---- bad input
 
 
 def test_what_cannot_be_exported(run: hotrow.Run, tmp_path: Path) -> None:
@@ -680,9 +666,6 @@ def test_a_column_that_is_missing_or_too_short_is_named(run: hotrow.Run, logs: P
     name = scorer.columns[-1]
     with pytest.raises(ValueError, match=f"column '{name}' has 7 rows, '{scorer.columns[0]}' has 300"):
         scorer.score(columns | {name: columns[name][:7]})
-
-
-# ---- any value gets a score
 
 
 HOSTILE: list[Any] = [

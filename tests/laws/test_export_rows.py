@@ -4,8 +4,6 @@ The truths are the bits of a float32 cut by hand, torch's own reader of 8-bit ro
 of the scores of the exported script.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct
@@ -96,9 +94,6 @@ def test_what_cannot_be_stored_is_named(form: Any, value: float) -> None:
         [rows.read(piece) for piece in rows.pieces()]
 
 
-# ---- an export with such rows
-
-
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """rows.csv, and what was prepared of it: data."""
@@ -166,9 +161,6 @@ def test_lookups_are_those_of_stored_rows(form: Any) -> None:
         bags = [each.sum(0) / (max(len(each), 1) if name == "mean" else 1) for each in rows.split(count.tolist())]
         pooled.append(torch.stack(bags))
     torch.testing.assert_close(lookups(sparse), torch.cat(pooled, 1), rtol=1e-6, atol=1e-7)
-
-
-# ---- at the command line, and bad input
 
 
 def test_the_command_prints_and_records_it(run: hotrow.Run, tmp_path: Path) -> None:

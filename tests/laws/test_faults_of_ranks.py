@@ -3,8 +3,6 @@
 Every case is a run of three gloo processes, forked from a server that has imported torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -354,9 +352,6 @@ def test_an_error_on_one_rank_ends_all_with_its_text(ranks: Callable[..., Run]) 
     assert "hotrow: " not in everywhere.told()
 
 
-# ---- agreement
-
-
 def met(function: Callable[[], Any]) -> str:
     try:
         return f"returned {function()}"
@@ -451,9 +446,6 @@ def enter_and_leave(comm: Communicator, folder: Path) -> None:
 def test_nothing_of_a_heartbeat_outlives_its_block(ranks: Callable[..., Run]) -> None:
     run = ranks(enter_and_leave)
     assert run.join() == [0, 0, 0], run.told()
-
-
-# ---- without other processes
 
 
 def test_one_rank_watches_nothing() -> None:

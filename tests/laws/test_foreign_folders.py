@@ -5,8 +5,6 @@ leads nowhere, a named pipe, a device, or a folder. Every verb then ends with co
 outside stays as it was. What an artifact holds is read from the disk, so that a new file is in the test by existing.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

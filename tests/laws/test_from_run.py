@@ -3,8 +3,6 @@
 The truths are the other run itself, which says what it predicts and goes on by `resume`, and tensors in its checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -98,9 +96,6 @@ def of_part(tensors: dict[str, bytes], part: str) -> dict[str, bytes]:
     return {name: own for name, own in tensors.items() if name.startswith(part)}
 
 
-# ---- the first step
-
-
 @pytest.mark.slow_but("adam", "tiers", "early stopping")
 @pytest.mark.parametrize(
     "changes",
@@ -154,9 +149,6 @@ def test_frozen_parts_keep_the_other_runs_bits(
                 assert of_part(end, part) != of_part(start, part), (frozen, part)
 
 
-# ---- states of optimizers
-
-
 @pytest.mark.slow_but("DRAM-adam", "tiers-split")
 @pytest.mark.parametrize(
     "changes",
@@ -194,9 +186,6 @@ def test_ftrl_starts_from_the_weights_of_another_optimizer(trained: Trained, dat
         assert not torch.equal(after, before)
 
 
-# ---- the day that comes
-
-
 def test_each_tenth_of_new_rows_is_scored(trained: Trained, other: Path, tmp_path: Path) -> None:
     parent = trained()
     run = hotrow.load(runs.train(config(other, tmp_path / "run", f"from_run={parent}", "train.max_steps=1")).path)
@@ -215,9 +204,6 @@ def test_each_tenth_of_new_rows_is_scored(trained: Trained, other: Path, tmp_pat
     assert first == len(labels)
     assert "unknown_ids" not in run.history["kind"], "these rows are not of a day that extends another"
     assert not any("unknown" in part for part in run.record.parent.parts)
-
-
-# ---- more rows
 
 
 @pytest.mark.slow_but("", "ftrl")
@@ -271,9 +257,6 @@ def test_a_grown_ftrl_row_keeps_its_weight(trained: Trained, grown: Path, tmp_pa
         for each in (parent, run.path)
     )
     torch.testing.assert_close(end[50:], start[:1].expand(7, 8), rtol=0, atol=1e-3)
-
-
-# ---- rows that stay where the other run has them
 
 
 def bytes_of(folder: Path) -> dict[str, int]:
@@ -345,8 +328,6 @@ def test_a_start_in_tiers_does_without_links(
     assert newest(run) == whole
     assert ("another file system" in (run / "log.txt").read_text()) == (what != "removed")
 
-
-# ---- rows whose ids have expired
 
 OF_IDS = [f"model={json.dumps({'embedding_dim': 8, 'bottom_mlp': [], 'top_mlp': [8]})}"]
 
@@ -470,9 +451,6 @@ def test_rows_outside_the_table_are_refused(expiring: list[Path], tmp_path: Path
             runs.train(config(data, tmp_path / "run", *OF_IDS, f"from_run={parent}"))
 
 
-# ---- interrupted
-
-
 @pytest.mark.slow_but("adam-9")
 @pytest.mark.parametrize("stop", [1, 9])
 @pytest.mark.parametrize("changes", [ADAM, TIERS], ids=["adam", "tiers"])
@@ -517,9 +495,6 @@ def test_it_needs_the_other_run_only_until_its_first_checkpoint(
     assert runs.resume(tmp_path / "run").record.status == "finished"
 
 
-# ---- ranks
-
-
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with RankPool(2) as ranks:
@@ -533,11 +508,7 @@ def _train(comm: Communicator, raw: dict[str, Any]) -> None:
 @pytest.mark.slow_but("tiers, frozen tables")
 @pytest.mark.parametrize(
     "changes",
-    [
-        ADAM,
-        ["optimizer.sparse.name=ftrl", "train.freeze=[dense]"],
-        [*TIERS, "train.freeze=[tables]"],
-    ],
+    [ADAM, ["optimizer.sparse.name=ftrl", "train.freeze=[dense]"], [*TIERS, "train.freeze=[tables]"]],
     ids=["adam", "ftrl, frozen layers", "tiers, frozen tables"],
 )
 def test_ranks_start_with_the_same_bits(
@@ -552,9 +523,6 @@ def test_ranks_start_with_the_same_bits(
     assert newest(two.path) == newest(alone.path)
     assert two.record.metrics == alone.record.metrics
     assert two.record.parent == alone.record.parent
-
-
-# ---- what is refused
 
 
 @pytest.mark.slow_but("adam")
@@ -668,9 +636,6 @@ def test_a_day_fits_its_base_and_other_ids_do_not(tmp_path: Path) -> None:
     (line,) = [line for line in RunFolder.open(tmp_path / "run").measurements() if line["kind"] == "unknown_ids"]
     assert line["share"] == line["tables"]["item"] == 40 / 140, "two of seven are d"
     assert "28.6% of the lookups" in (tmp_path / "run" / "log.txt").read_text()
-
-
-# ---- who calls it
 
 
 def test_fit_takes_the_other_runs_recipe(trained: Trained, other: Path, tmp_path: Path) -> None:

@@ -1,13 +1,9 @@
 """benchmarks/gpu.py: all modes train the same, hot rows are those of largest chance, without a GPU nothing is timed."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from gpu_device import DEVICE
@@ -37,22 +33,6 @@ def test_all_modes_in_one_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["modes"]["fae"]["swaps"] > 2 and found["modes"]["fae"]["sync_s"] > 0
     assert 0 < found["modes"]["fae"]["swapped_share"] < 1, "rows that have not changed stay where they are"
     assert found["modes"]["all_in_hbm"]["hits_per_row"] == found["modes"]["all_in_hbm"]["of_all_in_hbm"] == 1
-
-
-def test_a_share_of_the_rows_at_a_skew_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a process of its own, as by the command; what is promised is of that share and skew alone."""
-    modes = ["--modes", "cached", "all_in_hbm", "--shapes", "kaggle", "--json"]
-    gpu.main([*QUICK[:-1], "--hbm", "40%", "--zipf", "1.05", *modes])
-    (cell,) = json.loads(capsys.readouterr().out)["cells"]
-    found = cell["measured"]
-    assert (cell["hbm"], cell["zipf"]) == ("40%", 1.05)
-    cached, whole = (found["modes"][name] for name in ("cached", "all_in_hbm"))
-    assert cached["hits_per_row"] < 1 == whole["of_all_in_hbm"]
-    assert cached["of_all_in_hbm"] == pytest.approx(cached["samples_per_s"] / whole["samples_per_s"])
-    for hbm, share, said in (("10%", 0.71, "held"), ("10%", 0.69, "**not held**"), ("20%", 1, "")):
-        own = gpu.Cell("kaggle", hbm, 8, 2, 1e-5, "cpu", zipf=1.05)
-        text = gpu.lines(own, ["cached"], {**found, "modes": {"cached": {**cached, "of_all_in_hbm": share}}})
-        assert text[2:] == ([f"  cached, at least 70% of all_in_hbm: {said}"] if said else [])
 
 
 def test_rows_and_slots_of_a_share() -> None:
@@ -94,63 +74,6 @@ def test_a_mode_that_trains_something_else_is_not_timed(monkeypatch: pytest.Monk
     monkeypatch.setattr(gpu, "LR", 5.0)
     with pytest.raises(SystemExit, match=r"fae: losses .* are not our_hybrid's, .*; nothing is timed"):
         gpu.main([*QUICK, "--shapes", "kaggle", "--modes", "our_hybrid", "fae"])
-
-
-def test_hot_rows_are_those_of_the_largest_chance() -> None:
-    """By a sort of all rows: none outside has a larger chance than one inside, and not one more would fit."""
-    for shape in gpu.SHAPES:
-        cell = small(shape)
-        hot = cell.hot_set()
-        chances = {}
-        for table in cell.source:
-            weight = np.arange(1, table.num_embeddings + 1) ** -table.zipf
-            chances[table.name] = weight / weight.sum()
-        inside = [chance[: hot.rows[name].prefix] for name, chance in chances.items()]
-        outside = [chance[hot.rows[name].prefix :] for name, chance in chances.items()]
-        assert min(own.min() for own in inside) >= max(own.max() for own in outside if len(own))
-        row_bytes = 4 * gpu.SHAPES[shape].dim
-        assert (64 << 10) - 3 * row_bytes < hot.num_bytes <= 64 << 10
-
-
-def test_turns_hold_every_sample_once_and_one_class() -> None:
-    cell = small()
-    ids = gpu.draw(cell, 50)
-    is_hot = np.arange(50) % 3 == 0
-    work = gpu.turns(cell, ids, is_hot)
-    assert [turn.hot for turn in work] == [False, True, False, True]
-    found = []
-    for turn in work:
-        for batch in turn.batches:
-            samples = batch.sparse.values.view(3, -1).T
-            found += [(turn.hot, *sample) for sample in samples.tolist()]
-    assert sorted(found) == sorted((bool(hot), *sample) for hot, sample in zip(is_hot, ids.T.tolist(), strict=True))
-    assert all(a.hot != b.hot for a, b in pairwise(work))
-
-
-def test_what_cannot_be_measured_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)
-        gpu.main(["--here"])
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["cells"]) == 2 * 4 * 3 and all(cell["measured"] is None for cell in found["cells"])
-    sides, refused = gpu.make_sides(gpu.Cell("kaggle", "40", 8, 2, 1e-5, str(DEVICE), 3), ["cached"], small().hot_set())
-    assert not sides and "raise it to" in refused["cached"]
-
-
-def test_a_visit_names_what_failed_and_goes_on(tmp_path: Path) -> None:
-    """A part that fails, one that takes minutes and has a process of its own, one that gives figures, one for GPUs."""
-    fails = "import sys; print('the cause', file=sys.stderr); sys.exit(3)"
-    lasts = "import os, time; os.fork(); print('so far', flush=True); time.sleep(500)"
-    gives = """print('text'); print('{"figure": 7}')"""
-    codes = {"fails": (fails, 60), "lasts": (lasts, 2), "gives": (gives, 60)}
-    chosen = [device_day.Part(name, ("-c", code), limit, needs_gpu=False) for name, (code, limit) in codes.items()]
-    report = device_day.visit([*chosen, device_day.Part("gpu", ("-c", ""), 60)], tmp_path)
-    found = report["parts"]
-    assert "failed" in found["fails"]["status"] and "the cause" in found["fails"]["text"]
-    assert "ran out of its 2 s" in found["lasts"]["status"] and "so far" in found["lasts"]["text"]
-    assert (found["gives"]["status"], found["gives"]["found"]) == ("done", {"figure": 7})
-    assert ("finds no GPU" in found["gpu"]["status"]) == (DEVICE.type == "cpu")
-    assert json.loads((tmp_path / "device-day.json").read_text()) == report
 
 
 def test_the_parts_of_a_visit_are_commands_that_exist() -> None:

@@ -1,7 +1,5 @@
 """Law 1 on devices: the Triton kernels equal the reference, and torch; interpreted on the CPU where there is no GPU."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Rows between host and device memory: every byte arrives, nothing beside it moves, what is under way is kept apart."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_device import DEVICE

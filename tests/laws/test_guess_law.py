@@ -1,7 +1,5 @@
 """Law 6 for a guessed schema: no label of a row that will validate or test decides what a column is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

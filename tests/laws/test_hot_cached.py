@@ -1,7 +1,5 @@
 """Bytes through slots on a device, as benchmarks.hot_lab counts them, against the slots of a run and a set of ids."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -4,8 +4,6 @@ The truth is the same order of batches trained on the tables on the CPU. By Trit
 included; where a GPU is, within docs/numerics.md for rows, and losses are near.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,9 +75,6 @@ def check(found: RunFolder, wanted: RunFolder) -> None:
         return
     losses = [[line["loss"] for line in each["lines"] if "loss" in line] for each in (own, truth)]
     np.testing.assert_allclose(*losses, rtol=1e-3)
-
-
-# ---- around a model of one's own
 
 
 def loss_of(emb: hotrow.EmbeddingCollection, sparse: KeyedJaggedTensor, other: KeyedJaggedTensor) -> torch.Tensor:
@@ -200,9 +195,6 @@ def test_collections_that_have_no_room_for_copies_on_a_device(monkeypatch: pytes
         HotCopies(emb, optimizer, HOT_SET, device=DEVICE)
 
 
-# ---- in a run
-
-
 # Every optimizer passes the loop above; whole runs of those with other states of a row take a while in the interpreter.
 RUNS = [
     pytest.param(*case, marks=() if name == "adam" else pytest.mark.slow, id=name) for name, case in OPTIMIZERS.items()
@@ -282,9 +274,6 @@ def test_turns_through_slots_have_no_copies(tmp_path: Path, make_dataset: Callab
     assert "sync_s" not in run.record.hot and run.record.memory["hbm"]["evicted_rows"] > 0
     if not HAS_GPU:
         assert own["tensors"] == truth["tensors"] and own["metrics"] == truth["metrics"]
-
-
-# ---- refused
 
 
 def test_copies_above_the_memory_of_the_device(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 The truth is the same order of batches trained on the tables themselves: every tensor, state, loss, rate and score.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import math
@@ -47,13 +45,7 @@ OPTIMIZERS = {  # and the bytes of a row with its states
 GOLDEN = Path(__file__).parents[1] / "golden"
 HOT_ROWS = 160
 """Of the dataset's 270."""
-TURNS = [
-    "hot.schedule=fae",
-    "hot.small_table=0",
-    f"hot.budget={36 * HOT_ROWS}",
-    "hot.rate=40",
-    "checkpoint.every=5",
-]
+TURNS = ["hot.schedule=fae", "hot.small_table=0", f"hot.budget={36 * HOT_ROWS}", "hot.rate=40", "checkpoint.every=5"]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["ranked", "listed"])
@@ -195,11 +187,7 @@ TABLES = [
     TableConfig(name="b", num_embeddings=30, embedding_dim=6, feature_names=("b1",), pooling="mean", dtype="float16"),
     TableConfig(name="c", num_embeddings=25, embedding_dim=3, feature_names=("c1",), dtype="bfloat16"),
 ]
-HOT = {
-    "a": HotRows(5, np.array([7, 20, 39])),
-    "b": HotRows(0, np.array([3, 4, 29])),
-    "c": HotRows.first(25),
-}
+HOT = {"a": HotRows(5, np.array([7, 20, 39])), "b": HotRows(0, np.array([3, 4, 29])), "c": HotRows.first(25)}
 HOT_SET = HotSet(how="exact", rows=HOT, record_bytes={"a": 16, "b": 12, "c": 12})
 FEATURES = {"a1": "a", "a2": "a", "b1": "b", "c1": "c"}
 

@@ -3,8 +3,6 @@
 The truths are dictionaries over raw times, scikit-learn on what the run before predicts of raw rows, and its ids.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -44,9 +42,6 @@ def truth(seconds: Sequence[int], most: int = 50) -> list[tuple[int, int]]:
         if 1 < len(found) <= most:
             return list(found.items())
     return []
-
-
-# ---- where hours begin
 
 
 @pytest.mark.parametrize("per_s", [1, 1000, 1_000_000])
@@ -164,9 +159,6 @@ def test_hours_that_cannot_be_are_refused(tmp_path: Path, hours: Any) -> None:
         PackedDataset.open(dataset.path).hours()
 
 
-# ---- scores by the hour
-
-
 def day_table(day: int, *, in_order: bool = True) -> pa.Table:
     """Clicks in six hours of ten; those of the last hour are all 0. Ids drift, and many are missing."""
     rng, num_rows = np.random.default_rng(day), 600
@@ -187,11 +179,7 @@ def day_table(day: int, *, in_order: bool = True) -> pa.Table:
     return table if in_order else table.take(rng.permutation(num_rows))
 
 
-KINDS: dict[str, set[str]] = {
-    "grown": set(),
-    "expired": {"reborn"},
-    "out of order": {"reborn"},
-}
+KINDS: dict[str, set[str]] = {"grown": set(), "expired": {"reborn"}, "out of order": {"reborn"}}
 """What lists rows of the third day that are not those of the second."""
 
 
@@ -265,9 +253,6 @@ def test_each_hour_of_new_rows_is_scored(days: tuple[str, list[Path], pa.Table],
             assert f"{datetime.fromtimestamp(part['begins_s'] or 0, UTC):%Y-%m-%d %H:%M} " in log
     tables = PackedDataset.open(day).info.summary["ids"]
     assert 0 < total == sum(own["unknown_to_base"] for own in tables.values())  # type: ignore[union-attr,index,call-overload]
-
-
-# ---- what is shown
 
 
 @pytest.mark.parametrize("number", [1, 10])

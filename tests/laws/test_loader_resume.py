@@ -1,8 +1,6 @@
 """Law 3, the loader's half: batches after a resume are the batches of the uninterrupted run, bit for bit; every row
 comes exactly once per epoch; and reading ahead changes nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -44,9 +44,6 @@ SIZES = (37, 37, 5, 37, 1, 31)
 """Samples of the batches: V divides none of the first, and some are smaller than V."""
 
 
-# ---- the slow model
-
-
 def add(left: Any, right: Any) -> Any:
     return right if left is None else left if right is None else left + right
 
@@ -186,9 +183,6 @@ class Slow:
         return loss
 
 
-# ---- memory
-
-
 def test_sums_let_go_of_their_leaves() -> None:
     """A cycle held the rows and gradients of every batch until Python looked for cycles, hundreds of steps later."""
 
@@ -205,9 +199,6 @@ def test_sums_let_go_of_their_leaves() -> None:
     finally:
         if were_sought:
             gc.enable()
-
-
-# ---- steps
 
 
 @dataclass
@@ -347,9 +338,6 @@ def test_what_is_not_finite_is_named_and_changes_nothing(data: Data, tmp_path: P
         assert_same(weight, own, "weights")
     assert_same(parts.embedding.float32("t2"), before[1], "rows")
     assert torch.isfinite(trainer.train_step(parts, data.batches[1], 1, trainer.StepClock()))
-
-
-# ---- whole runs
 
 
 RUNS = {

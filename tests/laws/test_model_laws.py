@@ -6,8 +6,6 @@ addresses on processors for which MKL has no kernels of their own; MKL's kernels
 all processes here use those.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import os
@@ -55,20 +53,13 @@ from sampled import covering
 pytestmark = pytest.mark.skipif(ops.backend().name != "native", reason="the reference's products are torch's")
 MAX_RANKS = 4
 VS, RANKS, THREADS = (1, 3, 8), (1, 2, 3, 4), (1, 2)
-BATCHES = {
-    1: (61, 62, 63, 1),
-    3: (3 * 61 + 1, 3 * 62 + 2, 3, 2),
-    8: (8 * 61 + 3, 8 * 62 + 5, 8, 5),
-}
+BATCHES = {1: (61, 62, 63, 1), 3: (3 * 61 + 1, 3 * 62 + 2, 3, 2), 8: (8 * 61 + 3, 8 * 62 + 5, 8, 5)}
 """By V, samples of the batches: parts have 1, 61, 62 or 63, and of the last batch of an epoch some have none."""
 OFFSETS = (1, 13, 64)
 """Floats before a part in its buffer."""
 DENSE = 13
 MANY = 2101
 """Samples of which every model has some tensor of more than 2^15 elements, which torch divides among threads."""
-
-
-# ---- every option of every model
 
 
 def values_of(annotation: Any) -> list[Any]:
@@ -179,9 +170,6 @@ def with_simple_products() -> None:
     os.environ["MKL_ENABLE_INSTRUCTIONS"] = "SSE4_2"
 
 
-# ---- addresses and threads
-
-
 def bits(values: Tensor) -> bytes:
     return values.detach().contiguous().numpy().tobytes()
 
@@ -234,9 +222,6 @@ def test_addresses_and_threads_change_no_bit(pool: RankPool, data: Path, model: 
     for (options,) in cases(model, pairs=pairs):
         (told,) = pool.run(differing, data, options, num_ranks=1, micro_batches=1)
         assert not told, (options, told)
-
-
-# ---- ranks
 
 
 def trained(
@@ -317,9 +302,6 @@ def test_ranks_change_no_bit_with_any_options(pool: RankPool, data: Path, model:
                 check_ranks(pool, data, options, V, R, threads)
 
 
-# ---- rows on disk, and a run that stops
-
-
 def on_disk(setup: Setup, folder: Path) -> Setup:
     """Returns a setup with half of the rows in files."""
     needed = required_bytes(setup.config, setup.tables)
@@ -340,9 +322,6 @@ def test_rows_on_disk_and_a_stop_change_no_bit(
         (tmp_path / str(number)).mkdir()
         (found,) = pool.run(trained, data, options, BATCHES[1], 1, tmp_path / str(number), num_ranks=1, micro_batches=1)
         assert [name for name in truth if found[name] != truth[name]] == [], options
-
-
-# ---- samples, and exports
 
 
 @each_value_or_pair
@@ -390,9 +369,6 @@ def test_an_export_computes_the_same(data: Path, tmp_path: Path, model: str, pai
         assert float(ours.std()) > 0
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5 * float(ours.abs().max()) + 1e-6, msg=str(options))
         assert torch.equal(definition.scores(ours), parts.objective.scores(ours))
-
-
-# ---- a model of one's own
 
 
 def trained_alone(

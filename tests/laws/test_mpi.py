@@ -1,7 +1,5 @@
 """Ranks that mpiexec starts: they train to the bits of one process, end together, and refuse what cannot work."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -103,9 +101,6 @@ def test_an_error_of_one_rank_ends_all_with_its_text(tmp_path: Path) -> None:
     process = ranks("one_fails", 3, tmp_path)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 2 and err.count("hotrow: rank 2: ValueError: a bad value") == 2, err
-
-
-# ---- what cannot work
 
 
 @pytest.mark.slow

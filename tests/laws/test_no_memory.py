@@ -1,7 +1,5 @@
 """Memory that runs out while rows move: the table's store has failed then and says so, or every row is as it was."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The truths are the export's own network in torch, and `predict` beside examples/
 nor hotrow.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -95,9 +93,7 @@ CASES: list[Any] = [
 
 
 @pytest.mark.slow_but(
-    "('two_tower', 3, ['a'], 'none')",
-    "('dlrm', 2, ['a', 'b', 'c'], 'none')",
-    "('dcn', 2, ['a'], 'isotonic')",
+    "('two_tower', 3, ['a'], 'none')", "('dlrm', 2, ['a', 'b', 'c'], 'none')", "('dcn', 2, ['a'], 'isotonic')"
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_computes_what_the_network_does(case: Any, tmp_path: Path) -> None:
@@ -129,9 +125,6 @@ def test_its_bytes_do_not_depend_on_the_folder_and_name_no_file(tmp_path: Path) 
         found.append((folder / DENSE).read_bytes())
     assert found[0] == found[1]
     assert b".py" not in found[0] and str(tmp_path).encode() not in found[0]
-
-
-# ---- an export with it
 
 
 @pytest.fixture(scope="module")

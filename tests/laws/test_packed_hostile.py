@@ -1,8 +1,6 @@
 """Law 6 for packed datasets: whatever a folder holds, opening and reading it gives the rows that were written or a
 ValueError that names the file; nothing outside the folder is read, and nothing crashes."""
 
-from __future__ import annotations
-
 import shutil
 import zlib
 from collections.abc import Callable

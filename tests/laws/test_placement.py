@@ -3,8 +3,6 @@
 The truth is the run whose tables lie in DRAM: every file of its last checkpoint, every loss, rate and score.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`hotrow plan` and `hotrow train` accept and refuse the same configs, and refuse them in the same words."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Every test compares hashes of all files with those of one plain run.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,13 +45,7 @@ def plain(
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"threads": 1},
-        {"threads": 2},
-        {"rows_per_chunk": 1000},
-        {"rows_per_chunk": 61},
-        {"rows_per_chunk": 300},
-    ],
+    [{"threads": 1}, {"threads": 2}, {"rows_per_chunk": 1000}, {"rows_per_chunk": 61}, {"rows_per_chunk": 300}],
     ids=str,
 )
 def test_how_it_runs_moves_no_byte(

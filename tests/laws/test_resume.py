@@ -3,8 +3,6 @@
 The truth is the uninterrupted run: every tensor of its last checkpoint, every loss, rate and score in metrics.jsonl.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

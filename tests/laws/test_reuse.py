@@ -1,7 +1,5 @@
 """Stack distances against looking through the stack, and miss-ratio curves against caches that are run."""
 
-from __future__ import annotations
-
 import gzip
 import math
 from collections import Counter, OrderedDict

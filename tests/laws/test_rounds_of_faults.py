@@ -3,8 +3,6 @@
 Whichever rank is lost, and whenever, the run goes on to the bits of an untouched one; however ranks share real rows.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

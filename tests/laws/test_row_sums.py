@@ -1,7 +1,5 @@
 """Sums of rows' gradients by micro-batch: the order that docs/numerics.md states, written again here in plain loops."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

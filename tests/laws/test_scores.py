@@ -1,7 +1,5 @@
 """What a run's record and page say of its scores, against shuffles by hand, sklearn and counts in plain Python."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -154,9 +152,6 @@ def test_slow_models_are_looked_at_on_fewer_rows(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(scores, "MAX_SHARE", 0.0)
     quick = hotrow.fit(clicks(), schema=SCHEMA, run=tmp_path / "run", quiet=True, **OPTIONS)
     assert 0 < found(quick).gains_rows < NUM_SCORED / 2 and len(found(quick).gains) < 4
-
-
-# ---- histories, tiers, ranks
 
 
 def tbsm(data: Path, run: Path, **more: Any) -> Any:

@@ -1,7 +1,5 @@
 """Law 1 for sequence lookups: rows are plain indexing; their gradients join those of pooled lookups in one order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernel_cases import DTYPES, assert_same_bits, clones, every_backend, make_case, rules

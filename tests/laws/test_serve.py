@@ -116,9 +116,6 @@ def rows_of(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
 
 
-# ---- every form of rows
-
-
 def test_rows_in_every_form_have_the_scores_of_predict(scorer: hotrow.Scorer, run: hotrow.Run) -> None:
     columns = some()
     expected = run.predict(pa.table({**columns, "big": pa.array(columns["big"], pa.uint64())}))
@@ -230,9 +227,6 @@ def test_every_model_scores_a_request_as_predict_scores_rows(
     np.testing.assert_array_equal(hotrow.Scorer(tmp_path / "out").score(user=user, items=items), expected)
 
 
-# ---- what does not fit
-
-
 def test_what_does_not_fit_is_scored_by_rule_and_counted(scorer: hotrow.Scorer) -> None:
     rows = rows_of(some(20))
     odd = [{**row, "user": "nobody", "item": "word", "price": "a lot"} for row in rows]
@@ -336,9 +330,6 @@ def test_a_native_module_that_is_older_than_its_callers_is_named(
     with pytest.raises(ValueError, match="export the run again") as raised:
         hotrow.Scorer(export, work=tmp_path / "work")
     assert ("build that again with `pip" in str(raised.value)) == is_older
-
-
-# ---- threads and memory
 
 
 @native
@@ -486,8 +477,7 @@ def test_rows_are_read_before_a_lookup(tmp_path: Path) -> None:
             for row in asked
             if row >= 20
             for page in range(
-                (begin + row * row_bytes) // mmap.PAGESIZE,
-                -(-(begin + (row + 1) * row_bytes) // mmap.PAGESIZE),
+                (begin + row * row_bytes) // mmap.PAGESIZE, -(-(begin + (row + 1) * row_bytes) // mmap.PAGESIZE)
             )
         }
         wait_until(lambda: there(pages) == expected)
@@ -514,9 +504,6 @@ def test_memory_stays_near_its_budget(tmp_path: Path) -> None:
         assert not sum(scorer.seen.columns[name]["unknown"] for name in LARGE)
         found[memory] = most
     assert found["32MiB"] < 48 << 20 and found[None] > 150 << 20, found
-
-
-# ---- versions
 
 
 Days = tuple[Path, list[Path], list[Path]]
@@ -689,9 +676,6 @@ def test_rows_may_stand_for_no_id(export: Path, tmp_path: Path) -> None:
     scores = scorer.score(some())
     np.testing.assert_allclose(scores, scorer_of(other).score(some()).numpy(), rtol=0, atol=TOLERANCE)
     assert scorer.seen.columns["item"]["unknown"] > 60
-
-
-# ---- exports of others
 
 
 def test_an_export_that_was_altered_is_refused(export: Path, tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """The kernels of tables that ranks share, against plain loops: which distinct rows a batch needs, and of whom; and the
 copies of rows into messages and slots."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any

@@ -3,8 +3,6 @@
 The file under the cache is read a page at a time by one thread, so that a read is under way when the next call comes.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

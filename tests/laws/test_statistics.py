@@ -3,8 +3,6 @@
 The truth counts raw values in dictionaries, row after row, in plain Python.
 """
 
-from __future__ import annotations
-
 import math
 import stat
 import tracemalloc
@@ -521,12 +519,7 @@ def test_a_lag_of_rows_in_any_order_in_small_chunks_and_after_a_stop(
     rows = some_rows(600)
     rows["time"] = [1_700_000_000 + 10 * row for row in range(600)]
     options = {"rows_per_part": 64, "rows_per_block": 64}
-    for name, each in (
-        ("whole", rows),
-        ("chunks", rows),
-        ("shuffled", shuffled(rows)),
-        ("stop", rows),
-    ):
+    for name, each in (("whole", rows), ("chunks", rows), ("shuffled", shuffled(rows)), ("stop", rows)):
         write(each, tmp_path / name)
     prepare_lagged(tmp_path / "whole", options)
     wanted, options = PackedDataset.open(tmp_path / "whole" / "out").info, options | {"rows_per_chunk": 32}

@@ -1,7 +1,5 @@
 """Weights in float16 and in two halves: conversions against numpy's and torch's, and what an update keeps or loses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -4,8 +4,6 @@ Schedules are random, from printed seeds: several tables on one engine, reads un
 write waits, rows of one sector written apart and together, rows given twice, tables that grow, files opened again.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from dataclasses import replace

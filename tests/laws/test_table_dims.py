@@ -1,7 +1,5 @@
 """Laws 2 and 3 for tables of different widths: 16, 8 and 1 columns train, move to disk, resume, predict and export."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,10 +130,7 @@ def test_an_export_scores_as_predict_does(data: Path, tmp_path: Path) -> None:
             r"model\.embedding_dim names table 'usr', .* has no such table; did you mean 'user'",
         ),
         ({"default": 16, "zzz": 8}, r"names table 'zzz', but .*; its tables are user, item, hour"),
-        (
-            {"user": 8, "hour": 1},
-            r"embedding_dim has no number for table 'item' of .*; add it, or `default: 16`",
-        ),
+        ({"user": 8, "hour": 1}, r"embedding_dim has no number for table 'item' of .*; add it, or `default: 16`"),
     ],
 )
 def test_names_of_tables_are_checked_before_there_is_a_run(

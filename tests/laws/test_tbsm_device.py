@@ -3,8 +3,6 @@
 Where a GPU is, dense layers add up in another order, and what is compared is near.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

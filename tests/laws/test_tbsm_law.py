@@ -1,7 +1,5 @@
 """Laws 2 and 3 for TBSM, whose rows are looked up as sequences: placement and interruptions change no bit of a run."""
 
-from __future__ import annotations
-
 import functools
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Laws 2 and 3 for runs whose rows lie in DRAM, in a file used as memory, and on disk."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable

@@ -5,8 +5,6 @@ several to a step, loops left early, steps dropped, tables growing; over optimiz
 cache sizes. The truth is the same schedule on a collection whose rows all lie in DRAM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

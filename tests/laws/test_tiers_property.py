@@ -6,8 +6,6 @@ none, stores written back and tables growing in between. Caches over another med
 and have to decide the same: same slots, same counters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -299,11 +297,7 @@ def draw_places(rng: np.random.Generator, shapes: Sequence[Shape]) -> list[int]:
 
 
 def make_rigs(
-    shapes: Sequence[Shape],
-    medium: str,
-    folder: Path,
-    engines: dict[str, Engines],
-    places: list[int],
+    shapes: Sequence[Shape], medium: str, folder: Path, engines: dict[str, Engines], places: list[int]
 ) -> list[Rig]:
     before, _, lower = medium.rpartition(" before ")
     if lower.endswith(("threads", "io_uring")) and lower.removeprefix("gathered ") not in engines:

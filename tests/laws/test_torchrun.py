@@ -4,8 +4,6 @@ The truth is a run of one process with as many micro-batches: every tensor of it
 Most ranks are a pool of gloo processes that call the library; a few are started by torchrun, through the command line.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -110,9 +108,6 @@ def same(path: Path, truth: dict[str, Any]) -> None:
     found = outcome(path)
     assert [name for name in truth if found.get(name) != truth[name]] == []
     assert found.keys() == truth.keys()
-
-
-# ---- ranks of the pool
 
 
 Stop = tuple[int, int] | None
@@ -305,9 +300,6 @@ def test_no_checkpoint_is_of_ranks_that_went_apart(pool: RankPool, data: Path, t
     assert set(list_checkpoints(tmp_path / "run" / "checkpoints")) == {3}
 
 
-# ---- hot phases
-
-
 class Sent(NamedTuple):
     """What a rank sent in one step, by purpose, and in how many exchanges; hot: whether it was told of a hot phase."""
 
@@ -487,9 +479,6 @@ def test_a_folder_that_is_taken_and_too_many_ranks_are_refused_on_all(
     again = str(tmp_path / "run"), ["train.max_steps=4"]
     texts = pool.run(refused, resumed, *again, num_ranks=3, micro_batches=3)
     assert len(set(texts)) == 1 and "train.micro_batches is 2, but there are 3 ranks" in texts[0]
-
-
-# ---- torchrun, through the command line
 
 
 def torchrun(num_ranks: int, *arguments: str) -> subprocess.Popen[str]:

@@ -3,8 +3,6 @@
 Nothing in hotrow knows `Dicts`. The truth is a plain collection in DRAM, and both must agree to the bit.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from functools import partial

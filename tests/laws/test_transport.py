@@ -1,7 +1,5 @@
 """A transport between threads of one process, which touches no other file; on it law 2 over ranks holds as on gloo."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

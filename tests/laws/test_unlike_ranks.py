@@ -1,7 +1,5 @@
 """Law 2 for ranks that are not alike, some in memory and others in files; and what they send is what was counted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,8 +49,6 @@ def test_one_rank_in_tiers_and_others_in_memory(pool: ThreadPool, tmp_path: Path
     assert "evicted" in found[1] and found[1]["evicted"] > 0 == found[0]["evicted"]
     assert found[1].get("foreseen", 0) == (10 if depth else 0)
 
-
-# ---- bytes
 
 ROWS, BATCH, SAMPLES, STEPS = 20_000, 1200, 120_000, 25
 TABLE = TableConfig(name="item", num_embeddings=ROWS, embedding_dim=16, feature_names=("item",))

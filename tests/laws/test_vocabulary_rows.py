@@ -3,8 +3,6 @@
 The truth is counted here, in plain Python, from the same rows; nothing of hotrow takes part in it.
 """
 
-from __future__ import annotations
-
 import importlib
 import tempfile
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Laws of `hotrow days`: it is the commands of docs/daily.md by hand, to the byte, wherever it is killed on its way."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -366,9 +364,6 @@ def test_days_go_in_the_order_of_their_names(tmp_path: Path) -> None:
     assert [*found] == ["2026.11.28", "day_1", "day_02", "day_2", "day_2-late", "day_10"]
 
 
-# ---- what is refused
-
-
 @pytest.fixture
 def begun(logs: Path, chain: Path, tmp_path: Path) -> tuple[Path, Path]:
     """Copies of the logs and of the chain, whose logs may be changed."""
@@ -387,10 +382,7 @@ def edit(path: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (
-            lambda logs: edit(logs / "day_2" / "part.csv", ",u", ",v"),
-            r"day_2/part\.csv has changed since day_2 was",
-        ),
+        (lambda logs: edit(logs / "day_2" / "part.csv", ",u", ",v"), r"day_2/part\.csv has changed since day_2 was"),
         (lambda logs: edit(logs / "day_1" / "part.csv", ",u", ",uu"), r"day_1/part\.csv has changed"),
         (lambda logs: write_day(logs / "day_2" / "late.csv", 9), r"day_2/late\.csv is new since .* into a new day"),
         (lambda logs: (logs / "day_2" / "part.csv").rename(logs / "day_2" / "b.csv"), r"day_2/b\.csv is new"),
@@ -631,9 +623,6 @@ def test_other_folders_are_refused(logs: Path, chain: Path, tmp_path: Path) -> N
         go(logs, tmp_path / "taken")
     with claim(chain), pytest.raises(ValueError, match="another process works on"):
         go(logs, chain)
-
-
-# ---- the page
 
 
 def test_the_page_in_a_browser(chain: Path, tmp_path: Path) -> None:

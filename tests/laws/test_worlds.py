@@ -3,8 +3,6 @@
 The truth is a plain collection in DRAM on one process, whose updates are those of the readable reference.
 """
 
-from __future__ import annotations
-
 import copy
 import errno
 from collections.abc import Callable, Iterator, Sequence
@@ -319,9 +317,6 @@ def told(action: Callable[[], object]) -> Told:
     return Told(raised.type.__name__, str(raised.value))
 
 
-# ---- tables by their rows
-
-
 class Saved(NamedTuple):
     emb: EmbeddingCollection
     optimizer: hotrow.Adam
@@ -569,9 +564,6 @@ def test_state_dicts_are_those_of_one_process(threads: ThreadPool) -> None:
             assert all(torch.equal(bits(states["state"][number][name]), bits(each)) for name, each in own.items())
 
 
-# ---- what goes over the wire
-
-
 def train_counted(comm: Communicator) -> tuple[dict[str, int], list[int]]:
     """Returns bytes sent in a training step by purpose, and what rows, sums and totals are to take."""
     table = TableConfig(name="t", num_embeddings=400, embedding_dim=16, feature_names=("a", "b"))
@@ -634,8 +626,6 @@ def test_a_vector_for_each_bag_goes_and_its_gradient_comes(threads: ThreadPool) 
         assert exchanges == 4 and sent.keys() == {"agreement", "counts", "ids", "pooled", "pooled_gradients"}
 
 
-# ---- numbers in fewer bits
-
 EPSILON = {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """By how much rounding to these types changes a number at most, as a share of it."""
 
@@ -694,8 +684,6 @@ def test_numbers_on_the_wire_are_exact_or_within_their_rounding(threads: ThreadP
             assert ((got - want).abs() <= allowed).all(), (k, (got - want).abs().max())
             assert (epsilon == 0) == torch.equal(got, want)
 
-
-# ---- hot batches
 
 HOT = [
     TableConfig(name="rows", num_embeddings=40, embedding_dim=5, feature_names=("a",)),
@@ -766,8 +754,6 @@ def test_a_hot_batch_with_a_row_that_not_every_rank_holds_is_refused(threads: Th
         assert text.startswith("table 'vectors': row 20 is not on every rank, and a batch of a hot phase asks for no")
 
 
-# ---- copies that ranks update alone
-
 TWO = [
     TableConfig(name="a", num_embeddings=30, embedding_dim=4, feature_names=("a",)),
     TableConfig(name="b", num_embeddings=20, embedding_dim=3, feature_names=("b",)),
@@ -835,9 +821,6 @@ def test_ranks_that_update_alone_add_up_their_changes(threads: ThreadPool, tmp_p
     for own in threads.run(update_alone, 3, 4, str(tmp_path), num_ranks=3, micro_batches=6):
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(own, found[0], strict=False))
         assert [int(num) for num in own[len(found[0]) :]] == distinct
-
-
-# ---- errors
 
 
 def fail(comm: Communicator, folder: str) -> list[Told]:

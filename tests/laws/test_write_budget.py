@@ -3,8 +3,6 @@
 What was written is counted apart from the budget: by the stores' own counters, and the sizes of checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Accesses of datasets: the ids a trainer would look up, batch by batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +15,7 @@ from hotrow.inspect.accesses import split_accesses
 @pytest.mark.filterwarnings("ignore:.* carries no counts")
 @pytest.mark.parametrize("batch_size", [1, 7, 64, 100, 1000])
 def test_a_dataset_against_the_loader(
-    batch_size: int,
-    tmp_path: Path,
-    make_dataset: Callable[..., PackedDataset],
-    monkeypatch: pytest.MonkeyPatch,
+    batch_size: int, tmp_path: Path, make_dataset: Callable[..., PackedDataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks have 64 rows, table t0 two features, one of them bags: the batches are those the loader makes."""
     dataset = make_dataset(tmp_path / "data")

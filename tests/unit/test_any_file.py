@@ -1,7 +1,5 @@
 """Files as other tools write them: odd line ends, headers, formats and pipes, read to the right values or named."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import os

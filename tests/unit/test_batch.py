@@ -1,7 +1,5 @@
 """KeyedJaggedTensor and what the tables make of it: everything a caller can get wrong, and the empty cases."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

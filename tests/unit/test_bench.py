@@ -1,18 +1,8 @@
 """The bench measures what it says: outputs first, stolen rounds dropped, its own limits, pages made from its JSON."""
 
-from __future__ import annotations
-
-import gzip
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +21,6 @@ from benchmarks import (
     kernels,
     micro_batches,
     parse,
-    peak_memory,
     precision,
     results,
     step_peers,
@@ -105,55 +94,12 @@ def test_disturbed_rounds_count_only_where_too_few_are_clean(
     assert bench.clean_rounds(lambda number: number, 4) == bench.Rounds(kept, num_clean, len(shares))
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not say how long threads wait")
-@pytest.mark.parametrize(("whose", "of_disk"), [("ours", False), ("ours", True), ("a worker's", False)])
-def test_another_process_on_our_core_disturbs(whose: str, of_disk: bool) -> None:
-    """The other process computes on the one core that ours, or a worker of ours, computes on too."""
-    spin = [sys.executable, "-c", "while True: pass"]
-    cores, one = os.sched_getaffinity(0), {max(os.sched_getaffinity(0))}
-    others = [subprocess.Popen(spin) for _ in range(1 if whose == "ours" else 2)]
-    try:
-        for process in (0, *(other.pid for other in others)):
-            os.sched_setaffinity(process, one)
-        disturbance = bench.Disturbance([other.pid for other in others[1:]], of_disk=of_disk)
-        end = time.monotonic() + 0.4
-        while whose == "ours" and time.monotonic() < end:
-            pass
-        time.sleep(max(0.0, end - time.monotonic()))
-        assert disturbance.share() > 10 * bench.CLEAN_SHARE
-    finally:
-        os.sched_setaffinity(0, cores)
-        for other in others:
-            other.kill()
-            other.wait()
-
-
 def test_waiting_for_our_own_threads_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty threads of ours for one core wait for one another; nobody else computes."""
     looks, clock = iter([(0.0, 0.0, 0.0), (0.0, 9.0, 0.001)]), iter([0.0, 1.0])
     monkeypatch.setattr(bench.Disturbance, "_now", lambda self: next(looks))
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
     assert bench.Disturbance().share() == 0.001
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not ops.isas(), reason="tables in tiers need the native module")
-def test_a_benchmark_in_a_process_of_its_own_is_ended_with_the_one_who_asked(tmp_path: Path) -> None:
-    folder = tmp_path / "files"
-    command = [sys.executable, "-m", "benchmarks.block_store", "--quick", "--folder", str(folder)]
-    with subprocess.Popen(command, cwd=claims.ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        while not [*folder.glob("hotrow-block-store-*")]:
-            assert process.poll() is None, process.communicate()[1].decode()
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)  # as Ctrl-C, but that the other process does not get it
-        assert process.wait() == 128 + signal.SIGINT
-    assert [*folder.iterdir()] == []
-
-
-def test_the_sides_take_turns_at_going_first() -> None:
-    order: list[str] = []
-    bench.interleave(Side(1, lambda: order.append("ours")), Side(1, lambda: order.append("peer")), num_rounds=3)
-    assert order[:4] == ["ours", "peer", "peer", "ours"]
 
 
 @pytest.mark.skipif(ops.backend().name != "native", reason="the limit loop is native")
@@ -278,9 +224,6 @@ def test_a_study_shows_mean_spread_and_the_paired_difference() -> None:
     assert found[2] == "validation AUC 0.7500 ± 0.0141 (-0.00200 ± 0.00000 beside float32)"
 
 
-# ---- whole steps
-
-
 # ---- steps part by part
 
 
@@ -318,30 +261,12 @@ def test_a_step_taken_apart_is_the_step() -> None:
     assert all(map(torch.equal, side.outputs(), alone.outputs()))
 
 
-# ---- other ways to update
-
-
 def test_every_way_to_update_that_is_right_agrees() -> None:
     cells = updates.update_cells(quick=True)
     for cell in cells:
         bench.check_agreement(cell.name, *cell.build(), batch=1)
     right = [cell for cell in cells if "unprotected" not in cell.name]
     assert len(right) >= 8 and all(list(side.outputs()) for side in right[0].build())
-
-
-# ---- peak memory
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone resets the high-water mark")
-def test_peak_memory_counts_what_a_step_takes_and_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    def take_and_give_back() -> None:
-        for _ in range(2):  # one after the other: the peak holds one of them
-            torch.ones(16_000_000)
-
-    table = torch.ones(8_000_000)  # 32 MB that stay
-    monkeypatch.setattr(peak_memory, "build", lambda side, setting: (Side(1, take_and_give_back), [table]))
-    grown = peak_memory.grown_bytes("ours", step_shapes.SHAPES["kaggle"].small())
-    assert 60e6 < grown < 80e6
 
 
 # ---- results and pages
@@ -388,19 +313,6 @@ def test_pages_show_the_range_over_known_processors() -> None:
     assert any("model 49, avx2: 1 of 1 cells not measured: all" in line for line in results.missing(with_it))
 
 
-def test_pages_say_whether_a_promise_is_held() -> None:
-    cell = {
-        "name": "train_step_kaggle_vs_dlrm", "peer": "theirs", "ratio": 1.6, "spread": [1.5, 1.8], "target": 1.7,
-        "ours_ms": 12.0, "peer_ms": 19.2, "limit_ms": 10.0, "most_over_limit": 1.25, "rounds": 31, "clean_rounds": 31,
-        "taken_rounds": 31,
-    }  # fmt: skip
-    page = "\n".join(claims.step_tables([cell, {**cell, "ratio": 1.71, "ours_ms": 12.6}]))
-    assert "| theirs | 1.60x (1.50-1.80) | 1.70x: **not held** | 1.20x (at most 1.25x: held) |" in page
-    assert "| 1.70x: held | 1.26x (at most 1.25x: **not held**) |" in page
-    rows = [line for line in claims.step_tables([{**cell, "clean_rounds": 3}]) if "3 of 31 (disturbed)" in line]
-    assert len(rows) == 1 and "held" not in rows[0]
-
-
 def test_operations_of_a_step_are_those_that_torch_counts() -> None:
     shape = step_shapes.SHAPES["kaggle"].small()
     bottom, top = step_shapes.mlp_widths(shape)
@@ -410,20 +322,6 @@ def test_operations_of_a_step_are_those_that_torch_counts() -> None:
         for layer, x in zip(layers, inputs, strict=True):
             layer(x).sum().backward()
     assert step_shapes.product_operations(shape) == counter.get_total_flops()
-
-
-@pytest.mark.slow
-def test_a_tbsm_on_real_clicks_by_both_orders(real_data: Callable[[str], Path], tmp_path: Path) -> None:
-    """The cell in its quick form: two seeds, of all pairs of an event and what came next or did not."""
-    path = real_data(hot_quality.TAOBAO)
-    row = hot_quality.measure("quality_taobao", path.parent, tmp_path, quick=True)
-    with gzip.open(path, "rt") as lines:
-        num_events = Counter(line.split(",")[0] for line in lines)
-    assert 0.5 < row["samples"] / (2 * (sum(num_events.values()) - len(num_events))) < 1, "the training split"
-    assert {"auc_baseline", "auc_fae", "logloss_baseline", "logloss_fae"} <= row.keys() and row["seeds"] == 2
-    assert 0.2 < row["hot_samples"] < 0.8 and row["num_swaps"] >= 1
-    of_hot = row["hot_samples"] * row["label_rate_hot"] + (1 - row["hot_samples"]) * row["label_rate_cold"]
-    assert of_hot == pytest.approx(0.5), "a pair has one click"
 
 
 def test_a_bar_is_held_or_not_where_seeds_tell() -> None:

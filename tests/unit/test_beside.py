@@ -2,8 +2,6 @@
 of it.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.study.group import GroupError, MemoryGroup, enter_and
 from hotrow.base.files import parse_bytes
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
@@ -124,41 +121,3 @@ def test_a_run_says_that_memory_may_run_out(
     raw = {"data": str(data.path), "memory": "dram", "train": {"max_steps": 1}, "run": str(tmp_path / "run")}
     runs.train(make_config(raw), quiet=True)
     assert RunFolder.open(tmp_path / "run").record.warnings["memory_may_run_out"]["count"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [500_000_000, 700_000_000, 1_000_000_000])
-@pytest.mark.parametrize(("dim", "batch_size"), [(16, 64), (16, 2048), (120, 2048)])
-def test_in_a_memory_cgroup(
-    tmp_path_factory: pytest.TempPathFactory,
-    tmp_path: Path,
-    make_dataset: Callable[..., PackedDataset],
-    limit: int,
-    dim: int,
-    batch_size: int,
-) -> None:
-    """Tables of 300 MB train in any container, or are refused before the first step: the kernel ends no process."""
-    data = make_dataset(
-        tmp_path_factory.mktemp("data") / "data",
-        rows={"train": 300_000, "val": 20_000, "test": 20_000},
-        table_rows=(300_000_000 // (4 * dim + 4) - 20 * 5000, *(5000,) * 20),
-        rows_per_block=65_536,
-    )
-    config = write(
-        tmp_path,
-        data,
-        model={"embedding_dim": dim},
-        train={"batch_size": batch_size, "max_steps": 40, "eval_every": 20},
-    )
-    try:
-        group = MemoryGroup()
-    except GroupError as error:
-        pytest.skip(str(error))
-    with group:
-        group.limit(limit)
-        command = enter_and(group, [sys.executable, "-m", "hotrow", "train", str(config)])
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert group.num_killed() == 0
-    if done.returncode:
-        assert done.returncode == 2 and "give it more memory" in done.stderr, done.stderr
-        assert limit < 700_000_000 and not (tmp_path / "run").exists()

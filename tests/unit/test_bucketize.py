@@ -1,8 +1,5 @@
 """The transform `bucketize` against NumPy, from raw rows to a data set, to predictions and to an export."""
 
-from __future__ import annotations
-
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import hotrow
 from hotrow.data.prepare.prepare import Encoder, run_prepare
 from hotrow.data.sources.schema import parse_schema
 from hotrow.data.sources.split import RandomPlan
@@ -51,39 +47,6 @@ def ids_of(age: list[float | None]) -> np.ndarray[Any, Any]:
             counted[bucket] = counted.get(bucket, 0) + 1
     rank = {bucket: row for row, bucket in enumerate(sorted(counted, key=lambda b: -counted[b]), 1)}
     return np.array([rank[bucket] for bucket in found])
-
-
-def test_from_raw_rows_to_an_export(tmp_path: Path) -> None:
-    rows = people(2000, 0)
-    schema = parse_schema(SCHEMA, where="test")
-    packed = run_prepare("frame", pa.table(rows), tmp_path / "packed", schema=schema)
-    codes = RandomPlan(0, (0.8, 0.1, 0.1)).assign(np.arange(2000))
-    ids = ids_of(rows["age"])
-    for code, split in enumerate(("train", "val", "test")):
-        np.testing.assert_array_equal(packed.split(split).block(0).ids[1], ids[codes == code])
-    assert packed.info.table_by_name["age_bucket"].num_embeddings == 1 + len(BOUNDARIES) + 2
-
-    text = {**rows, "age": [None if age is None else repr(age) for age in rows["age"]]}
-    (batch,) = Encoder.load(packed).batches(pa.table(text))
-    np.testing.assert_array_equal(batch.sparse.values[2000:], ids)
-
-    options = {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "threads": 1, "batch_size": 64}
-    run = hotrow.fit(tmp_path / "packed", run=tmp_path / "run", quiet=True, **options)
-    new = people(300, 1)
-    scores = run.predict(pa.table(new))
-    buckets = np.array([-1 if b is None else b for b in truth(new["age"])])
-    assert scores[buckets % 2 == 0].mean() > scores[buckets % 2 == 1].mean() + 0.3
-    metrics = run.evaluate_rows(pa.table(new))
-    assert metrics["auc"] > 0.7
-
-    run.export(tmp_path / "out")
-    found = importlib.util.spec_from_file_location("exported", tmp_path / "out" / "score.py")
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    scorer = module.Scorer(tmp_path / "out")
-    assert scorer.columns == ["user", "age"]
-    np.testing.assert_allclose(scorer.score({"user": new["user"], "age": new["age"]}), scores, rtol=0, atol=1e-5)
 
 
 def test_a_stored_column_is_not_replaced(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 That rows read as they were last written, whatever the schedule, is in tests/laws/test_store_law.py.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -53,9 +51,6 @@ def held(store: Store, rows: list[int]) -> list[int]:
         read(store, [row])
         found += [row] if store.counters()["middle_hits"] > before else []
     return found
-
-
-# ---- which rows stay
 
 
 @pytest.mark.parametrize(
@@ -204,15 +199,9 @@ def test_what_is_discarded_writes_nothing_more(tmp_path: Path, below: Kind) -> N
         assert not read(again, list(range(90))).any()
 
 
-# ---- what is refused
-
-
 def test_bad_arguments(tmp_path: Path) -> None:
     lower = open_store(ROWS, kind="dram")
-    for middle, message in [
-        (replace(TIER, num_rows=0), "hold"),
-        (replace(TIER, record_bytes=511), "differ in length"),
-    ]:
+    for middle, message in [(replace(TIER, num_rows=0), "hold"), (replace(TIER, record_bytes=511), "differ in length")]:
         with pytest.raises(ValueError, match=message):
             open_cached_store(open_store(middle, kind="dram"), lower)
     block = open_store(TIER, kind="block", path=tmp_path / "t", engines=engines())
@@ -239,9 +228,6 @@ def test_more_rows_than_a_tier_can_name() -> None:
         with pytest.raises(StoreError, match=message):
             store.grow(2**32)
         fails_for_ever(store, message)
-
-
-# ---- faults
 
 
 def fails_for_ever(store: Store, message: str) -> None:

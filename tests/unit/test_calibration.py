@@ -1,7 +1,5 @@
 """Calibration against scikit-learn: Platt's scaling, isotonic regression, and the rate of left-out negatives."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Checkpoints: whole or absent, exact, readable by the safetensors library, and refused when damaged."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 from typing import Any

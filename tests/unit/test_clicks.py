@@ -1,7 +1,5 @@
 """The clicks of `hotrow demo`: Criteo's columns, the same rows from the same seed, and a truth that can be learned."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow.compute as pc
 import pytest

@@ -1,7 +1,5 @@
 """examples/cluster: what can be tried of them without a cluster, with stand-ins for what a cluster has."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -107,23 +105,6 @@ def test_kubernetes() -> None:
     assert options.rdzv_endpoint == f"{job['metadata']['name']}-0.{service['metadata']['name']}:29500"
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]} and pod["subdomain"] == "hotrow"
     assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
-
-
-@pytest.mark.skipif(shutil.which("sh") is None, reason="sh is not there")
-@pytest.mark.parametrize("begun", [False, True])
-def test_kubernetes_goes_on_with_a_run_that_has_begun(tmp_path: Path, *, begun: bool) -> None:
-    _, job = yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    (tmp_path / "torchrun").write_text('#!/bin/sh\nfor each; do echo "$each"; done\n')
-    (tmp_path / "torchrun").chmod(0o700)
-    if begun:
-        (tmp_path / "config.yaml").touch()
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CONFIG": "recipe.yaml", "RUN": str(tmp_path)}
-    said = subprocess.run(
-        [*container["command"], *container["args"]], env=environ, capture_output=True, text=True, check=True, timeout=60
-    ).stdout.split()
-    end = ["--resume", str(tmp_path)] if begun else ["recipe.yaml", "--set", f"run={tmp_path}"]
-    assert said[-len(end) - 3 :] == ["-m", "hotrow", "train", *end]
 
 
 class _Options:

@@ -1,7 +1,5 @@
 """The cluster model: bytes against those that ranks sent, work and machines against counting by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

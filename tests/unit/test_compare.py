@@ -1,7 +1,5 @@
 """Standard errors against brute force: the bootstrap, DeLong's formulas by a loop over pairs, and seeds by numpy."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

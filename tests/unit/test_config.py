@@ -1,7 +1,5 @@
 """The config schema: what is accepted, what is refused and with which words, and that docs/config.md says the same."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import warnings

@@ -1,7 +1,5 @@
 """Criteo-like text: every published layout, every bad input with its place, resume, and a slow parser to agree with."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """The measurements of days: what they cut, train, kill and compare, against scikit-learn and against themselves."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys
@@ -11,10 +9,9 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from benchmarks import days, days_kills, days_size
-from benchmarks.days_chain import cut, labels_of, prepare_day, scores_of, train_day, without_warnings
-from benchmarks.days_quality import drift, gains, made_up, stream
-from benchmarks.rank_runs import differing
+from benchmarks import days, days_size
+from benchmarks.days_chain import cut, labels_of, prepare_day, scores_of, train_day
+from benchmarks.days_quality import gains, made_up, stream
 
 pytestmark = [pytest.mark.package, pytest.mark.filterwarnings("ignore")]
 RANDOM = np.random.default_rng(5)
@@ -63,14 +60,6 @@ def test_online_scores_are_those_of_the_frozen_model_until_it_has_trained_on_a_s
     assert not (tmp_path / "stream").exists()
 
 
-def test_a_day_is_scored_frozen_daily_and_hourly(tmp_path: Path) -> None:
-    cells = drift(tmp_path, num_days=3, day_rows=300, drift=0.5, pieces=3)
-    assert [cell["day"] for cell in cells] == ["2", "3", "all"]
-    assert [cell["rows"] for cell in cells] == [300, 300, 600]
-    assert cells[0]["daily_ne"] == cells[0]["frozen_ne"] != cells[0]["hourly_ne"], "it has not trained again yet"
-    assert cells[1]["daily_ne"] != cells[1]["frozen_ne"]
-
-
 def test_a_measurement_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, out = tmp_path / "here", tmp_path / "results.json"
     words = ["days", "thirty", str(place), "--days", "4", "--rows", "300", "--out", str(out)]
@@ -103,19 +92,3 @@ def test_a_stream_has_the_tables_of_yambda(tmp_path: Path) -> None:
     config = days_size.yambda_shaped(20_000, 1e-3)
     assert cell["prepared"]["num_embeddings"] <= sum(table.num_embeddings + 1 for table in config.tables)
     assert cell["tiers"]["memory"]["disk_bytes"] > 0
-
-
-@pytest.mark.slow
-def test_chains_that_are_killed_end_in_the_same_bits(tmp_path: Path) -> None:
-    with without_warnings():
-        found = list(days_kills.rounds(tmp_path, 2, seed=3))
-    assert [each.problems for each in found] == [(), ()]
-    assert any(each.kills for each in found)
-
-
-def test_another_byte_is_a_difference(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "one").write_bytes(b"12")
-    before = days_kills.state(tmp_path)
-    (tmp_path / "data" / "one").write_bytes(b"13")
-    assert differing(before, days_kills.state(tmp_path)) == ["data/one"]

@@ -1,7 +1,5 @@
 """The page of a chain of days: what it says in words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DIN against plain torch that follows the paper: padded histories under a mask, one activation unit per history."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

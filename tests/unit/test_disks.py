@@ -1,7 +1,5 @@
 """What `hotrow doctor FOLDER` measures: figures of a tiny file, and what is left behind."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Dropout and members of DLRM against plain torch and NumPy's own Philox."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

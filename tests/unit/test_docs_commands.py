@@ -1,7 +1,5 @@
 """The commands on the pages can be typed: verbs, flags and options of recipes exist, and benchmarks are there."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

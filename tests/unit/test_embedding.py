@@ -1,7 +1,5 @@
 """EmbeddingCollection: what goes in, what comes out, and what waits for the optimizer."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace

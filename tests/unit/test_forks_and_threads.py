@@ -3,8 +3,6 @@
 Every case runs in a process of its own with a time limit, so that one that hangs fails.
 """
 
-from __future__ import annotations
-
 import ast
 
 import pytest

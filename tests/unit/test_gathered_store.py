@@ -3,8 +3,6 @@
 That rows read as they were last written, whatever the schedule, is in tests/laws/test_store_law.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap
@@ -172,9 +170,6 @@ def test_what_cannot_be_gathered_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cannot be gathered, which takes 17 to 2560"):
             open_rows(tmp_path, "threads", 100, record_bytes)
     assert list(tmp_path.iterdir()) == []
-
-
-# ---- when a collection gathers
 
 
 def settled(dram: int, *tables: TableDemand, free: int = 1 << 40, **more: str | None) -> str:

@@ -1,7 +1,5 @@
 """Gradients that are not finite, and the norm of both sides: what is found, what is refused, what is scaled."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -1,7 +1,5 @@
 """AUC by group against scikit-learn, group by group; which rows are in no group; what is refused."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """EmbeddingCollection.grow against collections that had all their rows from the start."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole tables with what public logs are made of: each column gets the right use, whatever it is called."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hot sets against sorting and brute force, samples against looking at every id, the estimate against the truth."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
@@ -130,9 +128,6 @@ def test_most_accessed_against_brute_force(counts: list[list[int]], record_bytes
     assert hits(found) == max(map(hits, allowed))
 
 
-# ---- covering
-
-
 def covered(bins: NDArray[np.int16], cuts: list[int] | tuple[int, ...]) -> int:
     return int((bins <= np.array(cuts)[:, None]).all(axis=0).sum())
 
@@ -159,9 +154,6 @@ def test_prefixes_rise_to_all_rows(num_rows: int) -> None:
     assert found[0] == 1
     assert found[-1] == num_rows
     assert (np.diff(found) > 0).all()
-
-
-# ---- the paper's estimate
 
 
 def test_the_quantile_against_scipy() -> None:
@@ -203,9 +195,6 @@ def test_the_sampled_way_tells_its_thresholds(dataset: PackedDataset) -> None:
     assert all(a["threshold_percent"] > b["threshold_percent"] for a, b in pairwise(tried))
     counts = count_accesses(dataset, 0.05, seed=0)
     assert sum(counts["t1"]) == round(0.05 * 5000), "as many samples as said, once each"
-
-
-# ---- what is refused
 
 
 def test_what_cannot_be_is_refused(dataset: PackedDataset) -> None:

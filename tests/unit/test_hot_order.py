@@ -1,8 +1,6 @@
 """hot.order: every sample once per epoch in batches of one class, turns of the size the rate says, and the rate itself
 against the published rule played out by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,10 +1,6 @@
 """The online tracker against dictionaries that count; its sketch and the caches against readable and brute ones."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reuse_truth
-from benchmarks import hot_trackers
 from benchmarks.hot_tracker import HotTracker
 from benchmarks.locality.reuse import native
 from hotrow.hot.hot_set import HotRows
@@ -35,9 +30,6 @@ def skewed(num_rows: int, n: int, seed: int) -> np.ndarray[Any, np.dtype[np.int6
     return (num_rows * np.random.default_rng(seed).random(n) ** 6).astype(np.int64)
 
 
-# ---- the sketch and the caches against their twins
-
-
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("num_buckets", [1, 3, 64])
 def test_the_sketch_against_its_readable_twin(num_buckets: int, dtype: Any) -> None:
@@ -49,9 +41,6 @@ def test_the_sketch_against_its_readable_twin(num_buckets: int, dtype: Any) -> N
                 module.sketch_add(own, seed, first_key, 4000, ids)
             assert slots[0].tolist() == slots[1].tolist()
     assert (slots[0] != 0).all()
-
-
-# ---- the tracker
 
 
 def test_what_fits_is_counted_exactly() -> None:
@@ -83,33 +72,3 @@ def test_never_over_the_budget_nor_over_its_memory(budget: int, seed: int, num_b
     assert tracker.num_bytes == before <= 8 * 4 * (budget // 64 + 1)
     assert all(0 in rows_of(rows) for rows in hot.rows.values())
     assert all(max(rows_of(rows)) < SIZES[name] for name, rows in hot.rows.items())
-
-
-def test_scores_never_exceed_the_accesses() -> None:
-    """And the rows that take most are in it: Misra and Gries' promise, bucket by bucket."""
-    tracker = HotTracker({"a": 50_000}, {"a": 64}, 64 * 500)
-    ids = skewed(50_000, 30_000, 5)
-    for batch in np.array_split(ids, 30):
-        tracker.observe({"a": batch})
-    counts = Counter(ids.tolist())
-    slots = tracker._slots[tracker._slots != 0].tolist()
-    assert len({slot >> 24 for slot in slots}) == len(slots), "no row twice"
-    assert all((slot & 0xFFFFFF) <= counts[(slot >> 24) - 1] for slot in slots)
-    top = [row for row, _ in counts.most_common(400) if row]
-    assert len(set(top) & rows_of(tracker.hot_set().rows["a"])) > 0.9 * len(top)
-
-
-def test_the_tracker_finds_more_than_the_ways_not_taken(real_data: Callable[[str], Path]) -> None:
-    """Real clicks in the order of time, a hundredth of the rows: recall of the hottest so far, and what these serve."""
-    stream = hot_trackers.open_stream("taobao", real_data("taobao_userbehavior_110k.csv.gz"))
-    found = hot_trackers.measure_ways(stream[:150_000], 0.01, hot_trackers.WAYS)
-    for other in ("hot_sketch", "srrip", "srrip_k"):
-        for field in ("recall_so_far", "of_best"):
-            assert found["tracker"][field] > 1.05 * found[other][field], (other, field)
-
-
-def test_recall_counts_ties_as_found() -> None:
-    counts = Counter({1: 5, 2: 3, 3: 3, 4: 3, 5: 1})
-    assert hot_trackers.recall({1, 4}, counts, 2) == 1.0
-    assert hot_trackers.recall({2, 3, 4, 5}, counts, 2) == 0.5
-    assert hot_trackers.recall(set(), counts, 3) == 0.0

@@ -1,7 +1,5 @@
 """The hotness report: formulas against counting, curves against sorting, and the files it makes."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
@@ -148,9 +146,6 @@ def test_tables_nobody_looks_up(capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_out_of_range() -> None:
     with pytest.raises(ValueError, match="batch_size is 0; it must be at least 1"):
         measure_hotness(accesses(), batch_size=0)
-
-
-# ---- files
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Raw files by URI: options are no pattern, and secrets are nobody's to read. The file system behind is a local one."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 That a torch of the calling environment is kept is seen by importing it in the .venv that was made.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

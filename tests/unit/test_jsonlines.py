@@ -1,7 +1,5 @@
 """JSON Lines: the same dataset as the same values in a CSV file, and every bad line named."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

@@ -4,8 +4,6 @@ Every column is made by a seeded generator that plants what moves the label: the
 both, or nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

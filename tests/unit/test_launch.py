@@ -1,7 +1,5 @@
 """How a process comes to be a rank, and what a rank that is not the first leaves to it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

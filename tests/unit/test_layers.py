@@ -1,7 +1,5 @@
 """The shape of the house: imports point down, importing does nothing, heavy or optional packages wait until called."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Columns that give the label away are found with their figure; honest ones, also of real rows, are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """hotrow.data.packed.loader: shapes, dtypes, arguments. Training: tests/laws/test_loader_resume.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Locality: plain traces, bad ones named by line; drift against sets; all tables against adding up; the page."""
 
-from __future__ import annotations
-
 import gzip
 from collections import Counter
 from pathlib import Path
@@ -63,9 +61,6 @@ def test_all_tables_together_against_adding_up() -> None:
     assert found.overlap(100) is None
 
 
-# ---- traces
-
-
 @pytest.mark.parametrize("ending", ["\n", "\r\n", ""])
 @pytest.mark.parametrize("piece", [8, 1 << 22])
 def test_a_trace(piece: int, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,32 +78,6 @@ def test_a_trace(piece: int, ending: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert table.counts.tolist() == [3, 2, 1, 1, 1]
 
 
-@pytest.mark.parametrize("piece", [4, 1 << 22])
-def test_a_trace_with_a_bad_line_is_refused(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "TEXT_BYTES", piece)
-    for line in ("three", "-2", "", " 2", "2.0", "1_000", "1,2", str(2**63), "x" * 10_000, "\ud800\xff"):
-        (tmp_path / "trace.txt").write_bytes(f"1\n{line}\n2\n".encode("utf-8", "surrogatepass"))
-        with pytest.raises(ValueError, match=r"trace\.txt:2: "):
-            trace_accesses(tmp_path / "trace.txt")
-    (tmp_path / "trace.txt").write_bytes(b"")
-    with pytest.raises(ValueError, match="the trace is empty"):
-        trace_accesses(tmp_path / "trace.txt")
-
-
-def test_a_cut_trace_is_refused(tmp_path: Path) -> None:
-    whole = gzip.compress(b"\n".join(str(i * 7919).encode() for i in range(5000)))
-    (tmp_path / "cut.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"cut\.gz.*(truncated|damaged)"):
-        trace_accesses(tmp_path / "cut.gz")
-
-
 def test_the_real_trace_is_what_its_readme_says(real_data: Any) -> None:
     found = trace_accesses(real_data("embedding_trace_500k_medium.txt.gz"))
     assert found.num_samples == 429_951 and found.tables[0].num_embeddings <= 500_000
-
-
-@pytest.mark.slow
-def test_the_page_is_what_the_data_makes(real_data: Any, tmp_path: Path) -> None:
-    data = real_data("criteo_terabyte_80k.tsv.gz").parent
-    for name, text in locality.make(locality.prepared(data, tmp_path)).items():
-        assert (locality.ROOT / "docs" / "measurements" / name).read_text() == text, name

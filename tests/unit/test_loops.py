@@ -1,7 +1,5 @@
 """A test of many cases tries them all, and names every one that fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

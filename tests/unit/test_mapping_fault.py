@@ -1,7 +1,5 @@
 """Rows under a mapped file that is cut short, or whose medium fails, are named before SIGBUS ends the process."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

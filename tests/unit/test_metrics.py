@@ -1,7 +1,5 @@
 """hotrow.objectives against scikit-learn and against counting every pair."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """MLP and DLRM against plain torch, and their initialisation against the reference's distribution."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models beside FuxiCTR's: which rows the other side gets, and how two sides are compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a user of torch.nn assumes of a module, its optimizer and its loader: so it is, or an error says no."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -63,9 +61,6 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor], *names: str) -> bo
 def step(emb: nn.Module, optimizer: torch.optim.Optimizer, number: int, num_features: int = 2) -> None:
     (emb(ids(number, num_features)) ** 2).sum().backward()
     optimizer.step()
-
-
-# ---- freezing
 
 
 class Model(nn.Module):
@@ -169,9 +164,6 @@ def test_freezing_survives_copies() -> None:
         assert twin.frozen == {1}
 
 
-# ---- averaging, copies, moves
-
-
 def test_tables_are_averaged_as_the_docs_say() -> None:
     emb = EmbeddingCollection(tables("a"), seed=1)
     AveragedModel(Model(emb).head)
@@ -258,9 +250,6 @@ def test_compiled_models_train_to_the_same_bits() -> None:
     assert same(*results)
 
 
-# ---- what is refused in a table
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -313,9 +302,6 @@ def test_max_pooling_as_the_error_says_it(make: Any) -> None:
     torch.testing.assert_close(rows_of(emb)["a"], truth.weight.detach() - 0.5 * truth.weight.grad)
 
 
-# ---- a forgotten step
-
-
 def test_a_forgotten_step_is_said_once_at_the_third_batch() -> None:
     emb = EmbeddingCollection(tables("a", "b"))
     optimizer = SGD(emb, lr=0.1)
@@ -351,9 +337,6 @@ def test_towers_and_steps_in_time_are_no_forgotten_step() -> None:
             first.backward()
             second.backward()
             optimizer.step()
-
-
-# ---- optimizers
 
 
 @pytest.mark.parametrize("optimizer_class", ALL)
@@ -533,9 +516,6 @@ def test_a_cycle_of_momentum_needs_one() -> None:
     for optimizer_class in (SGD, Adagrad, RowWiseAdagrad, FTRL):
         with pytest.raises(ValueError, match="optimizer must support momentum or beta1 with `cycle_momentum`"):
             lr_scheduler.OneCycleLR(optimizer_class(EmbeddingCollection(tables("a")), lr=0.1), 0.1, total_steps=4)
-
-
-# ---- torch's and torchrec's tables
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -3,8 +3,6 @@
 Sixty mutations run always; `-m slow` runs 2,000. Every tenth is prepared in full, the others are guessed and read.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

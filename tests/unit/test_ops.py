@@ -1,7 +1,5 @@
 """hotrow.kernels.ops: what runs, what it refuses, and that the reference steps in by announcement only."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

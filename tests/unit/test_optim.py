@@ -1,7 +1,5 @@
 """Sparse optimizers as torch.optim.Optimizer: groups, schedulers, state and what they refuse."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/python.md, "Add a model of your own": its file and program run as written, and the export scores the same."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

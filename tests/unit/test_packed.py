@@ -1,7 +1,5 @@
 """Packed datasets: what is written is what is read, by us and by other Arrow tools, to the byte of docs/format.md."""
 
-from __future__ import annotations
-
 import errno
 import json
 import struct
@@ -88,10 +86,7 @@ def test_any_arrow_tool_opens_the_parts(dataset: PackedDataset, rows: Rows) -> N
     with pa.OSFile(str(paths[0])) as file:
         assert pa.ipc.open_file(file).num_record_batches == 3
     tables = [pa.ipc.open_file(pa.OSFile(str(path))).read_all() for path in paths]
-    for table in (
-        pa.concat_tables(tables),
-        pl.concat([pl.read_ipc(path) for path in paths]).to_arrow(),
-    ):
+    for table in (pa.concat_tables(tables), pl.concat([pl.read_ipc(path) for path in paths]).to_arrow()):
         assert table.column_names == ["label", "I1", "I2", "row", "item", "bag", "past"]
         np.testing.assert_array_equal(table["label"], rows.label)
         np.testing.assert_array_equal(table["I2"], rows.dense[:, 1])

@@ -1,7 +1,5 @@
 """Pairs of columns that tell more together are found, and none where columns act alone or not at all."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

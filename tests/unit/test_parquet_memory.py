@@ -1,7 +1,5 @@
 """Reading Parquet holds a batch of rows, whatever the size of the file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

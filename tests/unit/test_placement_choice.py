@@ -1,7 +1,5 @@
 """hotrow.setup.memory: what lies in DRAM and what on disk, what is refused before training, and how it is said."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace
@@ -212,9 +210,6 @@ def test_a_real_file_system_in_memory_is_known() -> None:
         pytest.skip("there is no /dev/shm here")
     reason = no_disk(shared / "not" / "made yet")
     assert reason is not None and "/dev/shm/not/made yet is memory (tmpfs)" in reason
-
-
-# ---- a rank's part of the tables
 
 
 def test_counts_of_a_part_are_those_of_its_rows() -> None:

@@ -1,7 +1,5 @@
 """Plans from access counts: against brute force, against equal shares, and against a cache that is simulated."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import OrderedDict
@@ -352,9 +350,6 @@ def test_what_else_is_refused() -> None:
 def test_no_accesses_at_all() -> None:
     use = TableUse(TableDemand("t", 1000, 64), np.zeros(1000), num_steps=10)
     assert expected_hits([use], solve([use], 40_000)) == use.rows_per_step == 0.0
-
-
-# ---- in a collection
 
 
 def misses_per_step(

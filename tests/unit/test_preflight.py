@@ -1,7 +1,5 @@
 """The install path, without installing: what preflight says on machines that lack something, and what is pinned."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Progress of preparation: rate and remaining time by a clock of our own."""
 
-from __future__ import annotations
-
 import pytest
 
 from hotrow.base import progress

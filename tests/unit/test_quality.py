@@ -1,16 +1,13 @@
 """The comparison with peers: what it reads, splits and judges, against loops that count."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import numpy as np
 import polars
 import pytest
 
-from benchmarks.quality import clear, judged, paired, split_of
-from benchmarks.quality_peers import Rows, dense_inputs, encodings, frequent_codes, read_rows
+from benchmarks.quality import judged, paired, split_of
+from benchmarks.quality_peers import Rows, dense_inputs, encodings, frequent_codes
 
 pytestmark = pytest.mark.package
 
@@ -30,15 +27,6 @@ def made_rows(num_rows: int, *, timed: bool) -> Rows:
         numbers=np.where(RANDOM.random((num_rows, 2)) < 0.2, np.nan, RANDOM.normal(3, 2, (num_rows, 2))),
         times=np.arange(num_rows) if timed else None,
     )
-
-
-def test_a_listed_file_becomes_labels_times_and_the_columns_that_may_be_used(tmp_path: Path) -> None:
-    path = tmp_path / "rates"
-    path.write_text("7; a;4;01-02-2020 00:00\n8; b;3;01-02-2020 01:30\n9; c;;01-02-2020 02:00\n")
-    told = {"separator": ";", "columns": ["row", "who", "stars", "at"], "label": "stars >= 4", "exclude": ["row"]}
-    frame = clear(path, told | {"time": "at", "time_format": "%d-%m-%Y %H:%M"})
-    assert frame.rows() == [(1, 1580515200, "a"), (0, 1580515200 + 5400, "b")]
-    assert frame.columns == ["label", "time", "who"]
 
 
 def test_the_newest_rows_test_and_equal_times_stay_together() -> None:
@@ -91,14 +79,3 @@ def test_rare_ids_and_missing_numbers_are_judged_by_the_rows_that_train() -> Non
     assert sizes == [3]
     scaled = dense_inputs(rows, train, log=False)
     assert scaled.tolist() == [[-1, 0], [1, 0], [0, 1], [-1, 0], [1, 0], [10, 0], [0, 1]]
-
-
-def test_hours_are_inputs_once_training_rows_hold_two_days(tmp_path: Path) -> None:
-    path, times = tmp_path / "rows.csv", np.arange(0, 8 * 86400, 7200)
-    polars.DataFrame({"label": times % 3 == 0, "time": times, "who": "a"}).with_columns(
-        polars.col("label").cast(int)
-    ).write_csv(path)
-    train = times < 5 * 86400
-    rows = read_rows(path, ["who"], train)
-    assert rows.codes[:, 1:].ravel().tolist() == (times // 3600 % 24).tolist()
-    assert read_rows(path, ["who"], times < 86400).codes.shape[1] == 1

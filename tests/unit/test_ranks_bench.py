@@ -1,46 +1,18 @@
 """The benchmark of several processes counts what is sent, and compares like with like."""
 
-from __future__ import annotations
-
-import socket
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks import rank_laws, ranks
-from benchmarks.rank_sides import (
-    RankWork,
-    Seat,
-    Wire,
-    num_lacking,
-    owners,
-    part_of,
-    pooled_shards,
-    shards_of,
-    tables_of,
-)
-from benchmarks.rank_worker import Group, sent_bytes
+from benchmarks.rank_sides import RankWork, Seat, num_lacking, owners, part_of, shards_of, tables_of
 from benchmarks.step_shapes import make_setting
 from hotrow.parallel.ranks import Ranks
 from mpi_ranks import needs_mpi
 
 pytestmark = pytest.mark.package
-
-
-def test_the_bytes_of_a_connection_are_counted() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
-        other, _ = server.accept()
-        with other:
-            before = sent_bytes()
-            one.sendall(b"x" * 12_345)
-            assert len(other.recv(12_345, socket.MSG_WAITALL)) == 12_345
-            other.sendall(b"y" * 55)
-            assert len(one.recv(55, socket.MSG_WAITALL)) == 55
-            assert sent_bytes() - before == 12_400
 
 
 @pytest.mark.parametrize(("prefix", "sharding"), [(0.0, "row_wise"), (0.1, "row_wise"), (0.0, "table_wise")])
@@ -57,31 +29,6 @@ def test_rows_that_a_rank_lacks_against_sets(prefix: float, sharding: str) -> No
     assert num_lacking(own, shards_of(tables_of(shape), seat, 2), 1, 2) == num_rows
 
 
-def test_tables_that_the_planner_pools_are_spread_over_owners() -> None:
-    shape = RankWork(shape="embedding-bound", num_ranks=2, batch_size=128, small=True).sized()
-    setting = make_setting(shape)
-    found = pooled_shards(tables_of(shape), setting.batches[0], 2)
-    assert len(found) == len(shape.rows) and {shard.exchange for shard in found.values()} == {"pooled"}
-    assert sum(shard.owner for shard in found.values()) == len(shape.rows) // 2
-
-
-def test_exchanges_are_heard_again_without_the_wire() -> None:
-    comm, made = Wire(), []
-
-    def parts() -> list[torch.Tensor]:
-        made.append(len(made))
-        return [torch.tensor(made)]
-
-    comm.listen(5)
-    (heard,) = comm.exchange(parts, purpose="rows")
-    comm.live()
-    comm.replay(5)
-    (again,) = comm.exchange(parts, purpose="rows")
-    comm.live()
-    assert heard.tolist() == again.tolist() == [0] and made == [0, 1], "messages are made, and dropped"
-    assert comm.exchange(parts, purpose="rows")[0].tolist() == [0, 1, 2]
-
-
 def test_two_ranks_are_counted_by_the_kernel_as_by_hotrow() -> None:
     cell = ranks.wire("wire_kaggle_2_ranks", "kaggle", 2, quick=True)
     counted = sum(cell["counted_bytes"].values())
@@ -93,17 +40,6 @@ def test_two_ranks_are_counted_by_the_kernel_as_by_hotrow() -> None:
 def test_steps_over_mpi_are_taken_in_turns_with_those_over_gloo() -> None:
     cell = ranks.mpi_vs_gloo("mpi_vs_gloo_kaggle_2_ranks", "kaggle", 2, quick=True)
     assert {"ours_ms", "ours_cpu_ms", "peer_ms", "peer_cpu_ms", "ratio"} < cell.keys() and cell["ours_cpu_ms"] > 0
-
-
-@pytest.mark.slow
-def test_pooled_vectors_are_counted() -> None:
-    work = RankWork(shape="kaggle", num_ranks=2, batch_size=64, small=True)
-    with Group("hotrow", work, pooled="all").start() as group:
-        found = ranks.counted(group, steps=2, tables_only=True)
-    one_way = 4 * 32 * len(work.sized().rows) * work.sized().embedding_dim  # half of the samples are not the owner's
-    own = found["counted_bytes"]
-    assert own["pooled"] == own["pooled_gradients"] == one_way and "rows" not in own and "gradients" not in own
-    assert sum(own.values()) < found["sent_bytes"] < sum(own.values()) + 20_000
 
 
 def test_losses_that_differ_are_not_timed() -> None:
@@ -130,22 +66,3 @@ def test_any_two_choices_meet_in_a_case_of_the_laws() -> None:
         assert {(each[a], each[b]) for each in found} == wanted
     assert len(found) < 30
     assert all(own[0] == rank_laws.Case(name, memory="tiers") for name, own in rank_laws.cases().items())
-
-
-def test_a_case_that_differs_or_fails_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcomes: list[Any] = [{"table a": "1", "state b": "2", "losses": "3"}] * 2
-    outcomes += [{"table a": "1", "state b": "x", "losses": "y"}, ValueError("rank 1 failed")]
-
-    def trained(*given: Any) -> dict[str, str]:
-        if isinstance(found := outcomes.pop(0), ValueError):
-            raise found
-        return found  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(rank_laws, "trained", trained)
-    case = rank_laws.Case("sgd", (4, 3), "row", "tiers")
-    assert list(rank_laws.compared(None, tmp_path, 1, {"sgd": [case] * 3})) == [True, True, False, False]  # type: ignore[arg-type]
-    equal, differs, failed = capsys.readouterr().out.splitlines()[2:]
-    assert equal.endswith(" equal") and differs.endswith("DIFFERS: losses, state b of 2")
-    assert failed.endswith("FAILED: rank 1 failed")

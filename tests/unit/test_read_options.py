@@ -1,12 +1,9 @@
 """What users say about files without a schema: one list of options, which every way in takes, with the same effect."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
 import shlex
-import sys
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -78,13 +75,6 @@ def flags(told: dict[str, Any]) -> list[str]:
     return typed
 
 
-def hotrow_command(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["hotrow", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code
-
-
 def kinds(dataset: PackedDataset) -> dict[str, Any]:
     schema: Any = dataset.info.ids["schema"]
     return {name: schema[name] for name in ("label", "weight", "time", "dense", "categorical")} | {
@@ -104,7 +94,7 @@ def test_every_way_in_takes_every_option() -> None:
 
 
 def test_every_option_means_the_same_everywhere(
-    logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     by_python = kinds(run_prepare("csv", logs, tmp_path / "a", **TOLD))
@@ -119,22 +109,20 @@ def test_every_option_means_the_same_everywhere(
         "item": ("one_hot", None),
     }
     assert by_python["nulls"] == [*MISSING, "-"]
-    hotrow_command("prepare", "csv", logs, "--out", "b", *flags(TOLD), monkeypatch=monkeypatch)
+    command("prepare", "csv", logs, "--out", "b", *flags(TOLD))
     assert kinds(PackedDataset.open(tmp_path / "b")) == by_python
     run = hotrow.fit(logs, run=tmp_path / "run", quiet=True, **TOLD, **SMALL)
     assert kinds(PackedDataset.open(run.path / "data")) == by_python
     small = [part for name, value in SMALL.items() for part in ("--set", f"{name}={json.dumps(value)}")]
-    hotrow_command("fit", logs, *flags(TOLD), *small, "--json", monkeypatch=monkeypatch)
-    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    made = command("fit", logs, *flags(TOLD), *small, "--json")
     assert kinds(PackedDataset.open(Path(made["run_dir"]) / "data")) == by_python
-    hotrow_command("init", logs, *flags(TOLD), "--out", "conf", "--json", monkeypatch=monkeypatch)
-    command = json.loads(capsys.readouterr().out.splitlines()[-1])["next"][0]
-    hotrow_command(*shlex.split(command)[1:], monkeypatch=monkeypatch)
+    line = command("init", logs, *flags(TOLD), "--out", "conf", "--json")["next"][0]
+    command(*shlex.split(line)[1:])
     assert kinds(PackedDataset.open(tmp_path / "data" / "packed")) == by_python
 
 
 def test_one_missing_label_is_passed_by_what_the_error_proposes(
-    logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     told = {name: value for name, value in TOLD.items() if name != "skip_bad_rows"}
@@ -144,7 +132,7 @@ def test_one_missing_label_is_passed_by_what_the_error_proposes(
     assert flag is not None
     assert "skip_bad_rows=" in str(error.value), "people in Python have no flags"
     small = [part for name, value in SMALL.items() for part in ("--set", f"{name}={json.dumps(value)}")]
-    hotrow_command("fit", logs, *flags(told), flag[0], "1", *small, monkeypatch=monkeypatch)
+    command("fit", logs, *flags(told), flag[0], "1", *small)
 
 
 @pytest.mark.parametrize(

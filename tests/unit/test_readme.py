@@ -1,7 +1,5 @@
 """The README's promises: its Python runs, its commands and links exist, the examples run."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import runpy

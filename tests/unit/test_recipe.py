@@ -1,7 +1,5 @@
 """The automatic recipe: sane at any size. How good it is, benchmarks/quality.py measures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """hotrow.base.records: what is written is read, what was altered is refused, and the checksum is that of sha256sum."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The report of runs: what it says against the files it is made of, of runs that ended in every way."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Callable
@@ -90,9 +88,6 @@ def large() -> RunFacts:
     return RunFacts(name=f"runs/{HOSTILE}", record=fields, lines=lines, coverage=coverage(counts))
 
 
-# ---- curves
-
-
 def test_metrics_of_a_killed_run_are_read_as_far_as_they_go(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     whole = [json.dumps(train_line(step)).encode() for step in (1, 2)]
@@ -140,9 +135,6 @@ def test_coverage_against_sorting_by_hand() -> None:
     assert coverage({"never": np.zeros(5, np.uint32)}) is None
 
 
-# ---- the page
-
-
 def test_a_large_run_fits_and_what_is_hostile_stays_text() -> None:
     page = report_page([large()])
     assert len(page.encode()) <= MAX_BYTES
@@ -187,9 +179,6 @@ def test_a_training_loss_that_is_no_logloss_says_so() -> None:
     weighted = replace(large(), options={"train.pos_weight": "5.0"})
     assert "training, pos_weight 5.0" in report_page([weighted])
     assert "training, " not in report_page([plain])
-
-
-# ---- runs
 
 
 def config_for(dataset: PackedDataset, run: Path, **train: Any) -> Any:
@@ -267,9 +256,6 @@ def test_a_killed_run_is_told_from_one_that_trains(dataset: PackedDataset, tmp_p
     assert not run.facts().is_training
     with run.claimed():
         assert RunFolder.open(run.path).facts().is_training
-
-
-# ---- in a browser
 
 
 def test_pages_in_a_browser(tmp_path: Path, dataset: PackedDataset) -> None:

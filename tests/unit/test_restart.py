@@ -1,7 +1,5 @@
 """Which folder a run goes on in when torchrun starts its ranks again, and what a user is told to do."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

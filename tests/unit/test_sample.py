@@ -1,7 +1,5 @@
 """The sample that columns are guessed from: rows from all over every file, in bounded bytes, whole records only."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The sample that `make test` runs of a product of parameters has all values, or all pairs of them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The softmax over items: its loss and gradients against loops over samples, and the model that it is least for."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -67,8 +65,6 @@ def test_large_scores_overflow_nothing() -> None:
     assert bool(outputs.grad.isfinite().all())
 
 
-# ---- the model for which the loss is least
-
 P = np.array([[0.4, 0.3, 0.2, 0.1], [0.05, 0.05, 0.1, 0.8]])
 """P(item | user) of two users, of whom the first makes 70 % of the samples."""
 USERS = np.array([0.7, 0.3])
@@ -107,9 +103,6 @@ def test_the_loss_is_least_for_the_true_softmax() -> None:
         return left_out(user @ item.T - labels[:, 2].float(), labels[:, 1, None] == labels[:, 1]).sum()
 
     assert gradient(share, uncounted) > 0.01, "if samples with the same item are left out"
-
-
-# ---- metrics
 
 
 def test_figures_against_counts_by_hand() -> None:

@@ -1,7 +1,5 @@
 """The learning-rate schedule against a transcription of the reference DLRM's LRPolicyScheduler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -74,10 +74,7 @@ def test_json_round_trip_keeps_everything() -> None:
             {"tables": {"user": {"expire": {"days": 3}}}},
             r"unknown key 'tables\.user\.expire\.days'.* known: unused_days",
         ),
-        (
-            {"categorical": [{"column": "a", "buckets": [1, 1]}]},
-            r"categorical\[0\]: buckets: .*\[1\.0, 1\.0\]",
-        ),
+        ({"categorical": [{"column": "a", "buckets": [1, 1]}]}, r"categorical\[0\]: buckets: .*\[1\.0, 1\.0\]"),
         ({"categorical": [{"column": "a", "buckets": [1], "type": "int"}]}, "'buckets' cut single numbers"),
         ({"categorical": [{"column": "a", "separator": "|"}]}, "'separator' is for kind multi_hot or sequence"),
     ],

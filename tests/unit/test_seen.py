@@ -1,7 +1,5 @@
 """What stands out in scored rows: far more than validation had, and never what chance explains."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

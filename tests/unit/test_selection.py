@@ -1,7 +1,5 @@
 """The last evaluation that is as good as the best one, within the noise of their difference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The measurement of serving, on tables of 1 MB: every cell runs, and what it compares is the same."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import sys

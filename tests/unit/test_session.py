@@ -1,7 +1,5 @@
 """Threads of a session: their number, and that all is as before afterwards; how it is gone on with."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Which rank holds which row of a table, against a list made row by row; and messages of rows."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

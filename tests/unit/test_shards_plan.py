@@ -1,7 +1,5 @@
 """hotrow.setup.shards: who holds a table, from counted bytes on the wire; what is asked for, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,9 +129,6 @@ def test_an_unknown_table_is_refused() -> None:
         shards_of(config(sharding={"zz": "row"}), TABLES, dataset(), 2)
 
 
-# ---- hot rows
-
-
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.5])
 def test_hot_rows_are_those_with_most_accesses(share: float) -> None:
     tables = TABLES[2:]
@@ -162,9 +157,6 @@ def test_hot_rows_of_tables_that_are_split() -> None:
     assert (found["item"].kind, found["user"].kind) == ("table", "row") and found["item"].prefix > 0
     with pytest.raises(ValueError, match=r"parallel\.hot_rows is 0\.1, but data has no access counts.* set parallel"):
         shards_of(config(hot_rows=0.1), TABLES, dataset({}), 4)
-
-
-# ---- pooled vectors
 
 
 @pytest.mark.parametrize(("jagged", "num_rows"), [(False, 900), (True, 900), (True, (1 << 31) + 1)])

@@ -1,7 +1,5 @@
 """Counter and encoder pools: budgets, full disks, and folders left clean."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """hotrow.placement.stores: what is told when a medium fails, when a file is cut, and after a fork."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """hotrow.placement.stores: memory that waiting rows take, and what is fallen back to where a system refuses."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -21,7 +19,6 @@ from store_rig import each_io, needs_native, read_rows, table_rows, write_rows
 
 pytestmark = needs_native
 
-# ---- memory
 
 MEMORY_SLACK = 2 << 20
 """Beside what is counted: the caller's lists of moves, and what malloc keeps."""
@@ -101,9 +98,6 @@ def test_large_records_beside_small_ones(tmp_path: Path, io: str) -> None:
     """Memory for one record of more than 2 MiB, which comes in huge pages, holds thousands of small ones beside it."""
     done = run_forked(MIXED, tmp_path, io, timeout_s=20)
     assert done.returncode == 0, done.stderr
-
-
-# ---- what is fallen back to
 
 
 def test_memory_that_looks_like_a_disk_is_named(small_disk: tuple[Path, Callable[[int], None]]) -> None:

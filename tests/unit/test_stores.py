@@ -1,7 +1,5 @@
 """hotrow.placement.stores: layout on disk, and how stores open and end."""
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -17,8 +15,6 @@ from loops import looped
 from store_rig import FILE_KINDS, each_io, needs_native, read_rows, table_rows, write_rows
 
 pytestmark = needs_native
-
-# ---- layout
 
 
 LAYOUT_BYTES = (1, 4, 64, 100, 255, 256, 257, 260, 512, 513, 768, 1024, 1025, 1537, 2048, 2049, 2560, 2561, 4096, 5000)
@@ -66,9 +62,6 @@ def test_a_hundred_gigabytes_are_made_and_opened_at_once(tmp_path: Path, kind: K
     assert path.stat().st_size > 100e9
     assert path.stat().st_blocks * 512 < 1e6
     assert path.stat().st_mode & 0o777 == 0o600
-
-
-# ---- opening and ending
 
 
 def places(rows: TableRows, kind: Kind, sector: int) -> list[int]:

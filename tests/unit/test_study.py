@@ -1,11 +1,8 @@
 """Studies, by the study `kernels`: sweeps that continue, files that are what they say, figures that add up."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import bench, kernel_study
+from benchmarks import kernel_study
 from benchmarks.kernel_study import KernelCell
 from benchmarks.study import __main__ as studies
 from benchmarks.study import docs as study_docs
 from benchmarks.study import presets as study_runner
-from benchmarks.study import runner
 from benchmarks.study.docs import StudyDocs
 from hotrow import draw
 from hotrow.kernels import ops
-from resealed import reseal
 
 TINY: dict[str, Any] = {
     "title": "Tiny",
@@ -92,49 +87,6 @@ def test_every_cell_is_measured_once_and_a_second_run_measures_none(tmp_path: Pa
     assert json.loads((tmp_path / "kernels.json").read_text())["cells"] == result["cells"]
 
 
-def test_what_was_measured_before_an_interruption_is_kept(
-    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = kernel_study.measure
-
-    def stop_after_three(cells: Sequence[KernelCell], **options: Any) -> Iterator[tuple[KernelCell, dict[str, Any]]]:
-        for found in real(cells, **options):
-            yield found
-            if len(measured) == 3:
-                raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel_study, "measure", stop_after_three)
-        with pytest.raises(KeyboardInterrupt):
-            run_tiny(tmp_path)
-    assert [row["key"] for row in json.loads((tmp_path / "kernels.json").read_text())["cells"]] == measured
-    run_tiny(tmp_path)
-    assert len(measured) == len(set(measured)) == 7
-
-
-def test_cells_of_another_machine_are_not_mixed_in(tmp_path: Path) -> None:
-    run_tiny(tmp_path, quick=True)
-    reseal(tmp_path / "kernels.json", lambda report: report["machine"].update(cpu="another"))
-    with pytest.raises(ValueError, match=r"was measured under another machine; pass another --out, or remove the file"):
-        run_tiny(tmp_path, quick=True)
-
-
-@pytest.mark.parametrize(("share", "disturbed"), [(0.0, 0), (0.5, 7)])
-def test_cells_say_whether_others_had_the_processors(
-    share: float, disturbed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a busy machine times are many times too long, and nothing else would say so."""
-    monkeypatch.setattr(bench.Disturbance, "share", lambda self: share)
-    result = run_tiny(tmp_path)
-    assert [row["clean_rounds"] == row["rounds"] for row in result["cells"]] == [not disturbed] * 7
-    text = "in 7 of 7 cells other processes had the processors for more than 2% of the time"
-    page = " ".join((tmp_path / "kernels.html").read_text().split())
-    assert (text.capitalize() in page) == bool(disturbed)
-
-
-# ---- the plan
-
-
 def test_what_does_not_fit_is_skipped_with_the_reason_or_cut() -> None:
     plan = study_runner.make_plan(studies.make_study("kernels"), quick=False, memory_bytes=1 << 30, cores=1)
     reasons = {cell["key"]: cell["reason"] for cell in plan.skipped}
@@ -145,16 +97,6 @@ def test_what_does_not_fit_is_skipped_with_the_reason_or_cut() -> None:
     assert all(cell.table_bytes <= 1 << 30 and cell.threads == 1 for cell in plan.cells)
     (rows,) = {cell.num_embeddings for cell in plan.cells if cell.group == "sc20-mlperf"}
     assert 0.95 * (1 << 30) < rows * 26 * 129 * 4 <= 1 << 30
-
-
-def test_going_on_keeps_the_memory_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_tiny(tmp_path, memory_bytes=10_000_000)
-    monkeypatch.setattr(runner, "available_memory_bytes", lambda: 64 << 30)
-    run_tiny(tmp_path)
-    assert json.loads((tmp_path / "kernels.json").read_text())["memory_bytes"] == 10_000_000
-
-
-# ---- figures against brute force
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
@@ -224,13 +166,3 @@ def test_a_page_in_docs_is_what_its_file_makes(study: StudyDocs) -> None:
         assert (study_docs.DOCS / name).read_text() == text, f"run: python -m benchmarks.study {study.name} --docs"
     page = files[f"{study.name}-study.md"]
     assert page.count(".svg)](") == len(files) - 1 and "/tmp" not in study.json.read_text()
-
-
-def test_the_command_counts_without_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["benchmarks.study", "kernels", "--estimate", "--memory", "2GiB"])
-    studies.main()
-    result = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert int(result["num_cells"]) > 500 and int(result["measured"]) == 0 and not list(tmp_path.iterdir())

@@ -1,8 +1,5 @@
 """The study hot: its cells, what they say against counting by hand and against runs, and its page."""
 
-from __future__ import annotations
-
-import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,14 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import hot_cells, hot_study, hot_study_page, hot_swaps
+from benchmarks import hot_cells, hot_study, hot_swaps
 from benchmarks.hot_cells import HotCell, coverage, sizes_of
 from benchmarks.hot_lab import Link, by_threshold
-from benchmarks.hot_study_page import shown_quality
-from benchmarks.study import __main__ as studies
-from benchmarks.study import presets as study_runner
 from hotrow.config.load import make_config, parse_yaml
-from hotrow.config.schema import Config
 from hotrow.data.packed.format import DatasetInfo, DenseColumn, Feature, Table
 from hotrow.data.packed.loader import Loader
 from hotrow.data.packed.reader import PackedDataset
@@ -131,52 +124,6 @@ def test_the_model_is_that_which_fae_trains_on_such_data(dataset: PackedDataset,
     assert row["auc_difference"] == pytest.approx(row["auc_fae"] - row["auc_baseline"])
 
 
-@pytest.mark.slow
-def test_the_study_end_to_end(dataset: PackedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(raw: dict[str, Any], *, origin: str) -> Config:
-        model, options = {"bottom_mlp": [4], "top_mlp": [4]}, {"threads": 1}
-        return make_config({**raw, "model": raw["model"] | model, "train": raw["train"] | options}, origin=origin)
-
-    monkeypatch.setattr(hot_study, "make_config", small)
-    preset = study_runner.read_preset(hot_study_page.PRESET)
-    fixed = {"num_samples": 3000, "scale": 0.001, "seeds": 2, "small_table": "0", "embedding_dim": 4, "batch_size": 64}
-    axes = {
-        "thresholds": {"amount": [1.0]},
-        "budgets": {"rows": ["exact", "sampled", "covering"], "amount": [0.3]},
-        "slots": {"amount": [0.7]},
-        "quality": {"schedule": ["fae", "window"]},
-    }
-    axes = {name: {**own, "source": ["avazu"] if name != "quality" else []} for name, own in axes.items()}
-    preset["quick"] = {"leave_out": ["rates", "ends"], "fixed": fixed, "axes": axes}
-    study = studies.make_study("hot", [str(dataset.path)], preset)
-    result = study_runner.run_study(study, tmp_path / "out", quick=True)
-    report = json.loads((tmp_path / "out" / "hot.json").read_text())
-    assert result["measured"] + len(report["skipped"]) == result["num_cells"] == 12
-    assert result["cells"] == report["cells"]
-    coverage = [cell for cell in report["cells"] if cell["kind"] == "coverage"]
-    for cell in coverage:
-        assert 0 < cell["hot_samples"] <= 1 and cell["hot_bytes"] <= (cell["budget_bytes"] or cell["table_bytes"])
-    assert all(cell["hit_rows"] <= 1 for cell in report["cells"] if cell["kind"] == "cached")
-    quality = [cell for cell in report["cells"] if cell["kind"] == "quality"]
-    assert len(quality) == 2
-    for cell in quality:
-        assert cell["auc_difference"] == pytest.approx(cell["auc_fae"] - cell["auc_baseline"])
-        assert not any("link" in name for name in cell), "no link is crossed on a CPU"
-    kept = hot_study_page.STUDY.kept_of(report)
-    same_page = hot_study_page.body_of(kept) == hot_study_page.body_of(report)
-    assert same_page, "the page in docs/ shows what is kept of the report"
-    assert hot_study_page.charts_of(kept) == hot_study_page.charts_of(report)
-    assert [row["speedup"] for row in report["speedups"]] == ["not measured"] * 5, "no GPU was used"
-
-
-def test_a_budget_that_holds_no_hot_set_is_skipped_with_the_reason(dataset: PackedDataset, tmp_path: Path) -> None:
-    fields = {**CELL, "source": str(dataset.path), "group": "budgets", "small_table": "1MiB"}
-    cells = [HotCell(**{**fields, "amount": amount}) for amount in (0.01, 1.0)]
-    found = dict(hot_study.measure(cells, quick=True, folder=tmp_path))
-    assert "is too small: tables below 1,048,576 bytes, which are hot whole, and a row" in found[cells[0]]
-    assert found[cells[1]]["hot_samples"] == 1.0  # type: ignore[index]
-
-
 def test_slots_of_a_dataset_without_counts(make_dataset: Callable[..., PackedDataset], tmp_path: Path) -> None:
     """Counted first, which is said, and then the same cell as of the counts that the same rows carry."""
     fields = {**CELL, "kind": "cached", "group": "slots", "amount": 0.9, "batch_size": 32, "embedding_dim": 8}
@@ -205,44 +152,12 @@ def test_slots_leave_room_for_their_map(dataset: PackedDataset, monkeypatch: pyt
     assert 0.7 * budget < taken <= 7 / 8 * budget + 1
 
 
-def test_learning_rates_fall_over_the_last_steps(dataset: PackedDataset) -> None:
-    """900 samples are 15 steps of 64, of which 8 fall: by hand, (1 - k / 8)^2 at the k-th of them."""
-    fields = {**CELL, "kind": "quality", "schedule": "fae", "batch_size": 64}
-    cells = [HotCell(**fields), HotCell(**{**fields, "decay": 0.5})]
-    level, falling = (hot_study.config_of(cell, dataset, 2000, "none", 1).optimizer.schedule for cell in cells)
-    assert level.decay_steps == 0 and (falling.decay_start_step, falling.decay_steps) == (7, 8)
-    assert cells[0].key != cells[1].key
-
-
 def test_differences_are_paired_by_seed() -> None:
     found = hot_study.paired("auc", {"baseline": [0.70, 0.80, 0.75], "fae": [0.71, 0.81, 0.77]})
     differences = np.array([0.01, 0.01, 0.02])
     assert found["auc_difference"] == pytest.approx(differences.mean())
     assert found["auc_difference_se"] == pytest.approx(differences.std(ddof=1) / np.sqrt(3))
     assert found["auc_baseline_sd"] == pytest.approx(0.05)
-
-
-def test_seeds_that_learned_nothing_are_counted_and_said() -> None:
-    """An order beside an order that taught nothing is no comparison; nor is one beside itself."""
-    run: dict[str, Any] = {"auc": 0.6, "logloss": 0.6, "accuracy": 0.6, "train_s": 1.0}
-    run |= {"num_steps": 34, "curve": [(34, 0.6)], "swaps": []}
-    run["hot"] = {"hot_bytes": 9, "hot_rows": 3, "hot_samples": 0.5, "calibrate_s": 0.1, "classify_s": 0.1}
-    runs_ = {"baseline": [{**run, "ne": ne} for ne in (0.9, 0.995, 1.2)], "fae": 3 * [{**run, "ne": 1.2}]}
-    row = hot_study.compared(runs_)
-    assert (row["num_steps"], row["unlearned_seeds"]) == (34, 2)
-    text = shown_quality({"name": "n", "schedule": "window", "seeds": 3, **row})
-    assert (text["unlearned"], text["auc_difference"]) == ("2", "none, to the bit")
-
-
-def test_time_to_auc_is_the_first_evaluation_that_reached_it() -> None:
-    run = {"num_steps": 40, "curve": [(10, 0.6), (20, 0.7), (30, 0.65), (40, 0.72)]}
-    assert hot_study.share_until(run, 0.65) == 0.5
-    assert hot_study.share_until(run, 0.73) is None
-
-
-def test_one_seed_is_no_study() -> None:
-    with pytest.raises(ValueError, match="seeds is 1; differences between runs need at least 2"):
-        HotCell(**{**CELL, "seeds": 1})
 
 
 @pytest.mark.filterwarnings("ignore:.* carries no counts")

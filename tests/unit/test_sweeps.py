@@ -1,12 +1,7 @@
 """Sweeps in YAML: what they expand into, what a figure is made of, and what their files say."""
 
-from __future__ import annotations
-
 import itertools
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,10 +14,8 @@ import yaml
 from benchmarks import mpi_start
 from benchmarks.study import cells, rows, worker
 from benchmarks.study.__main__ import run_yaml
-from benchmarks.study.group import GroupError, MemoryGroup
 from benchmarks.study.rows import SyntheticRows
 from benchmarks.study.sweep import SWEEPS, Cell, expand, read_sweep
-from hotrow.data.packed.reader import PackedDataset
 from hotrow.run.meters import Session
 
 pytestmark = pytest.mark.package
@@ -46,7 +39,7 @@ TINY: dict[str, Any] = {
                     "thin": {"model.bottom_mlp": [2], "model.top_mlp": [3]},
                     "wide": {"model.bottom_mlp": [8, 8], "model.top_mlp": [8]},
                 },
-            },
+            }
         },
     },
 }
@@ -68,9 +61,6 @@ MEASURED |= {"taken_rounds": 3}
 """What a worker returns."""
 
 
-# ---- expansion
-
-
 def test_a_grid_has_every_combination_of_its_points(tmp_path: Path) -> None:
     found = cells_of(tmp_path)
     both = [cell for cell in found if cell.group == "both"]
@@ -82,17 +72,6 @@ def test_a_grid_has_every_combination_of_its_points(tmp_path: Path) -> None:
         assert isinstance(cell.rows, SyntheticRows) and (cell.rows.rows, cell.rows.tables) == (num_rows, 2)
         assert (config.model.bottom_mlp, config.model.top_mlp, config.train.batch_size) == (bottom, top, 16)  # type: ignore[attr-defined]
     assert len({cell.key for cell in found}) == len(found) == 6
-
-
-def test_the_points_that_docs_quote_are_in_the_sweep() -> None:
-    """PreSto's points and two batch sizes had another shape when they were measured."""
-    docs = Path(__file__).resolve().parents[2] / "docs" / "measurements" / "efficiency-study.json"
-    measured = {row["key"].partition("#")[0] for row in json.loads(docs.read_text())["cells"]}
-    swept = {cell.name for cell in expand(read_sweep(SWEEPS["efficiency"]), origin="")}
-    assert len(swept & measured) > 0.9 * len(swept)
-
-
-# ---- rows
 
 
 @pytest.mark.parametrize("lookups", [1, 3.5])
@@ -125,16 +104,8 @@ def test_the_models_of_presto_are_as_published() -> None:
     assert len({json.dumps(points[f"rm{k}"].config) for k in range(1, 6)}) == 1, "the same model and batches"
 
 
-# ---- rounds
-
-
 def passes(
-    step_s: Callable[[int], float],
-    *,
-    rounds: int,
-    steps_per_pass: int = 4,
-    share: float = 0.0,
-    warm: int = 1,
+    step_s: Callable[[int], float], *, rounds: int, steps_per_pass: int = 4, share: float = 0.0, warm: int = 1
 ) -> worker.Passes:
     """A meter that saw steps of 10 samples that took so long by their number, until it had enough."""
     session = Session(steps_per_pass)
@@ -163,18 +134,6 @@ def test_a_figure_is_the_median_of_passes_without_the_first() -> None:
     assert found["spread_ms"] == pytest.approx([1, 1]) and found["taken_rounds"] == 3, "passes that warm do not count"
 
 
-def test_a_busy_machine_yields_a_figure_too_and_says_so() -> None:
-    found = passes(lambda step: 0.001, rounds=9, share=0.9).figures()
-    assert found["step_ms"] == pytest.approx(1) and found["clean_rounds"] == 0 < found["rounds"]
-    meter = passes(lambda step: 0.001, rounds=3)
-    meter.taken = [(share, one) for share, (_, one) in zip([0.0, 0.9, 0.9], meter.taken, strict=True)]
-    found = meter.figures()
-    assert (found["rounds"], found["clean_rounds"], found["taken_rounds"]) == (3, 1, 3)
-
-
-# ---- running
-
-
 def test_rows_are_in_the_order_of_the_file_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[str] = []
     monkeypatch.setattr(cells, "run_cell", lambda cell, *_: trained.append(cell.name) or MEASURED)
@@ -188,56 +147,6 @@ def test_rows_are_in_the_order_of_the_file_and_measured_once(tmp_path: Path, mon
     assert not list((out / "data").iterdir()) and not (out / "work").exists()
     run_yaml(str(write_sweep(tmp_path, groups={"batch": {"axes": {"train.batch_size": [16, 64]}}})), out)
     assert trained[6:] == ["batch/train.batch_size=64"]
-
-
-def test_a_memory_group_ends_a_cell_that_takes_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        with MemoryGroup():
-            pass
-    except GroupError as error:
-        pytest.skip(str(error))
-    monkeypatch.setattr(cells, "SLACK_BYTES", 4 << 20)
-    big = {
-        "data": {"tables": 2, "rows": 100_000, "dense": 2, "samples": 4096},
-        "model": {"embedding_dim": 64, "bottom_mlp": [4], "top_mlp": [4]},
-    }
-    groups = {"g": {"axes": {"memory.dram": ["90%"], "train.batch_size": [4096]}}}
-    (cell,) = cells_of(tmp_path, base=big, groups=groups)
-    dataset = rows.prepared(cell.rows, tmp_path / "data")
-    config = cells.config_of(cell, dataset, tmp_path / "work")
-    memory = config.memory.model_copy(update={"dram": "40MiB"})  # type: ignore[union-attr]
-    found = cells.run_cell(cell, config.model_copy(update={"memory": memory}), tmp_path / "work")
-    # On a loaded machine the process may have grown before hotrow looks; then it sees the group's limit and refuses.
-    is_refused = found["status"] == "refused" and "tables and optimizer state take" in found["reason"]
-    assert (found["status"] == "out of memory" or is_refused) and found["limit_bytes"] > 0, found
-
-
-def test_a_process_that_someone_killed_is_not_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor are the figures of the rounds that it kept those of the cell."""
-    cell, killed = cells_of(tmp_path)[0], ["/bin/sh", "-c", "echo ready; read x; kill -9 $$"]
-    (work := tmp_path / "work").mkdir()
-    (work / "result.json").write_text(json.dumps(MEASURED))
-    monkeypatch.setattr(cells, "enter_and", lambda group, command: killed)
-    with pytest.raises(cells.CellError, match="ended with code -9"):
-        cells.run_cell(cell, cell.resolved(data="d", tables_bytes=1), work)
-
-
-def test_a_cell_ends_with_the_study_that_began_it() -> None:
-    """Else it would train on beside the cells of the study that goes on, and might write its figures as theirs."""
-    script = "from hotrow.base.machine import end_with_parent as e; e(); import time; print(flush=True); time.sleep(60)"
-    words = ["sh", "-c", '"$@" & echo $!; wait', "sh", sys.executable, "-c", script]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as study:
-        assert study.stdout is not None
-        child = Path("/proc", study.stdout.readline().strip())
-        study.stdout.readline()
-        assert child.exists()
-        study.kill()
-        study.wait()
-        until = time.monotonic() + 10
-        with suppress(FileNotFoundError):  # it has ended, and somebody has asked how
-            while (child / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                assert time.monotonic() < until
-                time.sleep(0.01)
 
 
 def test_two_cells_and_two_ranks_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,16 +170,6 @@ def test_two_cells_and_two_ranks_end_to_end(tmp_path: Path, monkeypatch: pytest.
         assert row["peak_bytes"] > row["table_bytes"] > 0
     assert "exchange_ms" not in one
     assert all(0 < row["exchange_ms"] < row["step_ms"] and row["wire_bytes"] > 0 for row in two)
-
-
-def test_table_bytes_count_weights_and_state(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    SyntheticRows(tables=2, rows=50, dense=1, samples=8).write(tmp_path / "data")
-    dataset = PackedDataset.open(tmp_path / "data")
-    for optimizer, row_bytes in (("sgd", 4 * 4), ("row_wise_adagrad", 4 * 4 + 4), ("adam", 3 * 4 * 4)):
-        axes = {"optimizer.sparse.name": [optimizer]}
-        (cell,) = cells_of(tmp_path, groups={"g": {"axes": axes}})
-        assert cells.table_bytes(cell.resolved(data="d", tables_bytes=1), dataset) == 2 * 50 * row_bytes
 
 
 # ---- what they say

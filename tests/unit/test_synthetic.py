@@ -1,8 +1,5 @@
 """benchmarks/synthetic.py: the rows follow the stated laws, whatever the chunks, with the planted truth."""
 
-from __future__ import annotations
-
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.criteo_text import write_criteo
-from benchmarks.synthetic import CELL_ROWS, Generator, SyntheticSource, _cell_spans, _exchange, _salt, sigmoid
+from benchmarks.synthetic import CELL_ROWS, Generator, SyntheticSource, _cell_spans, sigmoid
 from benchmarks.synthetic_config import (
     PRESETS,
     SyntheticConfig,
@@ -76,23 +73,6 @@ def test_chunks_of_any_size_from_anywhere_hold_the_same_rows(whole: Chunk, start
     assert row == 40_000
 
 
-def test_what_a_source_says_of_itself(whole: Chunk) -> None:
-    source = SyntheticSource(make_config())
-    assert source.key_kinds == dict.fromkeys(("user", "site", "tags", "past"), "int")
-    info = source.scout()
-    assert (info.num_rows, info.num_rows_exact) == (40_000, True)
-    assert info.files != SyntheticSource(make_config(seed=1)).scout().files
-    assert whole.label.dtype == whole.dense.dtype == np.float32 and whole.keys["user"].values.dtype == np.uint32
-    assert whole.time[0] == 1_577_836_800 and 0 <= 7 * 86_400 - (whole.time[-1] - whole.time[0]) <= 16
-    assert (np.diff(whole.time) >= 0).all()
-
-
-def test_other_seeds_give_other_rows(whole: Chunk) -> None:
-    (other,) = read(SyntheticSource(make_config(seed=1)))
-    assert (other.label != whole.label).mean() > 0.2
-    assert (other.keys["user"].values == whole.keys["user"].values).mean() < 0.05
-
-
 @pytest.mark.parametrize("zipf", [0.0, 1.0, 1.1, 2.0])
 def test_popularity_follows_the_stated_law(zipf: float) -> None:
     table = SyntheticTable(name="t", num_embeddings=40, zipf=zipf)
@@ -106,28 +86,6 @@ def test_popularity_follows_the_stated_law(zipf: float) -> None:
     assert got.sum() == 100_000
     # Each count is Binomial; 5 standard deviations.
     assert (np.abs(got - wanted) < 5 * np.sqrt(wanted) + 1).all()
-
-
-def test_keys_are_distinct_and_do_not_tell_the_popularity() -> None:
-    generator = Generator(SyntheticConfig(num_rows=1, tables=(SyntheticTable(name="t", num_embeddings=100_000),)))
-    keys = generator.keys(0, np.arange(100_000))
-    assert len(np.unique(keys)) == 100_000
-    assert abs(np.corrcoef(np.arange(100_000), keys)[0, 1]) < 0.02
-
-
-@pytest.mark.parametrize("num_embeddings", [1, 2, 7, 1000])
-def test_drift_exchanges_the_stated_share_and_stays_one_to_one(num_embeddings: int) -> None:
-    table = SyntheticTable(name="t", num_embeddings=num_embeddings, drift=0.4)
-    salt = _salt(SyntheticConfig(num_rows=1, tables=(table,)), table)
-    ranks = np.arange(num_embeddings)
-    changed = []
-    for time in (0.0, 0.5, 1.0):
-        items = _exchange(table, salt, ranks, np.full(num_embeddings, time))
-        assert sorted(items) == list(ranks)
-        changed.append((items != ranks).mean())
-    assert changed[0] == 0 and changed == sorted(changed)
-    if num_embeddings == 1000:
-        assert changed[1] == pytest.approx(0.2, abs=0.06) and changed[2] == pytest.approx(0.4, abs=0.08)
 
 
 def test_missing_values_and_lengths(whole: Chunk) -> None:
@@ -151,19 +109,6 @@ def test_labels_follow_the_teacher(whole: Chunk) -> None:
         expected = sigmoid(logits[tenth]).mean()
         # 4,000 labels: the standard error is at most 0.008.
         assert whole.label[tenth].mean() == pytest.approx(expected, abs=0.04)
-
-
-def test_fewer_rows_are_the_first_of_more() -> None:
-    few, many = (SyntheticSource(criteo_kaggle(num_rows, scale=0.001)) for num_rows in (1_000, 20_000))
-    np.testing.assert_array_equal(teacher_logits(few, 0, 1_000), teacher_logits(many, 0, 1_000))
-    (chunk,) = read(few)
-    np.testing.assert_array_equal(chunk.label, next(many.chunks(rows_per_chunk=1_000)).label)
-
-
-def test_strengths_may_be_zero() -> None:
-    config = make_config(5_000, main_strength=0.0, pair_strength=0.0, dense_strength=0.0, base_rate=0.1)
-    logits = teacher_logits(SyntheticSource(config), 0, 5_000)
-    np.testing.assert_allclose(sigmoid(logits), 0.1, rtol=1e-9)
 
 
 def test_criteo_text_is_the_same_rows(tmp_path: Path) -> None:
@@ -200,28 +145,3 @@ def test_presets() -> None:
     assert criteo_kaggle(10, name="mine").name == "mine"
     with pytest.raises(ValueError, match="scale is 2"):
         criteo_kaggle(10, scale=2)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SyntheticTable(name="../t", num_embeddings=5), "table name is '../t'"),
-        (lambda: SyntheticTable(name="t", num_embeddings=0), "table 't': num_embeddings is 0; it must be from 1"),
-        (lambda: SyntheticTable(name="t", num_embeddings=2**32 + 1), "num_embeddings is 4294967297"),
-        (lambda: SyntheticTable(name="t", num_embeddings=5, missing=1.0), "missing is 1.0"),
-        (lambda: SyntheticTable(name="t", num_embeddings=5, kind="list"), "kind is 'list'"),
-        (lambda: SyntheticDense(name="n", missing=1.0), "dense column 'n': missing is 1.0"),
-        (lambda: SyntheticConfig(num_rows=5, tables=()), "tables is empty"),
-        (lambda: make_config(0), "num_rows is 0"),
-        (lambda: make_config(base_rate=1.0), "base_rate is 1.0"),
-        (lambda: make_config(seed=-1), "seed is -1"),
-        (lambda: replace(make_config(), dense=(SyntheticDense(name="user"),)), "repeat; tables and dense columns"),
-        (
-            lambda: write_criteo("/nonexistent", make_config()),
-            "has 2 dense columns and 4 tables; Criteo's layout has 13",
-        ),
-    ],
-)
-def test_bad_configs(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

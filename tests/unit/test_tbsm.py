@@ -1,7 +1,5 @@
 """TBSM against the plain torch of tests/plain_tbsm.py: same weights, same logits, same gradients, any padding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,12 +20,7 @@ from plain_tbsm import PlainTBSM
 DIM, STEPS, ROWS = 8, 6, {"user": 30, "item": 50, "category": 9}
 FEATURES = (("user", None), ("item", "item_history"), ("category", "category_history"))
 CONFIG = TBSMSpec(
-    embedding_dim=DIM,
-    bottom_mlp=[5],
-    top_mlp=[12, 7],
-    history_steps=STEPS,
-    attention_mlp=[4],
-    final_mlp=[11],
+    embedding_dim=DIM, bottom_mlp=[5], top_mlp=[12, 7], history_steps=STEPS, attention_mlp=[4], final_mlp=[11]
 )
 
 
@@ -211,12 +204,7 @@ def test_defaults_are_those_of_the_reference_script() -> None:
         part: [getattr(model, part).layers[0].in_features, *(la.out_features for la in getattr(model, part).layers)]
         for part in ("bottom", "top", "attention", "final")
     }
-    assert widths == {
-        "bottom": [1, 16],
-        "top": [22, 15, 15],
-        "attention": [20, 15, 15, 20],
-        "final": [30, 60, 1],
-    }
+    assert widths == {"bottom": [1, 16], "top": [22, 15, 15], "attention": [20, 15, 15, 20], "final": [30, 60, 1]}
 
 
 def test_gradients_repeat_to_the_bit_on_several_threads() -> None:

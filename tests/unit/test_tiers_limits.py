@@ -1,7 +1,5 @@
 """What tables in tiers refuse, with its cure, and what they leave behind: nothing."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import errno
@@ -56,9 +54,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def emb(tmp_path: Path) -> EmbeddingCollection:
     return make(tmp_path / "kept")
-
-
-# ---- Memory
 
 
 @pytest.mark.parametrize("dram", ["", "2 parsecs", "much", "-1GiB", "1e9", "0x10", "1.2.3GiB", "nan", "inf"])
@@ -152,8 +147,6 @@ def test_a_budget_below_the_least(folder: Path) -> None:
         hotrow.Adam(emb)
     assert not folder.exists(), "refused before anything was made"
 
-
-# ---- what the middle tier holds
 
 DEMANDS = [TableDemand("a", 10_000, 64), TableDemand("b", 300, 64), TableDemand("c", 50, 128), TableDemand("d", 9, 64)]
 
@@ -249,9 +242,6 @@ def test_more_pins_than_the_cache_may_give(folder: Path) -> None:
         hotrow.SGD(make(folder, file=folder, plan=plan, pins={"a": range(251)}), lr=0.1)
     gc.collect()
     assert list(folder.iterdir()) == [], "refused before anything was made"
-
-
-# ---- a collection in tiers
 
 
 def test_an_optimizer_comes_first_and_alone(emb: EmbeddingCollection, folder: Path) -> None:
@@ -371,9 +361,6 @@ def test_a_failure_while_files_are_made_can_be_tried_again(
     assert [store.rows.table for store in emb.placement.stores] == ["a", "b"], "those of the first try are gone"
 
 
-# ---- look-ahead
-
-
 @pytest.mark.parametrize("depth", [-1, 1.5, None])
 def test_depths_that_are_refused(emb: EmbeddingCollection, depth: Any) -> None:
     with pytest.raises(ValueError, match=rf"depth is {depth}; it must be 0"):
@@ -416,9 +403,6 @@ def test_a_bad_id_is_refused_when_its_turn_comes(emb: EmbeddingCollection, depth
     assert all_can_be_admitted(emb)
     skipped = [batch for batch in hotrow.lookahead(batches, emb, depth=depth) if batch is not batches[3]]
     assert len(skipped) == 5
-
-
-# ---- threads and processes
 
 
 @pytest.mark.skipif(not ops.isas(), reason="the native module is absent: its locks are tested here")

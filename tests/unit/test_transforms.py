@@ -1,7 +1,5 @@
 """Transforms against their formulas and in the forms that files keep; moments against exact fractions."""
 
-from __future__ import annotations
-
 import math
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Trials of `hotrow plan`: their steps are those of a run, what they print was measured, and nothing is left."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Two towers: their vectors, the places of items among all, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -235,9 +233,6 @@ def test_ranks_find_the_same_items(dataset: PackedDataset, tmp_path: Path) -> No
     assert all(found == alone for found in together)
 
 
-# ---- what is refused
-
-
 def test_options_that_do_not_fit() -> None:
     for own, name in (("dlrm", "sampled_softmax"), ("two_tower", "binary_cross_entropy")):
         with pytest.raises(ValueError, match=rf"objective is {name}.*model {own}.*set it to"):
@@ -296,9 +291,6 @@ def test_training_rows_without_an_item(tmp_path: Path) -> None:
     dataset = prepared(tmp_path / "data", events(200), tables={"default": {"min_count": 10_000}})
     with pytest.raises(ValueError, match=r"no training row has an id of 'item'"):
         runs.train(config_of(dataset, tmp_path / "run"), quiet=True)
-
-
-# ---- as a user meets it
 
 
 def test_fit_needs_the_name_alone(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Cells as people and programs write them: missing texts, money, odd cells, ids as floats, labels of words."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The vocabulary and counts files: their bytes, searching them without loading, and files that must be refused."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import os

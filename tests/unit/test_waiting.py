@@ -1,7 +1,5 @@
 """How idle threads wait is set before torch is loaded, and what the user has set holds."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
