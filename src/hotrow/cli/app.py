@@ -233,7 +233,7 @@ def init(
 def prepare(
     source: Annotated[
         str,
-        typer.Argument(help="criteo, avazu, taobao, movielens, csv, parquet, feather, orc, jsonl, or auto to tell."),
+        typer.Argument(help="criteo, avazu, taobao, csv, parquet, feather, orc, jsonl, or auto to tell."),
     ],
     paths: Paths,
     *,
