@@ -20,7 +20,7 @@ from hotrow import draw
 from hotrow.cli import tools
 from hotrow.config.load import make_config
 from hotrow.data.packed.reader import PackedDataset
-from hotrow.report.facts import MAX_POINTS, RunFacts, coverage, phase_points, points, read_lines, thin
+from hotrow.report.facts import MAX_POINTS, RunFacts, phase_points, points, read_lines, thin
 from hotrow.report.page import report_page, sentences, summary
 from hotrow.run import folder as run_folder
 from hotrow.run import runs
@@ -86,8 +86,7 @@ def large() -> RunFacts:
         warnings={"w": {"count": 2, "text": HOSTILE}}, write_budget={"budget": "1GB/day", "share_used": 0.5},
         trial={"date": HOSTILE, "step_ms": {"data": 0.5, "lookup": 1.0, "dense": 2.25, "update": 0.5}},
     )  # fmt: skip
-    counts = {name: np.arange(2000, 0, -1, dtype=np.uint32) for name in names}
-    return RunFacts(name=f"runs/{HOSTILE}", record=fields, lines=lines, coverage=coverage(counts))
+    return RunFacts(name=f"runs/{HOSTILE}", record=fields, lines=lines)
 
 
 # ---- curves
@@ -125,19 +124,6 @@ def test_phases_over_time_are_those_since_the_line_before() -> None:
     lines = [train_line(4, window_ms={"dense": 2.0}), train_line(8, window_ms={"dense": 6.0, "data": "x"})]
     assert phase_points(lines) == {"dense": [(4.0, 2.0), (8.0, 6.0)]}
     assert phase_points([train_line(4), train_line(8)]) == {}
-
-
-def test_coverage_against_sorting_by_hand() -> None:
-    counts = {"a": np.array([7, 90, 3, 0], dtype=np.uint32), "b": np.arange(3000, dtype=np.uint32)}
-    found = coverage(counts)
-    assert found is not None
-    for name, curve in found.tables.items():
-        falling = np.sort(counts[name])[::-1]
-        for share, taken in curve:
-            rows = round(share * len(falling))
-            assert taken == pytest.approx(falling[:rows].sum() / falling.sum())
-    assert found.misses[0] == (0.0, 1.0) and found.misses[-1] == pytest.approx((1.0, 0.0))
-    assert coverage({"never": np.zeros(5, np.uint32)}) is None
 
 
 # ---- the page

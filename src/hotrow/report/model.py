@@ -15,7 +15,6 @@ from hotrow.report.shapes import HEIGHT, WIDTH, Cell, Chart, Figure, Grid, curve
 
 SPLITS = {"val": "validation"}
 """Names of splits for people, if they differ."""
-SEGMENTED = "The same model, judged on the rows of each value of columns that have few values and give much."
 KEPT, MAX_GAINS = "kept weights", 20
 """Bars of the picture of gains; the table of columns has them all."""
 
@@ -216,31 +215,6 @@ def score_charts(run: RunFacts) -> list[Chart]:
         Chart(spread, f"Distribution of {of}; scores are the {score}."),
         Chart(calibration, f"Calibration: where the lines part, scores are too high or too low.{fitted}"),
     ]
-
-
-def segment_grids(run: RunFacts) -> Sequence[Grid]:
-    """Returns the measures of the rows of each value of a column with few values."""
-    segments = mapping_in(run.record, "scores", "segments")
-    known = {name for groups in segments.values() for group in groups for name in group["figures"]}
-    measures = {name: measure for name, measure in run.objective.measures.items() if name in known}
-    heads = ["rows", "mean label", "mean score", "score / label", *(measure.title for measure in measures.values())]
-    found = []
-    for name, groups in segments.items():
-        rows: list[list[Cell | str]] = []
-        for group in groups:
-            ratio = group["score"] / group["label"] if group["label"] else None
-            means = [Cell(f"{group[what]:.4g}", group[what]) for what in ("label", "score")]
-            figures = [Cell(shown(number_in(group, "figures", each), ".4f")) for each in measures]
-            rows.append([group["value"], Cell(f"{group['num_rows']:,}"), *means, Cell(shown(ratio, ".3f")), *figures])
-        found.append(([name, *heads], rows))
-    return found
-
-
-def statistic_grid(run: RunFacts) -> Grid:
-    """Returns by statistic the share of scored rows whose value training has seen."""
-    shares = mapping_in(run.record, "scores", "statistics")
-    rows: list[list[Cell | str]] = [[name, percent(seen), percent(many)] for name, (seen, many) in shares.items()]
-    return ["statistic of", "rows whose value training has seen", "ten times or more"], rows
 
 
 # ---- what was kept
