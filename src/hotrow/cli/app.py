@@ -406,15 +406,12 @@ def days(
     ] = None,
     read: ReadOptions,
     keep: Annotated[int, typer.Option(help="Keep datasets and runs of so many days; deltas stay.")] = 2,
-    delay: Annotated[
-        bool, typer.Option("--delay", help="Score each day by older models, too: of two days before, and the first.")
-    ] = False,
     set_: Set = None,
 ) -> Answer:
     """Do each day of a folder that is not done: prepare, score, train, export, apply. Kill it: it goes on."""
     from hotrow.days.walk import walk_days
 
-    options = {"recipe": recipe, "schema": schema, "keep": keep, "delay": delay, "overrides": set_ or ()}
+    options = {"recipe": recipe, "schema": schema, "keep": keep, "overrides": set_ or ()}
     result = walk_days(logs, out, **vars(read), **options)
     shown = {name: value for name, value in result.items() if name not in ("status", "newest")}
     return result, lambda: _print_fields(shown)
@@ -693,7 +690,7 @@ def inspect(
         typer.Option(help="Bytes of a fast device, e.g. 256MiB: compares three ways to choose rows for it."),
     ] = None,
     optimizer: Annotated[str, typer.Option(help="The optimizer whose state is kept beside hot rows.")] = "sgd",
-    out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON, CSV and one HTML page.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report: JSON and one HTML page.")] = None,
 ) -> Answer:
     """Report hotness: bytes that a step demands of each table, and how few rows take most accesses."""
     from hotrow.base.progress import progress_bar
