@@ -202,7 +202,7 @@ def test_inspect_writes_its_report(
     hotrow("prepare", "criteo", "clicks.txt", "--out", "packed", "--json", **tools)
     options = ["--batch-size", "100", "--dim", "32", "--split", "val"]
     looked = hotrow("inspect", "packed", *options, "--out", "report", "--json", **tools)
-    assert [Path(file).name for file in looked["files"]] == ["hotness.json", "hotness.csv", "hotness.html"]
+    assert [Path(file).name for file in looked["files"]] == ["hotness.json", "hotness.html"]
     assert looked["demand"]["gross_bytes"] == 100 * 26 * 32 * 4
     assert (looked["split"], looked["samples"], looked["batch_size"]) == ("val", looked["rows"]["val"], 100)
     assert len(looked["tables"]) == 26 and looked["tables"][0]["num_dropped"] == 0

@@ -74,8 +74,8 @@ def inspect(
 
     The fields are those of docs/inspect.md, the arguments those of `measure_hotness`; `batches`: read only so many, the
     first. hot: bytes of a fast device, or text such as 256MiB: three ways to choose the rows for it are compared, the
-    state of `optimizer` counted, with samples drawn by `seed`. With `out` the report is also written there, as JSON,
-    CSV and HTML, and `files` names them.
+    state of `optimizer` counted, with samples drawn by `seed`. With `out` the report is also written there, as JSON and
+    HTML, and `files` names them.
 
     Rows are numbered by falling training count, so the hot rows are a prefix; row 0 (rare and unseen ids) is counted
     among the accesses but is not a hot row.
