@@ -36,7 +36,6 @@ def test_transforms_of_numbers_against_plain_python(values: list[float]) -> None
         truth = [x if math.isnan(x) and name != "fill" else formula(x) for x in values]
         np.testing.assert_array_equal(Transform(name, options)(np.array(values)), truth)
 
-    wanted("floor_log2", lambda x: math.floor(math.log(x) ** 2) if x > 2 else x)
     wanted("clip", lambda x: min(max(x, -1.5), 20), low=-1.5, high=20)
     wanted("clip", lambda x: max(x, 3), low=3)
     wanted("clip", lambda x: min(x, 3), high=3)
