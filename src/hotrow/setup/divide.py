@@ -135,7 +135,7 @@ class TableUse:
         tail = demand.num_rows - self._cuts
         flying = behind(-np.expm1(-np.outer(rates, np.arange(depth + 2))))
         flying = np.maximum(least_cached, np.ceil(flying + FLIGHT_SIGMAS * np.sqrt(flying)))
-        self.floors: Array = np.minimum(tail, demand.listed + flying.T)
+        self.floors: Array = np.minimum(tail, flying.T)
         """Rows to cache with room for those of none, one, ... and all batches in flight, behind every prefix that is
         looked at: [depth + 2, prefixes]."""
 
