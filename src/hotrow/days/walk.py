@@ -419,8 +419,7 @@ def _trained(walk: _Walk, name: str, dataset: PackedDataset, before: str | None)
 
 
 def _published(walk: _Walk, name: str, run: Run, *, is_first: bool) -> int:
-    """Brings the model that is served to a day's weights; returns the bytes of the delta, of the first day those of
-    the model."""
+    """Brings the served model to a day's weights; returns the bytes of the delta, or of the first day's model."""
     model, delta = walk.chain / "model", walk.place("deltas", name)
     out, since = (model, None) if is_first else (delta, model)
     make_folder(delta.parent)  # from the first day on, for servers to be started with

@@ -645,8 +645,7 @@ class Sharded(Placement):
     def _lookups_below(
         self, found: Pieces, leaves: Sequence[tuple[int, int, int]], slots: Tensor, come: Sequence[Come]
     ) -> ops.Lookups:
-        """Returns the sums of each table as lookups below of as many bags of one row, in their micro-batches; slots: of
-        `found.rows`."""
+        """The sums of each table as lookups below of bags of one row, by micro-batch; slots: of `found.rows`."""
         lookups, T = list[Any](), len(self.tables)
         groups = [[*range(len(leaves))]] if len(found.sums) else [[p] for p in range(len(leaves))]
         parts = np.zeros((len(groups), T, self.comm.ranks.micro_batches + 1), np.int64)

@@ -40,8 +40,7 @@ MIN_GATHERED_ROWS = 1 << 15
 MIN_ROWS = 100
 """A table in tiers caches at least this many rows, or all that it has."""
 SMALL_TABLES_SHARE = 0.5
-"""Share of the budget for tables that lie in memory whole, smallest first: their few rows would else be read over and
-over."""
+"""Share of the budget for tables that lie in memory whole, smallest first."""
 MAX_WAITING_SHARE, MAX_GATHERED_SHARE = 8, 64
 """I/O buffers and rows that wait to be written take at most 1/8 of the budget, and at most 64 MiB. If writes are
 gathered, which takes a 25th of the I/Os, they take at most 1/64 or 2 MiB, whichever is more."""

@@ -203,8 +203,7 @@ def _cuts(num_rows: int) -> NDArray[np.int64]:
 
 
 def rates_of(name: str, counts: NDArray[Any], num_steps: float, cuts: NDArray[np.int64]) -> tuple[Array, Array]:
-    """The different rates at which rows are looked up, per step [K], and how many rows between two cuts have each,
-    [len(cuts) - 1, K]."""
+    """The different rates of lookups per step [K], and how many rows between cuts have each [len(cuts) - 1, K]."""
     if len(counts) <= MAX_RATES:
         _check(name, counts)
         place = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))

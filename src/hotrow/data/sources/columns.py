@@ -492,8 +492,7 @@ def open_files(
 
 
 def format_of(file: InputFile) -> FileFormat:
-    """Decides by the suffix if it is one of columns or JSON's, else by the first bytes; anything else is delimited
-    text."""
+    """Decides by the suffix if it is known, else by the first bytes; anything else is delimited text."""
     if (kind := columnar_format(file)) is not None:
         return kind
     return "jsonl" if has_suffix(file.path, JSON_SUFFIXES) or is_json_lines(file) else "csv"

@@ -99,8 +99,7 @@ def _of_text(reader: KeptReader, file_index: int, num_wanted: int) -> tuple[pa.T
 
 
 def _spread(table: pa.Table) -> pa.Table:
-    """Returns SAMPLE_ROWS rows in runs that are spread evenly over the table; or all of a small table. They get numbers
-    if they have none yet."""
+    """SAMPLE_ROWS rows, with numbers, in runs that are spread evenly over the table; or all of a small table."""
     length = SAMPLE_ROWS // NUM_RUNS if len(table) > SAMPLE_ROWS else len(table)
     starts = np.linspace(0, len(table) - length, NUM_RUNS if length < len(table) else 1).astype(int).tolist()
     runs = [table.slice(start, length) for start in starts]

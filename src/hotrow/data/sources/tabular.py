@@ -629,8 +629,7 @@ class _LinePlaces:
 
 
 def column_names(stored: Sequence[str]) -> list[str]:
-    """Returns the names by which a header's columns are known: distinct, and without blanks around them if no two
-    become equal."""
+    """The names of a header's columns: distinct, and without blanks around them if no two become equal."""
     trimmed = [name.strip() for name in stored]
     return distinct_names(trimmed if len({*trimmed}) == len({*stored}) else stored)
 
