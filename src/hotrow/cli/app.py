@@ -479,7 +479,7 @@ def runs(
                 typer.confirm(f"remove {run.path} ({about})?", abort=True, err=True)
         return {"removed": [str(path) for path in remove], "bytes_freed": sum(map(listing.remove_run, remove))}
     if paths is not None and len(paths) > 2:
-        raise ValueError("two runs are compared, one folder is listed; for more, hotrow report sets runs side by side")
+        raise ValueError("two runs are compared, one folder is listed; name one or two")
     if paths is not None and len(paths) == 2:
         pair = compare.compare(*paths)
         return pair, lambda: print(*compare.lines_of(pair), sep="\n")
@@ -713,18 +713,16 @@ def inspect(
     return result, lambda: print_inspection(result)
 
 
-@verb("report", home="hotrow.cli.tools", example="hotrow report runs/a runs/b --out a-beside-b.html")
+@verb("report", home="hotrow.cli.tools", example="hotrow report runs/clicks-dlrm-001")
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs: finished, interrupted, failed or killed.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder: finished, interrupted, failed or killed.")],
     *,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; default: report.html in the run's folder, or here for several.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: report.html in the run's folder.")] = None,
 ) -> Answer:
-    """Write one HTML page that says how a run went, or sets several side by side."""
+    """Write one HTML page that says how a run went."""
     from hotrow.cli import tools
 
-    result = tools.report(runs, out=out)
+    result = tools.report(run, out=out)
     return result, lambda: _print_report(result)
 
 
@@ -782,8 +780,7 @@ def _print_init(result: Mapping[str, Any]) -> None:
 
 
 def _print_report(result: Mapping[str, Any]) -> None:
-    for run in result["runs"]:
-        print(run["run"], *run["sentences"], sep="\n  ")
+    print(result["run"], *result["sentences"], sep="\n  ")
     print(f"wrote {result['out']}")
 
 

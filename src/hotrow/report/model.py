@@ -35,41 +35,24 @@ def metrics_of(run: RunFacts) -> dict[str, Any]:
     return {"split": "", **max(evaluations, key=lambda line: int(line["step"]))} if evaluations else {}
 
 
-def learning(runs: Sequence[RunFacts]) -> list[Chart]:
-    """Returns the loss and the other measures over steps; of several runs, a line for each."""
-    several = len(runs) > 1
+def learning(run: RunFacts) -> list[Chart]:
+    """Returns the loss and the other measures over steps."""
 
-    def lines(kind: str, field: str, splits: Mapping[str | None, str]) -> dict[str, list[Point]]:
-        return {
-            " ".join(part for part in (run.name if several else "", name) if part) or field: points(
-                run.lines, kind, field, split=split
-            )
-            for run in runs
-            for split, name in splits.items()
-        }
+    def evaluated(field: str) -> dict[str, list[Point]]:
+        curves = {name: points(run.lines, "eval", field, split=split) for split, name in splits.items()}
+        return curves | {KEPT: [point for point in curves["validation"] if point[0] == run.record.get("chosen_step")]}
 
-    def kept(field: str) -> dict[str, list[Point]]:
-        chosen = None if several else runs[0].record.get("chosen_step")
-        curve = points(runs[0].lines, "eval", field, split="val")
-        return {KEPT: [point for point in curve if point[0] == chosen]}
-
-    of_splits: dict[str | None, str] = {"val": "validation", "test": "test"}
-    losses = lines("train", "loss", {None: "" if several else ", ".join(["training", *_options_of_loss(runs[0])])})
-    measures = measures_of(runs)
-    loss = runs[0].objective.loss_figure
-    losses |= {} if several else lines("eval", loss, of_splits)
-    judged: dict[str | None, str] = {"val": ""} if several else of_splits
-    of = " of the validation split" if several else ""
-    titles = dict.fromkeys(run.objective.loss_title for run in runs)
-    losses |= kept(loss)
-    charts = [curves_chart(losses, y_label=" or ".join(titles), label="Loss over steps", dashed=[KEPT])]
-    for field, measure in measures.items():
-        if all(field != run.objective.loss_figure for run in runs):
-            name = (measure.name or measure.title) + of
+    splits = {"val": "validation", "test": "test"}
+    loss = run.objective.loss_figure
+    losses = {", ".join(["training", *_options_of_loss(run)]): points(run.lines, "train", "loss"), **evaluated(loss)}
+    charts = [curves_chart(losses, y_label=run.objective.loss_title, label="Loss over steps", dashed=[KEPT])]
+    for field, measure in run.objective.measures.items():
+        if field != loss:
+            name = measure.name or measure.title
             caption = f"{name}: {measure.meaning}" if measure.meaning else ""
-            curves = lines("eval", field, judged) | kept(field)
+            label = f"{name} over steps"
             charts.append(
-                curves_chart(curves, y_label=measure.title, label=f"{name} over steps", caption=caption, dashed=[KEPT])
+                curves_chart(evaluated(field), y_label=measure.title, label=label, caption=caption, dashed=[KEPT])
             )
     return charts
 
@@ -79,11 +62,6 @@ def _options_of_loss(run: RunFacts) -> list[str]:
     defaults = {name: str(getattr(run.objective, name)) for name in run.objective.loss_options}
     given = {name: run.options.get(f"train.{name}", default) for name, default in defaults.items()}
     return [f"{name} {value}" for name, value in given.items() if value != defaults[name]]
-
-
-def measures_of(runs: Sequence[RunFacts]) -> dict[str, Measure]:
-    """Returns the measures by which any of the runs is judged."""
-    return {name: measure for run in runs for name, measure in run.objective.measures.items()}
 
 
 # ---- columns

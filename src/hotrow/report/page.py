@@ -1,4 +1,4 @@
-"""The HTML page of one run, or of several side by side: sentences and figures first, then charts, tables, commands."""
+"""The HTML page of one run: sentences and figures first, then charts, tables, commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from hotrow.report.model import (
     kept_text,
     learning,
     left_out_grid,
-    measures_of,
     metrics_of,
     model_figures,
     score_charts,
@@ -32,9 +31,9 @@ from hotrow.report.shapes import DASH, WIDTH, Cell, Chart, Figure, Grid, curves_
 NAME = "report.html"
 
 
-def write_report(path: Path, runs: Sequence[RunFacts]) -> int:
-    """Writes the page of `runs` to `path`; returns its bytes. Raises OSError if the disk is full."""
-    page = report_page(runs).encode()
+def write_report(path: Path, run: RunFacts) -> int:
+    """Writes the page of `run` to `path`; returns its bytes. Raises OSError if the disk is full."""
+    page = report_page(run).encode()
     with atomic_write(path) as file:
         file.write(page)
     return len(page)
@@ -46,10 +45,9 @@ def is_report(path: Path) -> bool:
         return b'<meta name="generator" content="hotrow report">' in file.read(1024)
 
 
-def report_page(runs: Sequence[RunFacts]) -> str:
+def report_page(run: RunFacts) -> str:
     """Returns the HTML page. Text is escaped."""
-    template = load_template("report/report.html")
-    return str(template.render(runs=[view(run) for run in runs], compared=compare(runs) if len(runs) > 1 else None))
+    return str(load_template("report/report.html").render(view(run)))
 
 
 def view(run: RunFacts) -> dict[str, Any]:
@@ -65,7 +63,7 @@ def view(run: RunFacts) -> dict[str, Any]:
             ("Columns", [], [column_grid(run), left_out_grid(run)], column_text(run)),
             ("What each column gives", [gain_chart(run)], [], gain_text(run)),
             ("Scores", score_charts(run), [], ""),
-            ("How it learned", learning([run]), [], kept_text(run)),
+            ("How it learned", learning(run), [], kept_text(run)),
         ),
         "time": time,
         "speed": speed_figures(run),
@@ -461,53 +459,4 @@ def summary(run: RunFacts) -> dict[str, Any]:
         "samples_per_s": number_in(run.record, "samples_per_s") or number_in(last_line(run), "samples_per_s"),
         "warnings": sum(warning["count"] for warning in run.record["warnings"].values()),
         "lines_left_out": run.lines_left_out,
-    }
-
-
-# ---- side by side
-
-
-def compare(runs: Sequence[RunFacts]) -> dict[str, Any]:
-    """Returns what the template shows of several runs together."""
-    measures = measures_of(runs)
-    titles = [measure.title for measure in measures.values()]
-    heads = ["run", "status", "steps", "split", *titles, "samples/s", "ms a step", "DRAM", "on disk"]
-    heads += ["hits / lookup", "waiting", "to the drive", "warnings"]
-    rows: list[list[Cell | str]] = []
-    for run in runs:
-        told, record = summary(run), run.record
-        total = sum(step_ms_of(run).values())
-        quality = [Cell(shown(told.get(name), ".4f")) for name in measures]
-        memory = [num_bytes(number_in(record, "memory", field)) for field in ("dram_bytes", "disk_bytes")]
-        shares = [percent(number_in(record, "memory", field)) for field in ("hits_per_lookup", "stall_share")]
-        rows.append(
-            [
-                run.name,
-                Cell(told["status"]),
-                Cell(f"{told['steps']:,}"),
-                Cell(told["split"]),
-                *quality,
-                Cell(shown(told["samples_per_s"], ",.0f")),
-                Cell(f"{total:.3g}" if total else DASH),
-                *memory,
-                *shares,
-                num_bytes(number_in(record, "memory", "drive_written_bytes")),
-                Cell(f"{told['warnings']:,}"),
-            ]
-        )
-    bars = named_phases({run.name: step_ms_of(run) for run in runs})
-    steps = Chart(
-        stacked_bars(bars, form=ms, width=WIDTH, label="milliseconds of a step by phase, by run"),
-        "Milliseconds of a step by phase, mean over the run.",
-    )
-    options = list(dict.fromkeys(name for run in runs for name in run.options))
-    differing = [
-        [name, *(Cell(run.options.get(name, "")) for run in runs)]
-        for name in options
-        if len({run.options.get(name, "") for run in runs}) > 1 and name != "run"
-    ]
-    return {
-        "grid": (heads, rows),
-        "charts": [chart for chart in [*learning(runs), steps] if chart.svg],
-        "differing": (["option", *(run.name for run in runs)], differing),
     }

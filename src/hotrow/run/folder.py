@@ -280,7 +280,7 @@ class RunFolder:
     def report(self) -> None:
         """Writes report.html. A page is never worth a run: if it cannot be written, that is a counted warning."""
         try:
-            write_report(self.path / REPORT, [self.facts()])
+            write_report(self.path / REPORT, self.facts())
         except Exception as error:  # a full disk, or a bug
             cure = f"hotrow report {shlex.quote(str(self.path))}"
             text = f"{REPORT} was not written ({type(error).__name__}: {error}); to try again: {cure}"
